@@ -16,6 +16,7 @@ import pytest
 import streamalloc.driver as sd
 from streamalloc.driver.bindings import BINDINGS_VERSION
 from tests.fixtures import *  # noqa: F403
+from tests.neighbours import FreeMemory, pytest_runtest_protocol  # noqa: F401 (a hook)
 from tests.support import collect_and_freeze, makes_no_multicast_object
 
 # By name, as the package need not be installed. pytester is for the tests of the plugin.
@@ -100,6 +101,16 @@ def no_multicast_by_mistake(on_cuda: bool) -> Iterator[None]:
         real: Any = sd.real() if on_cuda and os.environ.get("STREAMALLOC_TEST_MULTICAST") != "1" else None
         if hasattr(real, "cuMulticastCreate"):
             patch.setattr(real, "cuMulticastCreate", makes_no_multicast_object(real.cuMulticastCreate))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def readings_of_free_memory(on_cuda: bool) -> Iterator[None]:
+    """Counts the readings that other processes on the same GPU change."""
+    with pytest.MonkeyPatch.context() as patch:
+        if on_cuda:
+            real: Any = sd.real()
+            patch.setattr(real, "cuMemGetInfo", FreeMemory(real.cuMemGetInfo))
         yield
 
 

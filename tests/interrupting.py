@@ -15,7 +15,7 @@ import random
 import signal
 import sys
 import weakref
-from collections.abc import Mapping, Sized
+from collections.abc import Iterator, Mapping, Sized
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -44,23 +44,37 @@ class Interrupted(BaseException):
 
 
 class Interrupt:
-    """A block in which the n-th point raises :class:`Interrupted`; with 0 none does, and the points are recorded."""
+    """A block in which the n-th point raises :class:`Interrupted`; with 0 none does, and the points are recorded.
 
-    def __init__(self, nth: int = 0) -> None:
+    ``finalisers``: whether their points count, too. Python drops what comes out of one.
+    """
+
+    def __init__(self, nth: int = 0, *, finalisers: bool = False) -> None:
         self.left = nth
         """The number of points to come before the one that raises."""
         self.came = ""
         """Place that raised; empty before."""
+        self._finalisers = finalisers
         self._points: list[tuple[CodeType, str]] = []
         self._inside: FrameType | None = None
         self._callbacks = {getattr(callback, "__code__", None) for callback in gc.callbacks}
 
     def __enter__(self) -> Self:
+        self._hook, sys.unraisablehook = sys.unraisablehook, self._unraisable
         sys.setprofile(self._event)
         return self
 
     def __exit__(self, *_: object) -> None:
         sys.setprofile(None)
+        sys.unraisablehook = self._hook
+
+    def _unraisable(self, found: Any) -> None:
+        if found.exc_type is not Interrupted:
+            self._hook(found)
+
+    def __iter__(self) -> Iterator[int]:
+        """The numbers of the recorded points."""
+        return iter(range(1, len(self._points) + 1))
 
     def distinct(self) -> list[int]:
         """The numbers of the recorded points, one for each kind of event in each function of the package."""
@@ -88,7 +102,7 @@ class Interrupt:
 
     def _is_another_s(self, code: CodeType) -> bool:
         file = code.co_filename
-        finaliser = code.co_name == "__del__" or code in self._callbacks or file in _WEAK
+        finaliser = (code.co_name == "__del__" and not self._finalisers) or code in self._callbacks or file in _WEAK
         return finaliser or file.startswith(_DRIVER)
 
 

@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
@@ -24,8 +25,8 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc.core import deferred
 from streamalloc.driver.bindings import cuda
+from streamalloc.driver.simulator import call_lock
 from streamalloc.driver.simulator import machine as simulated_machine
-from streamalloc.driver.simulator import turns
 
 MiB = 1 << 20
 GROWTH = 32 * MiB  # the step in which a pool takes memory (tests/facts/test_pool_sizes.py)
@@ -118,7 +119,9 @@ def library(name: str) -> Any:
     if name not in _not_loaded:
         before = set(sys.modules)
         try:
-            return importlib.import_module(name)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                return importlib.import_module(name)
         except Exception as error:
             _not_loaded[name] = f"{name} cannot be imported: {type(error).__name__}: {error}"
             for half in set(sys.modules) - before:  # or those who look for it there find a part of it
@@ -200,10 +203,10 @@ def end_simulated_machines() -> None:
     gc.collect()
     ending = True
     while ending:
-        turns.enter()
+        call_lock.enter()
         timelines = [machine.timeline for machine in list(simulated_machine._machines)]
         ending = any(timeline.closed and timeline._worker is not None for timeline in timelines)
-        turns.leave()
+        call_lock.leave()
         time.sleep(0.001 * ending)
 
 

@@ -211,10 +211,11 @@ def host_pool(tour: Tour, stream: sa.Stream) -> None:
 def capture(tour: Tour, stream: sa.Stream) -> None:
     memory = tour.device.graph_memory
     memory.trim()
+    before = memory.reserved  # bytes held for other graphs of the process
 
     def step(text: str, *claims: Claim, held: int) -> None:
-        """Print a step with the memory held for graphs, which must be ``held`` bytes."""
-        found = memory.reserved
+        """Print a step with the memory held for its graph, which must be ``held`` bytes."""
+        found = memory.reserved - before
         figures = f"held for graphs {size_text(found)}"
         tour.step(text, *claims, equal("memory held for graphs", found, held, size_text), figures=figures)
 
@@ -237,7 +238,7 @@ def capture(tour: Tour, stream: sa.Stream) -> None:
 
         graph.launch(stream)
         filled = every_byte("the result", read(result, stream), 0x2A)
-        held = memory.reserved
+        held = memory.reserved - before
         enough = at_least("memory held for graphs", held, 4 * MiB)
         step("launched: the graph filled its own memory and copied from it", filled, enough, held=held)
         result.fill(0)

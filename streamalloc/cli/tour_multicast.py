@@ -88,7 +88,7 @@ def multicast(tour: Tour, driver: Any) -> None:
         names = [f"GPU {device.ordinal}" for device in devices]
         size = 2 * MulticastObject.granularity(count, driver=calls)
         streams = [resources.enter_context(device.create_stream()) for device in devices]
-        memories = [resources.enter_context(vmm.PhysicalMemory(size, device)) for device in devices]
+        memories = [resources.enter_context(vmm.PhysicalMemory(device, size)) for device in devices]
 
         def replicas() -> list[tuple[str, np.ndarray[Any, Any]]]:
             """Return each device's name and both halves of its memory, read by its own address."""

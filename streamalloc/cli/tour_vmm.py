@@ -31,7 +31,7 @@ def by_hand(tour: Tour, stream: sa.Stream) -> None:
     tour.need_virtual_memory()
     granule = vmm.PhysicalMemory.granularity(tour.device)
     size = 2 * granule
-    with vmm.AddressRange(16 * granule) as addresses, vmm.PhysicalMemory(size, tour.device) as memory:
+    with vmm.AddressRange(16 * granule) as addresses, vmm.PhysicalMemory(tour.device, size) as memory:
 
         def drawn(text: str, *claims: Claim) -> None:
             """Print a step with a drawing of the mappings."""
@@ -170,7 +170,7 @@ def striping(tour: Tour, here: sa.Stream) -> None:
     devices = (tour.device, peer)
     there = peer.create_stream()
     size = 16 * MiB
-    with vmm.stripe(size, devices, stream=here) as buffer:
+    with vmm.stripe(devices, size, stream=here) as buffer:
         halves = [vmm.PhysicalMemory.at(mapping.address, driver=tour.device.driver) for mapping in buffer.mappings]
         places = [memory.query().location for memory in halves]
         access = {mapping.access(device) for mapping in buffer.mappings for device in devices}
@@ -206,7 +206,7 @@ def sparse(tour: Tour, stream: sa.Stream) -> None:
             tour.step(
                 text,
                 equal("elements that differ", int(np.count_nonzero(found != expected)), 0),
-                equal("tiles with memory", int(array.mapped().sum()), tiles),
+                equal("tiles with memory", int(array.mapped_tiles().sum()), tiles),
                 equal("tiles in use", used, tiles),
                 figures=f"{used} of {pool.tiles} tiles of the pool",
             )

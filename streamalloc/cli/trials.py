@@ -98,7 +98,7 @@ def _memory(
     def trial() -> str:
         row["granularity"] = vmm.PhysicalMemory.granularity(prop, driver=device.driver)
         row["recommended"] = vmm.PhysicalMemory.granularity(prop, recommended=True, driver=device.driver)
-        with vmm.PhysicalMemory(row["granularity"], prop, driver=device.driver) as memory:
+        with vmm.PhysicalMemory(prop, row["granularity"], driver=device.driver) as memory:
             return verify(memory)
 
     return _tried(row, trial)
@@ -118,7 +118,7 @@ def _node(memory: vmm.PhysicalMemory) -> str:
 def _dma_buf(device: sa.Device) -> str:
     granule = vmm.PhysicalMemory.granularity(device)
     with vmm.AddressRange(granule, driver=device.driver) as addresses:
-        with vmm.PhysicalMemory(granule, device) as memory:
+        with vmm.PhysicalMemory(device, granule) as memory:
             mapping = addresses.map(memory, access=device)
         vmm.dma_buf(mapping).close()
         try:
@@ -233,7 +233,7 @@ def _event(worker: Worker, device: sa.Device, stream: sa.Stream) -> str:
 
 def _fabric(worker: Worker, device: sa.Device, stream: sa.Stream) -> str:
     fabric = sa.MemHandleType.FABRIC
-    with vmm.PhysicalMemory(vmm.PhysicalMemory.granularity(device), device, handle_types=fabric) as memory:
+    with vmm.PhysicalMemory(device, vmm.PhysicalMemory.granularity(device), handle_types=fabric) as memory:
         memory.export(fabric)
     return "allocated and exported; only another machine can open it"
 

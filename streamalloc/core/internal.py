@@ -170,6 +170,7 @@ from streamalloc.core.stream import (
     refuse_capture,
     sees_all_work,
     settle,
+    spare_events,
     stream_call,
 )
 
@@ -297,6 +298,7 @@ __all__ = [
     "settle",
     "shared_state",
     "size_text",
+    "spare_events",
     "stream_call",
     "strip",
     "table",

@@ -200,9 +200,9 @@ class Memory(Unique, Shown, abc.ABC):
         self._check_usable()
         if not self.host_accessible:
             raise ValueError(f"{self!r} is in device memory, which the host cannot reach: copy it with copy_to")
-        told = self._session.used
-        if told is not None and self.nbytes:
-            told(self.address, self.nbytes, None, False)
+        listener = self._session.listener
+        if listener is not None and self.nbytes:
+            listener.used(self.address, self.nbytes, None, False)
         flat = np.asarray(self).view(dtype)
         return flat if shape is None else flat.reshape(shape)
 
@@ -251,15 +251,15 @@ class Memory(Unique, Shown, abc.ABC):
             The memory was freed.
         """
         address = self._at
-        told = self._session.used
-        if told is None:
+        listener = self._session.listener
+        if listener is None:
             return
         if on_host:
-            told(address, self.nbytes, None, write)
+            listener.used(address, self.nbytes, None, write)
             return
         ordered = self.stream if stream is None else as_stream(stream, self._session)
         with ordered._context():
-            told(address, self.nbytes, ordered._checked_raw(), write)
+            listener.used(address, self.nbytes, ordered._checked_raw(), write)
 
     def view(self, start: int = 0, stop: int | None = None) -> BufferView:
         """The bytes from ``start`` to ``stop`` as memory of their own; also written ``memory[start:stop]``."""
@@ -393,7 +393,7 @@ class Memory(Unique, Shown, abc.ABC):
             if handle != ours.handle:
                 order_handle_after(handle, ours)
                 # Who names no stream for memory that the host can reach, such as NumPy, is the host.
-                if self._session.used is not None and not (stream is None and self.host_accessible):
+                if self._session.listener is not None and not (stream is None and self.host_accessible):
                     self.used(Stream.of_handle(ours.device, handle, self), write=False)
         # Who names no stream may use the address at once.
         unordered = on_host or stream == -1 or (stream is None and self.host_accessible)

@@ -31,6 +31,7 @@ from streamalloc.driver.internal import BINDINGS_VERSION, as_asked, cuda, versio
 
 if TYPE_CHECKING:
     from streamalloc.driver import Driver
+    from streamalloc.driver.internal import Listener
 
 __all__ = ["DIRECT", "NOT_CALLED", "OwnsHandle", "PerDriver", "Session", "refuse_after_fork", "session_of", "sessions"]
 
@@ -87,21 +88,15 @@ class Session:
         "_state",
         "driver",
         "forked",
-        "lent",
-        "opened",
-        "shared",
-        "used",
+        "listener",
     )
 
     driver: Driver
     """The driver itself, for code that binds its functions."""
     forked: bool
     """True in a forked child, in which all calls are refused."""
-    shared: Callable[[int, int, Any, bytes], None] | None
-    opened: Callable[[int, int, Any, bytes, int], None] | None
-    lent: Callable[[Any, bool], None] | None
-    used: Callable[[int, int, Any, bool], None] | None
-    """Notifications of a driver that checks stream order, of uses that are no driver calls; None for any other."""
+    listener: Listener | None
+    """Listener of a driver that checks stream order; it only records."""
     cuEventQuery: Any
     cuEventRecord: Any
     cuMemCreate: Any
@@ -127,10 +122,7 @@ class Session:
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
         self.forked = False
-        self.used = getattr(driver, "used", None)
-        self.lent = getattr(driver, "lent", None)
-        self.shared = getattr(driver, "shared", None)
-        self.opened = getattr(driver, "opened", None)
+        self.listener = getattr(driver, "listener", None)
         self._contexts: dict[int, Any] = {}
         self._state: dict[object, Any] = {}
         self._hot: weakref.WeakSet[Any] = weakref.WeakSet()

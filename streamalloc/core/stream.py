@@ -52,6 +52,7 @@ __all__ = [
     "refuse_capture",
     "sees_all_work",
     "settle",
+    "spare_events",
     "stream_call",
 ]
 
@@ -181,10 +182,9 @@ class Stream(Closes):
 
     def _open(self, *, non_blocking: bool = False) -> None:
         number = self._number = int(self._raw)
-        # Whether a query sees all that later work would wait for: that of a blocking stream does not see what the
-        # legacy stream has to do, while the legacy stream's sees the work of all blocking streams. Where order is
-        # checked nobody asks: what is found must not hang on how far a stream happens to be.
-        self._sees_all = (non_blocking or number in (0, _LEGACY)) and self._session.shared is None
+        # A query of a blocking stream does not see the work of the legacy stream, which later work would wait for;
+        # a query of the legacy stream sees the work of all blocking streams.
+        self._sees_all = non_blocking or number in (0, _LEGACY)
         self._closed = False
         self._allow_direct()
 
@@ -251,11 +251,11 @@ class Stream(Closes):
         return self._number
 
     def _tell_lent(self, raw: Any, used: bool) -> None:
-        """Tell a driver that checks stream order that other code has the stream; ``used``: that it uses it."""
-        lent = self._session.lent
-        if lent is not None:
+        """Notify the listener that other code has the stream; ``used``: that it queues work there."""
+        listener = self._session.listener
+        if listener is not None:
             with self._context():
-                lent(raw, used)
+                listener.lent(raw, used)
 
     @property
     def is_default(self) -> bool:
@@ -759,6 +759,11 @@ def events_of_all(session: Session) -> list[Event]:
             if may:
                 events.append(stream.record(Event(stream.device)))
     return events
+
+
+def spare_events(stream: Stream) -> set[int]:
+    """Handles of the closed events that a stream keeps to record again."""
+    return {int(raw) for raw in tuple(getattr(stream, "_spare", ()))}
 
 
 @contextlib.contextmanager

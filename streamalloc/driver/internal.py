@@ -22,6 +22,7 @@ from streamalloc.driver.selection import as_asked, default_of_threads, read_choi
 
 if TYPE_CHECKING:
     from streamalloc.driver.checker.stacks import Stack, here, line_of, lines
+    from streamalloc.driver.listener import Listener
     from streamalloc.driver.wrappers import Wrapper
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "SETTLERS",
     "VARIABLE",
     "Account",
+    "Listener",
     "OpaqueStruct",
     "ParentTest",
     "Stack",
@@ -53,7 +55,11 @@ __all__ = [
 
 
 # A program without wrappers does not wait for them.
-_LATER = {"Wrapper": "wrappers", **dict.fromkeys(("Stack", "here", "line_of", "lines"), "checker.stacks")}
+_LATER = {
+    "Listener": "listener",
+    "Wrapper": "wrappers",
+    **dict.fromkeys(("Stack", "here", "line_of", "lines"), "checker.stacks"),
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,7 @@
-"""Checks that a test asks of its child processes, and the directory that their reports go to.
+"""Checks that a test requests of its child processes, and the directory of their reports.
 
-The test sets them in an environment variable and in the configuration of :mod:`multiprocessing`: its processes get the
-latter by pickle, whenever their server was started.
+The test stores both in an environment variable and in the configuration of :mod:`multiprocessing`. A process gets that
+configuration by pickle, also if its fork server was started before the test.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _AT_START = os.environ.get(VARIABLE, "")
 
 
 class ParentTest(NamedTuple):
-    """The test that has started this process, directly or through another."""
+    """The test that has started this process, directly or through another process."""
 
     process: int
-    """The process of the test."""
+    """Process number of the test."""
     checks: tuple[str, ...]
-    """Some of ``"check"``, for stream order, and ``"leaks"``."""
+    """Kinds of reports: ``"check"`` (stream order), ``"leaks"``."""
     directory: str
-    """The directory of the reports, which is private to this user."""
+    """Path of the reports' directory, of mode 700."""
 
     def to_text(self) -> str:
         """The value of the variable."""
@@ -41,7 +41,7 @@ class ParentTest(NamedTuple):
         return cls(int(process), tuple(checks.split("+")), directory)
 
     def report(self, kind: str, text: str) -> None:
-        """Add a report of this process, if the test asks for its kind; the test may be over."""
+        """Add a report of this process if the test requests its kind; no error if the test has ended."""
         if kind in self.checks:
             path = os.path.join(self.directory, f"{os.getpid()}.{kind}")
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -50,7 +50,7 @@ class ParentTest(NamedTuple):
 
 
 def configuration() -> dict[str, Any]:
-    """What multiprocessing gives to the processes that this one starts; empty until it is imported."""
+    """multiprocessing's configuration, which child processes inherit; empty until it is imported."""
     module = sys.modules.get("multiprocessing.process")
     found: dict[str, Any] = {} if module is None else getattr(module.current_process(), "_config", {})
     return found
@@ -63,7 +63,7 @@ def _from_server() -> bool:
 
 
 def parent_test() -> ParentTest | None:
-    """The test that has started this process; None in the test's own process, and where there is none.
+    """The test that has started this process; None in the test's own process, and without a test.
 
     The answer stays the same for the life of a process, which may be longer than the test's.
     """
@@ -74,11 +74,11 @@ def parent_test() -> ParentTest | None:
 
 
 _found: dict[int, ParentTest | None] = {}
-"""By process, as a fork copies it."""
+"""Results by process number, as a fork copies the dictionary."""
 
 
 def _find(process: int) -> ParentTest | None:
-    # A server of multiprocessing may have been started in an earlier test, which its environment is of.
+    # A fork server may have the environment of an earlier test.
     text = configuration().get(VARIABLE) or ("" if _from_server() else _AT_START)
     if not text:
         return None

@@ -178,7 +178,7 @@ def as_asked(driver: Driver) -> Driver:
     test = None if _CHECK else parent_test()
     if _CHECK == "0" or (not _CHECK and test is None):
         return driver
-    if hasattr(driver, "used"):  # checked already, perhaps inside of another wrapper, or not to be
+    if hasattr(driver, "listener"):  # checked already, perhaps inside of another wrapper, or not to be
         return driver
     from streamalloc.driver.checker import checked
 

@@ -1,23 +1,24 @@
-"""What all bridges have in common.
+"""Base of all bridges, by which another library allocates from pools of streamalloc.
 
-A bridge has another library allocate from our memory. There are two kinds:
+A library allocates in one of two ways:
 
-* *Handles*: the library is given the driver's handle of a pool and allocates from it by itself. No Python of ours runs
-  then, but for CuPy an exchange of the capture mode.
-* *Callbacks*: the library calls us for each allocation. That is for memory that a handle cannot stand for: a caching
+* *Handles*: the library gets the driver's handle of a pool, and calls the driver itself. No Python code runs for its
+  allocations, except a change of the capture mode for CuPy.
+* *Callbacks*: the library calls Python for each allocation. Needed for allocators without a driver handle: a caching
   allocator, virtual memory that sleeps.
 
-Each module of :mod:`streamalloc.interop` has ``use(...)``, which starts a :class:`Bridge`. :meth:`Bridge.stop`, or the
-end of a ``with`` block, ends it: what the library allocates later is its own again. What it has allocated meanwhile
-stays valid, and returns to where it came from when the library frees it. Bridges to one library are stopped in the
-opposite order of their starts. A bridge that is dropped goes on.
+``use(...)`` of each module of :mod:`streamalloc.interop` starts a :class:`Bridge`. :meth:`Bridge.stop`, or the end of a
+``with`` block, restores the library's own allocator for later allocations. Memory allocated before stays valid,
+and is freed to its source when the library frees it. Stop the bridges of one library in the reverse order of their
+starts. Dropping a bridge does not stop it.
 
-The rules of callbacks, which :class:`Sources` and :class:`Ledger` keep:
+Rules for callbacks, implemented by :class:`Sources` and :class:`Ledger`:
 
-* Memory is allocated on the stream that the library says, and freed in the order of that stream, on whichever thread
-  and with whichever device current the library lets go of it. Nothing synchronises the host.
-* What the library sees is its own error; no exception of ours gets into C code.
-* What C code may call is kept for ever. A process that ends with live arrays gives nothing back: the driver does.
+* Memory is allocated on the library's stream and freed in the order of that stream, on any thread and with any current
+  device. The host never synchronises.
+* The library gets its own error type; no Python exception enters C code.
+* Objects that C code may call are never freed. Memory of arrays that are live at the end of the process is freed by the
+  driver.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ _LEGACY = int(cuda.CU_STREAM_LEGACY)
 
 
 class Source(Protocol):
-    """What memory can come from: a pool, another allocator of ours, or a group of buffers that sleep."""
+    """A source of memory: a pool, another allocator of streamalloc, or a sleep group."""
 
     @property
     def location(self) -> MemLocation: ...
@@ -77,12 +78,12 @@ class Source(Protocol):
 
 
 def library(name: str) -> Any:
-    """Another library, imported now.
+    """Import another library.
 
     Raises
     ------
     ModuleNotFoundError
-        It is not installed; the message says how to get it.
+        It is not installed; the message has the command that installs it.
     """
     try:
         return importlib.import_module(name)
@@ -96,17 +97,17 @@ def library(name: str) -> Any:
         ) from None
 
 
-# Those that go on though nobody has them any more.
+# Started bridges, which go on after they are dropped.
 _started: set[Bridge] = set()
 
 
 class Bridge(Closes, abc.ABC):
-    """Another library allocates from our memory, from :meth:`start` to :meth:`stop`."""
+    """Has another library allocate from :attr:`sources`, from :meth:`start` to :meth:`stop`."""
 
     __slots__ = ("__weakref__", "_undo", "sources")
 
     sources: Sources
-    """Where the memory comes from."""
+    """Pools or other allocators, by device."""
 
     def __init__(self, sources: Sources) -> None:
         self.sources = sources
@@ -114,17 +115,17 @@ class Bridge(Closes, abc.ABC):
 
     @abc.abstractmethod
     def _install(self, undo: contextlib.ExitStack) -> None:
-        """Have the library allocate from :attr:`sources`; ``undo`` is told how that ends."""
+        """Set the library's allocator, and add the calls that restore it to ``undo``."""
 
     @property
     def started(self) -> bool:
-        """Whether the library allocates from our memory now."""
+        """Whether the library allocates from :attr:`sources` now."""
         return self._undo is not None
 
     def start(self) -> Self:
-        """Have the library allocate from our memory. Idempotent."""
+        """Have the library allocate from :attr:`sources`; idempotent."""
         if self._undo is None:
-            # In the relaxed mode it breaks no capture of other code that may be under way on this thread.
+            # Relaxed mode: no call here invalidates a capture of other code on this thread.
             with self.sources.session.relaxed(), contextlib.ExitStack() as undo:
                 self._install(undo)
                 self._undo = undo.pop_all()
@@ -132,7 +133,7 @@ class Bridge(Closes, abc.ABC):
         return self
 
     def stop(self) -> None:
-        """Have the library allocate as it did before. Idempotent."""
+        """Restore the library's allocator; idempotent."""
         undo, self._undo = self._undo, None
         _started.discard(self)
         if undo is not None:
@@ -140,7 +141,7 @@ class Bridge(Closes, abc.ABC):
                 undo.close()
 
     def close(self) -> None:
-        """The same as :meth:`stop`."""
+        """Alias of :meth:`stop`."""
         self.stop()
 
     def __enter__(self) -> Self:
@@ -157,7 +158,7 @@ _Used: TypeAlias = "tuple[int, Stream, Any, Callable[[int, Stream], Memory]]"
 
 
 class Sources:
-    """The memory that a library's allocations come from, one source for each device.
+    """The sources of a bridge, one for each device.
 
     Raises
     ------
@@ -169,7 +170,7 @@ class Sources:
 
     def __init__(self, sources: Iterable[Source]) -> None:
         self.by_device: dict[int, Source] = {}
-        """The sources by the ordinals of their devices."""
+        """Sources, by device ordinal."""
         sessions = set()
         for source in sources:
             location = getattr(source, "location", None)
@@ -184,17 +185,17 @@ class Sources:
         if len(sessions) != 1:
             raise ValueError("name at least one source" if not sessions else "the sources are of different drivers")
         self.session: Session = sessions.pop()
-        """The driver's."""
+        """Session of the sources' driver."""
         self._capturing: Any = self.session.driver.cuStreamIsCapturing
         self.exchange: Any = self.session.driver.cuThreadExchangeStreamCaptureMode
-        """The driver function that says which calls break a capture."""
+        """The driver's ``cuThreadExchangeStreamCaptureMode``."""
         # One Stream for each that the library uses now; the last of each device stays, to be found at once.
         self._streams: weakref.WeakValueDictionary[tuple[int, int], Stream] = weakref.WeakValueDictionary()
         self._last: dict[int, _Used] = {}
 
     @property
     def pools(self) -> dict[int, MemoryPool] | None:
-        """The sources by device, where all of them are driver pools, which have handles; else None."""
+        """The sources by device ordinal if all of them are driver pools, which have handles; else None."""
         pools = {ordinal: source for ordinal, source in self.by_device.items() if isinstance(source, MemoryPool)}
         return pools if len(pools) == len(self.by_device) else None
 
@@ -273,17 +274,17 @@ class Sources:
 
 
 class _Held:
-    """A buffer that a library has, and frees by dropping this, on whatever thread and with whatever device current.
+    """A buffer that a library frees by dropping this object, on any thread and with any current device.
 
-    The handle of a default stream means nothing without a context, and that of the per-thread one is another stream on
-    each thread: what is dropped has to be freed on the one that it was allocated on.
+    The handle of a default stream depends on the current context, and that of the per-thread stream on the thread. So
+    the buffer is freed on the stream of the thread that allocated it.
     """
 
     __slots__ = ("_buffer", "_sources", "_thread")
 
     def __init__(self, buffer: Buffer, sources: Sources) -> None:
         self._buffer = buffer
-        # None for the plain case: a stream that is the same everywhere.
+        # None: the stream is the same on every thread.
         self._thread = threading.get_ident() if buffer.stream.is_default else None
         self._sources = sources
 
@@ -316,10 +317,10 @@ class _Held:
 
 
 def give_back(buffer: Buffer, thread: int | None = None) -> None:
-    """Free memory that a library has let go of, for finalisers: on the stream that it was allocated on by ``thread``.
+    """Free memory that a library has dropped, on its stream as allocated by ``thread``. Called by finalisers.
 
-    It makes driver calls that wait for nothing, and takes no lock. What was left to the next point of work instead
-    would be missing to the library's next allocation. What fails is tried again later.
+    Makes driver calls that do not wait, and takes no lock. The free is not deferred in general, as the library's next
+    allocation may need the memory. A free that fails is tried again later.
     """
     session = session_of(buffer)
     if not session.usable or buffer.freed:
@@ -339,9 +340,9 @@ def give_back(buffer: Buffer, thread: int | None = None) -> None:
 
 
 def free_after_all(buffer: Buffer) -> None:
-    """Free memory after all work that its device has now, whatever stream that is on, for finalisers.
+    """Free memory after the work of all streams that its device has now. Called by finalisers.
 
-    The host waits for nothing: the free is queued at once, or at a later point of work where a capture is under way.
+    The host does not wait: the free is queued at once, or deferred while a capture is under way.
     """
     session = session_of(buffer)
     if not session.usable:
@@ -351,12 +352,12 @@ def free_after_all(buffer: Buffer) -> None:
         if not free:
             later.submit(item)
             return
-        with contextlib.suppress(CudaError):  # it was handed in
+        with contextlib.suppress(CudaError):  # the item stays in the queue
             later.end(item)
 
 
 class FreeAfterAll(Deferred):
-    """The free of a buffer after all work that its device has at that time, whatever stream it is on."""
+    """A deferred free of a buffer, after the work of all streams of its device."""
 
     __slots__ = ("_buffer",)
 
@@ -364,7 +365,7 @@ class FreeAfterAll(Deferred):
         self._buffer = buffer
 
     def attempt(self) -> bool:
-        """Free it, on a stream of ours that waits for the others; a refusal means that a capture is under way."""
+        """Free the buffer on a stream that waits for all others; the driver refuses while a capture is under way."""
         buffer = self._buffer
         if not buffer.freed:
             own = buffer.stream
@@ -378,7 +379,7 @@ class FreeAfterAll(Deferred):
 
 
 class _Asides:
-    """Streams of ours, one for each device of a driver, for what has no stream of the library's."""
+    """One stream for each device, for work that belongs to no stream of the library."""
 
     __slots__ = ("_streams",)
 
@@ -394,7 +395,7 @@ _asides_of: PerDriver[_Asides] = PerDriver(_Asides)
 
 
 class Ledger:
-    """The memory that a library holds by address, for libraries whose callbacks take and give nothing else."""
+    """Memory by address, for libraries whose callbacks pass only addresses."""
 
     __slots__ = ("_held", "sources")
 
@@ -406,7 +407,7 @@ class Ledger:
         return len(self._held)
 
     def allocate(self, nbytes: int, ordinal: int, handle: int, owner: object = None, *, in_capture: bool = True) -> int:
-        """Memory as :meth:`Sources.allocate` gives it, kept here; where it begins."""
+        """Allocate by :meth:`Sources.allocate`, and keep the memory; its address."""
         memory = self.sources.allocate(nbytes, ordinal, handle, owner, in_capture=in_capture)
         address = memory.address
         if address:
@@ -414,7 +415,7 @@ class Ledger:
         return address
 
     def free(self, address: int, ordinal: int, handle: int | None = None) -> None:
-        """Free what begins at an address in the order of a stream; None for the one that it was allocated on."""
+        """Free the memory at an address in the order of a stream; None: the stream of its allocation."""
         held = self._held.pop(address, None)
         if held is None:
             return

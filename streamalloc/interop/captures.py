@@ -1,7 +1,7 @@
-"""Captures that other code has begun, as far as they can be known.
+"""Detection of captures that other code has begun.
 
-The driver tells of one stream whether it is being captured, and of no context. A call that concerns all streams of a
-context, such as ``cuCtxRecordEvent``, breaks every capture there.
+The driver reports whether one stream is being captured, but not whether any stream of a context is. A call for all
+streams of a context, such as ``cuCtxRecordEvent``, invalidates every capture in it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["is_captured", "library_captures"]
 
 
 def is_captured(stream: Stream | None) -> bool:
-    """Whether work on a stream would go into a capture, or break one."""
+    """Whether work queued on a stream would be captured, or would invalidate a capture."""
     if stream is None or stream.closed:
         return False
     try:
@@ -32,7 +32,7 @@ def library_captures(stream: Stream) -> bool:
     """Whether PyTorch or CuPy captures its current stream on this thread; ``stream`` names the device."""
     for name, current in _CURRENT.items():
         library = sys.modules.get(name)
-        # A finaliser asks, perhaps while the library is imported or ends.
+        # Finalisers call this, perhaps while the library is being imported or shut down.
         with contextlib.suppress(Exception):
             handle = None if library is None else current(library)
             if handle is not None and is_captured(Stream.of_handle(stream.device, handle, None)):
@@ -42,6 +42,6 @@ def library_captures(stream: Stream) -> bool:
 
 _CURRENT: dict[str, Callable[[Any], int | None]] = {
     "cupy": lambda cupy: int(cupy.cuda.get_current_stream().ptr),
-    # Asking for a stream would initialise CUDA.
+    # torch.cuda.current_stream() would initialise CUDA.
     "torch": lambda torch: int(torch.cuda.current_stream().cuda_stream) if torch.cuda.is_initialized() else None,
 }

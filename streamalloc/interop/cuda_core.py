@@ -1,4 +1,4 @@
-"""cuda.core allocates from our memory, and with it nccl4py, nvshmem4py and nvmath, which build on its buffers."""
+"""Bridge to cuda.core, and so to nccl4py, nvshmem4py and nvmath, which allocate cuda.core buffers."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ __all__ = ["CudaCoreBridge", "buffer", "memory", "resource", "use"]
 
 
 def use(*sources: Source, callbacks: bool = False) -> Bridge:
-    """Make our memory what ``Device.allocate`` of cuda.core takes (``Device.memory_resource``).
+    """Have ``Device.allocate`` of cuda.core allocate from ``sources`` (sets ``Device.memory_resource``).
 
     Parameters
     ----------
     sources
         Pools or other allocators, one for each device.
     callbacks
-        Call us for each allocation even where pools have handles.
+        True: cuda.core calls Python for each allocation. False: it gets the handles of pools and calls the driver.
 
     Returns
     -------
     Bridge
-        Started.
+        The bridge, started.
     """
     return CudaCoreBridge(Sources(sources), callbacks).start()
 
@@ -34,8 +34,8 @@ def use(*sources: Source, callbacks: bool = False) -> Bridge:
 def resource(source: Source, *, callbacks: bool = False) -> Any:
     """A memory resource of cuda.core over a pool or another allocator.
 
-    Of a pool it is a ``DeviceMemoryResource``, which has its handle and does not own it; of anything else, or with
-    ``callbacks``, one that calls us. Buffers of the latter need a stream when they are allocated. Where memory runs out
+    For a pool this is a ``DeviceMemoryResource`` with the pool's handle, which it does not own. For any other
+    allocator, or with ``callbacks``, the resource calls Python, and every allocation needs a stream. If memory is out,
     cuda.core's ``CUDAError`` is raised.
     """
     sources = Sources([source])
@@ -44,7 +44,7 @@ def resource(source: Source, *, callbacks: bool = False) -> Any:
 
 
 class CudaCoreBridge(Bridge):
-    """The memory resource of each cuda.core device is ours."""
+    """Replaces the memory resource of each cuda.core device."""
 
     __slots__ = ("_callbacks",)
 
@@ -66,7 +66,7 @@ def _resource(sources: Sources, ordinal: int, callbacks: bool) -> Any:
     core = library("cuda.core")
     source = sources.by_device[ordinal]
     if isinstance(source, MemoryPool) and not callbacks:
-        # It takes the handle of the pool that is current while it is made.
+        # DeviceMemoryResource() takes the handle of the device's current pool.
         with source.make_current():
             return core.DeviceMemoryResource(core.Device(ordinal))
     return resource_class(core)(sources, ordinal)
@@ -84,7 +84,7 @@ def resource_class(core: Any) -> Any:
             self._ordinal = ordinal
 
         def allocate(self, size: int, *, stream: Any) -> Any:
-            """A buffer of cuda.core, ordered by a stream."""
+            """Allocate a cuda.core buffer in stream order."""
             handle = int(stream.__cuda_stream__()[1])
             try:
                 address = self._ledger.allocate(size, self._ordinal, handle, stream)
@@ -93,7 +93,7 @@ def resource_class(core: Any) -> Any:
             return core.Buffer.from_handle(address, size, mr=self, stream=stream)
 
         def deallocate(self, ptr: Any, size: int, *, stream: Any) -> None:
-            """Free in the order of a stream; cuda.core calls it when a buffer is closed or dropped."""
+            """Free in stream order; cuda.core calls this when a buffer is closed or dropped."""
             self._ledger.free(int(ptr), self._ordinal, int(stream.__cuda_stream__()[1]))
 
         @property
@@ -116,7 +116,7 @@ def resource_class(core: Any) -> Any:
 
 
 def _error(error: OutOfMemoryError) -> Exception:
-    """cuda.core's own error, which has no public name."""
+    """The error as cuda.core's ``CUDAError``, which has no public name."""
     try:
         kind: Any = library("cuda.core._utils.cuda_utils").CUDAError
     except (ModuleNotFoundError, AttributeError):
@@ -126,15 +126,15 @@ def _error(error: OutOfMemoryError) -> Exception:
 
 
 def buffer(memory: Memory, stream: StreamLike) -> Any:
-    """A buffer of cuda.core over memory of ours, which it keeps alive.
+    """A cuda.core buffer over memory, which the buffer keeps alive.
 
-    ``stream`` uses it: it waits for what the memory's stream has queued, and that waits for it when the buffer has
-    gone. Join other streams to it before.
+    ``stream`` waits for the work queued on the memory's stream. When the buffer is dropped, the memory's stream waits
+    for ``stream``. If other streams use the buffer, have ``stream`` wait for them before the buffer is dropped.
     """
     lent = Lent(memory.view_as("u1"), stream)
     return library("cuda.core").Buffer.from_handle(lent.address, lent.nbytes, owner=lent)
 
 
 def memory(buffer: Any, stream: StreamLike, *, lender: StreamLike | None = None) -> Borrowed:
-    """A buffer of cuda.core as memory of ours, for ``stream``; see :func:`borrow`."""
+    """A cuda.core buffer as memory for ``stream``; see :func:`borrow`."""
     return borrow(buffer, stream, lender=lender)

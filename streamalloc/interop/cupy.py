@@ -1,4 +1,4 @@
-"""CuPy allocates from our memory, and CuPy arrays over it."""
+"""Bridge to CuPy: its allocations from pools of streamalloc, and CuPy arrays over memory."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ __all__ = ["CuPyCallback", "CuPyHandles", "array", "memory", "use"]
 
 
 def use(*sources: Source, callbacks: bool = False) -> Bridge:
-    """Have CuPy allocate from our memory, on all threads.
+    """Have CuPy allocate from ``sources``, on all threads.
 
     Parameters
     ----------
     sources
         Pools of the devices that CuPy uses, or other allocators, one for each device.
     callbacks
-        Call us for each allocation even where pools have handles.
+        True: CuPy calls Python for each allocation. False: it gets the handles of pools.
 
     Returns
     -------
     Bridge
-        Started. :class:`CuPyHandles` where all sources are pools, else :class:`CuPyCallback`.
+        The bridge, started: :class:`CuPyHandles` if all sources are pools, else :class:`CuPyCallback`.
 
     Raises
     ------
@@ -40,20 +40,20 @@ def use(*sources: Source, callbacks: bool = False) -> Bridge:
 
 
 class CuPyHandles(Bridge):
-    """CuPy's own ``MemoryAsyncPool`` over the handles of our pools.
+    """CuPy's own ``MemoryAsyncPool`` over the handles of the pools.
 
-    CuPy makes the pools current, and sets their release thresholds to its limit (``CUPY_GPU_MEMORY_LIMIT``; else
-    nothing is given back), also of the pools that are current on devices of which no pool was given. All of that is set
-    back when the bridge stops.
+    CuPy makes the pools current and sets their release thresholds to its limit (``CUPY_GPU_MEMORY_LIMIT``; default:
+    never release). It does so on every device, also for the current pools of devices without a source. :meth:`stop`
+    restores the current pools and their thresholds.
 
-    CuPy asks the pool for figures before each allocation (``cuMemPoolGetAttribute``), which no capture but a relaxed
-    one allows. Allocations are therefore made in the relaxed mode (``cuThreadExchangeStreamCaptureMode``): on a stream
-    that is being captured, as inside ``torch.cuda.graph``, the memory is the graph's, and beside a capture it is
-    ordinary memory. Frees are CuPy's own calls in the thread's own mode: an array of another stream that is dropped
-    while a capture in the global mode is under way breaks that. Callbacks do not have that.
+    CuPy queries the pool before each allocation (``cuMemPoolGetAttribute``), which invalidates a capture of another
+    mode than relaxed. So allocations are made in relaxed mode (``cuThreadExchangeStreamCaptureMode``). Memory that is
+    allocated on a captured stream, as inside ``torch.cuda.graph``, belongs to the graph; on other streams it is
+    ordinary memory. CuPy frees in the thread's own mode: dropping an array of another stream invalidates a capture in
+    global mode. :class:`CuPyCallback` has no such limit.
 
-    An array that is dropped after its CuPy stream is freed on the stream that is current then, as CuPy does with its
-    own pools; one of a default stream is freed on that of the device that is current then. Callbacks do not have that.
+    If an array is dropped after its CuPy stream, CuPy frees it on the current stream, as in its own pools. An array of
+    a default stream is freed on the default stream of the current device. :class:`CuPyCallback` has no such limits.
     """
 
     __slots__ = ()
@@ -74,7 +74,7 @@ class CuPyHandles(Bridge):
 
 
 def _in_relaxed_mode(sources: Sources, malloc: Callable[[int], Any]) -> Callable[[int], Any]:
-    """CuPy's allocation, whose questions to the pool break no capture that other code has begun."""
+    """CuPy's allocation in relaxed mode, in which its queries invalidate no capture."""
     relaxed = sources.session.relaxed
 
     def allocate(nbytes: int) -> Any:
@@ -85,7 +85,7 @@ def _in_relaxed_mode(sources: Sources, malloc: Callable[[int], Any]) -> Callable
 
 
 class CuPyCallback(Bridge):
-    """CuPy calls us for each allocation, on the stream that is CuPy's current one."""
+    """CuPy calls Python for each allocation, which is made on CuPy's current stream."""
 
     __slots__ = ()
 
@@ -105,7 +105,7 @@ def _allocator(cupy: Any, sources: Sources) -> Any:
         stream = get_stream()
         ordinal = get_device()
         try:
-            # One that CuPy did not make may end whatever we keep.
+            # A stream that CuPy did not make may be destroyed although its object is kept.
             owned = type(stream) is own and getattr(stream, "_foreign_stream_ref", None) is None
             memory = sources.allocate(nbytes, ordinal, stream.ptr, stream if owned else None)
         except OutOfMemoryError as error:
@@ -123,22 +123,23 @@ def array(
     *,
     stream: StreamLike | None = None,
 ) -> Any:
-    """A CuPy array over memory of ours, which it keeps alive.
+    """A CuPy array over memory, which the array keeps alive.
 
     Parameters
     ----------
     memory
         Device memory.
     dtype, shape
-        As for :meth:`Memory.view_as`. Default: those of a typed view, else bytes.
+        As for :meth:`Memory.view_as`; default: those of a typed view, else bytes.
     stream
-        The stream that uses the array; default: CuPy's current one. It waits for what the memory's stream has queued,
-        and that waits for it when the array has gone. Join other streams to it before.
+        The stream that uses the array; default: CuPy's current stream. It waits for the work queued on the memory's
+        stream. When the array is dropped, the memory's stream waits for it. If other streams use the array, have this
+        stream wait for them first.
 
     Raises
     ------
     TypeError, ValueError
-        The memory has no such form.
+        The memory cannot be viewed with this type and shape.
     """
     cupy = library("cupy")
     lent = Lent(form(memory, dtype, shape), cupy.cuda.get_current_stream() if stream is None else stream)
@@ -147,5 +148,5 @@ def array(
 
 
 def memory(array: Any, stream: StreamLike) -> Borrowed:
-    """A CuPy array as memory of ours, for ``stream``; CuPy's current stream is the lender's, see :func:`borrow`."""
+    """A CuPy array as memory for ``stream``. The lender is CuPy's current stream; see :func:`borrow`."""
     return borrow(array, stream, lender=library("cupy").cuda.get_current_stream())

@@ -1,4 +1,4 @@
-"""JAX arrays over our memory, and JAX arrays as ours. JAX takes no allocator of others."""
+"""JAX arrays over memory of streamalloc, and JAX arrays as memory. JAX has no interface for an allocator."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ __all__ = ["array", "memory"]
 
 
 def array(memory: Memory, dtype: npt.DTypeLike | None = None, shape: tuple[int, ...] | None = None) -> Any:
-    """A JAX array over memory of ours, which it keeps alive.
+    """A JAX array over memory, which the array keeps alive.
 
-    JAX's stream waits for what the memory's stream has queued. JAX takes its arrays for immutable: write the memory no
-    more.
+    JAX's stream waits for the work queued on the memory's stream. JAX treats arrays as immutable: do not write to the
+    memory after this call.
 
     Parameters
     ----------
     memory
         Device memory.
     dtype, shape
-        As for :meth:`Memory.view_as`. Default: those of a typed view, else bytes.
+        As for :meth:`Memory.view_as`; default: those of a typed view, else bytes.
 
     Raises
     ------
     TypeError, ValueError
-        The memory has no such form.
+        The memory cannot be viewed with this type and shape.
     """
     return library("jax.dlpack").from_dlpack(Lent(form(memory, dtype, shape), None))
 
 
 def memory(array: Any, stream: StreamLike) -> Borrowed:
-    """A JAX array as memory of ours, to be read only, for ``stream``; see :func:`borrow`."""
+    """A JAX array as memory for ``stream``. Do not write to it. See :func:`borrow`."""
     return borrow(array, stream)

@@ -1,8 +1,8 @@
-"""Memory in the hands of another library, in stream order both ways.
+"""Arrays shared with another library, in stream order.
 
-*Lent* is memory of ours that a library uses as an array: its stream waits for what ours has queued, and when it lets
-the array go, our stream waits for what its stream has queued by then. *Borrowed* is an array of a library that is used
-as memory of ours: the other way round. The host waits for nothing.
+*Lent*: a library uses memory of streamalloc as an array. The library's stream waits for the memory's stream; when the
+array is dropped, the memory's stream waits for the library's stream. *Borrowed*: streamalloc uses a library's array as
+memory, and the streams wait the other way round. The host waits for nothing.
 """
 
 from __future__ import annotations
@@ -51,37 +51,39 @@ _CUDA = 2
 
 
 def form(memory: Memory, dtype: npt.DTypeLike | None, shape: tuple[int, ...] | None) -> TypedView[Any]:
-    """Memory as an array: of its own form where none is named and it has one, else bytes."""
+    """Memory as a typed view: with the given type and shape, else those of a typed view, else bytes."""
     if dtype is None and shape is None and isinstance(memory, TypedView):
         return memory
     return memory.view_as(np.uint8 if dtype is None else dtype, shape)
 
 
 class Lent(TypedView[Any]):
-    """An array over memory of ours that a library keeps as long as it uses it.
+    """Memory that a library uses as an array, and keeps alive.
 
-    ``stream`` is the library's stream that uses it, made to wait for ours at once; None where the library says it when
-    it takes the array (DLPack). What else uses the array has to be joined to that stream before the array is dropped.
+    ``user`` is the library's stream, which waits for the memory's stream at once. None: the library passes its stream
+    to ``__dlpack__``. If other streams use the array, that stream has to wait for them before the array is dropped.
     """
 
-    __slots__ = ("_user",)
+    __slots__ = ("_end",)
 
     def __init__(self, view: TypedView[Any], user: StreamLike | None) -> None:
         super().__init__(view, view.dtype, view.shape)
-        self._user: Stream | None = None
+        self._end = _LoanEnd(view)
+        # The queue has the end also if a signal handler raises in __del__: the memory is never freed too early.
+        deferred_queue(self._session).end_with(self, self._end)
         if user is not None:
-            # A default stream is that of the device of the memory.
+            # The handle of a default stream means the stream of the current device.
             with self.stream.device.current():
                 ordered = as_stream(user, self._session)
             ordered.wait(self.stream)
-            self._user = ordered
-            # What the library's kernels do no driver sees; that they begin here, one that checks can know.
+            self._end.user = ordered
+            # Notify a checker: no driver sees the accesses of the library's kernels.
             self.used(ordered, write=False)
         work(self._session)
 
     @property
     def address(self) -> int:
-        """Where the memory begins; its user's stream waits for its contents."""
+        """Device address of the first byte; the library's stream waits for the contents."""
         return self._at
 
     def __dlpack__(
@@ -92,43 +94,39 @@ class Lent(TypedView[Any]):
         dl_device: tuple[int, int] | None = None,
         copy: bool | None = None,
     ) -> Any:
-        """As for all memory; the stream is the one that the memory is used on."""
+        """A DLPack capsule; ``stream`` is the library's stream, which uses the memory."""
         capsule = super().__dlpack__(stream=stream, max_version=max_version, dl_device=dl_device, copy=copy)
-        if self._user is None and stream not in (-1, None, _PER_THREAD):
-            device = self.stream.device
-            self._user = Stream.of_handle(device, stream, None)
+        if self._end.user is None and stream not in (-1, None, _PER_THREAD):
+            self._end.user = Stream.of_handle(self.stream.device, stream, None)
         return capsule
 
     def __del__(self) -> None:
-        memory = getattr(self, "_parent", None)
-        if memory is None or not hasattr(self, "_user"):
-            return
-        session = self._session
-        if session.usable:
-            item = _LoanEnd(memory, self._user)
-            queue_behind(memory.stream, item)
-            # Its memory is then freed when it is dropped, and there for who knows nothing of the package.
-            settle(memory.stream, item, self._user)
+        end = getattr(self, "_end", None)
+        if end is not None and self._session.usable:
+            queue_behind(self.stream, end)
+            # End the loan now if possible: the memory is then freed as soon as its buffer is dropped.
+            settle(self.stream, end, end.user)
 
     def __repr__(self) -> str:
-        return super().__repr__() if hasattr(self, "_user") else f"<{type(self).__name__} that could not be made>"
+        return super().__repr__() if hasattr(self, "_end") else f"<{type(self).__name__} that could not be made>"
 
 
 class _LoanEnd(Deferred):
-    """The end of a loan: the memory's stream waits for its user's, before it does anything more and before the free."""
+    """End of a loan: the memory's stream waits for the library's stream, before its next work and before the free."""
 
-    __slots__ = ("_event", "_memory", "_user")
+    __slots__ = ("_event", "_memory", "user")
 
-    def __init__(self, memory: Memory, user: Stream | None) -> None:
+    def __init__(self, memory: Memory) -> None:
         self._memory: Memory | None = memory
-        self._user = user
+        self.user: Stream | None = None
+        """The library's stream; None if unknown."""
         self._event: Event | None = None
 
     def attempt(self) -> bool:
         memory = self._memory
         if memory is None:
             return True
-        ours, user = memory.stream, self._user
+        ours, user = memory.stream, self.user
         if self._event is None:
             self._event = _after_use(user, ours)
         event = self._event
@@ -137,7 +135,7 @@ class _LoanEnd(Deferred):
         with may_queue(ours) as may:
             if may:
                 ours.wait(event)
-        # What is freed after a stream was closed knows nothing of others.
+        # The stream was closed: its memory is freed without an order after other streams.
         if not may and not event.query():
             return False
         self._memory = None
@@ -145,9 +143,9 @@ class _LoanEnd(Deferred):
 
 
 def _after_use(user: Stream | None, ours: Stream) -> Event | None:
-    """An event after the work of a library's stream; None while that might break a capture.
+    """An event after the work of a library's stream; None while recording it might invalidate a capture.
 
-    Where the stream is not known, or its owner has destroyed it, the event comes after all streams of the device.
+    If the stream is unknown, or its owner has destroyed it, the event is recorded after all streams of the device.
     """
     if user is not None and not user.closed:
         with contextlib.suppress(InvalidContextError, InvalidHandleError):
@@ -159,7 +157,7 @@ def _after_use(user: Stream | None, ours: Stream) -> Event | None:
 
 
 class _Tensor(ctypes.Structure):
-    """The beginning of ``DLManagedTensor`` (``dlpack.h``)."""
+    """The first fields of ``DLManagedTensor`` (``dlpack.h``)."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -178,25 +176,25 @@ class _Tensor(ctypes.Structure):
 _pointer_in = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
     ("PyCapsule_GetPointer", ctypes.pythonapi)
 )
-# The kinds of numpy by DLPack's codes; what numpy has no type for is bytes.
+# numpy's kind by DLPack's type code. Types that numpy lacks become bytes.
 _KINDS = {0: "i", 1: "u", 2: "f", 5: "c", 6: "b"}
 
 
 class Borrowed(Memory, Closes):
-    """An array of another library as memory of ours: made by :func:`borrow`.
+    """An array of another library as memory; made by :func:`borrow`.
 
-    Operations are queued on :attr:`stream`, which waits for what the library had queued. :meth:`close`, or dropping it,
-    has the library's stream wait for ours and releases the array. Where the library does not say its stream, the array
-    is kept until the work is done, which is looked at later.
+    Operations are queued on :attr:`stream`, which waits for the library's work. :meth:`close`, or dropping the object,
+    has the library's stream wait for :attr:`stream` and releases the array. Without a ``lender`` the array is kept
+    until the work of :attr:`stream` is done.
     """
 
     __slots__ = ("__weakref__", "_address", "_array", "_keep", "_lender", "_location", "_nbytes", "_stream", "dtype",
                  "shape")  # fmt: skip
 
     dtype: np.dtype[Any]
-    """The type of the elements."""
+    """Element type."""
     shape: tuple[int, ...]
-    """The sizes of the dimensions."""
+    """Elements in each dimension."""
 
     def __init__(self, array: Any, stream: Stream, lender: Stream | None) -> None:
         self._keep: Any = None
@@ -209,12 +207,12 @@ class Borrowed(Memory, Closes):
 
     @property
     def address(self) -> int:
-        """Where the array begins.
+        """Device address of the first byte.
 
         Raises
         ------
         ClosedError
-            It was closed.
+            The borrowed array was closed.
         """
         self._check_usable()
         return int(self._address)
@@ -226,7 +224,7 @@ class Borrowed(Memory, Closes):
 
     @property
     def stream(self) -> Stream:
-        """The stream of ours that it was borrowed for."""
+        """The stream that uses the memory."""
         return self._stream
 
     @property
@@ -241,7 +239,7 @@ class Borrowed(Memory, Closes):
 
     @property
     def device_accessible(self) -> bool:
-        """True: a device uses it."""
+        """True: it is device memory."""
         return True
 
     @property
@@ -250,9 +248,9 @@ class Borrowed(Memory, Closes):
         return self._keep is None
 
     def close(self) -> None:
-        """Let go of the array: the library's stream waits for what ours has queued. Idempotent.
+        """Release the array; idempotent. The library's stream waits for the work queued on :attr:`stream`.
 
-        Where the library does not say its stream, the array is kept until the work is done.
+        Without a ``lender`` the array is kept until that work is done.
         """
         keep, array = self._keep, self._array
         self._keep = self._array = None
@@ -282,7 +280,7 @@ class Borrowed(Memory, Closes):
 
 
 class _Return(Deferred):
-    """Lets go of a library's array once that is in order."""
+    """Release of a library's array, in stream order."""
 
     __slots__ = ("_array", "_event", "_lender", "_stream", "_thread")
 
@@ -290,7 +288,7 @@ class _Return(Deferred):
         self._stream = stream
         self._lender = lender
         self._thread = thread
-        """The thread that has closed the loan, and may queue on the library's stream."""
+        """Identifier of the thread that has closed the array."""
         self._array = array
         self._event: Event | None = None
 
@@ -318,24 +316,29 @@ class _Return(Deferred):
 def borrow(
     array: Any, stream: StreamLike, *, lender: StreamLike | None = None, driver: Driver | None = None
 ) -> Borrowed:
-    """An array or tensor of another library as memory of ours, without a copy, with its type and shape.
+    """Use an array or tensor of another library as memory, without a copy, with its type and shape.
 
     Parameters
     ----------
     array
-        Anything in device memory with ``__dlpack__`` or ``__cuda_array_interface__`` that is contiguous.
+        A contiguous object in device memory with ``__dlpack__`` or ``__cuda_array_interface__``.
     stream
-        The stream that uses it. It waits for what the library has queued on its own current stream.
+        The stream that uses the memory. It waits for the work queued on the library's current stream.
     lender
-        The library's stream, which waits for ours when the memory is closed, so that the array may be dropped or
-        written at once. None: the array is kept until our work is done.
+        The library's stream. It waits for ``stream`` when the memory is closed, so that the library may write or free
+        the array at once. None: the array is kept until the work of ``stream`` is done.
     driver
-        The driver to use where ``stream`` is none of ours.
+        The driver to use if ``stream`` is an object of another library.
 
     Raises
     ------
     TypeError, ValueError
-        It is no array in device memory, or not contiguous.
+        ``array`` is no array in device memory, or is not contiguous.
+
+    Examples
+    --------
+    >>> with borrow(cupy_array, stream, lender=cupy.cuda.get_current_stream()) as memory:
+    ...     buffer.copy_from(memory, stream)
     """
     if isinstance(stream, Stream):
         session = session_of(stream)
@@ -348,7 +351,7 @@ def borrow(
 
 
 def _taken(array: Any, stream: Stream, lender: Stream | None) -> tuple[int, np.dtype[Any], tuple[int, ...], Any, int]:
-    """Address, type, shape, what keeps the memory, and device of an array, for which ``stream`` waits."""
+    """Address, type, shape, owner and device ordinal of an array. ``stream`` waits for the array's contents."""
     if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
         kind, device = array.__dlpack_device__()
         if int(kind) != _CUDA:

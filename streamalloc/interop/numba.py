@@ -1,7 +1,7 @@
-"""Numba allocates device arrays from our memory.
+"""Bridge to Numba: its device arrays from pools of streamalloc, and device arrays over memory.
 
-Also by the environment: ``NUMBA_CUDA_MEMORY_MANAGER=streamalloc.interop.numba`` has Numba allocate from the pools that
-are current.
+With the environment variable ``NUMBA_CUDA_MEMORY_MANAGER=streamalloc.interop.numba`` Numba allocates from the devices'
+current pools.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["NumbaCallback", "array", "memory", "use"]
 
 
 def use(*sources: Source) -> Bridge:
-    """Have Numba allocate device memory from ours, in contexts that it has and in those to come.
+    """Have Numba allocate device memory from ``sources``, in its present and future contexts.
 
     Parameters
     ----------
@@ -33,19 +33,20 @@ def use(*sources: Source) -> Bridge:
     Returns
     -------
     Bridge
-        Started; Numba has no use for handles, so that it calls us for each allocation.
+        The bridge, started. Numba cannot use pool handles, and calls Python for each allocation.
     """
     return NumbaCallback(Sources(sources)).start()
 
 
 class NumbaCallback(Bridge):
-    """Numba's memory manager is ours.
+    """Replaces Numba's memory manager.
 
-    Numba does not say for which stream memory is. It is allocated on the legacy default stream, which orders it for
-    Numba's own streams; on a non-blocking stream of another library use it after a dependency. It is freed when Numba
-    drops it, in the order of a stream that waits for all work that its device has by then: what ran on such a stream
-    is done with it, and the host waits for nothing. The driver would break each capture of the device by that: while
-    PyTorch or CuPy captures on the same thread, or this library on any, the free waits for a later call.
+    Numba does not pass the stream that will use the memory. The memory is allocated on the legacy default stream, which
+    orders it before work on Numba's streams. A non-blocking stream of another library has to wait for that stream.
+
+    Memory that Numba drops is freed after the work of all streams of the device; the host does not wait. The event for
+    this would invalidate captures: the free is deferred while PyTorch or CuPy captures on the same thread, or this
+    library on any thread.
     """
 
     __slots__ = ()
@@ -72,24 +73,24 @@ class NumbaCallback(Bridge):
 
 
 def _contexts(devices: Any) -> list[Any]:
-    """The contexts that Numba has made already; each has a memory manager of its own."""
+    """The contexts that Numba has made; each has its own memory manager."""
     return [device.primary_context for device in devices.gpus.lst if getattr(device, "primary_context", None)]
 
 
 def manager_class(sources_of: Callable[[Any], Sources]) -> Any:
-    """A class of memory managers for Numba; ``sources_of`` gives the memory for a Numba context."""
+    """A class of memory managers for Numba; ``sources_of`` returns the sources for a Numba context."""
     cuda = library("numba.cuda")
     driver = library("numba.cuda.cudadrv.driver")
     base: Any = cuda.HostOnlyCUDAMemoryManager
 
     class Manager(base):  # type: ignore[misc]
-        """Device memory of ours; pinned host memory stays Numba's own business."""
+        """Allocates device memory from the sources; Numba allocates pinned host memory itself."""
 
         def initialize(self) -> None:
-            """Nothing is needed."""
+            """Part of Numba's interface; does nothing."""
 
         def memalloc(self, size: int) -> Any:
-            """Device memory on the legacy default stream."""
+            """Allocate device memory on the legacy default stream."""
             ordinal = int(self.context.device.id)
             sources = sources_of(self.context)
             work(sources.session)
@@ -101,14 +102,14 @@ def manager_class(sources_of: Callable[[Any], Sources]) -> Any:
             return cuda.MemoryPointer(self.context, address, size, finalizer=functools.partial(_let_go, [memory]))
 
         def get_ipc_handle(self, memory: Any) -> Any:
-            """Refused: legacy IPC handles of such memory do not exist."""
+            """Raise ``NotImplementedError``: memory of pools has no legacy IPC handle."""
             raise NotImplementedError(
                 "memory of pools has no legacy IPC handle: share it by streamalloc.ipc, or allocate it by Numba's own "
                 "memory manager"
             )
 
         def get_memory_info(self) -> Any:
-            """Free and total memory of the device, which pools hold more of than they use."""
+            """Free and total bytes of the device; memory that pools reserve counts as used."""
             info = sources_of(self.context).device(int(self.context.device.id)).memory_info()
             return cuda.MemoryInfo(free=info.free, total=info.total)
 
@@ -126,37 +127,38 @@ def array(
     *,
     stream: StreamLike | None = None,
 ) -> Any:
-    """A Numba device array over memory of ours, which it keeps alive.
+    """A Numba device array over memory, which the array keeps alive.
 
     Parameters
     ----------
     memory
         Device memory.
     dtype, shape
-        As for :meth:`Memory.view_as`. Default: those of a typed view, else bytes.
+        As for :meth:`Memory.view_as`; default: those of a typed view, else bytes.
     stream
-        The stream that uses the array; default: the legacy default stream, which is Numba's. It waits for what the
-        memory's stream has queued, and that waits for it when the array has gone. Join other streams to it before.
+        The stream that uses the array; default: the legacy default stream, which is Numba's. It waits for the work
+        queued on the memory's stream. When the array is dropped, the memory's stream waits for it. If other streams use
+        the array, have this stream wait for them first.
 
     Raises
     ------
     TypeError, ValueError
-        The memory has no such form.
+        The memory cannot be viewed with this type and shape.
     """
     numba = library("numba.cuda")
     lent = Lent(form(memory, dtype, shape), memory.stream.device.default_stream if stream is None else stream)
-    # Without a stream in it, for which Numba would have the host wait.
+    # Without the entry "stream", for which Numba would synchronise the host.
     interface = {key: value for key, value in lent.__cuda_array_interface__.items() if key != "stream"}
     return numba.from_cuda_array_interface(interface, owner=lent, sync=False)
 
 
 def memory(array: Any, stream: Stream) -> Borrowed:
-    """A Numba device array as memory of ours, for ``stream``; the legacy default stream is the lender's."""
+    """A Numba device array as memory for ``stream``. The lender is the legacy default stream."""
     return borrow(array, stream, lender=stream.device.default_stream)
 
 
 def _let_go(held: list[Memory]) -> None:
-    """Numba's finaliser: runs wherever an array is dropped, and at the end of the process, too."""
+    """Free memory for Numba's finaliser, which runs on any thread and also at the end of the process."""
     memory = held.pop()
     if isinstance(memory, Buffer):
         free_after_all(memory)
@@ -172,7 +174,7 @@ _current_sources: dict[int, Sources] = {}
 
 
 def _current(context: Any) -> Sources:
-    """The pool that is current on a context's device when Numba first allocates there."""
+    """The pool that is the device's current pool at Numba's first allocation."""
     ordinal = int(context.device.id)
     found = _current_sources.get(ordinal)
     if found is None:

@@ -1,4 +1,4 @@
-"""RMM allocates from our memory: device memory resources over pools and other allocators of ours."""
+"""Bridge to RMM: device memory resources over pools and other allocators of streamalloc."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ from streamalloc.interop.bridge import Bridge, Ledger, Source, Sources, library
 
 __all__ = ["RMMBridge", "resource", "use"]
 
-# RMM keeps raw pointers to resources and to what they call, and nobody tells when it is done with them.
+# RMM keeps raw pointers to resources and callbacks, and reports no last use: they are never freed.
 _kept: list[object] = []
 
 
 def use(*sources: Source, callbacks: bool = False) -> Bridge:
-    """Make our memory RMM's resource of each device (``set_per_device_resource``), as cuDF and Dask-CUDA use it.
+    """Set RMM's resource of each device (``set_per_device_resource``), which cuDF and Dask-CUDA use.
 
     Parameters
     ----------
     sources
         Pools or other allocators, one for each device.
     callbacks
-        Call us for each allocation even where pools have handles.
+        True: RMM calls Python for each allocation. False: it gets the handles of pools.
 
     Returns
     -------
     Bridge
-        Started.
+        The bridge, started.
     """
     return RMMBridge(Sources(sources), callbacks).start()
 
 
 def resource(source: Source, *, callbacks: bool = False) -> Any:
-    """A device memory resource of RMM over a pool or another allocator; it is kept for ever.
+    """A device memory resource of RMM over a pool or another allocator; never freed.
 
-    Of a pool it is a ``CudaAsyncViewMemoryResource``, and no Python runs for its allocations; of anything else, or with
-    ``callbacks``, a ``CallbackMemoryResource``. Where memory runs out RMM raises ``MemoryError``.
+    For a pool this is a ``CudaAsyncViewMemoryResource``, whose allocations run no Python code. For any other allocator,
+    or with ``callbacks``, it is a ``CallbackMemoryResource``. If memory runs out, RMM raises ``MemoryError``.
     """
     sources = Sources([source])
     return _resource(sources, next(iter(sources.by_device)), callbacks)
 
 
 class RMMBridge(Bridge):
-    """RMM's resource of each device is ours."""
+    """Replaces RMM's resource of each device."""
 
     __slots__ = ("_callbacks", "resources")
 
@@ -51,7 +51,7 @@ class RMMBridge(Bridge):
         super().__init__(sources)
         self._callbacks = callbacks
         self.resources: dict[int, Any] = {}
-        """RMM's resources by device, from the first start on."""
+        """RMM's resources by device ordinal, from the first start on."""
 
     def _install(self, undo: contextlib.ExitStack) -> None:
         mr = library("rmm").mr
@@ -75,7 +75,7 @@ def _resource(sources: Sources, ordinal: int, callbacks: bool) -> Any:
 
 
 def _callbacks(ledger: Ledger, ordinal: int) -> tuple[Any, Any]:
-    # An exception of the first becomes RMM's: ours for exhausted memory is a MemoryError. The second must raise none.
+    # RMM passes on exceptions of allocate(); OutOfMemoryError is a MemoryError. deallocate() must not raise.
     def allocate(nbytes: int, stream: Any) -> int:
         return ledger.allocate(nbytes, ordinal, stream.__cuda_stream__()[1])
 

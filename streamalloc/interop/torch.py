@@ -1,7 +1,8 @@
-"""PyTorch allocates from our memory, through a ``torch.cuda.MemPool``, and tensors over it.
+"""Bridge to PyTorch: a ``torch.cuda.MemPool`` over pools of streamalloc, and tensors over memory.
 
-PyTorch keeps what it gets as segments, of which it makes its tensors; so we are called seldom, and its own statistics,
-snapshots and graph captures work as ever. A segment comes back when the bridge is closed and no tensor is in it.
+PyTorch allocates segments from the bridge and places its tensors in them, so that it calls the bridge seldom. Its
+statistics, snapshots and graph captures work as usual. PyTorch frees a segment when the bridge is closed and no tensor
+is in the segment.
 """
 
 from __future__ import annotations
@@ -29,35 +30,34 @@ _RELEASE_LOCK = "release_lock_on_cudamalloc"
 
 
 def use(*sources: Source, rmm: bool = False) -> TorchBridge:
-    """Have PyTorch allocate what this thread makes from our memory.
+    """Have PyTorch allocate the tensors of this thread from ``sources``.
 
-    Other threads are not routed, those that run backward passes among them: what they make is in PyTorch's own memory.
-    PyTorch routes one thread at a time to a pool: once the bridge is stopped, ``torch.cuda.use_mem_pool(bridge.pool)``
-    routes another. Inside a ``use_mem_pool`` of your own that pool stays the one, as PyTorch has it; bridges inside
-    each other make way.
+    Other threads, also those of backward passes, allocate from PyTorch's own memory. PyTorch routes one thread at a
+    time to a pool: after :meth:`TorchBridge.stop`, ``torch.cuda.use_mem_pool(bridge.pool)`` routes another thread.
+    Inside a ``use_mem_pool`` of your own, PyTorch keeps to that pool. Of nested bridges the innermost is active.
 
     Parameters
     ----------
     sources
         Pools or other allocators, one for each device.
     rmm
-        Let PyTorch call RMM, which has the handles of our pools, so that no Python runs for an allocation. RMM's
-        resources of these devices are ours from then on. Where memory runs out PyTorch raises ``MemoryError`` then.
+        True: PyTorch calls RMM, which has the handles of the pools, so that no Python runs for an allocation. The
+        bridge sets RMM's resources of these devices for good. If memory runs out, PyTorch raises ``MemoryError``.
 
     Returns
     -------
     TorchBridge
-        Started.
+        The bridge, started.
     """
     return TorchBridge(Sources(sources), rmm).start()
 
 
 class TorchBridge(Bridge):
-    """A ``torch.cuda.MemPool`` for each device, whose memory is ours.
+    """A ``torch.cuda.MemPool`` for each device, over pools of streamalloc.
 
-    :meth:`stop` ends the routing only, and :meth:`start` takes it up again; :meth:`close` also gives back what PyTorch
-    has cached. PyTorch's option ``release_lock_on_cudamalloc`` is set: without it PyTorch calls us with its allocator
-    locked, while a thread that drops a tensor has Python's lock and waits for that one.
+    :meth:`stop` ends the routing, and :meth:`start` begins it again; :meth:`close` also frees the cached segments.
+    PyTorch's option ``release_lock_on_cudamalloc`` is set. Without it PyTorch holds its allocator's lock during the
+    callback, which takes the GIL, and deadlocks with a thread that drops a tensor while it holds the GIL.
     """
 
     __slots__ = ("_callbacks", "_rmm", "pools")
@@ -67,23 +67,23 @@ class TorchBridge(Bridge):
         self._rmm = rmm
         self._callbacks: Callbacks | None = None
         self.pools: dict[int, Any] = {}
-        """PyTorch's pools by device, from the first start on until it is closed."""
+        """PyTorch's pools by device ordinal, from the first start to the close."""
 
     @property
     def pool(self) -> Any:
-        """PyTorch's pool, where there is one device."""
+        """PyTorch's pool, if the bridge has one device."""
         self._prepare()
         (pool,) = self.pools.values()
         return pool
 
     @property
     def segments(self) -> int:
-        """How many segments PyTorch has got by callbacks and not given back."""
+        """Number of segments that PyTorch has allocated by callbacks and not freed."""
         return 0 if self._callbacks is None else len(self._callbacks.ledger)
 
     @property
     def refusal(self) -> OutOfMemoryError | None:
-        """Why the last allocation that failed did, with our figures: PyTorch's own error does not have them."""
+        """The error of the last failed allocation, with pool statistics, which PyTorch's own error lacks."""
         return None if self._callbacks is None else self._callbacks.refusal
 
     def _prepare(self) -> Any:
@@ -92,7 +92,7 @@ class TorchBridge(Bridge):
             allocator = self._allocator_of_rmm() if self._rmm else self._allocator_of_callbacks(torch)
             for ordinal in self.sources.by_device:
                 with torch.cuda.device(ordinal):
-                    # Its end calls us, so that it must not come with that of the interpreter.
+                    # Its destructor calls Python: it must not run when the interpreter has ended.
                     self.pools[ordinal] = _immortal(torch.cuda.MemPool(allocator))
         return torch
 
@@ -117,7 +117,7 @@ class TorchBridge(Bridge):
             if inner and routes:
                 routes[-1].enter()
 
-        # Of several pools PyTorch takes the one that was named first: the others make way meanwhile.
+        # Of several active pools PyTorch uses the first: leave the outer one while this one is active.
         if routes:
             routes[-1].leave()
         routes.append(route)
@@ -125,12 +125,13 @@ class TorchBridge(Bridge):
         route.enter()
 
     def close(self) -> None:
-        """Stop, and have PyTorch give its segments back; those of a device stay for ever if a tensor is in one of them.
+        """Stop, and have PyTorch free its segments.
 
-        Otherwise PyTorch would call us when the last tensor goes, at a moment at which it has its allocator locked. Not
-        to be called while a graph is captured, or inside a ``use_mem_pool`` of your own: PyTorch ends the process where
-        a pool is released meanwhile. Inside another bridge the segments go back when that is stopped. What PyTorch made
-        for cuBLAS to work in is a tensor, too: ``torch._C._cuda_clearCublasWorkspaces()`` lets it go.
+        If a tensor is in a segment, all segments of that device stay until the process ends: PyTorch would free them
+        with its allocator locked. Inside another bridge the segments are freed when that bridge is stopped.
+
+        Do not call this while a graph is captured or inside a ``use_mem_pool`` of your own: PyTorch aborts the process.
+        PyTorch's cuBLAS workspaces are tensors too; ``torch._C._cuda_clearCublasWorkspaces()`` frees them.
         """
         self.stop()
         pools, self.pools = self.pools, {}
@@ -143,7 +144,7 @@ class TorchBridge(Bridge):
 
 
 class _Route:
-    """Has PyTorch allocate from pools what this thread makes."""
+    """Routing of this thread's allocations to PyTorch pools."""
 
     __slots__ = ("_entered", "_pools", "_torch")
 
@@ -163,13 +164,13 @@ class _Route:
         _end_pools()
 
 
-# The routes of all threads that PyTorch follows now, and the pools that nobody needs any more.
+# The active routes of all threads, and the pools of closed bridges.
 _active: set[_Route] = set()
 _ended: list[Any] = []
 
 
 def _end_pools() -> None:
-    """Have PyTorch release pools that are empty, unless it routes allocations to any: then it would abort."""
+    """Release the empty pools of closed bridges. While a route is active PyTorch would abort, so that they wait."""
     while _ended and not _active:
         pool = _ended.pop()
         if not any(segment["allocated_size"] for segment in pool.snapshot(include_traces=False)):
@@ -177,7 +178,7 @@ def _end_pools() -> None:
 
 
 class _Routes(threading.local):
-    """The routes of a thread, one inside the other."""
+    """The routes of a thread, outermost first."""
 
     def __init__(self) -> None:
         self.all: list[_Route] = []
@@ -187,25 +188,25 @@ _routes = _Routes()
 
 
 class Callbacks:
-    """What PyTorch calls, from C++ and from any thread: no exception leaves these."""
+    """Allocate and free functions for PyTorch, which calls them from C++ on any thread. They raise nothing."""
 
     __slots__ = ("_functions", "ledger", "refusal")
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
         self.refusal: OutOfMemoryError | None = None
-        """Why there was no memory the last time."""
+        """Error of the last failed allocation."""
         self._functions = _ALLOCATE(self._allocate), _FREE(self._free)
 
     @property
     def pointers(self) -> tuple[int, ...]:
-        """Where the functions are."""
+        """Addresses of the two functions."""
         return tuple(ctypes.cast(function, ctypes.c_void_p).value or 0 for function in self._functions)
 
     def _allocate(self, nbytes: int, ordinal: int, stream: int | None) -> int:
         address = 0
         try:
-            # PyTorch asks for segments in the middle of captures, too, and wants memory that is no graph's.
+            # PyTorch allocates segments during captures too, and these must not become graph memory.
             with self.ledger.sources.session.relaxed():
                 address = self.ledger.allocate(nbytes, ordinal, stream or 0, in_capture=False)
             return address
@@ -215,7 +216,7 @@ class Callbacks:
             _report(error, self._allocate)
         if address:
             self._free(address, nbytes, ordinal, stream)
-        return 0  # of which PyTorch makes its own error for exhausted memory
+        return 0  # PyTorch raises its own out-of-memory error
 
     def _free(self, address: int | None, nbytes: int, ordinal: int, stream: int | None) -> None:
         try:
@@ -225,9 +226,9 @@ class Callbacks:
 
 
 def _report(error: BaseException, where: object) -> None:
-    """Tell of an exception that cannot go on to the caller, which is C code."""
+    """Report an exception that cannot propagate into C code."""
     if isinstance(error, KeyboardInterrupt):
-        # Again in a moment: the main thread raises it as soon as it runs Python, which here is in the midst of C code.
+        # Raise it in the main thread a moment later, outside of the C code that is running now.
         timer = threading.Timer(0.002, _thread.interrupt_main)
         timer.daemon = True
         timer.start()
@@ -239,23 +240,23 @@ def _report(error: BaseException, where: object) -> None:
 
 
 def tensor(memory: Memory, dtype: Any = None, shape: tuple[int, ...] | None = None) -> Any:
-    """A tensor over memory of ours, which it keeps alive.
+    """A tensor over memory, which the tensor keeps alive.
 
-    PyTorch's current stream waits for what the memory's stream has queued, and that waits for it when the tensor has
-    gone. Join other streams to it before.
+    PyTorch's current stream waits for the work queued on the memory's stream. When the tensor is dropped, the memory's
+    stream waits for that current stream. If other streams use the tensor, have that stream wait for them first.
 
     Parameters
     ----------
     memory
         Device memory.
     dtype, shape
-        As for :meth:`Memory.view_as`; a type of PyTorch is taken, too, such as ``torch.bfloat16``, which numpy does not
-        have. Default: those of a typed view, else bytes.
+        As for :meth:`Memory.view_as`, or a PyTorch type such as ``torch.bfloat16``, which numpy lacks. Default: those
+        of a typed view, else bytes.
 
     Raises
     ------
     TypeError, ValueError
-        The memory has no such form.
+        The memory cannot be viewed with this type and shape.
     """
     torch = library("torch")
     if isinstance(dtype, torch.dtype):
@@ -265,24 +266,24 @@ def tensor(memory: Memory, dtype: Any = None, shape: tuple[int, ...] | None = No
 
 
 def memory(tensor: Any, stream: StreamLike) -> Borrowed:
-    """A tensor as memory of ours, for ``stream``; PyTorch's current stream is the lender's, see :func:`borrow`."""
+    """A tensor as memory for ``stream``. The lender is PyTorch's current stream; see :func:`borrow`."""
     lender = library("torch").cuda.current_stream(tensor.device)
     return borrow(tensor.detach(), stream, lender=lender)
 
 
 def _release_lock(torch: Any) -> None:
-    """Have PyTorch call us without its lock, beside what else its allocator was told."""
-    # PyTorch 2.10 has these names; before, what it was told at its start is all that can be known.
-    told = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
-    tell = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
+    """Set PyTorch's option to call the allocator without its lock, and keep its other settings."""
+    # Before PyTorch 2.10 the settings cannot be read: take those of the environment.
+    read = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    write = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
     environment = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
-    settings = environment if told is None else told()
+    settings = environment if read is None else read()
     if _RELEASE_LOCK not in settings:
-        tell(",".join(filter(None, (settings, f"{_RELEASE_LOCK}:True"))))
+        write(",".join(filter(None, (settings, f"{_RELEASE_LOCK}:True"))))
 
 
 def _immortal(thing: Any) -> Any:
-    """Keep something until the process has ended, later than anything that Python keeps."""
+    """Keep an object until the process ends, also after the interpreter's shutdown (one extra reference)."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
     return thing
 

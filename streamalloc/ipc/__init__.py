@@ -25,7 +25,6 @@ from streamalloc.ipc.transport.communicator import (
     as_communicator,
 )
 from streamalloc.ipc.transport.packets import Message, PeerGoneError, ProtocolError
-from streamalloc.ipc.transport.pidfd import fetch_descriptor
 from streamalloc.ipc.transport.process_group import GroupError
 
 __all__ = [
@@ -65,7 +64,6 @@ __all__ = [
     "TorchCommunicator",
     "TorchGroupLike",
     "as_communicator",
-    "fetch_descriptor",
     "open",
     "receive",
     "send",

@@ -1,7 +1,6 @@
-"""Who has which memory, since when and from which line: observers of pools, caches, growable and symmetric memory.
+"""Observers: which memory is allocated, since when and from which line, in pools, caches and mappings.
 
-:func:`observe` makes an :class:`Observer`. While none is there, allocations and frees cost what they cost without this
-package.
+:func:`observe` makes an :class:`Observer`. Without an observer, allocations and frees cost nothing more.
 """
 
 from streamalloc.observing.live_view import LiveView, PoolFigures, live

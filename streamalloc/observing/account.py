@@ -1,9 +1,9 @@
-"""The account that an observer keeps: what it is told of each allocation and free.
+"""An observer's account: the live allocations, and the history of allocations and frees.
 
-Whoever allocates or frees hands a note in (:class:`collections.deque`), also from a finaliser or a signal handler, and
-takes no lock for that. One thread at a time takes the notes off and keeps the account; who comes meanwhile leaves his
-note to that thread. A note is taken off by the lines that enter it, between which nothing is called: an interrupt
-loses none and enters none twice.
+A thread that allocates or frees appends a note to a deque. It takes no lock, so that finalisers and signal handlers may
+append too. One thread at a time enters the notes into the account; another thread leaves its note to that thread. The
+statements that enter a note and remove it make no call: a signal handler that raises can neither lose a note nor have
+it entered twice.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ __all__ = ["Account", "Hook"]
 
 Hook = Callable[[Allocation], object]
 
-# What a note is about.
+# Kinds of notes.
 _ALLOCATED, _FREED, _KEPT, _FAILED = range(4)
-# Frees that the driver may refuse yet.
+# Number of last frees to remember: the driver may still refuse them.
 _REMEMBERED = 256
 
 
 class Account:
-    """What is allocated, what was, and who is told of it."""
+    """The live allocations, the history, and the hooks of one observer."""
 
     def __init__(
         self,
@@ -62,18 +62,18 @@ class Account:
         profiler: Profiler | None,
     ) -> None:
         self.limit: int = limit
-        """The most bytes that may be allocated at once; 0 for no limit."""
+        """Bytes that may be allocated at once; 0: no limit."""
         self.started = False
-        """Whether it is told."""
         self.live: dict[int, Allocation] = {}
-        """What is allocated, by address."""
+        """Live allocations, by address."""
         self.nbytes = 0
         self.peak = 0
         self.happened: deque[Happening] = deque(maxlen=history)
         self.open: tuple[Phase, ...] = ()
-        """The phases that go on."""
+        """Phases that have not ended."""
+        self._phases = threading.RLock()
         self.phase: ContextVar[Phase | None] = ContextVar("phase", default=None)
-        """The innermost one of the thread or task."""
+        """Innermost phase of the thread or task."""
         self.tag: ContextVar[str] = ContextVar("tag", default="")
         self.profiler = profiler
         self._depth = depth
@@ -87,16 +87,16 @@ class Account:
         self._everything = not (self._allocators or self._devices or self._spans)
         self._before = [one for target in targets for one in _mapped_in(target)]
         self._notes: deque[tuple[int, Any, int, int, int]] = deque()
-        """What happened, and is not in the account: kind, what about, stream, thread, time."""
+        """Notes to enter: kind, allocation or address, stream, thread, time."""
         self._keeper: int | None = None
-        """The thread that keeps the account; nobody waits for it but who reads."""
+        """Identifier of the thread that enters notes; only readers wait for it."""
         self._gone: deque[Allocation] = deque(maxlen=_REMEMBERED)
         self._untold: deque[Allocation] = deque()
-        """What was freed that the hook is to be told of."""
+        """Freed allocations that the hook was not called with."""
         self._sources: weakref.WeakKeyDictionary[Any, Source] = weakref.WeakKeyDictionary()
 
     def start(self) -> None:
-        """Be told from now on. Idempotent."""
+        """Begin to record; idempotent."""
         if not self.started:
             self.started = True
             for address, nbytes, source in self._before:
@@ -107,7 +107,7 @@ class Account:
                 watch_mappings(session, self)
 
     def stop(self) -> None:
-        """Be told no more. Idempotent."""
+        """Stop recording; idempotent."""
         if self.started:
             with contextlib.ExitStack() as undo:
                 for session in self._sessions:
@@ -117,33 +117,26 @@ class Account:
             self.started = False
 
     def begin(self, phase: Phase) -> None:
-        """A phase goes on from now."""
-        self._swap((phase,), None)
+        """Record a phase that begins."""
+        with self._phases:
+            self.open = (*self.open, phase)
 
     def end(self, phase: Phase) -> None:
-        """A phase has ended."""
-        self._swap((), phase)
+        """Record a phase that ends."""
+        with self._phases:
+            self.open = tuple([one for one in self.open if one is not phase])
 
-    def _swap(self, more: tuple[Phase, ...], without: Phase | None) -> None:
-        while True:
-            before = self.open
-            after = (*(one for one in before if one is not without), *more)
-            # Nothing is called between these two.
-            if self.open is before:
-                self.open = after
-                return
-
-    # -- what it is told -------------------------------------------------------------------------------------
+    # -- notifications ---------------------------------------------------------------------------------------
 
     def wants(self, allocator: Allocator) -> bool:
-        """Whether it observes an allocator."""
+        """Whether the observer observes an allocator."""
         if self._everything:
             return True
         at = allocator.location
         return any(allocator is one for one in self._allocators) or any(at == one.location for one in self._devices)
 
     def asked(self, allocator: Allocator | None, nbytes: int) -> None:
-        """Memory is asked for: raise where a limit leaves no room."""
+        """Memory is to be allocated: raise if a limit leaves no room."""
         limits = [(self.limit, "the observer's limit")] if self.limit else []
         limits += [(phase.limit, f"the limit of phase {phase.path!r}") for phase in self.open if phase.limit]
         for limit, whose in limits:
@@ -171,7 +164,7 @@ class Account:
                 self._on_allocate(one)
 
     def failed(self, allocator: Allocator | None, nbytes: int, stream: Any) -> None:
-        """Memory was asked for, and the driver has refused it."""
+        """The driver has refused an allocation."""
         if allocator is not None:
             one = self._allocation(0, nbytes, int(stream), self._source(allocator), sites(self._depth))
             self._note(_FAILED, one, one.stream)
@@ -181,16 +174,16 @@ class Account:
         self._note(_FREED, address, -1 if stream is None else int(stream))
 
     def kept(self, address: int) -> None:
-        """It was not freed after all. Called by finalisers."""
+        """The driver has refused a free. Called by finalisers."""
         self._note(_KEPT, address, 0)
 
     def to_be_mapped(self, address: int, nbytes: int) -> None:
-        """Memory is to be mapped: raise where a limit leaves no room."""
+        """Memory is to be mapped: raise if a limit leaves no room."""
         if self._everything or self._devices or self._spanned(address):
             self.asked(None, nbytes)
 
     def mapped(self, address: int, memory: GenericAllocation) -> None:
-        """Memory is mapped."""
+        """Memory was mapped."""
         if not self._spanned(address):
             where = getattr(memory, "location", None)
             if not (self._everything or any(where == one.location for one in self._devices)) or not is_counted(memory):
@@ -203,7 +196,7 @@ class Account:
             self._on_allocate(one)
 
     def unmapped(self, address: int) -> None:
-        """What was mapped is unmapped."""
+        """A mapping is about to be unmapped."""
         self._note(_FREED, address, 0)
 
     def _spanned(self, address: int) -> bool:
@@ -231,17 +224,17 @@ class Account:
         self._notes.append((kind, what, stream, threading.get_ident(), now))
 
     def look(self) -> None:
-        """Enter what was noted, unless another thread is doing that, and tell the hook of frees."""
+        """Enter the notes unless another thread does, and call the hook of frees."""
         self._keep(threading.get_ident())
         while self._untold and self._on_free is not None:
             try:
                 one = self._untold.popleft()
             except IndexError:
-                return  # Another thread tells it.
+                return  # another thread has taken it
             self._on_free(one)
 
     def settle(self) -> None:
-        """Enter all that was noted, for who reads; frees that were left for later are made if they can."""
+        """Enter all notes, for a reader; do deferred frees that can be done now."""
         me = threading.get_ident()
         for session in self._sessions if self.started and self._keeper != me else ():
             if session.usable:
@@ -249,7 +242,7 @@ class Account:
                 for allocator in watching_of(session).allocators():
                     if isinstance(allocator, CachingAllocator) and self.wants(allocator):
                         mend(allocator)
-        # Not where a signal handler reads in the middle of it.
+        # A signal handler that reads in the middle of _enter() gets the account without the open note.
         while self._notes and self._keeper != me:
             self._keep(me)
             if self._notes:
@@ -257,14 +250,13 @@ class Account:
         self.look()
 
     def _keep(self, me: int) -> None:
-        """Enter the notes that are there, unless another thread does."""
+        """Enter the notes unless another thread does."""
         while self._notes:
-            # Nothing is called from here to the block that undoes it.
             if self._keeper is not None:
                 return
             self._keeper = me
             try:
-                # No loop in here: Python 3.12 and 3.13 skip what follows where a signal comes at its jump back.
+                # No loop inside try: if a signal handler raises at its jump back, Python 3.12 and 3.13 skip "finally".
                 self._enter_all()
             finally:
                 self._keeper = None
@@ -277,7 +269,7 @@ class Account:
         untold: tuple[Allocation, ...] = ()
         gone: tuple[Allocation, ...] = ()
         if kind == _ALLOCATED:
-            # Other code may have freed memory by its address.
+            # Other code may have freed the memory by its address.
             before = self.live.get(what.address)
             total = self.nbytes + what.nbytes - (0 if before is None else before.nbytes)
             happened: tuple[Happening, ...] = (Happening("allocate", what, now, stream, thread),)
@@ -286,7 +278,7 @@ class Account:
             for phase in self.open:
                 phase.peak = max(phase.peak, total)
             peak = max(self.peak, total)
-            # Nothing is called from here on, so that nothing comes in between.
+            # No call from the change of self.live to the removal of the note, in all branches.
             self.live[what.address] = what
             self.peak = peak
         elif kind == _FREED and what in self.live:
@@ -296,7 +288,6 @@ class Account:
             gone = (one,)
             if self._on_free is not None:
                 untold = (one,)
-            # Nothing is called from here on.
             del self.live[what]
         elif (
             kind == _KEPT
@@ -305,7 +296,6 @@ class Account:
         ):
             total = self.nbytes + again.nbytes
             happened = (Happening("allocate", again, now, again.stream, thread),)
-            # Nothing is called from here on.
             self.live[what] = again
         else:
             total = self.nbytes
@@ -320,7 +310,7 @@ class Account:
 
 
 def _spans(target: object) -> list[tuple[int, int]]:
-    """The addresses that an object has for what is mapped."""
+    """The ranges of addresses in which an object maps memory: start and end."""
     if isinstance(target, VirtualBuffer):
         return [(target.range.address, target.range.address + target.range.nbytes)]
     if isinstance(target, AddressRange):
@@ -332,7 +322,7 @@ def _spans(target: object) -> list[tuple[int, int]]:
 
 
 def _mapped_in(target: object) -> list[tuple[int, int, Source]]:
-    """What is mapped in an object already: address, size and source."""
+    """The mappings that an object has already: address, bytes and source."""
     if isinstance(target, (VirtualBuffer, AddressRange)):
         return [
             (one.address, one.nbytes, Source("mapping", one.memory.location, repr(target))) for one in target.mappings

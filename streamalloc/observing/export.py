@@ -1,4 +1,4 @@
-"""What others open: PyTorch's memory viewer, readers of RMM's log, Perfetto and Chrome."""
+"""Files for other tools: PyTorch's memory viewer, readers of RMM's log, Perfetto and Chrome."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from streamalloc.observing.records import Allocation, Happening, Phase
 
 __all__ = ["save_chrome", "save_pytorch", "save_rmm", "snapshot"]
 
-# Pools take memory in steps of this size; what lies further apart is drawn as separate segments.
+# Bytes by which a pool grows. Allocations further apart are drawn as separate segments.
 _STEP = 32 << 20
 
 
@@ -29,11 +29,10 @@ def save_pytorch(path: str | Path, history: Sequence[Happening], live: Iterable[
 
 
 def snapshot(history: Sequence[Happening], live: Iterable[Allocation]) -> dict[str, Any]:
-    """What PyTorch's memory viewer shows: ``segments`` as they are now, and ``device_traces``, one for each device.
+    """A snapshot for PyTorch's memory viewer: the current ``segments``, and ``device_traces`` by device.
 
-    The driver does not say which memory a pool holds. A segment is what lies close to each other of all memory that was
-    ever handed out; what is not allocated now is an inactive block of it. Mapped memory comes and goes with its
-    segments.
+    The driver does not report which memory a pool holds. A segment is a group of neighbouring allocations, live or
+    freed; its gaps are inactive blocks. A mapping is a segment of its own as long as it is mapped.
     """
     live = [one for one in live if _device(one) is not None and one.address]
     happened = [one for one in history if _device(one.allocation) is not None]
@@ -63,7 +62,7 @@ def _device(one: Allocation) -> int | None:
 
 
 def _entries(one: Happening) -> Iterator[dict[str, Any]]:
-    """The entries of a trace for something that happened."""
+    """The trace entries of an allocation, a free or a failure."""
     allocation = one.allocation
     mapped = allocation.source.kind == "mapping"
     actions = {
@@ -80,7 +79,7 @@ def _entries(one: Happening) -> Iterator[dict[str, Any]]:
             "time_us": one.time // 1000,
             "frames": _frames(allocation),
         }
-        # What the device had left then was not asked.
+        # The viewer needs the field; the device's free memory is not recorded.
         yield entry | {"device_free": 0} if action == "oom" else entry
 
 
@@ -91,7 +90,7 @@ def _frames(one: Allocation) -> list[dict[str, Any]]:
 
 
 def _clusters(allocations: Iterable[Allocation], gap: int) -> Iterator[tuple[int, int]]:
-    """From where to where memory lies, no two pieces of which are further apart than ``gap``."""
+    """Start and end of each group of allocations that are at most ``gap`` bytes apart."""
     pieces = sorted({(one.address, one.address + one.nbytes) for one in allocations})
     while pieces:
         start, stop = pieces[0]
@@ -109,7 +108,7 @@ def _segment(ordinal: int, start: int, stop: int, live: Iterable[Allocation], ex
     blocks: list[dict[str, Any]] = []
     at = start
     for one in sorted(live):
-        # The viewer adds sizes up to find where blocks are.
+        # The viewer adds sizes up to find the address of a block.
         if one.address > at:
             blocks.append(_block(at, one.address - at, 0, "inactive", []))
         blocks.append(_block(one.address, one.nbytes, one.nbytes, "active_allocated", _frames(one)))
@@ -143,7 +142,7 @@ _ACTIONS = {"allocate": "allocate", "free": "free", "failure": "allocate failure
 
 
 def save_rmm(path: str | Path, history: Iterable[Happening]) -> None:
-    """Write what RMM's ``LoggingResourceAdaptor`` would have written. Mappings, which have no stream, have stream 0."""
+    """Write a log like RMM's ``LoggingResourceAdaptor``. Mappings, which have no stream, get stream 0."""
     with open(path, "w", encoding="ascii") as file:
         print("Thread,Time,Action,Pointer,Size,Stream", file=file)
         for one in history:
@@ -175,7 +174,7 @@ def save_chrome(
             size = {"requested": one.allocation.nbytes}
             events.append({"ph": "i", "s": "p", "name": "out of memory", "args": size} | common)
             continue
-        # A cache hands out what was its pool's.
+        # A cache allocates memory that its pool has allocated, at the same address.
         gone = alive.pop(one.allocation.address, None)
         come = one.allocation if one.action == "allocate" else None
         if gone is not None:
@@ -206,7 +205,7 @@ def _counter(one: Allocation) -> str:
 
 
 def _before(history: Iterable[Happening], live: Iterable[Allocation]) -> dict[int, Allocation]:
-    """What was there by address when the history begins, of which only the end may be kept."""
+    """The allocations, by address, that were live before the first entry of the history."""
     found: dict[int, Allocation] = {}
     made: set[int] = set()
     for one in history:

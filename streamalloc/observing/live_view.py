@@ -1,6 +1,6 @@
-"""A view of this process's pools that renews itself: in a terminal, or in a notebook while a cell runs.
+"""A view of this process's pools that updates itself, in a terminal or in a notebook while a cell runs.
 
-A thread reads the pools' statistics, and nothing else: it frees nothing, and breaks no capture.
+A thread reads the pools' statistics. It frees nothing, and invalidates no capture.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _HEAD = ("pool", "used", "reserved", "most used", "most reserved")
 
 
 class PoolFigures(NamedTuple):
-    """What one pool holds at one moment."""
+    """Statistics of one pool at one moment."""
 
     name: str
     """Name of the pool, else the location of its memory; and the driver's handle."""
@@ -46,7 +46,7 @@ def _name(pool: MemoryPool) -> str:
 
 
 def _figures(pool: MemoryPool) -> PoolFigures | None:
-    """The figures of a pool; None where it has none now: it was closed, or a capture is under way."""
+    """The statistics of a pool; None if it was closed or a capture is under way."""
     session = session_of(pool)
     if not session.usable or deferred_queue(session).paused:
         return None
@@ -62,7 +62,7 @@ def _figures(pool: MemoryPool) -> PoolFigures | None:
 
 
 class _Screen:
-    """Where the view is: what shows it, and what ends that."""
+    """Output of a view: a function that shows statistics, and one that ends the output."""
 
     def __init__(self, show: Callable[[list[PoolFigures]], None], end: Callable[[], None]) -> None:
         self.show = show
@@ -125,14 +125,14 @@ def _notebook() -> _Screen:
 
 
 def _in_notebook() -> bool:
-    """Whether there is a front end that shows HTML."""
+    """Whether this is a notebook, which shows HTML."""
     get_shell = getattr(sys.modules.get("IPython"), "get_ipython", None)
     shell = get_shell() if get_shell is not None else None
     return shell is not None and getattr(shell, "kernel", None) is not None
 
 
 class LiveView(Closes):
-    """A view that renews itself until :meth:`stop`; made by :func:`live`."""
+    """A view that updates itself until :meth:`stop`; made by :func:`live`."""
 
     def __init__(self, pools: tuple[MemoryPool, ...], every: float) -> None:
         self._pools = pools
@@ -142,17 +142,17 @@ class LiveView(Closes):
         self._screen: _Screen | None = None
 
     def figures(self) -> list[PoolFigures]:
-        """What the pools hold now; those that were closed are left out."""
+        """The statistics of the pools now, without pools that were closed."""
         pools = self._pools or [pool for session in sessions() for pool in known_pools(session)]
         return [found for found in map(_figures, pools) if found is not None]
 
     @property
     def running(self) -> bool:
-        """Whether it renews itself."""
+        """Whether the view updates itself."""
         return self._thread is not None and self._thread.is_alive()
 
     def start(self) -> LiveView:
-        """Show it, and renew it from now on. Idempotent."""
+        """Show the view, and update it from now on; idempotent."""
         if self._thread is None:
             self._over.clear()
             self._screen = screen = _notebook() if _in_notebook() else _terminal()
@@ -162,12 +162,12 @@ class LiveView(Closes):
 
     def _run(self, screen: _Screen) -> None:
         while not self._over.is_set():
-            with contextlib.suppress(RuntimeError):  # a pool was made at this moment
+            with contextlib.suppress(RuntimeError):  # another thread has made a pool during the iteration
                 screen.show(self.figures())
             self._over.wait(self._every)
 
     def stop(self) -> None:
-        """Show it a last time, and leave it as it is. Idempotent."""
+        """Update the view a last time, and leave it on the screen; idempotent."""
         thread, screen = self._thread, self._screen
         self._thread = self._screen = None
         if thread is not None and screen is not None:
@@ -177,7 +177,7 @@ class LiveView(Closes):
             screen.end()
 
     def close(self) -> None:
-        """The same as :meth:`stop`."""
+        """Alias of :meth:`stop`."""
         self.stop()
 
     def __enter__(self) -> LiveView:
@@ -188,22 +188,22 @@ class LiveView(Closes):
 
 
 def live(*pools: MemoryPool, every: float = 0.5) -> LiveView:
-    """A view of pools that renews itself, for a ``with`` block or from ``start()`` to ``stop()``.
+    """Make a view of pools that updates itself in a ``with`` block, or from ``start()`` to ``stop()``.
 
-    In Jupyter it is a widget where ``ipywidgets`` is installed, else an output that is updated, also while a cell runs.
-    Elsewhere it is a table in the terminal, drawn by ``rich``.
+    In Jupyter it is a widget if ``ipywidgets`` is installed, else an output that is updated, also while a cell runs.
+    In a terminal it is a table drawn by ``rich``.
 
     Parameters
     ----------
     pools
-        Which; by default all that this process knows, those that are made later included.
+        The pools to show; default: all pools of this process, also pools that are made later.
     every
-        Seconds between two looks at them.
+        Seconds between updates.
 
     Raises
     ------
     TypeError, ValueError
-        Something is no pool, or ``every`` is no time.
+        An argument is no pool, or ``every`` is not positive.
     ModuleNotFoundError
         In a terminal, by ``start()``: ``rich`` is not installed.
     """

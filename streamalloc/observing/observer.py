@@ -1,4 +1,4 @@
-"""Observers: who has which memory, since when and from which line, and what people do with that."""
+"""The public interface of observers: :class:`Observer` and :func:`observe`."""
 
 from __future__ import annotations
 
@@ -37,25 +37,25 @@ __all__ = ["Observer", "observe"]
 
 
 class Observer(Drawn, Leaves):
-    """Knows which memory is allocated, since when and from which line; made by :func:`observe`.
+    """Records which memory is allocated, since when and from which line; made by :func:`observe`.
 
-    It observes from :meth:`start` to :meth:`stop`, which a ``with`` block calls, and can be asked after that, too.
+    It records from :meth:`start` to :meth:`stop`; a ``with`` block calls both. Its records can be read after the block.
     """
 
     def __init__(self, account: Account) -> None:
         self._account = account
         self.phases: list[Phase] = []
-        """All phases so far, in the order in which they began."""
+        """All phases so far, in the order of their beginning."""
 
     # -- beginning and end -----------------------------------------------------------------------------------
 
     def start(self) -> Self:
-        """Observe from now on. Idempotent."""
+        """Begin to observe; idempotent."""
         self._account.start()
         return self
 
     def stop(self) -> None:
-        """Observe no more. Idempotent. Allocators have their own functions again, unless others observe them."""
+        """Stop observing; idempotent. Allocators that no other observer observes lose the cost of observing."""
         self._account.stop()
 
     def __enter__(self) -> Self:
@@ -66,64 +66,64 @@ class Observer(Drawn, Leaves):
 
     @property
     def started(self) -> bool:
-        """Whether it observes now."""
+        """Whether it is observing."""
         return self._account.started
 
     @property
     def limit(self) -> int:
-        """The most bytes that may be allocated at once; 0 for no limit. It can be assigned."""
+        """Bytes that may be allocated at once; 0: no limit. Assign to change it."""
         return self._account.limit
 
     @limit.setter
     def limit(self, nbytes: int) -> None:
         self._account.limit = checked_size("limit", nbytes)
 
-    # -- what it knows ---------------------------------------------------------------------------------------
+    # -- records ---------------------------------------------------------------------------------------------
 
     @property
     def live(self) -> tuple[Allocation, ...]:
-        """What is allocated, in the order in which it was."""
+        """Live allocations, oldest first."""
         self._account.settle()
         return tuple(self._account.live.values())
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are allocated, in requested sizes."""
+        """Bytes allocated now, in requested sizes."""
         self._account.settle()
         return self._account.nbytes
 
     @property
     def peak(self) -> int:
-        """The most bytes that were allocated at once."""
+        """Most bytes allocated at once."""
         self._account.settle()
         return self._account.peak
 
     @property
     def history(self) -> tuple[Happening, ...]:
-        """All that happened, the oldest first; where the observer was told how much to keep, the last so many."""
+        """Allocations, frees and failures, oldest first; the last ones only if ``history`` limits them."""
         self._account.settle()
         return tuple(self._account.happened)
 
     def leaks(self) -> LeakReport:
-        """What is allocated now, by the place that asked for it."""
+        """A report of the live allocations, by the line that allocated them."""
         return LeakReport(self.live)
 
     def assert_nothing_left(self) -> None:
-        """Raise :class:`LeakError` where something is still allocated; the error says how much and from where."""
+        """Raise :class:`LeakError` if memory is still allocated; the error has the bytes and the lines."""
         self.leaks().raise_if_any()
 
     @contextlib.contextmanager
     def phase(self, name: str, limit: int = 0) -> Iterator[Phase]:
-        """A named stretch of the program, as a ``with`` block: the most memory during it is noted.
+        """A ``with`` block with a name, whose peak of allocated bytes is recorded.
 
-        Phases may lie in each other, and be entered by several threads; all memory counts in each of them.
+        Phases may be nested, and several threads may be in one each. Every phase counts the memory of all threads.
 
         Parameters
         ----------
         name
-            What it is called. A phase may be entered many times.
+            Name of the phase. Several phases may have the same name.
         limit
-            The most bytes that may be allocated at once during it; 0 for no limit.
+            Bytes that may be allocated at once during the phase; 0: no limit.
         """
         checked_size("limit", limit)
         account = self._account
@@ -145,25 +145,25 @@ class Observer(Drawn, Leaves):
 
     @contextlib.contextmanager
     def tag(self, tag: str) -> Iterator[None]:
-        """A ``with`` block in which what this thread (or task) allocates is said to be for ``tag``."""
+        """A ``with`` block in which allocations of this thread or task get a tag."""
         token = self._account.tag.set(tag)
         try:
             yield
         finally:
             self._account.tag.reset(token)
 
-    # -- what others open ------------------------------------------------------------------------------------
+    # -- files for other tools -------------------------------------------------------------------------------
 
     def save_pytorch(self, path: str | Path) -> None:
         """Write a snapshot for PyTorch's memory viewer (pytorch.org/memory_viz): a pickle of plain dictionaries."""
         export.save_pytorch(path, self.history, self.live)
 
     def save_rmm(self, path: str | Path) -> None:
-        """Write a log as RMM's does: CSV, which :func:`streamalloc.traces.from_rmm` reads, too."""
+        """Write a log in RMM's format (CSV), which :func:`streamalloc.traces.from_rmm` reads."""
         export.save_rmm(path, self.history)
 
     def save_chrome(self, path: str | Path) -> None:
-        """Write a trace for Perfetto and Chrome (JSON): bytes of each source over time, and the phases."""
+        """Write a trace for Perfetto and Chrome (JSON): bytes of each source over time, and phases."""
         export.save_chrome(path, self.history, self.live, self.phases)
 
     def __repr__(self) -> str:
@@ -187,41 +187,48 @@ def observe(
     nvtx: bool = False,
     driver: Driver | None = None,
 ) -> Observer:
-    """An observer of memory, for a ``with`` block: what is allocated, since when, from which line, and what leaks.
+    """Make an observer of memory, for a ``with`` block: allocations, their lines, limits and leaks.
 
-    It is told of each allocation and each free, those of finalisers and those that were left for later included.
-    Several observers may be there at once, begin and end in any order, and observe the same memory. What was allocated
-    before it began is not known to it, except what is mapped in the objects that it was given. Not seen is memory that
-    the graph of a capture owns, and what another library allocates by a pool's handle, past this one.
+    It records every allocation and free, also frees of finalisers and deferred frees. Several observers may observe the
+    same memory, and start and stop in any order. Not recorded: memory allocated before the start (except existing
+    mappings of the objects passed), memory owned by the graph of a capture, and memory that another library allocates
+    from a pool's handle.
 
     Parameters
     ----------
     what
-        Pools, caches (with their pool), growable and striped buffers, address ranges, symmetric memory, or devices,
-        which means all of that in their memory, also what is made later. Nothing: everything of ``driver``. Allocations
-        that name no pool (:func:`streamalloc.allocate`) are observed with their device. Of what is mapped in more
-        places than one the first counts, and what another process has made counts nothing.
+        Pools, caches (with their pool), growable and striped buffers, address ranges, symmetric memory; or devices, for
+        all of these in the device's memory, also those made later. Default: everything of ``driver``. Allocations
+        without a pool (:func:`streamalloc.allocate`) are observed with their device. Memory that is mapped several
+        times counts once; memory of another process does not count.
     limit
-        The most bytes that may be allocated at once. Beyond that :class:`OutOfMemoryError` is raised, before the
-        driver is asked. Threads that allocate at the same moment may exceed it by what they ask for.
+        Bytes that may be allocated at once; 0: no limit. A larger allocation raises :class:`OutOfMemoryError` before
+        the driver is called. Threads that allocate at the same moment may together exceed the limit.
     depth
-        How many frames of the program are kept of each allocation; 1 is the line that called the library.
+        Stack frames to record of each allocation; 1: only the line that called the library.
     history
-        How much of what happened is kept, for what is exported: the last so many allocations and frees; None keeps all.
+        Number of allocations and frees to keep; None: all.
     on_allocate, on_free
-        Called with the :class:`Allocation`. What a hook raises goes to who allocates, and the memory is given back; or
-        to who frees, and the memory is freed. Memory that a finaliser has freed is told of at the next call.
+        Functions called with the :class:`Allocation`. If ``on_allocate`` raises, the memory is freed and the caller of
+        the allocation gets the error. If ``on_free`` raises, the memory is freed and the caller of the free gets it.
+        For memory that a finaliser has freed, ``on_free`` is called at the next allocation or free.
     nvtx
-        Whether phases are NVTX ranges, and what is allocated an NVTX counter, which profilers show (needs ``nvtx``).
+        True: phases are NVTX ranges, and the allocated bytes an NVTX counter (needs ``nvtx``).
     driver
-        The driver to observe where ``what`` names nothing.
+        The driver to observe if ``what`` is empty.
 
     Raises
     ------
     TypeError, ValueError
-        Something cannot be observed, or a number is out of range.
+        An object cannot be observed, or a number is out of range.
     ClosedError
-        Something was closed.
+        An object was closed.
+
+    Examples
+    --------
+    >>> with observe(pool, limit=1 << 30) as observer:
+    ...     run()
+    >>> observer.assert_nothing_left()
     """
     checked_size("limit", limit)
     for name, value in (("depth", depth), ("history", 0 if history is None else history)):

@@ -1,4 +1,4 @@
-"""NVTX, where it is installed: phases as ranges, and what is allocated as a counter."""
+"""NVTX output: phases as ranges, allocated bytes as a counter."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _DOMAIN = "streamalloc"
 
 
 class Profiler:
-    """What an observer tells NVTX.
+    """An observer's connection to NVTX.
 
     Raises
     ------
@@ -37,6 +37,6 @@ class Profiler:
         return found
 
     def sample(self, nbytes: int) -> None:
-        """Say how much is allocated now."""
+        """Record the bytes that are allocated now."""
         if self._sample is not None:
             self._sample(nbytes)

@@ -1,4 +1,4 @@
-"""What an observer notes: allocations, the lines that asked for them, and what happened to them."""
+"""Records of an observer: allocations, the lines that made them, and their history."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ Action = Literal["allocate", "free", "failure"]
 
 
 class Site(NamedTuple):
-    """A place in a program, as cheap as a frame gives it: the line is looked up when it is asked for."""
+    """A line of a program, stored as code object and instruction; the line number is computed on request."""
 
     code: CodeType
     at: int
-    """The instruction, as ``frame.f_lasti`` has it."""
+    """Index of the instruction (``frame.f_lasti``)."""
 
     @property
     def file(self) -> str:
-        """The name of the file."""
+        """Path of the source file."""
         return self.code.co_filename
 
     @property
     def function(self) -> str:
-        """The name of the function."""
+        """Qualified name of the function."""
         return str(getattr(self.code, "co_qualname", self.code.co_name))
 
     @property
     def line(self) -> int:
-        """The line in the file."""
+        """Line number in the file."""
         return line_of(self.code, self.at)
 
     def __str__(self) -> str:
@@ -47,38 +47,38 @@ class Site(NamedTuple):
 
 
 def sites(depth: int) -> tuple[Site, ...]:
-    """Where the caller of the library is, and up to ``depth`` frames in all, innermost first."""
+    """The frames that called the library, innermost first; at most ``depth``."""
     return tuple(map(Site._make, here(depth)))
 
 
 class Source(NamedTuple):
-    """What memory was allocated from."""
+    """The source of an allocation."""
 
     kind: Kind
-    """``"mapping"`` is physical memory that was mapped into an address range."""
+    """``"mapping"``: physical memory mapped into an address range."""
     location: MemLocation
     name: str
-    """In words."""
+    """Description for people."""
 
 
 class Allocation(NamedTuple):
-    """Memory that was allocated while somebody observed."""
+    """Memory that was allocated while an observer was recording."""
 
     address: int
     nbytes: int
-    """Size in bytes, as it was asked for."""
+    """Bytes, as requested."""
     stream: int
-    """The handle of the stream that ordered it; 0 for mappings, which are in no stream's order."""
+    """Handle of the stream of the allocation; 0 for mappings, which have none."""
     thread: int
-    """The thread that asked for it (``threading.get_ident``)."""
+    """Thread of the allocation (``threading.get_ident``)."""
     tag: str
-    """What :meth:`Observer.tag` said at that time."""
+    """Tag set by :meth:`Observer.tag`; ``""`` without one."""
     phase: str
-    """The phase of the program, with those around it: ``"epoch/forward"``."""
+    """Path of the phase: ``"epoch/forward"``; ``""`` without one."""
     time: int
-    """When, in nanoseconds (``time.time_ns``)."""
+    """Nanoseconds (``time.time_ns``)."""
     sites: tuple[Site, ...]
-    """The lines that asked for it, innermost first; empty where it was there before."""
+    """Lines that allocated it, innermost first; empty if it was allocated before."""
     source: Source
 
     def __str__(self) -> str:
@@ -92,39 +92,39 @@ class Happening(NamedTuple):
 
     action: Action
     allocation: Allocation
-    """What it is about. Where it failed, the address is 0."""
+    """The allocation; address 0 if it failed."""
     time: int
-    """When, in nanoseconds (``time.time_ns``)."""
+    """Nanoseconds (``time.time_ns``)."""
     stream: int
-    """The handle of the stream that orders it."""
+    """Handle of the stream of the allocation or free."""
     thread: int
 
 
 class Phase:
-    """A stretch of a program, and the most memory that was allocated during it."""
+    """A named block of a program, and its peak of allocated bytes."""
 
     def __init__(self, name: str, parent: Phase | None, nbytes: int, limit: int) -> None:
         self.name: str = name
         self.path: str = name if parent is None else f"{parent.path}/{name}"
-        """With the phases around it: ``"epoch/forward"``."""
+        """Names of the enclosing phases and its own: ``"epoch/forward"``."""
         self.limit: int = limit
-        """The most bytes that may be allocated during it; 0 for no limit."""
+        """Bytes that may be allocated at once; 0: no limit."""
         self.began: int = time.time_ns()
-        """When it began, in nanoseconds (``time.time_ns``)."""
+        """Nanoseconds (``time.time_ns``)."""
         self.ended: int | None = None
-        """When it ended; None while it goes on."""
+        """Nanoseconds (``time.time_ns``); None before the end."""
         self.thread: int = threading.get_ident()
-        """The thread that began it."""
+        """Thread that began it (``threading.get_ident``)."""
         self.before: int = nbytes
-        """Bytes that were allocated when it began."""
+        """Bytes allocated at the beginning."""
         self.after: int | None = None
-        """Bytes that were allocated when it ended."""
+        """Bytes allocated at the end; None before."""
         self.peak: int = nbytes
-        """The most bytes that were allocated at once during it, those from before included."""
+        """Most bytes allocated at once during it, including those from before."""
 
     @property
     def grown(self) -> int:
-        """How far the peak lies above what was allocated when it began, in bytes."""
+        """Bytes of the peak above those allocated at the beginning."""
         return self.peak - self.before
 
     def __repr__(self) -> str:

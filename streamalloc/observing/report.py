@@ -1,4 +1,4 @@
-"""Reports of memory that nobody has freed: how much, and from where."""
+"""Reports of memory that is still allocated, by the line that allocated it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["LeakError", "LeakReport", "Place", "places"]
 
 
 class LeakError(AssertionError):
-    """Memory is still allocated where none should be; ``report`` says how much and from where."""
+    """Memory is still allocated; :attr:`report` has the bytes and the lines."""
 
     def __init__(self, report: LeakReport) -> None:
         super().__init__(str(report))
@@ -21,17 +21,17 @@ class LeakError(AssertionError):
 
 
 class Place(NamedTuple):
-    """What one place in a program has allocated and not freed."""
+    """Live allocations of one line of a program."""
 
     site: Site | None
-    """None for memory that was there before."""
+    """The line; None for memory allocated before the observer started."""
     tag: str
     phase: str
     allocations: tuple[Allocation, ...]
 
     @property
     def nbytes(self) -> int:
-        """How much, in bytes."""
+        """Bytes still allocated."""
         return sum(one.nbytes for one in self.allocations)
 
     def __str__(self) -> str:
@@ -41,7 +41,7 @@ class Place(NamedTuple):
 
 
 def places(allocations: Iterable[Allocation]) -> list[Place]:
-    """Allocations by the place that asked for them, the one with the most bytes first."""
+    """Allocations grouped by line, tag and phase, most bytes first."""
     found: dict[tuple[object, ...], list[Allocation]] = {}
     for one in allocations:
         site = one.sites[0] if one.sites else None
@@ -55,20 +55,20 @@ def places(allocations: Iterable[Allocation]) -> list[Place]:
 
 
 class LeakReport:
-    """Memory that is still allocated, by the place that asked for it. It is true where there is some."""
+    """Memory that is still allocated, by line. True in a condition if there is any."""
 
     def __init__(self, allocations: Iterable[Allocation]) -> None:
         self.allocations: tuple[Allocation, ...] = tuple(allocations)
         self.places: list[Place] = places(self.allocations)
-        """The one with the most bytes first."""
+        """Groups by line, tag and phase, most bytes first."""
 
     @property
     def nbytes(self) -> int:
-        """How much, in bytes."""
+        """Bytes still allocated."""
         return sum(one.nbytes for one in self.allocations)
 
     def raise_if_any(self) -> None:
-        """Raise :class:`LeakError` where something is still allocated."""
+        """Raise :class:`LeakError` if memory is still allocated."""
         if self:
             raise LeakError(self)
 

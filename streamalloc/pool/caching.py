@@ -608,7 +608,7 @@ class CachingAllocator(CachedAllocator, Closes, Shown):
             if cache.closed:
                 self._check_open()
             # A driver that checks uses would not see which of them belong to which allocation.
-            if direct_handle(stream, cache.session) is None or cache.session.used is not None:
+            if direct_handle(stream, cache.session) is None or cache.session.listener is not None:
                 return self._go_past(nbytes, stream)
             nbytes = checked_size("nbytes", nbytes)
             if not 0 < nbytes <= self.largest:

@@ -1,7 +1,7 @@
 """Tools for tests and demonstrations of stream-ordered code.
 
-A gate that holds streams, :func:`settle` and :class:`Faults` work on either driver, the stand-ins for the multimem
-instructions of kernels on the simulated one. For pytest there is a plugin, :mod:`streamalloc.testing.plugin`.
+:class:`Gate`, :func:`settle` and :class:`Faults` work on every driver, the multimem functions on the simulated driver
+only. :mod:`streamalloc.testing.plugin` is a plugin for pytest.
 """
 
 import importlib
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Faults", "Gate", "multimem_ld_reduce", "multimem_red", "multimem_st", "settle"]
 
-# Imported when first used: every run of pytest imports the plugin, whatever it tests.
+# Imported at the first use: every run of pytest imports the plugin, and with it this module.
 _LATER = {
     "Faults": "faults",
     "Gate": "gate",

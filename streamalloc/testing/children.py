@@ -1,15 +1,16 @@
-"""Checks of the processes that a test starts."""
+"""Reports of the processes that a test starts."""
 
 from __future__ import annotations
 
 import contextlib
-import multiprocessing  # it has a configuration then
+import multiprocessing  # creates its configuration
 import os
 import tempfile
 from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
 
+from streamalloc.core.internal import Leaves
 from streamalloc.driver.internal import VARIABLE, ParentTest, configuration
 
 assert multiprocessing.process
@@ -17,13 +18,13 @@ assert multiprocessing.process
 __all__ = ["Reports"]
 
 
-class Reports(contextlib.AbstractContextManager["Reports"]):
-    """The reports of the processes that are started in a ``with`` block.
+class Reports(Leaves):
+    """Reports of the processes that are started in a ``with`` block.
 
     Parameters
     ----------
     checks
-        Some of ``"check"`` and ``"leaks"``.
+        Kinds of reports: ``"check"``, ``"leaks"``.
     """
 
     def __init__(self, *checks: str) -> None:
@@ -31,23 +32,22 @@ class Reports(contextlib.AbstractContextManager["Reports"]):
         self._ends = contextlib.ExitStack()
 
     def __enter__(self) -> Reports:
-        # The directory is private to this user.
         self._directory = self._ends.enter_context(
             tempfile.TemporaryDirectory(prefix="streamalloc-", ignore_cleanup_errors=True)
         )
         text = ParentTest(os.getpid(), self._checks, self._directory).to_text()
-        places: tuple[MutableMapping[str, Any], ...] = os.environ, configuration()
-        for variables in places:
+        settings: tuple[MutableMapping[str, Any], ...] = os.environ, configuration()
+        for variables in settings:
             before = variables.get(VARIABLE)
             variables[VARIABLE] = text
             self._ends.callback(_restore, variables, before)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def _leave(self, *, failed: bool) -> None:
         self._ends.close()
 
     def found(self, *checks: str) -> Iterator[str]:
-        """The reports of these kinds, each with its process."""
+        """The reports of these kinds; each begins with its process."""
         for path in sorted(Path(self._directory).iterdir()):
             process, _, kind = path.name.partition(".")
             if kind in checks:

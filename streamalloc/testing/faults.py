@@ -1,31 +1,44 @@
-"""A driver of which a test says, while it runs, which calls are refused."""
+"""A driver that refuses the calls that a test names while it runs."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from streamalloc.driver import Driver, Faulty
 
 __all__ = ["Faults"]
 
+if TYPE_CHECKING:
+    # A base of type Any has all functions of a driver: without it type checkers take the class for abstract.
+    _Functions: Any
+else:
+    _Functions = object
+
 _NEVER = 1 << 62
 
 
-class Faults(Faulty):
-    """A driver that refuses the calls that it was told to refuse, and passes all others on.
+class Faults(Faulty, _Functions):  # type: ignore[misc]
+    """A driver that refuses the calls named by :meth:`fail`, and passes all others on.
 
-    What was made before a fault was set is reached by it, too. ``seen`` and ``failed`` name the calls since then, and
-    those that were refused.
+    A fault also affects objects made before it was set. ``seen`` names the calls since then, and ``failed`` those that
+    were refused.
 
     Parameters
     ----------
     driver
         Any driver.
+
+    Examples
+    --------
+    >>> faults = Faults(streamalloc.driver.simulated())
+    >>> faults.fail("cuMemCreate")
     """
 
     def __init__(self, driver: Driver) -> None:
         super().__init__(driver, _NEVER, 1, 1, "CUDA_ERROR_OUT_OF_MEMORY")
 
     def fail(self, call: str | int, nth: int = 1, times: int = 1, result: str = "CUDA_ERROR_OUT_OF_MEMORY") -> None:
-        """Refuse some of the calls from here on, without passing them on. It takes the place of an earlier fault.
+        """Refuse some of the later calls, without passing them on. Replaces an earlier fault.
 
         Parameters
         ----------
@@ -34,9 +47,9 @@ class Faults(Faulty):
         nth
             For a name: the first of its calls that fails (1 is the next one).
         times
-            How many calls fail from there on.
+            Number of calls that fail from there on.
         result
-            The ``CUresult`` that they answer.
+            The ``CUresult`` that these calls return.
 
         Raises
         ------
@@ -49,6 +62,6 @@ class Faults(Faulty):
         self._refuse(call, nth, times, result)
 
     def stop(self) -> None:
-        """Refuse nothing any more."""
+        """Refuse no more calls."""
         self._target = _NEVER
         self._times = 1

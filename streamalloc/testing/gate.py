@@ -23,52 +23,59 @@ _SIZE = 64
 
 
 class Gate(Closes):
-    """Holds streams until the host opens it, so that "this work is still pending" is certain rather than likely.
+    """Holds streams until the host opens it, so that a test can rely on work that is still pending.
 
-    A held stream waits for a word of pinned host memory (``cuStreamWaitValue32``); no other stream is touched, and
-    the device is not kept busy. A gate can hold again after it was opened. Leaving its ``with`` block opens it,
-    synchronises the device, and frees the word.
+    A held stream waits for a flag in pinned host memory (``cuStreamWaitValue32``). Other streams go on, and the device
+    stays idle. A gate can hold again after it was opened. The end of its ``with`` block opens the gate, synchronises
+    the device, and frees the flag.
 
     Parameters
     ----------
     device
-        The device whose streams it holds.
+        The device of the streams.
+
+    Examples
+    --------
+    >>> with Gate(device) as gate:
+    ...     gate.hold(stream)
+    ...     buffer.fill(7, stream)
+    ...     assert not stream.query()
     """
 
     def __init__(self, device: Device) -> None:
         self._session = session_of(device)
         self.device = device
-        self._word: int | None = None
+        self._flag: int | None = None
         with undoing(self._free), device.current():
-            self._word = int(self._session.call("cuMemHostAlloc", _SIZE, 0))
-        self._value = ctypes.c_uint32.from_address(self._word)
+            self._flag = int(self._session.call("cuMemHostAlloc", _SIZE, 0))
+        self._value = ctypes.c_uint32.from_address(self._flag)
         self._value.value = 0
         self._holds = 0
 
     def hold(self, stream: StreamLike) -> None:
         """Make later work of ``stream`` wait until the gate is opened."""
-        if self._word is None:
+        if self._flag is None:
             raise ClosedError("the gate was closed")
         held = as_stream(stream, self._session)
         self._holds += 1
         at_least: Any = cuda.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
-        stream_call(held, "cuStreamWaitValue32", self._word, self._holds, int(at_least))
+        stream_call(held, "cuStreamWaitValue32", self._flag, self._holds, int(at_least))
 
     def open(self) -> None:
-        """Let every held stream go on. Returns at once; the streams notice on their own."""
-        if self._word is not None:
+        """Release all held streams; returns at once."""
+        if self._flag is not None:
             self._value.value = self._holds
 
     def close(self) -> None:
-        """Open the gate, wait for the device, and free the word. Idempotent."""
-        if self._word is None:
+        """Open the gate, synchronise the device, and free the flag; idempotent."""
+        if self._flag is None:
             return
         self.open()
         self.device.synchronize()
         self._free()
 
     def _free(self) -> None:
-        word, self._word = self._word, None
-        if word is not None:
+        flag, self._flag = self._flag, None
+        if flag is not None:
             with self.device.current():
-                self._session.call("cuMemFreeHost", word)
+                self._session.call("cuMemFreeHost", flag)

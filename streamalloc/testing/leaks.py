@@ -1,4 +1,4 @@
-"""Tests that fail where something was made and not released: what it is, and where it was made."""
+"""Driver resources that a test makes and does not release, with the lines that made them."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ __all__ = ["Accounts", "Leak", "descriptor_key", "leak_report"]
 
 
 class Leak(NamedTuple):
-    """Something that was made and not released."""
+    """A driver resource that was made and not released."""
 
     kind: str
-    """What it is, such as ``"stream"``."""
+    """Kind of resource, such as ``"stream"``."""
     handle: int
     """The driver's handle or address."""
     call: str
     """The driver function that made it."""
     place: Stack
-    """Where that was, without the calls of this package."""
+    """Stack of that call, without frames of this package."""
 
     def __str__(self) -> str:
         return "\n".join([f"{self.kind} {self.handle:#x} ({self.call})", *lines(self.place)])
 
 
 def leak_report(leaks: Sequence[object]) -> str:
-    """What was not released, in words."""
+    """The leaks as text."""
     things = "1 thing was" if len(leaks) == 1 else f"{len(leaks)} things were"
     return "\n".join([f"{things} made here and not released:", *map(str, leaks)])
 
@@ -41,18 +41,18 @@ _EXPORTS = frozenset(
 
 
 def descriptor_key(number: int) -> tuple[int, int, int]:
-    """A descriptor and its open file: the number, and the device and number of the inode.
+    """Identity of an open descriptor: its number, and device and number of the file's inode.
 
-    The number alone may be that of another file once it was closed.
+    After a close another file may get the same number.
     """
     status = os.fstat(number)
     return number, status.st_dev, status.st_ino
 
 
 class Accounts(Wrapper):
-    """A driver that keeps account of what is made and released, and where it was made.
+    """A driver that records each resource that is made, with the stack of the call, until it is released.
 
-    Memory that a capture makes belongs to its graph and is not counted.
+    Memory that is allocated in a capture belongs to its graph, and is not counted.
 
     Parameters
     ----------
@@ -62,15 +62,15 @@ class Accounts(Wrapper):
 
     def __init__(self, driver: Driver) -> None:
         super().__init__(driver)
-        # Taken again by the same thread where a finaliser runs in the middle of an observation.
+        # Reentrant: a finaliser may call the driver while its thread holds the lock.
         self._lock = threading.RLock()
         self._account = Account()
         self._made: dict[int, tuple[str, Stack]] = {}
         self.exported: dict[tuple[int, int, int], Stack] = {}
-        """The calls that returned a file descriptor, by :func:`descriptor_key`."""
+        """Stacks of calls that returned a file descriptor, by :func:`descriptor_key`."""
 
     def __getattr__(self, name: str) -> Any:
-        # All other functions are the driver's own.
+        # Functions that make and release nothing are called directly.
         return (
             super().__getattr__(name)
             if name in COUNTED | _EXPORTS or name.startswith("__")
@@ -88,7 +88,7 @@ class Accounts(Wrapper):
                 self._account.note(name, args, answer, captured)
                 if name == "cuMemMap" or len(answer) > 1:
                     handle = int(args[0] if name == "cuMemMap" else answer[1])
-                    self._made.pop(handle, None)  # what had this handle before; the order is that of the making
+                    self._made.pop(handle, None)  # a reused handle moves to the end
                     self._made[handle] = (name, here())
         return answer
 
@@ -97,7 +97,7 @@ class Accounts(Wrapper):
         return not answer[0] and int(answer[1]) != 0
 
     def leaks(self) -> list[Leak]:
-        """What was made through this driver and not released, in the order in which it was made."""
+        """Resources made through this driver and not released, oldest first."""
         with self._lock:
             order = {handle: number for number, handle in enumerate(self._made)}
             left = [Leak(kind, handle, *self._made.get(handle, ("", ())))

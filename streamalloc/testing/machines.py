@@ -1,4 +1,4 @@
-"""Machines for tests: a fresh simulated one, one that lasts, or the real one. What pytest's plugin is made of."""
+"""Drivers for tests: a new simulated machine, one for the whole process, or the real driver."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _lasting = functools.cache(simulated)
 
 
 def lasting(**settings: Any) -> Driver:
-    """The one simulated machine of this process with these settings."""
+    """The simulated machine of this process with these settings; made at the first call."""
     return _lasting(**settings)
 
 
 def as_text(settings: dict[str, Any]) -> str:
-    """What ``STREAMALLOC_DRIVER`` has to be, so that another process simulates the machine with these settings."""
+    """The value of ``STREAMALLOC_DRIVER`` for another process that simulates the machine with these settings."""
     pairs = (f"{name}={int(value) if isinstance(value, bool) else value}" for name, value in settings.items())
     return ":".join(filter(None, ["simulated", ",".join(pairs)]))
 
 
 @contextlib.contextmanager
 def by_default(driver: Driver) -> Iterator[None]:
-    """Make a driver the default in a block, also for threads that are started there."""
+    """Make a driver the default in a block, also for threads started in it."""
     before = default_of_threads()
     with use(driver):
         set_default(driver)
@@ -44,7 +44,7 @@ def by_default(driver: Driver) -> Iterator[None]:
 
 
 def rest(driver: Driver) -> None:
-    """Wait for a machine's devices, and end what was dropped: nothing of this test happens in the next one."""
+    """Synchronise all devices and do deferred work, so that nothing of this test happens in the next one."""
     gc.collect()
     for ordinal in range(Device.count(driver)):
         Device(ordinal, driver=driver).synchronize()
@@ -57,7 +57,7 @@ def real() -> Driver:
 
 
 def real_devices() -> int:
-    """How many GPUs there are.
+    """Number of GPUs.
 
     Raises
     ------
@@ -70,12 +70,12 @@ def real_devices() -> int:
 
 
 def describe_real() -> str:
-    """What the machine's own driver is, and which GPUs it has."""
+    """The real driver's version and the names of its GPUs, as text."""
     driver = real()
     if not real_devices():
         return "CUDA driver, no GPU"
     _, number = driver.cuDriverGetVersion()
-    # With plain calls: tests may read what a process shows in which nothing has happened yet.
+    # Raw calls: a Device would retain a context before the first test.
     found = [driver.cuDeviceGetName(256, ordinal)[1] for ordinal in range(real_devices())]
     names = [name.rstrip(b"\0").decode(errors="replace") for name in found]
     shown = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
@@ -83,7 +83,7 @@ def describe_real() -> str:
 
 
 def missing_for(devices: int, fabric: bool, managed: bool, multicast: bool) -> str | None:
-    """Why a test with these needs cannot run on the real driver, or None where it can."""
+    """The reason why a test with these needs cannot run on the real driver, as text; None if it can."""
     present = real_devices()
     if present < devices:
         return f"needs {devices} GPUs, found {present}"

@@ -1,4 +1,4 @@
-"""Stand-ins for the multimem instructions of PTX, on the simulated driver, which runs no kernels."""
+"""The multimem instructions of PTX as functions, for the simulated driver."""
 
 from __future__ import annotations
 
@@ -26,40 +26,40 @@ _OPERATIONS: dict[str, Callable[..., Values]] = {
     "xor": np.bitwise_xor,
 }
 _OF_INTEGERS = frozenset(_OPERATIONS)
-# The PTX manual's table; numpy has no bfloat16. Signed 64-bit integers are added as unsigned ones.
+# As in the PTX manual; numpy has no bfloat16. Signed 64-bit integers are added as unsigned ones.
 SUPPORTED: dict[str, frozenset[str]] = {
     **dict.fromkeys(("uint32", "int32", "uint64", "int64"), _OF_INTEGERS),
     "float16": frozenset(("add", "min", "max")),
     "float32": frozenset(("add",)),
     "float64": frozenset(("add",)),
 }
-"""By type, as numpy calls it: the operations that there is an instruction for."""
+"""Operations that have an instruction, by numpy's name of the type."""
 
 
 def multimem_st(stream: Stream, address: AddressLike, values: Values) -> None:
-    """Store values in every replica of multicast memory, as the threads of a kernel do with ``multimem.st``.
+    """Store values in every replica of multicast memory, as a kernel does with ``multimem.st``.
 
-    The simulated driver runs no kernels; this and the next two stand for some, in stream order. On hardware they are a
-    few lines of CUDA C++ with the PTX instructions of the same names.
+    The three functions here are queued in stream order, as a kernel would be. On hardware write a kernel with the PTX
+    instruction of the same name.
 
     Parameters
     ----------
     stream
         A stream of a simulated device that has access to ``address``.
     address
-        Where the first value goes: an address in a mapping of a multicast object, or an object that has it as
-        ``address``; a multiple of the values' size.
+        Address of the first value in a mapping of a multicast object, a multiple of the values' size; or an object with
+        an attribute ``address``.
     values
-        An array. What it holds now is stored, also where the stream comes to it later.
+        An array. Its values are copied by this call.
 
     Raises
     ------
     ValueError
-        It is no multicast memory, or not aligned.
+        The address is not in multicast memory, or not aligned.
     NotImplementedError
         The stream's driver is not a simulated one.
     CudaError
-        The device has no access there.
+        The device has no access to the address.
     """
     array, at = _operand(values, address)
     data = array.tobytes()
@@ -71,22 +71,21 @@ def multimem_st(stream: Stream, address: AddressLike, values: Values) -> None:
 
 
 def multimem_red(stream: Stream, address: AddressLike, values: Values, op: str = "add") -> None:
-    """Apply an operation to every replica of multicast memory, each by itself, as with ``multimem.red``.
+    """Apply an operation to each replica of multicast memory, as a kernel does with ``multimem.red``.
 
-    Parameters and errors are those of :func:`multimem_st`, and
+    Parameters and errors as for :func:`multimem_st`, and these:
 
     Parameters
     ----------
     values
-        An array of one of the types that there are instructions for: (u)int32 and (u)int64 for all operations, float16
-        for add, min and max, float32 and float64 for add.
+        An array: (u)int32 or (u)int64 for all operations, float16 for add, min and max, float32 or float64 for add.
     op
         ``add``, ``min``, ``max``, ``and``, ``or`` or ``xor``.
 
     Raises
     ------
     ValueError
-        There is no such instruction.
+        No instruction has this type and operation.
     """
     array, at = _operand(values, address)
     data, dtype = array.tobytes(), array.dtype.name
@@ -97,7 +96,7 @@ def multimem_red(stream: Stream, address: AddressLike, values: Values, op: str =
         given = np.frombuffer(data, array.dtype, size // array.itemsize, offset)
         replica[:] = _combine(op, replica, given)
 
-    # Says to a driver that checks that others of its kind may come before or after it.
+    # Tells a checker that atomic operations need no order among themselves.
     reduce.atomic = True  # type: ignore[attr-defined]
     _launch(stream, lambda launch: launch.update(at, len(data), reduce))
 
@@ -105,17 +104,17 @@ def multimem_red(stream: Stream, address: AddressLike, values: Values, op: str =
 def multimem_ld_reduce(
     stream: Stream, into: AddressLike, address: AddressLike, count: int, dtype: npt.DTypeLike, op: str = "add"
 ) -> None:
-    """Store at ``into`` what the replicas of multicast memory are together, as with ``multimem.ld_reduce``.
+    """Combine the replicas of multicast memory, as a kernel does with ``multimem.ld_reduce``, and store the result.
 
-    Sums of float16 are rounded once (``.acc::f32``). The replicas are taken in the order in which their devices were
-    added; hardware has no particular order. Otherwise as :func:`multimem_red`.
+    Sums of float16 are rounded once (``.acc::f32``). Replicas are combined in the order in which their devices were
+    added; hardware defines no order. Errors as for :func:`multimem_red`.
 
     Parameters
     ----------
     into
-        Where the first of ``count`` results goes: memory that the stream's device may write.
+        Address of the first of ``count`` results, in memory that the stream's device may write.
     address
-        Where the first values are in the multicast memory.
+        Address of the first values in the multicast memory.
     """
     kind = np.dtype(dtype)
     at = _aligned(address, kind)
@@ -144,7 +143,7 @@ def _combine(op: str, left: Values, right: Values) -> Values:
 
 
 def _check_supported(dtype: str, op: str) -> None:
-    """Raise ValueError unless hardware has such an instruction."""
+    """Raise ``ValueError`` if no instruction has this type and operation."""
     if dtype not in SUPPORTED:
         raise ValueError(f"dtype={dtype!r}: multimem instructions are for {', '.join(SUPPORTED)}")
     if op not in SUPPORTED[dtype]:

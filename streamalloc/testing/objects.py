@@ -1,4 +1,4 @@
-"""Objects of this package and file descriptors that a test opens and does not close, with the lines that made them."""
+"""Objects of streamalloc and file descriptors that a test opens and does not close, with the lines that made them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from streamalloc.core.internal import Closes, Event, Fd, Graph, Session, Stream
+from streamalloc.core.internal import Closes, Event, Fd, Graph, Leaves, Session, Stream, session_of, spare_events
 from streamalloc.driver import Driver
 from streamalloc.driver.internal import Stack, here, lines
 from streamalloc.ipc import RingConsumer, RingProducer, Shared
@@ -28,13 +28,13 @@ from streamalloc.testing.leaks import Leak, descriptor_key
 from streamalloc.vmm import GrowableBuffer, SleepGroup, SparseArray
 
 _LOADED = (RingConsumer, RingProducer, SymmetricMemory, GrowableBuffer, SleepGroup, SparseArray)
-"""Classes of modules that a test would import while its objects are watched."""
+"""Classes whose modules have to be imported before a watch begins."""
 
 __all__ = ["Kept", "Watch"]
 
 _DIRECT = (Stream, Event, Graph, MemoryPool, Fd)
-"""One driver handle or descriptor each, which is counted by itself."""
-_DEPTH = 6  # of an object's own attributes and containers
+"""Classes with one driver handle or descriptor, which is counted itself."""
+_DEPTH = 6  # levels of attributes and containers that are searched for an object's members
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _COUNTED = {"socket:": "socket", "pipe:": "pipe", "/memfd:": "memfd"}
 _MACHINE = "/memfd:streamalloc:"
@@ -43,12 +43,12 @@ _NOT_KEEPERS = ("streamalloc.driver.", "streamalloc.testing.")
 
 
 class Kept(NamedTuple):
-    """Something that is open at the end of a test."""
+    """An object or descriptor that is open at the end of a test."""
 
     what: str
-    """What it is, such as ``"Channel"``."""
+    """Description, such as ``"Channel"``."""
     place: Stack
-    """The calls that made it, without those of this package; empty where that was not seen."""
+    """Stack of the call that made it, without frames of this package; empty if unknown."""
 
     def __str__(self) -> str:
         return "\n".join([self.what, *lines(self.place)])
@@ -61,7 +61,7 @@ class _Made(NamedTuple):
 
 
 class _Places:
-    """The places where objects are made, recorded while a watch lasts."""
+    """Stacks of the calls that make objects, recorded during a watch."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -71,16 +71,16 @@ class _Places:
         self._numbers = itertools.count(1)
 
     def of(self, thing: object) -> Stack:
-        """The place of an object; empty where its making was not seen."""
+        """The stack of the call that made an object; empty if it was not recorded."""
         found = self._found.get(id(thing))
         return found.place if found is not None and found.reference() is thing else ()
 
     def order(self, thing: object) -> int:
-        """The number of an object in the order of their making; 0 where that was not seen."""
+        """The number of an object in the order of their creation; 0 if it was not recorded."""
         return self._found[id(thing)].number if self.of(thing) else 0
 
     def begin(self) -> None:
-        """Record from here on. Each call needs an :meth:`end`."""
+        """Begin to record. Each call needs an :meth:`end`."""
         with self._lock:
             self._watches += 1
             if self._watches == 1:
@@ -104,7 +104,7 @@ class _Places:
             function(thing, *args, **options)
             reference: Callable[[], Any] = weakref.ref(thing) if kind.__weakrefoffset__ else lambda: thing
             found = self._found.get(id(thing))
-            if found is None or found.reference() is not thing:  # not by the __init__ of a base class
+            if found is None or found.reference() is not thing:  # else __init__ of a base class has recorded it
                 self._found[id(thing)] = _Made(reference, here(), next(self._numbers))
 
         self._functions.append((kind, "__init__", function))
@@ -121,7 +121,7 @@ def _classes(kind: Any) -> Iterator[type]:
         yield from _classes(one)
 
 
-class Watch:
+class Watch(Leaves):
     """The objects and descriptors that are opened in a ``with`` block."""
 
     def __enter__(self) -> Watch:
@@ -130,12 +130,12 @@ class Watch:
         self._descriptors = _descriptors()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def _leave(self, *, failed: bool) -> None:
         _places.end()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Count nothing that is opened in a block: it outlives the test."""
+        """A block whose objects outlive the test, and are not counted."""
         with Watch() as block:
             yield
             self._objects |= {id(one): _reference(one) for one in _live() if not block._was_there(one)}
@@ -144,18 +144,23 @@ class Watch:
     def found(
         self, driver: Driver, leaks: Sequence[Leak], exported: dict[tuple[int, int, int], Stack]
     ) -> list[Leak | Kept]:
-        """All that is open now and was not before.
+        """Objects and descriptors that are open now and were not before.
 
         Parameters
         ----------
         driver
-            The driver under test, whose own state may hold descriptors until it ends.
+            The driver under test, which may hold descriptors of its own.
         leaks
-            Driver resources that were not released. Those that an open object has are counted as this object.
+            Driver resources that were not released. Resources of an open object are counted as this object, and events
+            that a stream keeps to record again as the stream.
         exported
-            The places where the driver returned a descriptor.
+            Stacks of the calls in which the driver returned a descriptor.
         """
         live = sorted(_live(), key=_places.order)
+        session = Session.of(driver)
+        streams = [one for one in live if isinstance(one, Stream) and spare_events(one) and session_of(one) is session]
+        spare = set[int]().union(*map(spare_events, streams))
+        leaks = [leak for leak in leaks if leak.kind != "event" or leak.handle not in spare]
         inside = _inside(driver)
         objects = [one for one in live if not isinstance(one, _DIRECT) and id(one) not in inside
                    and not self._was_there(one) and _is_open(one)]  # fmt: skip
@@ -163,7 +168,7 @@ class Watch:
         parts = [_reachable([one], _DEPTH) for one in objects]
 
         def is_part(at: int) -> bool:
-            """Whether another object of the same place has it."""
+            """Whether another object made by the same call contains it."""
             return any(
                 id(objects[at]) in parts[other] and (id(objects[other]) not in parts[at] or other < at)
                 for other in range(len(objects))
@@ -197,7 +202,7 @@ class Watch:
             if key in self._descriptors or number in _interpreters():
                 continue
             if owner is None and (number in sockets or (name.startswith(_MACHINE) and key not in exported)):
-                continue  # part of an object, or of the simulated machine
+                continue  # it belongs to an object, or to the simulated machine
             if owner is not None:
                 if not isinstance(owner, Fd):
                     continue  # counted as the object
@@ -222,23 +227,23 @@ def _reference(thing: object) -> weakref.ref[object] | None:
 
 
 def _place_of_handle(thing: Any, leaks: Sequence[Leak]) -> Stack:
-    """The place where the handle of an object was made, for one that was made without ``__init__``."""
+    """The stack of the call that made an object's handle, for an object made without ``__init__``."""
     handles = {value for name in ("handle", "address") if isinstance(value := getattr(thing, name, None), int)}
     return next((leak.place for leak in leaks if leak.handle in handles), ())
 
 
 def _is_open(thing: Any) -> bool:
-    """Whether an object has to be closed; one without ``closed`` is counted by what it has of the driver."""
+    """Whether an object is open. An object without ``closed`` is counted by its driver resources."""
     if isinstance(thing, Shared):
         return True
     try:
         return thing.closed is False
-    except AttributeError:  # it could not be made
+    except AttributeError:  # its constructor has raised
         return False
 
 
 def _inside(driver: Driver) -> set[int]:
-    """The identities of what the package itself keeps for a driver or for the process."""
+    """``id`` of each object that the package itself keeps for a driver or for the process."""
     modules = (module for name, module in tuple(sys.modules.items())
                if name.startswith("streamalloc.") and not name.startswith(_NOT_KEEPERS))  # fmt: skip
     threads = (one for frame in sys._current_frames().values() for one in _locals_of_ours(frame))
@@ -246,7 +251,7 @@ def _inside(driver: Driver) -> set[int]:
 
 
 def _locals_of_ours(frame: types.FrameType | None) -> list[object]:
-    """The variables of a thread that runs no function but those of this package and of :mod:`threading`."""
+    """The variables of a thread that runs only functions of this package and of :mod:`threading`."""
     found: list[object] = []
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
@@ -258,7 +263,7 @@ def _locals_of_ours(frame: types.FrameType | None) -> list[object]:
 
 
 def _is_ours(thing: object) -> bool:
-    """Whether the class is one of this package's, but for drivers."""
+    """Whether an object's class belongs to this package, drivers excepted."""
     module = type(thing).__module__
     return module.startswith("streamalloc.") and not module.startswith("streamalloc.driver.")
 
@@ -271,7 +276,7 @@ def _name(thing: object) -> str:
 
 
 def _reachable(roots: list[object], depth: int | None) -> set[int]:
-    """The identities of what objects of this package hold, through containers and one another."""
+    """``id`` of each object of this package that is reachable through its objects and containers."""
     seen: set[int] = set()
     layer = roots
     while layer and depth != 0:
@@ -287,10 +292,10 @@ def _reachable(roots: list[object], depth: int | None) -> set[int]:
 
 
 def _descriptors() -> dict[tuple[int, int, int], str]:
-    """The open descriptors of this process by their keys, with the names of the files."""
+    """The file names of this process's open descriptors, by :func:`descriptor_key`."""
     found = {}
     for text in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # that of the listing itself
+        with contextlib.suppress(OSError):  # listdir() has closed its own
             if int(text) >= _STANDARD:
                 found[descriptor_key(int(text))] = os.readlink(f"/proc/self/fd/{text}")
     return found

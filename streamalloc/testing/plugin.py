@@ -1,8 +1,8 @@
-"""A pytest plugin: tests of GPU memory that run on a simulated machine, or on the real one by an option.
+"""A pytest plugin: tests of GPU memory run on a simulated machine, or with an option on real GPUs.
 
-It comes with the package and is there in every run of pytest; it imports nothing of streamalloc before a test asks for
-a machine, and patches nothing of others. A test that takes ``streamalloc_machine`` has a machine of its own, which is
-the default driver while it runs, also in threads::
+pytest loads the plugin in every run when streamalloc is installed. The plugin imports the rest of streamalloc only when
+a test uses a machine, and patches no other code. A test that takes the fixture ``streamalloc_machine`` gets a simulated
+machine of its own, which is the default driver during the test, also in threads::
 
     import streamalloc as sa
 
@@ -11,50 +11,50 @@ the default driver while it runs, also in threads::
         with sa.MemoryPool(device) as pool, pool.allocate(1 << 20, device.create_stream()) as buffer:
             buffer.fill(7)
 
-A mark says what a test needs: ``@pytest.mark.streamalloc(devices=2)``. The simulated machine has it; on a real one
-without it the test is skipped. The arguments are
+A mark names the needs of a test: ``@pytest.mark.streamalloc(devices=2)``. The simulated machine is made to fulfil
+them; on real hardware that does not, the test is skipped. The arguments:
 
 ``devices=n``
-    how many devices (1).
+    number of devices (1).
 ``fabric=True``
-    fabric handles: an IMEX channel on real hardware.
+    fabric handles; on real hardware an IMEX channel.
 ``managed=True``, ``multicast=True``
-    managed memory, multicast objects. As others may share what these use, they run on real hardware only with
-    ``STREAMALLOC_TEST_MANAGED=1`` and ``STREAMALLOC_TEST_MULTICAST=1``.
-``simulated_only="why"``
-    skips the test on the real driver, for this reason.
+    managed memory, multicast objects. Other processes may be affected by these, so that they run on real hardware only
+    with ``STREAMALLOC_TEST_MANAGED=1`` and ``STREAMALLOC_TEST_MULTICAST=1``.
+``simulated_only="reason"``
+    skip the test on the real driver.
 ``machine=dict(memory=1 << 30)``
-    further arguments of :func:`streamalloc.driver.simulated`, for the simulated machine.
+    more arguments for :func:`streamalloc.driver.simulated`.
 ``leaks=True``
-    fails the test where it has made something that is not released when it ends, and says where that was made: driver
-    resources, objects of this package that are open, and descriptors of sockets, pipes and memfds.
+    fail the test if it does not release everything that it has made: driver resources, objects of streamalloc, and
+    descriptors of sockets, pipes and memfds. The report has the lines that made them.
 ``check=True``
-    fails the test where it does what stream order does not allow (:func:`streamalloc.driver.checked`).
+    fail the test if it breaks stream order (:func:`streamalloc.driver.checked`).
 
-The mark of a test goes before that of its class, and that before its module's (``pytestmark``). A marked test uses a
-machine also where it takes none, but for ``simulated_only``, which needs none.
+The mark of a test overrides the mark of its class, and that overrides the mark of the module (``pytestmark``). A marked
+test uses a machine even without the fixture; a mark with only ``simulated_only`` needs no machine.
 
-Options, each also an ini option without the dashes in front and with underscores:
+Options of the command line; each is also an ini option, with underscores and without the leading dashes:
 
 ``--streamalloc-driver=simulated``
     or ``cuda``, or with settings as ``STREAMALLOC_DRIVER`` has them: ``simulated:devices=2,seed=7``.
 ``--streamalloc-leaks``, ``--streamalloc-check``
-    as if all tests were marked ``leaks=True``, ``check=True``.
+    mark all tests with ``leaks=True``, ``check=True``.
 ``--streamalloc-one-machine``
-    all tests use one simulated machine, which keeps what they leave, as GPUs do.
+    run all tests on one simulated machine, which keeps what they do not release, as a GPU does.
 
-``leaks`` and ``check`` follow the processes that a test starts, by :mod:`multiprocessing` or with its environment:
-their hazards, and the memory that they have when they end, fail the test.
+``leaks`` and ``check`` include the processes that a test starts, by :mod:`multiprocessing` or with its environment: the
+test fails if such a process breaks stream order, or ends with memory that it has not freed.
 
-A test that takes ``streamalloc_faults`` can have driver calls refused::
+A test that takes the fixture ``streamalloc_faults`` can make driver calls fail::
 
     def test_all_or_nothing(streamalloc_faults):
         streamalloc_faults.fail("cuMemMap", nth=2)
         with pytest.raises(sa.OutOfMemoryError):
             ...
 
-In CI without a GPU nothing has to be set up; on a runner with GPUs: ``pytest --streamalloc-driver=cuda``. Without
-entry points (``PYTEST_DISABLE_PLUGIN_AUTOLOAD=1``, a package that is not installed): ``-p streamalloc.testing.plugin``.
+CI without a GPU needs no setup. On a runner with GPUs use ``pytest --streamalloc-driver=cuda``. If pytest does not load
+plugins by itself (``PYTEST_DISABLE_PLUGIN_AUTOLOAD=1``), use ``-p streamalloc.testing.plugin``.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ _failed = pytest.StashKey[bool]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    # Named explicitly, so that a suite can have a shorter option for the same.
+    # dest is named: a test suite may add a shorter option with the same dest.
     group = parser.getgroup("streamalloc", "GPU memory on simulated or real devices")
     group.addoption(
         "--streamalloc-driver",
@@ -121,7 +121,7 @@ def _option(config: pytest.Config, name: str) -> Any:
 
 
 def driver_under_test(config: pytest.Config) -> str:
-    """Which driver the tests run on: ``"cuda"`` or ``"simulated"``."""
+    """Name of the driver that tests run on: ``"cuda"`` or ``"simulated"``."""
     return _choice(config)[0]
 
 
@@ -197,7 +197,7 @@ _TYPES: dict[str, type] = {
 
 
 def _needs(node: pytest.Item | pytest.Collector) -> Needs:
-    """What the marks of a test, a class or a module say together; the closest goes first."""
+    """The marks of a test, a class or a module as one; the closest mark overrides the others."""
     found: dict[str, Any] = {}
     for mark in node.iter_markers(_MARK):
         for name, value in mark.kwargs.items():
@@ -229,20 +229,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _give_machine(item: pytest.Item) -> None:
-    """Have a marked test use a machine where it takes none: what the mark says is about that."""
+    """Add the machine's fixture to a marked test that does not take it."""
     names = getattr(item, "fixturenames", None)
     if names is None:
         raise pytest.UsageError(f"{item.nodeid}: {_MARK}(...) needs a test that takes fixtures, for its machine")
     if any(name.startswith(_FIXTURE) for name in names):
         return
     fixtures = item._fixtureinfo.name2fixturedefs  # type: ignore[attr-defined]
-    # After those that last longer than the test, which would else be made with its machine.
+    # After fixtures with a wider scope, which must not be made with the test's machine.
     lasting = [at for at, name in enumerate(names) if name in fixtures and fixtures[name][-1].scope != "function"]
     names.insert(max(lasting, default=-1) + 1, _FIXTURE)
 
 
 def _look_for_gpus() -> None:
-    """Tell once that there is none where they were asked for, not in every test."""
+    """Raise one error for the whole run if there is no GPU."""
     from streamalloc.driver import DriverNotFoundError
     from streamalloc.testing import machines
 
@@ -267,7 +267,7 @@ def _why_skipped(needs: Needs) -> str | None:
 
 
 def _needs_of_all(request: pytest.FixtureRequest) -> Needs:
-    """What a machine has to have for all tests that use it: with a scope, those of the whole class, module or run."""
+    """The needs of all tests that use a machine: with a wider scope, of the whole class, module or run."""
     own = _needs(request.node)
     if isinstance(request.node, pytest.Item):
         return own
@@ -286,7 +286,7 @@ def _needs_of_all(request: pytest.FixtureRequest) -> Needs:
 
 
 def _settings(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """The arguments of the simulated machine that a test gets."""
+    """The arguments for the simulated machine of a test."""
     needs = _needs_of_all(request)
     settings = {**_choice(request.config)[1], **needs.machine}
     if needs.devices is not None:
@@ -310,7 +310,7 @@ def _watched_machine(request: pytest.FixtureRequest, stack: contextlib.ExitStack
     on_cuda = driver_under_test(request.config) == "cuda"
     lasting = on_cuda or _option(request.config, "streamalloc_one_machine")
     driver = machines.real() if on_cuda else (machines.lasting if lasting else sd.simulated)(**_settings(request))
-    driver = as_asked(driver)  # checked where STREAMALLOC_CHECK says so
+    driver = as_asked(driver)  # with a checker if STREAMALLOC_CHECK asks for one
     needs = _needs(request.node)
     children = None
     checks = [name for name in ("check", "leaks") if _wanted(request.config, needs, name)]
@@ -325,19 +325,19 @@ def _watched_machine(request: pytest.FixtureRequest, stack: contextlib.ExitStack
         from streamalloc.testing.leaks import Accounts
         from streamalloc.testing.objects import Watch
 
-        driver = accounts = Accounts(driver)  # type: ignore[abstract]  # it looks functions up
+        driver = accounts = Accounts(driver)  # type: ignore[abstract]
         watch = stack.enter_context(Watch())
         _watches.append(watch)
         stack.callback(_watches.remove, watch)
     if request.scope == "function" and "streamalloc_faults" in request.fixturenames:
         from streamalloc.testing import Faults
 
-        driver = faults = Faults(driver)  # type: ignore[abstract]
+        driver = faults = Faults(driver)
     with machines.by_default(driver):
         yield driver
     if faults is not None:
         faults.stop()
-    # The traceback of a failed test keeps alive what it has made.
+    # The traceback of a failed test keeps its objects alive.
     failed = request.node.stash.get(_failed, False)
     if accounts is not None and not failed:
         _forget_values(request.node)
@@ -345,7 +345,7 @@ def _watched_machine(request: pytest.FixtureRequest, stack: contextlib.ExitStack
         machines.rest(driver)
     reports = []
     if checker is not None:
-        # Memory that is still there is a leak to it, too: whether that counts is the other mark's to say.
+        # The checker reports leaks too; these count with the mark "leaks" only.
         found = checker.hazards if failed else checker.finish()
         reports += [str(hazard) for hazard in found if hazard.kind != "leak"]
     if accounts is not None and watch is not None and not failed:
@@ -360,12 +360,12 @@ def _watched_machine(request: pytest.FixtureRequest, stack: contextlib.ExitStack
 
 
 _watches: list[Watch] = []
-"""Those of the machines that there are now, the innermost last."""
+"""Watches of the current machines, innermost last."""
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> Generator[None, Any, Any]:
-    """What a fixture opens that a test asks for while it runs, and that outlives it, is no leak of the test."""
+    """Exclude objects that a fixture of a wider scope opens during a test: they are no leak of the test."""
     with contextlib.ExitStack() as stack:
         if _watches and fixturedef.scope != "function":
             stack.enter_context(_watches[-1].paused())
@@ -378,7 +378,7 @@ def _wanted(config: pytest.Config, needs: Needs, name: str) -> bool:
 
 
 def _forget_values(node: Any) -> None:
-    """Let go of what fixtures of a test gave that have ended: pytest does so after all of them."""
+    """Drop the values of fixtures that have ended, which pytest keeps until all have ended."""
     values = getattr(node, "funcargs", {})
     fixtures = getattr(getattr(node, "_fixtureinfo", None), "name2fixturedefs", {})
     for name in [name for name in values if name in fixtures and fixtures[name][-1].cached_result is None]:
@@ -396,31 +396,31 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 @pytest.fixture
 def streamalloc_machine(request: pytest.FixtureRequest, streamalloc_primary_contexts: None) -> Iterator[Driver]:
-    """The driver that tests run on, which is the default in the test: a machine of its own where it is simulated."""
+    """The driver that the test runs on, and its default driver; a simulated one is new for each test."""
     yield from _machine(request)
 
 
 @pytest.fixture(scope="class")
 def streamalloc_machine_class(request: pytest.FixtureRequest, streamalloc_primary_contexts: None) -> Iterator[Driver]:
-    """As streamalloc_machine, one for all tests of a class."""
+    """Like streamalloc_machine; one for all tests of a class."""
     yield from _machine(request)
 
 
 @pytest.fixture(scope="module")
 def streamalloc_machine_module(request: pytest.FixtureRequest, streamalloc_primary_contexts: None) -> Iterator[Driver]:
-    """As streamalloc_machine, one for all tests of a module."""
+    """Like streamalloc_machine; one for all tests of a module."""
     yield from _machine(request)
 
 
 @pytest.fixture(scope="session")
 def streamalloc_machine_session(request: pytest.FixtureRequest, streamalloc_primary_contexts: None) -> Iterator[Driver]:
-    """As streamalloc_machine, one for the whole run."""
+    """Like streamalloc_machine; one for the whole run."""
     yield from _machine(request)
 
 
 @pytest.fixture(scope="session")
 def streamalloc_primary_contexts(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Keeps the primary contexts of real devices from test to test: making one takes longer than most tests."""
+    """Keeps the primary contexts of real devices between tests: making one takes longer than most tests."""
     if driver_under_test(request.config) != "cuda":
         yield
         return
@@ -437,7 +437,7 @@ def streamalloc_primary_contexts(request: pytest.FixtureRequest) -> Iterator[Non
 
 @pytest.fixture
 def streamalloc_faults(request: pytest.FixtureRequest) -> Faults:
-    """Has calls of the test's machine refused: ``streamalloc_faults.fail("cuMemCreate", nth=2)``, ``.stop()``."""
+    """Makes driver calls of the test's machine fail: ``streamalloc_faults.fail("cuMemCreate", nth=2)``, ``.stop()``."""
     if "streamalloc_faults" not in request.node.fixturenames:
         raise pytest.UsageError("streamalloc_faults: the test has to name it, so that its machine is made with it")
     machine: Faults = request.getfixturevalue("streamalloc_machine")
@@ -446,7 +446,7 @@ def streamalloc_faults(request: pytest.FixtureRequest) -> Faults:
 
 @pytest.fixture
 def streamalloc_environment(request: pytest.FixtureRequest, streamalloc_machine: Driver) -> dict[str, str]:
-    """The variables of another process that is to use the test's machine: ``env={**os.environ, **these}``."""
+    """Environment variables for another process on the test's machine: ``env={**os.environ, **these}``."""
     from streamalloc.testing import machines
 
     on_cuda = driver_under_test(request.config) == "cuda"

@@ -1,4 +1,4 @@
-"""Tests that look whether anything was left behind."""
+"""Ends deferred work, for tests that check that nothing is left."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ __all__ = ["settle"]
 
 
 def settle() -> int:
-    """Collect garbage and end what was dropped and can end now, of all drivers; how much has not ended.
+    """Collect garbage and do the deferred work of all drivers that can be done now; the number of items left.
 
-    What is left waits: for importers, for a capture, or for queued work. Synchronise the device first where that is not
-    meant to count.
+    An item that is left waits for an importer, for a capture, or for queued work. Synchronise the device first, so that
+    no item waits for queued work.
     """
     gc.collect()
     for queue in queues():

@@ -1,8 +1,8 @@
-"""Record which memory a run allocates and frees, and replay that on an allocator.
+"""Traces of allocations and frees, which can be replayed on an allocator.
 
 A :class:`Trace` comes from a file (:func:`load`), from the calls of :func:`streamalloc.driver.traced`
-(:func:`from_calls`), from RMM's log (:func:`from_rmm`), from PyTorch's memory snapshot (:func:`from_pytorch`), or is
-made up (:func:`training`, :func:`serving`, :func:`loading`, :func:`mixed`). :func:`replay` runs it on a pool or on
+(:func:`from_calls`), from RMM's log (:func:`from_rmm`), from PyTorch's memory snapshot (:func:`from_pytorch`), or from
+a generator (:func:`training`, :func:`serving`, :func:`loading`, :func:`mixed`). :func:`replay` runs it on a pool or on
 another library's allocator.
 """
 

@@ -1,8 +1,8 @@
-"""Pickles of plain data: dictionaries with plain keys, lists, tuples, text and numbers, whoever wrote them.
+"""A reader for untrusted pickles of plain data: dictionaries with plain keys, lists, tuples, text and numbers.
 
-The standard library's reader runs what a pickle names, and sets aside as much memory as a pickle says that it will
-need. This one knows neither classes nor functions, and needs memory in proportion to the length of the data: what is
-said to be longer than the rest is refused, and numbers of memorised values only name them.
+The standard library's reader calls the functions that a pickle names, and allocates as much memory as a pickle
+requests. This reader supports neither classes nor functions. Its memory is proportional to the length of the data: it
+refuses a value with a length beyond the end of the data, and stores memorised values in a dictionary.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 __all__ = ["load"]
 
 _KEYS = (str, bytes, int, float, bool, type(None))
-# The opcodes whose argument is the value.
+# Opcodes that push their argument.
 _ATOMS = frozenset(
     "INT BININT BININT1 BININT2 LONG LONG1 LONG4 FLOAT BINFLOAT "  # noqa: SIM905
     "UNICODE SHORT_BINUNICODE BINUNICODE BINUNICODE8 SHORT_BINBYTES BINBYTES BINBYTES8".split()
@@ -31,7 +31,7 @@ _NEW: dict[str, Callable[[], Any]] = {
 
 
 class _Reader:
-    """The stack of values, the marks in it, and what was memorised."""
+    """The stack of values, its marks, and the memorised values."""
 
     def __init__(self) -> None:
         self.stack: list[Any] = []
@@ -46,7 +46,7 @@ class _Reader:
         self._marks.append(len(self.stack))
 
     def since_mark(self) -> list[Any]:
-        """Take what came since the last mark off the stack."""
+        """Pop the values since the last mark, and the mark."""
         return self._last(len(self.stack) - self._marks.pop())
 
     def _last(self, count: int) -> list[Any]:
@@ -69,7 +69,7 @@ class _Reader:
         if type(self.stack[-1]) is not dict:
             raise pickle.UnpicklingError("only a dictionary has items set")
         for key, value in zip(values[::2], values[1::2], strict=True):
-            # The hash of a tuple of tuples can take for ever.
+            # The hash of nested tuples can take exponential time.
             if type(key) not in _KEYS:
                 raise pickle.UnpicklingError(f"a key is of type {type(key).__name__}")
             self.stack[-1][key] = value
@@ -86,7 +86,7 @@ class _Reader:
         self.stack.append(self._memo[number])
 
     def table(self) -> dict[str, Callable[[Any], object]]:
-        """What each opcode does with its argument."""
+        """The function of each opcode, which takes the opcode's argument."""
         stack = self.stack
         return {
             **dict.fromkeys(_ATOMS, stack.append),
@@ -119,7 +119,7 @@ def load(data: bytes) -> Any:
     Raises
     ------
     UnpicklingError, ValueError, LookupError, UnicodeError
-        It is damaged, or more than plain data.
+        The pickle is damaged, or has more than plain data.
     """
     reader = _Reader()
     table = reader.table()

@@ -1,8 +1,8 @@
-"""Replay a trace on an allocator, as fast as that goes, and say what it took.
+"""Replay of a trace on an allocator, as fast as possible, with measurements.
 
-Calls are made in recorded order by one thread, whatever threads made them, and nothing else is queued: the time is the
-allocator's. Frees on other streams than the allocation's are made there where the allocator can, and the other stream
-waits for the allocation's first; for one that cannot, its stream waits for the other, as a program has to do.
+One thread makes all calls in recorded order, and queues no other work: the time is the allocator's alone. For a free on
+another stream than its allocation's, the other stream waits for the allocation's stream, and the memory is freed on the
+other stream. If the allocator cannot do that, the allocation's stream waits for the other stream instead.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from streamalloc.traces.trace import Trace
 
 __all__ = ["Figures", "Replay", "Replayed", "figures", "prepare", "replay"]
 
-# How many events are replayed between two looks at the clock: progress is shown there, outside of the time.
+# Events between two readings of the clock. Progress is reported there, outside of the measured time.
 _CHUNK = 8192
 
 Progress = Callable[[int], object]
 
 
 class Figures(NamedTuple):
-    """What a replay shows that is not timed; see :class:`Replayed`."""
+    """Measurements of a replay without times; :class:`Replayed` describes the fields."""
 
     failures: int
     peak_used: int
@@ -45,28 +45,28 @@ class Figures(NamedTuple):
 
 @dataclass(frozen=True)
 class Replayed:
-    """What replaying a trace took."""
+    """Measurements of a replay."""
 
     allocator: str
-    """What it was replayed on."""
+    """Title of the allocator."""
     events: int
-    """How many allocations and frees the trace has."""
+    """Number of allocations and frees in the trace."""
     seconds: float
-    """The time of one replay, where the allocator has its memory: the median of the rounds after the first."""
+    """Seconds of one replay: median of the rounds after the first."""
     first_seconds: float
-    """The time of the first, in which the allocator gets its memory from the driver."""
+    """Seconds of the first replay, in which the allocator reserves its memory."""
     failures: int
-    """Allocations of the first replay for which there was no memory. Their frees are left out."""
+    """Failed allocations of the first replay; their frees are skipped."""
     peak_used: int
-    """The most bytes allocated at once, in requested sizes."""
+    """Most bytes allocated at once, in requested sizes."""
     peak_reserved: int | None
-    """The most bytes that the allocator had of the driver after an allocation; None where it cannot tell."""
+    """Most bytes reserved from the driver; None if unknown."""
     driver_calls: int | None
-    """Driver calls of the first replay; None where they cannot be counted."""
+    """Driver calls of the first replay; None if not counted."""
 
     @property
     def microseconds_per_event(self) -> float:
-        """The mean time of an allocation or free."""
+        """Mean microseconds of an allocation or free."""
         return self.seconds * 1e6 / max(self.events, 1)
 
     @property
@@ -76,7 +76,7 @@ class Replayed:
 
 
 class Replay:
-    """A trace prepared for an allocator, so that the loop does little but the allocator's calls."""
+    """A trace prepared for an allocator, so that the timed loop does little besides its calls."""
 
     def __init__(self, trace: Trace, subject: Subject) -> None:
         self._subject = subject
@@ -88,10 +88,10 @@ class Replay:
                 own[event.id] = event.stream
                 steps.append((event.nbytes, event.id, subject.streams[event.stream]))
             else:
-                # No size: a free. No streams: on the allocation's own.
+                # Bytes -1: a free. Streams None: on the allocation's stream.
                 streams = subject.streams[own[event.id]], subject.streams[event.stream]
                 steps.append((-1, event.id, None if own[event.id] == event.stream else streams))
-        # Numbers are no indices: a part of a recording begins anywhere.
+        # Allocation numbers need not be consecutive.
         slots = {number: slot for slot, number in enumerate(own)}
         self._live: list[Any] = [None] * len(slots)
         self._chunks = [
@@ -99,10 +99,10 @@ class Replay:
             for start in range(0, len(steps), _CHUNK)
         ]
         self.failures: int = 0
-        """Allocations of the last run that failed."""
+        """Failed allocations of the last run."""
 
     def run(self, progress: Progress | None = None) -> float:
-        """Replay it once, and free what is left; the seconds of the replay without that."""
+        """Replay the trace once, then free all that is left; seconds of the replay alone."""
         self.failures = 0
         self._subject.begin()
         total = 0
@@ -150,7 +150,7 @@ class Replay:
                 free(thing)
 
     def figures(self) -> Figures:
-        """Replay it once and look at the allocator after each allocation."""
+        """Replay the trace once, and measure the allocator after each allocation."""
         subject, live = self._subject, self._live
         self.failures = 0
         subject.begin()
@@ -180,7 +180,7 @@ class Replay:
 
 @contextlib.contextmanager
 def prepare(trace: Trace, on: str | Allocator, device: Device) -> Iterator[Replay]:
-    """A trace that can be replayed on an allocator as often as is liked; by name, on one that is made for it.
+    """Prepare a trace for repeated replays on an allocator; a name makes a new allocator.
 
     The context of ``device`` is current in the ``with`` block.
     """
@@ -189,14 +189,14 @@ def prepare(trace: Trace, on: str | Allocator, device: Device) -> Iterator[Repla
         resources.enter_context(device.current())
         resources.callback(device.synchronize)
         subject = make(device, trace.streams, resources)
-        # What was freed has come back before what it came from is closed.
+        # All frees have to be complete before the allocator is closed.
         resources.callback(device.synchronize)
         yield Replay(trace, subject)
 
 
 def figures(trace: Trace, on: str | Allocator, device: Device) -> Figures:
-    """Replay a trace once, look at the allocator after each allocation, and say what that showed."""
-    # The library's own allocators take the driver of their device, which can count.
+    """Replay a trace once, and measure the allocator after each allocation."""
+    # streamalloc's allocators use the driver of their device, and a traced driver counts calls.
     if isinstance(on, str) and not ALLOCATORS[on].other:
         device = Device(device.ordinal, driver=traced(device.driver))
     with prepare(trace, on, device) as prepared:
@@ -213,28 +213,34 @@ def replay(
 ) -> Replayed:
     """Replay a trace on an allocator.
 
-    By name, an allocator is made twice: one is looked at after each allocation, the other one timed. A pool of yours is
-    replayed on as it is, with what it has in reserve, first looked at and then timed.
+    For a name, two allocators are made: one is measured after each allocation, the other one is timed. A pool of yours
+    is measured first and then timed, with the memory that it has reserved.
 
     Parameters
     ----------
+    trace
+        The trace to replay.
     on
-        A pool, a caching allocator, or one of the names in :data:`ALLOCATORS`.
+        A pool, a caching allocator, or a name in :data:`ALLOCATORS`.
     device
-        Whose memory and streams (default: device 0 of the default driver).
+        Device of the memory and streams; default: device 0 of the default driver.
     rounds
-        How often it is replayed for the time, after a first replay.
+        Number of timed replays after the first replay.
     progress
-        Called with a number of events whenever so many more were replayed; there are ``rounds + 1`` replays with it.
+        Function called with the number of events replayed since its last call; ``rounds + 1`` replays call it.
 
     Raises
     ------
     ImportError
         The other library is not installed.
     KeyError
-        There is no allocator of this name.
+        No allocator has this name.
     TypeError, ValueError
-        ``trace`` is no trace, or ``rounds`` less than 1.
+        ``trace`` is no trace, or ``rounds`` is less than 1.
+
+    Examples
+    --------
+    >>> replay(training(), "cached").microseconds_per_event
     """
     if not isinstance(trace, Trace):
         raise TypeError(f"trace must be a Trace, not {type(trace).__name__} ({trace!r}); traces.load() reads one")

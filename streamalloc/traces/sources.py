@@ -1,4 +1,4 @@
-"""Traces from what other tools record: calls of :func:`streamalloc.driver.traced`, RMM's log, PyTorch's snapshots."""
+"""Traces from other recordings: calls of :func:`streamalloc.driver.traced`, RMM's log, PyTorch's snapshots."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _UNSEEN = "frees that were not recorded"
 
 
 class _Recording:
-    """Turns addresses and handles of a run into the numbers of a trace."""
+    """Converts addresses and handles of a run into the numbers of a trace."""
 
     def __init__(self) -> None:
         self._events: list[Event] = []
@@ -37,7 +37,7 @@ class _Recording:
         self.skipped: Counter[str] = Counter()
 
     def is_alive(self, address: object) -> bool:
-        """Whether there is an allocation at this address."""
+        """Whether memory at this address is allocated."""
         return address in self._alive
 
     def allocate(self, address: object, nbytes: int, stream: object, thread: object, time: int) -> None:
@@ -72,9 +72,9 @@ def _shown(address: object) -> str:
     return hex(address) if isinstance(address, int) else str(address)
 
 
-# --- our own records ------------------------------------------------------------------------------------------------
+# --- recorded driver calls ------------------------------------------------------------------------------------------
 
-# Where the size, and where the stream of each call is among its arguments; None: the legacy default stream.
+# Index of the size and of the stream among the arguments of each call; None: the legacy default stream.
 _MAKERS = {"cuMemAllocAsync": (0, 1), "cuMemAllocFromPoolAsync": (0, 2), "cuMemAlloc": (0, None)}
 _ENDERS = {"cuMemFreeAsync": 1, "cuMemFree": None}
 
@@ -82,8 +82,8 @@ _ENDERS = {"cuMemFreeAsync": 1, "cuMemFree": None}
 def from_calls(calls: Iterable[Call]) -> Trace:
     """A trace of the calls that :func:`streamalloc.driver.traced` has recorded (its list ``calls``).
 
-    Allocations and frees of pools are in it, and those of ``cuMemAlloc``. Allocators above the driver that keep memory
-    make few such calls: what a program asks them for is not recorded.
+    It has the allocations and frees of pools and of ``cuMemAlloc``. A caching allocator above the driver makes few such
+    calls: allocations from its cache are not recorded.
     """
     recording = _Recording()
     for call in calls:
@@ -95,10 +95,10 @@ def from_calls(calls: Iterable[Call]) -> Trace:
             size, at = _MAKERS[call.name]
             address, stream = int(call.answer[1]), _handle(call.args, at)
             if address and recording.is_alive(address):
-                # A graph has freed it, or it went with its pool.
+                # A graph or the end of its pool has freed it.
                 recording.skipped[_UNSEEN] += 1
                 recording.free(address, stream, call.thread, call.time)
-            # Empty memory has no address, and its free is no call.
+            # An allocation of 0 bytes has no address, and is not freed by a call.
             if address:
                 recording.allocate(address, int(call.args[size]), stream, call.thread, call.time)
         elif call.name in _ENDERS and not failed and int(call.args[0]):
@@ -120,13 +120,13 @@ _DAY = 24 * 3600 * 10**9
 def from_rmm(path: str | Path) -> Trace:
     """A trace from the log that RMM's ``LoggingResourceAdaptor`` writes.
 
-    The columns are ``Thread,Time,Action,Pointer,Size,Stream``; actions are ``allocate``, ``allocate failure`` and
-    ``free``. Times are a clock's (``HH:MM:SS:ffffff``) or seconds.
+    The columns are ``Thread,Time,Action,Pointer,Size,Stream``. Actions are ``allocate``, ``allocate failure`` and
+    ``free``. A time is a time of day (``HH:MM:SS:ffffff``) or a number of seconds.
 
     Raises
     ------
     TraceFormatError
-        The file is no such log; the error names the line.
+        The file is no log of RMM; the error names the line.
     """
     with opened(path) as file:
         return _read_rmm(text_lines(file, str(path)), str(path))
@@ -144,7 +144,7 @@ def _read_rmm(lines: Iterator[str], file: str) -> Trace:
                 raise ValueError(f"{len(fields)} fields, not 6")
             thread, clock, action, pointer, size, stream = (one.strip() for one in fields)
             time = _nanoseconds(clock)
-            # Lines of several threads may be a little out of order; half a day back is midnight.
+            # Lines of several threads may be slightly out of order; a step of half a day back is midnight.
             days += time < before - _DAY // 2
             before = time
             time += days * _DAY
@@ -188,20 +188,20 @@ def from_pytorch(snapshot: str | Path | Mapping[str, Any], device: int | None = 
     Parameters
     ----------
     snapshot
-        What ``torch.cuda.memory._snapshot()`` answers, or the file that ``_dump_snapshot`` has written, after
-        ``_record_memory_history``. The file is a pickle; only plain data is taken from it, no class and no function.
+        The result of ``torch.cuda.memory._snapshot()``, or the path of a file written by ``_dump_snapshot``, after
+        ``_record_memory_history``. The file is a pickle; only plain data is read from it, no class and no function.
     device
-        Which device's; may be left out where one only has a history.
+        Ordinal of the device; may be omitted if only one device has a history.
 
-    Memory counts as freed where it was asked for (``free_requested``), on the stream that it was allocated on: PyTorch
-    does not record other streams' frees, nor threads. What was allocated before the history begins is left out.
+    A free is placed at its request (``free_requested``), on the stream of the allocation: PyTorch records neither the
+    streams of frees nor threads. Frees of memory that was allocated before the history are skipped.
 
     Raises
     ------
     TraceFormatError
-        It is no snapshot, or a pickle that needs more than plain data.
+        ``snapshot`` is no snapshot, or a pickle with more than plain data.
     ValueError
-        Several devices have a history, or the one asked for has none.
+        Several devices have a history, or ``device`` has none.
     """
     if isinstance(snapshot, Mapping):
         return _of_snapshot(snapshot, device, "")
@@ -253,7 +253,7 @@ def _take_entry(recording: _Recording, entry: Any) -> None:
         if action == "alloc":
             recording.allocate(address, _of_type(entry, "size", int), stream, 0, time)
         elif action != "free_completed" or recording.is_alive(address):
-            # Completion is the allocator's business, unless the history missed the request.
+            # free_completed counts only if the history has no free_requested.
             recording.free(address, stream, 0, time)
 
 
@@ -264,16 +264,16 @@ def _of_type(entry: dict[str, Any], key: str, kind: type[T], default: T | None =
     return value
 
 
-# --- any of them ----------------------------------------------------------------------------------------------------
+# --- all formats ----------------------------------------------------------------------------------------------------
 
 
 def load(path: str | Path) -> Trace:
-    """Read a trace from a file: one of :meth:`Trace.save`, RMM's log, or a snapshot of PyTorch, compressed or not.
+    """Read a trace from a file of :meth:`Trace.save`, a log of RMM, or a snapshot of PyTorch, compressed or not.
 
     Raises
     ------
     TraceFormatError
-        It is none of these, or damaged; the error names the line.
+        The file is none of these, or is damaged; the error names the line.
     OSError
         The file cannot be read.
     """

@@ -1,4 +1,4 @@
-"""What a trace can be replayed on: the library's allocators and those of other libraries, one entry of a table each."""
+"""Allocators that a trace can be replayed on: a table with those of streamalloc and of other libraries."""
 
 from __future__ import annotations
 
@@ -16,39 +16,38 @@ from streamalloc.pool import CachingAllocator, MemoryPool
 __all__ = ["ALLOCATORS", "Entry", "Subject", "of_allocator"]
 
 _KEEP_ALL = 2**64 - 1
-# It would begin with half of the device's memory.
+# Initial bytes of RMM's pool; its default is half of the device's memory.
 _RMM_BEGINS = 32 << 20
 
 
 def _nothing() -> None:
-    """Needs no beginning."""
+    """Default of :attr:`Subject.begin`."""
 
 
 @dataclass
 class Subject:
-    """An allocator as :func:`~streamalloc.traces.replay` uses it: functions, so that little time is spent around them.
-
-    ``streams`` are the library's own, one for each of the trace's.
-    """
+    """An allocator as plain functions, which add little time to a replay."""
 
     streams: Sequence[Any]
+    """Streams of the allocator's library, one for each stream of the trace."""
     allocate: Callable[[int, Any], Any]
-    """Called with a size and a stream."""
+    """Allocates bytes on a stream."""
     free: Callable[[Any], object]
-    """Frees what ``allocate`` returned on its own stream. Replaying drops its reference before."""
+    """Frees an allocation on its own stream, as its last reference."""
     free_on: Callable[[Any, Any, Any], object]
-    """Frees it on another stream, after what its own has queued: called with its own and the other one as well."""
+    """Frees an allocation, given with its stream, on another stream in order."""
     out_of_memory: type[Exception] | tuple[type[Exception], ...] = MemoryError
+    """The library's error if memory runs out."""
     reserved: Callable[[], int] | None = None
-    """Bytes that the allocator has of the driver; None where it cannot tell."""
+    """Bytes reserved from the driver; None if unknown."""
     calls: Callable[[], int] | None = None
-    """Driver calls so far; None where they cannot be counted."""
+    """Number of driver calls so far; None if not counted."""
     begin: Callable[[], object] = _nothing
     """Called before each replay."""
 
 
 def of_allocator(allocator: Allocator, device: Device, streams: int, resources: contextlib.ExitStack) -> Subject:
-    """One of ours: a pool, or whatever has its ``allocate``."""
+    """An allocator of streamalloc: a pool, or an object with the same ``allocate``."""
     driver = device.driver
     ours = [resources.enter_context(device.create_stream()) for _ in range(streams)]
     order = _ordering(device, ours, resources)
@@ -60,7 +59,7 @@ def of_allocator(allocator: Allocator, device: Device, streams: int, resources: 
     return Subject(
         ours,
         allocator.allocate,
-        # A method caller, which is C, would take 0.1 us more: Python calls Python without it.
+        # operator.methodcaller takes 0.1 us more than this function.
         lambda buffer: buffer.free(),
         free_on,
         OutOfMemoryError,
@@ -70,7 +69,7 @@ def of_allocator(allocator: Allocator, device: Device, streams: int, resources: 
 
 
 def _ordering(device: Device, streams: Sequence[Any], resources: contextlib.ExitStack) -> Callable[[Any, Any], object]:
-    """Has one of these streams wait for another, by two calls of the driver, results checked."""
+    """A function that has the second of two streams wait for the first, by two raw driver calls."""
     driver = cast(Any, device.driver)
     record, wait = driver.cuEventRecord, driver.cuStreamWaitEvent
     event = cuda.CUevent(resources.enter_context(device.create_event()).handle)
@@ -87,7 +86,7 @@ def _ordering(device: Device, streams: Sequence[Any], resources: contextlib.Exit
 
 
 def _reserved_by(allocator: Any) -> Callable[[], int] | None:
-    """How many bytes an allocator's pool has; an allocator over a pool has that as ``pool``."""
+    """A function for the reserved bytes of a pool, or of the pool under an allocator; None without a pool."""
     pool = getattr(allocator, "pool", allocator)
     if not isinstance(pool, MemoryPool):
         return None
@@ -95,7 +94,7 @@ def _reserved_by(allocator: Any) -> Callable[[], int] | None:
     return lambda: attributes.reserved_mem_current
 
 
-# --- ours, and the driver itself ------------------------------------------------------------------------------------
+# --- streamalloc and the driver -------------------------------------------------------------------------------------
 
 
 def _new_pool(device: Device, resources: contextlib.ExitStack) -> MemoryPool:
@@ -112,7 +111,7 @@ def _cached(device: Device, streams: int, resources: contextlib.ExitStack) -> Su
 
 
 def _raw(device: Device, streams: int, resources: contextlib.ExitStack) -> Subject:
-    """The driver's two functions on a pool, results checked."""
+    """The driver's two functions on a pool, with checked results."""
     pool_object = _new_pool(device, resources)
     found = of_allocator(pool_object, device, streams, resources)
     driver = cast(Any, device.driver)
@@ -145,11 +144,11 @@ def _raw(device: Device, streams: int, resources: contextlib.ExitStack) -> Subje
 
 def _cuda_core(device: Device, streams: int, resources: contextlib.ExitStack) -> Subject:
     core = importlib.import_module("cuda.core")
-    if not hasattr(core, "DeviceMemoryResource"):  # older versions have it elsewhere
+    if not hasattr(core, "DeviceMemoryResource"):  # older versions
         core = importlib.import_module("cuda.core.experimental")
     theirs = core.Device(device.ordinal)
     theirs.set_current()
-    # With options it has a pool of its own, else the current one.
+    # With options it makes its own pool, else it uses the current one.
     resource = core.DeviceMemoryResource(theirs, core.DeviceMemoryResourceOptions())
     allocate = resource.allocate
     close = core.Buffer.close
@@ -159,7 +158,7 @@ def _cuda_core(device: Device, streams: int, resources: contextlib.ExitStack) ->
         try:
             return allocate(nbytes, stream=stream)
         except Exception as error:
-            # Its CUDAError says in its text only what it is.
+            # The name of a CUDAError is in its text only.
             raise MemoryError(str(error)) if "OUT_OF_MEMORY" in str(error) else error  # noqa: B904
 
     def free_on(buffer: Any, own: Any, other: Any) -> None:
@@ -177,11 +176,11 @@ def _cuda_core(device: Device, streams: int, resources: contextlib.ExitStack) ->
 
 
 def _drop(thing: object) -> None:
-    """Freed by its last reference, which was this one."""
+    """Free an allocation by dropping its last reference."""
 
 
 def _cupy(device: Device, streams: int, resources: contextlib.ExitStack, *, driver_pool: bool = False) -> Subject:
-    """CuPy's pool allocates on its current stream and frees there; another stream has to be waited for."""
+    """CuPy's pool, which allocates and frees on the current stream; that stream waits for others before a free."""
     cupy = importlib.import_module("cupy")
     resources.enter_context(cupy.cuda.Device(device.ordinal))
     theirs = [cupy.cuda.Stream(non_blocking=True) for _ in range(streams)]
@@ -191,7 +190,7 @@ def _cupy(device: Device, streams: int, resources: contextlib.ExitStack, *, driv
     used: Any = None
 
     def begin() -> None:
-        # Somebody else may have changed the current stream since.
+        # Other code may have changed the current stream since the last replay.
         nonlocal used
         used = None
 
@@ -223,7 +222,7 @@ def _rmm(device: Device, streams: int, resources: contextlib.ExitStack, *, pool:
         return take(nbytes, stream), nbytes, stream
 
     theirs = [stream() for _ in range(streams)]
-    order = _ordering(device, theirs, resources)  # it has no events of its own
+    order = _ordering(device, theirs, resources)  # RMM has no events
 
     def free_on(thing: tuple[int, int, Any], own: Any, other: Any) -> None:
         order(own, other)
@@ -240,7 +239,7 @@ def _rmm(device: Device, streams: int, resources: contextlib.ExitStack, *, pool:
 
 
 def _torch(device: Device, streams: int, resources: contextlib.ExitStack) -> Subject:
-    """PyTorch's caching allocator, by the two C functions below ``torch.cuda.caching_allocator_alloc``."""
+    """PyTorch's caching allocator: the two C functions that ``torch.cuda.caching_allocator_alloc`` calls."""
     torch = importlib.import_module("torch")
     if not torch.cuda.is_available():
         raise ImportError("torch without CUDA")
@@ -279,9 +278,9 @@ class Entry(NamedTuple):
 
     title: str
     make: Callable[[Device, int, contextlib.ExitStack], Subject]
-    """With a device and a number of streams; ``ImportError`` where the library is not installed."""
+    """Makes it for a device and a number of streams; ``ImportError`` if not installed."""
     other: bool = False
-    """Of another library: it needs a GPU, and to be installed."""
+    """True: it is of another library, and needs a GPU."""
 
 
 ALLOCATORS: dict[str, Entry] = {
@@ -295,4 +294,4 @@ ALLOCATORS: dict[str, Entry] = {
     "rmm-async": Entry("RMM CudaAsyncMemoryResource", _rmm, other=True),
     "pytorch": Entry("PyTorch caching allocator", _torch, other=True),
 }
-"""The allocators by the names that :func:`~streamalloc.traces.replay` takes."""
+"""Allocators by name, for :func:`~streamalloc.traces.replay`."""

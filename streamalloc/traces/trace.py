@@ -1,7 +1,7 @@
-"""A trace: which memory a run allocated and freed, when, on which streams; and the file that it is kept in.
+"""Traces of allocations and frees, and their file format.
 
-The file has a JSON value in each line. The first line is an object that names format and version, says where the trace
-comes from, and counts what the recording had beyond what can be replayed. Each other line is an event::
+The file has one JSON value in each line. The first line is an object with the format, its version, the source of the
+trace, and the number of recorded calls that cannot be replayed. Each other line is an event::
 
     {"format": "streamalloc trace", "version": 1, "source": "RMM log", "skipped": {"failed allocations": 1}}
     ["allocate", 0, 4096, 0, 0, 1500]
@@ -28,45 +28,44 @@ __all__ = ["FORMAT", "Action", "Event", "Trace", "TraceFormatError", "content", 
 
 FORMAT = "streamalloc trace"
 VERSION = 1
-# An event as JSON: action and numbers need no escapes.
+# JSON of an event; its action and numbers need no escapes.
 _LINE = '["%s", %d, %d, %d, %d, %d]\n'
 _LEVEL = 6
 _GZIP = b"\x1f\x8b"
-# The most bytes of a line of text, and of a compressed file's content for each of its own, and beyond that.
-_LONGEST = 1 << 20
+_LONGEST = 1 << 20  # bytes of a line of text
+# A compressed file may contain 200 times its own bytes, and 4 MiB more.
 _RATIO = 200
 _BEYOND = 1 << 22
-# What the driver takes: sizes and handles have 64 bits, and nothing has half of that.
-_MOST = (1 << 63) - 1
+_MOST = (1 << 63) - 1  # largest size, number or time of an event
 
 Action: TypeAlias = Literal["allocate", "free"]
 
 
 class TraceFormatError(ValueError):
-    """A file is no trace, or not one that can be replayed; the message names the line."""
+    """A file is no trace, or cannot be replayed; the message names the line."""
 
     def __init__(self, why: str, file: str = "", line: int | None = None) -> None:
         at = f"line {line}" if line is not None else ""
-        place = ", ".join(filter(None, (file, at)))
-        super().__init__(f"{place}: {why}" if place else why)
+        where = ", ".join(filter(None, (file, at)))
+        super().__init__(f"{where}: {why}" if where else why)
         self.line: int | None = line
-        """The line of the file, or the number of the entry where it has no lines; from 1."""
+        """Line of the file, from 1; in a file without lines the number of the entry."""
 
 
 class Event(NamedTuple):
-    """One allocation or free. Streams, threads and allocations are numbered from 0 as they first appear."""
+    """One allocation or free. Streams, threads and allocations are numbered from 0 in order of appearance."""
 
     action: Action
     id: int
-    """Which allocation; no number is used twice in a trace."""
+    """Number of the allocation, unique in a trace."""
     nbytes: int
-    """Its size as it was asked for; a free repeats it."""
+    """Bytes, as requested; a free repeats them."""
     stream: int
-    """The stream that orders it. A free may be on another one than its allocation."""
+    """Number of the stream; a free may use another stream than its allocation."""
     thread: int
-    """The thread of the host that made the call."""
+    """Number of the host thread that made the call."""
     time: int
-    """Nanoseconds since the recording began, as far as it knows."""
+    """Nanoseconds since the recording began."""
 
 
 @dataclass(frozen=True)
@@ -76,17 +75,17 @@ class Trace:
     Parameters
     ----------
     events
-        All of them.
+        All allocations and frees.
     source
-        Where they come from, in words.
+        Description of the recording.
     skipped
-        What the recording had beyond them, by kind and number: allocations that failed, frees of memory that was
-        allocated before it began.
+        Number of recorded calls that are no events, by kind: failed allocations, frees of memory that was allocated
+        before the recording.
 
     Raises
     ------
     ValueError
-        The events are not those of a run: memory is freed twice, or was never allocated.
+        The events are inconsistent: an allocation is freed twice, or was never made.
     """
 
     events: tuple[Event, ...]
@@ -103,22 +102,22 @@ class Trace:
 
     @property
     def allocations(self) -> int:
-        """How many allocations there are."""
+        """Number of allocations."""
         return sum(event.action == "allocate" for event in self.events)
 
     @property
     def streams(self) -> int:
-        """How many streams it needs."""
+        """Number of streams."""
         return 1 + max((event.stream for event in self.events), default=-1)
 
     @property
     def threads(self) -> int:
-        """How many threads made the calls."""
+        """Number of host threads that made the calls."""
         return len({event.thread for event in self.events})
 
     @property
     def peak(self) -> int:
-        """The most bytes that are allocated at once, in requested sizes."""
+        """Most bytes allocated at once, in requested sizes."""
         now = most = 0
         for event in self.events:
             now += event.nbytes if event.action == "allocate" else -event.nbytes
@@ -127,16 +126,16 @@ class Trace:
 
     @property
     def seconds(self) -> float:
-        """How long the recording took."""
+        """Seconds from the first to the last event."""
         return (self.events[-1].time - self.events[0].time) / 1e9 if self.events else 0.0
 
     def save(self, path: str | Path) -> None:
-        """Write it to a file; compressed where the name ends in ``.gz``. Equal traces make equal files."""
+        """Write the trace to a file, compressed if its name ends in ``.gz``. Equal traces make equal files."""
         path = Path(path)
         header = {"format": FORMAT, "version": VERSION, "source": self.source, "skipped": dict(self.skipped)}
         lines = [json.dumps(header) + "\n", *(_LINE % event for event in self.events)]
         content = "".join(lines).encode("ascii")
-        # A compressed file would have the time in it.
+        # mtime=0: gzip stores the time in the file otherwise.
         path.write_bytes(gzip.compress(content, _LEVEL, mtime=0) if path.suffix == ".gz" else content)
 
     def __repr__(self) -> str:
@@ -145,7 +144,7 @@ class Trace:
 
 
 class _Rules:
-    """What makes events a trace; they are shown to it one after the other."""
+    """Check of the events of a trace, one after the other."""
 
     def __init__(self) -> None:
         self._alive: dict[int, int] = {}
@@ -174,14 +173,14 @@ class _Rules:
 
 
 def _event_of(value: Any) -> Event:
-    """The event that a line of a file says; ``ValueError`` where it is none."""
+    """The event of one line of a file; ``ValueError`` if the line is none."""
     if type(value) is not list or len(value) != len(Event._fields):
         raise ValueError(f"an event is a list of {', '.join(Event._fields)}")
     return Event(*value)
 
 
 def read_trace(lines: Iterable[str], file: str = "") -> Trace:
-    """A trace from the lines of its file, the header first."""
+    """The trace in the lines of a file."""
     numbered = enumerate(lines, 1)
     header = _header(next(numbered, (1, ""))[1], file)
     rules, events = _Rules(), []
@@ -196,7 +195,7 @@ def read_trace(lines: Iterable[str], file: str = "") -> Trace:
 
 
 def _unchecked(events: tuple[Event, ...], source: str, skipped: dict[str, int]) -> Trace:
-    """A trace whose events were looked at one by one."""
+    """A trace whose events were checked already."""
     trace = Trace.__new__(Trace)
     vars(trace).update(events=events, source=source, skipped=skipped)
     return trace
@@ -219,14 +218,14 @@ def _header(line: str, file: str) -> dict[str, Any]:
 
 
 def opened(path: str | Path) -> IO[bytes]:
-    """A file, decompressed where it is compressed, whatever its name."""
+    """Open a file for reading; decompress it if its content is compressed, whatever its name."""
     with open(path, "rb") as file:
         compressed = file.read(2) == _GZIP
     return io.BufferedReader(gzip.open(path)) if compressed else open(path, "rb")
 
 
 def content(file: IO[bytes], name: str) -> bytes:
-    """All of a file from :func:`opened`; one that is compressed more than traces are is refused."""
+    """The bytes of a file from :func:`opened`. Refuses a file with a higher compression than traces have."""
     compressed = isinstance(getattr(file, "raw", None), gzip.GzipFile)
     most = os.fstat(file.fileno()).st_size * _RATIO + _BEYOND if compressed else None
     pieces, length = [], 0
@@ -242,7 +241,7 @@ def content(file: IO[bytes], name: str) -> bytes:
 
 
 def text_lines(file: IO[bytes], name: str) -> Iterator[str]:
-    """The lines of a text file; what is no text is refused with its line, and so is a line longer than 1 MiB."""
+    """The lines of a text file. Refuses a line that is no UTF-8, or longer than 1 MiB."""
     number = 0
     try:
         while line := file.readline(_LONGEST + 1):

@@ -1,6 +1,6 @@
-"""Traces that are made up: like training a network, serving a language model, loading data, and of all sizes.
+"""Generated traces: training of a network, serving of a language model, data loading, and mixed sizes.
 
-They are the same on every machine for the same seed. ``python -m streamalloc replay training --save FILE`` writes one.
+A seed gives the same trace on every machine. ``python -m streamalloc replay training --save FILE`` writes a trace.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MiB = 1 << 20
 
 
 class _Script:
-    """Writes down what a program allocates and frees."""
+    """Builder of a trace."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -37,15 +37,15 @@ class _Script:
         self._add("free", number, self._streams[number] if stream is None else stream)
 
     def _add(self, action: Action, number: int, stream: int) -> None:
-        # One call every 10 us: what the times are has no meaning.
+        # Times have no meaning: one call every 10 us.
         self._events.append(Event(action, number, self._sizes[number], stream, 0, len(self._events) * 10_000))
 
     def below(self, limit: int) -> int:
-        """A number from 0 to ``limit - 1``. Only ``random()`` is promised to be the same in all versions of Python."""
+        """A random integer from 0 to ``limit - 1``. Only ``random()`` is the same in all versions of Python."""
         return int(self._random.random() * limit)
 
     def between(self, least: int, most: int) -> int:
-        """A size; small ones as often as large ones of each order of magnitude."""
+        """A random size with a uniform logarithm."""
         return int(least * (most / least) ** self._random.random())
 
     def trace(self, source: str) -> Trace:
@@ -55,9 +55,9 @@ class _Script:
 def training(seed: int = 0, *, iterations: int = 6, layers: int = 24) -> Trace:
     """A trace like training a transformer: 2 streams, some 7,000 events, 1.3 GiB at most at once.
 
-    Parameters and the optimizer's state stay. In each iteration the layers' activations are allocated, and freed in
-    reverse order while gradients appear; the batch grows and has an odd shape. Gradients are freed after the step, and
-    every second layer's are sent by another stream, which frees the buckets that they were gathered in.
+    Parameters and optimizer state stay allocated. Each iteration allocates the layers' activations, and frees them in
+    reverse order while it allocates gradients. Batches grow and have odd shapes. Gradients are freed after the step.
+    For every second layer another stream sends the gradients in a bucket, and frees the bucket.
     """
     script = _Script(seed)
     hidden = 768
@@ -111,9 +111,9 @@ def training(seed: int = 0, *, iterations: int = 6, layers: int = 24) -> Trace:
 def serving(seed: int = 0, *, requests: int = 280) -> Trace:
     """A trace like serving a language model: 4 streams, some 20,000 events, many sizes.
 
-    Requests come at random, on one of four streams each. A prompt takes temporary memory of many sizes and its blocks
-    of the KV cache at once; each token takes short-lived memory and now and then another block, until the request ends
-    and its blocks go together. Some answers are freed by the stream that sends them.
+    Each request runs on one of four streams. Its prompt allocates temporary memory of many sizes, and all its blocks of
+    the KV cache at once. Each token allocates short-lived memory, and sometimes another block. The end of the request
+    frees all its blocks. Some answers are freed on the stream that sends them.
     """
     script = _Script(seed)
     streams, block, tokens_in_block = 4, 2 * _MiB, 16
@@ -124,7 +124,7 @@ def serving(seed: int = 0, *, requests: int = 280) -> Trace:
     for request in range(requests):
         stream = script.below(streams)
         prompt = script.between(16, 1024)
-        # Most requests are short, one in eight is long.
+        # One request in eight is long.
         answer = script.between(64, 512) if script.below(8) == 0 else script.between(1, 48)
         inputs = script.allocate(prompt * 4, stream)
         temporary = []
@@ -142,7 +142,7 @@ def serving(seed: int = 0, *, requests: int = 280) -> Trace:
             logits = script.allocate(script.between(1 * _KiB, 256 * _KiB), stream)
             sampled = script.allocate(512 + script.below(2048), stream)
             script.free(logits)
-            # What is sent to the client is freed by the stream that sends it.
+            # One answer in 16 is freed on the stream that sends it.
             script.free(sampled, stream if script.below(16) else (stream + 1) % streams)
             if (length + tokens_in_block) // tokens_in_block > len(blocks):
                 blocks.append(script.allocate(block, stream))
@@ -156,8 +156,8 @@ def serving(seed: int = 0, *, requests: int = 280) -> Trace:
 def loading(seed: int = 0, *, batches: int = 200, ahead: int = 4) -> Trace:
     """A trace like a data loader: 2 streams, some 4,400 events, batches of 14 to 38 MB.
 
-    One stream allocates batches some steps ahead, each of another number of samples; another one computes with them and
-    frees them.
+    One stream allocates batches ``ahead`` steps in advance, with varying numbers of samples. The other stream computes
+    with the batches and frees them.
     """
     script = _Script(seed)
     waiting: list[list[int]] = []
@@ -175,7 +175,7 @@ def loading(seed: int = 0, *, batches: int = 200, ahead: int = 4) -> Trace:
 
 
 def mixed(seed: int = 0, *, events: int = 4000, most: int = 256 * _MiB) -> Trace:
-    """A trace of sizes from 256 bytes to 256 MiB in no order, on 1 stream; up to 24 live at once."""
+    """A trace of random sizes from 256 bytes to 256 MiB on 1 stream; up to 24 allocations live at once."""
     script = _Script(seed)
     live: list[int] = []
     for _ in range(events):
@@ -192,4 +192,4 @@ WORKLOADS: dict[str, Callable[..., Trace]] = {
     "loading": loading,
     "mixed": mixed,
 }
-"""The made-up traces by name."""
+"""Generators by name."""

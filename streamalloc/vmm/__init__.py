@@ -1,4 +1,4 @@
-"""Virtual memory by hand: physical memory, address ranges, mappings, and the buffers that stand on them."""
+"""Virtual memory management: physical memory, address ranges, mappings, and buffers made of them."""
 
 from streamalloc.vmm.address_range import AddressRange, Mapping, RangeView
 from streamalloc.vmm.dma_buf import dma_buf

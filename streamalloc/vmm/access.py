@@ -1,4 +1,4 @@
-"""Who may use mapped memory, as arguments take it."""
+"""Access permissions on mapped memory (``cuMemSetAccess``), as arguments give them."""
 
 from __future__ import annotations
 
@@ -13,43 +13,44 @@ from streamalloc.core.internal import (
     Session,
     check_location,
     location_of,
+    session_of,
 )
 
-__all__ = ["Access", "Rights", "rights_of", "structs_of"]
+__all__ = ["Access", "Place", "Rights", "rights_of", "structs_of"]
 
 Place: TypeAlias = Device | MemLocation
 Access: TypeAlias = Place | Iterable[Place] | Mapping[Place, MemAccess] | None
-"""Who gets access: a device or location, several of them, or a mapping that says which access each gets."""
+"""Permissions: a device or location, or several, which may read and write; or a permission for each in a mapping."""
 
 Rights: TypeAlias = dict[MemLocation, MemAccess]
 
 
-def rights_of(access: Access, session: Session, flags: MemAccess = MemAccess.READWRITE) -> Rights:
-    """The rights that an argument means; ``flags`` are for places that it does not say them of."""
+def rights_of(access: Access, session: Session, permission: MemAccess = MemAccess.READWRITE) -> Rights:
+    """Convert an argument to permissions by location; ``permission`` is for locations given without one."""
     if access is None:
         return {}
     if isinstance(access, (Device, MemLocation)):
-        pairs: Iterable[tuple[object, MemAccess]] = ((access, flags),)
+        pairs: Iterable[tuple[object, MemAccess]] = ((access, permission),)
     elif isinstance(access, Mapping):
         pairs = access.items()
     elif isinstance(access, Iterable):
-        pairs = ((place, flags) for place in access)
+        pairs = ((place, permission) for place in access)
     else:
         raise TypeError(f"access must name Devices or MemLocations, not {type(access).__name__} ({access!r})")
     rights: Rights = {}
     for place, allowed in pairs:
         location = location_of("access", place)
-        if isinstance(place, Device) and place._session is not session:
+        if isinstance(place, Device) and session_of(place) is not session:
             raise ValueError(f"access: {place!r} belongs to another driver")
         if not isinstance(allowed, MemAccess):
             raise TypeError(f"access of {location} must be a MemAccess, not {type(allowed).__name__} ({allowed!r})")
         if not isinstance(place, Device):
             check_location(session, location)
-        # The driver knows one access of the host, under whichever name it was given.
+        # The driver keeps one permission for the host, whichever NUMA node is named.
         rights[MemLocation.host() if location.on_host else location] = allowed
     return rights
 
 
 def structs_of(rights: Rights) -> list[object]:
-    """The rights as ``CUmemAccessDesc`` structs."""
-    return [MemAccessDesc(location, flags).to_driver() for location, flags in rights.items()]
+    """Convert permissions to ``CUmemAccessDesc`` structs."""
+    return [MemAccessDesc(location, permission).to_driver() for location, permission in rights.items()]

@@ -1,7 +1,7 @@
-"""Address ranges and what is mapped in them (``cuMemAddressReserve``, ``cuMemMap``, ``cuMemSetAccess``).
+"""Address ranges and their mappings (``cuMemAddressReserve``, ``cuMemMap``, ``cuMemSetAccess``).
 
-The range is the owner: it alone unmaps and frees. A :class:`Mapping` names one part of it and keeps it alive, so that
-no order of dropping things frees addresses that are mapped, or memory that is used.
+The range owns its mappings: only the range unmaps them and frees the addresses. A :class:`Mapping` refers to one of
+them and keeps the range alive, so objects may be dropped in any order.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from streamalloc.core.internal import (
 )
 from streamalloc.driver import Driver
 from streamalloc.vmm.access import Access, Place, Rights, rights_of
-from streamalloc.vmm.allocations import OwnsNode
-from streamalloc.vmm.generic_handle import GenericAllocation
+from streamalloc.vmm.allocation_handles import OwnsNode
+from streamalloc.vmm.generic_allocation import GenericAllocation
 from streamalloc.vmm.release_order import Kind
 from streamalloc.vmm.reservation import MappedBytes, MappedObject, Reservation
-from streamalloc.vmm.waiting import After, wait_for_users
+from streamalloc.vmm.synchronization import After, wait_for_users
 
 __all__ = [
     "AddressRange",
@@ -52,41 +52,45 @@ __all__ = [
     "rights_text",
 ]
 
-# What driver 580 wants the size, the hint and the places of mappings in a range to be multiples of, wherever the memory
-# is; memory says its own granularity when it is mapped.
 GRANULARITY = 2 << 20
+"""2 MiB. Driver 580 requires sizes, address hints and mapping offsets of ranges to be multiples of it."""
 
 
 class AddressRange(OwnsNode):
-    """A range of addresses, reserved for memory that is mapped into it (``cuMemAddressReserve``).
+    """A reserved range of addresses to map memory into (``cuMemAddressReserve``).
 
-    All devices and the host see the same addresses. The range holds memory of any device and of the host side by side;
-    ``print(range.draw())`` draws it, a character for each part: ``0`` for memory of device 0, ``H`` for the host's,
-    ``M`` for a multicast object, ``.`` for a hole.
+    The addresses are the same on all devices and the host. Memory of several devices and of the host can be mapped side
+    by side. ``print(range.draw())`` draws the range: ``0`` is memory of device 0, ``H`` memory of the host, ``M`` a
+    multicast object, ``.`` a hole. ::
 
-    Unmapping is *not* in stream order: the driver does it at once, and work that is queued and uses the memory then
-    breaks its device's context. Whatever unmaps therefore takes ``after``: an event, a stream or several of them which
-    the host waits for; ``()`` for nothing; by default all work of the devices that have access.
+        with vmm.AddressRange(4 << 20) as addresses, vmm.PhysicalMemory(device, 2 << 20) as memory:
+            mapping = addresses.map(memory, offset=2 << 20, access=device)
+            mapping.fill(7, stream)
+            addresses.unmap(after=stream)
 
-    Not to be used from several threads at once.
+    Unmapping is *not* stream-ordered: the driver unmaps at once, and queued work that still uses the memory breaks the
+    context of its device. Every operation that unmaps therefore has an argument ``after``: an event or a stream that
+    the host waits for first, or several; ``()`` for none; by default all work of the devices with access.
+
+    Not thread-safe.
 
     Parameters
     ----------
     nbytes
         Size in bytes, a multiple of 2 MiB.
     alignment
-        What the address is a multiple of: a power of two, in bytes; 0 leaves it to the driver.
+        Alignment of the address in bytes, a power of two; 0 for the driver's choice.
     address
-        Where to put it if that is free, a multiple of 2 MiB; :attr:`honoured` says whether it was. 0 asks for nothing.
+        Preferred address, a multiple of 2 MiB, or 0 for none; :attr:`honoured` returns whether the driver used it.
     driver
         The driver to use.
 
     Raises
     ------
     TypeError, ValueError
-        An argument breaks one of these rules.
+        An argument is not allowed.
     AddressSpaceError
-        The process has no such range of addresses left; this is not about memory.
+        The process has no such range of addresses left; physical memory is not the cause.
     """
 
     __slots__ = ("_asked", "_owned", "_session", "nbytes")
@@ -118,7 +122,7 @@ class AddressRange(OwnsNode):
 
     @property
     def address(self) -> int:
-        """Where the range begins.
+        """First address of the range.
 
         Raises
         ------
@@ -129,57 +133,56 @@ class AddressRange(OwnsNode):
 
     @property
     def honoured(self) -> bool | None:
-        """Whether the range is at the address that was asked for; None if none was."""
+        """Whether the range is at the preferred address; None without a preference."""
         return self.address == self._asked if self._asked else None
 
     @property
     def driver(self) -> Driver:
-        """The driver that the range belongs to."""
+        """Driver that the range belongs to."""
         return self._session.driver
 
     @property
     def mappings(self) -> tuple[Mapping, ...]:
-        """What is mapped, in the order of addresses."""
+        """The mappings, in the order of addresses."""
         return tuple(Mapping(self, entry) for entry in self._node.table())
 
     @property
     def mapped_bytes(self) -> int:
-        """How much of the range is mapped, in bytes."""
+        """Mapped bytes of the range."""
         return sum(entry.nbytes for entry in self._node.table())
 
     @property
     def holes(self) -> tuple[tuple[int, int], ...]:
-        """Where nothing is mapped: pairs of offset and size in bytes."""
+        """Unmapped parts as pairs of offset and size in bytes, in the order of addresses."""
         return tuple(self._node.holes())
 
     def map(self, memory: GenericAllocation, offset: int = 0, *, access: Access = None) -> Mapping:
-        """Map memory at an offset (``cuMemMap``), and give access to it (``cuMemSetAccess``).
+        """Map memory at an offset (``cuMemMap``) and set its permissions (``cuMemSetAccess``).
 
-        The driver maps memory as a whole only. The range keeps what is mapped until it is unmapped, whether or not the
-        returned object, or ``memory``, is kept or closed.
+        The driver maps memory as a whole only. The mapping stays until it is unmapped, whether or not the returned
+        object or ``memory`` is dropped or closed.
 
         Parameters
         ----------
         memory
-            :class:`PhysicalMemory` or a :class:`~streamalloc.multicast.MulticastObject`; it may be mapped elsewhere as
-            well.
+            :class:`PhysicalMemory` or a :class:`~streamalloc.multicast.MulticastObject`; it may have other mappings.
         offset
-            Where in the range, in bytes, so that the address is a multiple of the memory's granularity.
+            Offset in the range in bytes, a multiple of the memory's granularity.
         access
-            Who may use it: a device, a location, several, or a ``dict`` that says :class:`MemAccess` of each. Nobody
-            may by default.
+            Permissions: a device or location, or several, which may read and write; or a ``dict`` with a
+            :class:`MemAccess` for each. None by default.
 
         Raises
         ------
         TypeError, ValueError
-            The offset is not aligned, the memory does not fit there, something is mapped there already, or the memory
-            is a tile pool or of another driver.
+            The offset is not aligned, the memory does not fit, other memory is mapped there, or the memory is a tile
+            pool or belongs to another driver.
         ClosedError
             Range or memory was closed.
         IncompleteTeamError
             Not all devices were added to the multicast object.
         NotSupportedError
-            The driver does not give this access, such as the host's to device memory. Nothing is mapped then.
+            The driver does not grant these permissions, for example the host's on device memory. Nothing is mapped.
         """
         self._check_own()
         if not isinstance(memory, GenericAllocation):
@@ -193,54 +196,54 @@ class AddressRange(OwnsNode):
 
     def set_access(
         self,
-        access: Access,
-        flags: MemAccess = MemAccess.READWRITE,
+        who: Access,
+        access: MemAccess = MemAccess.READWRITE,
         *,
         start: int = 0,
         stop: int | None = None,
         after: After = None,
     ) -> None:
-        """Set who may use the mappings of a part of the range, all or none of them (``cuMemSetAccess``).
+        """Set permissions on all mappings of a part of the range, or on none (``cuMemSetAccess``).
 
         Parameters
         ----------
+        who
+            Devices and locations, as for ``access`` of :meth:`map`.
         access
-            As for :meth:`map`; ``MemAccess.NONE`` revokes.
-        flags
-            The access of those for whom ``access`` says none.
+            Permission of those for which ``who`` has none; ``MemAccess.NONE`` revokes.
         start, stop
-            The part, in bytes; it consists of whole mappings without a hole. By default the whole range.
+            Offsets of the part in bytes. It consists of whole mappings without a hole. By default the whole range.
         after
-            Where access is taken away: what must have passed before. By default all work of the device that loses it.
+            Events or streams to wait for if a device loses a permission. By default all work of that device.
 
         Raises
         ------
         ValueError
             The part cuts a mapping or has a hole.
         NotSupportedError
-            The driver does not give this access: the host reaches host memory only.
+            The driver does not grant this permission: the host has access to host memory only.
         """
         self._check_own()
-        rights = rights_of(access, self._session, flags)
+        rights = rights_of(who, self._session, access)
         entries = self._node.within(start, stop)
         self._covering(start, self.nbytes if stop is None else stop)
         if rights and entries:
             self._node.set_rights(entries, rights, after)
 
     def view(self, start: int = 0, stop: int | None = None) -> RangeView:
-        """The bytes from ``start`` to ``stop`` as :class:`Memory`, which may lie in several mappings without a hole.
+        """Return the bytes from ``start`` to ``stop`` as :class:`Memory`; they may be in several adjacent mappings.
 
         Raises
         ------
         ValueError
-            The part is outside the range, or not all of it is mapped.
+            The part is outside the range, or has a hole.
         """
         begin, end = self._node.bounds(start, stop)
         self._covering(begin, end)
         return RangeView(self, begin, end)
 
     def unmap(self, start: int = 0, stop: int | None = None, *, after: After = None) -> None:
-        """Unmap everything in a part of the range, by default in all of it (``cuMemUnmap``).
+        """Unmap all mappings of a part of the range, by default of the whole range (``cuMemUnmap``).
 
         Raises
         ------
@@ -254,12 +257,12 @@ class AddressRange(OwnsNode):
             self._node.unmap(entries)
 
     def close(self) -> None:
-        """Give the addresses back (``cuMemAddressFree``); idempotent.
+        """Free the addresses (``cuMemAddressFree``); idempotent.
 
         Raises
         ------
         ValueError
-            Something is mapped: :meth:`unmap` it first. Leaving a ``with`` block does both.
+            Memory is mapped: :meth:`unmap` it first. Leaving a ``with`` block does both.
         """
         if not self.closed:
             self._check_own()
@@ -276,17 +279,16 @@ class AddressRange(OwnsNode):
         self._node.allocations.end(self._node)
 
     def draw(self, width: int = 64) -> str:
-        """The range as ``width`` characters, one for what is mapped there, as the class says.
+        """Draw the range with ``width`` characters, see the class.
 
-        Mapped memory is never drawn as a hole: where a mapping is smaller than a character's part of the range, the
-        character stands for the first that lies in it.
+        Every mapping is visible: if several are within one character, it shows the first.
         """
         return self._node.drawn(max(1, min(width, self.nbytes // GRANULARITY)))
 
     # -- for the other modules of this package ---------------------------------------------------------------
 
     def _map(self, memory: GenericAllocation, offset: int, rights: Rights | None = None) -> MappedBytes:
-        """Map memory and give access to it: both, or neither."""
+        """Map memory and set its permissions: both, or neither."""
         node, raw, stop = self._node, memory._checked_raw(), offset + memory.nbytes
         granularity = memory._granularity
         if offset % granularity or self.address % granularity or stop > self.nbytes:
@@ -306,7 +308,7 @@ class AddressRange(OwnsNode):
         return entry
 
     def _check_fits(self, memory: GenericAllocation, offset: int) -> None:
-        """Raise where memory cannot be mapped at an offset, whatever else is mapped."""
+        """Raise the error for memory that cannot be mapped at an offset of this range."""
         granularity = memory._granularity
         if offset % granularity:
             raise ValueError(f"offset={offset}: allowed are multiples of the granularity, {size_text(granularity)}")
@@ -315,7 +317,7 @@ class AddressRange(OwnsNode):
         raise ValueError(f"offset={offset}: {size_text(memory.nbytes)} end outside of {self!r}")
 
     def _covering(self, start: int, stop: int) -> list[MappedBytes]:
-        """Every mapping that a part touches; ``ValueError`` where it has a hole."""
+        """Return the mappings that overlap a part; ``ValueError`` if it has a hole."""
         entries = self._node.touching(start, stop)
         at = start
         for entry in entries:
@@ -360,13 +362,13 @@ class AddressRange(OwnsNode):
 
 
 def rights_text(rights: Rights) -> str:
-    """Who may use memory, as a label has it."""
+    """Describe permissions, for labels."""
     names = {MemAccess.READ: "reads", MemAccess.READWRITE: "reads and writes"}
     return ", ".join(f"{place(where)} {names[allowed]}" for where, allowed in rights.items() if allowed) or "nobody"
 
 
 def drawn(range: AddressRange) -> Html:
-    """A range as a strip, to scale."""
+    """Draw a range as a strip, to scale."""
     pieces = (
         (one.offset, one.stop - one.offset, one.memory.location, f"{one.memory!r}: {rights_text(one.rights)}")
         for one in range._node.table()
@@ -375,28 +377,28 @@ def drawn(range: AddressRange) -> Html:
 
 
 class RangeView(Memory):
-    """Bytes of an address range that are mapped, in one chunk of physical memory or in several side by side.
+    """Mapped bytes of an address range, in one or several adjacent mappings; made by :meth:`AddressRange.view`.
 
-    It is valid while they are mapped. Operations that name no stream go to the default stream of the device whose
-    memory comes first.
+    It is valid while the bytes are mapped. Operations that name no stream use the default stream of the device of the
+    first mapping.
     """
 
     __slots__ = ("__weakref__", "_start", "_stop", "range")
 
     def __init__(self, range: AddressRange, start: int, stop: int) -> None:
         self.range: AddressRange = range
-        """The range that the bytes belong to."""
+        """Range of the bytes."""
         self._start = start
         self._stop = stop
 
     @property
     def address(self) -> int:
-        """Where the bytes begin."""
+        """Address of the first byte."""
         return self.range.address + self._start
 
     @property
     def offset(self) -> int:
-        """Where they begin in the range, in bytes."""
+        """Offset of the first byte in the range, in bytes."""
         return self._start
 
     @property
@@ -406,7 +408,7 @@ class RangeView(Memory):
 
     @property
     def stream(self) -> Stream:
-        """The default stream of the device that has the memory, else of the first that may use it."""
+        """Default stream of the memory's device, or of the first device with access to host memory."""
         entries = self._entries()
         places = [entry.memory.location for entry in entries] + [place for entry in entries for place in entry.rights]
         devices = (place.id for place in places if place.type is MemLocationType.DEVICE and place.seen)
@@ -414,7 +416,7 @@ class RangeView(Memory):
 
     @property
     def location(self) -> MemLocation:
-        """Where the memory is; of several entries, the first."""
+        """Location of the memory; of several mappings, the first."""
         entries = self._entries()
         return entries[0].memory.location if entries else self.stream.device.location
 
@@ -425,12 +427,12 @@ class RangeView(Memory):
 
     @property
     def device_accessible(self) -> bool:
-        """Whether the stream's device may use all of it."""
+        """Whether the stream's device has access to all of it."""
         return all(self._allowed(self.stream.device.location))
 
     @property
     def host_accessible(self) -> bool:
-        """Whether the CPU may use all of it."""
+        """Whether the CPU has access to all of it."""
         return all(self._allowed(MemLocation.host()))
 
     @property
@@ -444,13 +446,13 @@ class RangeView(Memory):
             raise ClosedError(f"{self!r} is not mapped any more: {error}") from None
 
     def _allowed(self, where: MemLocation) -> list[MemAccess]:
-        """What a device or the host may do with each of the mappings."""
+        """Return the permission of a device or the host on each mapping."""
         return [entry.rights.get(where, MemAccess.NONE) for entry in self._entries()]
 
     def _check_usable(self) -> None:
         for mapped in self._entries():
             if not any(mapped.rights.values()):
-                # Driver 580 crashes in copies of host memory that nobody may use.
+                # Driver 580 crashes in copies of host memory without permissions.
                 raise ValueError(f"nobody has access to {mapped.memory!r}: set_access() gives it")
 
     def _unreadable(self) -> str:
@@ -471,9 +473,9 @@ class RangeView(Memory):
 
 
 class Mapping(RangeView, Closes):
-    """Physical memory mapped at one place of an address range: made by :meth:`AddressRange.map`.
+    """One mapping of physical memory in an address range; made by :meth:`AddressRange.map`.
 
-    Dropping the object unmaps nothing, for the range owns the mapping; :meth:`close` unmaps.
+    The range owns the mapping: dropping this object does not unmap it, :meth:`close` does.
     """
 
     __slots__ = ("_mapped",)
@@ -484,7 +486,7 @@ class Mapping(RangeView, Closes):
 
     @property
     def address(self) -> int:
-        """Where it is mapped.
+        """Address of the mapping.
 
         Raises
         ------
@@ -496,7 +498,7 @@ class Mapping(RangeView, Closes):
 
     @property
     def memory(self) -> GenericAllocation:
-        """The :class:`PhysicalMemory` or multicast object, which may have been closed since."""
+        """The mapped :class:`PhysicalMemory` or multicast object, which may be closed."""
         return self._mapped.memory
 
     @property
@@ -506,11 +508,11 @@ class Mapping(RangeView, Closes):
 
     @property
     def rights(self) -> Rights:
-        """Who was given which access, by this object or its range."""
+        """Permissions by location, as set through this object or its range."""
         return {where: flags for where, flags in self._mapped.rights.items() if flags}
 
     def access(self, who: Place) -> MemAccess:
-        """What a device or location may do here, as the driver says (``cuMemGetAccess``).
+        """Read the permission of a device or location from the driver (``cuMemGetAccess``).
 
         Raises
         ------
@@ -519,25 +521,25 @@ class Mapping(RangeView, Closes):
         """
         location = location_of("who", who)
         if location.type is MemLocationType.HOST:
-            # Of HOST, driver 580 tells the larger of the host's access and device 0's.
+            # For HOST, driver 580 returns the larger of the permissions of the host and of device 0.
             location = MemLocation.host_numa(0)
         self._entries()
         return MemAccess(int(self._session.call("cuMemGetAccess", location.to_driver(), self.address)))
 
-    def set_access(self, access: Access, flags: MemAccess = MemAccess.READWRITE, *, after: After = None) -> None:
-        """Set who may use it (``cuMemSetAccess``); see :meth:`AddressRange.set_access`."""
+    def set_access(self, who: Access, access: MemAccess = MemAccess.READWRITE, *, after: After = None) -> None:
+        """Set permissions (``cuMemSetAccess``); see :meth:`AddressRange.set_access`."""
         self._check_own()
-        rights = rights_of(access, self._session, flags)
+        rights = rights_of(who, self._session, access)
         entries = self._entries()
         if rights:
             self.range._node.set_rights(entries, rights, after)
 
-    def revoke(self, access: Access, *, after: After = None) -> None:
-        """Take access away: ``set_access(access, MemAccess.NONE)``."""
-        self.set_access(access, MemAccess.NONE, after=after)
+    def revoke(self, who: Access, *, after: After = None) -> None:
+        """Revoke permissions: ``set_access(who, MemAccess.NONE)``."""
+        self.set_access(who, MemAccess.NONE, after=after)
 
     def close(self, after: After = None) -> None:
-        """Unmap it (``cuMemUnmap``) once ``after`` has passed, see :class:`AddressRange`; idempotent."""
+        """Wait for ``after``, see :class:`AddressRange`, and unmap it (``cuMemUnmap``); idempotent."""
         if self._mapped.live:
             self._check_own()
             wait_for_users(after, self._session, (self._mapped.rights,))
@@ -567,22 +569,22 @@ class Mapping(RangeView, Closes):
 
 
 class LoneMapping(Mapping):
-    """Memory mapped at addresses of its own, which end with it."""
+    """A mapping with a separate address range, which is freed with it."""
 
     __slots__ = ()
 
     def _check_own(self) -> None:
-        """The range is its own."""
+        """Allow everything: the mapping owns its range."""
 
     def close(self, after: After = None) -> None:
-        """Unmap it and give the addresses back, once ``after`` has passed, see :class:`AddressRange`; idempotent."""
+        """Wait for ``after``, see :class:`AddressRange`, unmap it and free the addresses; idempotent."""
         if not self.range.closed:
             super().close(after)
             self.range._free()
 
 
 def mappings_text(count: int) -> str:
-    """A number of mappings, for messages."""
+    """Format a number of mappings, for messages."""
     return f"{count} mapping{'' if count == 1 else 's'}"
 
 

@@ -1,8 +1,8 @@
 """Backups: the bytes of buffers while their physical memory is released.
 
-One call that evicts buffers makes a :class:`Backup` for them. Each buffer holds a :class:`BackupRange` of it, and
-nothing else refers to it. It is released once: when the last buffer has left it or was dropped, and after all copies
-that read or write it, on whatever streams they are.
+One call that evicts buffers makes one :class:`Backup` for them. Each buffer holds a :class:`BackupRange` of it, and
+nothing else refers to it. The backup is released once: when the last buffer has left it or was dropped, and after all
+copies that read or write it, on whatever streams these are.
 """
 
 from __future__ import annotations
@@ -34,32 +34,32 @@ __all__ = ["Backup", "BackupRange", "Copies", "copying"]
 
 
 class Copies:
-    """The copies that one call queues on one stream, from or to backups: made by :func:`copying`."""
+    """The copies from or to backups that one call queues on one stream; made by :func:`copying`."""
 
     __slots__ = ("_device", "_end", "backups", "finished", "stream")
 
     def __init__(self, stream: Stream) -> None:
         self.backups: weakref.WeakSet[Backup] = weakref.WeakSet()
-        """The backups that they read or write, as long as the call runs. These refer to the copies."""
+        """Backups that the copies use; empty after the call."""
         self.stream: Stream | None = stream
-        """Their stream, as long as the call runs: after it the stream's owner may destroy it."""
+        """Stream of the copies; None after the call, when its owner may destroy it."""
         self.finished = False
-        """Whether the host has waited for them."""
+        """True if the host has synchronised with the copies."""
         self._device = stream.device
         self._end: Event | None = None
 
     def synchronize(self) -> None:
-        """Block the host until they have run."""
+        """Block the host until the copies have completed."""
         if self.backups and self.stream is not None:
             self.stream.synchronize()
         self.finished = True
 
     def precede(self, stream: Stream) -> None:
-        """Let later work of a stream wait for them; where their end is not recorded, for all that their device has."""
+        """Make later work of ``stream`` wait for the copies; without an event, for all work of their device."""
         stream.wait(context_event(self._device) if self._end is None else self._end)
 
     def record(self, stream: Stream) -> None:
-        """Record their end, on their stream, for backups that are still to be released."""
+        """Record the end of the copies on their stream, if a backup is still to be released."""
         if not self.finished and any(not backup.released for backup in self.backups):
             with contextlib.suppress(CudaError, ClosedError):
                 self._end = stream.record()
@@ -68,7 +68,7 @@ class Copies:
 
 @contextlib.contextmanager
 def copying(stream: Stream) -> Iterator[Copies]:
-    """A block that copies bytes from or to backups on a stream."""
+    """Make a ``with`` block that copies from or to backups on a stream."""
     copies = Copies(stream)
     try:
         yield copies
@@ -78,16 +78,16 @@ def copying(stream: Stream) -> Iterator[Copies]:
 
 
 class Backup:
-    """Memory that has the bytes of one or several buffers.
+    """Memory with the bytes of one or several buffers.
 
-    Another kind of store has these methods in its own way, and a :class:`Deferred` of its own for the release.
+    Another kind of store implements the same methods, and a :class:`Deferred` for its release.
 
     Parameters
     ----------
     memory
-        The memory that has the bytes.
+        The memory that stores the bytes.
     own
-        Whether it is released with the backup. Memory of the user is not.
+        Whether the memory is freed with the backup; false for memory of the user.
     """
 
     __slots__ = ("__weakref__", "_copies", "_ranges", "_release", "memory", "own")
@@ -95,11 +95,11 @@ class Backup:
     def __init__(self, memory: Memory, *, own: bool) -> None:
         self.memory: Memory = memory
         self.own: bool = own
-        self._ranges: dict[int, int] = {}
-        """The size of what each buffer holds, by its offset."""
+        self._ranges: set[int] = set()
+        """Offsets of the ranges that buffers hold, in bytes."""
         self._copies: dict[Copies, None] = {}
         self._release: list[_Release] = []
-        """The release, until somebody takes it."""
+        """The release; empty once a thread has taken it."""
         if own and isinstance(memory, Buffer):
             release = _Release(memory, self._copies)
             deferred_queue(session_of(memory.stream)).end_with(self, release)
@@ -107,22 +107,22 @@ class Backup:
 
     @classmethod
     def allocate(cls, pool: MemoryPool, nbytes: int, stream: Stream) -> Backup:
-        """A backup in memory of a pool, allocated on a stream."""
+        """Make a backup in memory of a pool, allocated on a stream."""
         return cls(allocate_safely(pool, nbytes, stream), own=True)
 
     @property
     def released(self) -> bool:
-        """Whether nothing of it is to be released any more."""
+        """Whether no memory of it has to be freed any more."""
         return not (self.own and isinstance(self.memory, Buffer)) or self.memory.freed
 
     def hold(self, offset: int, nbytes: int) -> BackupRange:
-        """The range of one buffer. No two begin at the same offset."""
+        """Reserve the range of one buffer. No two ranges begin at the same offset."""
         held = BackupRange(self, offset, nbytes)
-        self._ranges[offset] = nbytes
+        self._ranges.add(offset)
         return held
 
     def view(self, offset: int, nbytes: int) -> Memory:
-        """The bytes of a range."""
+        """Return the bytes of a range."""
         return self.memory if nbytes == self.memory.nbytes else self.memory[offset : offset + nbytes]
 
     def save(self, offset: int, source: Memory, copies: Copies) -> None:
@@ -142,21 +142,18 @@ class Backup:
         self._copies[copies] = None
 
     def leave(self, offset: int) -> None:
-        """Have a buffer hold its range no longer. With the last one the backup is released; idempotent.
+        """Drop the range of a buffer; the last one releases the backup. Idempotent.
 
         Raises
         ------
         CudaError
-            The driver refused the release, which is tried again later.
+            The driver refused the release, which is attempted again later.
         """
-        self._ranges.pop(offset, None)
+        self._ranges.discard(offset)
         if self._ranges:
             return
-        try:
-            release = self._release.pop()
-        except IndexError:
-            return
-        deferred_queue(session_of(self.memory.stream)).end(release)
+        with contextlib.suppress(IndexError):
+            deferred_queue(session_of(self.memory.stream)).end(self._release.pop())
 
 
 class BackupRange:
@@ -186,12 +183,12 @@ class BackupRange:
             self.backup.load(self._offset, target, copies)
 
     def leave(self) -> None:
-        """Hold the backup no longer, see :meth:`Backup.leave`."""
+        """Drop the range, see :meth:`Backup.leave`."""
         self.backup.leave(self._offset)
 
 
 class _Release(Deferred):
-    """The free of a backup's memory after the copies that read or write it."""
+    """The free of a backup's memory after the copies that use it."""
 
     __slots__ = ("_copies", "_memory")
 
@@ -213,7 +210,7 @@ class _Release(Deferred):
             with ordered_after(stream) as ordered:
                 memory.free(ordered)
         else:
-            # A stream for this alone: no stream of a user waits for another.
+            # A separate stream, so that no stream of the user waits for another.
             device = memory.stream.device
             with session_of(device).relaxed(), device.create_stream() as after_all:
                 for one in copies:

@@ -1,12 +1,12 @@
-"""Device memory for other drivers of this machine: DMA-BUF."""
+"""DMA-BUF descriptors of device memory, for other drivers of the machine."""
 
 from __future__ import annotations
 
 import resource
 
-from streamalloc.core.internal import Fd, Memory, check_usable
+from streamalloc.core.internal import Fd, Memory, check_usable, session_of
 from streamalloc.driver.internal import cuda
-from streamalloc.vmm.allocations import allocations_of
+from streamalloc.vmm.allocation_handles import allocations_of
 
 __all__ = ["dma_buf"]
 
@@ -14,22 +14,24 @@ _PAGE = resource.getpagesize()
 
 
 def dma_buf(memory: Memory, *, pcie: bool = False) -> Fd:
-    """A DMA-BUF descriptor for device memory, as RDMA network cards and other drivers take it.
+    """Create a DMA-BUF descriptor for device memory, for example for an RDMA network card.
 
-    ``cuMemGetHandleForAddressRange``. The memory stays where it is, and the descriptor does not keep it: close the one
-    before the other.
+    Calls ``cuMemGetHandleForAddressRange``. The descriptor does not keep the memory: close it before the memory. ::
+
+        with vmm.dma_buf(buffer) as fd:
+            register(fd.fileno(), buffer.nbytes)
 
     Parameters
     ----------
     memory
-        Memory of ours; it begins and ends at host pages (4 KiB).
+        Memory of this package that begins and ends at host pages (4 KiB).
     pcie
-        Ask for a mapping over PCIe where the device also has another way to the host.
+        If true, request a mapping over PCIe, also where the device has another link to the host.
 
     Raises
     ------
     ValueError
-        The memory does not begin or end at a page, or is empty.
+        The memory is empty, or does not begin and end at a page.
     NotSupportedError
         The device has no DMA-BUF (:attr:`Capabilities.dma_buf`), or not this kind of mapping.
     """
@@ -40,8 +42,9 @@ def dma_buf(memory: Memory, *, pcie: bool = False) -> Fd:
         raise ValueError(f"{memory!r} does not consist of host pages of {_PAGE} bytes, as a DMA-BUF does")
     flags = int(cuda.CUmemRangeFlags.CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE) if pcie else 0
     kind = cuda.CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
-    for state in allocations_of(memory._session).mapped_at(memory.address, memory.nbytes):
-        # Nothing here tells until when.
+    session = session_of(memory)
+    for state in allocations_of(session).mapped_at(memory.address, memory.nbytes):
+        # Never reset: nothing reports when the other driver stops using the memory.
         state.elsewhere = True
     with memory.stream.device.current():
-        return Fd.made_by(memory._session, "cuMemGetHandleForAddressRange", memory.address, memory.nbytes, kind, flags)
+        return Fd.made_by(session, "cuMemGetHandleForAddressRange", memory.address, memory.nbytes, kind, flags)

@@ -1,4 +1,4 @@
-"""What the areas above take of virtual memory beside the public names."""
+"""Names of virtual memory that other areas use beside the public ones."""
 
 from __future__ import annotations
 
@@ -7,14 +7,20 @@ from typing import NamedTuple
 from streamalloc.core.internal import Session, undoing
 from streamalloc.vmm.access import Access, Rights, rights_of
 from streamalloc.vmm.address_range import GRANULARITY, AddressRange, LoneMapping, mappings_text
-from streamalloc.vmm.allocations import AllocationHandle, AllocationState, HandleNode, MappingWatcher, allocations_of
+from streamalloc.vmm.allocation_handles import (
+    AllocationHandle,
+    AllocationState,
+    HandleNode,
+    MappingWatcher,
+    allocations_of,
+)
 from streamalloc.vmm.backup import Backup, BackupRange, copying
-from streamalloc.vmm.generic_handle import GenericAllocation
+from streamalloc.vmm.generic_allocation import GenericAllocation
 from streamalloc.vmm.physical_memory import PhysicalMemory, import_memory
 from streamalloc.vmm.release_order import Kind, Node
 from streamalloc.vmm.remappable import RemappableBuffer
 from streamalloc.vmm.reservation import MappedBytes
-from streamalloc.vmm.waiting import After, wait
+from streamalloc.vmm.synchronization import After, wait
 
 __all__ = [
     "GRANULARITY",
@@ -49,7 +55,7 @@ __all__ = [
 
 
 def map_alone(memory: GenericAllocation, alignment: int, rights: Rights) -> tuple[AddressRange, MappedBytes]:
-    """Map memory at addresses of its own, as a :class:`LoneMapping` has it."""
+    """Map memory in a separate range; return the arguments of :class:`LoneMapping`."""
     range = AddressRange(-(-memory.nbytes // GRANULARITY) * GRANULARITY, alignment=alignment, driver=memory.driver)
     range._owned = True
     with undoing(range._free):
@@ -57,14 +63,14 @@ def map_alone(memory: GenericAllocation, alignment: int, rights: Rights) -> tupl
 
 
 class Chunk(NamedTuple):
-    """Memory that is mapped in a range."""
+    """Memory that is mapped at an offset of a range, in bytes."""
 
     memory: GenericAllocation
     offset: int
 
 
 def covering(range: AddressRange, start: int, stop: int) -> list[Chunk]:
-    """What is mapped between two offsets of a range, in the order of addresses; its memory can be exported.
+    """Return the memory between two offsets of a range, in the order of addresses, with open handles.
 
     Raises
     ------
@@ -75,26 +81,26 @@ def covering(range: AddressRange, start: int, stop: int) -> list[Chunk]:
     for entry in range._covering(start, stop):
         memory = entry.memory
         if memory.closed and isinstance(memory, PhysicalMemory):
-            # The mapping is all that is left of it, and knows its handle.
+            # Only the mapping is left: open another handle by its address.
             memory = PhysicalMemory.at(range.address + entry.offset, driver=range.driver)
         found.append(Chunk(memory, entry.offset))
     return found
 
 
 def is_imported(memory: GenericAllocation) -> bool:
-    """Whether another process has made it."""
+    """Whether another process created the memory."""
     return memory._state.imported
 
 
 def state_of(memory: GenericAllocation) -> AllocationState:
-    """What is known of its driver handle, of memory that can be mapped and bound.
+    """Return the state of memory that can be mapped and bound.
 
     Raises
     ------
     ClosedError
-        It was closed.
+        The memory was closed.
     ValueError
-        It only backs sparse arrays.
+        It is a tile pool.
     """
     memory._checked_raw()
     memory._check_mappable()
@@ -102,7 +108,7 @@ def state_of(memory: GenericAllocation) -> AllocationState:
 
 
 def check_mappable(memory: PhysicalMemory) -> None:
-    """Raise where memory has another size than it says, by mapping it: the driver maps it as a whole only."""
+    """Check the size of imported memory by mapping it: the driver maps memory as a whole only."""
     granularity = memory._spec.granularity
     if memory.nbytes % granularity:
         raise ValueError(f"physical memory of {memory.nbytes} bytes, which are no multiple of {granularity}")
@@ -111,24 +117,21 @@ def check_mappable(memory: PhysicalMemory) -> None:
 
 
 def watch_mappings(session: Session, watcher: MappingWatcher) -> None:
-    """Tell a watcher of all that is mapped on a driver from now on."""
-    allocations_of(session).watchers += (watcher,)
+    """Notify a watcher of each mapping on a driver from now on."""
+    allocations = allocations_of(session)
+    with allocations.lock:
+        allocations.watchers += (watcher,)
 
 
 def unwatch_mappings(session: Session, watcher: MappingWatcher) -> None:
-    """Tell it no more."""
+    """Stop notifying a watcher."""
     allocations = allocations_of(session)
-    while True:
-        before = allocations.watchers
-        after = tuple(other for other in before if other is not watcher)
-        # Nothing is called between these two.
-        if allocations.watchers is before:
-            allocations.watchers = after
-            return
+    with allocations.lock:
+        allocations.watchers = tuple(other for other in allocations.watchers if other is not watcher)
 
 
 def is_counted(memory: GenericAllocation) -> bool:
-    """Whether memory that was just mapped is of this process, and mapped in no other place, so that it counts."""
+    """Whether memory that was just mapped was created by this process and has no other mapping."""
     state = memory._state
     ours = memory._node.kind is Kind.MEMORY and not state.imported
     return ours and len(state.mappings) == 1

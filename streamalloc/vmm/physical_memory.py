@@ -1,11 +1,11 @@
-"""Physical memory: bytes without an address (``cuMemCreate``, driver API section 6.14)."""
+"""Physical memory without addresses (``cuMemCreate``, driver API section 6.14)."""
 
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
-from itertools import starmap
-from typing import Any
+from typing import Any, TypeVar
 
 from streamalloc.core.internal import (
     FABRIC_NEEDS,
@@ -37,20 +37,22 @@ from streamalloc.core.internal import (
 from streamalloc.driver import Driver
 from streamalloc.driver.internal import cuda
 from streamalloc.vmm.access import Rights
-from streamalloc.vmm.allocations import AllocationHandle, Allocations, allocations_of
-from streamalloc.vmm.generic_handle import GenericAllocation
+from streamalloc.vmm.allocation_handles import AllocationHandle, Allocations, allocations_of
+from streamalloc.vmm.generic_allocation import GenericAllocation
 from streamalloc.vmm.release_order import Kind
 from streamalloc.vmm.reservation import MappedBytes
 
 __all__ = ["MemorySpec", "PhysicalMemory", "import_memory"]
 
-_TILE_POOL = 1
-_COMPRESSION = 1
+_TILE_POOL = 1  # CU_MEM_CREATE_USAGE_TILE_POOL
+_COMPRESSION = 1  # CU_MEM_ALLOCATION_COMP_GENERIC
 _POSIX = MemHandleType.POSIX_FILE_DESCRIPTOR
+
+T = TypeVar("T")
 
 
 class MemorySpec:
-    """How to make physical memory of one kind: its properties, checked once, and its granularity."""
+    """Creates physical memory with one set of properties, which are checked once."""
 
     __slots__ = (
         "__weakref__",
@@ -64,9 +66,9 @@ class MemorySpec:
         "struct",
     )
 
-    def __init__(self, session: Session, prop: MemAllocationProp, *, found: bool = False) -> None:
-        """``found``: of memory that there is, perhaps of a device that this process does not see."""
-        if not found:
+    def __init__(self, session: Session, prop: MemAllocationProp, *, exists: bool = False) -> None:
+        """``exists``: the memory exists already, perhaps on a device that this process does not see."""
+        if not exists:
             self._check(session, prop)
         self.session: Session = session
         self.allocations: Allocations = allocations_of(session)
@@ -75,13 +77,13 @@ class MemorySpec:
         if self.handle_types:
             made_for_sharing()
         self.struct: Any = prop.to_driver()
-        """The driver's form of the properties."""
+        """``CUmemAllocationProp``."""
         self.granularity: int = granularity_of(session, self.struct)
-        """What sizes must be a multiple of, in bytes."""
+        """Bytes; sizes are multiples of it."""
         self.hint: str = FABRIC_NEEDS if prop.requested_handle_types & MemHandleType.FABRIC else ""
         place = prop.location
         self.mark: str = "?" if not place.seen else "H" if place.on_host else f"{place.id % 16:x}"
-        """The character that stands for its memory where a range is drawn."""
+        """One character for the memory in drawings of an address range."""
 
     @staticmethod
     def _check(session: Session, prop: MemAllocationProp) -> None:
@@ -110,11 +112,11 @@ class MemorySpec:
                     raise refused(NotSupportedError, "cuMemCreate", f"it needs a device with {name}, found {device!r}")
 
     def round_up(self, nbytes: int) -> int:
-        """The smallest size that memory of this kind can have and that holds ``nbytes``."""
+        """Round a size in bytes up to the granularity."""
         return -(-nbytes // self.granularity) * self.granularity
 
     def checked(self, nbytes: int, *, round_up: bool = False) -> int:
-        """A size that a user asks for; ``ValueError`` where no memory of this kind has it."""
+        """Check a size in bytes; ``ValueError`` if it is zero or no multiple of the granularity."""
         size = checked_size("nbytes", nbytes)
         if round_up:
             size = self.round_up(size)
@@ -124,66 +126,59 @@ class MemorySpec:
         return size
 
     def make(self, nbytes: int) -> PhysicalMemory:
-        """Physical memory of this kind; ``nbytes`` is a multiple of the granularity."""
+        """Create physical memory; ``nbytes`` is a multiple of the granularity."""
         memory = PhysicalMemory.__new__(PhysicalMemory)
         memory._make(self, nbytes)
         return memory
 
     def new_handle(self) -> AllocationHandle:
-        """What holds the driver's handle of new memory."""
+        """Make the node that will own the handle of new memory."""
         return AllocationHandle(self.allocations, Kind.MEMORY)
 
     def obtain(self, owner: OwnsHandle, nbytes: int) -> None:
-        """Have ``owner`` hold memory (``cuMemCreate``).
+        """Create memory (``cuMemCreate``) and store its handle in ``owner._raw``.
 
         Raises
         ------
         OutOfMemoryError
-            There is none, also once what is kept for others was given back.
+            There is not enough memory, also after dropped and recycled memory was released.
         """
         session = self.session
         if not session.forked:
             self.allocations.deferred.work()
         for last in (False, True):
-            answers: list[tuple[Any, ...]] = []
-            calls = starmap(session.cuMemCreate, ((nbytes, self.struct, 0),))
-            # The call is made by an operator: Python looks for no signals until the handle is kept.
-            answers += calls
-            if not answers[0][0]:
-                owner._raw = answers[0][1]
+            result, raw = session.cuMemCreate(nbytes, self.struct, 0)
+            if not result:
+                owner._raw = raw
                 return
-            self.refused(answers[0][0], nbytes, last=last)
+            self.refused(result, nbytes, last=last)
 
     def refused(self, result: Any, nbytes: int, *, last: bool = False) -> None:
-        """Raise what the driver has answered to ``cuMemCreate``, unless something was given back and it is not the last
-        attempt."""
+        """Handle an error of ``cuMemCreate``: return if memory was released and another attempt is left, else raise."""
         error = error_from(result, "cuMemCreate", self.hint)
         if not isinstance(error, OutOfMemoryError):
             raise error
-        # What was dropped may have waited for work that is done by now.
         if last or not (self.allocations.work() + self.allocations.make_room()):
             raise self.out_of_memory(error, nbytes)
 
     def adopt(self, mapped: MappedBytes) -> PhysicalMemory:
-        """Memory as an object, which takes the handle over from a mapping that has held it alone."""
+        """Return the memory of a mapping as an object, which takes the handle over if the mapping holds it alone."""
         memory = PhysicalMemory.__new__(PhysicalMemory)
         memory._belong(self, mapped.nbytes)
         handle, known = memory._node, self.allocations.by_handle
         state = handle.state
-        with self.allocations.adopting:
+        with self.allocations.lock:
             raw = mapped._raw
-            # Where there is none, it was released, or another thread was faster.
+            # None if the handle was released, or another thread has adopted the memory.
             number = state.handle = 0 if raw is None else int(raw)
             if not mapped.gone:
                 state.mappings[mapped] = None
             if mapped._memory is None:
-                # Nothing is called from here on: the handle has one owner at any time.
                 joins = number in known
                 if number and not joins:
                     known[number] = state
                 handle._raw = raw
-                mapped._memory, mapped.state = memory, state
-                mapped._raw = None
+                mapped._memory, mapped.state, mapped._raw = memory, state, None
                 if joins:
                     handle.known()
                     mapped.state = handle.state
@@ -191,7 +186,7 @@ class MemorySpec:
         return found
 
     def out_of_memory(self, error: OutOfMemoryError, nbytes: int) -> OutOfMemoryError:
-        """The error with the device's figures, and told from address space that has run out."""
+        """Add the requested, free and total bytes of the device to an error."""
         figures: dict[str, Any] = {"requested": nbytes}
         hint = "physical memory is exhausted, not address space"
         if self.prop.location.type is MemLocationType.DEVICE:
@@ -204,7 +199,7 @@ class MemorySpec:
 
 
 def spec_of(session: Session, prop: MemAllocationProp) -> MemorySpec:
-    """How to make memory with these properties, which are checked the first time."""
+    """Return the cached :class:`MemorySpec` of these properties."""
     known = allocations_of(session).specs
     spec = known.get(prop)
     if spec is None:
@@ -213,8 +208,8 @@ def spec_of(session: Session, prop: MemAllocationProp) -> MemorySpec:
 
 
 def granularity_of(session: Session, struct: Any, *, recommended: bool = False) -> int:
-    """``cuMemGetAllocationGranularity`` for a ``CUmemAllocationProp``, in bytes."""
-    # MINIMUM is 0, RECOMMENDED 1
+    """Call ``cuMemGetAllocationGranularity`` for a ``CUmemAllocationProp``; return bytes."""
+    # CU_MEM_ALLOC_GRANULARITY_MINIMUM is 0, _RECOMMENDED is 1
     which = cuda.CUmemAllocationGranularity_flags(int(recommended))
     return int(session.call("cuMemGetAllocationGranularity", struct, which))
 
@@ -226,7 +221,7 @@ def properties_for(
     gpu_direct_rdma: bool,
     tile_pool: bool = False,
 ) -> MemAllocationProp:
-    """The properties that these arguments mean; ``where`` may be complete properties, and then names all."""
+    """Make properties of these arguments; ``where`` may be complete properties, which allow no other argument."""
     if isinstance(where, MemAllocationProp):
         if handle_types or compressible or gpu_direct_rdma or tile_pool:
             raise ValueError("handle types and flags are fields of MemAllocationProp: set them there")
@@ -238,42 +233,53 @@ def properties_for(
     )
 
 
+def device_first(name: str, where: T, nbytes: Any) -> tuple[T, int]:
+    """Swap the first two arguments of a public call if the size comes first, with a ``DeprecationWarning``."""
+    if isinstance(where, int) and not isinstance(nbytes, int):
+        warnings.warn(f"{name}(nbytes, ...) is deprecated: give the device first", DeprecationWarning, stacklevel=3)
+        return nbytes, where
+    return where, nbytes
+
+
 class PhysicalMemory(GenericAllocation):
     """Physical memory of a device or of the host, without an address (``cuMemCreate``).
 
-    It becomes usable where it is mapped into an :class:`AddressRange`, in one place or in several at once (aliases).
-    The driver keeps the memory until it is closed *and* unmapped everywhere *and* every importer let go of it; the
-    order does not matter. Memory that is closed while it is bound to a multicast object is released when it is unbound.
+    Map it into an :class:`AddressRange` to use it, at one address or at several (aliases). The driver keeps the memory
+    until it is closed, unmapped everywhere and closed by every importer, in any order. Memory that is closed while it
+    is bound to a multicast object is released when it is unbound. ::
+
+        with vmm.PhysicalMemory(device, 2 << 20) as memory, vmm.AddressRange(2 << 20) as addresses:
+            addresses.map(memory, access=device).fill(0, stream)
 
     Parameters
     ----------
-    nbytes
-        Size in bytes, a multiple of :meth:`granularity`.
     where
         A device, a location (device, host, host NUMA node), or complete :class:`MemAllocationProp`.
+    nbytes
+        Size in bytes, a multiple of :meth:`granularity`. The old order ``PhysicalMemory(nbytes, where)`` is deprecated.
     handle_types
-        How it can be shared with other processes.
+        Handle types by which other processes can open it.
     compressible
-        Ask for compressible memory; :attr:`compressible` says what the driver gave.
+        Request compressible memory; :attr:`compressible` returns whether the driver granted it.
     gpu_direct_rdma
-        Whether other PCIe devices may reach it.
+        Whether other PCIe devices may access it.
     tile_pool
-        Memory for the tiles of sparse arrays only, which cannot be mapped into an address range.
+        Create memory for the tiles of sparse arrays, which cannot be mapped into an address range.
     round_up
-        Round ``nbytes`` up to the granularity instead of refusing it.
+        Round ``nbytes`` up to the granularity instead of raising ``ValueError``.
     driver
-        The driver to use, where ``where`` is no device.
+        The driver to use if ``where`` is no device.
 
     Raises
     ------
     TypeError, ValueError
-        The size is no multiple of the granularity, an option does not go with the location or with another.
+        The size is no multiple of the granularity, or an option excludes the location or another option.
     NotSupportedError
-        The device does not offer an option; the message says which.
+        The device does not support an option; the message names it.
     NotPermittedError
-        Fabric handles were asked for and this user may open no IMEX channel.
+        Fabric handles were requested and this user may open no IMEX channel.
     OutOfMemoryError
-        There is no memory; it carries the device's figures.
+        There is not enough memory; the error has the device's free and total bytes.
     """
 
     __slots__ = ("_spec",)
@@ -282,8 +288,8 @@ class PhysicalMemory(GenericAllocation):
 
     def __init__(
         self,
-        nbytes: int,
         where: Device | MemLocation | MemAllocationProp,
+        nbytes: int,
         *,
         handle_types: MemHandleType = MemHandleType.NONE,
         compressible: bool = False,
@@ -292,13 +298,14 @@ class PhysicalMemory(GenericAllocation):
         round_up: bool = False,
         driver: Driver | None = None,
     ) -> None:
+        where, nbytes = device_first("PhysicalMemory", where, nbytes)
         checked_size("nbytes", nbytes)
         prop = properties_for(where, handle_types, compressible, gpu_direct_rdma, tile_pool)
         spec = spec_of(session_for(where, driver), prop)
         self._make(spec, spec.checked(nbytes, round_up=round_up))
 
     def _belong(self, spec: MemorySpec, nbytes: int) -> None:
-        """Be of a kind, and own a handle before there is one: an interrupt between the two then loses nothing."""
+        """Set everything but the handle."""
         self._session = spec.session
         self.nbytes = nbytes
         self._set_spec(spec)
@@ -308,7 +315,7 @@ class PhysicalMemory(GenericAllocation):
         self._belong(spec, nbytes)
         handle = self._node
         spec.obtain(handle, nbytes)
-        # What known() does where nobody else has the handle, which is nearly always.
+        # The work of known() in the usual case: no other object holds the handle.
         state = handle.state
         number = state.handle = int(handle._raw)
         if spec.allocations.by_handle.setdefault(number, state) is not state:
@@ -318,38 +325,39 @@ class PhysicalMemory(GenericAllocation):
     def granularity(
         where: Device | MemLocation | MemAllocationProp, *, recommended: bool = False, driver: Driver | None = None
     ) -> int:
-        """What sizes and addresses of such memory must be a multiple of, in bytes (``cuMemGetAllocationGranularity``).
+        """Return the granularity in bytes of such memory (``cuMemGetAllocationGranularity``).
 
-        ``recommended`` asks for the granularity with the best performance instead of the smallest.
+        Sizes and addresses are multiples of it. ``recommended`` selects the granularity with the best performance
+        instead of the smallest.
         """
         prop = properties_for(where, MemHandleType.NONE, False, False)
         return granularity_of(session_for(where, driver), prop.to_driver(), recommended=recommended)
 
     @classmethod
     def at(cls, address: int, *, driver: Driver | None = None) -> PhysicalMemory:
-        """The memory that is mapped at an address, whoever mapped it (``cuMemRetainAllocationHandle``).
+        """Return the memory that is mapped at an address, by any library (``cuMemRetainAllocationHandle``).
 
         The object holds the memory as any other does. Its size is that of the mapping.
 
         Raises
         ------
         InvalidValueError
-            Nothing is mapped there by hand.
+            No memory is mapped there with ``cuMemMap``.
         ValueError
-            A multicast object of this process is.
+            A multicast object of this process is mapped there.
         """
         session = session_for(None, driver)
         memory = cls.__new__(cls)
         memory._prepare(session, 0, Kind.MEMORY)
         handle, place = memory._node, checked_size("address", address)
-        handle.allocations.mapped_at(place, 1)  # what only a mapping holds is known of then
+        handle.allocations.mapped_at(place, 1)  # lists the handle if only a mapping holds it
         session.create(handle, "_raw", "cuMemRetainAllocationHandle", place, hint=_NOT_MAPPED)
         known = handle.allocations.by_handle.get(int(handle.raw))
         if known is not None and any(other.kind is Kind.OBJECT for other in list(known.handles)):
             memory.close()
             raise ValueError(f"address={address:#x}: a multicast object is mapped there, which is no memory itself")
         handle.known()
-        memory._set_spec(MemorySpec(session, memory.query(), found=True))
+        memory._set_spec(MemorySpec(session, memory.query(), exists=True))
         location = memory.location
         with session.current(location.id if location.type is MemLocationType.DEVICE and location.seen else 0):
             memory.nbytes = int(session.call("cuMemGetAddressRange", address)[1])
@@ -362,26 +370,26 @@ class PhysicalMemory(GenericAllocation):
 
     @property
     def location(self) -> MemLocation:
-        """Where the memory is, as it was asked for."""
+        """Location of the memory, as requested."""
         return self._spec.prop.location
 
     @property
     def properties(self) -> MemAllocationProp:
-        """What it was made with."""
+        """Properties that it was created with."""
         return self._spec.prop
 
     def query(self) -> MemAllocationProp:
-        """What the driver says that it is made with (``cuMemGetAllocationPropertiesFromHandle``).
+        """Read the properties from the driver (``cuMemGetAllocationPropertiesFromHandle``).
 
-        It may differ from :attr:`properties`: compression is not always given, memory on HOST is said to be on a NUMA
-        node, and driver 580 does not remember that memory is a tile pool.
+        They may differ from :attr:`properties`: compression is not always granted, the location HOST is reported as a
+        NUMA node, and driver 580 does not report tile pools.
         """
         struct = self._session.call("cuMemGetAllocationPropertiesFromHandle", self._checked_raw())
         return MemAllocationProp.from_driver(struct)
 
     @property
     def compressible(self) -> bool:
-        """Whether the memory is compressible, as the driver says of the handle."""
+        """Whether the driver reports the memory as compressible."""
         return self.query().alloc_flags.compression_type == _COMPRESSION
 
     @property
@@ -393,7 +401,7 @@ class PhysicalMemory(GenericAllocation):
             raise ValueError(f"{self!r} is a tile pool, which only backs sparse arrays")
 
     def _check_access(self, rights: Rights) -> None:
-        # The driver sets the rest of a request that asks for it before it says that it cannot.
+        # The driver would grant the other permissions of the request before it refuses this one.
         if not self.location.on_host and any(where.on_host and flags for where, flags in rights.items()):
             raise refused(NotSupportedError, "cuMemSetAccess", "the host can only be given access to host memory")
 
@@ -408,20 +416,20 @@ class PhysicalMemory(GenericAllocation):
     def __repr__(self) -> str:
         if not hasattr(self, "_node") or not hasattr(self, "_spec"):
             return f"<{type(self).__name__} that could not be made>"
-        return f"<{type(self).__name__} of {size_text(self.nbytes)}, {self.location}, {self._said_of_handle()}>"
+        return f"<{type(self).__name__} of {size_text(self.nbytes)}, {self.location}, {self._handle_text()}>"
 
 
 def import_memory(session: Session, handle: Fd | int | bytes, nbytes: int) -> PhysicalMemory:
-    """Physical memory of another process (``cuMemImportFromShareableHandle``).
+    """Open physical memory of another process (``cuMemImportFromShareableHandle``).
 
-    ``handle`` is a file descriptor, which stays the caller's, or the 64 bytes of a fabric handle. Nobody checks that
-    the memory has ``nbytes`` bytes, see :func:`streamalloc.vmm.internal.check_mappable`.
+    ``handle`` is a file descriptor, which the caller keeps and closes, or the 64 bytes of a fabric handle. The size
+    ``nbytes`` is not checked, see :func:`streamalloc.vmm.internal.check_mappable`.
     """
     memory = PhysicalMemory.__new__(PhysicalMemory)
     memory._prepare(session, nbytes, Kind.MEMORY)
     memory._import(handle)
     with undoing(memory.close):
-        memory._set_spec(MemorySpec(session, memory.query(), found=True))
+        memory._set_spec(MemorySpec(session, memory.query(), exists=True))
     return memory
 
 

@@ -1,12 +1,12 @@
-"""Physical memory that is kept for whoever needs some next: making and releasing it is most of what growth costs."""
+"""Recycling of physical memory: ``cuMemCreate`` and ``cuMemRelease`` are most of the cost of growth."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
-from collections import deque
-from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import ClassVar, NamedTuple
 
 from typing_extensions import Self
 
@@ -14,8 +14,8 @@ from streamalloc.core.internal import (
     ClosedError,
     Closes,
     CudaError,
-    Deferred,
     Device,
+    HandleEnd,
     MemAllocationProp,
     MemHandleType,
     MemLocation,
@@ -25,59 +25,64 @@ from streamalloc.core.internal import (
     deferred_queue,
     session_for,
     size_text,
+    undo_all,
 )
 from streamalloc.driver import Driver
-from streamalloc.vmm.allocations import AllocationHandle
+from streamalloc.vmm.allocation_handles import AllocationHandle
 from streamalloc.vmm.physical_memory import MemorySpec, PhysicalMemory, properties_for
 from streamalloc.vmm.release_order import Kind
 from streamalloc.vmm.reservation import MappedBytes
 
 __all__ = ["MemoryRecycler", "RecyclerStatistics", "RecyclingSpec", "spec_for"]
 
-_TILE_POOL = 1
+_TILE_POOL = 1  # CU_MEM_CREATE_USAGE_TILE_POOL
 
 
 class RecyclerStatistics(NamedTuple):
-    """Figures of a :class:`MemoryRecycler`; those that count do so from its making on."""
+    """Statistics of a :class:`MemoryRecycler`; counts start when it is made."""
 
     kept: int
-    """How many bytes it keeps now."""
+    """Bytes that it keeps now."""
     pieces: int
-    """How many pieces of physical memory these are."""
+    """Number of allocations that it keeps now."""
     recycled: int
-    """How often memory was taken that it had."""
+    """Number of requests served with recycled memory."""
     made: int
-    """How often the driver had to make some."""
+    """Number of requests served with new memory."""
     released: int
-    """How many pieces went back to the driver: beyond the limit, trimmed, or not fit to be handed out again."""
+    """Number of allocations released to the driver."""
 
 
 class MemoryRecycler(Closes):
-    """Keeps physical memory that was closed or dropped, for whoever needs some of the same size next.
+    """Keeps physical memory that was closed or dropped, for the next user of the same size.
 
-    It has memory of one kind: of one place, made with the same properties. :meth:`take` gives what it has, or else asks
-    the driver. What was taken comes back by itself once it is closed or dropped *and* unmapped everywhere, whoever
-    mapped it; unmapping waits for work that uses it, see :class:`AddressRange`, so that nobody gets memory that is
-    still in use. :class:`GrowableBuffer` and :func:`stripe` take from it, too: restoring after an eviction then asks
-    for no new memory. What a growable buffer shrinks by is kept where it is mapped, until somebody else takes it or it
-    goes back to the driver: growing again needs no driver call.
+    A recycler has memory of one location and with one set of properties. :meth:`take` returns kept memory, or else
+    creates some. Memory returns to the recycler by itself when it is closed or dropped *and* unmapped everywhere.
+    Unmapping waits for queued work, see :class:`AddressRange`, so that no user gets memory that is still in use.
 
-    Memory that was exported, for which there is a DMA-BUF, which another :class:`PhysicalMemory` holds too, or which is
-    bound to a multicast object, goes back to the driver instead. Other code that has retained the driver's handle by
-    itself is not seen.
+    :class:`GrowableBuffer` and :func:`stripe` also take memory from a recycler, so that a restore after an eviction
+    creates no memory. Memory that a growable buffer shrinks by stays mapped until another user takes it or it is
+    released, so that growing again needs no driver call. ::
 
-    What is taken holds the bytes that it had, which are those of other users of this process.
+        with vmm.MemoryRecycler(device, limit=1 << 30) as recycler:
+            page = recycler.take(2 << 20)
+            page.close()                      # the recycler keeps it
+            page = recycler.take(2 << 20)     # the same memory, no driver call
 
-    It may be used from several threads at once. Dropping it closes it. What is taken stays usable then, and is released
-    to the driver once it is closed.
+    Memory that was exported, has a DMA-BUF, is held by another :class:`PhysicalMemory` or is bound to a multicast
+    object is released to the driver instead. Handles that other code has retained itself are not detected.
+
+    Recycled memory has the bytes of its last user in this process.
+
+    Thread-safe. Dropping a recycler closes it. Memory that was taken stays usable, and is released to the driver when
+    it is closed.
 
     Parameters
     ----------
     where, handle_types, compressible, gpu_direct_rdma, driver
         As for :class:`PhysicalMemory`.
     limit
-        The most bytes that it keeps; what was kept longest goes back to the driver first. Memory that is in use does
-        not count.
+        Bytes that it keeps at most; the oldest memory is released first. Memory in use does not count.
 
     Raises
     ------
@@ -105,27 +110,27 @@ class MemoryRecycler(Closes):
 
     @property
     def location(self) -> MemLocation:
-        """Where its memory is."""
+        """Location of its memory."""
         return self._spec.prop.location
 
     @property
     def properties(self) -> MemAllocationProp:
-        """What its memory is made with."""
+        """Properties of its memory."""
         return self._spec.prop
 
     @property
     def granularity(self) -> int:
-        """What sizes must be a multiple of, in bytes."""
+        """Bytes; sizes are multiples of it."""
         return self._spec.granularity
 
     @property
     def driver(self) -> Driver:
-        """The driver that it belongs to."""
+        """Driver that it belongs to."""
         return self._spec.session.driver
 
     @property
     def limit(self) -> int:
-        """The most bytes that it keeps."""
+        """Bytes that it keeps at most."""
         return self._spec.limit
 
     @property
@@ -134,22 +139,22 @@ class MemoryRecycler(Closes):
         return self._spec.closed
 
     def take(self, nbytes: int, *, round_up: bool = False) -> PhysicalMemory:
-        """Physical memory: some that it keeps, or else new (``cuMemCreate``).
+        """Return kept memory, or else create some (``cuMemCreate``).
 
         Parameters
         ----------
         nbytes
-            Size in bytes, a multiple of :attr:`granularity`. Only memory of just this size is taken from what is kept:
-            the driver maps memory as a whole.
+            Size in bytes, a multiple of :attr:`granularity`. Kept memory is used only if it has exactly this size: the
+            driver maps memory as a whole.
         round_up
-            Round the size up to such a multiple.
+            Round the size up to the granularity.
 
         Raises
         ------
         ClosedError
             It was closed.
         OutOfMemoryError
-            There is no memory, also after all recyclers of this driver gave back what they kept.
+            There is not enough memory, also after all recyclers of this driver released theirs.
         TypeError, ValueError
             The size is no multiple of the granularity.
         """
@@ -159,30 +164,30 @@ class MemoryRecycler(Closes):
         return spec.make(spec.checked(nbytes, round_up=round_up))
 
     def statistics(self) -> RecyclerStatistics:
-        """What it keeps, and what has gone through it."""
+        """Return its statistics."""
         spec = self._spec
         spec.allocations.work()
         return RecyclerStatistics(spec.kept, len(spec.order), spec.recycled, spec.made, spec.released)
 
     def trim(self, keep: int = 0) -> int:
-        """Give memory back to the driver (``cuMemRelease``), what was kept longest first; how many bytes.
+        """Release memory to the driver (``cuMemRelease``), the oldest first; return the released bytes.
 
         Parameters
         ----------
         keep
-            How many bytes to keep at most.
+            Bytes to keep at most.
 
         Raises
         ------
         CudaError
-            The driver refused to release something, which is tried again later. The rest was given back.
+            The driver refused to release an allocation, which is attempted again later. The rest was released.
         """
         most = checked_size("keep", keep)
         self._spec.allocations.work()
         return self._spec.trim(most)
 
     def close(self) -> None:
-        """Give back what it keeps, and keep nothing from now on. Idempotent."""
+        """Release all kept memory, and keep none from now on. Idempotent."""
         self._spec.closed = True
         self._spec.trim(0)
 
@@ -199,23 +204,18 @@ class MemoryRecycler(Closes):
         return f"<{type(self).__name__} of {spec.prop.location}, {state}>"
 
 
-class Kept(Deferred):
-    """A handle that nobody uses. Dropping it gives the memory back."""
+class Kept(HandleEnd):
+    """A handle that no object uses; its finaliser releases it."""
 
-    __slots__ = ("_raw", "_session", "nbytes")
+    __slots__ = ("nbytes",)
 
     def __init__(self, session: Session, nbytes: int) -> None:
-        self._session = session
-        self._raw: Any = None
+        super().__init__(session, "cuMemRelease", None)
         self.nbytes: int = nbytes
-
-    def attempt(self) -> bool:
-        """``cuMemRelease``."""
-        self._session.release(self, "cuMemRelease")
-        return True
+        """Size of the memory in bytes."""
 
     def forget(self) -> None:
-        """The driver has ended."""
+        """Drop the handle: the driver has ended."""
         self._raw = None
 
     def __del__(self) -> None:
@@ -224,7 +224,7 @@ class Kept(Deferred):
 
 
 class Spare:
-    """Memory that a buffer has shrunk by, and has mapped still. It can have it back."""
+    """Memory that a buffer has shrunk by and that is still mapped behind its end; the buffer may claim it back."""
 
     __slots__ = ("handle", "mapping", "nbytes")
 
@@ -235,7 +235,7 @@ class Spare:
 
 
 class RecycledHandle(AllocationHandle):
-    """A handle that goes to a recycler once nobody uses the memory any more."""
+    """A handle that returns to its recycler when the memory is closed and unmapped."""
 
     __slots__ = ("ends", "nbytes", "recycler", "spare")
 
@@ -245,82 +245,84 @@ class RecycledHandle(AllocationHandle):
         AllocationHandle.__init__(self, recycler.allocations, Kind.MEMORY)
         self.recycler: RecyclingSpec = recycler
         self.nbytes: int = 0
+        """Size of the memory in bytes."""
         self.spare: Spare | None = None
-        """As what the recycler has it while it is mapped."""
+        """Entry in the recycler while a buffer has the memory mapped as a spare."""
         self.ends: bool = False
-        """Whether it is to be given back to the driver."""
+        """True if it must be released to the driver."""
 
     def only_here(self) -> bool:
-        """Whether nobody else can have the memory, as far as can be known."""
+        """Whether no other object or process can use the memory, as far as this process can tell."""
         state = self.state
         if state.exported or state.elsewhere or state.bindings or state.teams:
             return False
         return len(state.handles) == 1 and self in state.handles
 
     def release(self) -> None:
-        """Keep it for others, or ``cuMemRelease``."""
+        """Return the handle to the recycler, or call ``cuMemRelease``."""
         if not self.recycler.keep(self):
             AllocationHandle.release(self)
             self.recycler.released += 1
 
 
 class RecyclingSpec(MemorySpec):
-    """Makes memory of one kind, or takes what it keeps. It stays as long as memory that may come back to it.
+    """Creates memory of one kind, or takes recycled memory. It lives as long as memory that may return to it.
 
-    Handles are moved by lines that call nothing: no other thread and no signal handler comes between them, so that each
-    handle has one owner at any time. The lock is held where something is unmapped that belongs to a buffer, which must
-    not map anything there meanwhile.
+    ``_tables`` protects the tables; no call that takes another lock is made under it. ``_unmapping`` is held while a
+    spare is unmapped, as its buffer must not map memory at these addresses meanwhile.
     """
 
-    __slots__ = ("_lock", "by_size", "closed", "kept", "limit", "made", "order", "recycled", "released", "spares")
+    __slots__ = (
+        "_tables", "_unmapping", "by_size", "closed", "kept", "limit", "made", "order", "recycled", "released",
+        "spares",
+    )  # fmt: skip
 
     def __init__(self, session: Session, prop: MemAllocationProp, limit: int) -> None:
         super().__init__(session, prop)
         self.limit: int = limit
+        """Bytes that may be kept."""
         self.closed: bool = False
         self.kept: int = 0
-        """How many bytes there are."""
-        self.by_size: dict[int, deque[Kept]] = {}
-        """What is kept, of each size the longest first."""
+        """Bytes that are kept."""
+        self.by_size: dict[int, dict[Kept, None]] = {}
+        """Kept handles by size in bytes, the oldest first."""
         self.spares: dict[int, dict[Spare, None]] = {}
-        """What buffers can have back, by size."""
+        """Mapped spares by size in bytes."""
         self.order: dict[Kept | Spare, None] = {}
-        """All of it, what was kept longest first."""
-        self._lock = threading.RLock()
+        """All kept handles and spares, the oldest first."""
+        self._tables = threading.RLock()
+        self._unmapping = threading.RLock()
         self.recycled: int = 0
         self.made: int = 0
         self.released: int = 0
-        self.allocations.keepers.add(self)
+        self.allocations.recyclers.add(self)
 
     def new_handle(self) -> AllocationHandle:
-        """What brings the memory back."""
+        """Make a node that returns the handle to the recycler."""
         return RecycledHandle(self)
 
     def obtain(self, owner: OwnsHandle, nbytes: int) -> None:
-        """Have ``owner`` hold memory that is kept, or else new memory."""
+        """Store a recycled handle in ``owner._raw``, or else create memory."""
         self.session.check_process()
         assert isinstance(owner, RecycledHandle)
-        handle = owner
-        handle.nbytes = nbytes
+        owner.nbytes = nbytes
         self.allocations.work()
-        kept = self.by_size.get(nbytes)
-        if not kept and self.spares.get(nbytes):
+        if not self.by_size.get(nbytes) and self.spares.get(nbytes):
             self._unmap_one(nbytes)
+        with self._tables:
             kept = self.by_size.get(nbytes)
-        if kept:
-            one = kept[-1]
-            del kept[-1]
-            del self.order[one]
-            handle._raw = one._raw
-            one._raw = None
-            self.kept -= nbytes
-            self.recycled += 1
-            return
-        super().obtain(handle, nbytes)
+            if kept:
+                one, _ = kept.popitem()
+                self.order.pop(one, None)
+                self.kept -= nbytes
+                owner._raw, one._raw = one._raw, None
+                self.recycled += 1
+                return
+        super().obtain(owner, nbytes)
         self.made += 1
 
     def keep(self, handle: RecycledHandle) -> bool:
-        """Take a handle over, if others may have the memory; whether they may."""
+        """Take over a handle whose memory others may use; return whether it was taken."""
         state, nbytes = handle.state, handle.nbytes
         if handle.spare is not None:  # its buffer was dropped
             self.claim(handle)
@@ -328,44 +330,37 @@ class RecyclingSpec(MemorySpec):
             return False
         if state.mappings or not handle.only_here():
             return False
-        known = self.allocations.by_handle
         one = Kept(self.session, nbytes)
-        pieces = self.by_size.setdefault(nbytes, deque())
-        # Nothing is called from here on until the handle is kept. Nobody finds what is known of it any more.
-        if state.handle in known and known[state.handle] is state:
-            del known[state.handle]
-        one._raw = handle._raw
-        handle._raw = None
-        handle.gone = True
-        self.order[one] = None
-        pieces += (one,)
-        self.kept += nbytes
-        # A close on another thread may have come before.
+        with self._tables:
+            # The next user of the driver handle gets a new state.
+            if self.allocations.by_handle.get(state.handle) is state:
+                self.allocations.by_handle.pop(state.handle, None)
+            one._raw, handle._raw = handle._raw, None
+            handle.gone = True
+            self.order[one] = None
+            self.by_size.setdefault(nbytes, {})[one] = None
+            self.kept += nbytes
+        # close() on another thread may have come first.
         self._trim_quietly(0 if self.closed else self.limit)
         return True
 
     def trim(self, most: int) -> int:
-        """Give back what was kept longest until ``most`` bytes are left; how many bytes."""
-        given = 0
-        first: CudaError | None = None
-        try:
+        """Release the oldest memory until ``most`` bytes are left; return the released bytes."""
+        given: list[int] = []
+
+        def releases() -> Iterator[Callable[[], object]]:
             while self.kept > most:
-                one = self._longest()
-                if one is None:
-                    break
-                try:
-                    given += self._give_back(one)
-                except CudaError as error:
-                    first = first or error
-            if first is not None:
-                raise first
-        finally:
-            # A frame that knows its own error would keep all that its callers hold.
-            del first
-        return given
+                with self._tables:
+                    oldest = next(iter(self.order), None)
+                if oldest is None:
+                    return
+                yield functools.partial(lambda one: given.append(self._release(one)), oldest)
+
+        undo_all(releases())
+        return sum(given)
 
     def make_room(self) -> int:
-        """Give back everything, for others that find no memory; what the driver refuses is tried again later."""
+        """Release everything; memory that the driver refuses to release is released later."""
         kept = self.kept
         self._trim_quietly(0)
         return kept
@@ -374,81 +369,73 @@ class RecyclingSpec(MemorySpec):
         with contextlib.suppress(CudaError):
             self.trim(most)
 
-    def _longest(self) -> Kept | Spare | None:
-        for one in self.order:
-            return one
-        return None
-
-    def _give_back(self, one: Kept | Spare) -> int:
-        """Give back what was kept longest; how many bytes. Another thread may have been faster."""
+    def _release(self, one: Kept | Spare) -> int:
+        """Release memory to the driver; return its bytes, or 0 if another thread has taken it."""
         if isinstance(one, Spare):
-            with self._lock:
+            with self._unmapping:
                 if not self.claim(one.handle):
                     return 0
                 one.handle.ends = True
                 self._unmap(one)
             return one.nbytes
-        # Nothing is called from here on until it has left both tables.
-        if one not in self.order:
-            return 0
-        del self.by_size[one.nbytes][0]
-        del self.order[one]
-        self.kept -= one.nbytes
-        self.released += 1
+        with self._tables:
+            if one not in self.order:
+                return 0
+            self.by_size[one.nbytes].pop(one, None)
+            del self.order[one]
+            self.kept -= one.nbytes
+            self.released += 1
         deferred_queue(self.session).end(one)
         return one.nbytes
 
-    # -- what stays mapped -----------------------------------------------------------------------------------
+    # -- mapped spares ---------------------------------------------------------------------------------------
 
     def offer(self, entries: Sequence[MappedBytes]) -> bool:
-        """Keep memory of a buffer that has shrunk where it is mapped; whether that can be done with all of it.
+        """Keep memory that a buffer has shrunk by where it is mapped; return whether all of it can be kept.
 
-        Its work was waited for, and the buffer does not use it unless it claims it.
+        No queued work uses the memory any more. The buffer must claim it before it uses it again.
         """
         if self.closed:
             return False
-        offered: list[tuple[RecycledHandle, MappedBytes]] = []
+        offered: list[Spare] = []
         for entry in entries:
             handle = entry.memory._node
             if not isinstance(handle, RecycledHandle) or handle.recycler is not self or handle.given_up:
                 return False
             if handle.nbytes > self.limit or len(handle.state.mappings) != 1 or not handle.only_here():
                 return False
-            offered.append((handle, entry))
-        for handle, mapping in offered:
-            spare = Spare(handle, mapping)
-            spares = self.spares.setdefault(spare.nbytes, {})
-            # Nothing is called from here on.
-            spares[spare] = None
-            self.order[spare] = None
-            self.kept += spare.nbytes
-            handle.spare = spare
+            offered.append(Spare(handle, entry))
+        with self._tables:
+            for spare in offered:
+                self.spares.setdefault(spare.nbytes, {})[spare] = None
+                self.order[spare] = None
+                self.kept += spare.nbytes
+                spare.handle.spare = spare
         self._trim_quietly(0 if self.closed else self.limit)
         return True
 
     def claim(self, handle: AllocationHandle) -> bool:
-        """Have memory back that was offered; False where somebody else has it, and it is unmapped by now."""
-        with self._lock:
+        """Take a spare out of the tables; return False if another user has taken and unmapped it."""
+        with self._unmapping, self._tables:
             spare = handle.spare if isinstance(handle, RecycledHandle) else None
             if spare is None:
                 return False
-            # Nothing is called from here on.
-            del self.spares[spare.nbytes][spare]
-            del self.order[spare]
-            self.kept -= spare.nbytes
             spare.handle.spare = None
+            self.spares[spare.nbytes].pop(spare, None)
+            self.order.pop(spare, None)
+            self.kept -= spare.nbytes
             return True
 
     def _unmap_one(self, nbytes: int) -> None:
-        """Unmap memory of this size that a buffer could have back, for somebody else."""
-        with self._lock, contextlib.suppress(CudaError):
-            for spare in self.spares[nbytes]:
-                self.claim(spare.handle)
+        """Unmap one spare of this size, for another user."""
+        with self._unmapping, contextlib.suppress(CudaError):
+            with self._tables:
+                spare = next(iter(self.spares[nbytes]), None)
+            if spare is not None and self.claim(spare.handle):
                 self._unmap(spare)
-                return
 
     def _unmap(self, spare: Spare) -> None:
-        """Unmap memory that was claimed. What the driver refuses is left to the buffer."""
+        """Unmap a claimed spare. If the driver refuses, it stays with the buffer."""
         allocations = self.allocations
         allocations.end(spare.mapping)
         if spare.mapping.gone:
@@ -460,12 +447,12 @@ class RecyclingSpec(MemorySpec):
 
 
 def spec_for(recycler: MemoryRecycler | None, session: Session, prop: MemAllocationProp, *, asked: bool) -> MemorySpec:
-    """How a buffer makes its memory: as a recycler does where there is one. ``asked``: for more than its place.
+    """Return the spec for a buffer's memory. ``asked``: the caller requested properties beside the location.
 
     Raises
     ------
     TypeError, ValueError
-        The recycler has memory of another place or driver, or the properties were given beside it.
+        The recycler has memory of another location or driver, or with other properties than requested.
     """
     if recycler is None:
         return MemorySpec(session, prop)

@@ -1,10 +1,10 @@
-"""In which order things that have to do with each other go back to the driver.
+"""The order in which related driver resources are released.
 
-:class:`Kind` is the order. Two things that are related (a mapping and the range that it lies in, a multicast object and
-memory that is bound to it) are released in the order of their kinds, whichever of them is given up first; what is not
-related does not wait for each other. Links point from one kind to a later one, so that there is no cycle.
+:class:`Kind` defines the order. Two related nodes, such as a mapping and its address range, are released in the order
+of their kinds, whichever was closed or dropped first. Unrelated nodes do not wait for each other. Every link points
+from a smaller kind to a larger one, so links never form a cycle.
 
-The order is that of driver 580 for multicast objects: unbind, unmap and release the object, release the memory that was
+Driver 580 requires this order for multicast objects: unbind, unmap and release the object, release the memory that was
 bound to it, free the addresses.
 """
 
@@ -19,38 +19,39 @@ from typing import Any, Final
 __all__ = ["NOTHING", "Kind", "Node", "ReleaseOrder"]
 
 NOTHING: Final[Any] = MappingProxyType({})
-"""What most nodes are linked to: they have dictionaries of their own once there is something in them."""
+"""Empty set of links. A node gets dictionaries of its own with its first link."""
 
 
 class Kind(enum.IntEnum):
-    """What is released; of two things that are related the one of the smaller kind goes first."""
+    """Kind of resource. Of two related nodes, the one with the smaller kind is released first."""
 
     QUEUED_WORK = 0
-    """Work that may use what is to go: "released" once it is done."""
+    """Work that may use the resources; "released" means that it has completed."""
     BINDING = 1
+    """Memory bound to a multicast object."""
     OBJECT_MAPPING = 2
     """A mapping of a multicast object."""
     OBJECT = 3
     """The handle of a multicast object, or a sparse array."""
     MAPPING = 4
-    """A mapping of physical memory. Its handle may go before it: the two are not related."""
+    """A mapping of physical memory. It is not related to its handle, which may be released before it."""
     MEMORY = 5
     """The handle of physical memory."""
     TEAM = 6
-    """A multicast object and all memory that was bound to it when it was dropped: released when they are."""
+    """A multicast object together with all memory that was bound to it when it was dropped."""
     RESERVATION = 7
-    """A range of addresses."""
+    """A reserved range of addresses."""
 
 
 class Node:
-    """One thing that the driver has to get back. It refers to no object of a user."""
+    """One driver resource to release. It refers to no object of a user."""
 
     __slots__ = ("_busy", "_first", "_then", "given_up", "gone", "kind")
 
     given_up: bool
-    """Whether it is to be released as soon as nothing has to go before it."""
+    """True once the owner has closed or dropped it: it is released as soon as nothing precedes it."""
     gone: bool
-    """Whether it was released."""
+    """True once it is released."""
 
     def __init__(self, kind: Kind) -> None:
         self.kind: Kind = kind
@@ -61,32 +62,32 @@ class Node:
         self._then: dict[Node, None] = NOTHING
 
     def give_up(self) -> None:
-        """Its owner was dropped. May be called again."""
+        """Record that the owner was dropped; idempotent."""
         self.given_up = True
 
     def release(self) -> None:
-        """Give it back, and set :attr:`gone`; or leave that alone, where it has to be tried again.
+        """Release the resource and set :attr:`gone`, or leave it unset for a later attempt. Must not block.
 
-        It must not wait. After the end nothing is done. By default there is nothing to give back.
+        The default has no resource and only sets :attr:`gone`.
         """
         self.gone = True
 
     def forget(self) -> None:
-        """Take it out of what is known of it, once it has gone. May be called again."""
+        """Remove the released node from the tables that list it; idempotent."""
 
 
 class ReleaseOrder:
-    """The links between the nodes of one driver. Its lock is held while links change, and for nothing else."""
+    """The links between the nodes of one driver. Its lock protects the links and is held for nothing else."""
 
     __slots__ = ("_lock", "_ready")
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._ready: dict[Node, None] = {}
-        """Given up, and nothing has to go before them any more."""
+        """Nodes to release that nothing precedes any more."""
 
     def relate(self, one: Node, other: Node) -> None:
-        """Have one of two nodes of different kinds go before the other."""
+        """Make one of two nodes of different kinds precede the other."""
         first, then = (one, other) if one.kind < other.kind else (other, one)
         with self._lock:
             if not first.gone:
@@ -98,31 +99,31 @@ class ReleaseOrder:
                 then._first[first] = None
 
     def unrelate(self, one: Node, other: Node) -> None:
-        """Undo :meth:`relate`."""
+        """Remove the link that :meth:`relate` made."""
         with self._lock:
             self._unlink(*((one, other) if one.kind < other.kind else (other, one)))
 
     def before(self, node: Node, kind: Kind) -> list[Node]:
-        """What of a kind has to go before a node."""
+        """List the nodes of a kind that precede a node."""
         with self._lock:
             return [first for first in node._first if first.kind is kind]
 
     def after(self, node: Node, kind: Kind) -> list[Node]:
-        """What of a kind waits for a node."""
+        """List the nodes of a kind that wait for a node."""
         with self._lock:
             return [then for then in node._then if then.kind is kind]
 
     def attempt(self, node: Node) -> bool:
-        """Release a node that was given up, if nothing has to go before it.
+        """Release a node that was given up, unless another node precedes it.
 
-        False says to try it again later. A node that has to wait for others is seen to by whoever releases the last of
-        those: :meth:`pass_on`.
+        Return False if the caller has to attempt it again. A node that waits for others becomes ready when the last of
+        these is released, see :meth:`pass_on`.
         """
         mine = False
         try:
             with self._lock:
                 if node._first:
-                    # What has gone already may still be here, where taking it out of the way was interrupted.
+                    # An exception of a signal handler may have come between a release and its cut().
                     for first in [first for first in node._first if first.gone]:
                         self._unlink(first, node)
                 waits = bool(node._first)
@@ -138,7 +139,7 @@ class ReleaseOrder:
         return waits or node.gone
 
     def cut(self, node: Node) -> None:
-        """Take a node that has gone out of the way of others. May be called again."""
+        """Remove all links of a released node; idempotent."""
         node.forget()
         with self._lock:
             if node._then:
@@ -150,23 +151,15 @@ class ReleaseOrder:
 
     @property
     def ready(self) -> bool:
-        """Whether there are nodes for :meth:`pass_on`."""
+        """Whether :meth:`pass_on` has nodes to pass on."""
         return bool(self._ready)
 
     def pass_on(self, take: Callable[[Node], object]) -> None:
-        """Call ``take``, which makes no use of this object, for each node that can go now."""
-        try:
-            self._pass_on(take)
-        except BaseException:
-            # Interrupted: whoever is ready now has nobody else who sees to it.
-            self._pass_on(take)
-            raise
-
-    def _pass_on(self, take: Callable[[Node], object]) -> None:
+        """Call ``take`` for each node that has become ready. ``take`` must not use this object."""
         with self._lock:
             for node in list(self._ready):
                 take(node)
-                self._ready.pop(node, None)
+                del self._ready[node]
 
     def _unlink(self, first: Node, then: Node) -> None:
         if first in then._first:

@@ -1,4 +1,4 @@
-"""A buffer whose chunks of memory somebody else names: how imported memory follows its owner."""
+"""Buffers that map chunks by name: imported memory follows the chunks of its owner."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from collections.abc import Callable, Hashable, Sequence
 
 from streamalloc.core.internal import Device, StreamLike, close_all, undoing
 from streamalloc.vmm.access import Rights
-from streamalloc.vmm.generic_handle import GenericAllocation
+from streamalloc.vmm.generic_allocation import GenericAllocation
+from streamalloc.vmm.synchronization import wait_for_users
 from streamalloc.vmm.virtual_buffer import VirtualBuffer
-from streamalloc.vmm.waiting import wait_for_users
 
 __all__ = ["RemappableBuffer"]
 
 
 class RemappableBuffer(VirtualBuffer):
-    """Memory at one address, of which :meth:`set_chunks` says what is mapped.
+    """Memory at a constant address; :meth:`set_chunks` replaces the mapped chunks.
 
-    ``offset`` is where the bytes begin in the first chunk.
+    ``offset`` is the offset in bytes of the buffer's first byte in the first chunk.
     """
 
     __slots__ = ("_lock", "_names", "_offset")
 
     _names: tuple[Hashable, ...]
-    """The chunks that are mapped, in the order of addresses."""
+    """Names of the mapped chunks, in the order of addresses."""
 
     def __init__(self, device: Device, capacity: int, rights: Rights, stream: StreamLike | None, offset: int) -> None:
         self._offset = offset
@@ -34,36 +34,36 @@ class RemappableBuffer(VirtualBuffer):
 
     @property
     def address(self) -> int:
-        """Where the bytes begin."""
+        """Address of the first byte."""
         return self.range.address + self._offset
 
     def set_chunks(self, names: Sequence[Hashable], make: Callable[[int], GenericAllocation], nbytes: int) -> None:
-        """Map the chunks with these names side by side, and nothing else: all of it, or the buffer stays as it was.
+        """Map the chunks with these names side by side, and no others. After an error the buffer is unchanged.
 
-        Chunks that are mapped in the same place already stay. Before any is unmapped, the host waits for all work of
-        the devices that have access; the caller must hold no lock that somebody else needs.
+        Chunks that are mapped at the same offset already stay mapped. Before a chunk is unmapped, the host waits for
+        all work of the devices with access; the caller must hold no lock that another thread needs.
 
         Parameters
         ----------
         names
-            What the chunks are known by, in the order of addresses.
+            Names of the chunks, in the order of addresses.
         make
-            Makes the memory of a new chunk, by its place in ``names``. The buffer closes it.
+            Makes the memory of a new chunk from its index in ``names``. The buffer closes it.
         nbytes
-            The size of the buffer afterwards, in bytes.
+            New size of the buffer in bytes.
 
         Raises
         ------
         CudaError, ValueError
-            Memory cannot be made, or not be mapped there.
+            Memory cannot be made, or cannot be mapped at its offset.
         """
         wanted = tuple(names)
         made: list[GenericAllocation] = []
         with self._lock, undoing(lambda: close_all(made)):
             pairs = zip(self._names, wanted, strict=False)
             same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-            for place in range(same, len(wanted)):
-                made.append(make(place))
+            for index in range(same, len(wanted)):
+                made.append(make(index))
             entries = list(self.range._node.table())
             staying, going = entries[:same], entries[same:]
             if going:
@@ -82,6 +82,6 @@ class RemappableBuffer(VirtualBuffer):
                 entries = self._map_all(end, made)
                 self._mapped = entries[-1].stop if entries else end
                 self._names, self._nbytes = wanted, nbytes
-                made.clear()  # they are the buffer's
+                made.clear()  # the buffer owns them now
             for entry in going:
                 entry.close()

@@ -1,7 +1,7 @@
-"""Reserved addresses and what is mapped there: where it lies, who may use it, and how it is undone.
+"""Address reservations and their mappings, with offsets, permissions and release.
 
-A :class:`MappedBytes` is one mapping. Memory that a buffer makes for itself is nothing else until somebody asks for it
-as an object: the mapping holds the driver's handle, and one record stands for the handle, the mapping and the access.
+A :class:`MappedBytes` is one mapping. For memory that a buffer creates for itself, it also holds the driver handle; a
+:class:`PhysicalMemory` object is made only on request and then takes the handle over.
 """
 
 from __future__ import annotations
@@ -27,38 +27,38 @@ from streamalloc.core.internal import (
     undoing,
 )
 from streamalloc.vmm.access import Rights, structs_of
-from streamalloc.vmm.allocations import AllocationState, HandleNode, allocations_of
-from streamalloc.vmm.generic_handle import GenericAllocation
+from streamalloc.vmm.allocation_handles import AllocationState, HandleNode, allocations_of
+from streamalloc.vmm.generic_allocation import GenericAllocation
 from streamalloc.vmm.release_order import NOTHING, Kind, Node
-from streamalloc.vmm.waiting import After, accessing, wait
+from streamalloc.vmm.synchronization import After, accessing, wait
 
 __all__ = ["MappedBytes", "MappedObject", "Reservation"]
 
-_BEGINNING, _END = attrgetter("offset"), attrgetter("stop")
+_START, _STOP = attrgetter("offset"), attrgetter("stop")
 
 
 class MappedBytes(Node):
-    """Memory that is mapped at one place of a range: ``cuMemUnmap``, and ``cuMemRelease`` where the handle is here."""
+    """One mapping in a reservation. Its release is ``cuMemUnmap``, and ``cuMemRelease`` if it holds the handle."""
 
     __slots__ = ("_memory", "_raw", "offset", "reservation", "rights", "state", "stop")
 
     kind = Kind.MAPPING
 
     state: AllocationState
-    """What is known of the memory; set where an object holds that."""
+    """State of the memory; set once an object holds the handle."""
 
     def __init__(self, reservation: Reservation, offset: int, stop: int, rights: Rights) -> None:
-        # What the class above does, without calling it: a buffer that grows makes one of these for each step.
+        # Inlined Node.__init__(): a growing buffer makes one entry for each step.
         self.given_up = self.gone = self._busy = False
         self._first = self._then = NOTHING
         self.reservation: Reservation = reservation
         self.offset: int = offset
         self.stop: int = stop
         self.rights: Rights = rights
-        """Who was given which access; never changed in place, as the mappings of a buffer have the same."""
+        """Permissions. Replaced, never modified: mappings of a buffer share them."""
         self._memory: GenericAllocation | None = None
         self._raw: Any = None
-        """The handle of the memory, where there is no object that holds it."""
+        """Driver handle; None if an object holds it."""
 
     @property
     def nbytes(self) -> int:
@@ -67,37 +67,37 @@ class MappedBytes(Node):
 
     @property
     def live(self) -> bool:
-        """Whether it is mapped, or about to be."""
+        """Whether it is mapped, or is being mapped."""
         return not self.gone
 
     @property
     def memory(self) -> GenericAllocation:
-        """The memory as an object, which may have been closed since; from then on that has the handle."""
+        """The memory as an object, which holds the handle from now on. It may have been closed."""
         return self.reservation.maker.adopt(self) if self._memory is None else self._memory
 
     @property
     def mark(self) -> str:
-        """The character that stands for the memory where a range is drawn."""
+        """One character for the memory in drawings of an address range."""
         return self.reservation.maker.mark if self._memory is None else self._memory._mark
 
     @property
     def alone(self) -> bool:
-        """Whether nothing but this holds the memory, as far as is known."""
+        """Whether no other object of this process holds the handle."""
         raw = self._raw
         return raw is not None and int(raw) not in self.reservation.allocations.by_handle
 
     @property
     def held(self) -> bool:
-        """Whether the memory outlasts the mapping, as there is a handle of it here or in the object."""
+        """Whether a handle keeps the memory after it is unmapped."""
         return self._raw is not None or (self._memory is not None and not self._memory.closed)
 
     @property
     def users(self) -> set[int]:
-        """The devices that have access."""
+        """Ordinals of the devices with access."""
         return accessing((self.rights,))
 
     def hold(self, memory: GenericAllocation) -> None:
-        """Have memory that is an object: put this behind or before what has to do with multicast."""
+        """Set the memory object, and relate the mapping to the nodes of multicast objects."""
         handle = memory._node
         order = self.reservation.allocations.order
         self._memory, self.state = memory, handle.state
@@ -109,26 +109,26 @@ class MappedBytes(Node):
         handle.state.mappings[self] = None
 
     def map(self, raw: Any) -> None:
-        """``cuMemMap``, by a handle of the memory."""
+        """Call ``cuMemMap`` with a handle of the memory, and notify the watchers."""
         allocations = self.reservation.allocations
-        place = int(self.reservation._raw) + self.offset
-        result = allocations.session.cuMemMap(place, self.stop - self.offset, 0, raw, 0)[0]
+        address = int(self.reservation._raw) + self.offset
+        result = allocations.session.cuMemMap(address, self.stop - self.offset, 0, raw, 0)[0]
         if result:
             raise error_from(result, "cuMemMap")
         for watcher in allocations.watchers:
-            watcher.mapped(place, self.memory)
+            watcher.mapped(address, self.memory)
 
     def release(self) -> None:
-        """``cuMemUnmap``; the handle follows, if it is here."""
+        """Call ``cuMemUnmap``, then release the handle if the mapping holds it."""
         reservation = self.reservation
-        # Where nothing is mapped an earlier attempt was interrupted.
+        # The driver reports an invalid value if an exception of a signal handler came after an earlier cuMemUnmap.
         with contextlib.suppress(InvalidValueError):
             reservation.allocations.session.call("cuMemUnmap", int(reservation.raw) + self.offset, self.nbytes)
         self.unmapped()
         self.release_handle()
 
     def unmapped(self) -> None:
-        """It is unmapped. May be called again."""
+        """Record that it is unmapped, and notify the watchers; idempotent."""
         allocations = self.reservation.allocations
         if allocations.watchers and not self.gone:
             address = int(self.reservation.raw) + self.offset
@@ -138,21 +138,19 @@ class MappedBytes(Node):
         allocations.order.cut(self)
 
     def release_handle(self) -> None:
-        """``cuMemRelease``, if the handle is here. Where the driver refuses, it is tried again once this is dropped."""
+        """Call ``cuMemRelease`` if the mapping holds the handle. After an error the finaliser tries again."""
         self.reservation.allocations.session.release(self, "cuMemRelease")
 
     def close(self) -> None:
-        """Release the memory, whoever holds it. Where the driver refuses, it is tried again once that is dropped."""
-        try:
+        """Release the memory. After an error the finaliser of the owner tries again."""
+        with contextlib.suppress(CudaError):
             if self._raw is not None:
                 self.release_handle()
             if self._memory is not None:
                 self._memory.close()
-        except CudaError:
-            pass
 
     def undo(self, first: BaseException) -> None:
-        """Undo what has failed with ``first``; nobody has used it yet. Errors of the undo are attached to the first."""
+        """Undo a mapping that failed with ``first`` and was not used yet; errors are attached to ``first``."""
         try:
             if isinstance(first, CudaError) and first.call in ("cuMemCreate", "cuMemMap"):
                 self.unmapped()
@@ -163,7 +161,7 @@ class MappedBytes(Node):
             attach(first, later)
 
     def forget(self) -> None:
-        """The memory has one mapping less, and the range."""
+        """Remove it from the reservation and from the state of the memory."""
         self.reservation.stale = True
         state = getattr(self, "state", None)
         if state is not None:
@@ -173,14 +171,11 @@ class MappedBytes(Node):
 
     def __del__(self) -> None:
         raw = getattr(self, "_raw", None)
-        if raw is None:
-            return
-        session = self.reservation.allocations.session
-        if session.usable:
-            if type(raw) is not HandleEnd:
-                raw = self._raw = HandleEnd(session, "cuMemRelease", raw)
-            self.reservation.allocations.deferred.submit(raw)
-            self._raw = None
+        if raw is not None:
+            allocations = self.reservation.allocations
+            if allocations.session.usable:
+                self._raw = None
+                allocations.deferred.submit(HandleEnd(allocations.session, "cuMemRelease", raw))
 
 
 class MappedObject(MappedBytes):
@@ -192,7 +187,7 @@ class MappedObject(MappedBytes):
 
 
 class Reservation(HandleNode):
-    """A reserved range of addresses: ``cuMemAddressFree``. :attr:`raw` is where it begins."""
+    """A reserved address range; ``cuMemAddressFree`` releases it. :attr:`raw` is its first address."""
 
     __slots__ = ("entries", "maker", "nbytes", "stale")
 
@@ -200,17 +195,17 @@ class Reservation(HandleNode):
         super().__init__(allocations_of(session), Kind.RESERVATION)
         self.nbytes: int = nbytes
         self.entries: list[MappedBytes] = []
-        """What is mapped, in the order of addresses, and what :attr:`stale` says; always the same list."""
+        """Mappings by address, with unmapped ones if :attr:`stale`; always the same list."""
         self.maker: Any = None
-        """The :class:`MemorySpec` of memory that mappings hold by themselves; None where none do."""
+        """:class:`MemorySpec` of memory whose handles the mappings hold."""
         self.stale: bool = False
-        """Whether something in the list was unmapped."""
+        """True if :attr:`entries` lists unmapped entries."""
 
     def table(self) -> list[MappedBytes]:
-        """What is mapped, in the order of addresses."""
+        """Return the mappings, in the order of addresses."""
         entries = self.entries
         if self.stale:
-            self.stale = False
+            self.stale = False  # before the scan: another thread may unmap an entry meanwhile
             try:
                 entries[:] = [entry for entry in entries if not entry.gone]
             except BaseException:
@@ -219,29 +214,29 @@ class Reservation(HandleNode):
         return entries
 
     def add(self, entry: MappedBytes) -> None:
-        """Have what is about to be mapped in the table: an interrupt between the two then loses nothing."""
+        """List an entry before it is mapped, so that an exception of a signal handler does not lose the mapping."""
         entries = self.table()
         at = len(entries)
         if entries and entries[-1].stop > entry.offset:
-            at = bisect_left(entries, entry.offset, key=_BEGINNING)
+            at = bisect_left(entries, entry.offset, key=_START)
         entries.insert(at, entry)
 
     def touching(self, start: int, stop: int) -> list[MappedBytes]:
-        """The mappings that a part of the range touches."""
+        """Return the mappings that overlap a part of the range."""
         entries = self.table()
         if start >= stop or not entries or entries[-1].stop <= start:
             return []
-        return entries[bisect_right(entries, start, key=_END) : bisect_left(entries, stop, key=_BEGINNING)]
+        return entries[bisect_right(entries, start, key=_STOP) : bisect_left(entries, stop, key=_START)]
 
     def bounds(self, start: int, stop: int | None) -> tuple[int, int]:
-        """A part of the range that a user names."""
+        """Check the offsets of a part of the range, in bytes."""
         begin, end = checked_size("start", start), self.nbytes if stop is None else checked_size("stop", stop)
         if not begin <= end <= self.nbytes:
             raise ValueError(f"start={begin}, stop={end}: the range has {size_text(self.nbytes)}")
         return begin, end
 
     def within(self, start: int, stop: int | None) -> list[MappedBytes]:
-        """The mappings between two offsets; ``ValueError`` where one is cut."""
+        """Return the mappings between two offsets; ``ValueError`` if an offset is inside a mapping."""
         begin, end = self.bounds(start, stop)
         entries = self.touching(begin, end)
         if entries and (entries[0].offset < begin or entries[-1].stop > end):
@@ -249,14 +244,14 @@ class Reservation(HandleNode):
         return entries
 
     def holes(self) -> list[tuple[int, int]]:
-        """Where nothing is mapped: pairs of offset and size in bytes."""
+        """Return the unmapped parts as pairs of offset and size in bytes."""
         entries = self.table()
         ends = [0, *(entry.stop for entry in entries)]
         starts = [*(entry.offset for entry in entries), self.nbytes]
         return [(end, start - end) for end, start in zip(ends, starts, strict=True) if start > end]
 
     def drawn(self, width: int) -> str:
-        """The range as so many characters."""
+        """Draw the range with ``width`` characters."""
         cells = ["."] * width
         for entry in reversed(self.table()):
             first = entry.offset * width // self.nbytes
@@ -265,22 +260,22 @@ class Reservation(HandleNode):
         return "".join(cells)
 
     def grant(self, entries: Sequence[MappedBytes], rights: Rights, structs: list[Any] | None = None) -> None:
-        """Set access of mappings that lie side by side (``cuMemSetAccess``); ``structs``: the driver's form of it."""
+        """Set permissions of adjacent mappings (``cuMemSetAccess``); ``structs`` is :func:`structs_of` ``(rights)``."""
         if not (entries and rights):
             return
         start = entries[0].offset
         structs = structs_of(rights) if structs is None else structs
-        place = int(self._raw) + start
-        result = self.allocations.session.cuMemSetAccess(place, entries[-1].stop - start, structs, len(structs))[0]
+        address = int(self._raw) + start
+        result = self.allocations.session.cuMemSetAccess(address, entries[-1].stop - start, structs, len(structs))[0]
         if result:
             raise error_from(result, "cuMemSetAccess")
         for entry in entries:
             entry.rights = {**entry.rights, **rights}
 
     def set_rights(self, entries: Sequence[MappedBytes], rights: Rights, after: After) -> None:
-        """Set access, after what must have passed where some is taken away: of all mappings, or of none."""
+        """Set permissions of all mappings or of none; wait for ``after`` first if a device loses a permission."""
         for entry in entries:
-            if entry._memory is not None:  # else a buffer has looked
+            if entry._memory is not None:  # buffers check the permissions of their own memory
                 entry._memory._check_access(rights)
         losing = accessing(
             {where: had for where, had in entry.rights.items() if had & ~rights.get(where, had)} for entry in entries
@@ -288,13 +283,13 @@ class Reservation(HandleNode):
         if losing:
             wait(after, self.allocations.session, losing)
         before = [{where: entry.rights.get(where, MemAccess.NONE) for where in rights} for entry in entries]
-        # Driver 580 may have set some of what it refuses as a whole.
+        # Driver 580 may have changed some mappings of a call that it refused.
         undos = [functools.partial(self.grant, (entry,), had) for entry, had in zip(entries, before, strict=True)]
         with undoing(lambda: undo_all(undos)):
             self.grant(entries, rights)
 
     def unmap(self, entries: Iterable[MappedBytes]) -> None:
-        """Unmap mappings (``cuMemUnmap``), in one call for each run of them without a hole."""
+        """Unmap mappings, with one ``cuMemUnmap`` for each run of adjacent ones."""
         run: list[MappedBytes] = []
         for entry in entries:
             if run and run[-1].stop != entry.offset:
@@ -315,19 +310,19 @@ class Reservation(HandleNode):
         except CudaError:
             raise
         except BaseException:
-            # Interrupted, nobody knows where: go through with it. What is unmapped already cannot be unmapped again.
+            # An exception of a signal handler: the driver may or may not have unmapped the run.
             for entry in run:
                 (entry.release if entry.live else entry.unmapped)()
             raise
         finally:
-            # Memory that was closed, and goes back to a recycler now that it is unmapped.
+            # Recycled memory that was closed returns to its recycler once it is unmapped.
             allocations = self.allocations
             if allocations.order.ready:
                 allocations.order.pass_on(allocations.drop)
                 allocations.work()
 
     def give_up(self) -> None:
-        """Unmap what is mapped, once the work that may use it is done."""
+        """Unmap everything after the work that may use it."""
         if not self.given_up:
             order = self.allocations.order
             mapped = [entry for entry in self.entries if not entry.gone]
@@ -336,7 +331,7 @@ class Reservation(HandleNode):
                 if hasattr(entry, "state"):
                     for team in list(entry.state.teams):
                         order.relate(team, self)
-                # Nobody asks for the object any more, which has a finaliser of its own.
+                # The memory object has a finaliser of its own.
                 entry._memory = None
             self.allocations.drop_after({device for entry in mapped for device in entry.users}, mapped)
             for entry in mapped:
@@ -344,10 +339,10 @@ class Reservation(HandleNode):
         super().give_up()
 
     def release(self) -> None:
-        """``cuMemAddressFree``."""
+        """Call ``cuMemAddressFree``."""
         self.give_back("cuMemAddressFree", self.nbytes)
 
     def forget(self) -> None:
-        """It is none of the ranges that there are, and keeps nothing: what was mapped refers to it, too."""
+        """Remove it from the table of reservations, and break the reference cycle with its entries."""
         self.allocations.reservations.pop(self, None)
         self.entries.clear()

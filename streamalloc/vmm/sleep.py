@@ -1,4 +1,4 @@
-"""Groups of buffers that sleep: their memory goes back to the driver together, and comes back together."""
+"""Groups of buffers whose physical memory is released and restored together."""
 
 from __future__ import annotations
 
@@ -28,39 +28,46 @@ from streamalloc.core.internal import (
 from streamalloc.pool import MemoryPool
 from streamalloc.vmm.backup import Backup, BackupRange
 from streamalloc.vmm.growable import GrowableBuffer
+from streamalloc.vmm.synchronization import After, wait_for_users
 from streamalloc.vmm.virtual_buffer import VirtualBuffer, copying_stream, evict_all, restore_all
-from streamalloc.vmm.waiting import After, wait_for_users
 
 __all__ = ["SleepGroup", "Tagged"]
 
-_KEEP = (1 << 64) - 1
-# Backups lie at multiples of this in the memory that they share, as allocations do.
-_ALIGNMENT = 512
+_KEEP_ALL = (1 << 64) - 1  # release threshold in bytes: the pool never releases memory by itself
+_ALIGNMENT = 512  # bytes between the ranges of a backup, as between allocations of a pool
 
 
 class SleepGroup(Closes):
-    """Virtual buffers that give their physical memory back together and get it back together, at the same addresses.
+    """Virtual buffers whose physical memory is released and restored together, at the same addresses.
 
-    Each has a tag, such as ``"weights"``. :meth:`sleep` and :meth:`wake` take all buffers, or those of some tags. They
-    do it for all of them or for none: a call that fails leaves every buffer as it was, with its bytes, and can be made
-    again. What was captured into graphs stays valid, as no address changes.
+    :meth:`sleep` evicts all buffers of the group and :meth:`wake` restores them, as :meth:`VirtualBuffer.evict` and
+    :meth:`VirtualBuffer.restore` do for one buffer. Each call does so for all its buffers or for none: after an error
+    every buffer is unchanged, with its bytes, and the call can be repeated. Captured graphs stay valid, as no address
+    changes. ::
 
-    The buffers of one tag that are put to sleep together share one backup. It is freed when none of them needs it any
-    more, in the order of the copies that read it. A buffer that is closed or dropped leaves the group and the backup.
+        with vmm.SleepGroup(device) as group:
+            weights = group.allocate(8 << 30, tag="weights")
+            cache = group.allocate(16 << 30, tag="cache")
+            group.sleep(keep=["weights"])    # frees 24 GiB, keeps the bytes of 8 GiB in host memory
+            group.wake()
 
-    Where two threads call :meth:`sleep`, :meth:`wake` or :meth:`close`, one waits until the other has done it;
-    :meth:`allocate` and :meth:`add` do not wait.
+    Each buffer has a tag. :meth:`sleep` and :meth:`wake` take all buffers, or those with some tags. The buffers of one
+    tag that are put to sleep together share one backup, which is freed when none of them needs it any more, after the
+    copies that read it. A buffer that is closed or dropped leaves the group and the backup.
+
+    Thread-safe: :meth:`sleep`, :meth:`wake` and :meth:`close` wait for each other; :meth:`allocate` and :meth:`add` do
+    not wait.
 
     Parameters
     ----------
     device
-        Whose memory :meth:`allocate` gives, and whose default stream copies where no stream is named.
+        Device of :meth:`allocate`; its default stream copies if no stream is given.
     backup
-        A pool in host memory, to which the device has access, for the bytes that are kept. Default: one of the group's
-        own, which keeps what it has once got, as pinning memory takes longer than a copy: ``group.backup.trim()`` gives
-        it back.
+        Pool in host memory for the kept bytes, to which the device has access. By default the group makes one, which
+        keeps its memory for the next sleep, as pinning memory takes longer than a copy: ``group.backup.trim()``
+        releases it.
     handle_types
-        How the memory that :meth:`allocate` gives can be shared with other processes.
+        Handle types for sharing the memory of :meth:`allocate` with other processes.
 
     Raises
     ------
@@ -79,35 +86,35 @@ class SleepGroup(Closes):
     ) -> None:
         check_device("device", device)
         self.device: Device = device
-        """The device that it allocates from."""
+        """Device of :meth:`allocate`."""
         self.closed: bool = False
-        """Whether :meth:`close` was called."""
+        """True if :meth:`close` was called."""
         if backup is not None and not isinstance(backup, MemoryPool):
             raise TypeError(f"backup must be a MemoryPool, not {type(backup).__name__} ({backup!r})")
         self._backup = backup
         self._own = False
         self._handle_types = handle_types
         self._members: weakref.WeakKeyDictionary[VirtualBuffer, str] = weakref.WeakKeyDictionary()
-        # Held by the thread that sleeps, wakes or closes; a signal handler on that thread finds it busy.
+        # Held by sleep(), wake() and close(). A signal handler on the same thread gets it, and finds _busy set.
         self._lock = threading.RLock()
         self._busy = False
 
     @property
     def location(self) -> MemLocation:
-        """Where :meth:`allocate` takes memory."""
+        """Location of the memory of :meth:`allocate`."""
         return self.device.location
 
     @property
     def backup(self) -> MemoryPool:
-        """The pool in host memory that takes the bytes; made when it is first asked for."""
+        """Pool in host memory for the kept bytes; the first use makes it."""
         self._check_open()
         return self._backup or self._make_backup()
 
     def _make_backup(self) -> MemoryPool:
-        pool = MemoryPool(MemLocation.host(), release_threshold=_KEEP, driver=self.device.driver)
+        pool = MemoryPool(MemLocation.host(), release_threshold=_KEEP_ALL, driver=self.device.driver)
         with undoing(pool.close):
             pool.set_access(self.device, MemAccess.READWRITE)
-        # Another thread may have made one. Nothing is called between these two.
+        # Another thread may have made one.
         if self._backup is None:
             self._backup, self._own = pool, True
             return pool
@@ -115,21 +122,21 @@ class SleepGroup(Closes):
         return self._backup
 
     def allocate(self, nbytes: int, stream: StreamLike | None = None, *, tag: str = "") -> VirtualBuffer:
-        """A buffer of its own that belongs to the group; it can be used at once.
+        """Allocate a buffer that belongs to the group; it can be used at once on any stream.
 
         Parameters
         ----------
         nbytes
             Size in bytes; physical memory is rounded up to the granularity.
         stream
-            The stream that orders operations which name no other.
+            Stream of operations that name none.
         tag
-            What :meth:`sleep` and :meth:`wake` know it by.
+            Tag for :meth:`sleep` and :meth:`wake`.
 
         Raises
         ------
         OutOfMemoryError
-            There is no memory.
+            There is not enough memory.
         ClosedError
             The group was closed.
         """
@@ -140,16 +147,16 @@ class SleepGroup(Closes):
         return buffer
 
     def tagged(self, tag: str) -> Tagged:
-        """The group as an allocator whose buffers have this tag: for ``streamalloc.interop.torch.use``."""
+        """Return an allocator whose buffers get this tag, for ``streamalloc.interop.torch.use``."""
         return Tagged(self, tag)
 
     def add(self, buffer: VirtualBuffer, tag: str = "") -> None:
-        """Take a buffer into the group, or give it another tag.
+        """Add a buffer to the group, or change its tag.
 
         Raises
         ------
         TypeError, ValueError
-            It is no virtual buffer, or of another driver.
+            ``buffer`` is no virtual buffer, or belongs to another driver.
         ClosedError
             The group was closed.
         """
@@ -161,12 +168,12 @@ class SleepGroup(Closes):
         self._members[buffer] = tag
 
     def remove(self, buffer: VirtualBuffer) -> None:
-        """Take a buffer out of the group, which must be awake.
+        """Remove a buffer from the group.
 
         Raises
         ------
         EvictedError
-            It sleeps.
+            The buffer sleeps: wake it first.
         """
         if buffer.evicted:
             raise EvictedError(f"{buffer!r} sleeps, and its bytes are the group's: wake() it first")
@@ -174,20 +181,20 @@ class SleepGroup(Closes):
 
     @property
     def buffers(self) -> dict[VirtualBuffer, str]:
-        """The buffers in the order in which they came, with their tags."""
-        # Listed in one call, as another thread may add some meanwhile.
+        """Buffers and their tags, in the order in which they were added."""
+        # keyrefs() copies the keys in one step: another thread may add buffers meanwhile.
         found = [reference() for reference in self._members.keyrefs()]
         tags = {buffer: self._members.get(buffer) for buffer in found if buffer is not None and not buffer.closed}
         return {buffer: tag for buffer, tag in tags.items() if tag is not None}
 
     @property
     def asleep(self) -> bool:
-        """Whether a buffer of it sleeps."""
+        """Whether a buffer of the group sleeps."""
         return any(buffer.evicted for buffer in self.buffers)
 
     @property
     def mapped_bytes(self) -> int:
-        """How much physical memory its buffers have now, in bytes."""
+        """Physical memory of its buffers, in bytes."""
         return sum(buffer.mapped_bytes for buffer in self.buffers)
 
     def sleep(
@@ -198,38 +205,37 @@ class SleepGroup(Closes):
         stream: StreamLike | None = None,
         after: After = None,
     ) -> int:
-        """Give the memory of all buffers back, or of those with these tags; how many bytes that are.
+        """Evict all buffers, or those with these tags; return the released bytes.
 
-        The host waits until the bytes that are kept are in host memory. Buffers that sleep already go on doing so.
+        The host waits until the kept bytes are in host memory. Buffers that sleep already are skipped.
 
         Parameters
         ----------
         tags
-            Whose buffers; they are taken in this order. None means all, in the order in which they came.
+            Tags of the buffers, in the order of eviction. By default all buffers, the first added first.
         keep
-            Whether their bytes are kept in host memory, or the tags of which they are.
+            True to keep the bytes in host memory, False to discard them, or the tags of buffers to keep.
         shared
-            Memory that was shared is taken as well: every importer has closed it. Nobody checks that. One that has not
-            keeps the old memory, which is not free then.
+            Evict memory that was exported too; see :meth:`VirtualBuffer.evict`.
         stream
-            The stream that copies; default: the device's default stream.
+            Stream of the copies; default: the device's default stream.
         after
-            What must have passed before, as for :meth:`VirtualBuffer.evict`.
+            Events or streams to wait for first, as for :meth:`VirtualBuffer.evict`.
 
         Raises
         ------
         InUseError
-            A buffer cannot give its memory back, as for :meth:`VirtualBuffer.evict`; or a signal handler has called
-            this on a thread that is in such a call.
+            The memory of a buffer cannot be released, as for :meth:`VirtualBuffer.evict`; or a signal handler has
+            called this during another call on the same thread.
         OutOfMemoryError
-            There is no host memory for the bytes.
+            There is not enough host memory for the bytes.
         KeyError
             No buffer has such a tag.
         ClosedError
             The group was closed.
         CudaError
-            The driver refused. In all these cases nothing has changed. Where the driver refuses the undo as well, some
-            buffers sleep with their bytes: :meth:`wake` them.
+            The driver refused a call. In all these cases every buffer is unchanged. If the driver refuses the undo too,
+            some buffers sleep with their bytes: :meth:`wake` them.
         """
         return self._alone(lambda: self._sleep(tags, keep, shared, stream, after))
 
@@ -250,7 +256,7 @@ class SleepGroup(Closes):
         return sum(entry.nbytes for several in entries.values() for entry in several)
 
     def _ranges(self, buffers: Sequence[VirtualBuffer], stream: Stream) -> dict[VirtualBuffer, BackupRange]:
-        """One backup for buffers, which pinning and freeing are quicker for."""
+        """Allocate one backup for several buffers: one allocation is pinned and freed faster than many."""
         offsets = []
         end = 0
         for buffer in buffers:
@@ -262,29 +268,29 @@ class SleepGroup(Closes):
         return {buffer: backup.hold(offset, buffer.nbytes) for buffer, offset in zip(buffers, offsets, strict=True)}
 
     def wake(self, *tags: str, stream: StreamLike | None = None) -> int:
-        """Give all buffers that sleep memory and bytes again, or those with these tags; how many bytes of memory.
+        """Restore all buffers that sleep, or those with these tags; return the restored bytes.
 
-        The copies are in stream order: use the bytes on ``stream`` or after it. Bytes that were not kept are undefined.
+        The copies are stream-ordered: use the bytes on ``stream`` or after it. Bytes that were not kept are undefined.
 
         Parameters
         ----------
         tags
-            Whose buffers, in this order; none for all.
+            Tags of the buffers, in the order of restoring; none for all.
         stream
-            The stream that copies; default: the device's default stream.
+            Stream of the copies; default: the device's default stream.
 
         Raises
         ------
         OutOfMemoryError
-            There is not enough memory. All of them sleep as before, with their bytes, and it can be tried again.
+            There is not enough memory. All buffers still sleep, with their bytes, and the call can be repeated.
         KeyError
             No buffer has such a tag.
         ClosedError
-            The group was closed: :meth:`VirtualBuffer.restore` wakes its buffers one by one.
+            The group was closed: :meth:`VirtualBuffer.restore` restores its buffers one by one.
         InUseError
-            A signal handler has called this on a thread that is in such a call.
+            A signal handler has called this during another call on the same thread.
         CudaError
-            The driver refused, likewise.
+            The driver refused a call. All buffers still sleep, with their bytes.
         """
         return self._alone(lambda: self._wake(tags, stream))
 
@@ -295,7 +301,7 @@ class SleepGroup(Closes):
         return sum(eviction.nbytes for eviction in evictions.values())
 
     def _alone(self, act: Callable[[], int]) -> int:
-        """Do something while no other thread sleeps, wakes or closes."""
+        """Call ``act`` while no other thread is in :meth:`sleep`, :meth:`wake` or :meth:`close`."""
         with self._lock:
             self._check_idle()
             self._check_open()
@@ -322,10 +328,9 @@ class SleepGroup(Closes):
         return copying_stream(self.device.default_stream if stream is None else stream, self._session)
 
     def close(self) -> None:
-        """Remove the buffers, which stay as they are, and close the pool for backups if it is the group's own.
+        """Remove all buffers, which stay unchanged, and close the pool for backups if the group made it. Idempotent.
 
-        A buffer that sleeps keeps its bytes until it is closed, and :meth:`VirtualBuffer.restore` wakes it. A closed
-        group takes no buffers. Idempotent.
+        A buffer that sleeps keeps its bytes until it is closed, and :meth:`VirtualBuffer.restore` restores it.
         """
         with self._lock:
             self._check_idle()
@@ -354,28 +359,28 @@ class SleepGroup(Closes):
 
 
 class Tagged:
-    """An allocator whose buffers belong to a :class:`SleepGroup` by one tag: made by :meth:`SleepGroup.tagged`."""
+    """Allocator of buffers of a :class:`SleepGroup` with one tag; made by :meth:`SleepGroup.tagged`."""
 
     __slots__ = ("group", "tag")
 
     def __init__(self, group: SleepGroup, tag: str) -> None:
         self.group: SleepGroup = group
-        """The group that its buffers belong to."""
+        """Group of the buffers."""
         self.tag: str = tag
-        """Their tag."""
+        """Tag of the buffers."""
 
     @property
     def location(self) -> MemLocation:
-        """Where the memory is."""
+        """Location of the memory."""
         return self.group.location
 
     def allocate(self, nbytes: int, stream: StreamLike | None = None) -> VirtualBuffer:
-        """As :meth:`SleepGroup.allocate`, with the tag."""
+        """Allocate a buffer with the tag, see :meth:`SleepGroup.allocate`."""
         return self.group.allocate(nbytes, stream, tag=self.tag)
 
     @property
     def _session(self) -> Session:
-        return self.group._session
+        return session_of(self.group)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.tag!r} of {self.group!r}>"

@@ -1,12 +1,13 @@
-"""Sparse CUDA arrays: textures and volumes of which only parts have memory (``cuMemMapArrayAsync``).
+"""Sparse CUDA arrays: textures and volumes with memory for some of their tiles (``cuMemMapArrayAsync``).
 
-An array is divided into *tiles* of 64 KiB. Tiles that are not mapped read as zero and drop what is written to them.
-The memory comes from a :class:`TilePool`. Mapping and unmapping are in stream order.
+An array is divided into *tiles* of 64 KiB. Unmapped tiles read as zero and discard writes. The memory of mapped tiles
+comes from a :class:`TilePool`. Mapping and unmapping are stream-ordered.
 """
 
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -35,50 +36,54 @@ from streamalloc.core.internal import (
     unsupported,
 )
 from streamalloc.driver.internal import cuda
-from streamalloc.vmm.allocations import HandleNode, OwnsNode, allocations_of
+from streamalloc.vmm.allocation_handles import HandleNode, OwnsNode, allocations_of
 from streamalloc.vmm.physical_memory import PhysicalMemory
 from streamalloc.vmm.release_order import Kind
 
 __all__ = ["MipTail", "SparseArray", "TilePool"]
 
-_LAYERED, _SPARSE = 0x01, 0x40
-_SINGLE_TAIL = 1
-_TILE = 1 << 16
-_TAIL = -1
+_LAYERED, _SPARSE = 0x01, 0x40  # CUDA_ARRAY3D_LAYERED, CUDA_ARRAY3D_SPARSE
+_SINGLE_TAIL = 1  # CU_ARRAY_SPARSE_PROPERTIES_SINGLE_MIPTAIL
+_TILE = 1 << 16  # bytes
+_TAIL = -1  # level number of the mip tail in _Tile
 _FORMATS = {f"u{size}": f"UNSIGNED_INT{8 * size}" for size in (1, 2, 4)}
 _FORMATS |= {f"i{size}": f"SIGNED_INT{8 * size}" for size in (1, 2, 4)}
 _FORMATS |= {"f2": "HALF", "f4": "FLOAT"}
 
 Region: TypeAlias = Sequence[slice] | None
-"""Part of a level, a slice in elements for each dimension as in numpy; None for all of it."""
+"""Part of a level: one slice in elements for each dimension, as in numpy; None for the whole level."""
 
 
 class MipTail(NamedTuple):
-    """The levels that are too small for tiles of their own, and share memory."""
+    """The levels that are smaller than a tile and share memory."""
 
     first_level: int
+    """Number of the first such level."""
     nbytes: int
     """Size in bytes, for each layer unless :attr:`single`."""
     single: bool
-    """Whether all layers share one tail."""
+    """True if all layers share one tail."""
 
 
 class TilePool(Closes):
     """Physical memory for the tiles of sparse arrays of one device.
 
-    Tiles that were unmapped on one stream are taken again on any other, which is made to wait for the unmapping.
+    A tile that was unmapped on one stream can be mapped on any other; that stream then waits for the unmapping. ::
+
+        with vmm.TilePool(device, 2 << 20) as pool, vmm.SparseArray(device, (4096, 4096), np.float32) as array:
+            array.map(pool, (slice(0, 128), slice(0, 128)), stream=stream)
 
     Parameters
     ----------
     device
-        Whose memory it is.
+        Device of the memory.
     nbytes
         Size in bytes; rounded up to the granularity if ``round_up``.
 
     Raises
     ------
     NotSupportedError
-        The device has no sparse arrays.
+        The device does not support sparse arrays.
     OutOfMemoryError, TypeError, ValueError
         As for :class:`PhysicalMemory`.
     """
@@ -88,32 +93,32 @@ class TilePool(Closes):
     def __init__(self, device: Device, nbytes: int, *, round_up: bool = False) -> None:
         check_device("device", device)
         self.device: Device = device
-        """The device that has the memory."""
-        self.memory: PhysicalMemory = PhysicalMemory(nbytes, device, tile_pool=True, round_up=round_up)
-        """The physical memory."""
-        # Driver 580 crashes where the memory is released while an operation with it is queued.
+        """Device of the memory."""
+        self.memory: PhysicalMemory = PhysicalMemory(device, nbytes, tile_pool=True, round_up=round_up)
+        """Physical memory of the tiles."""
+        # Driver 580 crashes if the memory is released while an operation on it is queued.
         self.memory._node.users = (device.ordinal,)
         self.tiles: int = self.memory.nbytes // _TILE
-        """How many tiles of 64 KiB it has."""
+        """Number of tiles of 64 KiB."""
         self._free: deque[_FreeTile] = deque(_FreeTile(tile, None, None) for tile in range(self.tiles))
 
     @property
     def free_tiles(self) -> int:
-        """How many tiles are not in use."""
+        """Number of tiles that no array uses."""
         return len(self._free)
 
     @property
     def closed(self) -> bool:
-        """Whether the memory was given back."""
+        """Whether the memory is released."""
         return self.memory.closed
 
     def close(self) -> None:
-        """Give the memory back (``cuMemRelease``), once what was queued with it is done. Idempotent.
+        """Wait for queued operations on the memory and release it (``cuMemRelease``). Idempotent.
 
         Raises
         ------
         ValueError
-            An array still uses tiles of it: close or unmap that first.
+            An array uses tiles of the pool: unmap them, or close the array, first.
         """
         if self.memory.closed:
             return
@@ -125,7 +130,7 @@ class TilePool(Closes):
         self._free = deque(_FreeTile(free.tile, None, None) for free in self._free)
 
     def _take(self, count: int, stream: Stream) -> list[_FreeTile]:
-        """Tiles that ``stream`` may use, those that have been free for longest first."""
+        """Take tiles for use on ``stream``, the longest free first."""
         if self.memory.closed:
             raise ClosedError(f"{self!r} was closed")
         if count > len(self._free):
@@ -153,7 +158,7 @@ class TilePool(Closes):
 
 
 class _FreeTile(NamedTuple):
-    """A tile that is free, and since when: after an event of a stream, or for ever."""
+    """A tile that is free after an event of a stream; without an event it is free at once."""
 
     tile: int
     stream: Stream | None
@@ -161,7 +166,7 @@ class _FreeTile(NamedTuple):
 
 
 class _Array(HandleNode):
-    """What has to be undone of an array: by itself, or before memory of a pool is released that it has tiles of."""
+    """Release of an array and its tiles; it precedes the release of the pools that the tiles belong to."""
 
     __slots__ = ("device", "last", "map", "mipmapped")
 
@@ -170,26 +175,27 @@ class _Array(HandleNode):
         self.device = device
         self.mipmapped = mipmapped
         self.map: dict[_Tile, tuple[TilePool, int]] = {}
+        """Mapped tiles, each with its pool and its index there."""
         self.last: dict[int, Event] = {}
-        """The end of what was queued, by the handle of the stream."""
+        """Event after the last map or unmap, by stream handle."""
 
     def use(self, pool: TilePool) -> None:
-        """It has tiles of a pool, or is about to."""
+        """Order the release of the array before that of a pool."""
         self.allocations.order.relate(self, pool.memory._node)
 
     def done(self, pool: TilePool) -> None:
-        """Some tiles of a pool were given back."""
+        """Remove that order if the array has no tiles of the pool any more."""
         if all(user is not pool for user, _ in self.map.values()):
             self.allocations.order.unrelate(self, pool.memory._node)
 
     def give_up(self) -> None:
-        """Wait for what is queued: the driver is not said to."""
+        """Release it after queued work: the driver does not document that destroying an array waits."""
         if not self.given_up:
             self.allocations.drop_after((self.device.ordinal,), (self,))
         super().give_up()
 
     def release(self) -> None:
-        """Destroy the array, and give its tiles back; what was queued is done."""
+        """Destroy the array and return its tiles to their pools. No work on it is queued any more."""
         try:
             with self.device.current():
                 self.give_back("cuMipmappedArrayDestroy" if self.mipmapped else "cuArrayDestroy")
@@ -202,7 +208,7 @@ class _Array(HandleNode):
 
 
 class _Tile(NamedTuple):
-    """A tile of a level, or 64 KiB of a layer's mip tail: those have level ``_TAIL`` and are counted by ``x``."""
+    """A tile of a level, or 64 KiB of a mip tail, with ``level=_TAIL`` and ``x`` as index."""
 
     level: int
     layer: int
@@ -212,34 +218,38 @@ class _Tile(NamedTuple):
 
 
 class SparseArray(OwnsNode):
-    """A CUDA array, or mipmapped array, whose tiles are given memory one by one.
+    """A CUDA array, or mipmapped array, whose tiles are mapped to memory one by one.
 
-    Kernels use it through texture and surface objects of other libraries, made from :attr:`handle`.
+    Kernels use it through texture and surface objects of other libraries, made from :attr:`handle`. ::
+
+        with vmm.SparseArray(device, (4096, 4096), np.float32) as array:
+            array.map(pool, (slice(0, 128), slice(0, 128)), stream=stream)    # memory for one tile
+            array.mapped_tiles()[0, 0]                                        # True
 
     Parameters
     ----------
     device
-        Whose array it is.
+        Device of the array.
     shape
-        In elements, the fastest dimension last: (height, width), (depth, height, width), or with ``layered``
+        Shape in elements, the fastest dimension last: (height, width), (depth, height, width), or with ``layered``
         (layers, height, width).
     dtype
-        Of one channel: 8, 16 or 32 bits of integer, or 16 or 32 of floating point.
+        Type of one channel: an integer of 8, 16 or 32 bits, or a float of 16 or 32 bits.
     channels
-        1, 2 or 4 channels to an element.
+        1, 2 or 4 channels per element.
     layered
-        Whether the first of three dimensions counts layers.
+        If true, the first of three dimensions counts layers.
     levels
-        How many levels of detail; 0 makes an array that is not mipmapped.
+        Number of mipmap levels; 0 makes an array that is not mipmapped.
 
     Raises
     ------
     NotSupportedError
-        The device has no sparse arrays.
+        The device does not support sparse arrays.
     TypeError, ValueError
-        An argument is none of these.
+        An argument is not allowed.
     InvalidValueError
-        The driver has no such array; it may be too large in one dimension.
+        The driver refuses such an array; one dimension may be too large.
     """
 
     __slots__ = ("channels", "device", "dtype", "layered", "levels", "mip_tail", "shape", "tile")
@@ -256,17 +266,17 @@ class SparseArray(OwnsNode):
     ) -> None:
         check_device("device", device)
         self.device: Device = device
-        """The device that has the array."""
+        """Device of the array."""
         self.shape: tuple[int, ...] = tuple(checked_size("shape", extent) for extent in shape)
-        """The shape of level 0, in elements."""
+        """Shape of level 0, in elements."""
         self.dtype: np.dtype[Any] = np.dtype(dtype)
-        """The type of one channel."""
+        """Type of one channel."""
         self.channels: int = channels
-        """How many channels an element has."""
+        """Channels per element."""
         self.layered: bool = bool(layered)
-        """Whether the first dimension counts layers."""
+        """True if the first dimension counts layers."""
         self.levels: int = checked_size("levels", levels)
-        """How many levels of detail there are; 0 where the array is not mipmapped."""
+        """Number of mipmap levels; 0 if the array is not mipmapped."""
         self._node = _Array(device, bool(self.levels))
         kind = f"{self.dtype.kind}{self.dtype.itemsize}"
         if len(self.shape) not in (2, 3) or 0 in self.shape:
@@ -301,14 +311,14 @@ class SparseArray(OwnsNode):
         extent = found.tileExtent
         extents = (int(extent.depth), int(extent.height), int(extent.width))
         self.tile: tuple[int, ...] = extents[1 if len(self.shape) == 2 or self.layered else 0 :]
-        """The shape of a tile in elements: (height, width) or (depth, height, width)."""
+        """Shape of a tile in elements: (height, width) or (depth, height, width)."""
         tail = MipTail(int(found.miptailFirstLevel), int(found.miptailSize), bool(int(found.flags) & _SINGLE_TAIL))
         self.mip_tail: MipTail | None = tail if tail.nbytes else None
-        """The levels that are mapped together; None where there are none."""
+        """Levels that share memory; None if there are none."""
 
     @property
     def handle(self) -> int:
-        """The driver's handle (``CUarray`` or ``CUmipmappedArray``) as a number.
+        """Driver handle (``CUarray`` or ``CUmipmappedArray``) as a number.
 
         Raises
         ------
@@ -319,7 +329,7 @@ class SparseArray(OwnsNode):
 
     @property
     def layers(self) -> int:
-        """How many layers there are; 1 where the array is not layered."""
+        """Number of layers; 1 if the array is not layered."""
         return self.shape[0] if self.layered else 1
 
     @property
@@ -333,15 +343,15 @@ class SparseArray(OwnsNode):
         return self.dtype.itemsize * self.channels
 
     def level_shape(self, level: int = 0) -> tuple[int, ...]:
-        """The shape of one level, without layers, in elements."""
+        """Return the shape of one level in elements, without layers."""
         most = max(self.levels, 1)
         if not 0 <= level < most:
             raise ValueError(f"level={level}: the array has {most}")
         extents = self.shape[1:] if self.layered else self.shape
         return tuple(max(extent >> level, 1) for extent in extents)
 
-    def mapped(self, level: int = 0, layer: int = 0) -> npt.NDArray[np.bool_]:
-        """Which tiles of a level have memory: an array of one truth value a tile."""
+    def mapped_tiles(self, level: int = 0, layer: int = 0) -> npt.NDArray[np.bool_]:
+        """Return for each tile of a level whether it is mapped, as an array with one element per tile."""
         self._check_layer(layer)
         grid = tuple(-(-extent // step) for extent, step in zip(self.level_shape(level), self.tile, strict=True))
         found = np.zeros(grid, np.bool_)
@@ -350,49 +360,54 @@ class SparseArray(OwnsNode):
                 found[(tile.z, tile.y, tile.x)[-len(grid) :]] = True
         return found
 
+    def mapped(self, level: int = 0, layer: int = 0) -> npt.NDArray[np.bool_]:
+        """Return :meth:`mapped_tiles`. Deprecated."""
+        warnings.warn("mapped() is deprecated: call mapped_tiles()", DeprecationWarning, stacklevel=2)
+        return self.mapped_tiles(level, layer)
+
     @property
     def mapped_bytes(self) -> int:
-        """How much memory of tile pools the array uses, in bytes."""
+        """Memory of tile pools that the array uses, in bytes."""
         return _TILE * len(self._node.map)
 
     def map(self, pool: TilePool, region: Region = None, *, level: int = 0, layer: int = 0, stream: StreamLike) -> None:
-        """Give a region memory, in stream order (``cuMemMapArrayAsync``); its contents are undefined until written.
+        """Map the tiles of a region, stream-ordered (``cuMemMapArrayAsync``); their contents are undefined.
 
         Parameters
         ----------
         pool
-            Where the tiles come from.
+            Pool of the tiles' memory.
         region
-            Slices in elements, which begin and end at tiles or at the array's end; None for the whole level.
+            Slices in elements that begin and end at tiles or at the end of the level; None for the whole level.
         level, layer
-            Of which level of detail, below the mip tail, and of which layer.
+            Mipmap level, below the mip tail, and layer.
         stream
-            A stream of the array's device, after whose work it is mapped and before whose later work.
+            Stream of the array's device that orders the mapping.
 
         Raises
         ------
         OutOfMemoryError
-            The pool has too few tiles. Nothing is mapped.
+            The pool has too few free tiles. Nothing is mapped.
         ValueError
-            The region cuts tiles, is outside, or has memory already; level, layer or stream are not the array's.
+            The region cuts tiles, is outside of the level or is mapped already; the array has no such level or layer.
         CaptureError
             The stream is being captured.
         """
         self._map(self._tiles(region, level, layer), pool, stream)
 
     def unmap(self, region: Region = None, *, level: int = 0, layer: int = 0, stream: StreamLike) -> None:
-        """Take the memory of a region away, in stream order, and give its tiles back to their pools.
+        """Unmap the tiles of a region, stream-ordered, and return them to their pools.
 
-        Tiles that have none are left alone. Parameters and errors as for :meth:`map`.
+        Tiles that are not mapped are skipped. Parameters and errors as for :meth:`map`.
         """
         self._unmap(self._tiles(region, level, layer), stream)
 
     def map_tail(self, pool: TilePool, *, layer: int = 0, stream: StreamLike) -> None:
-        """Give the mip tail of a layer memory, in stream order; parameters and errors as for :meth:`map`."""
+        """Map the mip tail of a layer, stream-ordered; parameters and errors as for :meth:`map`."""
         self._map(self._tail_tiles(layer), pool, stream)
 
     def unmap_tail(self, *, layer: int = 0, stream: StreamLike) -> None:
-        """Take the memory of a layer's mip tail away, in stream order."""
+        """Unmap the mip tail of a layer, stream-ordered."""
         self._unmap(self._tail_tiles(layer), stream)
 
     def _map(self, tiles: Iterator[_Tile], pool: TilePool, stream: StreamLike) -> None:
@@ -436,24 +451,24 @@ class SparseArray(OwnsNode):
     def copy_from(
         self, source: npt.NDArray[Any], stream: StreamLike, *, region: Region = None, level: int = 0, layer: int = 0
     ) -> None:
-        """Copy from a contiguous host array into a region, in stream order (``cuMemcpy3DAsync``).
+        """Copy from a contiguous host array into a region, stream-ordered (``cuMemcpy3DAsync``).
 
-        Its shape is that of the region, with the channels as a last dimension where there are several. What falls on
-        tiles without memory is dropped.
+        The shape of ``source`` is that of the region, with a last dimension for the channels if there are several.
+        Unmapped tiles discard the bytes.
         """
         self._copy(np.asarray(source), stream, region, level, layer, to_array=True)
 
     def copy_to(
         self, target: npt.NDArray[Any], stream: StreamLike, *, region: Region = None, level: int = 0, layer: int = 0
     ) -> None:
-        """Copy a region into a contiguous host array, in stream order; see :meth:`copy_from`."""
+        """Copy a region into a contiguous host array, stream-ordered; see :meth:`copy_from`."""
         if not isinstance(target, np.ndarray) or not target.flags.writeable:
             raise TypeError(f"target must be a writable numpy array, not {target!r}")
         self._copy(target, stream, region, level, layer, to_array=False)
 
     def close(self) -> None:
-        """Destroy the array once what was queued is done (``cuArrayDestroy``), and give its tiles back. Idempotent."""
-        # The driver is not said to wait for maps and unmaps that are queued.
+        """Wait for queued maps and unmaps, destroy the array (``cuArrayDestroy``) and return its tiles. Idempotent."""
+        # The driver does not document that destroying an array waits for queued maps and unmaps.
         for event in self._node.last.values():
             event.synchronize()
         if self._node.raw is not None:
@@ -462,7 +477,7 @@ class SparseArray(OwnsNode):
     # -- the driver's structs --------------------------------------------------------------------------------
 
     def _info(self, tile: _Tile, pool: TilePool | None, slot: int) -> Any:
-        """What maps a tile to a pool's memory; None unmaps it."""
+        """Make the ``CUarrayMapInfo`` that maps a tile to memory of a pool, or unmaps it if ``pool`` is None."""
         info = cuda.CUarrayMapInfo()
         if self.levels:
             info.resourceType = cuda.CUresourcetype.CU_RESOURCE_TYPE_MIPMAPPED_ARRAY
@@ -486,7 +501,7 @@ class SparseArray(OwnsNode):
         info.subresourceType = kinds.CU_ARRAY_SPARSE_SUBRESOURCE_TYPE_SPARSE_LEVEL
         part = info.subresource.sparseLevel
         shape, steps = self.level_shape(tile.level), self.tile
-        starts = [place * step for place, step in zip(tile[-len(steps) :], steps, strict=True)]
+        starts = [index * step for index, step in zip(tile[-len(steps) :], steps, strict=True)]
         # The last tile ends where the level does.
         extents = [min(step, extent - start) for start, step, extent in zip(starts, steps, shape, strict=True)]
         part.level, part.layer = tile.level, tile.layer
@@ -500,11 +515,11 @@ class SparseArray(OwnsNode):
             session_of(self.device).call("cuMemMapArrayAsync", infos, len(infos), raw_handle(stream))
 
     def _note(self, stream: Stream) -> Event | None:
-        """Remember how far a stream has to go before the array can be destroyed, or what it unmapped be used again."""
+        """Record an event after the last map or unmap on a stream, for :meth:`close` and for reuse of tiles."""
         try:
             event = stream.record()
         except CudaError:
-            # The map or unmap is queued and cannot be called back: without an event the host has to see it done.
+            # The map or unmap is queued already: without an event the host waits for it.
             stream.synchronize()
             return None
         self._node.last[stream.handle] = event
@@ -544,7 +559,7 @@ class SparseArray(OwnsNode):
     # -- checks ----------------------------------------------------------------------------------------------
 
     def _bounds(self, region: Region, level: int, layer: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Where a region begins and ends, in elements."""
+        """Return the start and stop indices of a region, in elements."""
         self._check_layer(layer)
         shape = self.level_shape(level)
         parts = (slice(None),) * len(shape) if region is None else tuple(region)
@@ -570,16 +585,16 @@ class SparseArray(OwnsNode):
                 ends = f"at multiples of {self.tile} elements, or at the end of the level, which has shape {shape}"
                 raise ValueError(f"region={region!r} cuts tiles, which begin and end {ends}")
             ranges.append(range(start // step, -(-stop // step)))
-        for place in itertools.product(*ranges):
-            yield _Tile(level, layer, *(0,) * (3 - len(place)), *place)
+        for index in itertools.product(*ranges):
+            yield _Tile(level, layer, *(0,) * (3 - len(index)), *index)
 
     def _tail_tiles(self, layer: int) -> Iterator[_Tile]:
         self._checked_raw()
         self._check_layer(layer)
         if self.mip_tail is None:
             raise ValueError(f"{self!r} has no mip tail: map() maps all of it")
-        for place in range(-(-self.mip_tail.nbytes // _TILE)):
-            yield _Tile(_TAIL, 0 if self.mip_tail.single else layer, 0, 0, place)
+        for index in range(-(-self.mip_tail.nbytes // _TILE)):
+            yield _Tile(_TAIL, 0 if self.mip_tail.single else layer, 0, 0, index)
 
     def _check_layer(self, layer: int) -> None:
         if not 0 <= layer < self.layers:

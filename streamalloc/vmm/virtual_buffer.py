@@ -1,11 +1,11 @@
-"""Memory at one address made of chunks: what growing, striped and evictable buffers have in common."""
+"""Buffers of mapped chunks at a constant address, which can be evicted and restored."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from typing_extensions import Self
 
@@ -40,18 +40,18 @@ from streamalloc.pool.internal import reachable_from
 from streamalloc.vmm.access import Access, Rights, rights_of, structs_of
 from streamalloc.vmm.address_range import AddressRange, drawn, rights_text
 from streamalloc.vmm.address_range import Mapping as MemoryMapping
-from streamalloc.vmm.allocations import allocations_of
+from streamalloc.vmm.allocation_handles import allocations_of
 from streamalloc.vmm.backup import Backup, BackupRange, Copies, copying
-from streamalloc.vmm.generic_handle import GenericAllocation
+from streamalloc.vmm.generic_allocation import GenericAllocation
 from streamalloc.vmm.physical_memory import MemorySpec, PhysicalMemory
 from streamalloc.vmm.reservation import MappedBytes
-from streamalloc.vmm.waiting import After, wait_for_users
+from streamalloc.vmm.synchronization import After, wait_for_users
 
 __all__ = ["ChunkSpec", "Eviction", "VirtualBuffer", "copying_stream", "evict_all", "restore_all"]
 
 
 class ChunkSpec(NamedTuple):
-    """Physical memory that is to be: where in the range, how much, and of which kind."""
+    """A chunk of physical memory to create: offset and size in bytes, and its properties."""
 
     offset: int
     nbytes: int
@@ -59,66 +59,75 @@ class ChunkSpec(NamedTuple):
 
 
 class Eviction(NamedTuple):
-    """The physical memory that a buffer has released, and the bytes that it had."""
+    """The physical memory that a buffer released, and its bytes."""
 
     pieces: tuple[ChunkSpec, ...]
+    """Chunks that :meth:`VirtualBuffer.restore` creates again."""
     saved: BackupRange | None
-    """The bytes in a backup; None where they were given up."""
+    """The bytes in a backup; None without a backup."""
+    held: tuple[MappedBytes, ...] = ()
+    """Unmapped memory with the bytes, after an eviction that could neither finish nor be undone."""
 
     @property
     def backup(self) -> Memory | None:
-        """The copy of the bytes; None where they were given up."""
+        """The copy of the bytes; None without a backup."""
         return None if self.saved is None else self.saved.memory
 
     @property
     def own(self) -> bool:
-        """Whether the copy was allocated for the buffer, and is freed once it is restored."""
+        """Whether the copy was allocated for the buffer; it is freed after the restore."""
         return self.saved is not None and self.saved.backup.own
 
     @property
     def nbytes(self) -> int:
-        """How much physical memory was given back, in bytes."""
+        """Physical memory that was released, in bytes."""
         return sum(piece.nbytes for piece in self.pieces)
 
 
 class VirtualBuffer(Memory, Closes, Drawn):
-    """A buffer whose address stays while the physical memory behind it comes and goes.
+    """A buffer with a constant address whose physical memory can be released and created again.
 
-    It owns an :class:`AddressRange` and the memory that it maps there from the beginning on, without a hole. It can be
-    *evicted*: the physical memory goes back to the driver, with or without a copy in host memory, and :meth:`restore`
-    puts memory with the same bytes at the same addresses. :class:`GrowableBuffer` and :func:`stripe` make such buffers.
+    It owns an :class:`AddressRange`, and maps memory from its start, without a hole. :meth:`evict` releases the
+    physical memory of one buffer, with or without a copy in host memory; :meth:`restore` maps memory with the same
+    bytes at the same addresses. :class:`SleepGroup` does the same for many buffers at once: ``sleep()`` evicts and
+    ``wake()`` restores all of them or none. A buffer of a group can be restored alone.
+    :class:`GrowableBuffer` and :func:`stripe` make such buffers. ::
 
-    Unmapping is not in stream order, see :class:`AddressRange`: :meth:`evict` and :meth:`close` take ``after``.
-    An operation that fails leaves the buffer as it was, and can be tried again. Memory that the driver then refuses to
-    release is released later. Not to be used from several threads at once.
+        buffer.evict(host_pool)    # frees device memory; buffer.address stays reserved
+        buffer.restore()           # same address, same bytes
+
+    Unmapping is not stream-ordered, see :class:`AddressRange`: :meth:`evict` and :meth:`close` take ``after``.
+    After an error the buffer is unchanged and the operation can be repeated. Memory that the driver refuses to release
+    is released later. Not thread-safe.
     """
 
     __slots__ = (
-        "__weakref__", "_device", "_evicted", "_given_stream", "_mapped", "_nbytes", "_plain", "_rights", "_structs",
-        "range",
+        "__weakref__", "_device", "_direct", "_evicted", "_given_stream", "_mapped", "_nbytes", "_rights", "_session",
+        "_structs", "range",
     )  # fmt: skip
 
     def _open(
         self, device: Device, capacity: int, alignment: int, address: int, rights: Rights, stream: StreamLike | None
     ) -> None:
-        """Reserve the addresses; everything else is still to come."""
+        """Reserve the addresses and set all attributes."""
         self._device = device
-        self._given_stream = None if stream is None else as_stream(stream, session_of(device))
+        self._session: Session = session_of(device)
+        self._given_stream = None if stream is None else as_stream(stream, self._session)
         self._rights = rights
         self._structs = structs_of(rights)
-        """What the driver takes for :attr:`_rights`."""
+        """``CUmemAccessDesc`` structs of :attr:`_rights`."""
         self._mapped = 0
         self._nbytes = 0
         self._evicted: Eviction | None = None
-        self._plain: tuple[Any, ...] | None = None
-        """What the fast path of growing needs; None where the slow one has to look first."""
+        self._direct: MemorySpec | None = None
+        """Spec of the next chunk if growing needs no checks; None otherwise."""
         self.range: AddressRange = AddressRange(capacity, alignment=alignment, address=address, driver=device.driver)
-        """The addresses, which are the buffer's until it is closed."""
+        """The reserved addresses, which only the buffer maps and unmaps."""
         self.range._owned = True
 
     @property
     def address(self) -> int:
-        """Where the buffer begins; the same from the beginning to the end, also while it is evicted.
+        """Address of the buffer; constant until it is closed, also while it is evicted.
 
         Raises
         ------
@@ -129,37 +138,37 @@ class VirtualBuffer(Memory, Closes, Drawn):
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes, as it was asked for."""
+        """Size in bytes, as requested."""
         return self._nbytes
 
     @property
     def capacity(self) -> int:
-        """How many bytes of addresses are reserved."""
+        """Reserved addresses in bytes."""
         return self.range.nbytes
 
     @property
     def mapped_bytes(self) -> int:
-        """How much physical memory is mapped, in bytes: :attr:`nbytes`, rounded up; 0 while it is evicted."""
+        """Mapped physical memory in bytes: :attr:`nbytes` rounded up, or 0 while it is evicted."""
         return 0 if self._evicted else self._mapped
 
     @property
     def mappings(self) -> tuple[MemoryMapping, ...]:
-        """The chunks that it is made of, in the order of addresses; the buffer unmaps them."""
+        """Mappings of its chunks, in the order of addresses; only the buffer unmaps them."""
         return tuple(MemoryMapping(self.range, entry) for entry in self.range._node.touching(0, self._mapped))
 
     @property
     def device(self) -> Device:
-        """The device that has the memory; of several, the first."""
+        """Device of the memory; the first of several."""
         return self._device
 
     @property
     def stream(self) -> Stream:
-        """The stream that orders operations which name no other; by default the device's default stream."""
+        """Stream of operations that name none; by default the device's default stream."""
         return self._device.default_stream if self._given_stream is None else self._given_stream
 
     @property
     def location(self) -> MemLocation:
-        """Where the memory is; of several devices, the first."""
+        """Location of the memory; the first of several devices."""
         return self._device.location
 
     @property
@@ -169,27 +178,27 @@ class VirtualBuffer(Memory, Closes, Drawn):
 
     @property
     def device_accessible(self) -> bool:
-        """Whether the stream's device may use the memory."""
+        """Whether the stream's device has access."""
         return bool(self._rights.get(self.stream.device.location, MemAccess.NONE))
 
     @property
     def host_accessible(self) -> bool:
-        """False: the host reaches no device memory."""
+        """False: the host has no access to device memory."""
         return False
 
     @property
     def rights(self) -> Rights:
-        """Who may use the memory; whatever is mapped later gets the same."""
+        """Permissions by location, which later chunks get too."""
         return dict(self._rights)
 
     @property
     def evicted(self) -> bool:
-        """Whether the physical memory was given back."""
+        """Whether the physical memory is released."""
         return self._evicted is not None
 
     @property
     def eviction(self) -> Eviction | None:
-        """What was given back, and the backup; None while the memory is there."""
+        """The released memory and its backup; None unless evicted."""
         return self._evicted
 
     @property
@@ -197,21 +206,20 @@ class VirtualBuffer(Memory, Closes, Drawn):
         """Whether the buffer was closed."""
         return self.range.closed
 
-    def set_access(self, access: Access, flags: MemAccess = MemAccess.READWRITE, *, after: After = None) -> None:
-        """Set who may use the memory, what is mapped now and what will be (``cuMemSetAccess``).
+    def set_access(self, who: Access, access: MemAccess = MemAccess.READWRITE, *, after: After = None) -> None:
+        """Set permissions on the present and future memory of the buffer (``cuMemSetAccess``).
 
-        Parameters as for :meth:`AddressRange.set_access`. While the buffer is evicted this takes effect when it is
-        restored.
+        Parameters as for :meth:`AddressRange.set_access`. While the buffer is evicted, the permissions take effect when
+        it is restored.
         """
         self._check_open()
-        rights = device_rights(access, self._session, flags)
-        self._plain = None
+        rights = device_rights(who, self._session, access)
+        self._direct = None
         self._trim(self._mapped)
         entries = self.range._node.table()
         if rights and entries:
             self.range._node.set_rights(entries, rights, after)
         kept = {where: allowed for where, allowed in {**self._rights, **rights}.items() if allowed}
-        # Nothing is called between these two.
         self._structs, self._rights = structs_of(kept), kept
 
     def evict(
@@ -222,31 +230,30 @@ class VirtualBuffer(Memory, Closes, Drawn):
         after: After = None,
         shared: bool = False,
     ) -> None:
-        """Give the physical memory back; the addresses stay reserved. Blocks the host until the bytes are safe.
+        """Release the physical memory; the addresses stay reserved. Blocks the host until the bytes are copied.
 
         Parameters
         ----------
         backup
-            Where the bytes go: a pool in host memory that gives the device access (then the copy runs at the speed of
-            pinned memory), which the copy is allocated from; or memory of the same size. None gives the bytes up.
+            A pool in host memory that gives the device access, which the copy is allocated from (the copy then runs at
+            the speed of pinned memory); or memory of the same size. None discards the bytes.
         stream
-            The stream that copies; default: the buffer's.
+            The stream of the copy; default: the buffer's.
         after
-            What must have passed before: events, streams, ``()`` for nothing; by default all work of the devices that
-            have access.
+            Events or streams to wait for first; ``()`` for none. By default all work of the devices with access.
         shared
-            It was exported, and every importer has closed it, as have descriptors that hold its handles. Nobody checks
-            that: memory that is open elsewhere is not free then, and keeps its bytes.
+            Evict memory that was exported. Every importer and every descriptor of its handles must be closed; this is
+            not checked. Memory that is still open elsewhere is not freed, and keeps its bytes.
 
         Raises
         ------
         EvictedError
             It is evicted already.
         InUseError
-            Some of the memory was exported (and ``shared`` is False), is mapped elsewhere too or bound to a multicast
-            object: giving it back here would free nothing.
+            Some of the memory was exported (and ``shared`` is False), is mapped elsewhere, or is bound to a multicast
+            object: releasing it here would free nothing.
         OutOfMemoryError
-            There is no memory for the backup. Nothing has changed.
+            There is not enough memory for the backup. The buffer is unchanged.
         CaptureError
             ``stream`` is being captured, or another stream is and ``after`` is None.
         TypeError, ValueError
@@ -259,7 +266,7 @@ class VirtualBuffer(Memory, Closes, Drawn):
         evict_all({self: entries}, {} if saved is None else {self: saved}, ordered)
 
     def _evictable(self, *, shared: bool) -> list[MappedBytes]:
-        """What is mapped; raises where it cannot be given back."""
+        """Return the mappings; raise if their memory cannot be released."""
         self._check_open()
         if self._evicted:
             raise EvictedError(f"{self!r} is evicted already")
@@ -279,30 +286,34 @@ class VirtualBuffer(Memory, Closes, Drawn):
         return entries
 
     def _give_back(self, entries: Sequence[MappedBytes], saved: BackupRange | None) -> None:
-        """Unmap the memory, whose bytes are in a backup; the handles stay, see :meth:`_take_back`."""
+        """Unmap memory whose bytes are in a backup; the handles stay open for :meth:`_take_back`."""
         chunks = tuple(ChunkSpec(entry.offset, entry.nbytes, _spec_of(entry)) for entry in entries)
-        self._plain, self._evicted = None, Eviction(chunks, saved)
+        self._direct, self._evicted = None, Eviction(chunks, saved)
         self.range._node.unmap(entries)
 
     def _take_back(self, entries: Sequence[MappedBytes], stream: Stream) -> None:
-        """Undo :meth:`_give_back`, wherever that has stopped. Where this fails the buffer is evicted."""
-        evicted = self._evicted
+        """Undo :meth:`_give_back`, however far it came.
+
+        After an error the buffer is evicted. Without a backup it keeps the memory, and :meth:`restore` tries again.
+        """
+        evicted, node = self._evicted, self.range._node
         if evicted is None:
             return
-        unmapped = [entry for entry in entries if entry.gone]
+        unmapped = [entry for entry in entries if entry.gone and not node.touching(entry.offset, entry.stop)]
         if not all(entry.held for entry in unmapped):
-            # Memory that only its mapping has held is gone.
-            restore_all({self: evicted}, stream)
+            # Some of the memory had no handle left when it was unmapped.
+            restore_all({self: evicted._replace(held=())}, stream)
             stream.synchronize()
             return
+        if evicted.saved is None:
+            self._evicted = evicted._replace(held=tuple(entries))
         for entry in unmapped:
             self._map_again(entry)
-        if unmapped:
-            node = self.range._node
-            node.grant(node.touching(0, self._mapped), self._rights, self._structs)
+        node.grant(node.touching(0, self._mapped), self._rights, self._structs)
         self._evicted = None
 
     def _map_again(self, entry: MappedBytes) -> None:
+        """Map the memory of an unmapped entry at its old offset."""
         if entry._memory is not None:
             self.range._map(entry._memory, entry.offset)
             return
@@ -310,25 +321,25 @@ class VirtualBuffer(Memory, Closes, Drawn):
         mapped = MappedBytes(node, entry.offset, entry.stop, {})
         try:
             node.add(mapped)
-            # Nothing is called between these two.
             mapped._raw, entry._raw = entry._raw, None
             mapped.map(mapped._raw)
         except BaseException as first:
+            entry._raw, mapped._raw = mapped._raw, None
             mapped.undo(first)
             raise
 
     def restore(self, *, stream: StreamLike | None = None) -> None:
-        """Map new physical memory at the same addresses, with the same access, and copy the backup into it.
+        """Map new physical memory at the same addresses, with the same permissions, and copy the backup into it.
 
-        The copy is in stream order: use the bytes on ``stream`` (default: the buffer's) or after it. Without a backup
-        the bytes are undefined.
+        The copy is stream-ordered: use the bytes on ``stream`` (default: the buffer's) or after it. Without a backup
+        the bytes are undefined. A buffer that a :class:`SleepGroup` put to sleep can be restored too.
 
         Raises
         ------
         EvictedError
             It is not evicted.
         OutOfMemoryError
-            There is not enough memory. The buffer is evicted as before, and the backup whole.
+            There is not enough memory. The buffer is still evicted, and its backup complete.
         """
         self._check_open()
         evicted = self._evicted
@@ -340,22 +351,22 @@ class VirtualBuffer(Memory, Closes, Drawn):
         return copying_stream(self.stream if stream is None else stream, self._session)
 
     def _load(self, saved: BackupRange, made: Sequence[MappedBytes], copies: Copies, stream: Stream) -> None:
-        """Queue the copy of the bytes into the memory that was made for them."""
+        """Queue the copy of the bytes into new memory."""
         target = CopySide(self.address, self._nbytes, self._resident_on(), self)
         writer = stream.device.location
         allowed = self._rights.get(writer, MemAccess.NONE)
         if allowed == MemAccess.READWRITE:
             saved.load(target, copies)
             return
-        # The device that copies needs to write meanwhile.
+        # The device that copies needs write access during the copy.
         self.range._node.grant(made, {writer: MemAccess.READWRITE})
         saved.load(target, copies)
         stream.synchronize()
         self.range._node.grant(made, {writer: allowed})
 
     def close(self, after: After = None) -> None:
-        """Unmap and release everything, and give the addresses back, once ``after`` has passed. Idempotent."""
-        self._plain = None
+        """Wait for ``after``, then unmap and release the memory and free the addresses. Idempotent."""
+        self._direct = None
         if self.range.closed:
             return
         entries = list(self.range._node.table())
@@ -365,14 +376,17 @@ class VirtualBuffer(Memory, Closes, Drawn):
         evicted = self._evicted
         self._evicted = None
         self._mapped = self._nbytes = 0
-        if evicted is not None and evicted.saved is not None:
-            evicted.saved.leave()
+        if evicted is not None:
+            for entry in evicted.held:
+                entry.close()
+            if evicted.saved is not None:
+                evicted.saved.leave()
         self.range._free()
 
-    # -- for the kinds of such buffers -----------------------------------------------------------------------
+    # -- for subclasses --------------------------------------------------------------------------------------
 
-    def _put(self, chunks: Sequence[ChunkSpec]) -> list[MappedBytes]:
-        """Make, map and give access to chunks that lie side by side: all of them, or none."""
+    def _create_chunks(self, chunks: Sequence[ChunkSpec]) -> list[MappedBytes]:
+        """Create and map adjacent chunks and set their permissions: all of them, or none."""
         if not chunks:
             return []
         start = chunks[0].offset
@@ -380,16 +394,16 @@ class VirtualBuffer(Memory, Closes, Drawn):
         for watcher in self.range._node.allocations.watchers:
             watcher.to_be_mapped(self.range.address + start, sum(chunk.nbytes for chunk in chunks))
         with undoing(lambda: self._trim(start)):
-            made = [self._put_one(chunk) for chunk in chunks]
+            made = [self._create_chunk(chunk) for chunk in chunks]
             self.range._node.grant(made, self._rights, self._structs)
         return made
 
-    def _put_one(self, chunk: ChunkSpec) -> MappedBytes:
-        """Make and map a chunk, to which nobody has access yet."""
+    def _create_chunk(self, chunk: ChunkSpec) -> MappedBytes:
+        """Create and map a chunk, without permissions."""
         node, spec = self.range._node, chunk.spec
         if spec is not node.maker:
             memory = spec.make(chunk.nbytes)
-            # As long as the error is there nobody else releases it.
+            # The traceback keeps the object alive, so its finaliser would come too late.
             with undoing(memory.close):
                 return self.range._map(memory, chunk.offset)
         entry = MappedBytes(node, chunk.offset, chunk.offset + chunk.nbytes, {})
@@ -403,7 +417,7 @@ class VirtualBuffer(Memory, Closes, Drawn):
         return entry
 
     def _map_all(self, at: int, memories: Iterable[GenericAllocation]) -> list[MappedBytes]:
-        """Map memories side by side and give access to them."""
+        """Map allocations side by side and set their permissions."""
         made = []
         for memory in memories:
             made.append(self.range._map(memory, at))
@@ -412,21 +426,21 @@ class VirtualBuffer(Memory, Closes, Drawn):
         return made
 
     def _trim(self, start: int) -> None:
-        """Unmap what is mapped from an offset on, where nothing is the buffer's: a call that failed has left it."""
-        range = self.range
-        table = range._node.table()
+        """Unmap what a failed call left mapped behind the buffer's end."""
+        node = self.range._node
+        table = node.table()
         if table and table[-1].stop > start:
-            self._discard(range._node.touching(start, range.nbytes))
+            self._discard(node.touching(start, node.nbytes))
 
     def _clear(self) -> None:
-        """Unmap what a restore that failed has left, after the work that may use it."""
+        """Unmap what a failed restore left, after the work that may use it."""
         entries = list(self.range._node.table())
         if entries:
             wait_for_users(None, self._session, (entry.rights for entry in entries))
             self._discard(entries)
 
     def _cut(self, mapped: int, nbytes: int) -> None:
-        """Keep ``mapped`` bytes, where a chunk ends. Where the driver refuses to unmap, the buffer is as it was."""
+        """Unmap everything behind ``mapped`` bytes, where a chunk ends. After an error the buffer is unchanged."""
         before = self._mapped, self._nbytes
         self._mapped, self._nbytes = mapped, nbytes
         try:
@@ -436,8 +450,8 @@ class VirtualBuffer(Memory, Closes, Drawn):
             raise
 
     def _discard(self, entries: Sequence[MappedBytes]) -> None:
-        """Unmap memory, and release it: what the driver refuses to release is released later."""
-        self._plain = None
+        """Unmap memory and release it; memory that the driver refuses to release is released later."""
+        self._direct = None
         if entries:
             entries = self._reclaim(entries)
             self.range._node.unmap(entries)
@@ -445,7 +459,7 @@ class VirtualBuffer(Memory, Closes, Drawn):
                 entry.close()
 
     def _reclaim(self, entries: Sequence[MappedBytes]) -> Sequence[MappedBytes]:
-        """What is this buffer's to unmap of mappings that others may have been offered."""
+        """Return the mappings that no recycler has taken from the buffer."""
         return entries
 
     def _backup(self, backup: MemoryPool | Memory | None, stream: Stream) -> BackupRange | None:
@@ -453,13 +467,13 @@ class VirtualBuffer(Memory, Closes, Drawn):
             return None
         if not isinstance(backup, (MemoryPool, Memory)):
             raise TypeError(f"backup must be a MemoryPool or Memory, not {type(backup).__name__} ({backup!r})")
-        if backup._session is not self._session:
+        if session_of(backup) is not self._session:
             raise ValueError(f"backup {backup!r} belongs to another driver")
         if isinstance(backup, Memory):
             if backup.nbytes != self._nbytes:
                 raise ValueError(f"backup has {size_text(backup.nbytes)} and the buffer {size_text(self._nbytes)}")
             if self.address - backup.nbytes < backup.address < self.address + self._nbytes:
-                raise ValueError(f"backup={backup!r} is the buffer's own memory, which is given back")
+                raise ValueError(f"backup={backup!r} is the buffer's own memory, which is released")
             return Backup(backup, own=False).hold(0, self._nbytes)
         if not backup.location.on_host:
             raise ValueError(f"backup={backup!r} is not in host memory")
@@ -494,10 +508,6 @@ class VirtualBuffer(Memory, Closes, Drawn):
         yield "chunks", len(self.range._node.table())
         yield "", drawn(self.range)
 
-    @property
-    def _session(self) -> Session:
-        return self._device._session
-
     def __enter__(self) -> Self:
         self._check_open()
         return self
@@ -520,10 +530,10 @@ def _spec_of(entry: MappedBytes) -> MemorySpec:
 def evict_all(
     entries: Mapping[VirtualBuffer, Sequence[MappedBytes]], saved: Mapping[VirtualBuffer, BackupRange], stream: Stream
 ) -> None:
-    """Copy the bytes of buffers to their ranges of backups, and release their memory: that of all, or of none.
+    """Copy the bytes of buffers to their backups, and release their memory: all of it, or none.
 
-    The memory is released when all of it is unmapped; until then it can be mapped again. A buffer that cannot be is
-    evicted, with its backup.
+    No memory is released before all of it is unmapped, so that an error can be undone. If the undo of a buffer fails
+    too, the buffer is evicted, with its backup or its memory.
     """
     with copying(stream) as copies:
 
@@ -542,17 +552,17 @@ def evict_all(
     for buffer, several in entries.items():
         for entry in several:
             entry.close()
-        # Without its objects: with them handles stay open that were made to share it, which keep the memory.
+        # Drop the memory objects: handles that were exported from them would keep the memory.
         buffer.range._node.table()
 
 
 def restore_all(evictions: Mapping[VirtualBuffer, Eviction], stream: Stream) -> None:
-    """Map new memory for buffers that are evicted, and queue the copies of their bytes: for all, or for none."""
+    """Map new memory for evicted buffers, and queue the copies of their bytes: for all, or for none."""
     made: dict[VirtualBuffer, list[MappedBytes]] = {}
     with copying(stream) as copies:
 
         def undo() -> None:
-            # What is unmapped must not be written any more. What stays mapped is unmapped by the next attempt.
+            # No copy may write memory that is unmapped. The next attempt unmaps what stays mapped.
             copies.synchronize()
             undo_all(
                 functools.partial(buffer._discard, several)
@@ -561,14 +571,17 @@ def restore_all(evictions: Mapping[VirtualBuffer, Eviction], stream: Stream) -> 
             )
 
         with undoing(undo):
-            # First memory for all of them: that it runs out is what is likely to fail.
+            # Create all memory before the first copy: most errors are a lack of memory.
             for buffer, eviction in evictions.items():
+                if eviction.held:
+                    buffer._take_back(eviction.held, stream)
+                    continue
                 buffer._clear()
-                made[buffer] = buffer._put(eviction.pieces)
+                made[buffer] = buffer._create_chunks(eviction.pieces)
             for buffer, eviction in evictions.items():
                 if eviction.saved is not None:
                     buffer._load(eviction.saved, made[buffer], copies, stream)
-            for buffer in evictions:
+            for buffer in made:
                 buffer._evicted = None
         for eviction in evictions.values():
             if eviction.saved is not None:
@@ -577,17 +590,17 @@ def restore_all(evictions: Mapping[VirtualBuffer, Eviction], stream: Stream) -> 
 
 
 def copying_stream(stream: StreamLike, session: Session) -> Stream:
-    """A stream for what is evicted or restored."""
+    """Check the stream of an eviction or a restore."""
     ordered = as_stream(stream, session)
     refuse_capture(ordered, "cuMemUnmap", "memory cannot be evicted or restored in a capture")
     return ordered
 
 
 def device_rights(
-    access: Access, session: Session, flags: MemAccess = MemAccess.READWRITE, *, devices: Sequence[Device] = ()
+    access: Access, session: Session, permission: MemAccess = MemAccess.READWRITE, *, devices: Sequence[Device] = ()
 ) -> Rights:
-    """The access to device memory that an argument means; ``devices`` may read and write."""
-    rights = {device.location: MemAccess.READWRITE for device in devices} | rights_of(access, session, flags)
+    """Convert an argument to permissions on device memory; ``devices`` may read and write."""
+    rights = {device.location: MemAccess.READWRITE for device in devices} | rights_of(access, session, permission)
     for where, allowed in rights.items():
         if where.type is not MemLocationType.DEVICE and allowed:
             raise ValueError(f"access: {where} cannot be given access to device memory")

@@ -123,7 +123,7 @@ class TestChecked:
     def test_mappings(self, machine: Any) -> None:
         driver = sd.checked(machine)
         device = sa.Device(0, driver=driver)
-        with vmm.AddressRange(8 * MiB, driver=driver) as addresses, vmm.PhysicalMemory(2 * MiB, device) as memory:
+        with vmm.AddressRange(8 * MiB, driver=driver) as addresses, vmm.PhysicalMemory(device, 2 * MiB) as memory:
             mappings = [addresses.map(memory, offset) for offset in (0, 4 * MiB)]
             starts = [addresses.address, addresses.address + 4 * MiB]
             assert driver.outstanding()["mapping"] == starts

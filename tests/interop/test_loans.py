@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from collections.abc import Callable
@@ -13,11 +14,14 @@ import pytest
 
 import streamalloc as sa
 from streamalloc import interop
+from streamalloc.core.deferred import deferred_queue
 from streamalloc.core.session import session_of
 from streamalloc.core.stream import direct_handle
 from streamalloc.driver.bindings import cuda
+from streamalloc.interop.loans import Lent
 from streamalloc.testing import Gate
 from tests.interop.conftest import Get
+from tests.interrupting import Interrupt, Interrupted
 from tests.support import MiB, holds, pending, read
 
 
@@ -64,6 +68,36 @@ class TestLent:
         assert library.holds(array, 4)
         del array
         assert used(pool, device) == 0
+
+    @pytest.mark.simulated_only("a signal handler that raises is the same on any driver")
+    def test_interrupted_drop_frees_nothing_before_the_library_is_done(
+        self, pool: sa.MemoryPool, stream: sa.Stream, device: sa.Device, gate: Gate
+    ) -> None:
+        def lend() -> Lent:
+            return Lent(pool.allocate(MiB, stream).view_as("u1"), theirs)
+
+        with device.create_stream() as theirs:
+            for _ in range(2):
+                lent = lend()
+                points = Interrupt(finalisers=True)
+                with points:
+                    del lent
+            assert len(list(points)) > 10
+            wrong = []
+            for nth in points:
+                stream.synchronize()
+                gate.hold(theirs)
+                lent = lend()
+                block = Interrupt(nth, finalisers=True)
+                with contextlib.suppress(Interrupted), block:
+                    del lent
+                deferred_queue(device._session).work()
+                # Freed memory comes after the library's stream, on the stream that frees it.
+                if not pool.statistics().used and stream.query():
+                    wrong.append(f"{block.came}: freed")
+                gate.open()
+                assert used(pool, device) == 0
+            assert wrong == []
 
     def test_the_library_waits_for_us(
         self, get: Get, pool: sa.MemoryPool, stream: sa.Stream, device: sa.Device, gate: Gate

@@ -61,7 +61,7 @@ class Sharing(Faults):
             "more": keep(their_pool.allocate(4096, their_stream)),
             "array": keep(their_pool.allocate(4096, their_stream)),
             "growable": keep(vmm.GrowableBuffer(theirs, 2 * PAGE, PAGE, handle_types=POSIX, stream=their_stream)),
-            "memory": keep(vmm.PhysicalMemory(PAGE, theirs, handle_types=POSIX)),
+            "memory": keep(vmm.PhysicalMemory(theirs, PAGE, handle_types=POSIX)),
             "event": keep(theirs.create_event(interprocess=True)),
             "pool": their_pool,
         }
@@ -71,7 +71,7 @@ class Sharing(Faults):
         self.pool = keep(shared_pool(self.device))
         self.buffer = keep(self.pool.allocate(4096, self.stream))
         self.growable = keep(vmm.GrowableBuffer(self.device, 2 * PAGE, PAGE, handle_types=POSIX, stream=self.stream))
-        self.memory = keep(vmm.PhysicalMemory(PAGE, self.device, handle_types=POSIX))
+        self.memory = keep(vmm.PhysicalMemory(self.device, PAGE, handle_types=POSIX))
         self.event = keep(self.device.create_event(interprocess=True))
         self.shared = keep(self.pool.allocate(4096, self.stream))
         self.kept_shared = ipc.share(self.shared, hold=True)

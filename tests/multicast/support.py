@@ -38,7 +38,7 @@ class Team:
         self.object = multicast.MulticastObject(pages * PAGE, len(self.devices), driver=driver)
         for device in self.devices:
             self.object.add_device(device)
-        self.memories = [vmm.PhysicalMemory(pages * PAGE, device) for device in self.devices]
+        self.memories = [vmm.PhysicalMemory(device, pages * PAGE) for device in self.devices]
         self.bindings = [self.object.bind(memory) for memory in self.memories]
         self.ranges = [vmm.AddressRange(pages * PAGE, driver=driver) for _ in self.devices]
         self.unicast = [

@@ -47,7 +47,7 @@ def test_openxla_subscribes_no_device_twice_and_none_too_many(pair: list[sa.Devi
         team.add_device(pair[0])
         with pytest.raises(ValueError, match="added already"):
             team.add_device(pair[0])
-        with pytest.raises(sa.IncompleteTeamError), vmm.PhysicalMemory(PAGE, pair[0]) as memory:
+        with pytest.raises(sa.IncompleteTeamError), vmm.PhysicalMemory(pair[0], PAGE) as memory:
             team.bind(memory)
         team.add_device(pair[1])
         with pytest.raises(ValueError, match=r"one too many|added already"):

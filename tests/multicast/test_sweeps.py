@@ -33,10 +33,10 @@ class Team(Faults):
         for device in self.devices:
             self.object.add_device(device)
         self.young = keep(multicast.MulticastObject(PAGE, 2, driver=self.driver))
-        memories = [keep(vmm.PhysicalMemory(2 * PAGE, device, handle_types=SHAREABLE)) for device in self.devices]
+        memories = [keep(vmm.PhysicalMemory(device, 2 * PAGE, handle_types=SHAREABLE)) for device in self.devices]
         self.binding = keep(self.object.bind(memories[0]))
         self.object.bind(memories[1])
-        self.more = keep(vmm.PhysicalMemory(PAGE, self.devices[0], handle_types=SHAREABLE))
+        self.more = keep(vmm.PhysicalMemory(self.devices[0], PAGE, handle_types=SHAREABLE))
         self.symmetric = keep(SymmetricMemory.local(self.devices, 5000))
         self.streams = [keep(device.create_stream()) for device in self.devices]
         self.things = {

@@ -103,7 +103,7 @@ class TestGarbage:
         devices = sa.Device.all(account.driver)
 
         def memories() -> list[vmm.PhysicalMemory]:
-            return [vmm.PhysicalMemory(PAGE, device) for device in devices]
+            return [vmm.PhysicalMemory(device, PAGE) for device in devices]
 
         def addresses() -> vmm.AddressRange:
             return vmm.AddressRange(3 * PAGE, driver=account.driver)
@@ -259,7 +259,7 @@ class TestClosed:
         devices = sa.Device.all(account.driver)
         with (
             vmm.AddressRange(2 * PAGE, driver=account.driver) as addresses,
-            vmm.PhysicalMemory(PAGE, devices[0]) as memory,
+            vmm.PhysicalMemory(devices[0], PAGE) as memory,
             multicast.MulticastObject(PAGE, len(devices), driver=account.driver) as made,
         ):
             for device in devices:
@@ -318,7 +318,7 @@ class TestClosed:
         made = multicast.MulticastObject(2 * PAGE, len(devices), driver=account.driver)
         for device in devices:
             made.add_device(device)
-        memory = vmm.PhysicalMemory(PAGE, devices[0])
+        memory = vmm.PhysicalMemory(devices[0], PAGE)
         first, second = made.bind(memory), made.bind(memory, PAGE)
         memory.close()
         first.close()
@@ -348,7 +348,7 @@ driver = sd.simulated(devices=2)
 devices = sa.Device.all(driver)
 made = multicast.MulticastObject(PAGE, 2, driver=driver)
 for device in devices: made.add_device(device)
-memories = [vmm.PhysicalMemory(PAGE, device) for device in devices]
+memories = [vmm.PhysicalMemory(device, PAGE) for device in devices]
 bindings = [made.bind(memory) for memory in memories]
 view = made.map(access=devices); view.fill(1)
 addresses = vmm.AddressRange(PAGE, driver=driver); addresses.map(memories[0], access=devices)
@@ -365,7 +365,7 @@ driver = sd.traced(sd.simulated(devices=2))
 devices = sa.Device.all(driver)
 made = multicast.MulticastObject(2 * PAGE, 2, driver=driver)
 for device in devices: made.add_device(device)
-memories = [vmm.PhysicalMemory(PAGE, device) for device in devices]
+memories = [vmm.PhysicalMemory(device, PAGE) for device in devices]
 bindings = [made.bind(memory) for memory in memories]
 view = made.map(access=devices)
 before = len(driver.calls)

@@ -253,7 +253,7 @@ class TestMappedMemory:
 
     def test_of_a_device_counts_memory_once(self, device: sa.Device) -> None:
         with sa.observe(device) as observer:
-            memory = vmm.PhysicalMemory(2 * MiB, device)
+            memory = vmm.PhysicalMemory(device, 2 * MiB)
             with vmm.AddressRange(8 * MiB) as addresses:
                 addresses.map(memory, 0)
                 addresses.map(memory, 2 * MiB)

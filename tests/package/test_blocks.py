@@ -63,7 +63,7 @@ MADE: dict[str, Any] = {
     "cuMemPoolDestroy": sa.MemoryPool,
     "cuMemUnmap": lambda device: vmm.GrowableBuffer(device, 4 * MiB, 2 * MiB),
     "cuMemAddressFree": lambda device: vmm.AddressRange(2 * MiB, driver=device.driver),
-    "cuMemRelease": lambda device: vmm.PhysicalMemory(2 * MiB, device),
+    "cuMemRelease": lambda device: vmm.PhysicalMemory(device, 2 * MiB),
 }
 
 

@@ -110,7 +110,7 @@ def world(machine: Any) -> Iterator[World]:
 def _mapped(world: World) -> vmm.AddressRange:
     table = vmm.AddressRange(2 * PAGE, driver=world.driver)
     for place in (0, PAGE):
-        with vmm.PhysicalMemory(PAGE, world.device) as page:
+        with vmm.PhysicalMemory(world.device, PAGE) as page:
             table.map(page, place, access=world.device)
     return table
 

@@ -49,8 +49,8 @@ Made = Callable[[ExitStack, sa.Device, sa.Device], Any]
 
 def _range(stack: ExitStack, device: sa.Device, peer: sa.Device) -> vmm.AddressRange:
     addresses = stack.enter_context(vmm.AddressRange(32 * MiB))
-    addresses.map(stack.enter_context(vmm.PhysicalMemory(4 * MiB, device)), 2 * MiB, access={peer: sa.MemAccess.READ})
-    addresses.map(stack.enter_context(vmm.PhysicalMemory(2 * MiB, peer)), 8 * MiB, access=[device, peer])
+    addresses.map(stack.enter_context(vmm.PhysicalMemory(device, 4 * MiB)), 2 * MiB, access={peer: sa.MemAccess.READ})
+    addresses.map(stack.enter_context(vmm.PhysicalMemory(peer, 2 * MiB)), 8 * MiB, access=[device, peer])
     return addresses
 
 
@@ -61,7 +61,7 @@ def _buffer(stack: ExitStack, device: sa.Device, _: sa.Device) -> sa.Buffer:
 
 def _shared(stack: ExitStack, device: sa.Device, peer: sa.Device) -> ipc.Shared:
     posix = sa.MemHandleType.POSIX_FILE_DESCRIPTOR
-    return ipc.share(stack.enter_context(vmm.PhysicalMemory(2 * MiB, device, handle_types=posix)))
+    return ipc.share(stack.enter_context(vmm.PhysicalMemory(device, 2 * MiB, handle_types=posix)))
 
 
 def _ring(stack: ExitStack, device: sa.Device, _: sa.Device) -> Any:
@@ -91,7 +91,7 @@ OBJECTS: dict[str, tuple[Made, list[str]]] = {
     "buffer": (_buffer, ["Buffer", "3.0 MiB", "GPU 0", "<MemoryPool DEVICE:0"]),
     "view": (lambda *of: _buffer(*of)[: 2 * MiB], ["BufferView", "2.0 MiB", "bytes 0 to 2,097,152 of <Buffer"]),
     "physical": (
-        lambda stack, device, _: stack.enter_context(vmm.PhysicalMemory(4 * MiB, device)),
+        lambda stack, device, _: stack.enter_context(vmm.PhysicalMemory(device, 4 * MiB)),
         ["PhysicalMemory", "4.0 MiB", "GPU 0", "in 0 places", "no; can be by NONE"],
     ),
     "range": (

@@ -61,7 +61,7 @@ def test_a_hazard_that_two_threads_deliver_is_kept_once() -> None:
         checked.cuCtxSetCurrent(context)
         one, other = checked.cuStreamCreate(1)[1], checked.cuStreamCreate(1)[1]
         address = checked.cuMemAlloc(64)[1]
-        checked._deliver = lambda take_back=None: None  # type: ignore[method-assign]
+        checked._deliver = lambda undo=None: None  # type: ignore[method-assign]
         for stream in (one, other, one):
             checked.cuMemsetD8Async(address, 1, 64, stream)
         assert checked._found
@@ -71,10 +71,10 @@ def test_a_hazard_that_two_threads_deliver_is_kept_once() -> None:
     guard = threading.Lock()
 
     def keep(checked: Checked) -> None:
-        fresh = checked._keep()
+        fresh = checked._collect()
         with guard:
             kept.append(fresh)
 
-    for checked in interleaved(Checked._sorted_out, make, keep, keep):
+    for checked in interleaved(Checked._move_found, make, keep, keep):
         assert sum(map(len, kept)) == len(checked.hazards) == len({id(hazard) for hazard in checked.hazards}) > 0
         kept.clear()

@@ -247,8 +247,8 @@ class Virtual(Faults):
         keep = self.made.enter_context
         self.host_pool = keep(sa.MemoryPool(sa.MemLocation.host_numa(0), driver=self.driver))
         self.host_pool.set_access(self.device, sa.MemAccess.READWRITE)
-        self.memory = keep(vmm.PhysicalMemory(PAGE, self.device))
-        self.free_memory = keep(vmm.PhysicalMemory(PAGE, self.device))
+        self.memory = keep(vmm.PhysicalMemory(self.device, PAGE))
+        self.free_memory = keep(vmm.PhysicalMemory(self.device, PAGE))
         self.range = keep(vmm.AddressRange(4 * PAGE, driver=self.driver))
         self.mapping = keep(self.range.map(self.memory, access=self.device))
         self.growable = keep(vmm.GrowableBuffer(self.device, 8 * PAGE, PAGE))
@@ -404,10 +404,10 @@ MAKERS: dict[str, Callable[[World], Any]] = {
     "MemoryPool": lambda world: sa.MemoryPool(world.device, release_threshold=MiB),
     "allocate": lambda world: sa.allocate(64, world.stream),
     "pointer_attributes": lambda world: sa.pointer_attributes(world.buffer.address, driver=world.driver),
-    "PhysicalMemory": lambda world: vmm.PhysicalMemory(PAGE, world.device),
+    "PhysicalMemory": lambda world: vmm.PhysicalMemory(world.device, PAGE),
     "AddressRange": lambda world: vmm.AddressRange(PAGE, driver=world.driver),
     "GrowableBuffer": lambda world: vmm.GrowableBuffer(world.device, 4 * PAGE, 2 * PAGE, chunk=PAGE),
-    "stripe": lambda world: vmm.stripe(4 * PAGE, [world.device]),
+    "stripe": lambda world: vmm.stripe([world.device], 4 * PAGE),
     "SleepGroup": _group,
     "MemoryRecycler": lambda world: vmm.MemoryRecycler(world.device, PAGE),
     "SparseArray": lambda world: vmm.SparseArray(world.device, (1024, 1024)),
@@ -572,13 +572,10 @@ NOT_SWEPT = {
     "StreamLike": "a name for types",
     "CommunicatorLike": "a name for types",
     "as_communicator": "makes no driver calls",
-    "fetch_descriptor": "makes no driver calls",
     "serve": "with share",
     "send": "as Channel.receive of the ring's sweep",
     "receive": "as Channel.receive of the ring's sweep",
     "open": "by what is opened",
-    "jobs_of": "makes jobs, and no driver calls",
-    "peak_reserved": "measures other libraries",
     "live": "as LiveView",
 }
 """The other public names, and why."""

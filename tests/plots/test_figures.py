@@ -108,9 +108,9 @@ class TestText:
         with contextlib.ExitStack() as stack:
             addresses = stack.enter_context(vmm.AddressRange(40 * page, driver=big))
             for number in range(12):
-                memory = stack.enter_context(vmm.PhysicalMemory(page, (here, there)[number % 2]))
+                memory = stack.enter_context(vmm.PhysicalMemory((here, there)[number % 2], page))
                 addresses.map(memory, 2 * number * page, access={here: sa.MemAccess(1 + 2 * (number % 3 == 0))})
-            addresses.map(stack.enter_context(vmm.PhysicalMemory(2 * MiB, here)), 30 * page, access=[here, there])
+            addresses.map(stack.enter_context(vmm.PhysicalMemory(here, 2 * MiB)), 30 * page, access=[here, there])
             assert overlaps(addresses.plot()) == []
             frames = [plots.frame(f"map({number})", addresses) for number in range(5)]
             assert overlaps(plots.film(frames)) == []

@@ -62,7 +62,7 @@ def at_most_one_is_lost(account: Account) -> None:
 def test_at_any_point(machine: Any, first: int) -> None:
     for nth in itertools.count(first, THIN):
         account = Account(machine)
-        account.driver.used = None  # who is told of uses gets no cached memory
+        account.driver.listener = None  # a listener gets no cached memory
         device = account.device
         streams = [device.create_stream(), device.create_stream()]
         pool = sa.MemoryPool(device)
@@ -87,7 +87,7 @@ def test_at_any_point(machine: Any, first: int) -> None:
 def test_while_it_is_closed(machine: Any) -> None:
     for nth in itertools.count(1, 5):
         account = Account(machine)
-        account.driver.used = None  # who is told of uses gets no cached memory
+        account.driver.listener = None  # a listener gets no cached memory
         with account.device.create_stream() as stream, sa.MemoryPool(account.device) as pool:
             cache = sa.CachingAllocator(pool)
             kept = [cache.allocate(size, stream) for size in (600, 700, 2000)]

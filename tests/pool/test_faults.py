@@ -49,8 +49,10 @@ def _fill(device: sa.Device) -> None:
     with device.create_stream() as stream, sa.MemoryPool(device) as pool, pool.allocate(64, stream) as buffer:
         for width in (1, 2, 4):
             buffer.fill(1, width=width)
-        buffer[8:].fill(2, device.default_stream)
         stream.synchronize()
+        with pool.allocate(64, device.default_stream) as other:
+            other.fill(2)
+        device.default_stream.synchronize()
 
 
 def _copy(device: sa.Device) -> None:
@@ -203,7 +205,7 @@ def _sweep(machine: Any, name: str, result: str) -> list[str]:
     for number in itertools.count(1):
         checked = sd.checked(machine)
         driver: Any = sd.faulty(checked, number, result=result)
-        driver.used = None  # who is told of uses gets no cached memory
+        driver.listener = None  # a listener gets no cached memory
         raised = _error_of(scenario, driver)
         if not driver.failed:
             return wrong if raised is None else [*wrong, f"without a fault: {raised}"]

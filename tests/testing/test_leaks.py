@@ -74,7 +74,7 @@ OPEN: dict[str, Callable[[World], Any]] = {
     "Shared POOL_POINTER": lambda world: ipc.share(world.buffer),
     "Shared held": lambda world: ipc.share(world.buffer, hold=True),
     "GrowableBuffer": lambda world: vmm.GrowableBuffer(world.device, 4 * PAGE, PAGE),
-    "PhysicalMemory": lambda world: vmm.PhysicalMemory(PAGE, world.device),
+    "PhysicalMemory": lambda world: vmm.PhysicalMemory(world.device, PAGE),
     "AddressRange": _range,
     "SleepGroup": _group,
     "MemoryRecycler": lambda world: vmm.MemoryRecycler(world.device, PAGE),
@@ -120,6 +120,20 @@ def test_an_announcement_is_counted_as_its_share(world: World) -> None:
     memory.close()
 
 
+@pytest.mark.parametrize("kind", ["created", "default", "per thread"])
+def test_an_event_that_its_stream_keeps_is_no_leak(world: World, kind: str) -> None:
+    """A closed event is destroyed with its stream, which records it again until then."""
+    streams = {"created": world.stream, "default": world.device.default_stream,
+               "per thread": world.device.per_thread_stream}  # fmt: skip
+    with Watch() as watch:
+        streams[kind].record().close()
+        assert world.found(watch) == []
+        event = streams[kind].record()
+        assert [text.split()[0] for text, _ in world.found(watch)] == ["event"]
+        event.close()
+        assert world.found(watch) == []
+
+
 def test_what_was_there_before_does_not_count(world: World) -> None:
     ends = ipc.Channel.pair()
     pipe = os.pipe()
@@ -152,7 +166,7 @@ def test_descriptors_by_what_they_are(world: World, kind: str, make: Callable[[]
 
 def test_the_number_of_a_descriptor_may_be_used_again(world: World) -> None:
     """The machine's own file under the number of one that was exported and closed is none of the test's."""
-    memory = vmm.PhysicalMemory(PAGE, world.device, handle_types=POSIX)
+    memory = vmm.PhysicalMemory(world.device, PAGE, handle_types=POSIX)
     handle, kind = cuda.CUmemGenericAllocationHandle(memory.handle), cuda.CUmemAllocationHandleType(int(POSIX))
     with Watch() as watch:
         raw = world.driver.cuMemExportToShareableHandle(handle, kind, 0)[1]

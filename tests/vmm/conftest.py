@@ -31,4 +31,4 @@ def bookkeeping(on_cuda: bool, primary_contexts: None) -> None:
         device = sa.Device(ordinal, driver=driver)
         with vmm.GrowableBuffer(device, 64 * PAGE, 64 * PAGE, chunk=PAGE) as buffer:
             buffer.fill(0)
-        vmm.PhysicalMemory(PAGE, HOST, driver=driver).close()
+        vmm.PhysicalMemory(HOST, PAGE, driver=driver).close()

@@ -21,7 +21,7 @@ def pages(device: sa.Device) -> Iterator[vmm.AddressRange]:
     """Four pages of addresses, of which the first three are mapped and nobody has access: ``000.``."""
     with vmm.AddressRange(4 * PAGE) as addresses:
         for place in range(3):
-            with vmm.PhysicalMemory(PAGE, device) as memory:
+            with vmm.PhysicalMemory(device, PAGE) as memory:
                 addresses.map(memory, place * PAGE)
         yield addresses
 
@@ -59,7 +59,7 @@ class TestGrant:
     def test_ways_to_say_it(
         self, device: sa.Device, access: Callable[[sa.Device], Any], expected: sa.MemAccess
     ) -> None:
-        with vmm.AddressRange(2 * PAGE) as addresses, vmm.PhysicalMemory(PAGE, device) as memory:
+        with vmm.AddressRange(2 * PAGE) as addresses, vmm.PhysicalMemory(device, PAGE) as memory:
             one, two = addresses.map(memory, access=access(device)), addresses.map(memory, PAGE)
             two.set_access(access(device))
             for mapping in (one, two):
@@ -82,7 +82,7 @@ class TestGrant:
     def test_bad_arguments(self, machine: Any, access: Any, error: type[Exception], words: str) -> None:
         driver = sd.traced(machine)
         device = sa.Device(0, driver=driver)
-        with vmm.AddressRange(2 * PAGE, driver=driver) as addresses, vmm.PhysicalMemory(PAGE, device) as memory:
+        with vmm.AddressRange(2 * PAGE, driver=driver) as addresses, vmm.PhysicalMemory(device, PAGE) as memory:
             mapping = addresses.map(memory)
             for use in each(
                 lambda: mapping.set_access(access),
@@ -111,7 +111,7 @@ class TestGrant:
         with pytest.raises(sa.NotSupportedError, match="host can only be given access to host memory"):
             first.set_access(who, flags)
         assert first.rights == {} and first.access(who) == NONE
-        with vmm.PhysicalMemory(PAGE, device) as memory:
+        with vmm.PhysicalMemory(device, PAGE) as memory:
             asked: list[Any] = [{who: flags}, {device: READWRITE, who: flags}]
             for access in asked:
                 with pytest.raises(sa.NotSupportedError):
@@ -150,7 +150,7 @@ def test_what_was_set_before_a_refusal_is_taken_back(machine: Any) -> None:
     device = sa.Device(0, driver=driver)
     with vmm.AddressRange(3 * PAGE, driver=driver) as addresses:
         for place in range(3):
-            with vmm.PhysicalMemory(PAGE, device) as memory:
+            with vmm.PhysicalMemory(device, PAGE) as memory:
                 addresses.map(memory, place * PAGE)
         addresses.set_access(device)
         driver.fails = True
@@ -259,7 +259,7 @@ class TestWaiting:
     ) -> None:
         account = Account(machine)
         device = account.device
-        with vmm.AddressRange(PAGE, driver=account.driver) as addresses, vmm.PhysicalMemory(PAGE, device) as memory:
+        with vmm.AddressRange(PAGE, driver=account.driver) as addresses, vmm.PhysicalMemory(device, PAGE) as memory:
             mapping = addresses.map(memory, access={device: before})
             done = len(account.calls(*self.WAITS))
             mapping.set_access(device, now)
@@ -273,7 +273,7 @@ class TestWaiting:
             device.create_stream() as stream,
             stream.record() as event,
             vmm.AddressRange(PAGE, driver=account.driver) as addresses,
-            vmm.PhysicalMemory(PAGE, device) as memory,
+            vmm.PhysicalMemory(device, PAGE) as memory,
         ):
             mapping = addresses.map(memory)
             for after, waits in (
@@ -344,7 +344,7 @@ class TestWaiting:
         account = Account(machine)
         with (
             vmm.AddressRange(PAGE, driver=account.driver) as addresses,
-            vmm.PhysicalMemory(PAGE, account.device) as memory,
+            vmm.PhysicalMemory(account.device, PAGE) as memory,
         ):
             addresses.map(memory).close()
             addresses.map(memory)
@@ -358,7 +358,7 @@ class TestTwoDevices:
         """A page of each device side by side, for nobody."""
         with vmm.AddressRange(2 * PAGE) as addresses:
             for place, owner in enumerate((device, peer)):
-                with vmm.PhysicalMemory(PAGE, owner) as memory:
+                with vmm.PhysicalMemory(owner, PAGE) as memory:
                     addresses.map(memory, place * PAGE)
             yield addresses
 
@@ -411,7 +411,7 @@ class TestTwoDevices:
         """Only the device that loses access is waited for."""
         account = Account(machine)
         one, two = (sa.Device(ordinal, driver=account.driver) for ordinal in (0, 1))
-        with vmm.AddressRange(PAGE, driver=account.driver) as addresses, vmm.PhysicalMemory(PAGE, one) as memory:
+        with vmm.AddressRange(PAGE, driver=account.driver) as addresses, vmm.PhysicalMemory(one, PAGE) as memory:
             mapping = addresses.map(memory, access=[one, two])
             pushed = len(account.calls("cuCtxPushCurrent"))
             mapping.revoke(two)

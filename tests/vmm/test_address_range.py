@@ -29,7 +29,7 @@ def pages(device: sa.Device) -> Iterator[vmm.AddressRange]:
 @pytest.fixture
 def memory(device: sa.Device) -> Iterator[vmm.PhysicalMemory]:
     """Two pages of device memory."""
-    with vmm.PhysicalMemory(2 * PAGE, device) as memory:
+    with vmm.PhysicalMemory(device, 2 * PAGE) as memory:
         yield memory
 
 
@@ -136,7 +136,7 @@ class TestClose:
 
     def test_a_block_unmaps(self, machine: Any) -> None:
         account = Account(machine)
-        memory = vmm.PhysicalMemory(PAGE, account.device)
+        memory = vmm.PhysicalMemory(account.device, PAGE)
         with vmm.AddressRange(4 * PAGE, driver=account.driver) as addresses:
             first, last = addresses.map(memory), addresses.map(memory, 3 * PAGE)
         assert first.closed and last.closed and addresses.closed
@@ -147,7 +147,7 @@ class TestClose:
         account = Account(machine)
         with (
             pytest.raises(KeyError),
-            vmm.PhysicalMemory(PAGE, account.device) as memory,
+            vmm.PhysicalMemory(account.device, PAGE) as memory,
             vmm.AddressRange(PAGE, driver=account.driver) as addresses,
         ):
             addresses.map(memory)
@@ -173,7 +173,7 @@ class TestClose:
 class TestContents:
     def test_table(self, device: sa.Device, pages: vmm.AddressRange, memory: vmm.PhysicalMemory) -> None:
         last, first = pages.map(memory, 6 * PAGE), pages.map(memory, PAGE)
-        with vmm.PhysicalMemory(PAGE, device) as small:
+        with vmm.PhysicalMemory(device, PAGE) as small:
             middle = pages.map(small, 3 * PAGE)
             assert pages.mappings == (first, middle, last)
             assert [mapping.offset for mapping in pages.mappings] == [PAGE, 3 * PAGE, 6 * PAGE]
@@ -187,7 +187,7 @@ class TestContents:
             assert list(pages.mappings) == [] and list(pages.holes) == [(0, 8 * PAGE)]
 
     def test_drawing(self, pages: vmm.AddressRange, memory: vmm.PhysicalMemory) -> None:
-        with vmm.PhysicalMemory(PAGE, HOST) as host:
+        with vmm.PhysicalMemory(HOST, PAGE) as host:
             assert pages.draw() == "........"
             pages.map(memory, PAGE)
             pages.map(host, 7 * PAGE)
@@ -204,7 +204,7 @@ class TestContents:
 
     @pytest.mark.gpus(2)
     def test_a_drawing_of_two_devices(self, device: sa.Device, peer: sa.Device, pages: vmm.AddressRange) -> None:
-        with vmm.PhysicalMemory(PAGE, device) as mine, vmm.PhysicalMemory(PAGE, peer) as theirs:
+        with vmm.PhysicalMemory(device, PAGE) as mine, vmm.PhysicalMemory(peer, PAGE) as theirs:
             for offset, memory in enumerate((theirs, mine, theirs)):
                 pages.map(memory, offset * PAGE)
             assert pages.draw() == "101....."
@@ -268,7 +268,7 @@ class TestUnmap:
 
 class TestView:
     def test_across_mappings(self, device: sa.Device, pages: vmm.AddressRange) -> None:
-        with vmm.PhysicalMemory(PAGE, device) as one, vmm.PhysicalMemory(PAGE, device) as two:
+        with vmm.PhysicalMemory(device, PAGE) as one, vmm.PhysicalMemory(device, PAGE) as two:
             first, second = pages.map(one, PAGE, access=device), pages.map(two, 2 * PAGE, access=device)
             view = pages.view(PAGE, 3 * PAGE)
             assert (view.address, view.nbytes, view.offset) == (pages.address + PAGE, 2 * PAGE, PAGE)
@@ -319,7 +319,7 @@ class TestView:
 
     def test_keeps_the_range(self, machine: Any) -> None:
         account = Account(machine)
-        addresses, memory = vmm.AddressRange(PAGE, driver=account.driver), vmm.PhysicalMemory(PAGE, account.device)
+        addresses, memory = vmm.AddressRange(PAGE, driver=account.driver), vmm.PhysicalMemory(account.device, PAGE)
         addresses.map(memory, access=account.device)
         view = addresses.view()
         del addresses, memory

@@ -437,7 +437,7 @@ class Faulted:
         self.host.set_access(self.device, READWRITE)
         self.group = vmm.SleepGroup(self.device, backup=self.host)
         self.buffers = [self.group.allocate(SIZE, tag=tag) for tag in ("a", "a", "b")]
-        self.group.add(vmm.stripe(PAGE, [self.device]), "gone")  # dropped
+        self.group.add(vmm.stripe([self.device], PAGE), "gone")  # dropped
         for seed, buffer in enumerate(self.buffers):
             filled(buffer, seed, self.stream)
         self.stream.synchronize()
@@ -579,10 +579,10 @@ def test_the_memory_is_taken_when_a_sleep_is_undone(
             return
         with contextlib.suppress(sa.OutOfMemoryError):
             while True:
-                taken.append(vmm.PhysicalMemory(PAGE, device))
+                taken.append(vmm.PhysicalMemory(device, PAGE))
         if error is KeyboardInterrupt:
             raise KeyboardInterrupt
-        vmm.PhysicalMemory(PAGE, device)
+        vmm.PhysicalMemory(device, PAGE)
 
     with monkeypatch.context() as patch:
         patch.setattr(vmm.GrowableBuffer, "_give_back", interrupted)
@@ -608,6 +608,78 @@ def test_bytes_that_were_given_up_stay_where_the_sleep_fails(machine: Any) -> No
     for buffer in several:
         buffer.close()
     group.close()
+
+
+@pytest.mark.parametrize("call", ["cuMemMap", "cuMemSetAccess"])
+@pytest.mark.parametrize("chunk", [0, PAGE])
+@pytest.mark.parametrize("objects", [False, True])
+@pytest.mark.parametrize("end", ["wake", "restore", "close"])
+def test_bytes_that_were_given_up_stay_where_the_undo_fails_too(
+    machine: Any, call: str, chunk: int, objects: bool, end: str
+) -> None:
+    """A buffer that can be neither evicted nor mapped again keeps its memory until it is restored or closed."""
+    account = Account(machine)
+    inner = refusing(account.driver)
+    faults = refusing(inner)
+    device = sa.Device(0, driver=faults)
+    for nth in (1, 2, 3, 4):
+        several = [vmm.GrowableBuffer(device, 2 * PAGE, SIZE, chunk=chunk) for _ in range(3)]
+        group = vmm.SleepGroup(device)
+        for seed, buffer in enumerate(several):
+            filled(buffer, seed)
+            group.add(buffer)
+        if objects:
+            assert all(mapping.memory.handle for buffer in several for mapping in buffer.mappings)
+        faults.fail("cuMemUnmap", 3, result="CUDA_ERROR_UNKNOWN")
+        inner.fail(call, nth, result="CUDA_ERROR_UNKNOWN")
+        with pytest.raises(sa.CudaError, match="cuMemUnmap"):
+            group.sleep(keep=False)
+        faults.stop()
+        assert group.asleep == bool(inner.failed)
+        if end != "wake" and group.asleep:
+            inner.fail(call, result="CUDA_ERROR_UNKNOWN")
+            with pytest.raises(sa.CudaError, match=call):
+                group.wake()
+        inner.stop()
+        if end == "wake":
+            group.wake()
+        for buffer in several if end == "restore" else ():
+            if buffer.evicted:
+                buffer.restore()
+        for seed, buffer in enumerate(several if end != "close" else ()):
+            assert shows(buffer, seed)
+            buffer.resize(2 * PAGE)
+        for buffer in several:
+            buffer.close()
+        group.close()
+        del several, group, buffer
+        gc.collect()
+        device.synchronize()
+        assert account.left == {}
+
+
+def test_memory_that_is_kept_and_was_closed_since(machine: Any) -> None:
+    """The buffer gets new memory, whose bytes are undefined."""
+    inner = refusing(machine)
+    faults = refusing(inner)
+    with vmm.GrowableBuffer(sa.Device(0, driver=faults), 2 * PAGE, 2 * PAGE, chunk=PAGE) as buffer:
+        first = buffer.mappings[0].memory
+        other = vmm.GrowableBuffer(buffer.device, PAGE, PAGE)
+        group = vmm.SleepGroup(buffer.device)
+        group.add(buffer)
+        group.add(other)
+        faults.fail("cuMemUnmap", 2, result="CUDA_ERROR_UNKNOWN")
+        inner.fail("cuMemMap", result="CUDA_ERROR_UNKNOWN")
+        with pytest.raises(sa.CudaError, match="cuMemUnmap"):
+            group.sleep(keep=False)
+        faults.stop()
+        inner.stop()
+        assert buffer.evicted
+        first.close()
+        buffer.restore()
+        filled(buffer, 3)
+        assert shows(buffer, 3) and len(buffer.mappings) == 2
+        other.close()
 
 
 @pytest.mark.simulated_only("where a signal may come is the same on any driver")

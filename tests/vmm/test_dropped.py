@@ -29,7 +29,7 @@ class TestQueuedWork:
             gc.collect()
             assert "cuCtxSynchronize" not in account.calls()
             for _ in range(3):
-                vmm.PhysicalMemory(PAGE, device).close()
+                vmm.PhysicalMemory(device, PAGE).close()
                 assert len(account.mapped) == 2
             gate.open()
         device.synchronize()
@@ -58,7 +58,7 @@ class TestDrawing:
         """However small a part of the range it is."""
         with vmm.GrowableBuffer(device, 8 << 30, 32 << 20) as buffer:
             assert "0" in buffer.range.draw(width) and "0" in repr(buffer)
-        with vmm.AddressRange(4096 * PAGE, driver=device.driver) as range, vmm.PhysicalMemory(PAGE, device) as memory:
+        with vmm.AddressRange(4096 * PAGE, driver=device.driver) as range, vmm.PhysicalMemory(device, PAGE) as memory:
             for place in (0, 1000, 4095):
                 range.map(memory, place * PAGE)
             drawn = range.draw(width)
@@ -71,7 +71,7 @@ class TestRemapping:
 
     @staticmethod
     def make(device: sa.Device) -> Any:
-        return lambda _: vmm.PhysicalMemory(PAGE, device)
+        return lambda _: vmm.PhysicalMemory(device, PAGE)
 
     def test_maps_what_is_new_and_unmaps_what_is_gone(self, machine: Any) -> None:
         account = Account(machine)

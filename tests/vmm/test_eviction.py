@@ -168,7 +168,7 @@ class TestWithBackup:
             buffer.evict(host)
             assert host.statistics().used == SIZE and held(device) == before - MAPPED
             assert buffer.eviction is not None and buffer.eviction.backup is not None
-            with vmm.PhysicalMemory(4 * PAGE, device) as other, vmm.AddressRange(4 * PAGE) as elsewhere:
+            with vmm.PhysicalMemory(device, 4 * PAGE) as other, vmm.AddressRange(4 * PAGE) as elsewhere:
                 elsewhere.map(other, access=device).fill(255)  # what was given back is somebody else's
             buffer.restore()
             buffer.stream.synchronize()
@@ -201,7 +201,7 @@ class TestWithBackup:
     def test_into_host_memory_mapped_by_hand(self, device: sa.Device) -> None:
         with (
             vmm.GrowableBuffer(device, PAGE, PAGE) as buffer,
-            vmm.PhysicalMemory(PAGE, HOST) as memory,
+            vmm.PhysicalMemory(HOST, PAGE) as memory,
             vmm.AddressRange(PAGE) as addresses,
         ):
             data = write(buffer, pattern(PAGE))
@@ -329,7 +329,7 @@ class TestWithBackup:
         assert same(buffer, data[:PAGE]) and buffer.mapped_bytes == PAGE
 
     def test_a_striped_one(self, device: sa.Device, host: sa.MemoryPool) -> None:
-        with vmm.stripe(SIZE, [device]) as buffer:
+        with vmm.stripe([device], SIZE) as buffer:
             data = write(buffer, pattern(SIZE))
             buffer.evict(host)
             buffer.restore()
@@ -540,7 +540,7 @@ class TestOutOfMemory:
             with vmm.GrowableBuffer(device, 8 * PAGE, SIZE, chunk=PAGE) as buffer:
                 data, address = write(buffer, pattern(SIZE)), buffer.address
                 buffer.evict(host)
-                others = [vmm.PhysicalMemory(PAGE, device) for _ in range(16 - room)]
+                others = [vmm.PhysicalMemory(device, PAGE) for _ in range(16 - room)]
                 for _ in range(2):
                     with pytest.raises(sa.OutOfMemoryError, match="physical memory is exhausted") as caught:
                         buffer.restore()

@@ -424,7 +424,7 @@ class RangeCase(Case):
 
     def prepare(self) -> None:
         self.range = vmm.AddressRange(6 * PAGE, driver=self.account.driver)
-        self.memory = vmm.PhysicalMemory(PAGE, self.device)
+        self.memory = vmm.PhysicalMemory(self.device, PAGE)
         for place in (0, 2):
             self.range.map(self.memory, place * PAGE, access=self.devices)
 
@@ -456,7 +456,7 @@ class Reserve(Case):
 class Create(Case):
     def step(self) -> None:
         compressible = sa.Device(0).supports.compression is True
-        self.memory = vmm.PhysicalMemory(PAGE, self.device, compressible=compressible)
+        self.memory = vmm.PhysicalMemory(self.device, PAGE, compressible=compressible)
 
     def check_failed(self, failed: str) -> None:
         assert self.account.left == {}
@@ -581,7 +581,7 @@ class Stripe(Case):
     buffer: vmm.StripedBuffer
 
     def step(self) -> None:
-        self.buffer = vmm.stripe(3 * PAGE, self.devices)
+        self.buffer = vmm.stripe(self.devices, 3 * PAGE)
 
     def check_failed(self, failed: str) -> None:
         assert self.account.left == {}
@@ -932,7 +932,7 @@ class TestTwoFaults:
         account, device = self.failing(machine, ("cuMemSetAccess", 1), ("cuMemUnmap", 1))
         with (
             vmm.AddressRange(PAGE, driver=device.driver) as addresses,
-            vmm.PhysicalMemory(PAGE, device) as memory,
+            vmm.PhysicalMemory(device, PAGE) as memory,
         ):
             with pytest.raises(sa.CudaError) as caught:
                 addresses.map(memory, access=device)

@@ -206,7 +206,7 @@ class TestGrow:
             reserved.pop(hole).close()
             before, behind = reserved[hole - 1], reserved[hole]
             with (
-                vmm.PhysicalMemory(PAGE, device) as memory,
+                vmm.PhysicalMemory(device, PAGE) as memory,
                 before.map(memory, 3 * PAGE, access=device) as first,
                 behind.map(memory, access=device) as last,
                 vmm.GrowableBuffer(device, 4 * PAGE, address=address) as buffer,
@@ -252,7 +252,7 @@ class TestGrow:
         device = account.device
         with vmm.GrowableBuffer(device, 64 * PAGE, 3 * PAGE, chunk=PAGE) as buffer:
             data = write(buffer, pattern(3 * PAGE))
-            other = vmm.PhysicalMemory(8 * PAGE, device)
+            other = vmm.PhysicalMemory(device, 8 * PAGE)
             with pytest.raises(sa.OutOfMemoryError, match="physical memory is exhausted") as caught:
                 buffer.grow(10 * PAGE)
             assert (caught.value.requested, caught.value.total) == (PAGE, 16 * PAGE)
@@ -497,7 +497,7 @@ class TestUse:
     def test_its_pieces_are_its_own(self, device: sa.Device, use: Callable[..., object]) -> None:
         """Nothing is mapped or unmapped behind its back."""
         with (
-            vmm.PhysicalMemory(PAGE, device) as memory,
+            vmm.PhysicalMemory(device, PAGE) as memory,
             vmm.GrowableBuffer(device, 4 * PAGE, 2 * PAGE, chunk=PAGE) as buffer,
         ):
             with pytest.raises((ValueError, sa.InUseError)):

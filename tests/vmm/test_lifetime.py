@@ -25,13 +25,13 @@ def everything(device: sa.Device) -> list[object]:
     driver = device.driver
     pool = sa.MemoryPool(HOST, driver=driver)
     pool.set_access(device, READWRITE)
-    memory, host = vmm.PhysicalMemory(PAGE, device), vmm.PhysicalMemory(PAGE, HOST, driver=driver)
+    memory, host = vmm.PhysicalMemory(device, PAGE), vmm.PhysicalMemory(HOST, PAGE, driver=driver)
     addresses = vmm.AddressRange(6 * PAGE, driver=driver)
     first, alias = addresses.map(memory, access=device), addresses.map(memory, 2 * PAGE, access=device)
     shared = addresses.map(host, PAGE, access=[device, HOST])
     gone = addresses.map(memory, 5 * PAGE)
     gone.close()
-    released = vmm.PhysicalMemory(PAGE, device)
+    released = vmm.PhysicalMemory(device, PAGE)
     addresses.map(released, 3 * PAGE)
     released.close()
     growable = vmm.GrowableBuffer(device, 4 * PAGE, 3 * PAGE, chunk=PAGE)
@@ -41,7 +41,7 @@ def everything(device: sa.Device) -> list[object]:
     evicted.evict(pool)
     given_up = vmm.GrowableBuffer(device, PAGE, 4096)
     given_up.evict()
-    striped = vmm.stripe(PAGE, [device])
+    striped = vmm.stripe([device], PAGE)
     closed = vmm.GrowableBuffer(device, PAGE, 1)
     view = closed[:1]
     closed.close()
@@ -123,7 +123,7 @@ class TestGarbage:
         """A piece keeps its range mapped; memory alone keeps only itself."""
         account = Account(machine)
         addresses = vmm.AddressRange(2 * PAGE, driver=account.driver)
-        memory = vmm.PhysicalMemory(PAGE, HOST, driver=account.driver)
+        memory = vmm.PhysicalMemory(HOST, PAGE, driver=account.driver)
         mapping = addresses.map(memory, PAGE, access=[account.device, HOST])
         kept: Any = {
             "mapping": mapping,
@@ -149,13 +149,13 @@ class TestGarbage:
         account = Account(machine)
         device, driver = account.device, account.driver
         makers: list[Callable[[], object]] = [
-            lambda: vmm.PhysicalMemory(1, device),
-            lambda: vmm.PhysicalMemory(1 << 46, device),
+            lambda: vmm.PhysicalMemory(device, 1),
+            lambda: vmm.PhysicalMemory(device, 1 << 46),
             lambda: vmm.AddressRange(1, driver=driver),
             lambda: vmm.AddressRange(1 << 47, driver=driver),
             lambda: vmm.GrowableBuffer(device, 0),
             lambda: vmm.GrowableBuffer(device, 1 << 46, 1 << 45),
-            lambda: vmm.stripe(1 << 45, [device]),
+            lambda: vmm.stripe([device], 1 << 45),
             lambda: vmm.PhysicalMemory.at(0x1000, driver=driver),
         ]
         for make in makers:
@@ -183,7 +183,7 @@ class TestGarbage:
 
     def test_dropped_memory_that_nobody_may_use_is_not_waited_for(self, machine: Any) -> None:
         account = Account(machine)
-        addresses, memory = vmm.AddressRange(PAGE, driver=account.driver), vmm.PhysicalMemory(PAGE, account.device)
+        addresses, memory = vmm.AddressRange(PAGE, driver=account.driver), vmm.PhysicalMemory(account.device, PAGE)
         addresses.map(memory)
         del addresses, memory
         gc.collect()
@@ -260,7 +260,7 @@ PAGE = 2 << 20
 device = sa.Device(0); stream = device.create_stream()
 pool = sa.MemoryPool(sa.MemLocation.host()); pool.set_access(device, sa.MemAccess.READWRITE)
 buffer = vmm.GrowableBuffer(device, 4 * PAGE, PAGE, chunk=PAGE); buffer.fill(1); view = buffer[8:]
-memory = vmm.PhysicalMemory(PAGE, device); addresses = vmm.AddressRange(PAGE)
+memory = vmm.PhysicalMemory(device, PAGE); addresses = vmm.AddressRange(PAGE)
 mapping = addresses.map(memory, access=device)
 evicted = vmm.GrowableBuffer(device, PAGE, PAGE); evicted.evict(pool)
 array = vmm.SparseArray(device, (256, 256)); tiles = vmm.TilePool(device, PAGE); array.map(tiles, stream=stream)
@@ -285,7 +285,7 @@ PAGE = 2 << 20
 driver = sd.traced(sd.simulated())
 device = sa.Device(0, driver=driver); stream = device.create_stream()
 pool = sa.MemoryPool(sa.MemLocation.host(), driver=driver); pool.set_access(device, sa.MemAccess.READWRITE)
-memory = vmm.PhysicalMemory(PAGE, device); addresses = vmm.AddressRange(2 * PAGE, driver=driver)
+memory = vmm.PhysicalMemory(device, PAGE); addresses = vmm.AddressRange(2 * PAGE, driver=driver)
 mapping = addresses.map(memory, access=device)
 buffer = vmm.GrowableBuffer(device, 4 * PAGE, 2 * PAGE, chunk=PAGE); evicted = vmm.GrowableBuffer(device, PAGE, PAGE)
 evicted.evict(pool)
@@ -296,10 +296,10 @@ child = os.fork()
 if child == 0:
     kinds = []
     for use in (
-        lambda: vmm.PhysicalMemory(PAGE, device),
+        lambda: vmm.PhysicalMemory(device, PAGE),
         lambda: vmm.AddressRange(PAGE, driver=driver),
         lambda: vmm.GrowableBuffer(device, PAGE),
-        lambda: vmm.stripe(PAGE, [device]),
+        lambda: vmm.stripe([device], PAGE),
         lambda: vmm.PhysicalMemory.at(mapping.address, driver=driver),
         lambda: addresses.map(memory, PAGE),
         lambda: addresses.unmap(),
@@ -340,21 +340,36 @@ def test_forked_child(python: Python) -> None:
 
 
 QUEUED = """
-import gc, threading, time
-import streamalloc as sa
+import gc
+import streamalloc as sa, streamalloc.driver as sd
 from streamalloc import vmm
 from streamalloc.testing import Gate
-gc.freeze()  # a collection must not take as long as the gate is closed
 PAGE = 2 << 20
+
+class OpensGate:
+    "A driver that opens the gate when the host begins to wait for work."
+    gate, opened = None, False
+    def __init__(self, driver): self.driver = driver
+    def __getattr__(self, name):
+        function = getattr(self.driver, name)
+        if name not in ("cuCtxSynchronize", "cuEventSynchronize", "cuStreamSynchronize"): return function
+        def wait(*args):
+            if self.gate is not None: self.opened = True; self.gate.open()
+            return function(*args)
+        setattr(self, name, wait)
+        return wait
+
+driver = OpensGate(sa.Device(0).driver)
+sd.set_default(driver)
 device = sa.Device(0); stream = device.create_stream()
 pool = sa.MemoryPool(sa.MemLocation.host()); pool.set_access(device, sa.MemAccess.READWRITE)
 
-memory, addresses, mapping = vmm.PhysicalMemory(PAGE, device), vmm.AddressRange(PAGE), None
+memory, addresses, mapping = vmm.PhysicalMemory(device, PAGE), vmm.AddressRange(PAGE), None
 
 class Holder: pass
 
 def scenario(name, act):
-    "Work is queued behind a gate; whether the act took until the gate was opened."
+    "Work is queued behind a gate; whether the act waits for the work, which opens the gate."
     holder = Holder()
     holder.buffer = vmm.GrowableBuffer(device, 4 * PAGE, 2 * PAGE, chunk=PAGE)
     with Gate(device) as gate:
@@ -362,12 +377,10 @@ def scenario(name, act):
         holder.buffer.fill(5, stream)
         mapping.fill(5, stream)
         holder.event = stream.record()
-        opened = []
-        timer = threading.Timer(0.02, lambda: (opened.append(True), gate.open()))
-        timer.start()
+        driver.gate, driver.opened = gate, False
         act(holder)
-        waited = bool(opened)
-        timer.join()
+        driver.gate, waited = None, driver.opened
+        gate.open()
         stream.synchronize()
     holder.__dict__.clear()
     gc.collect()

@@ -26,7 +26,7 @@ def pages(device: sa.Device) -> Iterator[vmm.AddressRange]:
 @pytest.fixture
 def memory(device: sa.Device) -> Iterator[vmm.PhysicalMemory]:
     """Two pages of device memory."""
-    with vmm.PhysicalMemory(2 * PAGE, device) as memory:
+    with vmm.PhysicalMemory(device, 2 * PAGE) as memory:
         yield memory
 
 
@@ -64,7 +64,7 @@ class TestMap:
     ) -> None:
         pages.map(memory, 3 * PAGE)
         fits = offset + size <= 3 or (offset >= 5 and offset + size <= 8)
-        with vmm.PhysicalMemory(size * PAGE, device) as other:
+        with vmm.PhysicalMemory(device, size * PAGE) as other:
             if fits:
                 pages.map(other, offset * PAGE)
             else:
@@ -75,7 +75,7 @@ class TestMap:
     def test_nothing_reaches_the_driver(self, machine: Any) -> None:
         driver = sd.traced(machine)
         device = sa.Device(0, driver=driver)
-        with vmm.AddressRange(2 * PAGE, driver=driver) as pages, vmm.PhysicalMemory(PAGE, device) as memory:
+        with vmm.AddressRange(2 * PAGE, driver=driver) as pages, vmm.PhysicalMemory(device, PAGE) as memory:
             pages.map(memory)
             del driver.calls[:]
             for offset in (0, 1, 2 * PAGE, -1):
@@ -89,16 +89,16 @@ class TestMap:
             pages.map(what)
 
     def test_a_tile_pool(self, device: sa.Device, pages: vmm.AddressRange) -> None:
-        with vmm.PhysicalMemory(PAGE, device, tile_pool=True) as tiles, pytest.raises(ValueError, match="tile pool"):
+        with vmm.PhysicalMemory(device, PAGE, tile_pool=True) as tiles, pytest.raises(ValueError, match="tile pool"):
             pages.map(tiles)
 
     def test_of_another_driver(self, machine: Any, pages: vmm.AddressRange) -> None:
         other = sa.Device(0, driver=sd.traced(machine))
-        with vmm.PhysicalMemory(PAGE, other) as memory, pytest.raises(ValueError, match="another driver"):
+        with vmm.PhysicalMemory(other, PAGE) as memory, pytest.raises(ValueError, match="another driver"):
             pages.map(memory)
 
     def test_closed_memory(self, device: sa.Device, pages: vmm.AddressRange) -> None:
-        memory = vmm.PhysicalMemory(PAGE, device)
+        memory = vmm.PhysicalMemory(device, PAGE)
         memory.close()
         with pytest.raises(sa.ClosedError):
             pages.map(memory)
@@ -116,7 +116,7 @@ class TestUnmap:
     def test_once(self, machine: Any) -> None:
         account = Account(machine)
         device = account.device
-        with vmm.AddressRange(PAGE, driver=account.driver) as pages, vmm.PhysicalMemory(PAGE, device) as memory:
+        with vmm.AddressRange(PAGE, driver=account.driver) as pages, vmm.PhysicalMemory(device, PAGE) as memory:
             mapping = pages.map(memory, access=device)
             mapping.close()
             mapping.close()
@@ -219,7 +219,7 @@ class TestAliases:
     def test_unmapped_in_any_order(self, device: sa.Device, pages: vmm.AddressRange) -> None:
         before = device.memory_info().free
         for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0)):
-            memory = vmm.PhysicalMemory(PAGE, device)
+            memory = vmm.PhysicalMemory(device, PAGE)
             mappings = [pages.map(memory, offset * PAGE, access=device) for offset in range(3)]
             mappings[order[0]].fill(7)
             memory.close()
@@ -232,7 +232,7 @@ class TestAliases:
 class TestHostMemory:
     @pytest.fixture(params=[HOST, sa.MemLocation.host_numa(0)], ids=["host", "node"])
     def host(self, machine: Any, request: pytest.FixtureRequest) -> Iterator[vmm.PhysicalMemory]:
-        with vmm.PhysicalMemory(PAGE, request.param) as memory:
+        with vmm.PhysicalMemory(request.param, PAGE) as memory:
             yield memory
 
     def test_both_use_it(self, device: sa.Device, pages: vmm.AddressRange, host: vmm.PhysicalMemory) -> None:
@@ -325,7 +325,7 @@ class TestHostMemory:
     def test_side_by_side_with_device_memory(
         self, device: sa.Device, pages: vmm.AddressRange, host: vmm.PhysicalMemory
     ) -> None:
-        with vmm.PhysicalMemory(PAGE, device) as memory:
+        with vmm.PhysicalMemory(device, PAGE) as memory:
             pages.map(memory)
             there = pages.map(host, PAGE)
             pages.set_access(device, start=0, stop=2 * PAGE)
@@ -342,7 +342,7 @@ class TestHostMemory:
         account = Account(machine)
         pages, host = (
             vmm.AddressRange(PAGE, driver=account.driver),
-            vmm.PhysicalMemory(PAGE, HOST, driver=account.driver),
+            vmm.PhysicalMemory(HOST, PAGE, driver=account.driver),
         )
         array = pages.map(host, access=HOST).as_array(np.int64, (PAGE // 16, 2))
         array[0, 1] = -7
@@ -388,7 +388,7 @@ class TestInterchange:
 
     @pytest.mark.parametrize(("who", "kind"), [("host", 1), ("both", 3)])
     def test_dlpack_of_the_host(self, device: sa.Device, pages: vmm.AddressRange, who: str, kind: int) -> None:
-        with vmm.PhysicalMemory(PAGE, HOST) as host:
+        with vmm.PhysicalMemory(HOST, PAGE) as host:
             mapping = pages.map(host, access=HOST if who == "host" else [HOST, device])
             assert mapping.__dlpack_device__() == (kind, 0)
             mapping.as_array()[:] = 7

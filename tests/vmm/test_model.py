@@ -25,7 +25,7 @@ class Model:
         self.random = random.Random(seed)
         self.device = account.device
         self.range = vmm.AddressRange(PAGES * PAGE, driver=account.driver)
-        self.memories = [vmm.PhysicalMemory(pages * PAGE, self.device) for pages in (1, 1, 2, 3)]
+        self.memories = [vmm.PhysicalMemory(self.device, pages * PAGE) for pages in (1, 1, 2, 3)]
         self.blocks = [np.zeros(memory.nbytes // BLOCK, np.uint8) for memory in self.memories]
         self.access = [READWRITE] * PAGES
         # By page of the range: which memory, and its mapping's first page.

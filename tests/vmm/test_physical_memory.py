@@ -27,25 +27,33 @@ class TestSize:
     def test_that_is_not_aligned(self, machine: Any, nbytes: int) -> None:
         driver = sd.traced(machine)
         with pytest.raises(ValueError, match=rf"nbytes={nbytes}.*2 MiB"):
-            vmm.PhysicalMemory(nbytes, sa.Device(0, driver=driver))
+            vmm.PhysicalMemory(sa.Device(0, driver=driver), nbytes)
         assert names(driver, "cuMemCreate") == []
 
     @pytest.mark.parametrize(("asked", "given"), [(1, PAGE), (PAGE, PAGE), (PAGE + 1, 2 * PAGE), (5 * MiB, 3 * PAGE)])
     def test_rounded_when_asked(self, device: sa.Device, asked: int, given: int) -> None:
-        with vmm.PhysicalMemory(asked, device, round_up=True) as memory:
+        with vmm.PhysicalMemory(device, asked, round_up=True) as memory:
             assert memory.nbytes == given
+
+    def test_size_first_is_deprecated(self, device: sa.Device) -> None:
+        old: Any = vmm.PhysicalMemory
+        with pytest.warns(DeprecationWarning, match="device first") as warned, old(PAGE, device) as memory:
+            assert (memory.nbytes, memory.location) == (PAGE, device.location)
+        assert warned[0].filename == __file__
+        with vmm.PhysicalMemory(nbytes=PAGE, where=device) as memory:
+            assert memory.nbytes == PAGE
 
     @pytest.mark.parametrize("round_up", [False, True])
     def test_nothing(self, device: sa.Device, round_up: bool) -> None:
         with pytest.raises(ValueError, match="nbytes=0"):
-            vmm.PhysicalMemory(0, device, round_up=round_up)
+            vmm.PhysicalMemory(device, 0, round_up=round_up)
 
     @pytest.mark.parametrize(
         ("nbytes", "error"), [(-PAGE, ValueError), (1 << 64, ValueError), (2.0, TypeError), (True, TypeError)]
     )
     def test_that_is_none(self, device: sa.Device, nbytes: Any, error: type[Exception]) -> None:
         with pytest.raises(error, match="nbytes"):
-            vmm.PhysicalMemory(nbytes, device)
+            vmm.PhysicalMemory(device, nbytes)
 
     @pytest.mark.parametrize("where", [HOST, NUMA, sa.MemLocation.device(0), None])
     def test_granularity(self, device: sa.Device, where: sa.MemLocation | None) -> None:
@@ -56,7 +64,7 @@ class TestSize:
     def test_more_than_there_is(self, device: sa.Device, nbytes: int) -> None:
         before = device.memory_info()
         with pytest.raises(sa.OutOfMemoryError, match="physical memory") as caught:
-            vmm.PhysicalMemory(nbytes, device)
+            vmm.PhysicalMemory(device, nbytes)
         error = caught.value
         assert isinstance(error, MemoryError) and error.call == "cuMemCreate"
         assert (error.requested, error.total) == (nbytes, before.total)
@@ -66,52 +74,52 @@ class TestSize:
 class TestPlace:
     @pytest.mark.parametrize("where", [HOST, NUMA, sa.MemLocation.device(0)])
     def test_location(self, machine: Any, where: sa.MemLocation) -> None:
-        with vmm.PhysicalMemory(PAGE, where) as memory:
+        with vmm.PhysicalMemory(where, PAGE) as memory:
             assert memory.location == memory.properties.location == where
             # Memory on HOST reads back as on a NUMA node.
             assert memory.query().location == (NUMA if where.on_host else where)
 
     def test_complete_properties(self, machine: Any) -> None:
         prop = sa.MemAllocationProp(location=sa.MemLocation.device(0), requested_handle_types=FD)
-        with vmm.PhysicalMemory(PAGE, prop) as memory:
+        with vmm.PhysicalMemory(prop, PAGE) as memory:
             assert memory.properties == memory.query() == prop
 
     @pytest.mark.parametrize("option", [{"handle_types": FD}, {"compressible": True}, {"gpu_direct_rdma": True}])
     def test_complete_properties_and_more(self, machine: Any, option: dict[str, Any]) -> None:
         prop = sa.MemAllocationProp(location=sa.MemLocation.device(0))
         with pytest.raises(ValueError, match="MemAllocationProp"):
-            vmm.PhysicalMemory(PAGE, prop, **option)
+            vmm.PhysicalMemory(prop, PAGE, **option)
 
     def test_of_another_driver(self, machine: Any, device: sa.Device) -> None:
         with pytest.raises(ValueError, match="another driver"):
-            vmm.PhysicalMemory(PAGE, device, driver=sd.traced(machine))
+            vmm.PhysicalMemory(device, PAGE, driver=sd.traced(machine))
 
     @pytest.mark.parametrize("where", [None, 0, "cuda:0"])
     def test_that_is_none(self, machine: Any, where: Any) -> None:
         with pytest.raises(TypeError, match="where"):
-            vmm.PhysicalMemory(PAGE, where)
+            vmm.PhysicalMemory(where, PAGE)
 
     def test_a_device_that_is_not_there(self, machine: Any) -> None:
         driver = sd.traced(machine)
         with pytest.raises(ValueError, match="id=99"):
-            vmm.PhysicalMemory(PAGE, sa.MemLocation.device(99), driver=driver)
+            vmm.PhysicalMemory(sa.MemLocation.device(99), PAGE, driver=driver)
         assert names(driver, "cuMemCreate") == []
 
     def test_nowhere(self, machine: Any) -> None:
         driver = sd.traced(machine)
         with pytest.raises(ValueError, match="location"):
-            vmm.PhysicalMemory(PAGE, sa.MemLocation.none(), driver=driver)
+            vmm.PhysicalMemory(sa.MemLocation.none(), PAGE, driver=driver)
         assert names(driver, "cuMemCreate") == []
 
     def test_a_node_that_is_not_there(self, machine: Any) -> None:
         with pytest.raises(sa.InvalidValueError) as caught:
-            vmm.PhysicalMemory(PAGE, sa.MemLocation.host_numa(99))
+            vmm.PhysicalMemory(sa.MemLocation.host_numa(99), PAGE)
         assert caught.value.call == "cuMemCreate"
 
     def test_host_memory_takes_none_of_the_device(self, device: sa.Device) -> None:
-        vmm.PhysicalMemory(PAGE, HOST).close()  # the first has the driver take some for itself
+        vmm.PhysicalMemory(HOST, PAGE).close()  # the first has the driver take some for itself
         before = free(device)
-        with vmm.PhysicalMemory(8 * PAGE, HOST):
+        with vmm.PhysicalMemory(HOST, 8 * PAGE):
             assert free(device) == before
 
 
@@ -139,24 +147,24 @@ class Without:
 class TestOptions:
     @pytest.mark.supports("compression")
     def test_compressible(self, device: sa.Device) -> None:
-        with vmm.PhysicalMemory(PAGE, device, compressible=True) as memory, vmm.PhysicalMemory(PAGE, device) as plain:
+        with vmm.PhysicalMemory(device, PAGE, compressible=True) as memory, vmm.PhysicalMemory(device, PAGE) as plain:
             assert memory.compressible and not plain.compressible
 
     @pytest.mark.supports("compression", "gpu_direct_rdma_with_vmm")
     def test_compression_that_is_not_given(self, device: sa.Device) -> None:
         """The handle tells what the driver gave: with GPUDirect RDMA it gives none."""
-        with vmm.PhysicalMemory(PAGE, device, compressible=True, gpu_direct_rdma=True) as memory:
+        with vmm.PhysicalMemory(device, PAGE, compressible=True, gpu_direct_rdma=True) as memory:
             assert memory.properties.alloc_flags.compression_type == 1
             assert not memory.compressible
             assert memory.query().alloc_flags.gpu_direct_rdma_capable
 
     @pytest.mark.supports("gpu_direct_rdma_with_vmm")
     def test_gpu_direct_rdma(self, device: sa.Device) -> None:
-        with vmm.PhysicalMemory(PAGE, device, gpu_direct_rdma=True) as memory:
+        with vmm.PhysicalMemory(device, PAGE, gpu_direct_rdma=True) as memory:
             assert memory.query().alloc_flags.gpu_direct_rdma_capable
 
     def test_tile_pool(self, device: sa.Device) -> None:
-        with vmm.PhysicalMemory(PAGE, device, tile_pool=True) as memory:
+        with vmm.PhysicalMemory(device, PAGE, tile_pool=True) as memory:
             assert memory.properties.alloc_flags.usage == 1
 
     @pytest.mark.parametrize(
@@ -173,7 +181,7 @@ class TestOptions:
     def test_that_do_not_go_together(self, machine: Any, where: Any, options: Any, words: str) -> None:
         driver = sd.traced(machine)
         with pytest.raises(ValueError, match=words):
-            vmm.PhysicalMemory(PAGE, where, driver=driver, **options)
+            vmm.PhysicalMemory(where, PAGE, driver=driver, **options)
         assert names(driver, "cuMemCreate") == []
 
     @pytest.mark.parametrize(
@@ -191,29 +199,29 @@ class TestOptions:
         driver: Any = Without(machine, attribute)
         device = sa.Device(0, driver=driver)
         with pytest.raises(sa.NotSupportedError, match=f"needs a device with {words}"):
-            vmm.PhysicalMemory(PAGE, device, **options)
+            vmm.PhysicalMemory(device, PAGE, **options)
         assert driver.created == 0
-        vmm.PhysicalMemory(PAGE, device).close()
+        vmm.PhysicalMemory(device, PAGE).close()
 
     @pytest.mark.supports("fabric_handles")
     def test_fabric_handles_without_a_channel(self, device: sa.Device) -> None:
         with pytest.raises(sa.NotPermittedError, match="IMEX"):
-            vmm.PhysicalMemory(PAGE, device, handle_types=FABRIC)
+            vmm.PhysicalMemory(device, PAGE, handle_types=FABRIC)
 
     def test_a_descriptor_for_host_memory(self, machine: Any) -> None:
         """HOST memory cannot be exported, memory of a NUMA node can."""
         driver = sd.traced(machine)
         with pytest.raises(ValueError, match="HOST"):
-            vmm.PhysicalMemory(PAGE, HOST, handle_types=FD, driver=driver)
+            vmm.PhysicalMemory(HOST, PAGE, handle_types=FD, driver=driver)
         assert names(driver, "cuMemCreate") == []
-        vmm.PhysicalMemory(PAGE, NUMA, handle_types=FD).close()
+        vmm.PhysicalMemory(NUMA, PAGE, handle_types=FD).close()
 
 
 class TestLife:
     def test_taken_at_once_and_given_back(self, device: sa.Device) -> None:
-        with vmm.PhysicalMemory(PAGE, device):  # so that the driver's own bookkeeping is there
+        with vmm.PhysicalMemory(device, PAGE):  # so that the driver's own bookkeeping is there
             before = free(device)
-            memories = [vmm.PhysicalMemory(32 * PAGE, device) for _ in range(4)]
+            memories = [vmm.PhysicalMemory(device, 32 * PAGE) for _ in range(4)]
             assert before - free(device) == 128 * PAGE
             for memory in memories:
                 memory.close()
@@ -221,7 +229,7 @@ class TestLife:
 
     def test_closed_once(self, machine: Any) -> None:
         account = Account(machine)
-        with vmm.PhysicalMemory(PAGE, account.device) as memory:
+        with vmm.PhysicalMemory(account.device, PAGE) as memory:
             memory.close()
             assert memory.closed
         memory.close()
@@ -238,14 +246,14 @@ class TestLife:
         ],
     )
     def test_used_after_closed(self, device: sa.Device, use: Callable[[vmm.PhysicalMemory], object]) -> None:
-        memory = vmm.PhysicalMemory(PAGE, device, handle_types=FD)
+        memory = vmm.PhysicalMemory(device, PAGE, handle_types=FD)
         memory.close()
         with pytest.raises(sa.ClosedError):
             use(memory)
 
     def test_stays_while_it_is_mapped(self, device: sa.Device) -> None:
         with vmm.AddressRange(PAGE) as addresses:
-            memory = vmm.PhysicalMemory(PAGE, device)
+            memory = vmm.PhysicalMemory(device, PAGE)
             before = free(device)
             mapping = addresses.map(memory, access=device)
             memory.close()
@@ -256,11 +264,11 @@ class TestLife:
             assert free(device) == before + PAGE and memory.mapping_count == 0
 
     def test_refuses_copies(self, device: sa.Device) -> None:
-        with vmm.PhysicalMemory(PAGE, device) as memory:
+        with vmm.PhysicalMemory(device, PAGE) as memory:
             assert_unique(memory)
 
     def test_repr(self, device: sa.Device) -> None:
-        memory = vmm.PhysicalMemory(PAGE, device)
+        memory = vmm.PhysicalMemory(device, PAGE)
         assert "2 MiB" in repr(memory) and f"{memory.handle:#x}" in repr(memory)
         with vmm.AddressRange(PAGE) as addresses:
             addresses.map(memory)
@@ -274,7 +282,7 @@ class TestAt:
 
     @pytest.mark.parametrize("offset", [0, 100, PAGE, 2 * PAGE - 1])
     def test_by_any_of_its_addresses(self, device: sa.Device, offset: int) -> None:
-        with vmm.AddressRange(4 * PAGE) as addresses, vmm.PhysicalMemory(2 * PAGE, device) as memory:
+        with vmm.AddressRange(4 * PAGE) as addresses, vmm.PhysicalMemory(device, 2 * PAGE) as memory:
             mapping = addresses.map(memory, PAGE, access=device)
             with vmm.PhysicalMemory.at(mapping.address + offset) as found:
                 assert (found.nbytes, found.location, found.handle) == (2 * PAGE, device.location, memory.handle)
@@ -285,7 +293,7 @@ class TestAt:
         device = account.device
         before = free(device)
         with vmm.AddressRange(2 * PAGE, driver=account.driver) as addresses:
-            memory = vmm.PhysicalMemory(PAGE, device)
+            memory = vmm.PhysicalMemory(device, PAGE)
             mapping = addresses.map(memory, access=device)
             mapping.fill(5)
             both = [memory, vmm.PhysicalMemory.at(mapping.address, driver=account.driver)]
@@ -298,7 +306,7 @@ class TestAt:
         assert account.left == {}
 
     def test_where_nothing_is_mapped(self, device: sa.Device) -> None:
-        with vmm.AddressRange(2 * PAGE) as addresses, vmm.PhysicalMemory(PAGE, device) as memory:
+        with vmm.AddressRange(2 * PAGE) as addresses, vmm.PhysicalMemory(device, PAGE) as memory:
             addresses.map(memory)
             for address in (addresses.address + PAGE, 0x1000):
                 with pytest.raises(sa.InvalidValueError, match="nothing is mapped by hand"):
@@ -308,7 +316,7 @@ class TestAt:
 class TestExport:
     def test_not_made_for_it(self, machine: Any) -> None:
         driver = sd.traced(machine)
-        with vmm.PhysicalMemory(PAGE, sa.Device(0, driver=driver)) as memory:
+        with vmm.PhysicalMemory(sa.Device(0, driver=driver), PAGE) as memory:
             with pytest.raises(ValueError, match=r"make it with handle_types=.*FILE_DESCRIPTOR"):
                 memory.export()
             assert not memory.exported
@@ -317,22 +325,22 @@ class TestExport:
     @pytest.mark.parametrize("handle_type", [sa.MemHandleType.NONE, FD | FABRIC, sa.MemHandleType.WIN32, 1, None])
     def test_of_a_kind_that_there_is_not(self, device: sa.Device, handle_type: Any) -> None:
         with (
-            vmm.PhysicalMemory(PAGE, device, handle_types=FD) as memory,
+            vmm.PhysicalMemory(device, PAGE, handle_types=FD) as memory,
             pytest.raises((TypeError, ValueError), match="handle_type"),
         ):
             memory.export(handle_type)
 
     def test_as_another_kind(self, device: sa.Device) -> None:
         with (
-            vmm.PhysicalMemory(PAGE, device, handle_types=FD) as memory,
+            vmm.PhysicalMemory(device, PAGE, handle_types=FD) as memory,
             pytest.raises(ValueError, match="cannot be exported"),
         ):
             memory.export(FABRIC)
 
     def test_the_descriptor_keeps_the_memory(self, device: sa.Device) -> None:
-        with vmm.PhysicalMemory(PAGE, device), device.current():
+        with vmm.PhysicalMemory(device, PAGE), device.current():
             before = free(device)
-            memory = vmm.PhysicalMemory(8 * PAGE, device, handle_types=FD)
+            memory = vmm.PhysicalMemory(device, 8 * PAGE, handle_types=FD)
             one, two = memory.export(), memory.export()
             assert isinstance(one, sa.Fd) and isinstance(two, sa.Fd)
             assert one.fileno() != two.fileno() and memory.exported
@@ -345,7 +353,7 @@ class TestExport:
 
     def test_of_a_mapped_piece(self, device: sa.Device) -> None:
         with vmm.AddressRange(PAGE) as addresses:
-            memory = vmm.PhysicalMemory(PAGE, device, handle_types=FD)
+            memory = vmm.PhysicalMemory(device, PAGE, handle_types=FD)
             mapping = addresses.map(memory, access=device)
             mapping.fill(3)
             with mapping.memory.export() as fd:  # type: ignore[union-attr]

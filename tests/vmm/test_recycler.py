@@ -13,6 +13,8 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
 from streamalloc.testing import Gate
+from streamalloc.vmm.recycler import RecyclingSpec
+from tests.interleaving import interleaved
 from tests.support import Account, read
 from tests.vmm.support import HOST, PAGE, READWRITE, assert_unique
 
@@ -464,13 +466,13 @@ class TestBuffers:
         devices = [sa.Device(ordinal, driver=account.driver) for ordinal in range(2)]
         recyclers = [vmm.MemoryRecycler(device, LIMIT) for device in devices]
         for _ in range(3):
-            with vmm.stripe(2 * PAGE, devices, recyclers=recyclers) as buffer:
+            with vmm.stripe(devices, 2 * PAGE, recyclers=recyclers) as buffer:
                 buffer.fill(1)
         assert [recycler.statistics()[2:] for recycler in recyclers] == [(2, 1, 0), (2, 1, 0)]
         with pytest.raises(ValueError, match="was asked for"):
-            vmm.stripe(2 * PAGE, devices, recyclers=recyclers[::-1])
+            vmm.stripe(devices, 2 * PAGE, recyclers=recyclers[::-1])
         with pytest.raises(ValueError, match="one for each of 2 devices"):
-            vmm.stripe(2 * PAGE, devices, recyclers=recyclers[:1])
+            vmm.stripe(devices, 2 * PAGE, recyclers=recyclers[:1])
 
     def test_properties_are_those_of_the_recycler(self, account: Account, device: sa.Device) -> None:
         with vmm.MemoryRecycler(device, LIMIT, handle_types=POSIX) as recycler:
@@ -510,7 +512,7 @@ class TestOutOfMemory:
         failing = sd.faulty(machine, "cuMemCreate", 1, result="CUDA_ERROR_OUT_OF_MEMORY")
         device = sa.Device(0, driver=failing)
         with pytest.raises(sa.OutOfMemoryError):  # there is nothing that could be given back
-            vmm.PhysicalMemory(PAGE, device)
+            vmm.PhysicalMemory(device, PAGE)
 
 
 def test_threads(account: Account, device: sa.Device) -> None:
@@ -550,3 +552,90 @@ def test_threads(account: Account, device: sa.Device) -> None:
     assert len(account.left.get("physical memory", ())) == figures.pieces
     recycler.close()
     assert account.left == {}
+
+
+@pytest.mark.simulated_only("threads interleave in the same way on any driver")
+class TestInterleaved:
+    """Two threads, one of which runs between any two bytecodes of the other."""
+
+    class World:
+        """A recycler with some kept pages, and a buffer with spares behind its end."""
+
+        def __init__(self, device: sa.Device, kept: int, spares: int = 0) -> None:
+            self.recycler = vmm.MemoryRecycler(device, LIMIT)
+            self.taken: list[vmm.PhysicalMemory] = []
+            self.buffer = vmm.GrowableBuffer(device, 4 * PAGE, chunk=PAGE, recycler=self.recycler)
+            self.pages = [self.recycler.take(PAGE) for _ in range(kept)]
+            self.buffer.resize((1 + spares) * PAGE)
+            self.buffer.resize(PAGE, after=())
+
+        def close_pages(self) -> None:
+            for page in self.pages:
+                page.close()
+
+        def take(self) -> None:
+            self.taken.append(self.recycler.take(PAGE))
+
+        def end(self) -> None:
+            """Each handle has one owner, and the figures are those of the tables."""
+            figures, owners = self.recycler.statistics(), [*self.taken, *(one.memory for one in self.buffer.mappings)]
+            assert figures.kept == figures.pieces * PAGE
+            handles = [one.handle for one in owners]
+            assert len(handles) == len(set(handles))
+            assert all(one.handle in one._node.allocations.by_handle for one in owners)
+            for memory in self.taken:
+                memory.close()
+            self.buffer.close()
+            self.recycler.close()
+            assert self.recycler.statistics()[:2] == (0, 0)
+
+    @staticmethod
+    def check_left(account: Account) -> None:
+        gc.collect()  # the last world, in which the second thread did not begin
+        account.device.synchronize()
+        assert account.left == {}
+
+    def test_two_take_one_piece(self, account: Account, device: sa.Device) -> None:
+        def make() -> TestInterleaved.World:
+            world = self.World(device, 1)
+            world.close_pages()
+            return world
+
+        for world in interleaved(RecyclingSpec.obtain, make, self.World.take, self.World.take):
+            assert world.recycler.statistics()[:3] == (0, 0, 1)
+            world.end()
+        self.check_left(account)
+
+    def test_two_are_closed(self, account: Account, device: sa.Device) -> None:
+        for world in interleaved(
+            RecyclingSpec.keep,
+            lambda: self.World(device, 2),
+            lambda world: world.pages[0].close(),
+            lambda world: world.pages[1].close(),
+        ):
+            assert world.recycler.statistics()[:2] == (2 * PAGE, 2)
+            world.end()
+        self.check_left(account)
+
+    @pytest.mark.parametrize("spares", [0, 1])
+    def test_one_takes_what_the_other_trims(self, account: Account, device: sa.Device, spares: int) -> None:
+        def make() -> TestInterleaved.World:
+            world = self.World(device, 1 - spares, spares)
+            world.close_pages()
+            return world
+
+        for world in interleaved(RecyclingSpec._release, make, lambda it: it.recycler.trim(), self.World.take):
+            assert world.recycler.statistics()[:2] == (0, 0)
+            world.end()
+        self.check_left(account)
+
+    def test_a_buffer_grows_over_what_another_takes(self, account: Account, device: sa.Device) -> None:
+        for world in interleaved(
+            RecyclingSpec.claim,
+            lambda: self.World(device, 0, 1),
+            lambda it: it.buffer.resize(2 * PAGE, after=()),
+            self.World.take,
+        ):
+            assert len(world.buffer.mappings) == 2 and len(world.taken) == 1
+            world.end()
+        self.check_left(account)

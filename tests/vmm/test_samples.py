@@ -43,9 +43,9 @@ class TestVectorAddMMAP:
         # Rounded up to whole pages for each of the two devices, as the sample does it.
         expected = -(-4 * COUNT // (2 * PAGE)) * 2 * PAGE
         with (
-            vmm.stripe(4 * COUNT, [device, peer], alignment=alignment) as one,
-            vmm.stripe(4 * COUNT, [device, peer], alignment=alignment) as two,
-            vmm.stripe(4 * COUNT, [device, peer], alignment=alignment) as out,
+            vmm.stripe([device, peer], 4 * COUNT, alignment=alignment) as one,
+            vmm.stripe([device, peer], 4 * COUNT, alignment=alignment) as two,
+            vmm.stripe([device, peer], 4 * COUNT, alignment=alignment) as out,
         ):
             for vector in (one, two, out):
                 assert vector.capacity == expected and vector.address % (alignment or PAGE) == 0
@@ -74,7 +74,7 @@ class TestVectorAddMMAP:
         data = pattern(2 * PAGE)
         with vmm.AddressRange(2 * PAGE) as addresses:
             for place, owner in enumerate((device, peer)):
-                with vmm.PhysicalMemory(PAGE, owner) as memory:
+                with vmm.PhysicalMemory(owner, PAGE) as memory:
                     addresses.map(memory, place * PAGE)
             addresses.set_access([device, peer])
             whole = addresses.view()
@@ -96,7 +96,7 @@ class TestMemMapIPCDrv:
         account = Account(machine)
         device = account.device
         kind = sa.MemHandleType.POSIX_FILE_DESCRIPTOR
-        memories = [vmm.PhysicalMemory(PAGE, device, handle_types=kind) for _ in range(self.PROCESSES)]
+        memories = [vmm.PhysicalMemory(device, PAGE, handle_types=kind) for _ in range(self.PROCESSES)]
         with device.current():
             handles = [memory.export() for memory in memories]
         assert len({fd.fileno() for fd in handles}) == self.PROCESSES  # type: ignore[union-attr]
@@ -120,7 +120,7 @@ class TestHip:
 
     def test_one_handle_remapped_twenty_times(self, device: sa.Device) -> None:
         """The bytes are the memory's, wherever it is mapped."""
-        with vmm.AddressRange(8 * PAGE) as addresses, vmm.PhysicalMemory(PAGE, device) as memory:
+        with vmm.AddressRange(8 * PAGE) as addresses, vmm.PhysicalMemory(device, PAGE) as memory:
             data = pattern(PAGE)
             for number in range(20):
                 with addresses.map(memory, number % 8 * PAGE, access=device) as mapping:
@@ -134,7 +134,7 @@ class TestHip:
                 assert same(mapping, data)
 
     def test_three_aliases_see_one_write(self, device: sa.Device) -> None:
-        with vmm.AddressRange(8 * PAGE) as addresses, vmm.PhysicalMemory(PAGE, device) as memory:
+        with vmm.AddressRange(8 * PAGE) as addresses, vmm.PhysicalMemory(device, PAGE) as memory:
             aliases = [addresses.map(memory, place * PAGE, access=device) for place in (0, 1, 4)]
             for number, writer in enumerate(aliases):
                 data = write(writer, pattern(PAGE, number))

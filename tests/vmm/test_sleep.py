@@ -147,7 +147,7 @@ class TestSleepAndWake:
 
 class TestMembers:
     def test_other_buffers_join(self, device: sa.Device, group: vmm.SleepGroup) -> None:
-        with vmm.GrowableBuffer(device, 8 * MiB, 4 * MiB) as buffer, vmm.stripe(4 * MiB, [device]) as striped:
+        with vmm.GrowableBuffer(device, 8 * MiB, 4 * MiB) as buffer, vmm.stripe([device], 4 * MiB) as striped:
             group.add(buffer, "mine")
             group.add(striped)
             filled(buffer, 5)
@@ -277,7 +277,7 @@ class TestAllOrNothing:
         for seed, buffer in enumerate(several):
             filled(buffer, seed)
         group.sleep()
-        taken = vmm.PhysicalMemory(40 * MiB, device)
+        taken = vmm.PhysicalMemory(device, 40 * MiB)
         for _ in range(2):
             with pytest.raises(sa.OutOfMemoryError):
                 group.wake()

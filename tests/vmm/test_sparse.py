@@ -93,8 +93,12 @@ class TestShape:
         assert (image.shape, image.dtype.name, image.channels) == ((1024, 768), "uint8", 1)
         assert image.device == device and image.handle and not image.closed
         assert image.level_shape(0) == (1024, 768) and image.levels == 0
-        assert image.mapped().shape == (4, 3) and not image.mapped().any()
+        assert image.mapped_tiles().shape == (4, 3) and not image.mapped_tiles().any()
         assert "1024 x 768" in repr(image) and "0 bytes mapped" in repr(image)
+
+    def test_old_name_is_deprecated(self, image: vmm.SparseArray) -> None:
+        with pytest.warns(DeprecationWarning, match="mapped_tiles"):
+            assert image.mapped().shape == (4, 3)
 
     def test_smaller_than_a_tile(self, device: sa.Device) -> None:
         """All of it is a tail."""
@@ -201,11 +205,11 @@ class TestPool:
 class TestMap:
     def test_all_of_it(self, tiles: vmm.TilePool, image: vmm.SparseArray, stream: sa.Stream) -> None:
         image.map(tiles, stream=stream)
-        assert image.mapped().all() and image.mapped_bytes == 12 * TILE and tiles.free_tiles == TILES - 12
+        assert image.mapped_tiles().all() and image.mapped_bytes == 12 * TILE and tiles.free_tiles == TILES - 12
         data = write(image, stream, noise(image.shape))
         assert np.array_equal(read(image, stream), data)
         image.unmap(stream=stream)
-        assert not image.mapped().any() and tiles.free_tiles == TILES
+        assert not image.mapped_tiles().any() and tiles.free_tiles == TILES
         assert not read(image, stream).any()
 
     def test_without_memory(self, image: vmm.SparseArray, stream: sa.Stream) -> None:
@@ -219,7 +223,7 @@ class TestMap:
         image.map(tiles, region, stream=stream)
         expected = np.zeros((4, 3), bool)
         expected[1:3, 2] = True
-        assert np.array_equal(image.mapped(), expected) and image.mapped_bytes == 2 * TILE
+        assert np.array_equal(image.mapped_tiles(), expected) and image.mapped_bytes == 2 * TILE
         data = write(image, stream, noise(image.shape))
         kept = np.zeros_like(data)
         kept[region] = data[region]
@@ -274,7 +278,7 @@ class TestMap:
         for use in each(
             lambda: image.map(tiles, stream=stream, **options),
             lambda: image.unmap(stream=stream, **options),
-            lambda: image.mapped(**options),
+            lambda: image.mapped_tiles(**options),
             lambda: image.copy_from(noise(image.shape), stream, **options),
         ):
             with pytest.raises(ValueError, match=next(iter(options))):
@@ -284,7 +288,7 @@ class TestMap:
     def test_at_the_edge(self, device: sa.Device, tiles: vmm.TilePool, stream: sa.Stream) -> None:
         """The last tiles end where the array does."""
         with vmm.SparseArray(device, (600, 300)) as array:
-            assert array.mapped().shape == (3, 2)
+            assert array.mapped_tiles().shape == (3, 2)
             array.map(tiles, (slice(512, 600), slice(256, 300)), stream=stream)
             data = write(array, stream, noise(array.shape))
             found = read(array, stream)
@@ -293,7 +297,7 @@ class TestMap:
             array.map(tiles, (slice(0, 512), slice(None)), stream=stream)
             array.map(tiles, (slice(512, None), slice(0, 256)), stream=stream)
             write(array, stream, data)
-            assert np.array_equal(read(array, stream), data) and array.mapped().all()
+            assert np.array_equal(read(array, stream), data) and array.mapped_tiles().all()
             assert array.mapped_bytes == 6 * TILE
             with pytest.raises(ValueError, match="region"):
                 array.unmap((slice(512, 768), slice(None)), stream=stream)
@@ -308,7 +312,7 @@ class TestMap:
 
     def test_a_volume(self, device: sa.Device, tiles: vmm.TilePool, stream: sa.Stream) -> None:
         with vmm.SparseArray(device, (32, 64, 96), np.float32) as array:
-            assert array.tile == (16, 32, 32) and array.mapped().shape == (2, 2, 3)
+            assert array.tile == (16, 32, 32) and array.mapped_tiles().shape == (2, 2, 3)
             region = (slice(16, 32), slice(0, 32), slice(32, 96))
             array.map(tiles, region, stream=stream)
             data = write(array, stream, noise(array.shape, np.float32))
@@ -322,7 +326,7 @@ class TestMap:
         with vmm.SparseArray(device, (3, 256, 512), layered=True) as array:
             array.map(tiles, layer=1, stream=stream)
             array.map(tiles, (slice(None), slice(256, 512)), layer=2, stream=stream)
-            assert [array.mapped(layer=layer).tolist() for layer in range(3)] == [
+            assert [array.mapped_tiles(layer=layer).tolist() for layer in range(3)] == [
                 [[False, False]],
                 [[True, True]],
                 [[False, True]],
@@ -380,7 +384,7 @@ class TestMap:
                     array.unmap(region, stream=stream)
                     part[:] = False
                     model[region] = 0
-                assert np.array_equal(array.mapped(), grid)
+                assert np.array_equal(array.mapped_tiles(), grid)
                 assert tiles.free_tiles == TILES - grid.sum()
             assert np.array_equal(read(array, stream), model)
 
@@ -433,14 +437,14 @@ class TestMipmaps:
             (64, 64),
             (1, 1),
         ]
-        assert [texture.mapped(level).shape for level in range(3)] == [(4, 4), (2, 2), (1, 1)]
+        assert [texture.mapped_tiles(level).shape for level in range(3)] == [(4, 4), (2, 2), (1, 1)]
 
     def test_levels(self, texture: vmm.SparseArray, tiles: vmm.TilePool, stream: sa.Stream) -> None:
         texture.map(tiles, (slice(0, 128), slice(None)), stream=stream)
         texture.map(tiles, level=2, stream=stream)
         assert texture.mapped_bytes == 5 * TILE
-        assert texture.mapped(0)[0].all() and not texture.mapped(0)[1:].any()
-        assert not texture.mapped(1).any() and texture.mapped(2).all()
+        assert texture.mapped_tiles(0)[0].all() and not texture.mapped_tiles(0)[1:].any()
+        assert not texture.mapped_tiles(1).any() and texture.mapped_tiles(2).all()
         data = [
             write(texture, stream, noise(texture.level_shape(level), np.float32, level), level=level)
             for level in range(3)
@@ -661,7 +665,7 @@ class TestStreamOrder:
     ) -> None:
         gate.hold(stream)
         full.unmap(self.LEFT, stream=stream)
-        assert not full.mapped()[:, :4].any() and tiles.free_tiles == TILES // 2 and pending(stream)
+        assert not full.mapped_tiles()[:, :4].any() and tiles.free_tiles == TILES // 2 and pending(stream)
         with device.create_stream() as other:
             assert read(full, other, (1024, 1024), region=self.LEFT).all()  # still mapped
             gate.open()

@@ -23,7 +23,7 @@ class TestOneDevice:
         ("nbytes", "each"), [(1, PAGE), (PAGE, PAGE), (PAGE + 1, 2 * PAGE), (5 * PAGE - 7, 5 * PAGE)]
     )
     def test_sizes(self, device: sa.Device, nbytes: int, each: int) -> None:
-        with vmm.stripe(nbytes, [device]) as buffer:
+        with vmm.stripe([device], nbytes) as buffer:
             assert (buffer.nbytes, buffer.stripe_bytes, buffer.capacity, buffer.mapped_bytes) == (
                 nbytes,
                 each,
@@ -45,7 +45,7 @@ class TestOneDevice:
     )
     def test_bad_sizes(self, device: sa.Device, nbytes: Any, error: type[Exception], words: str) -> None:
         with pytest.raises(error, match=words):
-            vmm.stripe(nbytes, [device])
+            vmm.stripe([device], nbytes)
 
     @pytest.mark.parametrize(
         ("arguments", "error", "words"),
@@ -60,38 +60,44 @@ class TestOneDevice:
     def test_bad_arguments(self, machine: Any, arguments: Any, error: type[Exception], words: str) -> None:
         account = Account(machine)
         with pytest.raises(error, match=words):
-            vmm.stripe(PAGE, [account.device], **arguments)
+            vmm.stripe([account.device], PAGE, **arguments)
         gc.collect()
         assert account.left == {} and account.calls("cuMemCreate") == []
 
     def test_bad_devices(self, machine: Any, device: sa.Device) -> None:
         for what, error in (([], TypeError), ([0], TypeError), ([device, None], TypeError), ([device] * 2, ValueError)):
             with pytest.raises(error, match="device"):
-                vmm.stripe(PAGE, what)  # type: ignore[arg-type]
+                vmm.stripe(what, PAGE)  # type: ignore[arg-type]
         with pytest.raises(TypeError):
-            vmm.stripe(PAGE, device)  # type: ignore[arg-type]
+            vmm.stripe(device, PAGE)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="another driver"):
-            vmm.stripe(PAGE, [device, sa.Device(0, driver=sd.traced(machine))])
+            vmm.stripe([device, sa.Device(0, driver=sd.traced(machine))], PAGE)
+
+    def test_size_first_is_deprecated(self, device: sa.Device) -> None:
+        old: Any = vmm.stripe
+        with pytest.warns(DeprecationWarning, match="device first") as warned, old(PAGE, [device]) as buffer:
+            assert (buffer.nbytes, buffer.devices) == (PAGE, (device,))
+        assert warned[0].filename == __file__
 
     def test_no_addresses(self, machine: Any) -> None:
         account = Account(machine)
         with pytest.raises(sa.AddressSpaceError):
-            vmm.stripe(1 << 47, [account.device])
+            vmm.stripe([account.device], 1 << 47)
         assert account.left == {}
 
     def test_no_memory(self, machine: Any) -> None:
         account = Account(machine)
         with pytest.raises(sa.OutOfMemoryError, match="physical memory is exhausted"):
-            vmm.stripe(1 << 46, [account.device])
+            vmm.stripe([account.device], 1 << 46)
         assert account.left == {}
 
     def test_refuses_copies(self, device: sa.Device) -> None:
-        with vmm.stripe(1, [device]) as buffer:
+        with vmm.stripe([device], 1) as buffer:
             assert_unique(buffer)
 
     def test_closed(self, machine: Any) -> None:
         account = Account(machine)
-        with vmm.stripe(PAGE, [account.device]) as buffer:
+        with vmm.stripe([account.device], PAGE) as buffer:
             assert len(account.mapped) == 1
         buffer.close()
         assert buffer.closed and account.left == {}
@@ -107,7 +113,7 @@ class TestTwoDevices:
         """The same amount of each device, side by side in the order given."""
         chosen = [sa.Device(ordinal) for ordinal in order]
         before = [device.memory_info().free for device in devices(2)]
-        with vmm.stripe(nbytes, chosen) as buffer:
+        with vmm.stripe(chosen, nbytes) as buffer:
             assert (buffer.nbytes, buffer.stripe_bytes, buffer.capacity) == (nbytes, each * PAGE, 2 * each * PAGE)
             assert [mapping.location.id for mapping in buffer.mappings] == list(order)
             assert [mapping.offset for mapping in buffer.mappings] == [0, each * PAGE]
@@ -120,7 +126,7 @@ class TestTwoDevices:
         assert [device.memory_info().free for device in devices(2)] == before
 
     def test_each_device_uses_all_of_it(self, device: sa.Device, peer: sa.Device) -> None:
-        with vmm.stripe(2 * PAGE, [device, peer]) as buffer, peer.create_stream() as theirs:
+        with vmm.stripe([device, peer], 2 * PAGE) as buffer, peer.create_stream() as theirs:
             for value, stream in ((3, device.default_stream), (4, theirs)):
                 buffer.fill(value, stream)
                 stream.synchronize()
@@ -131,7 +137,7 @@ class TestTwoDevices:
             assert read(buffer)[PAGE - 5 : PAGE + 5].tolist() == [4, *8 * [9], 4]
 
     def test_access_for_less(self, device: sa.Device, peer: sa.Device) -> None:
-        with vmm.stripe(2 * PAGE, [device], access={peer: READ}) as buffer, peer.create_stream() as theirs:
+        with vmm.stripe([device], 2 * PAGE, access={peer: READ}) as buffer, peer.create_stream() as theirs:
             assert [mapping.access(peer) for mapping in buffer.mappings] == [READ]
             buffer.fill(1)
             device.synchronize()
@@ -146,7 +152,7 @@ class TestTwoDevices:
     def test_evicted(self, device: sa.Device, peer: sa.Device) -> None:
         """What each device gave comes back from the same device."""
         before = [one.memory_info().free for one in (device, peer)]
-        with sa.MemoryPool(HOST) as host, vmm.stripe(4 * PAGE - 5, [peer, device]) as buffer:
+        with sa.MemoryPool(HOST) as host, vmm.stripe([peer, device], 4 * PAGE - 5) as buffer:
             for one in (device, peer):
                 host.set_access(one, READWRITE)
             data = write(buffer, pattern(4 * PAGE - 5))
@@ -172,19 +178,19 @@ class TestTwoDevices:
 
         driver: Any = Apart()
         with pytest.raises(sa.PeerAccessError, match="cannot reach"):
-            vmm.stripe(PAGE, devices(2, driver))
+            vmm.stripe(devices(2, driver), PAGE)
 
     @pytest.mark.simulated_only("takes all memory of a device")
     @pytest.mark.parametrize("full", [0, 1])
     def test_one_of_them_has_no_memory(self, full: int) -> None:
         account = Account(sd.simulated(devices=2, memory=4 * PAGE))
         both = devices(2, account.driver)
-        with vmm.PhysicalMemory(3 * PAGE, both[full]):
+        with vmm.PhysicalMemory(both[full], 3 * PAGE):
             with pytest.raises(sa.OutOfMemoryError) as caught:
-                vmm.stripe(4 * PAGE, both)
+                vmm.stripe(both, 4 * PAGE)
             assert (caught.value.requested, caught.value.free) == (2 * PAGE, PAGE)
             assert both[1 - full].memory_info().free == 4 * PAGE
-            with vmm.stripe(2 * PAGE, both) as buffer:
+            with vmm.stripe(both, 2 * PAGE) as buffer:
                 buffer.fill(1)
                 assert holds(buffer, 1)
         assert account.left == {}
@@ -192,7 +198,7 @@ class TestTwoDevices:
 
 @pytest.mark.gpus(4)
 def test_over_four_devices(machine: Any) -> None:
-    with vmm.stripe(8 * PAGE - 1, devices(4)) as buffer:
+    with vmm.stripe(devices(4), 8 * PAGE - 1) as buffer:
         assert buffer.range.draw() == "00112233"
         data = write(buffer, pattern(8 * PAGE - 1))
         assert same(buffer, data)

@@ -29,7 +29,7 @@ class Tiles(Faults):
         self.data = np.zeros((128, 128), np.float32)
         self.host_pool = keep(sa.MemoryPool(sa.MemLocation.host_numa(0), driver=self.driver))
         self.host_pool.set_access(self.device, sa.MemAccess.READWRITE)
-        self.striped = keep(vmm.stripe(PAGE, [self.device]))
+        self.striped = keep(vmm.stripe([self.device], PAGE))
         self.group = keep(vmm.SleepGroup(self.device))
         self.stream.synchronize()
         self.things = {
@@ -39,6 +39,10 @@ class Tiles(Faults):
             vmm.Tagged: self.group.tagged("one"),
             object: None,
         }
+
+    def close(self) -> None:
+        super().close()
+        self.device.synchronize()  # with the free of a backup on the default stream, for which its pool waits
 
     def shape(self) -> dict[str, Any]:
         striped = self.striped
@@ -65,7 +69,8 @@ TILE_ACTS: dict[str, Callable[[Any, Any], Any]] = {
     "level_shape": lambda world, one: one.level_shape(),
     "SparseArray.map": lambda world, one: one.map(world.tiles, (slice(128, 256), slice(0, 128)), stream=world.stream),
     "map_tail": _tail,
-    "mapped": lambda world, one: one.mapped(),
+    "mapped_tiles": lambda world, one: one.mapped_tiles(),
+    "SparseArray.mapped": lambda world, one: None,  # mapped_tiles() by its old name
     "SparseArray.unmap": lambda world, one: one.unmap(stream=world.other),
     "unmap_tail": lambda world, one: None,  # with map_tail
     "Tagged.allocate": lambda world, one: one.allocate(PAGE, world.stream),
@@ -75,7 +80,7 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
     "SparseArray": lambda world: vmm.SparseArray(world.device, (1024, 1024)),
     "SparseArray of levels": lambda world: vmm.SparseArray(world.device, (512, 512), levels=10),
     "TilePool": lambda world: vmm.TilePool(world.device, PAGE),
-    "stripe": lambda world: vmm.stripe(4 * PAGE, [world.device]),
+    "stripe": lambda world: vmm.stripe([world.device], 4 * PAGE),
     "dma_buf": lambda world: vmm.dma_buf(world.striped),
 }
 

@@ -1,4 +1,4 @@
-"""What is captured from streams or put into a graph by hand: judged once by itself, and again at each launch."""
+"""Captured and explicitly built graphs: checked once by themselves, and again at each launch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from streamalloc.driver.checker.clocks import Clock, Stream, Timeline
-from streamalloc.driver.checker.hazards import Bytes, Judge, Piece, Range, accesses
+from streamalloc.driver.checker.judge import Judge
+from streamalloc.driver.checker.ranges import Bytes, Piece, Range, accesses
 from streamalloc.driver.checker.reports import Hazard
 from streamalloc.driver.checker.stacks import Stack
 
@@ -16,29 +17,29 @@ __all__ = ["Capture", "Graph", "Node"]
 
 @dataclass(eq=False)
 class Node:
-    """What a graph does at each launch."""
+    """One operation of a graph at each launch."""
 
     kind: str
-    """``"use"``, ``"allocate"``, ``"free"`` or, what orders streams, ``"step"``."""
+    """``"use"``, ``"allocate"``, ``"free"``, or ``"step"`` for an operation that orders streams."""
     what: str = ""
     stack: Stack = ()
     pieces: list[tuple[Piece, bool]] = field(default_factory=list)
     range: Range = field(default_factory=lambda: Range(0, 0, "nothing"))
     kernel: bool = False
-    """Whether its uses have an order of their own."""
+    """Whether its own uses have an unknown order."""
     handle: int = 0
-    """Of the driver's node; 0 where that is not known."""
+    """Handle of the driver's node; 0 where unknown."""
     nested: bool = False
-    """Whether it is in a graph within the graph, where it has another handle."""
+    """Whether it is in a child graph, where it has another handle."""
     enabled: bool = True
     step: Callable[[Any], object] = lambda handle: None
     """Called with the handle of the stream of a launch."""
     calls: Any = None
-    """The function of the host that a step is."""
+    """Host function that the step calls."""
 
 
 class _Inside:
-    """Ranges as a graph sees them, while it is made: nobody else uses them, and streams have an order of their own."""
+    """A timeline and ranges of a graph's own, to check its operations against each other."""
 
     def __init__(self, found: Callable[[Hazard], None]) -> None:
         self.timeline: Timeline = Timeline()
@@ -55,7 +56,7 @@ class _Inside:
         return found
 
     def judge(self, stream: Stream, node: Node) -> Callable[[], None]:
-        """Judge a node in a stream; returns what takes a free back."""
+        """Check a node in a stream; the result undoes a free."""
         self.timeline.submit(stream, lambda stream: self._judge_now(stream, node))
         return lambda: setattr(self._shadow(node.range), "ended", None)
 
@@ -70,32 +71,28 @@ class _Inside:
 
 
 class Graph:
-    """A graph: its nodes, in an order that is possible unless edges were added later."""
+    """A graph: its nodes in a possible order, unless edges were added later."""
 
     def __init__(self, nodes: list[Node] | None = None) -> None:
         self.nodes: list[Node] = [] if nodes is None else nodes
         self.handles: dict[int, list[Node]] = {}
-        """The nodes that were added by hand."""
+        """Explicitly added nodes by handle."""
         self.after: dict[int, list[int]] = {}
-        """What these come after."""
+        """Handles of the nodes that each of them depends on."""
 
     def add(self, handle: int, node: Node, after: list[int]) -> None:
-        """A node was added by hand."""
+        """Add a node that a call has added explicitly."""
         node.handle = handle
         self.nodes.append(node)
         self.handles.setdefault(handle, []).append(node)
         self.after.setdefault(handle, []).extend(after)
 
-    def clear(self) -> None:
-        """Know nothing of it any more."""
-        self.nodes, self.handles, self.after = [], {}, {}
-
     def judge(self, found: Callable[[Hazard], None]) -> None:
-        """Judge the nodes that were added by hand, in the order that their edges give."""
+        """Check the explicitly added nodes in the order of their edges."""
         self.play(_Inside(found))
 
     def play(self, inside: _Inside) -> dict[int, Stream]:
-        """Run the nodes that were added by hand, each in a stream of its own."""
+        """Run the explicitly added nodes, each in a stream of its own; the streams by handle."""
         done: dict[int, Stream] = {}
         waiting = list(self.handles)
         while waiting:
@@ -123,21 +120,21 @@ class Capture:
         self._inside = _Inside(found)
         self._streams: dict[Stream, Stream] = {}
         self._done: dict[int, Clock] = {}
-        """What comes before what follows a node, by the handle of that."""
+        """Clock after each node, by handle."""
 
     def begin_in(self, graph: Graph, stream: Stream, after: Iterable[int]) -> None:
-        """Capture into a graph, beginning after some of its nodes."""
+        """Capture into an existing graph after some of its nodes."""
         self.graph = graph
         done = graph.play(self._inside)
         for handle in after:
             if handle in done:
                 self.join(stream, done[handle].clock)
             elif handle not in graph.handles:
-                # A captured node, of which nobody knows which one it is.
+                # A captured node with an unknown handle.
                 self.join_all(stream)
 
     def join(self, stream: Stream, clock: Clock | None = None) -> None:
-        """A stream takes part, after what a captured event has recorded."""
+        """Add a stream to the capture, after the clock of a captured event."""
         inside = self._streams.get(stream)
         if inside is None:
             inside = self._streams[stream] = self._inside.timeline.stream(stream.name)
@@ -145,9 +142,9 @@ class Capture:
             inside.clock.learn(clock)
 
     def reorder(self, stream: Stream, after: list[int], anew: bool) -> None:
-        """A stream is to come after some nodes, too; ``anew``: after nothing else."""
+        """Have a stream come after some nodes as well; ``anew``: after these alone."""
         if anew:
-            # Another stream, which does not come after its own operations.
+            # Another stream does not come after the earlier operations of this one.
             self._streams[stream] = self._inside.timeline.stream(stream.name)
         for handle in after:
             if handle in self._done:
@@ -156,28 +153,28 @@ class Capture:
                 self.join_all(stream)
 
     def join_all(self, stream: Stream) -> None:
-        """A stream is to come after whatever was captured."""
+        """Have a stream come after everything captured."""
         self._streams[stream].clock.learn(self._inside.timeline.everything())
 
     def record(self, stream: Stream) -> Clock:
-        """What comes before an event."""
+        """The clock of a captured event."""
         inside = self._streams[stream]
         self._inside.timeline.submit(inside, lambda stream: None)
         return inside.clock.copy()
 
     def step(self, step: Callable[[Any], object], calls: object = None) -> Node:
-        """A stream is to do something that orders streams, at each launch; ``calls``: a function of the host."""
+        """Add an operation that orders streams at each launch; ``calls`` is its host function."""
         node = Node("step", step=step, calls=calls)
         self.graph.nodes.append(node)
         return node
 
     def add(self, stream: Stream, node: Node) -> Callable[[], None]:
-        """Something is captured; returns what takes a free back."""
+        """Add a captured node; the result undoes a free."""
         self.graph.nodes.append(node)
         return self._inside.judge(self._streams[stream], node)
 
     def name(self, stream: Stream, handle: int, nodes: Iterable[Node]) -> None:
-        """The latest nodes that a stream has captured are one node of the driver, with this handle."""
+        """Set the handle of the driver's node that the latest nodes of a stream belong to."""
         for node in nodes:
             node.handle = handle
         if handle:

@@ -1,14 +1,14 @@
-"""What comes before what: vector clocks with one component for each stream and host thread. Pure Python, no driver.
+"""The order of operations: vector clocks with one component for each stream and host thread. Pure Python, no driver.
 
-A stream *enters* an operation when all that comes before it is known. Usually that is when the call is made. Where a
-stream waits for something that has not been seen yet (a word that nobody has written, an event behind such a wait, a
-host function), what follows in it is kept until then, so that operations are judged in an order that is possible.
+A stream *enters* an operation when everything before the operation is known, usually during the call. Where a stream
+waits for something that has not happened yet (a value in memory, an event behind such a wait, a host function), its
+later operations are kept until then. So operations are checked in an order that is possible.
 
-What one host thread has learned, all threads know from then on: Python gives threads many ways to tell each other, of
-which nothing is seen here. What the host has synchronised with comes before all that it does later.
+All host threads share one clock: threads order each other in many ways that the checker does not see. Work that one
+thread has synchronised with comes before everything that any thread does later.
 
-The driver orders more than a program asks for, such as an allocation after the free whose memory it gets. Clocks know
-nothing of that: its latest choices are kept apart, and looked through where an order is missing.
+The driver orders more than a program asks for: an allocation runs after the free whose memory it reuses. Clocks do not
+contain these choices. The latest choices are kept apart and searched where an order is missing.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from collections.abc import Callable
 __all__ = ["BY_CHOICE", "CERTAIN", "UNORDERED", "Actor", "Clock", "Obstacle", "Stream", "Timeline"]
 
 UNORDERED, BY_CHOICE, CERTAIN = range(3)
-"""Whether one thing comes before another: no; in this run, as the driver chose; always."""
+"""Order of two operations: none; by the driver's choice in this run; always."""
 
 _CHOICES = 256
-"""How many of the driver's choices are kept."""
+"""Choices of the driver that are kept."""
 _SEARCHES = 2000
-"""How often they are looked through: a program in which so much is missing has other things to mend first."""
+"""Searches through the choices in one run; a program that needs more has other faults to fix first."""
 
 
 class Clock:
-    """All that comes before a point: of each actor, by its number, the time of the last operation."""
+    """Everything before a point: the time of the last operation of each actor, by actor number."""
 
     __slots__ = ("known",)
 
@@ -36,11 +36,11 @@ class Clock:
         self.known: dict[int, int] = {} if known is None else known
 
     def copy(self) -> Clock:
-        """The same, for keeping."""
+        """A copy that later changes do not reach."""
         return Clock(self.known.copy())
 
     def learn(self, other: Clock) -> None:
-        """All that comes before the other comes before this."""
+        """Add everything before the other clock."""
         known = self.known
         get = known.get
         for number, time in other.known.items():
@@ -48,35 +48,36 @@ class Clock:
                 known[number] = time
 
     def common(self, other: Clock) -> Clock:
-        """What comes before either of the two, whichever it is."""
+        """The operations in both clocks."""
         get = other.known.get
         return Clock({number: min(time, get(number, 0)) for number, time in self.known.items()})
 
     def after(self, number: int, time: int) -> bool:
-        """Whether an operation comes before."""
+        """Whether the clock contains an operation."""
         return self.known.get(number, 0) >= time
 
 
 class Actor:
-    """Whoever does things one after the other: a stream or a host thread."""
+    """A host thread or a stream: its operations have an order."""
 
     __slots__ = ("name", "number", "time", "within")
+    is_host = True
 
     def __init__(self, number: int, name: str) -> None:
         self.number = number
         self.name = name
         self.time: int = 0
         self.within: Stream | None = None
-        """The stream that has called the function of the host which a thread is in."""
+        """Stream that called the host function in which a thread is."""
 
     def __repr__(self) -> str:
         return f"<{self.name}, {self.time} operations>"
 
 
 class Obstacle:
-    """What streams wait for and nobody has seen yet; over once it was.
+    """An event that streams wait for and that has not been seen.
 
-    ``source`` is the stream in which it will come about; None where the host brings it about.
+    ``source`` is the stream in which it will happen; None where the host causes it.
     """
 
     __slots__ = ("clock", "source", "waiters")
@@ -84,12 +85,12 @@ class Obstacle:
     def __init__(self, source: Stream | None = None) -> None:
         self.source = source
         self.clock: Clock | None = None
-        """All that comes before what follows; None until it is over."""
+        """Everything before it; None until it has happened."""
         self.waiters: list[Stream] = []
 
     @property
     def over(self) -> bool:
-        """Whether it is no obstacle any more."""
+        """Whether it has happened."""
         return self.clock is not None
 
 
@@ -97,46 +98,48 @@ Action = Callable[["Stream"], None]
 
 
 class Stream(Actor):
-    """A stream, and what comes before its next operation."""
+    """A stream, with the clock of its latest operation."""
 
-    __slots__ = ("clock", "context", "heard", "heard_legacy", "legacy", "obstacle", "peers", "queue")
+    is_host = False
+
+    __slots__ = ("clock", "context", "legacy", "obstacle", "peers", "queue", "seen_host", "seen_legacy")
 
     def __init__(self, number: int, name: str, context: object) -> None:
         super().__init__(number, name)
         self.context = context
         self.clock: Clock = Clock()
-        self.heard: int = -1
-        """How much of what the host knows it has heard of."""
+        self.seen_host: int = -1
+        """Version of the host clock that it has merged."""
         self.legacy: Stream | None = None
-        """The legacy stream of its context, where the two wait for each other."""
-        self.heard_legacy: int = 0
+        """Legacy stream of its context, where the two wait for each other."""
+        self.seen_legacy: int = 0
         self.peers: dict[Stream, int] | None = None
-        """Of a legacy stream: the streams that wait for it and it for them, and how much it has heard of each."""
+        """For a legacy stream: the blocking streams, and the time of each that it has merged."""
         self.obstacle: Obstacle | None = None
         self.queue: deque[tuple[Clock | None, Action]] = deque()
-        """What it will do behind the obstacle, and what the host knew when it asked for that."""
+        """Operations behind the obstacle, each with the host clock of its call."""
 
 
 class Timeline:
-    """All streams, and what the host knows of them."""
+    """All streams, and the clock of the host."""
 
     def __init__(self) -> None:
         self.host: Clock = Clock()
         self.held: dict[Stream, None] = {}
-        """The streams with an obstacle."""
+        """Streams with an obstacle."""
         self.version: int = 0
-        """Goes up with what the host learns."""
+        """Number of changes of the host clock."""
         self._numbers = 0
         self._streams: dict[Stream, None] = {}
         self.retired: list[Stream] = []
-        """Streams that were destroyed, of which the host does not know that all is done."""
-        self.outside: dict[Stream, None] = {}
-        """The streams that other code may have put into any order."""
+        """Destroyed streams whose work the host has not waited for."""
+        self.foreign: dict[Stream, None] = {}
+        """Streams that other libraries may have ordered."""
         self.over: dict[int, int] = {}
-        """Of such streams, until when the host may have waited for what they did."""
+        """Time by actor number up to which the host may have waited for such streams."""
         self._gone: set[int] = set()
         self._choices: deque[tuple[Clock, int, int]] = deque(maxlen=_CHOICES)
-        """What comes before which operation, as the driver has chosen."""
+        """The driver's choices: a clock, and the actor number and time that come after it."""
         self._searches = 0
         self._ready: deque[Stream] = deque()
         self._draining = False
@@ -148,11 +151,11 @@ class Timeline:
         return self._numbers
 
     def thread(self, name: str) -> Actor:
-        """A host thread, or what another process does."""
+        """A new host thread, or the work of another process."""
         return Actor(self._number(), name)
 
     def stream(self, name: str, context: object = None, legacy: Stream | None = None) -> Stream:
-        """A stream. ``legacy``: the legacy stream that it waits for and that waits for it."""
+        """A new stream. ``legacy``: the legacy stream, where the two wait for each other."""
         made = Stream(self._number(), name, context)
         self._streams[made] = None
         made.legacy = legacy
@@ -163,9 +166,9 @@ class Timeline:
         return made
 
     def retire(self, stream: Stream) -> None:
-        """Nothing will be queued in a stream any more."""
+        """Record that a stream was destroyed."""
         if stream.legacy is not None and stream.legacy.peers is not None and stream.obstacle is None:
-            # All that it did comes before what the legacy stream does next.
+            # The next operation of the legacy stream comes after all its work.
             stream.legacy.clock.learn(stream.clock)
             del stream.legacy.peers[stream]
         self.retired.append(stream)
@@ -173,16 +176,16 @@ class Timeline:
     # -- order -----------------------------------------------------------------------------------------------
 
     def certain(self, clock: Clock, number: int, time: int) -> bool:
-        """Whether an operation of an actor always comes before what has this clock."""
-        # A stream is gone when the host knows all that it did, and with it everything that is queued since.
+        """Whether an operation always comes before the owner of a clock."""
+        # A stream is gone once the host has waited for all its work: later work comes after it.
         return clock.known.get(number, 0) >= time or number in self._gone or self.over.get(number, 0) >= time
 
     def is_known(self, number: int, time: int) -> bool:
-        """Whether the host knows of the end of an operation by what was seen."""
+        """Whether the host has waited for an operation in a way that was seen."""
         return self.host.after(number, time) or number in self._gone
 
     def order(self, clock: Clock, number: int, time: int) -> int:
-        """Whether an operation of an actor comes before what has this clock: one of the constants of this module."""
+        """Order of an operation before the owner of a clock: a constant of this module."""
         if self.certain(clock, number, time):
             return CERTAIN
         if not self._choices or self._searches == _SEARCHES:
@@ -191,16 +194,16 @@ class Timeline:
         return BY_CHOICE if self._is_chosen(clock, number, time) else UNORDERED
 
     def before_next(self, stream: Stream) -> Clock:
-        """All that comes before what a stream queues next, unless it waits for something."""
+        """Clock of the next operation of a stream that waits for nothing."""
         clock = stream.clock.copy()
         clock.learn(self.host)
-        for other in (stream.legacy, *(stream.peers or ()), *(self.outside if stream in self.outside else ())):
+        for other in (stream.legacy, *(stream.peers or ()), *(self.foreign if stream in self.foreign else ())):
             if other is not None:
                 clock.learn(other.clock)
         return clock
 
     def _is_chosen(self, clock: Clock, number: int, time: int) -> bool:
-        """Whether some of the driver's choices, one after the other, lead from an operation to a clock."""
+        """Whether a chain of the driver's choices leads from an operation to a clock."""
         left, ends = list(self._choices), [clock]
         while ends:
             end = ends.pop()
@@ -217,11 +220,11 @@ class Timeline:
         return False
 
     def chosen(self, before: Clock, stream: Stream) -> None:
-        """The driver has chosen that the latest operation of a stream comes after a clock."""
+        """Record the driver's choice that the latest operation of a stream comes after a clock."""
         self._choices.append((before, stream.number, stream.time))
 
     def submit(self, stream: Stream, action: Action) -> None:
-        """Have a stream do something: ``action(stream)`` is called when its clock says all that comes before."""
+        """Queue an operation: ``action(stream)`` is called when the stream's clock is complete for it."""
         legacy = stream.legacy
         if self.held:
             if legacy is not None and legacy.obstacle is not None:
@@ -232,21 +235,21 @@ class Timeline:
             if stream.obstacle is not None:
                 stream.queue.append((self.host.copy(), action))
                 return
-        if stream.heard != self.version:
+        if stream.seen_host != self.version:
             stream.clock.learn(self.host)
-            stream.heard = self.version
+            stream.seen_host = self.version
         self._enter(stream)
         action(stream)
 
     def _enter(self, stream: Stream) -> None:
-        if stream in self.outside:
-            for other in self.outside:
+        if stream in self.foreign:
+            for other in self.foreign:
                 stream.clock.learn(other.clock)
         legacy = stream.legacy
         if legacy is not None:
-            if stream.heard_legacy < legacy.time:
+            if stream.seen_legacy < legacy.time:
                 stream.clock.learn(legacy.clock)
-                stream.heard_legacy = legacy.time
+                stream.seen_legacy = legacy.time
         elif stream.peers:
             for peer, heard in stream.peers.items():
                 if heard < peer.time:
@@ -255,12 +258,12 @@ class Timeline:
         self.next(stream)
 
     def next(self, stream: Stream) -> None:
-        """What a stream does from now on comes after what it has done."""
+        """Begin the next operation of a stream."""
         time = stream.time = stream.time + 1
         stream.clock.known[stream.number] = time
 
     def _wait(self, stream: Stream, obstacle: Obstacle) -> None:
-        """Have a stream wait, behind what it waits for already."""
+        """Queue a wait behind the waits of a stream."""
         if stream.obstacle is not None:
             stream.queue.append((None, lambda stream: self._meet(stream, obstacle)))
         else:
@@ -275,25 +278,25 @@ class Timeline:
             self.held[stream] = None
 
     def _mark(self, stream: Stream) -> Obstacle:
-        """The end of what a held stream has queued."""
+        """An obstacle that ends with the queue of a held stream."""
         mark = Obstacle(stream)
         stream.queue.append((None, lambda stream: self.end(mark, stream.clock)))
         return mark
 
     def record(self, stream: Stream) -> Obstacle:
-        """A mark after all that a stream has queued; over when the stream gets there."""
+        """An obstacle that ends when the queued work of a stream has run."""
         mark = Obstacle(stream)
         self.submit(stream, lambda stream: self.end(mark, stream.clock))
         return mark
 
     def wait(self, stream: Stream, obstacle: Obstacle) -> None:
-        """Have a stream wait until an obstacle is over."""
+        """Queue a wait for an obstacle."""
         self.submit(stream, lambda stream: self._meet(stream, obstacle))
 
     # -- obstacles -------------------------------------------------------------------------------------------
 
     def end(self, obstacle: Obstacle, clock: Clock) -> None:
-        """An obstacle is over; what follows comes after all of ``clock``."""
+        """Record that an obstacle has happened; its waiters come after ``clock``."""
         if obstacle.clock is not None:
             return
         obstacle.clock = clock.copy()
@@ -324,7 +327,7 @@ class Timeline:
                 action(stream)
 
     def force(self, stream: Stream, but: Callable[[Obstacle], bool] = lambda obstacle: False) -> None:
-        """The host has seen that a stream has nothing left to do, so that whatever it waited for is over."""
+        """Record that the host has seen a stream idle: everything that it waited for has happened."""
         while stream.obstacle is not None and not but(stream.obstacle):
             self._force(stream.obstacle)
 
@@ -332,38 +335,38 @@ class Timeline:
         source = obstacle.source
         while source is not None and obstacle.clock is None and source.obstacle is not None:
             self._force(source.obstacle)
-        # Whoever was behind it that nobody has told of, what was queued before may all have come first.
+        # Its cause is unknown: all work that was queued before may come first.
         self.end(obstacle, self.host if source is not None else self.everything())
 
     def everything(self) -> Clock:
-        """All that any stream has come to."""
+        """Clock of everything that was queued so far."""
         clock = self.host.copy()
         for stream in self._streams:
             clock.learn(stream.clock)
         return clock
 
     def force_mark(self, obstacle: Obstacle) -> None:
-        """The host has seen that an obstacle is over."""
+        """Record that the host has seen an obstacle happen."""
         if obstacle.clock is None:
             self._force(obstacle)
 
     # -- the host --------------------------------------------------------------------------------------------
 
-    def act(self, thread: Actor) -> None:
-        """A host thread does something itself, at its time from now on."""
+    def host_acts(self, thread: Actor) -> None:
+        """Begin the next operation of a host thread."""
         thread.time += 1
         self.host.known[thread.number] = thread.time
         self.version += 1
 
-    def tell(self, clock: Clock) -> None:
-        """The host knows that all of ``clock`` has happened."""
+    def host_observes(self, clock: Clock) -> None:
+        """Record that the host has waited for everything in ``clock``."""
         self.host.learn(clock)
         self.version += 1
         if len(self.retired) > 32:
             self._forget()
 
     def _forget(self) -> None:
-        """Let go of the streams that were destroyed and that the host knows to have nothing left to do."""
+        """Remove destroyed streams whose work the host has waited for."""
         known = self.host.known
         over = [one for one in self.retired if not one.queue and known.get(one.number, 0) >= one.time]
         self.retired = [one for one in self.retired if one not in over]
@@ -371,11 +374,11 @@ class Timeline:
         self._gone |= numbers
         for stream in over:
             del self._streams[stream]
-            self.outside.pop(stream, None)
+            self.foreign.pop(stream, None)
         self.forget(numbers)
 
     def forget(self, numbers: set[int], *others: Clock) -> None:
-        """Take out of all clocks, and of ``others``, what nobody asks for any more."""
+        """Remove actors, by number, from all clocks and from ``others``."""
         for clock in (self.host, *others, *(stream.clock for stream in self._streams)):
             for number in numbers & clock.known.keys():
                 del clock.known[number]

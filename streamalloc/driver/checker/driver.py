@@ -1,4 +1,4 @@
-"""The driver that checks: it passes calls on, and tells what they mean by the table of :mod:`.calls`."""
+"""The checked driver: it passes calls on and records them by the rules of :mod:`.rules`."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from itertools import starmap
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from streamalloc.driver.account import COUNTED, ENDERS, SETTLERS
 from streamalloc.driver.bindings import cuda
+from streamalloc.driver.checker.host_calls import HostCall
 from streamalloc.driver.checker.poison import Poison
 from streamalloc.driver.checker.reports import Hazard
-from streamalloc.driver.checker.rules import AFTER, BEFORE, Finish
+from streamalloc.driver.checker.rules import RULES
 from streamalloc.driver.checker.stacks import here
-from streamalloc.driver.checker.state import HostCall, State
+from streamalloc.driver.checker.state import Finish, State
 from streamalloc.driver.errors import DriverMisuseError
+from streamalloc.driver.listener import Listener
 from streamalloc.driver.parent import ParentTest
 from streamalloc.driver.wrappers import Function, Wrapper
 
@@ -35,8 +36,9 @@ __all__ = ["Checked", "On", "checked"]
 
 On: TypeAlias = Literal["raise", "report", "warn"]
 _ON = ("raise", "report", "warn")
-_KEPT = 1000
-_LAST = -100
+_MOST_HAZARDS = 1000
+_EXIT_PRIORITY = -100
+"""Priority in multiprocessing's exit functions: after those of programs."""
 _INVALID = (cuda.CUresult.CUDA_ERROR_INVALID_VALUE,)
 
 _HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -46,7 +48,7 @@ _QUEUES_HOST_FUNCTION: dict[str, tuple[Any, str]] = {
     "cuLaunchHostFunc_v2": (_HOST_FUNCTION, "CUhostFn"),
     "cuStreamAddCallback": (_CALLBACK, "CUstreamCallback"),
 }
-"""Calls that queue a function of the host: its type, and the class of its pointer."""
+"""C type and pointer class of the host function that a call queues."""
 _NODE_OF_HOST_FUNCTION = {
     "cuGraphAddHostNode": 3,
     "cuGraphHostNodeSetParams": 1,
@@ -54,23 +56,24 @@ _NODE_OF_HOST_FUNCTION = {
     **dict.fromkeys(("cuGraphAddNode", "cuGraphAddNode_v2", "cuGraphAddNode_v3"), -1),
     **dict.fromkeys(("cuGraphNodeSetParams", "cuGraphExecNodeSetParams"), -1),
 }
-"""Calls with the parameters of a node that may be a function of the host, and where these are."""
+"""Index of the node parameters, which may contain a host function."""
 
 
 class Checked(Wrapper):
-    """A driver that finds what stream order does not allow: :func:`checked`."""
+    """A driver that finds missing stream order: :func:`checked`."""
 
     show: Callable[[Hazard], None] | None = None
-    """Called with each hazard as it is found, and at the end of the process."""
+    """Function that is called with each hazard, also at the end of the process."""
 
     def __init__(self, driver: _Interface, on: On, poison: bool, uninitialized: bool = False) -> None:
         super().__init__(driver)
         self.hazards: list[Hazard] = []
-        """What was found so far, in order, the same thing at the same place once. It may be cleared."""
+        """All hazards so far in order, each place once. It may be cleared."""
         self._on = on
-        # One thread at a time. A finaliser may run in the middle of an observation, in the thread that makes it.
+        # Guards the state. It is reentrant: a finaliser may run in the middle of a record of its own thread.
         self._lock = threading.RLock()
         self._observing = 0
+        """Identifier of the thread that changes the state."""
         self._postponed: deque[Callable[[], None]] = deque()
         self._found: list[Hazard] = []
         self._shown: set[tuple[Any, ...]] = set()
@@ -79,33 +82,34 @@ class Checked(Wrapper):
         self._poison = Poison(driver, self._state) if poison else None
         self._host_functions: dict[int, Any] = {}
         self.process: int = os.getpid()
-        """The process that made it; a forked child has nothing to say at its end."""
+        """Process that made it; a forked child reports nothing at its end."""
         _alive.add(self)
 
     # -- calls -----------------------------------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
+        function = super().__getattr__(name)
         if name in _QUEUES_HOST_FUNCTION:
-            function = self._watched_host_function(super().__getattr__(name), *_QUEUES_HOST_FUNCTION[name])
-            setattr(self, name, function)
+            function = self._watched_host_function(function, *_QUEUES_HOST_FUNCTION[name])
+        elif name in _NODE_OF_HOST_FUNCTION:
+            function = self._watched_host_node(function, _NODE_OF_HOST_FUNCTION[name])
+        elif name == "multimem_launch":
+            return self._watched_multimem(function)
+        else:
             return function
-        if name in _NODE_OF_HOST_FUNCTION:
-            function = self._watched_host_node(super().__getattr__(name), _NODE_OF_HOST_FUNCTION[name])
-            setattr(self, name, function)
-            return function
-        if name == "multimem_launch":
-            return self._watched_multimem(getattr(self._wrapped, name))
-        return super().__getattr__(name)
+        setattr(self, name, function)
+        return function
 
     def _observe(self, name: str, function: Function, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        if name not in AFTER and name not in BEFORE and name not in COUNTED:
+        rule = RULES.get(name)
+        if rule is None and name not in COUNTED:
             return _keeps_convention(name, function(*args))
         if self._inside():
             answer = _keeps_convention(name, function(*args))
             self._postponed.append(lambda: self._late(name, args, answer))
             return answer
         finish: Finish | None = None
-        if name in BEFORE or name in ENDERS:
+        if name in ENDERS or (rule is not None and rule.before is not None):
             finish = self._alone(self._before, name, args)
             if finish is None:
                 self._deliver()
@@ -118,10 +122,10 @@ class Checked(Wrapper):
         try:
             answer = _keeps_convention(name, function(*args))
         except BaseException:
-            # Nothing has happened, such as with arguments that the bindings do not take.
+            # No call was made, such as with arguments that the bindings refuse.
             if finish is not None:
                 self._alone(finish, _INVALID)
-                self._keep()
+                self._collect()
             raise
         self._alone(self._after, name, args, answer, finish)
         if self._found:
@@ -131,50 +135,37 @@ class Checked(Wrapper):
         return answer
 
     def _inside(self) -> bool:
-        """Whether this is a finaliser, in the middle of an observation of this thread."""
+        """Whether this is a finaliser in the middle of a record of the same thread."""
         return self._observing == threading.get_ident()
 
     def _alone(self, step: Callable[..., Any], *args: Any) -> Any:
-        """Call a function of the state while no other thread does; then note what finalisers have done meanwhile."""
+        """Call a function under the lock, then record the calls of finalisers that ran meanwhile."""
         with self._lock:
             self._observing = threading.get_ident()
             try:
                 result = step(*args)
-                # Blocks have no loop: Python 3.12 and 3.13 skip their ends where a signal comes at its jump back.
-                self._note_postponed()
+                # No loop in this block: Python 3.12 and 3.13 can leave a loop in a block without its finally clause.
+                self._record_postponed()
                 return result
             finally:
-                # No call comes before this that a signal handler could interrupt.
                 self._observing = 0
 
-    def _note_postponed(self) -> None:
+    def _record_postponed(self) -> None:
         while self._postponed:
             self._postponed.popleft()()
 
     def _ask(self, function: Function, args: tuple[Any, ...]) -> Any:
-        """Call a function of the driver while nobody has the turn, whatever a signal handler raises meanwhile."""
-        given: list[None] = []
-        raised: BaseException | None = None
+        """Call a driver function without the lock: a finaliser of another thread may need it during the call."""
+        self._observing = 0
+        self._lock.release()
         try:
-            self._observing = 0
-            # C fills the lists before Python looks for signals again.
-            given.extend(starmap(self._lock.release, ((),)))
             return function(*args)
         finally:
-            taken: list[bool] = []
-            while given:
-                try:
-                    taken.extend(starmap(self._lock.acquire, ((),)))
-                except BaseException as error:
-                    raised = error
-                if taken:
-                    given.clear()
+            self._lock.acquire()
             self._observing = threading.get_ident()
-            if raised is not None:
-                raise raised
 
     def _before(self, name: str, args: tuple[Any, ...]) -> Finish | None:
-        """What is to be called with the answer; None where the call must not be made."""
+        """Apply a rule before its call; the result is called with the answer. None: the call must not be made."""
         state = self._state
         state.look()
         if name in ENDERS:
@@ -182,11 +173,11 @@ class Checked(Wrapper):
             if handle and not state.account.may_end(name, handle):
                 self._refuse(name, handle)
                 return None
-        rule = BEFORE.get(name)
+        rule = RULES.get(name)
         try:
-            return _nothing if rule is None else rule(state, name, args)
+            return _nothing if rule is None or rule.before is None else rule.before(state, name, args)
         except (AttributeError, TypeError, ValueError):
-            # What the arguments should be, the bindings say.
+            # The bindings report wrong arguments.
             return _nothing
 
     def _refuse(self, name: str, handle: int) -> None:
@@ -197,8 +188,8 @@ class Checked(Wrapper):
             places += [("freed", range_.ended.stack), ("allocated", range_.stack)]
         hazard = Hazard(
             "double free",
-            f"{name}({handle:#x}): no live {kinds} has this handle",
-            "end it once; what others have made is theirs to end",
+            f"{name}({handle:#x}) is refused, because no live {kinds} has this handle.",
+            "end it once, and only where your program has made it.",
             handle,
             0 if range_ is None else range_.size,
             places=tuple(places),
@@ -208,135 +199,139 @@ class Checked(Wrapper):
         self._found.append(hazard)
 
     def _after(self, name: str, args: tuple[Any, ...], answer: tuple[Any, ...], finish: Finish | None) -> None:
-        if not answer[0] and name in COUNTED:
+        state, succeeded = self._state, not answer[0]
+        if succeeded and name in COUNTED:
             stream = args[-1] if name in ("cuMemAllocAsync", "cuMemAllocFromPoolAsync") else None
-            state = self._state
             captured = bool(state.captures) and stream is not None and state.stream(stream) in state.captures
             state.account.note(name, args, answer, captured)
         if finish is not None:
             finish(answer)
-        rule = AFTER.get(name)
-        if rule is not None and not answer[0]:
-            self._state.look()
-            rule(self._state, name, args, answer)
-        others = self._state.others
-        if others.posted or others.leaving or others.written:
-            others.settle()
+        rule = RULES.get(name)
+        if succeeded and rule is not None and rule.after is not None:
+            state.look()
+            rule.after(state, name, args, answer)
+        shared = state.interprocess
+        if shared.posted or shared.leaving or shared.written:
+            shared.settle()
 
     def _late(self, name: str, args: tuple[Any, ...], answer: tuple[Any, ...]) -> None:
-        rule = BEFORE.get(name)
-        self._after(name, args, answer, None if rule is None else rule(self._state, name, args))
+        rule = RULES.get(name)
+        before = None if rule is None else rule.before
+        self._after(name, args, answer, None if before is None else before(self._state, name, args))
 
-    # -- what was found --------------------------------------------------------------------------------------
+    # -- hazards ---------------------------------------------------------------------------------------------
 
-    def _keep(self) -> list[Hazard]:
-        """Put what was found where it belongs; what has to be shown now."""
+    def _collect(self) -> list[Hazard]:
+        """Move the hazards of the state to :attr:`hazards`; the new ones."""
         with self._lock:
-            return self._sorted_out()
+            return self._move_found()
 
-    def _sorted_out(self) -> list[Hazard]:
+    def _move_found(self) -> list[Hazard]:
         fresh = []
         while self._found:
             hazard = self._found.pop(0)
             key = (hazard.kind, hazard.address, *(stack for _, stack in hazard.places))
-            if key not in self._shown and len(self.hazards) < _KEPT:
+            if key not in self._shown and len(self.hazards) < _MOST_HAZARDS:
                 self._shown.add(key)
                 self.hazards.append(hazard)
                 fresh.append(hazard)
         return fresh
 
-    def _deliver(self, take_back: Callable[[], object] | None = None) -> None:
+    def _deliver(self, undo: Callable[[], object] | None = None) -> None:
+        """Show, warn about or raise new hazards; ``undo`` is called before it raises."""
         if not self._found:
             return
-        fresh = self._keep()
-        if self.show is not None:
+        fresh, show = self._collect(), self.show
+        if show is not None:
             for hazard in fresh:
-                self.show(hazard)
+                show(hazard)
         if self._on == "warn":
             for hazard in fresh:
                 warnings.warn(str(hazard), RuntimeWarning, 4)
         elif self._on == "raise" and fresh:
-            if take_back is not None:
-                self._alone(take_back)
+            if undo is not None:
+                self._alone(undo)
             raise DriverMisuseError(str(fresh[0]), fresh[0])
 
     @staticmethod
     def print(hazard: Hazard) -> None:
-        """Print a hazard."""
+        """Print a hazard to the standard error stream."""
         print(hazard, file=sys.stderr)
 
     @staticmethod
     def reporter(test: ParentTest) -> Callable[[Hazard], None]:
-        """A function that reports hazards to the test that has started this process, those at its end included."""
+        """A function for :attr:`show` that reports to the test which started this process, also at its end."""
         from multiprocessing.util import Finalize
 
         # Processes of multiprocessing end without the functions of atexit.
-        Finalize(None, _end_of_child, exitpriority=_LAST)
+        Finalize(None, _end_of_child, exitpriority=_EXIT_PRIORITY)
         return lambda hazard: test.report("leaks" if hazard.kind == "leak" else "check", str(hazard))
 
-    # -- what is told ----------------------------------------------------------------------------------------
+    # -- notifications ---------------------------------------------------------------------------------------
+
+    @property
+    def listener(self) -> Listener:
+        """The interface that the facade notifies: this object."""
+        return self
 
     def used(self, address: int, nbytes: int, stream: Any, write: bool) -> None:
-        """Say that work of another library, in a stream by its handle, uses memory; None: the host itself does."""
-        if not self._inside():
-            self._alone(self._use, address, nbytes, stream, write)
-            self._deliver()
+        """Record a use of ``nbytes`` bytes by a kernel in ``stream``, a driver handle; None: the host uses them now."""
+        self._notified(True, self._use, address, nbytes, stream, write)
 
     def lent(self, stream: Any, used: bool) -> None:
-        """Say that code past this driver has a stream by its handle; ``used``: that it uses it."""
-        if not self._inside():
-            self._alone(self._lend, stream, used)
+        """Record that code outside this package has the handle of ``stream``; ``used``: that it queues work there."""
+        self._notified(False, self._lend, stream, used)
 
     def shared(self, address: int, nbytes: int, stream: Any, name: bytes) -> None:
-        """Say that other processes are told that memory is ready, in the order of a stream by its handle.
-
-        ``name`` is what they know that by, too: :meth:`opened`.
-        """
-        if not self._inside():
-            self._alone(self._share, address, nbytes, stream, name)
-            self._deliver()
+        """Record that importers may use memory after the queued work of ``stream``; ``name`` is for :meth:`opened`."""
+        self._notified(True, self._share, address, nbytes, stream, name)
 
     def opened(self, address: int, nbytes: int, stream: Any, name: bytes, word: int) -> None:
-        """Say that a stream by its handle is to wait for what another process has told of memory by :meth:`shared`.
+        """Record that ``stream`` waits at the address ``word`` for what :meth:`shared` announced; None: the host."""
+        self._notified(False, self._open, address, nbytes, stream, name, word)
 
-        ``word`` is where it does. None for the stream: the host has waited.
-        """
+    def _notified(self, delivers: bool, step: Callable[..., None], *args: Any) -> None:
         if not self._inside():
-            self._alone(self._open, address, nbytes, stream, name, word)
-
-    def _share(self, address: int, nbytes: int, stream: Any, name: bytes) -> None:
-        self._state.others.share(self._state.stream(stream), address, nbytes, name)
-
-    def _lend(self, handle: Any, used: bool) -> None:
-        outside, stream = self._state.outside, self._state.stream(handle)
-        (outside.uses if used else outside.can_use)(stream)
-
-    def _open(self, address: int, nbytes: int, stream: Any, name: bytes, word: int) -> None:
-        ordered = None if stream is None else self._state.stream(stream)
-        self._state.others.opened(ordered, address, nbytes, name, word)
+            self._alone(step, *args)
+            if delivers:
+                self._deliver()
 
     def _use(self, address: int, nbytes: int, stream: Any, write: bool) -> None:
         self._state.look()
         if stream is None:
-            self._state.use_on_host(address, nbytes, write)
+            self._state.use_on_host(address, nbytes, write, seen=True)
         else:
             self._state.use_on_device(stream, address, nbytes, write)
 
+    def _lend(self, handle: Any, used: bool) -> None:
+        foreign, stream = self._state.foreign, self._state.stream(handle)
+        (foreign.uses if used else foreign.can_use)(stream)
+
+    def _share(self, address: int, nbytes: int, stream: Any, name: bytes) -> None:
+        self._state.sources.clear()
+        self._state.interprocess.share(self._state.stream(stream), address, nbytes, name)
+
+    def _open(self, address: int, nbytes: int, stream: Any, name: bytes, word: int) -> None:
+        ordered = None if stream is None else self._state.stream(stream)
+        self._state.interprocess.opened(ordered, address, nbytes, name, word)
+
+    # -- results ---------------------------------------------------------------------------------------------
+
     @property
     def notes(self) -> tuple[str, ...]:
-        """What could not be followed, and is not checked since; each kind once."""
+        """The kinds of checks that were given up in this run, in words."""
         return tuple(self._state.notes)
 
     def outstanding(self) -> dict[str, list[int]]:
-        """What was made through this driver and not released, by kind: driver handles or addresses.
+        """Handles or addresses that were made through this driver and not released, by kind.
 
-        A ``"mapping"`` is there from ``cuMemMap`` to ``cuMemUnmap``, by its address.
+        A ``"mapping"`` lasts from ``cuMemMap`` to ``cuMemUnmap``, by its address.
         """
         live: dict[str, list[int]] = self._alone(self._state.account.outstanding)
         return live
 
     def leaks(self) -> list[Hazard]:
-        """A hazard for all memory that was not given back, with the place where it was allocated."""
+        """One hazard for each place that allocated memory which is not freed."""
         leaks: list[Hazard] = self._alone(self._state.leaks)
         return leaks
 
@@ -348,23 +343,21 @@ class Checked(Wrapper):
             raise DriverMisuseError(f"not released: {shown} ({left})")
 
     def finish(self) -> list[Hazard]:
-        """Judge what waits for words and events that never came, and add leaks; all hazards.
+        """Attempt deferred releases, check the work of streams that still wait, and add leaks; all hazards.
 
-        Releases that the library has put off are attempted first.
-
-        At the end of the process it is called by itself, unless hazards raise, and what that finds is printed.
+        It runs at the end of the process as well and prints what it finds, unless hazards raise.
         """
         for settle in SETTLERS:
             settle()
         self._alone(self._state.close)
         self._found += self.leaks()
-        self._keep()
+        self._collect()
         return self.hazards
 
-    # -- calls that are more than passed on ------------------------------------------------------------------
+    # -- functions with host functions or kernels as arguments -----------------------------------------------
 
     def _stand_in(self, kind: Any, theirs: int, call: HostCall) -> int:
-        """A pointer to a function of the host that calls theirs, and says when that begins and ends."""
+        """A pointer to a host function that calls ``theirs`` and records its begin and end."""
         function = kind(theirs)
 
         def run(*args: Any) -> None:
@@ -373,7 +366,7 @@ class Checked(Wrapper):
                 function(*args)
             finally:
                 self._alone(call.ends)
-                # A graph may call it as long as anybody has the graph.
+                # A graph may call it again.
                 if not call.stays:
                     self._host_functions.pop(pointer, None)
 
@@ -404,8 +397,7 @@ class Checked(Wrapper):
             theirs = int(getattr(params, "fn", None) or 0)
             if not theirs:
                 return call(*args)
-            made = HostCall(self._state)
-            made.stays = True
+            made = self._state.host_call(stays=True)
             pointer = self._stand_in(_HOST_FUNCTION, theirs, made)
             self._state.host_calls[pointer] = made
             params.fn = cuda.CUhostFn(pointer)
@@ -432,12 +424,10 @@ class Checked(Wrapper):
 
 
 class _Asked:
-    """The driver that is wrapped, for questions of the checker's own. They are asked while nobody has the turn: a
-    finaliser may be waiting for it in the middle of a call.
-    """
+    """The wrapped driver for the checker's own questions, which it asks without the lock."""
 
     def __init__(self, owner: Checked) -> None:
-        # No reference that would make a cycle of the two: a driver goes with its last user.
+        # A weak reference: a cycle of the two would keep the driver beyond its last user.
         self._owner = weakref.ref(owner)
 
     def __getattr__(self, name: str) -> Any:
@@ -452,12 +442,12 @@ class _Asked:
 
 
 class _WatchedLaunch:
-    """What stands for a kernel works with this, and what it touches is noted."""
+    """The argument of a simulated multimem kernel, which records the memory that the kernel uses."""
 
     def __init__(self, there: Any, watched: dict[bool, list[tuple[int, int, bool]]]) -> None:
         self._there = there
         self._watched = watched
-        """What is used, by whether others of its kind may do that at the same time."""
+        """Uses by whether they are atomic."""
 
     def update(self, address: int, size: int, apply: Any) -> None:
         self._there.update(address, size, apply)
@@ -476,7 +466,7 @@ def _keeps_convention(name: str, answer: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _nothing(answer: tuple[Any, ...]) -> None:
-    """What is to be done with the answer to a call of which nothing was said before."""
+    """Do nothing with the answer."""
 
 
 _alive: weakref.WeakSet[Checked] = weakref.WeakSet()
@@ -500,7 +490,7 @@ def _at_exit() -> None:
 
 
 def _end_of_child() -> None:
-    """Report what is found at the end of a process of multiprocessing, whose own arguments are no leak."""
+    """Report at the end of a process of multiprocessing, after its own arguments are dropped."""
     from multiprocessing.process import current_process
 
     process: Any = current_process()
@@ -510,64 +500,75 @@ def _end_of_child() -> None:
 
 
 def checked(driver: _Interface, on: On = "report", poison: bool = False, *, uninitialized: bool = False) -> Checked:
-    """A driver that finds what stream order does not allow, and what is released twice or never.
+    """Wrap a driver so that it finds missing stream order, double frees and leaks.
 
-    It follows what comes before what (streams, events, synchronisation, host functions, words that streams wait for,
-    captures), which memory every call touches, and when that memory lives. So it finds a missing dependency also where
-    the run happened to go well. Kernels of other libraries are not seen: tell of them with ``buffer.used(stream)``.
+    The checker records the order of operations (streams, events, synchronisation, host functions, waits for values,
+    captures and graphs), the memory that each call uses, and the life of that memory. It reports a missing dependency
+    also where the run happened to go well. It does not see kernels: report their uses with ``buffer.used(stream)``.
 
-    Where it cannot know an order, it takes it to be there. This is taken on trust:
+    **Found**, each as a :class:`Hazard`: uses before the allocation and after the free, frees that race a use, races of
+    two uses, unmaps and releases while in use, access without a grant, exports of incomplete memory, double frees and
+    leaks. A host write to memory that a queued copy still reads is found where the host has the memory from
+    ``as_array()``, reports the write by ``used``, or copies to it, and where no other library has the copy's stream.
 
-    * what one host thread has waited for, all threads know, host functions included;
-    * streams of other libraries come after each other and after the default streams, as their libraries may have put
-      them into any order; so do streams of ours that such a library uses. Once a stream of another library has been
-      seen, that holds for each stream whose ``handle`` was read, too. The host may have waited for what such streams
-      did and what is over by now. Hazards between streams that only this driver has are found all the same;
-    * work on shared memory that comes before something other processes can wait for (an interprocess event, a word that
-      they may read, an announcement of :func:`streamalloc.ipc.share`) comes before whatever this process does next:
-      they may have answered;
-    * what another process does with memory that is shared. Its checker says what was under way at the export, and what
-      it writes in memory that was exported by raw calls whenever it records an interprocess event behind that, part by
-      part; an importer that uses the memory without a wait for the event is reported, unless the exporter has
-      synchronised meanwhile. That an exporter writes what an importer still reads is not found, nor anything of
-      processes without a checker or of another user;
-    * events and semaphores of other libraries come after everything, as do words in memory of a device that no call of
-      this driver has written, once the host has seen that somebody came past them;
-    * copies from ordinary memory of the host are done when the call returns, and so is what waits for the device;
-    * kernels that nobody tells of use nothing, and nor does a node of a graph that was changed by a handle which the
-      checker does not know, or a kernel that was told of and then given other arguments: ``notes`` lists such things,
-      each kind once. Of a plane with more than 32,768 rows, those are looked at;
-    * memory of the host that a queued copy reads is not written by code that nobody tells of; memory that is read was
-      written before, unless ``uninitialized`` asks for a look at that.
+    **Trusted**, where the checker cannot see an order:
 
-    What it cannot see and does not trust: a host that reads a word to find out how far a stream has come. Let it ask an
-    event as well (``event.query()``).
+    * All host threads share the order of their waits, host functions included.
+    * Streams of other libraries, streams of ours that such a library uses, and default streams come after each other.
+      Once a stream of another library was seen, this holds for each stream whose ``handle`` was read. The host may have
+      waited for any finished work in these streams.
+    * Work on shared memory that other processes can wait for (an interprocess event, a value in shared memory,
+      :func:`streamalloc.ipc.share`) comes before all later work of this process: the others may have answered.
+    * Events and semaphores of other libraries come after all earlier work. So does a wait for a value in device memory
+      that no call of this driver wrote, once the host has seen the waiting stream idle.
+    * Copies from pageable host memory end before the call returns.
+    * Memory that is read was written before, unless ``uninitialized`` asks for that check.
+
+    **Not followed**:
+
+    * Uses by kernels that are not reported, and nodes of a graph that were changed by an unknown handle; ``notes``
+      lists what was given up.
+    * Rows of a plane after the first 32,768.
+    * Writes of an exporter into memory that an importer still reads, and processes without a checker or of another
+      user. The checkers of two processes do report an importer that uses memory before the exporter's work.
+    * A host that polls a value in memory to see how far a stream has come: query an event as well (``event.query()``).
 
     Parameters
     ----------
     driver
         Any driver.
     on
-        What to do with a :class:`Hazard`: ``"report"`` collects it in ``hazards``, ``"warn"`` warns with a
-        ``RuntimeWarning`` as well, ``"raise"`` raises a :class:`DriverMisuseError`, for a wrong free or unmap and for
-        work on memory that was freed before that reaches the driver. A second release of the same thing never reaches
-        the driver; where it does not raise, its answer is ``CUDA_ERROR_INVALID_VALUE``.
+        Action for a hazard. ``"report"`` adds it to ``hazards``. ``"warn"`` issues a ``RuntimeWarning`` as well.
+        ``"raise"`` raises :class:`DriverMisuseError`; a wrong free or unmap, and work on freed memory, then does not
+        reach the driver. A second release of the same handle never reaches the driver: without ``"raise"`` the call
+        answers ``CUDA_ERROR_INVALID_VALUE``.
     poison
-        Fill memory with 0xCB when it is allocated and with 0xDB when it is freed: of pools in stream order, plain and
-        pinned memory at once, where the host waits, and mapped memory when access to it is first granted. Managed
-        memory, memory of graphs and of other processes stays as it is, and what is unmapped is out of reach anyhow.
-
+        Fill memory with 0xCB when it is allocated and with 0xDB when it is freed: memory of pools in stream order,
+        device and pinned memory at once, mapped memory when access is first granted. Managed memory, memory of graphs
+        and of other processes is not filled.
     uninitialized
-        Report copies out of memory of a pool, or of mapped memory, of which nobody has written any byte. Kernels that
-        write it have to be told of: once a kernel was launched through this driver, or a stream of another library was
-        seen, such copies are not reported any more.
+        Report copies from memory of a pool, or mapped memory, of which nothing has written any byte. This check ends
+        once a kernel was launched through this driver or a stream of another library was seen.
 
     Returns
     -------
     Checked
-        It also keeps account: ``outstanding()`` lists what was not released, ``leaks()`` says where that was allocated,
-        and ``assert_nothing_left()`` raises where there is any. Mappings of memory are counted as well. Memory that a
-        capture makes belongs to its graph and is not counted.
+        A driver. ``hazards`` lists the reports, ``outstanding()`` the handles that are not released, ``leaks()`` their
+        places in the program; ``assert_nothing_left()`` raises if there are any. Memory that a graph allocates is not
+        counted.
+
+    Examples
+    --------
+    >>> import streamalloc as sa
+    >>> driver = sa.driver.checked(sa.driver.simulated())
+    >>> device = sa.Device(0, driver=driver)
+    >>> with device.create_stream() as one, device.create_stream() as two, sa.MemoryPool(device) as pool:
+    ...     buffer = pool.allocate(1024, one)
+    ...     buffer.fill(0, two)
+    ...     device.synchronize()
+    ...     buffer.free()
+    >>> [hazard.kind for hazard in driver.hazards]
+    ['use before allocation']
     """
     if on not in _ON:
         raise ValueError(f"on={on!r}: allowed are {', '.join(map(repr, _ON))}")

@@ -1,10 +1,10 @@
-"""Events, as far as the checker knows of them."""
+"""Recorded state of events."""
 
 from __future__ import annotations
 
+from streamalloc.driver.checker.announcements import Entry
 from streamalloc.driver.checker.capture import Capture
 from streamalloc.driver.checker.clocks import Clock, Obstacle
-from streamalloc.driver.checker.notices import Place
 
 __all__ = ["Event"]
 
@@ -12,19 +12,19 @@ __all__ = ["Event"]
 class Event:
     """An event, and its latest recording."""
 
-    __slots__ = ("captured", "elsewhere", "foreign", "mark", "place", "shared", "there")
+    __slots__ = ("captured", "elsewhere", "foreign", "index", "mark", "shared", "there")
 
     def __init__(self, shared: bool = False, foreign: bool = False) -> None:
         self.mark: Obstacle | None = None
-        """None where it was never recorded, or not by us."""
+        """End of the recorded work; None where no recording was seen."""
         self.captured: tuple[Capture, Clock] | None = None
         self.shared = shared
-        """Whether other processes may wait for it."""
+        """Whether the event is an interprocess event."""
         self.elsewhere = False
-        """Whether another process has it, which may have recorded it."""
+        """Whether another process has it and may record it."""
         self.foreign = foreign
-        """Whether another library has made it, which may have recorded it."""
-        self.place: int | None = None
-        """Where others are told of its recordings."""
-        self.there: Place | None = None
-        """Where another process tells of its recordings."""
+        """Whether another library has it and may record it."""
+        self.index: int | None = None
+        """Entry on the board of this process."""
+        self.there: Entry | None = None
+        """Entry on the board of another process."""

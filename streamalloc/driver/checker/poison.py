@@ -1,4 +1,4 @@
-"""Poison: bytes that nobody has written, or that were freed, get values that show."""
+"""Poison: fills unwritten and freed memory with values that stand out."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ from streamalloc.driver.checker.state import State, number_of
 __all__ = ["Poison"]
 
 ALLOCATED, FREED = 0xCB, 0xDB
+"""Byte values of allocated and of freed memory."""
 _NON_BLOCKING = int(cuda.CUstream_flags.CU_STREAM_NON_BLOCKING)
 _WRITE = 3
 _Step: TypeAlias = "Callable[[Poison, tuple[Any, ...], Any], None]"
 
 
 class Poison:
-    """Writes poison by calls of the driver that is wrapped, which the checker does not see."""
+    """Fills memory by calls of the wrapped driver, which the checker does not record."""
 
     def __init__(self, driver: Any, state: State) -> None:
         self._driver = driver
         self._state = state
 
     def before(self, name: str, args: tuple[Any, ...]) -> None:
-        """A call is about to be made."""
+        """Fill memory that a call is about to free."""
         step = _BEFORE.get(name)
         if step is not None:
             step(self, args, None)
 
     def after(self, name: str, args: tuple[Any, ...], answer: Any) -> None:
-        """A call has succeeded."""
+        """Fill memory that a call has allocated."""
         step = _AFTER.get(name)
         if step is not None:
             step(self, args, answer)
@@ -50,7 +51,7 @@ class Poison:
             self._queue(found.base, found.size, args[1], FREED)
 
     def _queue(self, address: int, size: int, stream: Any, value: int) -> None:
-        # In the stream of the allocation or the free, so in no other order than theirs.
+        # The stream of the allocation or free gives the fill its order.
         found = self._state.streams.get(number_of(stream))
         if found is None or found not in self._state.captures:
             context: Any = None if found is None else found.context
@@ -66,7 +67,7 @@ class Poison:
     def _ends(self, args: tuple[Any, ...], answer: Any) -> None:
         found = self._state.addresses.find(number_of(args[0]))
         if found is not None and found.kind == "device memory" and found.base == number_of(args[0]):
-            # The driver waits for the device as well.
+            # The free would wait for the device as well.
             self._under(found.context, self._driver.cuCtxSynchronize)
             self._under(found.context, lambda: self._fill(found.base, found.size, FREED))
 
@@ -95,10 +96,10 @@ class Poison:
                 left = ((low, min(high, start)), (max(low, end), high))
                 one.bytes.fresh += tuple(part for part in left if part[0] < part[1])
 
-    # -- how -------------------------------------------------------------------------------------------------
+    # -- fills -----------------------------------------------------------------------------------------------
 
     def _fill(self, address: int, size: int, value: int) -> None:
-        """Fill memory in a stream of its own, and wait for that."""
+        """Fill memory in a stream of its own and wait for it."""
         if self._state.captures:
             return
         failed, stream = self._driver.cuStreamCreate(_NON_BLOCKING)

@@ -1,4 +1,4 @@
-"""What the checker has found, in words."""
+"""Reports of hazards."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KINDS = (
     "uninitialized",
     "leak",
 )
-"""What a :class:`Hazard` can be."""
+"""The kinds of a :class:`Hazard`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,29 +36,29 @@ class Hazard:
     """One of: ``"use before allocation"``, ``"use after free"``, ``"free before allocation"``, ``"double free"``,
     ``"free racing a use"``, ``"reuse race"`` (of memory that was freed and allocated again), ``"race"`` (two uses,
     of which one writes), ``"unmap while in use"``, ``"release while in use"``, ``"access without a grant"``,
-    ``"export before completion"``, ``"free before the importer's"``, ``"uninitialized"`` (a copy of bytes that nobody
+    ``"export before completion"``, ``"free before the importer's"``, ``"uninitialized"`` (a copy of bytes that nothing
     has written), ``"leak"``."""
     what: str
-    """What happened."""
+    """The operations in conflict and the order that is missing, in one sentence."""
     remedy: str
-    """Which order is missing, or what else to do."""
+    """Advice, in one sentence."""
     address: int = 0
-    """Where the memory begins."""
+    """Address of the memory."""
     nbytes: int = 0
-    """Its size in bytes."""
+    """Size of the memory in bytes."""
     portable: bool = True
-    """False where nothing is missing in this run, because of what the driver happened to choose: the program does not
-    ask for that order, and another driver, pool setting or run need not give it."""
+    """False where a choice of the driver gives the order in this run. The program does not ask for that order: another
+    driver, pool setting or run need not give it."""
     places: tuple[tuple[str, Stack], ...] = ()
 
     @property
     def stacks(self) -> dict[str, list[str]]:
-        """Where in the program: by what was done there (``"this call"``, ``"allocated"``, ``"freed"``, ``"used"``), the
-        lines of a traceback without those of this package."""
+        """Places in the program, by operation (``"this call"``, ``"allocated"``, ``"freed"``, ``"used"``): lines of a
+        traceback without the frames of this package."""
         return {name: lines(stack) for name, stack in self.places}
 
     def _repr_html_(self) -> str:
-        luck = "" if self.portable else " (ordered by the driver's own choices in this run)"
+        luck = "" if self.portable else " (not portable: only a choice of the driver orders them in this run)"
         rows = [("what", f"{self.what}{luck}"), ("remedy", self.remedy)]
         cells = [f"<tr><td>{name}</td><td style='text-align:left'>{escape(text)}</td></tr>" for name, text in rows]
         for name, stack in self.places:
@@ -68,7 +68,7 @@ class Hazard:
         return f"{head}<table><tbody>{''.join(cells)}</tbody></table>"
 
     def __str__(self) -> str:
-        luck = "" if self.portable else " (not portable: only the driver's own choices ordered the two in this run)"
+        luck = "" if self.portable else " (not portable: only a choice of the driver orders them in this run)"
         shown = [f"{self.kind}: {self.what}{luck}", f"  remedy: {self.remedy}"]
         for name, stack in self.places:
             shown += [f"{name}:", *lines(stack)]

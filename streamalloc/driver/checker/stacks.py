@@ -1,4 +1,4 @@
-"""Where in a user's program something was asked for: cheap to take, read only where it is shown."""
+"""Places in a user's program: cheap to take, and turned into text only where they are shown."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import TypeAlias
 __all__ = ["Launched", "Stack", "from_package", "here", "line_of", "lines", "place_of"]
 
 Stack: TypeAlias = "tuple[tuple[CodeType, int], ...]"
-"""Code and the place in it, the innermost call first."""
+"""Code and instruction offset of each frame, the innermost first."""
 
 
 class Launched(tuple[tuple[CodeType, int], ...]):
-    """Where something was captured, or put into a graph, with the place of a launch of that."""
+    """The place of a capture or of a node, with the place of its launch."""
 
     launch: Stack
 
     def __new__(cls, stack: Stack, launch: Stack) -> Launched:
-        """Two places in one."""
+        """Combine the two places."""
         made = super().__new__(cls, stack)
         made.launch = launch
         return made
@@ -28,19 +28,17 @@ class Launched(tuple[tuple[CodeType, int], ...]):
 
 _DEPTH = 8
 _PACKAGE = str(Path(__file__).resolve().parents[2]) + "/"
-_BETWEEN = 3  # calls of a driver around a driver that is the user's own
-# What runs a test or a process is no part of it.
+_BETWEEN = 3
+"""Frames that a user's own driver adds between this package and the checker, at most."""
+# Frames of a test runner or process starter end a stack.
 _RUNNERS = ("/_pytest/", "/pluggy/", f"{Path(linecache.__file__).parent}/multiprocessing/")
 _THEIRS, _OWN, _RUNNER = range(3)
 _kinds: dict[str, int] = {}
-"""By the name of the file."""
+"""Kind of each file by name."""
 
 
 def here(depth: int = _DEPTH) -> Stack:
-    """The calls that have led here, without those of this package, and from a test on where pytest runs one.
-
-    ``depth`` is how many of them, the innermost.
-    """
+    """The innermost ``depth`` frames of the caller, without those of this package and of a test runner."""
     frame = sys._getframe(1)
     found: list[tuple[CodeType, int]] = []
     while frame is not None and len(found) < depth:
@@ -63,8 +61,11 @@ def _kind(file: str) -> int:
     return _RUNNER if any(part in file for part in _RUNNERS) else _THEIRS
 
 
-def from_package() -> bool:
-    """Whether code of this package, other than that of drivers, has made the call, perhaps through a user's driver."""
+def from_package(area: str = "") -> bool:
+    """Whether the call comes from this package, except its drivers, perhaps through a user's driver.
+
+    With ``area``: whether it comes from that folder of the package, such as ``"ipc/"``.
+    """
     frame = sys._getframe(1)
     others = 0
     while frame is not None and others < _BETWEEN:
@@ -72,13 +73,13 @@ def from_package() -> bool:
         if not file.startswith(_PACKAGE):
             others += 1
         elif not file.startswith(_PACKAGE + "driver/"):
-            return True
+            return file.startswith(_PACKAGE + area)
         frame = frame.f_back  # type: ignore[assignment]
     return False
 
 
 def lines(stack: Stack) -> list[str]:
-    """A stack as a traceback shows it, the innermost call last."""
+    """The lines of a traceback of a stack, the innermost call last."""
     shown = []
     for code, at in reversed(stack):
         number = line_of(code, at)
@@ -90,7 +91,7 @@ def lines(stack: Stack) -> list[str]:
 
 
 def place_of(stack: Stack) -> str:
-    """The innermost place of a stack in short."""
+    """File name and line of the innermost frame."""
     if not stack:
         return "an unknown place"
     code, at = stack[0]
@@ -98,7 +99,7 @@ def place_of(stack: Stack) -> str:
 
 
 def line_of(code: CodeType, at: int) -> int:
-    """The line of a place in code."""
+    """Line number of an instruction offset."""
     for start, end, line in code.co_lines():
         if line is not None and start <= at < end:
             return line

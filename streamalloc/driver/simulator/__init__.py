@@ -1,13 +1,15 @@
-"""A small CUDA driver over ordinary memory, for machines without a GPU and for tests that must not depend on
-one.
+"""A CUDA driver over ordinary memory, for machines without a GPU and for tests that must not depend on one.
 
-``machine`` puts the parts together, and no part knows it. ``timeline`` makes things happen in stream order,
-``contexts`` and ``events`` have what belongs to a device. ``memory`` is real memory under simulated addresses,
-``supply`` says how much of it there is, ``allocator`` decides where memory goes in a ``pool`` or a ``heap``, and
-``allocations`` lists what lives. ``graphs`` records and replays, ``graph_memory`` has what graphs allocate. ``virtual``
-maps ``physical`` memory by hand, ``arrays`` has sparse arrays. ``files``, ``sharing``, ``imported_pool`` and
-``shared_events`` are what processes have in common, ``multicast`` and ``team`` have memory of several devices at one
-address. ``calls`` is the interface of the real driver on top.
+:mod:`.calls` has the functions of the driver, :mod:`.call_lock` the lock that each of them holds, and :mod:`.machine`
+the state. The parts of the state do not refer to the machine:
+
+* :mod:`.timeline` runs operations in stream order; :mod:`.contexts` and :mod:`.events` have the objects of a device.
+* :mod:`.memory` maps real memory at simulated addresses; :mod:`.banks` counts it by device. :mod:`.allocator` chooses
+  addresses in a :mod:`.pool`, :mod:`.heap` for cuMemAlloc; :mod:`.allocations` lists the live ones.
+* :mod:`.copy_operations` has copies and fills, :mod:`.graphs` and :mod:`.graph_memory` graphs.
+* :mod:`.virtual` maps :mod:`.physical` memory; :mod:`.arrays` has sparse arrays.
+* :mod:`.files`, :mod:`.file_locks`, :mod:`.sharing`, :mod:`.imported_pool` and :mod:`.shared_events` have the objects
+  of several processes; :mod:`.multicast` and :mod:`.multicast_table` those of several devices.
 
 A comment that says ``observed on H200`` names the test of ``tests/facts`` that holds the reading.
 """
@@ -15,7 +17,7 @@ A comment that says ``observed on H200`` names the test of ``tests/facts`` that 
 from __future__ import annotations
 
 from .driver import SimulatedDriver
-from .errors import DeadlockError
+from .errors import BrokenMachineError, DeadlockError
 from .profiles import MachineSpec
 
-__all__ = ["DeadlockError", "MachineSpec", "SimulatedDriver"]
+__all__ = ["BrokenMachineError", "DeadlockError", "MachineSpec", "SimulatedDriver"]

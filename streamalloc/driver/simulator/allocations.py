@@ -14,20 +14,25 @@ from .physical import Mapping
 from .pool import Pool
 
 
+class _Defaults:
+    """Attributes that most allocations never set, so that making an allocation costs less."""
+
+    id: int = 0
+    """Number of the allocation, unique in the machine."""
+    pool: Pool | ImportedPool | None = None
+    mapping: Mapping | None = None
+    waits: bool = False
+    """SYNC_MEMOPS was set."""
+
+
 @dataclass(eq=False)
-class Allocation:
-    """A live range of memory. ``device`` is None where it is the host's."""
+class Allocation(_Defaults):
+    """A live range of memory. ``device`` is None for host memory."""
 
     base: int
     size: int
     device: int | None
     context: Context | None
-    id: int = field(init=False, default=0)
-    """Never given to another one."""
-    pool: Pool | ImportedPool | None = field(init=False, default=None)
-    mapping: Mapping | None = field(init=False, default=None)
-    waits: bool = field(init=False, default=False)
-    """Whether SYNC_MEMOPS was set."""
 
     @property
     def on_host(self) -> bool:
@@ -35,13 +40,13 @@ class Allocation:
 
     @property
     def known(self) -> bool:
-        """Whether the driver takes the address for its own; host pool memory if a device has access."""
+        """Whether the driver recognises the address. It recognises host pool memory only if a device has access."""
         return self.pool is None or self.pool.device is not None or self.pool.granted
 
 
 @dataclass(eq=False)
 class DeviceMemory(Allocation):
-    """Of cuMemAlloc."""
+    """Device memory of cuMemAlloc."""
 
     block: Block
 
@@ -56,7 +61,7 @@ class HostMemory(Allocation):
 
 @dataclass(eq=False)
 class PoolMemory(Allocation):
-    """Of a pool, or imported from another process's."""
+    """Memory of a pool of this process, or imported from a pool of another process."""
 
     pool: Pool | ImportedPool = field()
     block: Block
@@ -64,14 +69,14 @@ class PoolMemory(Allocation):
 
 @dataclass(eq=False)
 class GraphAllocation(Allocation):
-    """What outlives the launch of a graph that allocated it."""
+    """An allocation of a graph launch that outlives the launch."""
 
     memory: GraphMemory
 
 
 @dataclass(eq=False)
 class MappedMemory(Allocation):
-    """Of cuMemMap."""
+    """A range mapped by cuMemMap."""
 
     mapping: Mapping = field()
 
@@ -99,7 +104,7 @@ class Allocations(AddressMap[Allocation]):
         super().add(extent)
 
     def forget_registered(self, start: int, end: int) -> None:
-        """Forget registrations of host memory that is gone, as something else lies in the range now."""
+        """Remove registrations of host memory that the program unmapped, because the range has another use now."""
         for allocation in self.overlapping(start, end):
             if isinstance(allocation, HostMemory) and allocation.block is None:
                 self.remove(allocation)

@@ -40,7 +40,7 @@ def _when_left(block: Block) -> tuple[int, int]:
 
 
 Reach = Callable[[int], int]
-"""Given a stream: the sequence number of its operations up to which what it left may be had."""
+"""Maps a stream to a sequence number: blocks that it left up to there can be taken."""
 
 
 class Line:
@@ -74,13 +74,13 @@ class Line:
 
     @property
     def streams(self) -> int:
-        """How many streams the line knows."""
+        """The number of streams that have a shelf."""
         return len(self._left)
 
     # -- allocating ------------------------------------------------------------------------------------------
 
     def find(self, size: int, stream: int, ordered: Reach | None, done: Reach) -> Block | None:
-        """The block for an allocation, as the head of this module says; None where there are no addresses for it.
+        """The block for an allocation, by rules 1 to 5 above; None if no block is large enough.
 
         ``ordered``: what the stream comes after, if that counts. ``done``: what is free by now as far as that counts.
         """
@@ -88,12 +88,13 @@ class Line:
         return self.find_further(size, ordered, done) if block is None else block
 
     def find_at_hand(self, size: int, stream: int) -> Block | None:
-        """1 and 2 of :meth:`find`: what other streams left is not looked at."""
-        own = self._shelf(stream).best(size)
+        """Rules 1 and 2, which ignore the blocks that other streams left."""
+        left = self._left.get(stream)
+        own = self._shelf(stream).best(size) if left is None else left.best(size) if left else None
         return self._heap.best(size, self._is_backed) if own is None else own
 
     def find_further(self, size: int, ordered: Reach | None, done: Reach) -> Block | None:
-        """3 to 5 of :meth:`find`."""
+        """Rules 3 to 5."""
         block = None if ordered is None else self._best_left(size, ordered)
         if block is None:
             block = self._best_left(size, done)
@@ -132,16 +133,16 @@ class Line:
     # -- freeing ---------------------------------------------------------------------------------------------
 
     def free(self, block: Block, stream: int, seq: int) -> None:
-        """Give back a used block; it is free once operation ``seq`` of ``stream`` has been done."""
+        """Free a used block in stream order: it is free once operation ``seq`` of ``stream`` is done."""
         self._shelf(stream)
         self._give(block, stream, seq)
 
     def free_ready(self, block: Block) -> None:
-        """Give back a used block for everybody at once."""
+        """Free a used block for everybody at once."""
         self._give(block, HEAP, 0)
 
     def settle(self, reach: Reach) -> bool:
-        """What streams left up to ``reach`` is free for everybody from now on. True if that is anything."""
+        """Make the blocks that streams left up to ``reach`` free for everybody. True if there was one."""
         changed = False
         for stream, shelf in self._shelves():
             if shelf:
@@ -179,7 +180,7 @@ class Line:
         return [chunk for chunk in range(block.start // self.chunk, last + 1) if chunk not in self._backed]
 
     def spare(self) -> list[int]:
-        """The chunks of memory that are free for everybody, in the order in which they are given up."""
+        """The chunks of memory that are free for everybody, in the order of their release."""
         found = [(block.stamp, at) for block in self._heap for at in self._inner(block) if at in self._backed]
         if self._last.owner == HEAP:
             low = -(-self._last.start // self.chunk)
@@ -187,23 +188,23 @@ class Line:
         return [at for _, at in sorted(found)]
 
     def spare_besides(self, block: Block, size: int) -> list[int]:
-        """Those that are not under the first bytes of a block, lowest first."""
+        """The spare chunks that are not under the first ``size`` bytes of a block, lowest first."""
         low, high = block.start // self.chunk, (block.start + size - 1) // self.chunk
         return sorted(at for at in self.spare() if not low <= at <= high)
 
     def back(self, chunks: Iterable[int]) -> None:
-        """There is memory under these now."""
+        """Record that these chunks have memory."""
         self._backed.update(chunks)
 
     def unback(self, chunks: Iterable[int]) -> None:
-        """There is none under these now."""
+        """Record that these chunks have no memory."""
         self._backed.difference_update(chunks)
 
     def unback_all(self) -> None:
         self._backed.clear()
 
     def _inner(self, block: Block) -> range:
-        """The chunks that lie in a block as a whole."""
+        """The chunks that are entirely inside a block."""
         return range(-(-block.start // self.chunk), block.end // self.chunk)
 
     def _is_backed(self, block: Block) -> bool:
@@ -219,7 +220,7 @@ class Line:
         return shelf
 
     def _shelves(self) -> list[tuple[int, Shelf]]:
-        """By stream, in the order in which to look at them."""
+        """The shelf of each stream, in search order."""
         ranks = self._ranks
         if ranks is None or len(self._left) < 2:
             return list(self._left.items())
@@ -246,7 +247,7 @@ class Line:
         self._link(block, following.next)
 
     def _link(self, before: Block, after: Block | None) -> None:
-        """Have one block follow another; None stands for the end of the line."""
+        """Make ``after`` the successor of ``before``; None marks the end of the line."""
         before.next = after
         if after is None:
             self._last = before

@@ -129,6 +129,7 @@ DevicePointer = Annotated[int, device_pointer]
 MemoryHandle = Annotated[int, memory]
 EventHandle = Annotated[int, event]
 PoolHandle = Annotated[int, pool]
+StreamHandle = Annotated[int, stream]
 HostFunctionHandle = Annotated[int, host_function]
 
 
@@ -174,7 +175,7 @@ def field(struct: Any, name: str) -> int:
 
 
 def place(location: Any) -> Place:
-    """Of a CUmemLocation."""
+    """Convert a CUmemLocation."""
     return Place(int(location.type), int(location.id))
 
 

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from .banks import Banks
 from .constants import STEP, TILE_SIZE, new_handle
 from .contexts import Context
 from .errors import NotModelled, Result
 from .memory import is_accessible
 from .physical import Memory
-from .supply import Supply
 from .timeline import Operation
 
 # Elements of a tile in each dimension, by the bytes of an element (observed on H200: test_sparse_arrays).
@@ -28,7 +28,7 @@ _TILES_3D = {1: (64, 32, 32), 2: (32, 32, 32), 4: (32, 32, 16), 8: (32, 16, 16),
 Extent = tuple[int, int, int]
 """Elements in x, y and z."""
 Tile = tuple[int, int, int, int, int, int]
-"""Which tile: device, level (or TAIL), layer, and its place in x, y and z, counted in tiles."""
+"""Tile: device, level (or TAIL), layer, then x, y and z in tiles."""
 Bytes = npt.NDArray[np.uint8]
 TAIL = -1
 
@@ -43,7 +43,7 @@ def _rows(address: int, pitch: int, shape: tuple[int, int]) -> Bytes:
 
 @dataclass(frozen=True)
 class Layout:
-    """What a sparse array was made with. ``layers`` is 0 where it is not layered; ``extent`` is of one layer."""
+    """Description of a sparse array. ``layers`` is 0 without layers; ``extent`` is that of one layer."""
 
     extent: Extent
     layers: int
@@ -82,7 +82,7 @@ class Layout:
         return self.tail_first < self.levels
 
     def check_tail(self) -> None:
-        """That the tail is one of those that were observed: it fits a tile, and levels of whole tiles come first."""
+        """Refuse a mip tail of a shape that was not observed: larger than a tile, or before levels of whole tiles."""
         first = self.tail_first
         size = sum(self.bytes_of(level) for level in range(first, self.levels))
         if self.mipmapped and not 0 < first < self.levels:
@@ -142,7 +142,7 @@ class Arrays:
     mipmapped: dict[int, MipmappedArray] = field(default_factory=dict)
 
     def destroy(self, array: Array) -> None:
-        """Of a level of a mipmapped array only the handle goes."""
+        """Destroy an array. For a level of a mipmapped array, only the handle ends."""
         del self.arrays[array.handle]
         if array.mipmap is not None:
             del array.mipmap.levels[array.level]
@@ -209,8 +209,8 @@ class Linear:
 class TileCopy(Operation):
     """Moves a box between an array and ordinary memory, some slices at a time."""
 
-    def __init__(self, supply: Supply, context: Context, array: Array, box: Box, linear: Linear, into: bool) -> None:
-        self._supply = supply
+    def __init__(self, banks: Banks, context: Context, array: Array, box: Box, linear: Linear, into: bool) -> None:
+        self._banks = banks
         self._context = context
         self._array = array
         self._box = box
@@ -218,7 +218,7 @@ class TileCopy(Operation):
         self._into = into
         self._done = 0
         self._slices = max(STEP // (box.width * box.height), 1)
-        self._simulated = supply.arenas.find(linear.address) is not None
+        self._simulated = banks.arenas.find(linear.address) is not None
         self.heavy: bool = box.width * box.height * box.depth > STEP
         array.storage.queued += 1
 
@@ -239,7 +239,7 @@ class TileCopy(Operation):
 
     def _is_there(self, address: int, size: int) -> bool:
         if self._simulated:
-            return self._supply.is_backed(address, size)
+            return self._banks.is_backed(address, size)
         return is_accessible(address, size, write=not self._into)
 
     def touches(self, start: int, end: int) -> bool:

@@ -1,4 +1,4 @@
-"""The parts of a pool's address line: blocks, and the shelves on which free ones lie."""
+"""Blocks of a pool's address line, and shelves that hold the free blocks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HEAP = 0
 
 
 class Block:
-    """A part of the line. One that a stream left is free once the stream has come to ``seq``."""
+    """A range of the line. A block that a stream left is free once operation ``seq`` of the stream is done."""
 
     __slots__ = ("next", "owner", "prev", "seq", "size", "stamp", "start")
 
@@ -41,7 +41,7 @@ class Block:
 
 
 class Shelf:
-    """Free blocks of one owner by size; of equal ones that which has been there longest comes first."""
+    """Free blocks of one owner, by size, then by time on the shelf, the oldest first."""
 
     def __init__(self) -> None:
         self._keys: list[int] = []

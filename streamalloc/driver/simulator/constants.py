@@ -1,4 +1,4 @@
-"""Numbers of the driver's enums (the same in every version of the bindings), places, and sizes."""
+"""Values of the driver's enums (equal in every version of the bindings), locations, and sizes."""
 
 from __future__ import annotations
 
@@ -30,24 +30,25 @@ PINNED, MANAGED = 1, 2  # CUmemAllocationType
 LEGACY_STREAM, PER_THREAD_STREAM = 1, 2  # CU_STREAM_LEGACY, CU_STREAM_PER_THREAD
 
 ALIGNMENT = 512
-"""Of allocations."""
+"""Bytes; alignment of allocations."""
 CHUNK = 32 << 20
-"""By which pools grow."""
+"""Bytes; pools grow by multiples of this."""
 BLOCK = 2 << 20
-"""Plain memory comes in blocks of this size; smaller allocations share one (observed on H200: test_plain_memory)."""
+"""Bytes; cuMemAlloc takes blocks of this size, which smaller allocations share (observed on H200: test_plain_memory).
+"""
 GRANULARITY = 2 << 20
-"""Of physical memory, reservations and mappings of any kind (observed on H200: test_physical_memory)."""
+"""Bytes; granularity of physical memory, reservations and mappings (observed on H200: test_physical_memory)."""
 TILE_SIZE = 64 << 10
-"""Of sparse arrays."""
+"""Bytes of a tile of a sparse array."""
 STEP = 4 << 20
-"""How much is moved in one go, a millisecond or so: other streams and threads get turns in between."""
+"""Bytes that a copy moves in one step, about 1 ms; other streams and threads run between steps."""
 HANDLE_BYTES = 64
-"""Of a pointer's export data, of the handles for events and plain memory, and of a fabric handle."""
+"""Bytes of pointer export data, of IPC handles and of fabric handles."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where memory lives: a location type of the driver (as an int) and its id."""
+    """A CUmemLocation: the location type as an int, and the id."""
 
     type: int
     id: int
@@ -60,7 +61,8 @@ class Place:
 
 NOWHERE = Place(Location.NONE, 0)
 HOST = Place(Location.HOST, 0)
-"""Whose rights the host's are: those of HOST and of HOST_NUMA 0 are one (observed on H200: test_host_mappings)."""
+"""Location that holds the host's access rights; HOST and HOST_NUMA 0 share them (observed on H200: test_host_mappings).
+"""
 
 
 def device_place(ordinal: int) -> Place:
@@ -71,5 +73,5 @@ _handles: Iterator[int] = itertools.count(0x5EED_0000_1000, 0x40)
 
 
 def new_handle() -> int:
-    """Of anything. One count for all machines: a handle of one is never valid in another."""
+    """A handle for any object, unique among all machines of the process."""
     return next(_handles)

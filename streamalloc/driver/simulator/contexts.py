@@ -25,7 +25,7 @@ class Device:
     regions: Regions
     heap: Heap
     pinned: Heap
-    """Of the host, allocated with this device's contexts."""
+    """Heap of pinned host memory that this device's contexts allocate."""
     graphs: DeviceGraphMemory
     primary: Context = field(init=False)
 
@@ -35,7 +35,7 @@ class Device:
 
 
 class Context:
-    """A context; ``alive`` comes and goes for a primary one."""
+    """A context. ``alive`` of a primary context can change several times."""
 
     def __init__(
         self, device: Device, timeline: Timeline, by_handle: dict[int, Stream], number: int, primary: bool, flags: int
@@ -44,9 +44,9 @@ class Context:
         self.primary = primary
         self.flags = flags
         self.graph_block: Block | None = None
-        """What the first graph that is instantiated takes of the device's plain memory (H200: test_plain_memory)."""
+        """Device memory that the first graph instantiation allocates (H200: test_plain_memory)."""
         self.implied_flags = 0
-        """Those that cuCtxGetFlags shows and nobody has set."""
+        """Flags that cuCtxGetFlags adds to those that were set."""
         self.id: int = number
         self.handle: int = new_handle()
         self.alive: bool = not primary
@@ -54,13 +54,13 @@ class Context:
         self.error: Any = None  # the code every later call fails with
         self.peers: set[int] = set()
         self.limits: dict[str, int] = {}
-        """Those that were set."""
+        """Limits that were set, by name."""
         self.stacks: int = 0
-        """Bytes of the device that stacks take, beside those they have at first."""
+        """Bytes of device memory for stacks, beyond the initial ones."""
         self.awaited: list[tuple[Stream, int]] = []
-        """What streams that are made from now on wait for."""
+        """Operations that each later stream waits for."""
         self.streams: dict[int, Stream] = {}  # by handle
-        self.retired: Clock = {}  # what destroyed streams did
+        self.retired: Clock = {}  # last operations of destroyed streams
         self._timeline = timeline
         self._by_handle = by_handle  # the streams of all contexts
         self._legacy: Stream | None = None
@@ -68,7 +68,7 @@ class Context:
         self._marks: Stream | None = None
 
     def check(self) -> None:
-        """Fail where work has broken the context."""
+        """Fail if work has broken the context."""
         if self.error is not None:
             raise Fault(self.error)
 
@@ -90,7 +90,7 @@ class Context:
 
     @property
     def marks(self) -> Stream:
-        """Nobody's stream, where events of the whole context happen: no work ever waits behind them."""
+        """Internal stream for events of the whole context. No work follows them."""
         if self._marks is None:
             self._marks = self._timeline.adopt(Stream(self._timeline, 0, self, False, 0))
         return self._marks
@@ -113,14 +113,14 @@ class Context:
         return stream
 
     def forget(self, stream: Stream) -> None:
-        """The stream is destroyed. What it has queued still happens; the handle is gone."""
+        """Forget a destroyed stream. Its queued work still runs."""
         del self.streams[stream.handle], self._by_handle[stream.handle]
         self.retired[stream.id] = stream.seq
         merge(self.retired, stream.clock)
         if stream.legacy is not None and stream.legacy.peers is not None:
             stream.legacy.learn(stream)
             if stream.queue:
-                # the legacy stream still comes after what is queued here
+                # the legacy stream is still ordered after the queued work
                 stream.legacy.submit(Operation(), ((stream, stream.seq),))
             del stream.legacy.peers[stream]
 
@@ -129,7 +129,7 @@ class Context:
         return [*own, *self._per_thread.values(), *self.streams.values()]
 
     def clock(self) -> Clock:
-        """All that was ever submitted here."""
+        """The clock of all work that was ever submitted in the context."""
         clock = dict(self.retired)
         for stream in self.all_streams():
             merge(clock, stream.clock)

@@ -17,8 +17,8 @@ from .calls.devices import DeviceCalls
 from .calls.graph_updates import GraphUpdateCalls
 from .calls.limits import LimitCalls
 from .calls.managed import ManagedMemoryCalls
+from .calls.memory import MemoryCalls
 from .calls.multicast import MulticastCalls
-from .calls.plain import PlainMemoryCalls
 from .calls.pools import PoolCalls
 from .calls.sharing import SharingCalls
 from .calls.streams import StreamCalls
@@ -34,7 +34,7 @@ class SimulatedDriver(
     LimitCalls,
     StreamCalls,
     StreamAttributeCalls,
-    PlainMemoryCalls,
+    MemoryCalls,
     ManagedMemoryCalls,
     GraphUpdateCalls,
     ArrayCalls,
@@ -61,7 +61,7 @@ class SimulatedDriver(
 
     @property
     def machine_name(self) -> str:
-        """What STREAMALLOC_MACHINE has to be in another process, so that it simulates the same machine."""
+        """Value of STREAMALLOC_MACHINE with which another process simulates the same machine."""
         return self._machine.identity
 
     def __getattr__(self, name: str) -> Any:

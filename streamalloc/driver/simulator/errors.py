@@ -1,4 +1,4 @@
-"""How a simulated call fails: by raising the code that the caller then gets as the first value."""
+"""Exceptions of simulated calls. A :class:`Fault` carries the result code that the call returns."""
 
 from __future__ import annotations
 
@@ -22,32 +22,34 @@ class Fault(Exception):
 
 
 class NotModelled(NotImplementedError):
-    """The simulated driver does not know what the real one would do; or it knows that the process would end there, and
-    says "the real driver crashes".
-    """
+    """The behaviour of the real driver is unknown, or the process would end there: "the real driver crashes"."""
 
     def __init__(self, what: str) -> None:
         super().__init__(f"not modelled: {what}")
 
 
+class BrokenMachineError(RuntimeError):
+    """A call of this machine was interrupted in the middle, so its state may be inconsistent."""
+
+
 class DeadlockError(RuntimeError):
-    """A call for which the real driver would block for ever."""
+    """The real driver would block for ever in this call."""
 
 
 def check(condition: object, code: Any = Result.CUDA_ERROR_INVALID_VALUE) -> None:
-    """Fail with ``code`` unless ``condition`` holds."""
+    """Raise a :class:`Fault` with ``code`` unless ``condition`` holds."""
     if not condition:
         raise Fault(code)
 
 
 def not_modelled(condition: object, what: str) -> None:
-    """Say that ``what`` is not modelled, where ``condition`` holds."""
+    """Raise :class:`NotModelled` if ``condition`` holds."""
     if condition:
         raise NotModelled(what)
 
 
 def need(value: T | None, code: Any = Result.CUDA_ERROR_INVALID_VALUE) -> T:
-    """The value; where it is None, fails with ``code``, or is not modelled where that is a text."""
+    """The value. None raises a :class:`Fault` with ``code``, or :class:`NotModelled` if ``code`` is a text."""
     if value is None:
         raise NotModelled(code) if isinstance(code, str) else Fault(code)
     return value
@@ -55,7 +57,7 @@ def need(value: T | None, code: Any = Result.CUDA_ERROR_INVALID_VALUE) -> T:
 
 @contextlib.contextmanager
 def operating_system(only_memory: bool = False) -> Iterator[None]:
-    """A block in which the system may run out of something: ``only_memory`` where that can only be memory."""
+    """Turn an OSError in the block into a :class:`Fault`; with ``only_memory``, only ENOMEM."""
     try:
         yield
     except OSError as error:

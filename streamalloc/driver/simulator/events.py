@@ -18,9 +18,9 @@ class Record(Operation):
     def __init__(self, stream: Stream, shared: SharedEvent | None) -> None:
         self.stream = stream
         self.clock: Clock = {}
-        """All that comes before it."""
+        """The clock of the record."""
         self.others: tuple[tuple[Stream, int], ...] = ()
-        """Of a record that is no work: what of other streams has to be done for it to be complete."""
+        """Operations of other streams that a record without work waits for."""
         self.when: float = 0.0
         self.shared = shared
         self.number: int = shared.begin() if shared is not None else 0
@@ -45,7 +45,7 @@ class Event:
     flags: int
     record: Record | None = None
     capture: Any = None
-    nodes: list[Any] = field(default_factory=list)  # what was captured before it
+    nodes: list[Any] = field(default_factory=list)  # captured nodes that precede it
     shared: SharedEvent | None = None
     opened: bool = False  # by a handle: another process's
     handle: int = field(default_factory=new_handle)
@@ -64,7 +64,7 @@ class Event:
         return self.shared
 
     def share(self, shared: SharedEvent) -> SharedEvent:
-        """Let other processes see this event, and what was recorded so far."""
+        """Move the event, with its records so far, to memory that other processes can map."""
         self.shared = shared
         if self.record is not None:
             self.record.number = shared.begin()
@@ -80,11 +80,11 @@ class Event:
         if elsewhere is not None:
             stream.submit(Until(elsewhere.arrival()))
         elif record is not None and (record.stream is not stream or record.others):
-            # waiting for what has happened is no work (observed on H200: test_events)
+            # a wait for finished work is no work (observed on H200: test_events)
             joins = stream.peers is not None or not record.complete
             stream.submit(Wait(), ((record.stream, record.seq), *record.others), joins=joins)
             live = stream.timeline.streams
-            if not self.flags & EventFlag.INTERPROCESS:  # pools do not see what these order (H200: test_placements)
+            if not self.flags & EventFlag.INTERPROCESS:  # pools ignore this order (H200: test_placements)
                 merge(stream.clock, {number: seq for number, seq in record.clock.items() if number in live})
 
     def record_in(self, stream: Stream, after: tuple[tuple[Stream, int], ...] = ()) -> None:

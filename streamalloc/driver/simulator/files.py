@@ -1,4 +1,4 @@
-"""Anonymous files that processes share: what their names say, and how one process gets at another's."""
+"""Anonymous files that processes share: their names, and access to the files of another process."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ _NAME = re.compile(r"/memfd:streamalloc:(\w+):([0-9a-f]{16}):([0-9a-f]{16}):(\d+
 
 
 class Label(NamedTuple):
-    """What a file's name says: ``kind`` is pool, memory, multicast, heap or events."""
+    """The parts of a file's name. ``kind`` is pool, memory, multicast, heap or events."""
 
     kind: str
     machine: str
     """The same for all processes that simulate the same machine."""
     serial: str
-    """Tells apart what this machine's processes share."""
+    """Random number, unique for the files of this machine object."""
     place: Place
     compression: int = 0
-    """Of memory: all of its properties that an importer sees beside the place."""
+    """Compression type of memory; an importer reads it."""
 
     def __str__(self) -> str:
         return f"{self.kind}:{self.machine}:{self.serial}:{self.place.type}.{self.place.id}.{self.compression}"
 
     @classmethod
     def of(cls, path: str) -> Label | None:
-        """What the file behind a link under /proc is; None where it is none of these."""
+        """The label of the file behind a link under /proc; None for a file of another kind."""
         try:
             found = _NAME.fullmatch(os.readlink(path))
         except OSError:
@@ -44,7 +44,7 @@ class Label(NamedTuple):
 
 
 def recognise(fd: int) -> Label | None:
-    """What a descriptor is; None unless it is of a file that can be mapped without surprises."""
+    """The label of a descriptor; None unless its file can be mapped safely."""
     label = Label.of(f"/proc/self/fd/{fd}")
     if label is None:
         return None
@@ -84,19 +84,19 @@ def reach(process: int, fd: int, fits: Callable[[Label], bool]) -> int | None:
 
 
 class Names:
-    """Gives a machine's files their names."""
+    """Makes the labels of a machine's files."""
 
     def __init__(self, identity: str) -> None:
         self.machine: str = hashlib.sha256(identity.encode()).hexdigest()[:16]
         self.owner: int = int.from_bytes(os.urandom(8), "little")
-        """Whose handles are our own."""
+        """Random number of this machine object, part of its 64-byte handles."""
 
     def new(self, kind: str, place: Place, compression: int = 0) -> Label:
-        """Of a new file that may be shared."""
+        """The label of a new file that can be shared."""
         return Label(kind, self.machine, os.urandom(8).hex(), place, compression)
 
     def own(self, kind: str, place: Place = NOWHERE) -> Label:
-        """Of a file that is found by process and descriptor: with plain memory, or with events."""
+        """The label of a file with device memory or events, which others find by process and descriptor."""
         return Label(kind, self.machine, f"{self.owner:016x}", place)
 
     def is_own(self, process: int, owner: int) -> bool:

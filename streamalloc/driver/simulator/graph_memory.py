@@ -13,11 +13,11 @@ from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from .banks import Banks
 from .blocks import round_up
 from .constants import ALIGNMENT, CHUNK
 from .errors import Result, check
 from .memory import Bank, Physical, Reservation
-from .supply import Supply
 from .timeline import Clock, Operation, Stream
 
 
@@ -35,17 +35,17 @@ class Uses:
         return tuple(self._last.values())
 
     def over_for(self, clock: Clock) -> bool:
-        """Whether all uses are done, or come before all that is ordered after ``clock``."""
+        """Whether all uses are done, or precede all work that is ordered after ``clock``."""
         return all(clock.get(stream.id, 0) >= seq for stream, seq in self.unfinished())
 
 
 @dataclass(eq=False)
 class DeviceGraphMemory:
-    """What a device has for graphs, and the most there was. What has addresses counts as used, whether it is in use or
-    not (observed on H200: test_graph_memory, test_graph_nodes).
+    """Graph memory of a device, with high-water marks. All memory that has addresses counts as used (observed on H200:
+    test_graph_memory, test_graph_nodes).
     """
 
-    supply: Supply
+    banks: Banks
     bank: Bank
     size: int = 0
     used: int = 0
@@ -61,7 +61,7 @@ class DeviceGraphMemory:
             self._set_aside = Reservation(round_up(self.bank.addresses, CHUNK), CHUNK, low=True)
 
     def __post_init__(self) -> None:
-        self.supply.reserves.append(self.trim)
+        self.banks.reserves.append(self.trim)
 
     def resize(self, change: int, used: int) -> None:
         self.bank.used += change
@@ -71,12 +71,12 @@ class DeviceGraphMemory:
         self.reserved_high = max(self.reserved_high, self.size)
 
     def collect(self) -> None:
-        """Give back the addresses of graphs that ended while a launch was still queued."""
+        """Release the addresses of graphs that were destroyed while a launch was still queued."""
         for memory in list(self.memories):
             memory.close_unless_needed()
 
     def trim(self) -> None:
-        """Give back what nothing needs any more: slabs, and what of them lies under no live allocation."""
+        """Release unused slabs, and the unused ends of slabs."""
         for slab in list(self.slabs):
             if slab.idle:
                 for memory in self.memories:
@@ -109,7 +109,9 @@ class Slab:
         shared.slabs.append(self)
 
     def grow(self, size: int, used: int) -> None:
-        """Have at least ``size`` bytes, of which ``used`` have addresses. What other slabs have without comes first."""
+        """Grow to ``size`` bytes, of which ``used`` have addresses. Bytes of other slabs without addresses are taken
+        first.
+        """
         missing, more = max(size - self.size, 0), max(used - self.used, 0)
         for slab in self._shared.slabs:
             if slab is not self:
@@ -119,14 +121,14 @@ class Slab:
                 missing -= spare
         bank = self._shared.bank
         if missing > bank.free:
-            self._shared.supply.make_room(bank, missing)
+            self._shared.banks.make_room(bank, missing)
         check(missing <= bank.free, Result.CUDA_ERROR_OUT_OF_MEMORY)
         self._shared.resize(missing, more)
         self.size += missing
         self.used += more
 
     def split(self, size: int, used: int) -> None:
-        """Leave what is beyond ``size`` bytes, and has addresses beyond ``used``, to other graphs."""
+        """Release the bytes beyond ``size`` and the addresses beyond ``used`` for other graphs."""
         if self.size > size:
             rest = Slab(self._shared)
             rest.size, rest.used = self.size - size, max(self.used - used, 0)
@@ -174,13 +176,13 @@ class GraphMemory:
         shared.set_aside()
         self._shared = shared
         self._reservation = Reservation(round_up(shared.bank.addresses, CHUNK), CHUNK)
-        shared.supply.arenas.add(self._reservation)
+        shared.banks.arenas.add(self._reservation)
         self._size = 0
         self._reserved = 0
         self._holes: list[Hole] = []
         """In the order in which they were left."""
         self._slab: Slab | None = None
-        self._mapped: tuple[Slab, int] | None = None  # in stream order: what launches that are queued will find
+        self._mapped: tuple[Slab, int] | None = None  # in stream order, for launches that are queued
         self.uses: Uses = Uses()
         self.live: dict[int, int] = {}
         """The allocations that outlived a launch: their sizes by address."""
@@ -249,7 +251,7 @@ class GraphMemory:
         return slab
 
     def map(self, slab: Slab) -> None:
-        """Put the slab under the addresses. Done in stream order: launches that come before may have another."""
+        """Map the slab at the addresses. Done in stream order: earlier launches may use another slab."""
         size = round_up(self._size, CHUNK)
         if self._mapped != (slab, size):
             self._reservation.map(self._reservation.base, size, slab.physical, 0)
@@ -268,7 +270,7 @@ class GraphMemory:
             self.in_use(stream, stream.submit(Operation()))
 
     def chunks_in_use(self) -> int:
-        """How many have a part of a live allocation."""
+        """The number of chunks that hold a part of a live allocation."""
         base = self._reservation.base
         touched = (
             range((address - base) // CHUNK, (address - base + size - 1) // CHUNK + 1)
@@ -298,7 +300,7 @@ class GraphMemory:
     def close(self) -> None:
         """Give back the addresses; the slab is there for other graphs now."""
         self._shared.memories.discard(self)
-        self._shared.supply.arenas.remove(self._reservation)
+        self._shared.banks.arenas.remove(self._reservation)
         self._reservation.close()
         for slab in self._shared.slabs:
             if slab.owner is self:

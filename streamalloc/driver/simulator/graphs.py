@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .allocations import Allocations, GraphAllocation
+from .call_lock import Caller
 from .constants import new_handle
 from .contexts import Device
 from .errors import Fault, Result, check
@@ -16,7 +17,6 @@ from .events import Event
 from .graph_memory import GraphMemory
 from .pool import Pool
 from .timeline import Call, Clock, Operation, Stream, merge
-from .turns import Caller
 
 GLOBAL, THREAD_LOCAL, RELAXED = range(3)  # CUstreamCaptureMode
 AUTO_FREE_ON_LAUNCH = 1
@@ -40,18 +40,18 @@ class Node:
     values: Values | None = None
     """The parameters it was made with."""
     enabled: bool = True
-    """Of a graph that was instantiated: whether a launch carries it out."""
+    """A launch runs the node."""
     child: Graph | None = None
     origin: Node | None = None
     """In a graph that was cloned, the node it was cloned from."""
     address: int = 0
     size: int = 0
     device: int = 0
-    """Of an allocation."""
+    """Device of an allocation node."""
     freed: bool = False
-    """Of an allocation: another node frees it."""
+    """A node of the graph frees this allocation."""
     is_other: bool = False
-    """Of a free: of what another graph has allocated."""
+    """A free node frees memory of another graph."""
     handle: int = field(default_factory=new_handle)
 
 
@@ -65,7 +65,7 @@ class Graph:
     memories: dict[int, GraphMemory] = field(default_factory=dict)  # by device
     instances: int = 0
     frees: bool = False
-    """Whether freeing was tried while it was captured, in vain or not."""
+    """A free was tried during the capture, with success or not."""
     open: dict[int, Node] = field(default_factory=dict)
     """Allocations that no node frees, by address."""
 
@@ -140,7 +140,7 @@ class Graph:
         return node
 
     def free(self, address: int, after: list[Node]) -> Node:
-        """Of what the graph allocated, or of what another graph allocates and does not free."""
+        """Add a free node, for memory that this graph or another one allocates and does not free."""
         self.frees = True
         allocation = self.open.pop(address, None)
         if allocation is None:

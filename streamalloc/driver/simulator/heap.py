@@ -9,15 +9,15 @@ which has been free longest. Blocks and regions of which nothing is used any mor
 
 from __future__ import annotations
 
+from .banks import Banks
 from .blocks import HEAP, USED, Block, Shelf, round_up
 from .constants import ALIGNMENT, BLOCK
 from .errors import Fault, operating_system
 from .memory import Bank, Physical, Reservation
-from .supply import Supply
 
 _REGION = 32 << 20
 _LEFT_BY_CONTEXT = (24 << 20, BLOCK)
-"""What the context leaves free of the regions in which it has memory of its own."""
+"""Bytes that the context leaves free in the regions of its own memory."""
 
 
 class Pieces:
@@ -48,7 +48,7 @@ class Pieces:
         return block
 
     def give(self, block: Block) -> int | None:
-        """Give back a used piece. Where its range is free now it is none any more: where that began."""
+        """Free a used piece. Return the start of its range if all of the range is free then."""
         for other in (block.prev, block.next):
             if other is not None and other.owner == HEAP:
                 self._free.remove(other)
@@ -73,10 +73,10 @@ class Pieces:
 
 
 class Regions:
-    """The addresses of the plain memory of a device, and of what the host has with it."""
+    """Addresses of the memory of cuMemAlloc of a device, and of the pinned memory that its contexts allocate."""
 
-    def __init__(self, supply: Supply, size: int) -> None:
-        self._supply = supply
+    def __init__(self, banks: Banks, size: int) -> None:
+        self._banks = banks
         self.size: int = round_up(2 * size, _REGION) + 8 * _REGION  # with room for holes
         self._addresses = Pieces()
         """As offsets: from here regions are taken."""
@@ -91,7 +91,7 @@ class Regions:
     def reservation(self) -> Reservation:
         if self._reservation is None:
             self._reservation = Reservation(self.size, BLOCK)
-            self._supply.arenas.add(self._reservation)
+            self._banks.arenas.add(self._reservation)
         return self._reservation
 
     def take(self, size: int) -> Block:
@@ -101,7 +101,7 @@ class Regions:
         return block
 
     def give(self, block: Block) -> None:
-        """Give back what :meth:`take` gave, and its region where that was the last."""
+        """Free a block of :meth:`take`, and its region if that was the last block."""
         at = next(at for at, (whole, _) in enumerate(self._regions) if whole.start <= block.start < whole.end)
         whole, pieces = self._regions[at]
         if pieces.give(block) is not None:
@@ -117,23 +117,23 @@ class Regions:
 
     def close(self) -> None:
         if self._reservation is not None:
-            self._supply.arenas.remove(self._reservation)
+            self._banks.arenas.remove(self._reservation)
             self._reservation.close()
             self._reservation = None
 
 
 class Heap:
-    """The plain memory of one place in some regions. Its file has the same offsets as these."""
+    """The memory of cuMemAlloc, or pinned memory, in some regions. Its file has the offsets of the regions."""
 
-    def __init__(self, name: str, supply: Supply, bank: Bank, regions: Regions) -> None:
+    def __init__(self, name: str, banks: Banks, bank: Bank, regions: Regions) -> None:
         self._name = name
-        self._supply = supply
+        self._banks = banks
         self._bank = bank
         self._regions = regions
         self._used = 0
         self._file: Physical | None = None
         self._small: dict[int, Pieces] = {}
-        """What shares blocks, by kind."""
+        """Allocations that share blocks, by kind."""
         self._blocks: dict[int, tuple[Block, int, int]] = {}
         """The blocks that are shared, by their beginnings: with their kind, and the flags of their first allocation."""
 
@@ -169,7 +169,7 @@ class Heap:
         return self._take(BLOCK)
 
     def free(self, piece: Block) -> None:
-        """Give back what :meth:`allocate` gave."""
+        """Free a piece of :meth:`allocate`."""
         shared = self._blocks.get(piece.start // BLOCK * BLOCK)
         if shared is None:
             self._give(piece)
@@ -180,7 +180,7 @@ class Heap:
             self._give(block)
 
     def locate(self, address: int) -> tuple[Physical, int]:
-        """Where the memory at an address is: the file and the place in it."""
+        """File and file offset of the memory at an address."""
         return self._physical, address - self._regions.reservation.base
 
     def close(self) -> None:
@@ -194,7 +194,7 @@ class Heap:
     def _take(self, size: int) -> Block | None:
         """A large piece, with memory under it."""
         if size > self._bank.free:
-            self._supply.make_room(self._bank, size)
+            self._banks.make_room(self._bank, size)
         if size > self._bank.free:
             return None
         block, reservation = self._regions.take(size), self._regions.reservation

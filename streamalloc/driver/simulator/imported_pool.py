@@ -1,29 +1,29 @@
-"""Another process's pool, as it was imported."""
+"""Imported pools of other processes."""
 
 from __future__ import annotations
 
 import os
 
+from .banks import Banks
 from .blocks import Block
 from .constants import CHUNK, READ_WRITE, Handle, Place, new_handle
 from .errors import check, operating_system
 from .files import Label
 from .memory import Physical, Reservation
-from .supply import Supply
 from .timeline import Operation, Stream
 
 _VIEW = 16 << 30
-"""How many bytes of another process's pool get addresses at first."""
+"""Bytes of another process's pool that get addresses at first."""
 
 
 class ImportedPool:
-    """Another process's pool. Its allocations lie in the same order as there, at addresses of this process."""
+    """A pool of another process. Its allocations have the same offsets here, at addresses of this process."""
 
     managed = False
-    handle_types = Handle.NONE  # what is imported cannot be exported again (observed on H200: test_sharing)
+    handle_types = Handle.NONE  # an imported pool cannot be exported again (observed on H200: test_sharing)
 
-    def __init__(self, supply: Supply, label: Label, fd: int) -> None:
-        self._arenas = supply.arenas
+    def __init__(self, banks: Banks, label: Label, fd: int) -> None:
+        self._arenas = banks.arenas
         self.handle: int = new_handle()
         self.serial: int = int(label.serial, 16)
         self.place: Place = label.place
@@ -64,7 +64,7 @@ class ImportedPool:
         return device == self.device or self.access.get(device, 0) == READ_WRITE
 
     def give_back(self, block: Block, size: int, stream: Stream) -> None:
-        """End an import: a matter of this process alone, which keeps its place in the stream."""
+        """Free an imported allocation, in stream order, in this process only."""
         self.imports -= 1
         self._freed[stream.id] = (stream, stream.submit(Operation()))
 
@@ -74,7 +74,7 @@ class ImportedPool:
 
     @property
     def is_touched(self) -> bool:
-        """Whether work is queued that may touch what was imported."""
+        """Whether queued work may use an imported allocation."""
         return any(stream.done < seq for stream, seq in self._freed.values())
 
     def close(self) -> None:

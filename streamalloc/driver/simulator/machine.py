@@ -10,12 +10,13 @@ import threading
 import weakref
 from collections.abc import Callable
 
-from . import turns
+from . import call_lock
 from .allocations import Allocation, Allocations, DeviceMemory, HostMemory, OpenedMemory
 from .arrays import Arrays
+from .banks import Banks
 from .constants import LEGACY_STREAM, PER_THREAD_STREAM, device_place
 from .contexts import Context, Device
-from .errors import Fault, Result, need
+from .errors import BrokenMachineError, Fault, Result, need
 from .events import Event
 from .files import Names
 from .graph_memory import DeviceGraphMemory
@@ -26,13 +27,12 @@ from .multicast import Multicast
 from .pool import Pools
 from .profiles import MachineSpec, Profile
 from .sharing import Sharing
-from .supply import Supply
 from .timeline import Clock, Stream, Timeline, merge
 from .virtual import VirtualMemory
 
 
 class Machine:
-    """Everything a simulated driver knows, in parts; no part knows the machine."""
+    """The state of a simulated driver, in parts. No part refers to the machine."""
 
     def __init__(self, spec: MachineSpec) -> None:
         self.spec: MachineSpec = spec
@@ -41,29 +41,33 @@ class Machine:
         self.fabric: bool | None = spec.fabric
         self.ready: bool = False
         self.forked: bool = False
+        self.cut_call: str | None = None
+        """Driver function that was interrupted in the middle; None: no one was."""
         self.timeline: Timeline = Timeline(spec.seed)
         self.timeline.on_close = self._release
         self.contexts: dict[int, Context] = {}
         self.streams: dict[int, Stream] = {}
         self.events: dict[int, Event] = {}
         self.freed: list[tuple[Allocation, Stream, int]] = []
-        """Plain memory that was freed in a stream: it is there, also for other frees, until the host knows that it
-        happened (observed on H200: test_plain_memory)."""
-        self._thread = threading.local()
+        """Memory of cuMemAlloc that was freed in a stream. It stays allocated until the host synchronises with the free
+        (observed on H200: test_plain_memory).
+        """
+        self.thread = threading.local()
+        """``caller``: the :class:`Caller` of the thread, from its first call on."""
         self._context_numbers = itertools.count(1)
         names, timeline = Names(spec.identity), self.timeline
-        banks = [self._bank() for _ in range(spec.devices)]
-        supply = self.supply = Supply(Bank(self.profile.host_memory, addresses=self.profile.host_pool_addresses), banks)
-        self.devices: list[Device] = [self._device(names, *numbered) for numbered in enumerate(banks)]
+        host = Bank(self.profile.host_memory, addresses=self.profile.host_pool_addresses)
+        banks = self.banks = Banks(host, [self._bank() for _ in range(spec.devices)])
+        self.devices: list[Device] = [self._device(names, *numbered) for numbered in enumerate(banks.devices)]
         for device in self.devices:
             device.primary = self.create_context(device, primary=True)
         self.allocations: Allocations = Allocations()
-        supply.arenas.on_add = self.allocations.forget_registered
+        banks.arenas.on_add = self.allocations.forget_registered
         self.arrays: Arrays = Arrays()
-        self.pools: Pools = Pools(names, supply, timeline)
+        self.pools: Pools = Pools(names, banks, timeline)
         self.graphs: Graphs = Graphs(self.devices)
-        self.virtual: VirtualMemory = VirtualMemory(names, supply, self.allocations, timeline)
-        self.sharing: Sharing = Sharing(names, supply, self.allocations, timeline, self.devices)
+        self.virtual: VirtualMemory = VirtualMemory(names, banks, self.allocations, timeline)
+        self.sharing: Sharing = Sharing(names, banks, self.allocations, timeline, self.devices)
         self.multicast: Multicast = Multicast(
             names, self.allocations, timeline, self.virtual, spec.multicast_slots, spec.patience
         )
@@ -80,28 +84,25 @@ class Machine:
             attributes["HANDLE_TYPE_FABRIC_SUPPORTED"] = int(self.fabric)
         attributes["PCI_DEVICE_ID"] += ordinal
         digest = hashlib.sha256(f"{self.identity}/{ordinal}".encode()).digest()[:16]
-        supply = self.supply
-        regions = Regions(supply, bank.total + supply.host.total)
-        heap = Heap(str(names.own("heap", device_place(ordinal))), supply, bank, regions)
-        pinned = Heap("pinned", supply, supply.host, regions)
-        graphs = DeviceGraphMemory(supply, bank)
+        banks = self.banks
+        regions = Regions(banks, bank.total + banks.host.total)
+        heap = Heap(str(names.own("heap", device_place(ordinal))), banks, bank, regions)
+        pinned = Heap("pinned", banks, banks.host, regions)
+        graphs = DeviceGraphMemory(banks, bank)
         return Device(ordinal, bank, digest, attributes, regions, heap, pinned, graphs)
 
     # -- life ------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Give back everything; nothing may use the machine any more."""
+        """Release all memory, files and threads. The machine cannot be used again."""
         if not self.forked and not sys.is_finalizing():
-            self.ready = False  # finalisers of what was garbage together with the driver may call it yet
-            if self.caller().is_main:
-                turns.run(self._close)
-            else:
-                self._close()
-
-    def _close(self) -> None:
-        turns.enter()
-        self.timeline.close()
-        turns.leave()
+            self.ready = False  # finalisers of objects that became garbage together with the driver can still call it
+            is_main = threading.current_thread() is threading.main_thread()
+            call_lock.enter(is_main)
+            try:
+                self.timeline.close()
+            finally:
+                call_lock.leave(is_main)
 
     def _release(self) -> None:
         self.pools.close()
@@ -110,10 +111,22 @@ class Machine:
         self.multicast.close()
         self.virtual.close()
         self.sharing.close()
-        self.supply.close()
+        self.banks.close()
+
+    def cut_short(self, call: str, error: BaseException) -> None:
+        """Refuse further calls if a signal handler, not the call, raised ``error``: the state may be half changed."""
+        if not isinstance(error, Exception):
+            self.cut_call, self.ready = call, False
+
+    def check_whole(self) -> None:
+        """Raise :class:`BrokenMachineError` after a call that was cut short."""
+        if self.cut_call is not None:
+            raise BrokenMachineError(
+                f"{self.cut_call} was interrupted in the middle; make another machine with driver.simulated()"
+            )
 
     def after_fork(self) -> None:
-        """In a child process: the driver cannot be used once it was initialised, as on hardware."""
+        """Refuse all calls in the child if the driver was initialised, as on hardware."""
         if self.ready:
             self.forked, self.ready = True, False
 
@@ -125,7 +138,7 @@ class Machine:
         return context
 
     def close_context(self, context: Context) -> None:
-        """The context is destroyed: its streams, events and plain memory go with it."""
+        """Destroy a context with its streams, events and memory of cuMemAlloc."""
         for stream in list(context.streams.values()):
             self.destroy_stream(stream)
         for event in [event for event in self.events.values() if event.context is context]:
@@ -142,20 +155,12 @@ class Machine:
         self.arrays.forget(context)
         context.end()
 
-    def caller(self) -> turns.Caller:
-        """The calling thread."""
-        try:
-            caller: turns.Caller = self._thread.caller
-        except AttributeError:
-            caller = self._thread.caller = turns.Caller()
-        return caller
-
     def current_or_none(self) -> Context | None:
         stack = self.timeline.caller.contexts
         return stack[-1] if stack else None
 
     def current(self) -> Context:
-        """The calling thread's context; fails where there is none or it is broken."""
+        """The current context of the calling thread; fails without one, or if it is broken."""
         context = need(self.current_or_none(), Result.CUDA_ERROR_INVALID_CONTEXT)
         if not context.alive:
             raise Fault(Result.CUDA_ERROR_CONTEXT_IS_DESTROYED)
@@ -168,7 +173,8 @@ class Machine:
         """The stream of a handle, the three special ones included."""
         found = self.streams.get(handle)
         if found is not None:
-            found.context.check()
+            if found.context.error is not None:
+                found.context.check()
             return found
         if handle in (0, LEGACY_STREAM):
             return self.current().legacy
@@ -177,7 +183,7 @@ class Machine:
         raise Fault(Result.CUDA_ERROR_INVALID_CONTEXT)  # seen once on H200; a destroyed handle can end a process
 
     def destroy_stream(self, stream: Stream) -> None:
-        """What it has queued still happens; the handle is gone."""
+        """Destroy a stream: its handle is invalid, its queued work still runs."""
         context: Context = stream.context
         context.forget(stream)
         if not stream.queue:
@@ -190,7 +196,7 @@ class Machine:
             context.retired = {number: seq for number, seq in context.retired.items() if number in awaited}
 
     def synchronize(self, clock: Clock, finished: Callable[[], bool], told: bool = True) -> None:
-        """Wait until ``finished()``; then the host knows ``clock``, and pools give up what they may."""
+        """Wait until ``finished()``. Then merge ``clock`` into the host's clock, and release memory of pools."""
         if not finished():
             self.timeline.wait(finished)
         host = self.timeline.host
@@ -202,7 +208,7 @@ class Machine:
             host.pop(gone, None)
 
     def drain(self, device: int | None = None) -> None:
-        """Wait until no stream (of ``device``) has anything left to do, without telling the host's clock."""
+        """Wait for the submitted work of all streams (of ``device``). The host's clock stays."""
         goals = [
             (stream, stream.seq)
             for stream in self.timeline.streams.values()
@@ -221,7 +227,7 @@ class Machine:
                 self.discard(allocation)
 
     def discard(self, allocation: Allocation) -> None:
-        """Forget plain or pinned memory and give it back at once."""
+        """Release memory of cuMemAlloc, or pinned memory, at once."""
         self.allocations.remove(allocation)
         if isinstance(allocation, (DeviceMemory, HostMemory)) and allocation.block is not None:
             assert allocation.context is not None

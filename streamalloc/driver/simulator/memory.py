@@ -1,4 +1,4 @@
-"""Real memory under simulated addresses: anonymous files, reservations of address space, and who lives where.
+"""Real memory at simulated addresses: anonymous files, address reservations, look-up by address.
 
 Physical memory is a ``memfd``: it can be mapped several times, in several processes, and costs nothing until
 it is touched. An address range is reserved as an inaccessible mapping; backing a segment of it maps the file
@@ -58,9 +58,9 @@ class Physical:
     """Memory without an address: a sparse anonymous file."""
 
     kept: bool = False
-    """Whether discarded contents stay, for other processes that may have them mapped."""
+    """Discarded contents stay, for other processes that may map them."""
     lent: bool = False
-    """Whether descriptors of it were given away."""
+    """Another process may have a descriptor of it."""
 
     def __init__(self, name: str, size: int) -> None:
         self.size: int = size
@@ -76,7 +76,7 @@ class Physical:
         return physical
 
     def seal(self) -> None:
-        """Make sure that nobody can cut it off, so that those who map it need not fear to touch it."""
+        """Seal the size of the file, so that a mapping of it can never fault."""
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
 
     def lend(self) -> int:
@@ -111,7 +111,7 @@ class Physical:
         return offset
 
     def discard(self, offset: int, size: int) -> None:
-        """Forget the contents of a range and give its pages back to the system."""
+        """Discard the contents of a range and return its pages to the system."""
         if self.kept:
             return
         _libc.fallocate(self.fd, _FALLOC_KEEP_SIZE | _FALLOC_PUNCH_HOLE, offset, size)
@@ -123,7 +123,7 @@ class Physical:
 
 
 class Window:
-    """A part of physical memory at an address that no device knows."""
+    """A mapping of physical memory at an address outside the simulated ones."""
 
     def __init__(self, physical: Physical, offset: int, size: int) -> None:
         self.size: int = size
@@ -171,8 +171,8 @@ class Intervals:
 
 
 class Addresses:
-    """Where large ranges lie: each at the lowest place that is free (observed on H200: test_address_ranges). One for
-    all machines of the process.
+    """Addresses of large ranges. Each range gets the lowest free addresses (observed on H200: test_address_ranges). All
+    machines of the process share this object.
     """
 
     def __init__(self) -> None:
@@ -181,7 +181,7 @@ class Addresses:
         self._taken.add(*_KEPT_BY_DRIVER)
 
     def take(self, size: int, alignment: int) -> int:
-        """Reserve the lowest place, inaccessible but for what is kept of freed memory there; 0 where there is none."""
+        """Reserve the lowest free range; 0 if there is none. It is inaccessible, except for freed memory kept there."""
         taken, looked = self._taken, False
         while True:
             base = _lowest(taken, size, alignment)
@@ -195,7 +195,7 @@ class Addresses:
             taken, looked = _mapped_now(self._taken), True
 
     def take_at(self, base: int, size: int) -> bool:
-        """The same at a place; False where it is not free."""
+        """Reserve the range at ``base``; False if it is not free."""
         placed = _place(base, size)
         if placed:
             self._taken.add(base, base + size)
@@ -210,7 +210,7 @@ _KEPT_BY_DRIVER = (1 << 40, (1 << 40) + (64 << 20))
 
 
 def _lowest(taken: Intervals, size: int, alignment: int) -> int:
-    """The lowest place that is not taken."""
+    """The lowest address of a free range."""
     base = 0
     for start, end in taken:
         if base + size <= start:
@@ -220,7 +220,7 @@ def _lowest(taken: Intervals, size: int, alignment: int) -> int:
 
 
 def _claim(base: int, size: int) -> bool:
-    """Reserve a range; False where somebody else has addresses of it. What is kept of freed memory stays readable."""
+    """Reserve a range; False if another mapping overlaps it. Freed memory that is kept there stays readable."""
     end = base + size
     gaps: list[tuple[int, int]] = []
     at = base
@@ -243,13 +243,13 @@ def _place(base: int, size: int) -> bool:
         got = _mmap(base, size, _PROT_NONE, _RESERVED | _MAP_FIXED_NOREPLACE)
     except OSError:
         return False
-    if got != base:  # a kernel that does not know the flag
+    if got != base:  # a kernel without the flag
         _unmap(got, size)
     return got == base
 
 
 def _mapped_now(taken: Intervals) -> Intervals:
-    """What is taken, and what else is mapped in this process."""
+    """Ranges that are taken, and all other mappings of this process."""
     found = _process_maps()
     for base, size, _ in _kept:
         found.remove(base, base + size)
@@ -297,7 +297,7 @@ def is_accessible(address: int, size: int, write: bool = False) -> bool:
 
 
 def is_code(address: int) -> bool:
-    """Whether this process may run what lies at an address."""
+    """Whether the memory at an address is executable."""
     global _code
     if not _code.covers(address, address + 1):
         _code = _process_maps("x")
@@ -323,7 +323,7 @@ class Reservation:
         self._noted = self.base != 0
         if not self._noted:
             raw = _mmap(None, size + alignment, _PROT_NONE, _RESERVED)
-            # as high as it goes: the system fills addresses from above, so that the next range ends where this begins
+            # at the highest address: the next range that the system places ends here
             self.base = (raw + alignment) // alignment * alignment
             _unmap(raw, self.base - raw)
             _unmap(self.base + size, raw + alignment - self.base)
@@ -352,7 +352,7 @@ class Reservation:
         self.mapped.remove(start, start + size)
 
     def close(self, readable: int = 0) -> None:
-        """Give up the addresses; the first ``readable`` bytes for reading what is not there any more."""
+        """Release the addresses. The first ``readable`` bytes stay readable, as :data:`FREED`."""
         if not self._open:
             return
         self._open = False
@@ -376,13 +376,14 @@ class AddressRange(Reservation):
 
 
 FREED = 0xDB
-"""What bytes of freed host memory read as, for arrays that still look there. What is written to them is lost."""
+"""Byte that freed host memory reads as, for arrays that still refer to it. Writes to it are lost."""
 _FREED_BYTES = 4 << 20
 _FREED_KEPT = 64 << 30
 _FREED_RANGES = 256
 _FREED_RESERVED = 8 << 40
-"""How many bytes of addresses, ranges, and bytes that these had reserved, are kept that way once a pool is gone: the
-latest. Elsewhere than low, no other range of its size can be reserved where the beginning of one is kept."""
+"""Limits on the freed ranges that stay readable, the latest ones: bytes, ranges, bytes once reserved. High ranges of
+the same size cannot be reserved where the beginning of one is kept.
+"""
 
 
 @functools.cache
@@ -401,11 +402,11 @@ def _keep_readable(start: int, end: int) -> None:
 
 
 _kept: deque[tuple[int, int, int]] = deque()
-"""Where each begins, its size, and how much was reserved there."""
+"""Ranges of freed memory that stay readable: address, size, bytes that were reserved."""
 
 
 def _forget_kept(start: int, end: int) -> None:
-    """A range was reserved there: what of it was kept is part of that."""
+    """Remove a range that was reserved again from the kept ranges."""
     for _ in range(len(_kept)):
         base, size, reserved = _kept.popleft()
         for low, high in ((base, min(base + size, start)), (max(base, end), base + size)):
@@ -459,7 +460,7 @@ class Bank:
     def __init__(self, total: int, overhead: int = 0, addresses: int | None = None) -> None:
         self.total = total
         self.addresses: int = 2 * total if addresses is None else addresses
-        """How many a pool without a limit has."""
+        """Bytes of addresses of a pool without a limit."""
         self.used: int = overhead
         self._given_up: list[Physical] = []
 
@@ -556,5 +557,5 @@ class AddressMap(Generic[E]):
 
 
 def view_address(source: Any) -> int:
-    """Where an object with the buffer protocol keeps its bytes; read-only and any shape, but contiguous."""
+    """The address of a contiguous buffer, which can be read-only and of any shape."""
     return int(np.frombuffer(source, np.uint8).ctypes.data)

@@ -20,18 +20,18 @@ from .constants import GRANULARITY, NOWHERE, Location, Place
 from .errors import DeadlockError, Fault, NotModelled, Result, check, need, not_modelled
 from .files import Label, Names, reach
 from .memory import AddressRange, Physical, Window
+from .multicast_table import FORMED, NO_SLOT, WAITING, Binding, MulticastTable
 from .physical import Mappable, Mapping, Memory, Properties
 from .pool import Pool
-from .team import FORMED, NO_SLOT, WAITING, Binding, Team
 from .timeline import Timeline
 from .virtual import VirtualMemory
 
 _OF_A_TEAM = Place(Location.DEVICE, -1)
-"""Where a multicast object is: on devices, but on none alone."""
+"""Place of a multicast object: devices, but no single one."""
 
 
 class Segment(NamedTuple):
-    """Some bytes of what work is to be done on: where they are, where in the work they belong, and how many."""
+    """Bytes of an operation: address, offset in the operation, and size."""
 
     address: int
     at: int
@@ -39,14 +39,14 @@ class Segment(NamedTuple):
 
 
 class Backing(NamedTuple):
-    """What can be bound: bytes of a file, from ``start`` on."""
+    """Memory that can be bound: bytes of a file, from ``start`` on."""
 
     physical: Physical
     start: int
     device: int | None
     memory: Memory | None = None
     allocation: Allocation | None = None
-    """Of a pool, where it is no memory that was created by itself."""
+    """Pool allocation; None for memory of cuMemCreate."""
 
 
 class MulticastObject(Mappable):
@@ -56,18 +56,18 @@ class MulticastObject(Mappable):
     mapped; a handle of another process, or from another import, goes on.
     """
 
-    def __init__(self, owner: Multicast, team: Team, imported: bool) -> None:
-        super().__init__(team.size, Properties(_OF_A_TEAM, team.handle_types))
-        self.team = team
+    def __init__(self, owner: Multicast, table: MulticastTable, imported: bool) -> None:
+        super().__init__(table.size, Properties(_OF_A_TEAM, table.handle_types))
+        self.table = table
         self.imported = imported
         self._owner = owner
         self._bound: dict[int, Backing] = {}  # by this holder, by the bindings' numbers
-        self._windows: dict[int, Window] = {}  # to what anybody has bound
+        self._windows: dict[int, Window] = {}  # to all bindings
 
     @property
     def serial(self) -> str:
         """The same for all handles of an object."""
-        label = Label.of(f"/proc/self/fd/{self.team.physical.fd}")
+        label = Label.of(f"/proc/self/fd/{self.table.physical.fd}")
         assert label is not None
         return label.serial
 
@@ -82,12 +82,12 @@ class MulticastObject(Mappable):
         for window in self._windows.values():
             window.close()
         self._windows.clear()
-        self.team.leave()
+        self.table.leave()
 
     # -- as something that is mapped -------------------------------------------------------------------------
 
     def check_part(self, offset: int, size: int) -> None:
-        """Less than all may be mapped, from the start on (mscclpp does so: what is mapped is always the beginning)."""
+        """A mapping can be smaller than the object; it always starts at offset 0 (mscclpp does so)."""
         check(size % GRANULARITY == 0 and offset % GRANULARITY == 0 and offset + size <= self.size)
         not_modelled(offset, "mapping a multicast object from another offset than 0")
 
@@ -98,30 +98,30 @@ class MulticastObject(Mappable):
 
     def bind(self, offset: int, size: int, backing: Backing) -> None:
         device, physical = backing.device, backing.physical
-        if device is None or device not in self.team.devices:
+        if device is None or device not in self.table.devices:
             raise Fault(Result.CUDA_ERROR_INVALID_DEVICE)
         label = Label.of(f"/proc/self/fd/{physical.fd}")
         if label is not None:
             physical.seal()
         serial = 0 if label is None else int(label.serial, 16)
-        with self.team.locked():
-            there = (one for one in self.team.bindings() if one.device == device)
+        with self.table.locked():
+            there = (one for one in self.table.bindings() if one.device == device)
             check(not any(one.offset < offset + size and offset < one.end for one in there))
-            found = self.team.bind(device, offset, physical.fd, serial, backing.start, size)
+            found = self.table.bind(device, offset, physical.fd, serial, backing.start, size)
         binding = need(found, Result.CUDA_ERROR_OUT_OF_MEMORY)
         self._bound[binding.number] = backing
         if backing.memory is not None:
             backing.memory.bindings += 1
 
     def unbind(self, device: int, offset: int, size: int) -> None:
-        """What was bound at an offset. A size that is not that of the binding is undefined, says the documentation; the
-        kernel module does not look at it.
+        """Remove the binding at an offset. The documentation leaves a size other than that of the binding undefined;
+        the kernel module ignores the size.
         """
-        there = need(next((one for one in self.team.bindings() if (one.device, one.offset) == (device, offset)), None))
+        there = need(next((one for one in self.table.bindings() if (one.device, one.offset) == (device, offset)), None))
         not_modelled(there.size != size, "cuMulticastUnbind of another size than was bound")
         if there.number not in self._bound:
             raise NotModelled("cuMulticastUnbind of what was bound by another process or another handle")
-        self.team.unbind(there.number)
+        self.table.unbind(there.number)
         self._release(there.number)
 
     def _release(self, number: int) -> None:
@@ -136,9 +136,9 @@ class MulticastObject(Mappable):
     # -- what work is done on --------------------------------------------------------------------------------
 
     def replicas(self, offset: int, size: int) -> dict[int, list[Segment]]:
-        """Where each device of the team has a range; what is not bound is missing."""
-        found: dict[int, list[Segment]] = {device: [] for device in self.team.devices}
-        bindings = self.team.bindings()
+        """The segments of a range on each device of the team, without those that are not bound."""
+        found: dict[int, list[Segment]] = {device: [] for device in self.table.devices}
+        bindings = self.table.bindings()
         self._drop_windows({binding.number for binding in bindings})
         for binding in bindings:
             first, stop = max(offset, binding.offset), min(offset + size, binding.end)
@@ -154,12 +154,12 @@ class MulticastObject(Mappable):
             self._windows.pop(number).close()
 
     def _window(self, binding: Binding) -> Window | None:
-        """The bytes of a binding; None where they were given up."""
+        """The bytes of a binding; None after their release."""
         window = self._windows.get(binding.number)
         backing = self._bound.get(binding.number)
         allocation = None if backing is None else backing.allocation
         if allocation is not None and not self._owner.allocations.is_live(allocation):
-            return None  # a pool may give the bytes to others by now
+            return None  # the pool may have reused the bytes
         if window is None:
             if backing is not None:
                 window = Window(backing.physical, binding.start, binding.size)
@@ -171,7 +171,7 @@ class MulticastObject(Mappable):
 
 
 def _window_elsewhere(binding: Binding) -> Window | None:
-    """What another holder has bound; None where its process has given it up by now."""
+    """A mapping of memory that another holder bound; None if its process has released the memory."""
     fd = reach(binding.process, binding.fd, lambda label: int(label.serial, 16) == binding.serial)
     if fd is None:
         return None
@@ -196,19 +196,19 @@ class Multicast:
 
     @property
     def has_slot(self) -> bool:
-        """Whether the switch has room for another team. Only what this machine object has a handle of is counted."""
-        return len({one.serial for one in self.objects if one.team.state == FORMED}) < self.slots
+        """Whether the switch has a slot for another team. Only objects with a handle in this machine count."""
+        return len({one.serial for one in self.objects if one.table.state == FORMED}) < self.slots
 
     def create(self, devices: int, size: int, handle_types: int) -> MulticastObject:
         label = self.names.new("multicast", NOWHERE)
-        return self._adopt(Team.create(str(label), devices, size, handle_types), imported=False)
+        return self._adopt(MulticastTable.create(str(label), devices, size, handle_types), imported=False)
 
     def open(self, fd: int) -> MulticastObject:
         """An object by a descriptor, which stays the caller's."""
-        return self._adopt(Team.open(fd), imported=True)
+        return self._adopt(MulticastTable.open(fd), imported=True)
 
-    def _adopt(self, team: Team, imported: bool) -> MulticastObject:
-        made = MulticastObject(self, team, imported)
+    def _adopt(self, table: MulticastTable, imported: bool) -> MulticastObject:
+        made = MulticastObject(self, table, imported)
         self.objects.add(made)
         self.virtual.name(made)
         return made
@@ -224,33 +224,33 @@ class Multicast:
     def formed(self, wanted: MulticastObject, call: str) -> None:
         """Block until all devices were added, as the real driver does; for good if nobody adds them."""
         with self._pinned(wanted):
-            if wanted.team.state == WAITING:
-                self._wait(wanted.team, call)
-            # users who run out of slots see that here and not when the last device is added (NVIDIA/nccl#2077)
-            check(wanted.team.state != NO_SLOT, Result.CUDA_ERROR_OUT_OF_MEMORY)
+            if wanted.table.state == WAITING:
+                self._wait(wanted.table, call)
+            # without a free slot this call fails, not the one that adds the last device (NVIDIA/nccl#2077)
+            check(wanted.table.state != NO_SLOT, Result.CUDA_ERROR_OUT_OF_MEMORY)
 
-    def _wait(self, team: Team, call: str) -> None:
+    def _wait(self, table: MulticastTable, call: str) -> None:
         timeline = self.timeline
         end = time.monotonic() + self.patience
 
         def over() -> bool:
-            return team.state != WAITING or not self._may_come(team) or time.monotonic() > end
+            return table.state != WAITING or not self._may_come(table) or time.monotonic() > end
 
         timeline.wait(over, polled=True)
         check(not timeline.closed, Result.CUDA_ERROR_DEINITIALIZED)
-        if team.state != WAITING:
+        if table.state != WAITING:
             return
-        added = team.devices
-        names = f"{len(added)} of {team.device_count} devices were added ({', '.join(map(str, added)) or 'none'})"
-        if self._may_come(team):
+        added = table.devices
+        names = f"{len(added)} of {table.device_count} devices were added ({', '.join(map(str, added)) or 'none'})"
+        if self._may_come(table):
             why = f"nobody has added the others within {self.patience:g} s"
         else:
             why = "nobody else is there to add the others"
         raise DeadlockError(f"{call} blocks until all devices of the team were added: {names}, and {why}")
 
-    def _may_come(self, team: Team) -> bool:
+    def _may_come(self, table: MulticastTable) -> bool:
         """Whether another process, or another thread of this one, may still add devices."""
-        if team.is_elsewhere or team.has_fabric_handle:
+        if table.is_elsewhere or table.has_fabric_handle:
             return True
         here = self.timeline.caller.ident
         return any(one.ident != here and not one.name.startswith("streamalloc ") for one in threading.enumerate())
@@ -294,7 +294,7 @@ class Multicast:
         return mapping, mapping.memory
 
     def replicas(self, address: int, size: int) -> dict[int, list[Segment]] | None:
-        """Where each device of the team has a range of one mapping; None unless all have all of it."""
+        """The segments of a range of one mapping on each device; None unless every device has all of it."""
         found = self.mapping_at(address)
         if found is None or address + size > found[0].end:
             return None

@@ -1,4 +1,4 @@
-"""Physical memory, and what of it is mapped where with which rights."""
+"""Physical memory, its mappings, and their access rights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .memory import AddressRange, Bank, Physical, Window
 
 @dataclass(frozen=True)
 class Properties:
-    """What memory was made with, as it reads back."""
+    """The properties of physical memory, as the driver returns them."""
 
     place: Place
     handle_types: int = 0
@@ -24,12 +24,12 @@ class Properties:
 
     @property
     def device(self) -> int | None:
-        """Whose memory it is; None for the host's."""
+        """Device of the memory; None for host memory."""
         return self.place.device
 
 
 class Mappable:
-    """What a CUmemGenericAllocationHandle names, and how many hold on to it: handles given out, and mappings."""
+    """The object of a CUmemGenericAllocationHandle, with counts of its handles and mappings."""
 
     def __init__(self, size: int, properties: Properties) -> None:
         self.handle: int = new_handle()
@@ -38,9 +38,10 @@ class Mappable:
         self.handles = 1
         self.mappings = 0
         self.leader: Mapping | None = None
-        """Of memory for RDMA: the mapping that the driver goes by, the first there was. Once that is unmapped it is the
-        next that is made. Until then it is the one that gets access first, as long as it has: nothing else can be
-        mapped or get access meanwhile (observed on H200: test_mappings)."""
+        """Mapping of RDMA memory that decides about access: the first one. Once that is unmapped it is the next that is
+        made. Until then it is the one that gets access first, as long as it has: nothing else can be mapped or get
+        access meanwhile (observed on H200: test_mappings).
+        """
         self.leads_by_access = False
 
     def lead(self, mapping: Mapping, by_access: bool) -> None:
@@ -63,7 +64,7 @@ class Mappable:
         raise NotImplementedError
 
     def leave(self) -> None:
-        """Give it up if nobody refers to it any more."""
+        """Release the memory if no handle and no mapping is left."""
         raise NotImplementedError
 
 
@@ -86,7 +87,7 @@ class Memory(Mappable):
         self._window: Window | None = None
 
     def window(self) -> Window:
-        """All of it, for work that does not go by addresses."""
+        """The address of a mapping of the whole memory, for work without addresses."""
         if self._window is None:
             self._window = Window(self.physical, self.offset, self.size)
         return self._window
@@ -117,7 +118,7 @@ class Memory(Mappable):
 
 @dataclass(eq=False)
 class Mapping:
-    """Memory at an address, and who may use it there."""
+    """Memory mapped at an address, with its access rights."""
 
     base: int
     size: int
@@ -146,7 +147,7 @@ class Mapping:
             self.memory.lose_leader(self)
 
     def right_of_host(self) -> int:
-        """What asking about HOST answers: the right of device 0 or of the host, whichever was set last.
+        """The access that a query of HOST returns: that of device 0 or of the host, whichever was set last.
 
         Observed on H200 (test_host_mappings), also for device memory, which the host can never use.
         """
@@ -164,5 +165,5 @@ def connected(mappings: list[Mapping]) -> list[Mapping]:
 
 
 def least_right(mappings: Iterable[Mapping], place: Place) -> int:
-    """What a place may do with all of these."""
+    """The access that a place has to all of some mappings."""
     return min(mapping.right(place) for mapping in mappings)

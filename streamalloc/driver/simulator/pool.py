@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .allocator import Line
+from .banks import Banks, Space
 from .blocks import HEAP, Block, round_up
 from .constants import ALIGNMENT, CHUNK, PINNED, READ_WRITE, Location, Place, new_handle
-from .errors import Fault, Result, check, need
+from .errors import Fault, Result
 from .files import Label, Names
 from .memory import Physical
-from .supply import Space, Supply
 from .timeline import Clock, Operation, Stream, Timeline
 
 _MOST_KEPT = (1 << 64) - CHUNK
@@ -22,7 +22,7 @@ _MOST_KEPT = (1 << 64) - CHUNK
 
 @dataclass
 class Policies:
-    """Whose freed memory an allocation may have, beside its own stream's."""
+    """Reuse policies: memory freed in other streams that an allocation can take."""
 
     follow_events: int = 1
     opportunistic: int = 1
@@ -30,13 +30,13 @@ class Policies:
 
 
 class Taken(Operation):
-    """The moment in a stream from which on it may use an allocation."""
+    """The point in a stream from which on the stream can use an allocation."""
 
     counts = is_command = False
 
 
 class Freed(Operation):
-    """The moment in a stream when a pool allocation is free."""
+    """The point in a stream where a pool allocation is free."""
 
     is_command = False
 
@@ -72,18 +72,18 @@ class Pool:
         self.max_size = round_up(self.max_size, CHUNK)
         self.device: int | None = self.place.device
         self.managed: bool = self.allocation_type != PINNED
-        supply = self._supply = self.owner.supply
+        banks = self._banks = self.owner.banks
         self._timeline = self.owner.timeline
         self.label: Label = self.owner.names.new("pool", self.place)
-        bank = supply.bank(self.device)
-        # a pool has addresses for twice of what it may hold; that of a device has more where there are several devices
+        bank = banks.bank(self.device)
+        # a pool has addresses for twice its maximum size, and more on a machine of several devices
         # (observed on H200: test_placements)
-        few = self.device is None or len(supply.devices) == 1
+        few = self.device is None or len(banks.devices) == 1
         capacity = 2 * self.max_size if few and self.max_size else bank.addresses
         of_node = self.place.type == Location.HOST_NUMA
-        self.space: Space = Space(str(self.label), supply, bank, capacity, self._timeline.ranks, of_node)
+        self.space: Space = Space(str(self.label), banks, bank, capacity, self._timeline.ranks, of_node)
         self.line: Line = self.space.line
-        supply.pools[self.handle] = self.space
+        banks.pools[self.handle] = self.space
 
     @property
     def reserved(self) -> int:
@@ -94,15 +94,16 @@ class Pool:
     def take(self, size: int, stream: Stream) -> tuple[int, Block]:
         """Memory for ``size`` bytes, first used in ``stream``: its address and its block."""
         line, policies, timeline = self.line, self.policies, self._timeline
-        timeline.rank(stream)
-        rounded = round_up(size, ALIGNMENT)
+        if stream.id not in timeline.ranks:
+            timeline.rank(stream)
+        rounded = -(-size // ALIGNMENT) * ALIGNMENT
         if line.streams > 2 * len(timeline.streams) + 8:
             line.forget(lambda number: number not in timeline.streams)
         block = line.find_at_hand(rounded, stream.id)
         looks = block is None and bool(policies.follow_events)
         if block is None:
             ordered = None
-            if looks:  # which is enough to know of them (observed on H200: test_placements)
+            if looks:  # this alone shows the stream their order (observed on H200: test_placements)
                 stream.look()
                 ordered = stream.comes_after
             done = timeline.executed if policies.opportunistic else timeline.outlived
@@ -126,14 +127,15 @@ class Pool:
 
     def give_back(self, block: Block, size: int, stream: Stream) -> None:
         """Free in stream order."""
-        self._timeline.rank(stream)
+        if stream.id not in self._timeline.ranks:
+            self._timeline.rank(stream)
         self.used -= size
         seq = stream.last_free = stream.submit(Freed(self))
         if not self.destroyed or self._outstanding:
             self.line.free(block, stream.id, seq)
 
     def give_back_now(self, block: Block) -> None:
-        """Free as cuMemFree does: reusable by every stream at once, and released, whatever is still queued.
+        """Free as cuMemFree does: at once for all streams, even with work queued.
 
         The statistics do not notice (observed on H200: test_pool_sizes; USED_MEM_CURRENT counts on).
         """
@@ -142,7 +144,7 @@ class Pool:
         self.returned()
 
     def _back(self, block: Block, size: int) -> bool:
-        """Put memory under the first ``size`` bytes of a block: what lies free elsewhere in the pool, then more.
+        """Put memory under the first ``size`` bytes of a block: free chunks of the pool first, then new ones.
 
         A growth that fails keeps of the chunks it got what the release threshold allows (H200: test_pool_sizes).
         """
@@ -160,7 +162,7 @@ class Pool:
         bank = self.space.bank
         needed = len(missing) * CHUNK
         if needed > bank.free:
-            self._supply.make_room(bank, needed, self.space)
+            self._banks.make_room(bank, needed, self.space)
             if self.device is None and needed > bank.free:
                 missing = missing[:had]
         room = bank.free
@@ -175,11 +177,11 @@ class Pool:
         if needed <= room:
             return len(missing) * CHUNK == needed
         if self.max_size:
-            self._supply.trim(self.space)  # in vain, but so it is (observed on H200: test_placements)
+            self._banks.trim(self.space)  # in vain, but so it is (observed on H200: test_placements)
         return False
 
     def _wait_for(self, block: Block, stream: Stream) -> None:
-        """Have a stream wait for the last free of what left a block. Nobody counts on that later on."""
+        """Have a stream wait for the last free of the stream that left a block. Clocks do not record this wait."""
         other = self._timeline.streams.get(block.owner)
         if other is not None:
             stream.submit(Operation(), ((other, other.last_free),))
@@ -187,8 +189,8 @@ class Pool:
     # -- giving memory up ------------------------------------------------------------------------------------
 
     def settle(self, clock: Clock) -> bool:
-        """The host now knows that all in ``clock`` happened. If that is news here, what exceeds the threshold is
-        released.
+        """Make blocks that were freed up to ``clock`` free for everybody. If there are any, release memory above the
+        threshold.
         """
         news = self.line.settle(lambda stream: clock.get(stream, 0))
         if news:
@@ -201,11 +203,11 @@ class Pool:
             self.owner.to_release = True
 
     def release(self) -> None:
-        """Give up what is free for everybody and the threshold does not cover."""
+        """Release memory that is free for everybody and above the threshold."""
         self.space.release(self.threshold)
 
     def trim(self, keep: int) -> None:
-        """Release what is free for everybody, but keep at least ``keep`` bytes; as many as overflow mean none."""
+        """Release memory that is free for everybody, but keep at least ``keep`` bytes; if that overflows, none."""
         self.space.trim(keep if keep <= _MOST_KEPT else 0)
 
     def destroy(self) -> None:
@@ -213,7 +215,7 @@ class Pool:
         self._dispose()
 
     def returned(self) -> None:
-        """An allocation's free has happened."""
+        """Count a free whose point in the stream was reached."""
         self._outstanding -= 1
         if self.destroyed:
             self._dispose()
@@ -225,15 +227,13 @@ class Pool:
     def close(self) -> None:
         if self.reserved:
             self.owner.to_release = True
-        self._supply.pools.pop(self.handle, None)
+        self._banks.pools.pop(self.handle, None)
         self.space.close()
 
     # -- sharing ---------------------------------------------------------------------------------------------
 
     def export(self) -> Physical:
-        """The file with all of this pool, for other processes. What they have mapped stays as it is from now on, also
-        where the pool gives memory up.
-        """
+        """The file of the pool, for other processes. From now on, released memory keeps its contents for them."""
         physical = self.space.physical
         physical.kept = True
         physical.seal()
@@ -258,29 +258,30 @@ class Pools:
     """The pools of a machine."""
 
     names: Names
-    supply: Supply
+    banks: Banks
     timeline: Timeline
     pools: dict[int, Pool] = field(default_factory=dict)
     current: dict[tuple[int, int, int], Pool] = field(default_factory=dict)
     to_release: bool = False
-    """Whether pools are to release at the next synchronisation, although it may not tell of anything new: a threshold
-    was set below what its pool has reserved, or a pool was destroyed that had something reserved.
+    """The next synchronisation releases memory of all pools even if it shows no new free: a threshold was set below the
+    reserved size of its pool, or a pool with reserved memory was destroyed.
     """
     _defaults: dict[tuple[int, int, int], Pool] = field(default_factory=dict)
 
     def create(self, *description: Any, **more: Any) -> Pool:
-        """A pool by the place and the properties that :class:`Pool` lists."""
+        """Create a pool with the fields of :class:`Pool`."""
         pool = Pool(self, *description, **more)
         self.pools[pool.handle] = pool
         return pool
 
     def get(self, handle: int) -> Pool:
-        found = need(self.pools.get(handle))
-        check(not found.destroyed)
+        found = self.pools.get(handle)
+        if found is None or found.destroyed:
+            raise Fault(Result.CUDA_ERROR_INVALID_VALUE)
         return found
 
     def key(self, place: Place, allocation_type: int) -> tuple[int, int, int]:
-        """Places that share their default and current pool have the same key."""
+        """The key of a location: locations that share their default and current pool have the same key."""
         return (place.type, 0 if place.type not in (Location.DEVICE, Location.HOST_NUMA) else place.id, allocation_type)
 
     def default(self, place: Place, allocation_type: int = PINNED) -> Pool:

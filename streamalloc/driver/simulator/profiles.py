@@ -1,4 +1,4 @@
-"""What a simulated machine is: its description, and one file for each kind of device, as read from the real one."""
+"""Description of a simulated machine, and a profile for each GPU model, read from a real one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Limit(NamedTuple):
-    """Of a context: what it is at first, and what it can be."""
+    """A context limit: default, minimum and maximum."""
 
     default: int
     least: int
@@ -41,15 +41,14 @@ class Profile:
     multicast_granularity: int
     """The recommended one; the smallest is 2 MiB everywhere."""
     attributes: Mapping[str, int] = field(repr=False)
-    """Device attributes by enum name without CU_DEVICE_ATTRIBUTE_; what is not here is
-    CUDA_ERROR_INVALID_VALUE.
+    """Device attributes by enum name without CU_DEVICE_ATTRIBUTE_. A query of another one is CUDA_ERROR_INVALID_VALUE.
     """
     limits: Mapping[str, Limit] = field(repr=False)
     """Limits of contexts by enum name without CU_LIMIT_; those that are not here are not supported."""
     peer_attributes: Mapping[str, int] = field(repr=False)
     """The same between two devices, by enum name without CU_DEVICE_P2P_ATTRIBUTE_."""
     error_strings: Mapping[str, str] = field(repr=False)
-    """What cuGetErrorString says, by enum name, where it is not the name in lower case."""
+    """Answers of cuGetErrorString, by enum name, that are not the name in lower case."""
 
 
 def _read(name: str) -> Profile:
@@ -67,7 +66,7 @@ PROFILES: Mapping[str, Profile] = {"h200": _read("h200")}
 
 @dataclass(frozen=True)
 class MachineSpec:
-    """What describes a machine: the arguments of :func:`streamalloc.driver.simulated`, which says what they are."""
+    """The arguments of :func:`streamalloc.driver.simulated`, which documents them."""
 
     devices: int = 1
     memory: int | None = None

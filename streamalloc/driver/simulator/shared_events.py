@@ -19,9 +19,7 @@ from collections.abc import Callable, Iterator
 _WORD = 8
 _SLOT_WORDS = 16
 _RING = _SLOT_WORDS - 1
-"""How many recordings of an event are told apart. One that is older counts as done once the recording that took its
-place is done.
-"""
+"""Recordings of an event that have a slot. An older one counts as done once the recording in its slot is done."""
 TABLE_EVENTS = 8192
 TABLE_BYTES = TABLE_EVENTS * _SLOT_WORDS * _WORD
 
@@ -39,9 +37,8 @@ class EventTable:
         finalizer.atexit = False
 
     def take(self) -> SharedEvent | None:
-        """A new event, or None where the table is full.
-
-        A place is not given to another event later: a handle of a destroyed event still opens (H200: test_sharing).
+        """A new event; None if the table is full. A slot is never reused: a handle of a destroyed event still opens
+        (H200: test_sharing).
         """
         if self.taken == TABLE_EVENTS:
             return None

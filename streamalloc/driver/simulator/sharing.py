@@ -1,4 +1,4 @@
-"""What processes that simulate the same machine share: pools, allocations, physical memory, events.
+"""Pools, allocations, physical memory and events that processes of the same machine share.
 
 All of it is memory in anonymous files. A file's name says what it is and of which machine, so a descriptor is all that
 an importer needs; it travels by whatever means its users have, and the memory is there as long as anybody has it.
@@ -16,18 +16,18 @@ from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
 from .allocations import Allocation, Allocations, OpenedMemory, PoolMemory
+from .banks import Banks
 from .blocks import USED, Block
 from .constants import BLOCK, HANDLE_BYTES, Location, Place
 from .contexts import Context, Device
 from .errors import Fault, NotModelled, Result, check, need, not_modelled, operating_system
 from .events import Event
+from .file_locks import is_locked, lock
 from .files import Label, Names, has_ended, reach, recognise
 from .imported_pool import ImportedPool
-from .locks import is_locked, lock
 from .memory import Physical, Reservation
 from .pool import Pool
 from .shared_events import TABLE_BYTES, EventTable, SharedEvent
-from .supply import Supply
 from .timeline import Timeline
 
 _INVALID_DEVICE = -2  # CU_DEVICE_INVALID
@@ -37,13 +37,13 @@ _INVALID_DEVICE = -2  # CU_DEVICE_INVALID
 
 
 def pack(kind: str, *words: int) -> bytes:
-    """Words and their checksum; what is not used is zero."""
+    """Integers, their checksum, and zeros up to 64 bytes."""
     data = struct.pack(f"<{len(words)}Q", *words)
     return (data + struct.pack("<Q", zlib.crc32(data, zlib.crc32(kind.encode())))).ljust(HANDLE_BYTES, b"\0")
 
 
 def unpack(kind: str, data: bytes, count: int) -> tuple[int, ...] | None:
-    """The words of such data, None where it was damaged or is of another kind."""
+    """The integers of such data; None if it was damaged or is of another kind."""
     words: tuple[int, ...] = struct.unpack_from(f"<{count}Q", data)
     return words if pack(kind, *words) == data else None
 
@@ -83,10 +83,10 @@ class Opening:
 
 @dataclass(eq=False)
 class Sharing:
-    """What a machine shares with other processes, and has of them."""
+    """Objects that a machine shares with other processes, and objects of other processes."""
 
     names: Names
-    supply: Supply
+    banks: Banks
     allocations: Allocations
     timeline: Timeline
     devices: list[Device]
@@ -102,7 +102,7 @@ class Sharing:
     _tables: WeakValueDictionary[tuple[int, ...], EventTable] = field(default_factory=WeakValueDictionary)
 
     def recognise(self, fd: int, kind: str) -> Label:
-        """What a descriptor is that should be a pool or memory of this machine; with memory goes a multicast object."""
+        """The label of a descriptor of a pool or of memory of this machine; a multicast object counts as memory."""
         label = recognise(fd)
         if label is None or label.machine != self.names.machine or label.kind not in ("pool", "memory", "multicast"):
             raise Fault(Result.CUDA_ERROR_UNKNOWN)
@@ -125,7 +125,7 @@ class Sharing:
         return pack(f"fabric {kind}", os.getpid(), physical.fd, self.names.owner)
 
     def open_fabric(self, kind: str, data: bytes) -> int:
-        """A descriptor for what another process of this machine, or this one, has exported."""
+        """Open a descriptor of an export of this or another process of the machine."""
         words = need(unpack(f"fabric {kind}", data, 3))
         kinds = ("memory", "multicast") if kind == "memory" else (kind,)
         fd = reach(words[0], words[1], lambda label: label.kind in kinds and label.machine == self.names.machine)
@@ -142,12 +142,12 @@ class Sharing:
         pool = next((pool for pool in self.pools.values() if pool.serial == serial), None)
         if pool is None:
             with operating_system():
-                pool = ImportedPool(self.supply, label, fd)
+                pool = ImportedPool(self.banks, label, fd)
             self.pools[pool.handle] = pool
         return pool
 
     def destroy_pool(self, pool: ImportedPool) -> None:
-        """Waits for what is queued before the last frees of what was imported."""
+        """Waits for the work before the last frees of imported allocations."""
         check(not pool.imports)
         self.timeline.wait(lambda: not pool.is_touched)
         check(not pool.imports and self.pools.pop(pool.handle, None))  # other threads may have been here meanwhile
@@ -177,7 +177,7 @@ class Sharing:
         assert allocation.device is not None
         physical, offset = self.devices[allocation.device].heap.locate(allocation.base)
         physical.seal()
-        physical.kept = True  # importers go on reading what the owner frees (observed on H200: test_sharing)
+        physical.kept = True  # importers can still read memory that the owner frees (observed on H200: test_sharing)
         if allocation.id not in self._handed_out:
             lock(physical.fd, allocation.id, fcntl.F_WRLCK)
             self._handed_out[allocation.id] = physical.fd
@@ -242,11 +242,11 @@ class Sharing:
                 reservation.map(reservation.base, end - start, physical, start)
             finally:
                 physical.close()
-        self.supply.arenas.add(reservation)
+        self.banks.arenas.add(reservation)
         return OpenedBlock(reservation)
 
     def _unmap_block(self, block: OpenedBlock) -> None:
-        self.supply.arenas.remove(block.reservation)
+        self.banks.arenas.remove(block.reservation)
         block.reservation.close()
 
     def opened_at(self, address: int) -> Opening:

@@ -1,4 +1,4 @@
-"""When things happen: streams, their clocks, and the worker that carries their operations out.
+"""Streams, their clocks, and the worker thread that runs their operations.
 
 Every stream numbers its operations. What a stream is ordered after is kept as a vector clock: for each other
 stream the highest number that certainly comes first. The host has such a clock too, raised by synchronising
@@ -6,7 +6,7 @@ calls only.
 
 An operation runs in the thread that submits it when nothing holds its stream; otherwise it is queued, and a
 daemon thread carries it out as soon as it may, whether or not the host makes further calls. All state here is
-guarded by the lock of :mod:`.turns`, which a host function never holds.
+guarded by the lock of :mod:`.call_lock`, which a host function never holds.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from . import turns
+from . import call_lock
 
 Clock = dict[int, int]
 """Stream id -> sequence number."""
 
 POLL_SECONDS = 0.0003
-"""How often a memory word is read again while a stream waits for its value."""
+"""Seconds between reads of a value in memory that a stream waits for."""
 _IDLE_SECONDS = 1.0
-"""How long the worker stays around with nothing to do."""
+"""Seconds without work after which the worker thread ends."""
 _NAP_SECONDS = 0.05
-"""A bound on waiting for what is announced anyway."""
+"""Seconds; longest sleep before a condition is checked again."""
 
 
 def merge(clock: Clock, other: Clock) -> None:
-    """Raise ``clock`` to all that ``other`` knows."""
+    """Raise each entry of ``clock`` to that of ``other``."""
     for stream, seq in other.items():
         if clock.get(stream, 0) < seq:
             clock[stream] = seq
@@ -47,17 +47,17 @@ class Operation:
     heavy = False
     """Too long for the thread that submits it: the worker does it, with turns for other streams."""
     counts = True
-    """Whether its stream has something left to do by it."""
+    """The stream counts as busy while this is queued."""
     is_command = True
-    """Whether the device hears of it when it is submitted, and not only with a later one."""
+    """Submission sends it to the device at once, not with a later operation."""
     polled = False
-    """Whether it waits for something that nobody announces."""
+    """Its condition is polled, because no call announces it."""
     seq = 0
     after: tuple[tuple[Stream, int], ...] = ()
-    """Operations of other streams that come first."""
+    """Operations of other streams that must be done first."""
 
     def held(self) -> bool:
-        """Whether something else than earlier operations keeps it from running."""
+        """Whether a reason other than earlier operations keeps it from running."""
         return False
 
     def step(self) -> bool:
@@ -77,13 +77,13 @@ class Call(Operation):
 
 
 class Wait(Operation):
-    """For operations of other streams."""
+    """A wait for operations of other streams."""
 
     counts = is_command = False
 
 
 class Until(Operation):
-    """Holds its stream until a condition comes true that only looking can tell."""
+    """Holds its stream until a polled condition is true."""
 
     polled = True
 
@@ -115,14 +115,14 @@ class HostFunction(Operation):
         try:
             self._function()
         finally:
-            turns.enter()
+            call_lock.enter()
             self._state = "returned"
             self._timeline.announce()
-            turns.leave()
+            call_lock.leave()
 
 
 class Stream:
-    """One queue of operations. ``context`` is the owner; the timeline itself does not look into it."""
+    """A queue of operations. ``context`` is the owner, which the timeline does not use."""
 
     def __init__(self, timeline: Timeline, handle: int, context: Any, blocking: bool, priority: int) -> None:
         self.timeline = timeline
@@ -142,9 +142,9 @@ class Stream:
         self.clock: Clock = {}
         self.capture: Any = None
         self.barrier: tuple[tuple[Stream, int], ...] = ()
-        """What the next operation waits for beside what comes before it."""
+        """Operations of other streams that the next operation waits for."""
         self.attributes: dict[int, bytes] = {}
-        """What was set of those that change nothing here, by number."""
+        """Bytes of stream attributes without effect here, by number."""
         self.destroyed = False
 
     def __repr__(self) -> str:
@@ -152,7 +152,7 @@ class Stream:
 
     @property
     def idle(self) -> bool:
-        """Nothing is left to do, counting what the legacy stream implies."""
+        """Whether all work is done. For the legacy stream, that of blocking streams counts too."""
         if self.done < self.seq:
             return False
         return self.peers is None or all(peer.done >= peer.seq for peer in self.peers)
@@ -171,17 +171,17 @@ class Stream:
         return self.done if reached else self.marked
 
     def now(self) -> Clock:
-        """What is ordered before anything submitted from now on."""
+        """The clock of all work that precedes the next submission."""
         self.catch_up()
         return self.done_with()
 
     def comes_after(self, other: int) -> int:
-        """Up to which of its operations this stream comes after another one, as far as it knows."""
+        """Sequence number of another stream up to which this stream is ordered after it."""
         return self.clock.get(other, 0)
 
     def done_with(self) -> Clock:
-        """What has happened once all that is in the stream has. What else comes before is known from the next work
-        on only, except in the legacy stream (observed on H200: test_placements).
+        """The clock once all work of the stream is done. Other preceding work counts from the next submission on only,
+        except in the legacy stream (observed on H200: test_placements).
         """
         if self.peers is not None:
             self.catch_up()
@@ -190,8 +190,8 @@ class Stream:
         return clock
 
     def catch_up(self, clock: Clock | None = None) -> tuple[tuple[Stream, int], ...]:
-        """Take in the order that the legacy stream implies, or write it into ``clock``; returns what is not done yet
-        of it.
+        """Merge the order that the legacy stream implies into ``clock``, by default the own clock. Returns its
+        unfinished operations.
         """
         if clock is None:
             clock = self.clock
@@ -209,8 +209,8 @@ class Stream:
         return tuple(pending)
 
     def look(self) -> None:
-        """Take in the order that the legacy stream implies, without work; of what the legacy stream takes in others
-        learn as if it were work.
+        """Merge the order that the legacy stream implies, without work. In the legacy stream this counts as an
+        operation.
         """
         self.catch_up()
         if self.peers is not None:
@@ -221,7 +221,7 @@ class Stream:
                 self.done = self.seq
 
     def learn(self, other: Stream) -> None:
-        """Know all that ``other`` knows, and what is in it."""
+        """Merge the clock of ``other`` and all its operations into the own clock."""
         _learn(self.clock, other)
 
     def submit(
@@ -231,16 +231,17 @@ class Stream:
         clock: Clock | None = None,
         joins: bool = True,
     ) -> int:
-        """Put an operation at the end of the stream, after ``after`` too; it may run before this returns. What the
-        legacy stream implies is written into ``clock`` where that is given; unless it ``joins`` nothing is implied.
+        """Append an operation, which also waits for ``after``; it can run before this returns. The order of the legacy
+        stream goes into ``clock`` if given, and applies only with ``joins``.
         """
-        if joins:
+        if joins and (self.legacy is not None or self.peers is not None):
             works = operation.is_command or bool(after)
             if works and self.legacy is not None and self.legacy.id in self.timeline.ranks:
                 self.timeline.rank(self)
             after += self.catch_up(clock)
-        after += self.barrier
-        self.barrier = ()
+        if self.barrier:
+            after += self.barrier
+            self.barrier = ()
         if after:
             after = tuple((other, seq) for other, seq in after if other.done < seq and other is not self)
         self.seq += 1
@@ -264,15 +265,15 @@ def _learn(clock: Clock, other: Stream) -> None:
 
 
 class Timeline:
-    """All streams of a machine, the host's clock, and the worker."""
+    """All streams of a machine, the host's clock, and the worker thread."""
 
     def __init__(self, seed: int | None) -> None:
         self.host: Clock = {}
         self.on_close: Callable[[], None] | None = None
         self.closed: bool = False
         self._gone: set[int] = set()
-        self.caller: turns.Caller = turns.Caller()
-        """Whose call is carried out."""
+        self.caller: call_lock.Caller = call_lock.Caller()
+        """Thread that makes the current call."""
         self._asleep: list[_thread.LockType] = []
         """One lock for each thread that waits for a change; released to wake it."""
         self._waiters = 0
@@ -286,10 +287,7 @@ class Timeline:
         self._last_id = 0
         self._worker: threading.Thread | None = None
         self._random = None if seed is None else random.Random(seed)
-
-    @property
-    def seeded(self) -> bool:
-        return self._random is not None
+        self.seeded: bool = seed is not None
 
     def next_id(self) -> int:
         self._last_id += 1
@@ -301,17 +299,19 @@ class Timeline:
         return stream
 
     def rank(self, stream: Stream) -> None:
-        """The stream uses a pool."""
+        """Rank a stream at its first use of a pool."""
         if stream.id not in self.ranks:
             self.ranks[stream.id] = heapq.heappop(self._free_ranks) if self._free_ranks else len(self.ranks)
 
     def executed(self, stream: int) -> int:
-        """How far a stream has come; a stream that is gone has done everything."""
+        """Sequence number up to which a stream is done; all of it for a destroyed stream."""
         found = self.streams.get(stream)
         return 1 << 62 if found is None else found.known
 
     def outlived(self, stream: int) -> int:
-        """How far a stream that is gone had come: its frees are known to have happened (H200: test_reuse)."""
+        """All of a destroyed stream, nothing of a live one: frees of a destroyed stream have happened (H200:
+        test_reuse).
+        """
         return 0 if stream in self.streams else 1 << 62
 
     def retire(self, stream: Stream) -> None:
@@ -321,7 +321,7 @@ class Timeline:
             self._forget(stream)
 
     def _forget(self, stream: Stream) -> None:
-        """All it had to do is done: no clock needs to say so (:meth:`executed`)."""
+        """Remove a stream whose work is done, also from clocks (:meth:`executed`)."""
         self.streams.pop(stream.id, None)
         rank = self.ranks.pop(stream.id, None)
         if rank is not None:
@@ -336,10 +336,10 @@ class Timeline:
     # -- progress --------------------------------------------------------------------------------------------
 
     def hold(self, stream: Stream) -> None:
-        """``stream`` has work that could not be done at once."""
+        """Register a stream with queued work for the worker."""
         self._busy[stream.id] = stream
         if self._worker is None and not self.closed:
-            # the thread knows the timeline only, so that it does not keep the driver alive
+            # the thread refers to the timeline only, so it does not keep the driver alive
             worker = threading.Thread(target=self._work, name="streamalloc simulated device", daemon=True)
             with contextlib.suppress(RuntimeError):  # no new threads while the interpreter exits
                 worker.start()
@@ -348,22 +348,22 @@ class Timeline:
             self.announce()
 
     def announce(self) -> None:
-        """Something happened that the worker or a waiting thread may wait for."""
+        """Wake the worker and all waiting threads."""
         asleep, self._asleep = self._asleep, []
         for one in asleep:
             one.release()
 
     def _sleep(self, seconds: float) -> None:
-        """Let other threads have their turn until something is announced, or the time is over."""
+        """Release the lock until the next :meth:`announce`, or for this time."""
         bed = _thread.allocate_lock()
         bed.acquire()
         self._asleep.append(bed)
-        turns.sleep(bed, seconds)
+        call_lock.sleep(bed, seconds)
         if bed in self._asleep:
             self._asleep.remove(bed)
 
     def pump(self, heavy: bool = False) -> bool:
-        """Run what may run now. True if anything did."""
+        """Run the operations that can run now. True if there was one."""
         progress = False
         again = True
         while again:
@@ -377,9 +377,7 @@ class Timeline:
         return progress
 
     def run_down(self) -> None:
-        """Block the calling thread, with the lock released, until what is left to do is held by something. With a
-        seed it is left to chance how far the streams come.
-        """
+        """Release the lock and wait until each unfinished operation is held. With a seed this returns at once."""
         if not self.seeded:
             streams = self._busy.values
             self.wait(lambda: not any(one.queue and self._may_run(one.queue[0]) for one in streams()))
@@ -413,13 +411,13 @@ class Timeline:
 
     def _work(self) -> None:
         quiet_since = time.monotonic()
-        turns.enter()
+        call_lock.enter()
         try:
             while not self.closed:
                 progress = self.pump(heavy=True) if self._random is None else self._gamble(self._random)
                 if progress:
                     quiet_since = time.monotonic()
-                    # let go for a moment: other threads want the lock too
+                    # release the lock for a moment for other threads
                     self._sleep(0.00002)
                 elif any(stream.queue and stream.queue[0].polled for stream in self._busy.values()):
                     self._sleep(POLL_SECONDS)
@@ -433,10 +431,10 @@ class Timeline:
             if self.closed and self.on_close is not None:
                 self.on_close()
         finally:
-            turns.leave()
+            call_lock.leave()
 
     def _gamble(self, dice: random.Random) -> bool:
-        """One operation of a stream chosen by chance, or none for a while: any of it is a legal order."""
+        """Run one operation of a random stream, or none for a while: each is a legal order."""
         ready = [s for _, s in sorted(self._busy.items()) if s.queue and self._may_run(s.queue[0])]
         if not ready:
             return False
@@ -452,7 +450,7 @@ class Timeline:
         """Block the calling thread, with the lock released, until ``finished()``; ``polled``: nobody here announces
         that.
         """
-        helper, caller = turns.helper(), self.caller
+        caller = self.caller
         self._waiters += 1
         try:
             while not finished():
@@ -460,8 +458,6 @@ class Timeline:
                     return
                 if self._random is None and self.pump():
                     continue
-                if helper is not None:
-                    helper.waits()
                 often = polled or any(stream.queue and stream.queue[0].polled for stream in self._busy.values())
                 self._sleep(POLL_SECONDS if often else _NAP_SECONDS)
                 self.caller = caller

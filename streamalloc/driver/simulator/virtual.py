@@ -1,4 +1,4 @@
-"""Virtual memory management: physical memory, reserved addresses, and what is mapped where with which rights.
+"""Virtual memory management: physical memory, reserved addresses, mappings and their access rights.
 
 Memory that can be exported is a file of its own. All other memory shares one sparse file, however many segments there
 are: a process may have a thousand files, and a growing buffer has more segments.
@@ -10,17 +10,17 @@ import itertools
 from dataclasses import dataclass, field
 
 from .allocations import Allocations, MappedMemory
+from .banks import Banks
 from .constants import GRANULARITY
 from .errors import Fault, NotModelled, Result, check, need, not_modelled, operating_system
 from .files import Names
 from .memory import AddressMap, AddressRange, Bank, Physical
 from .physical import Mappable, Mapping, Memory, Properties
-from .supply import Supply
 from .timeline import Timeline
 
 _LARGEST_ADDRESS = 1 << 47
 _LARGE, _ALIGNED = 32 << 20, 64 << 20
-"""From this size on, or this alignment, a range lies low (observed on H200: test_address_ranges)."""
+"""Bytes; ranges of at least this size or alignment get low addresses (observed on H200: test_address_ranges)."""
 _TOO_LARGE, _HIGH = 1 << 40, 1 << 45
 """No range so large lies so high. The driver looks for a place from the hint on (observed on H200:
 test_address_ranges)."""
@@ -32,22 +32,22 @@ class VirtualMemory:
     """The physical memory, address ranges and mappings of a machine."""
 
     names: Names
-    supply: Supply
+    banks: Banks
     allocations: Allocations
     timeline: Timeline
     mappings: AddressMap[Mapping] = field(default_factory=AddressMap)
     _named: dict[int, Mappable] = field(default_factory=dict)
     _released: dict[int, Mappable] = field(default_factory=dict)
-    """What no handle names any more, but is mapped: until then it can be mapped again."""
+    """Memory without handles that is still mapped, so it can be mapped again."""
     _ranges: dict[int, AddressRange] = field(default_factory=dict)
     _shared: Physical | None = None
 
     # -- physical memory -------------------------------------------------------------------------------------
 
     def create(self, size: int, properties: Properties) -> Memory:
-        bank = self.supply.bank(properties.device)
+        bank = self.banks.bank(properties.device)
         if size > bank.free:
-            self.supply.make_room(bank, size)
+            self.banks.make_room(bank, size)
             not_modelled(size <= bank.free, "cuMemCreate of memory that pools hold in reserve")
             raise Fault(Result.CUDA_ERROR_OUT_OF_MEMORY)
         if properties.handle_types:
@@ -61,7 +61,7 @@ class VirtualMemory:
         return self.adopt(physical, offset, size, properties, bank)
 
     def adopt(self, physical: Physical, offset: int, size: int, properties: Properties, bank: Bank | None) -> Memory:
-        """Give memory a handle."""
+        """Make a handle of memory."""
         memory = Memory(physical, offset, size, properties, bank)
         self.name(memory)
         return memory
@@ -75,7 +75,7 @@ class VirtualMemory:
     # -- handles, of physical memory and of multicast objects ------------------------------------------------
 
     def name(self, made: Mappable) -> None:
-        """Let it be known by its handle."""
+        """Register memory by its handle."""
         self._named[made.handle] = made
 
     def named(self, handle: int) -> Mappable:
@@ -83,7 +83,7 @@ class VirtualMemory:
         return need(self._named.get(handle), "using a memory handle that does not exist: the real driver crashes")
 
     def named_or_mapped(self, handle: int) -> Mappable:
-        """What can be mapped by a handle: also what was released, as long as it is mapped (H200: test_mappings)."""
+        """The memory that a handle can map. Released memory counts while it is mapped (H200: test_mappings)."""
         return self._released.get(handle) or self.named(handle)
 
     def release(self, handle: int) -> None:
@@ -119,7 +119,7 @@ class VirtualMemory:
             found.close()
             raise Fault(Result.CUDA_ERROR_OUT_OF_MEMORY)
         self._ranges[found.base] = found
-        self.supply.arenas.add(found)
+        self.banks.arenas.add(found)
         return found.base
 
     def free(self, base: int, size: int) -> None:
@@ -127,11 +127,11 @@ class VirtualMemory:
         check(found.size == size)
         check(not self.mappings.overlapping(base, base + size))
         del self._ranges[base]
-        self.supply.arenas.remove(found)
+        self.banks.arenas.remove(found)
         found.close()
 
     def range_of(self, address: int) -> AddressRange | None:
-        found = self.supply.arenas.find(address)
+        found = self.banks.arenas.find(address)
         return found if isinstance(found, AddressRange) else None
 
     def _segments(self, start: int, end: int) -> list[tuple[AddressRange, int, int]]:
@@ -224,7 +224,7 @@ class VirtualMemory:
         if self._shared is not None:
             self._shared.close()
         for found in self._ranges.values():
-            self.supply.arenas.remove(found)
+            self.banks.arenas.remove(found)
             found.close()
         self._ranges.clear()
         self._named.clear()

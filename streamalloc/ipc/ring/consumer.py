@@ -1,4 +1,4 @@
-"""The end of a ring that takes items. How the ends understand each other: see :mod:`streamalloc.ipc.ring.protocol`."""
+"""The end of a ring that takes items. :mod:`streamalloc.ipc.ring.protocol` has the protocol."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from streamalloc.ipc.transport.packets import Message, PeerGoneError, ProtocolEr
 
 __all__ = ["RingConsumer", "RingItem"]
 
-# How often to look whether the producer lives, in seconds: its channel does not end if a forked child has a copy.
+# Seconds between two checks whether the producer is alive. Its channel stays open if a forked child has a copy.
 _LIVENESS_SECONDS = 0.25
 
 _unpacked = PACKET.unpack
@@ -51,12 +51,12 @@ _unpacked = PACKET.unpack
 class RingItem(SlotMemory):
     """An item that a consumer has taken, made by :meth:`RingConsumer.next`.
 
-    Its stream waits for the contents by itself; where the ring was opened without one, so does every other stream that
-    uses them, and the host that asks for the address. Leaving its ``with`` block releases the slot in stream order. The
-    object is used again for later items in the same slot.
+    The ring's stream waits for the contents. If the ring was opened without a stream, every other stream that uses the
+    item waits too, and so does the host that reads :attr:`address`. The end of its ``with`` block releases the slot in
+    stream order. Later items in the same slot reuse the object.
     """
 
-    __slots__ = ("_any_stream", "_block", "_number", "_place", "_ready", "_value", "_words")
+    __slots__ = ("_any_stream", "_block", "_flags", "_number", "_ready", "_value", "_words")
 
     def __init__(
         self,
@@ -71,25 +71,30 @@ class RingItem(SlotMemory):
         self._any_stream = any_stream
         self._block = block
         self._number = number
-        self._place = block.importer_words(number, block.importer)
+        self._flags = block.importer_words(number, block.importer)
+        """Flags of this consumer for the slot."""
         self._words = block.slot_words(number)
+        """Flags of the producer for the slot."""
         self._ready = 0
-        self._value = self._place.closing.value
-        """What its words are when it was opened and closed."""
+        """Value of the ready flag that means that the contents are complete."""
+        self._value = self._flags.closing.value
+        """Value that the consumer's flags get for this item."""
 
     @property
     def lost(self) -> bool:
-        """Whether the producer died before its stream had filled the slot; certain once ours was synchronised."""
+        """Whether the producer died before its stream had filled the slot. Synchronise the ring's stream first."""
         return self._words.was_lost(self._ready)
 
     @property
     def address(self) -> int:
-        """Where the memory begins; see :func:`streamalloc.ipc.open` on memory that was opened without a stream.
+        """Device address of the slot's first byte.
+
+        If the ring was opened without a stream, the host waits for the contents; see :func:`streamalloc.ipc.open`.
 
         Raises
         ------
         ClosedError
-            It was released, or the ring was closed.
+            The item was released, or the ring was closed.
         """
         at = self._at
         if self._any_stream:
@@ -102,38 +107,37 @@ class RingItem(SlotMemory):
             await_on(self._block, self._number, self._ready, stream)
 
     def release(self, stream: StreamLike | None = None) -> None:
-        """Let the slot be filled again after the work of ``stream`` (default: the ring's); idempotent.
+        """Release the slot after the work of ``stream`` (default: the ring's stream); idempotent.
 
-        ``cuStreamQuery``, ``cuStreamWriteValue32``.
+        Driver calls: ``cuStreamQuery``, ``cuStreamWriteValue32``.
         """
         if not self._held:
             return
-        place = self._place
+        flags = self._flags
         value = self._value
         ordered = self._stream if stream is None else as_stream(stream, session_of(self._stream))
-        self._block.tell(ordered, place.closed, value)
-        # From here on the producer's host has the slot, and its stream waits for ours.
+        self._block.tell(ordered, flags.closed, value)
         self._held = False
-        place.closing.value = value
+        flags.closing.value = value
 
     def _leave(self, *, failed: bool) -> None:
         self.release()
 
 
 class RingConsumer(RingEnd):
-    """The end of a ring that takes items; made by :meth:`Ring.consumer`. One thread at a time takes them.
+    """The end of a ring that takes items; made by :meth:`Ring.consumer`. One thread at a time may take items.
 
-    As an iterator it gives items until the producer closes the ring. Each is released when the next one is asked for.
+    Iteration yields items until the producer closes the ring, and releases each item before it takes the next one.
 
-    Closing it releases what it holds. What it has not taken goes to other consumers.
+    :meth:`close` releases the items that are held. Items that were not taken go to other consumers.
     """
 
     __slots__ = ("_again", "_channel", "_current", "_items", "_memory", "_receive", "taken", "timeout")
 
     timeout: float | None
-    """Seconds that :meth:`next` waits unless it is told; None for ever."""
+    """Seconds, default for :meth:`next`; None: no limit."""
     taken: int
-    """How many items were taken so far."""
+    """Number of items taken so far."""
 
     def __init__(
         self, channel: Channel, stream: StreamLike | None, timeout: float | None, driver: Driver | None
@@ -146,25 +150,25 @@ class RingConsumer(RingEnd):
         self._channel = channel
         self._receive: Any = channel.receive
         self._again: bytes | None = None
-        """The last packet, until its item is taken."""
+        """Packet received, whose item is not taken yet."""
         self._current: tuple[RingItem, int] | None = None
         self.timeout = timeout
         self.taken = 0
         end = end_of(timeout)
         with undoing(channel.close):
             message = channel.receive(timeout=timeout)
-            told = Introduction.of(message)
-            memory = open_shared(told.descriptor, message.handles[len(told.names) :], stream=stream, driver=driver)
+            first = Introduction.of(message)
+            memory = open_shared(first.descriptor, message.handles[len(first.names) :], stream=stream, driver=driver)
             with undoing(memory.close):
-                blocks = _attached(importer_of(self._session), told.names, message)
-                if not isinstance(memory, ImportedBuffer) or memory.nbytes < told.stride * len(told.numbers):
+                blocks = _attached(importer_of(self._session), first.names, message)
+                if not isinstance(memory, ImportedBuffer) or memory.nbytes < first.stride * len(first.numbers):
                     raise ProtocolError("the memory that came is no buffer, or too small for the ring's slots")
-                self.slots = len(told.numbers)
-                self.slot_bytes = told.slot_bytes
+                self.slots = len(first.numbers)
+                self.slot_bytes = first.slot_bytes
                 self._memory = memory
                 self._items = [
-                    RingItem(memory, index, index * told.stride, blocks[place], number, stream is None)
-                    for index, (place, number) in enumerate(told.numbers)
+                    RingItem(memory, index, index * first.stride, blocks[block], number, stream is None)
+                    for index, (block, number) in enumerate(first.numbers)
                 ]
                 answered = answer([block.importer for block in blocks])
                 channel.send(answered, timeout=None if end is None else left(end))
@@ -172,45 +176,46 @@ class RingConsumer(RingEnd):
         self._session.shut_with_me(self)
 
     def _shut_after_fork(self) -> None:
-        # The packets are the parent's.
+        # The parent receives the packets.
         self._receive = refuse_after_fork
 
     @property
     def stream(self) -> Stream:
-        """The stream that waits for the contents, and after whose work slots are free again."""
+        """The stream that waits for the contents and releases the slots."""
         return self._memory.stream
 
     @property
     def held(self) -> int:
-        """How many items were taken and not released yet."""
+        """Number of items taken and not released."""
         return sum(item._held for item in self._items)
 
     def next(self, timeout: float | None = None) -> RingItem:
         """The next item, whose contents :attr:`stream` waits for. Use it in a ``with`` block.
 
-        Items come in the order in which this consumer was given them. The host waits for an item to be handed off, not
-        for its contents (``cuStreamWaitValue32``).
+        Items come in the order in which the producer sent them to this consumer. The host waits for the hand-off, not
+        for the contents; the stream waits for these (``cuStreamWaitValue32``). If a signal handler raises in this call,
+        one item may be lost; its slot is released when this end is closed.
 
         Parameters
         ----------
         timeout
-            Seconds to wait; None for :attr:`timeout`.
+            Seconds to wait; None: :attr:`timeout`.
 
         Raises
         ------
         TimeoutError
-            None was handed off.
+            No item was handed off.
         EOFError
             The producer has closed the ring, and all items were taken.
         PeerGoneError
-            The producer has died, and all items that it had handed off were taken. Those that it had not filled by then
-            are :attr:`~RingItem.lost`.
+            The producer has died, and all items that it had handed off were taken. Items that it had not filled are
+            :attr:`~RingItem.lost`.
         ProtocolError
-            Something else than an item came.
+            The packet is no item of this ring.
         ClosedError
             This end was closed.
         CaptureError
-            The stream is being captured. The item stays the next one.
+            The stream is being captured. The next call returns the item.
         """
         while True:
             data = self._again
@@ -225,7 +230,7 @@ class RingConsumer(RingEnd):
             if kind != ITEM or nbytes > self.slot_bytes:
                 self._refuse(data)
             if value == item._value:
-                # It was sent twice.
+                # The producer has sent the packet twice.
                 self._again = None
                 continue
             if item._held:
@@ -236,8 +241,7 @@ class RingConsumer(RingEnd):
                 item._block.wait(item._stream, words.ready, ready)
             if self._closed:
                 self._check_open()
-            # Nothing is called from here on: the item is taken and the caller has it, or neither.
-            item._place.opened.value = value
+            item._flags.opened.value = value
             item._value = value
             item._ready = ready
             item._nbytes = nbytes
@@ -247,7 +251,7 @@ class RingConsumer(RingEnd):
             return item
 
     def _next_packet(self, wait: float | None) -> bytes:
-        """The next packet. Who waits for it looks from time to time whether the producer lives."""
+        """The next packet. Checks at intervals whether the producer is alive."""
         seconds = _LIVENESS_SECONDS if wait is None or wait > _LIVENESS_SECONDS else wait
         alive = True
         end: float | None = None
@@ -269,7 +273,7 @@ class RingConsumer(RingEnd):
             seconds = min(left(end), _LIVENESS_SECONDS) if alive else 0
 
     def _refuse(self, data: bytes) -> NoReturn:
-        """What to do with a packet that is no item."""
+        """Raise the error for a packet that is no item."""
         if data == END:
             self._check_open()
             raise EOFError("the producer has closed the ring")
@@ -283,7 +287,7 @@ class RingConsumer(RingEnd):
     def __next__(self) -> RingItem:
         if self._current is not None:
             item, value = self._current
-            # Released by hand, the same object may be another item by now.
+            # After a release by hand the object may have become a later item.
             if item._held and item._value == value:
                 item.release()
             self._current = None
@@ -299,7 +303,7 @@ class RingConsumer(RingEnd):
 
 
 class _ConsumerEnding(RingEnding):
-    """The end of a consumer: the producer hears of it, what is held is released, and the memory let go of."""
+    """Close of a consumer: closes the channel, releases the items that are held, and closes the memory."""
 
     __slots__ = ("_busy", "_channel", "_items", "_memory")
 
@@ -319,21 +323,21 @@ class _ConsumerEnding(RingEnding):
             if not self._memory.closed:
                 with ordered_after(self._memory.stream) as stream:
                     for item in self._items:
-                        self._let_go(item, stream)
+                        self._release(item, stream)
                     self._memory.close(stream)
             return True
         finally:
             self._busy = False
 
-    def _let_go(self, item: RingItem, stream: Stream) -> None:
+    def _release(self, item: RingItem, stream: Stream) -> None:
         item.release(stream)
-        if (item._place.closed.value - item._value) & MASK >= HALF:
-            # It was released on another stream; the memory is closed after that one's work too.
-            item._block.wait(stream, item._place.closed, item._value)
+        if (item._flags.closed.value - item._value) & MASK >= HALF:
+            # Released on another stream: the memory is closed after that stream's work too.
+            item._block.wait(stream, item._flags.closed, item._value)
 
 
 def _attached(importer: Importer, names: list[bytes], message: Message) -> list[ControlBlock]:
-    """The control blocks of the slots; that of the buffer is there already."""
+    """The control blocks of the slots. The block of the buffer is attached already."""
     blocks = []
     for name, fd in zip(names, message.handles, strict=False):
         block = importer.control_block(name, lambda _, fd=fd: fd)  # type: ignore[misc]

@@ -1,13 +1,12 @@
-"""What a producer does with filled slots: which consumer has which, and what comes back when one goes."""
+"""Slots of a producer: which consumer has which, and recovery of slots from consumers that have gone."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-import weakref
 from collections import deque
 from collections.abc import Iterable
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from streamalloc.core.internal import Buffer, ClosedError, CudaError, Session, Stream, checked_size, size_text
 from streamalloc.ipc.ring.protocol import END, HALF, ITEM, MASK, PACKET, RingEnding, SlotMemory
@@ -16,18 +15,18 @@ from streamalloc.ipc.sharing.lease import Lease, hung_up
 from streamalloc.ipc.transport.channel import Channel
 from streamalloc.ipc.transport.packets import PeerGoneError
 
-__all__ = ["ConsumerLink", "Deliveries", "RingSlot", "Slot", "SlotHolder"]
+__all__ = ["ConsumerLink", "Deliveries", "RingSlot", "Slot"]
 
-# More than a packet needs whatever happens, as there is room for it.
+# The socket buffer has room for the packets of all slots, so that a send does not wait in practice.
 _SEND_SECONDS = 10.0
 
 _packed = PACKET.pack
 
 
 class Slot:
-    """One of the slots of a producer, as it is used again and again."""
+    """One slot of a producer, through all its uses."""
 
-    __slots__ = ("block", "holder", "index", "lease", "number", "place", "ready", "used", "value", "words")
+    __slots__ = ("block", "flags", "index", "lease", "number", "ready", "used", "value", "words")
 
     def __init__(self, index: int, lease: Lease) -> None:
         self.index: int = index
@@ -36,32 +35,20 @@ class Slot:
         self.number: int = lease.slot
         self.words: SlotWords = lease.words
         self.ready: int = lease.words.said
-        """The value of its ready word when the contents are there."""
+        """Value of the ready flag that means that the contents are complete."""
         self.used: int = 0
-        self.holder: SlotHolder | None = None
-        """Who fills it."""
-        self.place: ImporterWords | None = None
-        """The words of the consumer that has it, or had it last; None where there is nobody to wait for."""
+        """Bytes of the item."""
+        self.flags: ImporterWords | None = None
+        """Flags of the last consumer; None: no consumer to wait for."""
         self.value: int = 0
-        """What these are when the consumer has opened and closed it."""
-
-
-class SlotHolder(weakref.ref["RingSlot"]):
-    """Refers to the object by which a user fills a slot.
-
-    Its callback is a function of C: where a user drops the object, no Python code runs that a signal handler could end.
-    """
-
-    __slots__ = ("slot",)
-
-    slot: Slot
+        """Value of these flags after the consumer has opened and closed it."""
 
 
 class RingSlot(SlotMemory):
     """A slot that the producer fills, made by :meth:`RingProducer.next`.
 
-    Leaving its ``with`` block hands it to a consumer, in stream order; where that fails, or the block did, it is given
-    back unsent, and so it is when it is dropped.
+    The end of its ``with`` block hands the slot to a consumer, in stream order. If the block or the hand-off raises, or
+    if the object is dropped, the slot becomes free again unsent.
     """
 
     __slots__ = ("_deliveries", "_slot", "_used")
@@ -75,12 +62,12 @@ class RingSlot(SlotMemory):
 
     @property
     def nbytes_used(self) -> int:
-        """How many bytes, from the beginning on, the consumer gets; all unless it is set.
+        """Bytes of the item, from the slot's first byte; default: all bytes of the slot.
 
         Raises
         ------
         TypeError, ValueError
-            It is no integer, or more than the slot has.
+            Set to no integer, or to more bytes than the slot has.
         """
         return self._used
 
@@ -100,9 +87,9 @@ class RingSlot(SlotMemory):
         Raises
         ------
         PeerGoneError
-            No consumer is left; the slot can be handed off when one was added, or given back.
+            No consumer is left. Hand the slot off after one was added, or give it back.
         ClosedError
-            It was handed on already, or the ring was closed.
+            The slot was handed on already, or the ring was closed.
         CaptureError
             The stream is being captured.
         """
@@ -110,11 +97,14 @@ class RingSlot(SlotMemory):
         self._deliveries.hand_off(self)
 
     def give_back(self) -> None:
-        """Give the slot back unsent; without effect if it was handed off."""
+        """Free the slot unsent; no effect after :meth:`hand_off`."""
         if self._held:
             self._held = False
-            self._slot.holder = None
-            self._deliveries.free.appendleft(self._slot)
+            self._deliveries.returned.append(self._slot)
+
+    def __del__(self) -> None:
+        if getattr(self, "_held", False):
+            self._deliveries.returned.append(self._slot)
 
     def _leave(self, *, failed: bool) -> None:
         try:
@@ -125,31 +115,31 @@ class RingSlot(SlotMemory):
 
 
 class ConsumerLink:
-    """A consumer as the producer sees it."""
+    """The producer's record of a consumer."""
 
-    __slots__ = ("blocks", "channel", "in_flight", "places", "turn", "unsure")
+    __slots__ = ("blocks", "channel", "flags", "in_flight", "turn", "unsent")
 
-    def __init__(self, channel: Channel, blocks: dict[ControlBlock, int], places: list[ImporterWords]) -> None:
+    def __init__(self, channel: Channel, blocks: dict[ControlBlock, int], flags: list[ImporterWords]) -> None:
         self.channel: Channel = channel
         self.blocks: dict[ControlBlock, int] = blocks
-        """The control blocks of the slots, and which importer it is there."""
-        self.places: list[ImporterWords] = places
-        """Its words, by slot."""
+        """Importer number of the consumer, by control block."""
+        self.flags: list[ImporterWords] = flags
+        """Flags of the consumer, by slot."""
         self.in_flight: dict[Slot, None] = {}
-        """The slots that it has, in the order in which it was given them."""
+        """Slots sent to the consumer and not released, oldest first."""
         self.turn: int = 0
-        """Which item it was given last."""
-        self.unsure: bytes = b""
-        """The last packet, where it is not known whether it was sent."""
+        """Number of the last item sent to the consumer."""
+        self.unsent: bytes = b""
+        """Last packet, until its send has returned."""
 
-    def make_sure(self) -> None:
-        """Send the last packet where it may not have gone out yet: the consumer knows it if it comes twice."""
-        if self.unsure:
-            self.channel.send(self.unsure, timeout=_SEND_SECONDS)
-            self.unsure = b""
+    def send(self) -> None:
+        """Send the last packet if a signal handler may have stopped its send; the consumer ignores a second copy."""
+        if self.unsent:
+            self.channel.send(self.unsent, timeout=_SEND_SECONDS)
+            self.unsent = b""
 
     def close(self) -> None:
-        # A forked child may have a copy of the connection.
+        # close() alone keeps the connection open if a forked child has a copy.
         self.channel.shutdown()
         self.channel.close()
 
@@ -159,7 +149,7 @@ def _load(consumer: ConsumerLink) -> tuple[int, int]:
 
 
 def _gone(consumers: Iterable[ConsumerLink]) -> list[ConsumerLink]:
-    """Those that have closed their ends, or died."""
+    """The consumers that have closed their ends, or died."""
     return [
         consumer
         for consumer in consumers
@@ -170,64 +160,62 @@ def _gone(consumers: Iterable[ConsumerLink]) -> list[ConsumerLink]:
 
 
 class Deliveries(RingEnding):
-    """The slots of a producer and its consumers; and its end, once they have let go of all of them.
+    """The slots and consumers of a producer. Its close ends when the consumers have released all slots.
 
-    Each slot is in one place: in :attr:`free`, with the user (:class:`RingSlot`), ``in_flight`` to a consumer, or in
-    :attr:`unsent`. What changes that calls nothing in between.
+    Each slot is in one state: in :attr:`free`, held by the user (:class:`RingSlot`), in :attr:`returned`, ``in_flight``
+    to a consumer, or in :attr:`unsent`.
     """
 
     def __init__(self, session: Session, buffer: Buffer, stream: Stream, slot_bytes: int, stride: int) -> None:
         self.closed = False
         self.slot_bytes: int = slot_bytes
         self.stride: int = stride
-        """From one slot to the next, in bytes."""
+        """Bytes from one slot to the next."""
         self.session: Session = session
         self.buffer: Buffer = buffer
         self.stream: Stream = stream
         self.lock: contextlib.AbstractContextManager[bool] = threading.Lock()
         self.slots: list[Slot] = []
         self.free: deque[Slot] = deque()
-        self.dropped: deque[Any] = deque()
-        """What referred to objects of users that were dropped, see :class:`SlotHolder`."""
+        self.returned: deque[Slot] = deque()
+        """Slots that users have returned unsent; appended to without the lock."""
         self.unsent: dict[Slot, None] = {}
-        """Filled slots that a consumer has not opened before it went."""
+        """Filled slots whose consumer has gone without opening them."""
         self.consumers: dict[ConsumerLink, None] = {}
         self.leaving: dict[ConsumerLink, None] = {}
-        """Consumers that get nothing more, but have slots that their streams may use still."""
+        """Consumers that get no more items, and have not released all slots."""
         self.handed_off: int = 0
         self.redelivered: int = 0
-        self._told = False
-        """Whether the consumers were told the end."""
+        self._end_sent = False
 
     # -- with the lock held ----------------------------------------------------------------------------------
 
-    def ready_slot(self) -> Slot | None:
-        """The next free slot, which the stream may fill; None where there is none. It stays free."""
+    def take(self) -> RingSlot | None:
+        """The next free slot, which the stream may fill; None if none is free."""
         if not self.free and not self.settle():
             return None
         if self.closed or not self.consumers:
             self.refuse()
         slot = self.free[0]
-        place = slot.place
-        if place is not None and (place.closed.value - slot.value) & MASK >= HALF:
-            slot.block.wait_closed(self.stream, place, slot.value)
-        return slot
+        flags = slot.flags
+        if flags is not None and (flags.closed.value - slot.value) & MASK >= HALF:
+            slot.block.wait_closed(self.stream, flags, slot.value)
+        taken = RingSlot(self, slot)
+        del self.free[0]
+        taken._held = True
+        return taken
 
     def settle(self) -> bool:
-        """Take back what consumers have released, and users have dropped; whether there is a free slot."""
-        while self.dropped:
-            holder = self.dropped[0]
-            if holder.slot.holder is holder:
-                self.free += (holder.slot,)
-                holder.slot.holder = None
-            del self.dropped[0]
+        """Free the slots that consumers have released and users have returned; whether a slot is free."""
+        while self.returned:
+            self.free.appendleft(self.returned.popleft())
         for consumer in (*self.consumers, *self.leaving):
             with contextlib.suppress(OSError, ClosedError):
-                consumer.make_sure()
+                consumer.send()
             for slot in tuple(consumer.in_flight):
-                if slot.place.closing.value == slot.value:  # type: ignore[union-attr]
-                    self.free += (slot,)
+                if slot.flags.closing.value == slot.value:  # type: ignore[union-attr]
                     del consumer.in_flight[slot]
+                    self.free.append(slot)
         for consumer in tuple(self.leaving):
             if not consumer.in_flight:
                 del self.leaving[consumer]
@@ -235,7 +223,7 @@ class Deliveries(RingEnding):
         return bool(self.free)
 
     def drop_gone(self) -> None:
-        """Give up consumers that have gone; others get what these have not opened."""
+        """Remove consumers that have gone, and send the items that they have not opened to others."""
         for consumer in _gone(self.consumers):
             self._drop(consumer)
         self._take_unopened(self.leaving)
@@ -249,22 +237,20 @@ class Deliveries(RingEnding):
         self._take_unopened([consumer])
 
     def _take_unopened(self, consumers: Iterable[ConsumerLink]) -> None:
-        """Take away what consumers have not opened that have gone and never will.
+        """Move the slots that consumers have not opened to :attr:`unsent`, if the consumers have gone.
 
-        The words of what they have opened are set when they let go of it, or by those who watch over them when they
-        die.
+        Flags of slots that they have opened are written when they release these, or by the watcher when they die.
         """
         self.settle()
         for consumer in _gone(consumers):
             for slot in tuple(consumer.in_flight):
-                if slot.place.opened.value != slot.value:  # type: ignore[union-attr]
-                    # Nobody uses it, so that nobody is to be waited for.
-                    slot.place = None
+                if slot.flags.opened.value != slot.value:  # type: ignore[union-attr]
+                    slot.flags = None
                     self.unsent[slot] = None
                     del consumer.in_flight[slot]
 
     def deliver_unsent(self) -> None:
-        """Give the consumers what others have not opened."""
+        """Send the items in :attr:`unsent` to the consumers."""
         while self.unsent and self.consumers:
             slot = next(iter(self.unsent))
             self._deliver(slot)
@@ -272,35 +258,33 @@ class Deliveries(RingEnding):
             self.redelivered += 1
 
     def _deliver(self, slot: Slot, holder: RingSlot | None = None) -> None:
-        """Send a filled slot, unsent or with ``holder``, to the consumer that has the fewest."""
+        """Send a filled slot, from :attr:`unsent` or from ``holder``, to the consumer with the fewest slots."""
         while True:
             consumer = self._chosen()
-            place = consumer.places[slot.index]
-            value = (place.closing.value + 1) & MASK
+            flags = consumer.flags[slot.index]
+            value = (flags.closing.value + 1) & MASK
             packet = _packed(ITEM, slot.index, slot.ready, value, slot.used)
-            # The consumer has it from here on, unless it is known that it has not opened it and never will.
-            consumer.unsure = packet
+            # In flight before the send: a signal handler may raise after the kernel has the packet.
+            consumer.unsent = packet
             consumer.in_flight[slot] = None
-            slot.place = place
+            slot.flags = flags
             slot.value = value
             if holder is None:
                 del self.unsent[slot]
             else:
                 holder._held = False
-                lent, slot.holder = slot.holder, None
             self.handed_off = consumer.turn = self.handed_off + 1
             try:
-                consumer.make_sure()
+                consumer.send()
                 return
             except (ConnectionError, ClosedError):
-                consumer.unsure = b""
+                consumer.unsent = b""
                 self._drop(consumer)
                 if slot not in self.unsent:
                     return
                 self.handed_off -= 1
                 if holder is not None:
                     holder._held = True
-                    slot.holder = lent
                     del self.unsent[slot]
 
     def _chosen(self) -> ConsumerLink:
@@ -309,23 +293,23 @@ class Deliveries(RingEnding):
                 self.settle()
             consumer = min(self.consumers, key=_load)
             try:
-                consumer.make_sure()
+                consumer.send()
                 return consumer
             except (ConnectionError, ClosedError):
                 self._drop(consumer)
         self.refuse()
 
     def refuse(self) -> NoReturn:
-        """Say why nothing can be handed off."""
+        """Raise the reason why no item can be handed off."""
         self.session.check_process()
         if self.closed:
             raise ClosedError("the ring was closed")
         raise PeerGoneError("the ring has no consumer: none was added, or all have gone; it goes on when one is added")
 
-    # -- without it ------------------------------------------------------------------------------------------
+    # -- without the lock held -------------------------------------------------------------------------------
 
     def hand_off(self, holder: RingSlot) -> None:
-        """Hand a slot that was filled to a consumer."""
+        """Hand a filled slot to a consumer."""
         with self.lock:
             holder._check_usable()
             if not self.consumers:
@@ -334,7 +318,7 @@ class Deliveries(RingEnding):
                 self.deliver_unsent()
             slot = holder._slot
             words, before = slot.words, slot.ready
-            # A value is said once, also where a signal handler raises.
+            # Before the write: after an interrupt no later item gets the same value.
             slot.ready = words.said = words.announced.value = ready = (before + 1) & MASK
             slot.used = holder._used
             try:
@@ -345,10 +329,10 @@ class Deliveries(RingEnding):
             self._deliver(slot, holder)
 
     def attempt(self) -> bool:
-        """Tell the consumers the end, free the memory, and give back the words once no consumer uses any."""
+        """Send the end to the consumers, free the memory, and release the flags when no consumer uses them."""
         with self.lock:
-            if not self._told:
-                self._tell_end()
+            if not self._end_sent:
+                self._send_end()
         self.buffer.close()
         with self.lock:
             self._take_unopened(self.leaving)
@@ -359,20 +343,20 @@ class Deliveries(RingEnding):
             slot.lease.give_back()
         return True
 
-    def _tell_end(self) -> None:
+    def _send_end(self) -> None:
         with contextlib.suppress(OSError):
             self.drop_gone()
         for consumer in tuple(self.consumers):
             with contextlib.suppress(OSError, ClosedError):
-                consumer.make_sure()
+                consumer.send()
                 consumer.channel.send(END, timeout=_SEND_SECONDS)
             self.leaving[consumer] = None
             del self.consumers[consumer]
         self.unsent.clear()
         self.free.clear()
-        self._told = True
+        self._end_sent = True
 
     def _shut_after_fork(self) -> None:
-        # The consumers are the parent's, and a thread of it may have held the lock.
+        # The parent owns the consumers, and one of its threads may have held the lock.
         self.lock = threading.Lock()
         self.consumers, self.leaving = {}, {}

@@ -1,4 +1,4 @@
-"""The end of a ring that fills slots. How the ends understand each other: see :mod:`streamalloc.ipc.ring.protocol`."""
+"""The end of a ring that fills slots. :mod:`streamalloc.ipc.ring.protocol` has the protocol."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from streamalloc.core.internal import (
     size_text,
     undoing,
 )
-from streamalloc.ipc.ring.delivery import ConsumerLink, Deliveries, RingSlot, Slot, SlotHolder
+from streamalloc.ipc.ring.delivery import ConsumerLink, Deliveries, RingSlot, Slot
 from streamalloc.ipc.ring.protocol import MOST_SLOTS, Introduction, RingEnd, importers_in
 from streamalloc.ipc.sharing.control_block import IMPORTERS
 from streamalloc.ipc.sharing.exports import Shared
@@ -36,33 +36,34 @@ from streamalloc.pool import MemoryPool
 __all__ = ["RingProducer", "RingSlot", "RingStatistics"]
 
 _ALIGNMENT = 512
-# Waiting for a slot: how long to spin, the longest sleep after that, and how often to look whether consumers live.
+# Waiting for a slot, in seconds: polling without a sleep, the longest sleep after that, and between two checks whether
+# the consumers are alive.
 _SPIN_SECONDS = 50e-6
 _LONGEST_PAUSE = 1e-3
 _LIVENESS_SECONDS = 0.05
 
 
 class RingStatistics(NamedTuple):
-    """Figures of a producer."""
+    """Counters of a producer."""
 
     handed_off: int
-    """Items that were handed to consumers so far."""
+    """Items handed to consumers so far."""
     redelivered: int
-    """How many of them went to another consumer later, as the first had gone without opening them."""
+    """Items of these sent to a second consumer, as the first had gone without opening them."""
     in_flight: int
-    """Slots that consumers have, or that wait for one."""
+    """Filled slots that a consumer has not released."""
     free: int
-    """Slots that can be filled; those that are being filled are neither."""
+    """Slots that can be filled; a slot that is being filled is neither."""
     consumers: int
-    """Consumers that get items."""
+    """Consumers that receive items."""
 
 
 class RingProducer(RingEnd):
     """The end of a ring that fills slots; made by :meth:`Ring.producer`. Threads may share it.
 
-    Closing it ends the stream for the consumers, who get all that was handed off before. Its memory is freed in stream
-    order, once they have closed their ends. The host does not wait: where the process ends next, synchronise the stream
-    first.
+    After :meth:`close` the consumers receive all items that were handed off before, and then the end. The memory is
+    freed in stream order, when all consumers have closed their ends. The host does not wait: synchronise the stream
+    before the process ends.
     """
 
     __slots__ = ("_blocks", "_deliveries", "_handles", "_hello", "_ordinal", "stream")
@@ -86,7 +87,6 @@ class RingProducer(RingEnd):
         self._ordinal = pool.location.id if pool.location.type is MemLocationType.DEVICE else None
         buffer = pool.allocate(slots * stride, self.stream)
         self._deliveries = state = Deliveries(self._session, buffer, self.stream, slot_bytes, stride)
-        # Whatever fails from here on, that ends what was made.
         with undoing(state.attempt):
             shared = share(buffer)
             state.slots += [Slot(index, leases_of(self._session).take()) for index in range(slots)]
@@ -104,16 +104,17 @@ class RingProducer(RingEnd):
         Parameters
         ----------
         channel
-            A connection to it, which is the ring's from now on: closed with it, on failure, and when the consumer goes.
+            A connection to the consumer. The ring owns it from now on, and closes it on failure and when the consumer
+            goes.
         timeout
-            Seconds until ``TimeoutError``; None for ever.
+            Seconds until ``TimeoutError``; None: no limit.
 
         Raises
         ------
         PeerGoneError
-            It has ended, or could not make its end.
+            The consumer has ended, or could not make its end.
         ProtocolError
-            What it answers is not of a ring's consumer.
+            The answer is not from a ring's consumer.
         ClosedError
             The ring was closed.
         """
@@ -131,11 +132,11 @@ class RingProducer(RingEnd):
                 self._deliveries.deliver_unsent()
 
     def _introduction(self, shared: Shared) -> tuple[bytes, tuple[Fd, ...]]:
-        """What a consumer is told first, and the handles for it: those of the control blocks, then the buffer's."""
+        """The first message to a consumer, and its handles: those of the control blocks, then the buffer's."""
         numbers = [(self._blocks.index(slot.block), slot.number) for slot in self._deliveries.slots]
         names = [block.id for block in self._blocks]
-        said = Introduction(names, numbers, self.slot_bytes, self._deliveries.stride, bytes(shared))
-        return said.to_bytes(), (*(block.fd for block in self._blocks), *shared.fds)
+        first = Introduction(names, numbers, self.slot_bytes, self._deliveries.stride, bytes(shared))
+        return first.to_bytes(), (*(block.fd for block in self._blocks), *shared.fds)
 
     def _admitted(self, channel: Channel, answer: Message) -> ConsumerLink:
         blocks = dict(zip(self._blocks, importers_in(answer.data, len(self._blocks)), strict=True))
@@ -153,57 +154,48 @@ class RingProducer(RingEnd):
     def next(self, timeout: float | None = None) -> RingSlot:
         """The next free slot, to be filled on :attr:`stream`. Use it in a ``with`` block.
 
-        Where the stream of the consumer that released it has work left, ours waits for that (``cuStreamWaitValue32``).
+        If the stream of the consumer that released the slot has not reached the release, :attr:`stream` waits for it
+        (``cuStreamWaitValue32``).
 
         Parameters
         ----------
         timeout
-            Seconds to wait for a slot; None for ever.
+            Seconds to wait for a slot; None: no limit.
 
         Raises
         ------
         TimeoutError
-            Consumers have not released any, or all are being filled.
+            All slots are in flight or being filled.
         PeerGoneError
-            There is no consumer, or none is left. When one was added, it goes on.
+            The ring has no consumer, or all have gone. Add one and call again.
         ClosedError
             The ring was closed.
         CaptureError
             The stream is being captured.
         """
-        deliveries = self._deliveries
         while True:
-            with deliveries.lock:
-                slot = deliveries.ready_slot()
-            if slot is None:
-                self._wait_for_slot(timeout)
-                continue
-            given = RingSlot(deliveries, slot)
-            holder = SlotHolder(given, deliveries.dropped.append)
-            holder.slot = slot
-            # Nothing is called from here on: the caller has the slot, or it is free. Another thread may have been
-            # faster.
-            free = deliveries.free
-            if free and free[0] is slot and not self._closed:
-                del free[0]
-                slot.holder = holder
-                given._held = True
-                return given
+            with self._deliveries.lock:
+                slot = self._deliveries.take()
+            if slot is not None:
+                return slot
+            self._wait_for_slot(timeout)
 
     def put(self, data: Memory | Any, timeout: float | None = None) -> None:
-        """Copy ``data`` into the next free slot and hand that off, in stream order (``cuMemcpyAsync``).
+        """Copy ``data`` into the next free slot and hand the slot off, in stream order (``cuMemcpyAsync``).
 
         Parameters
         ----------
         data
-            As for :meth:`Memory.copy_from`, but of any size up to :attr:`slot_bytes`.
+            A source as for :meth:`Memory.copy_from`, of at most :attr:`slot_bytes` bytes.
         timeout
-            As for :meth:`next`, which also says what else is raised.
+            Seconds to wait for a slot; None: no limit.
 
         Raises
         ------
         ValueError
-            It is larger than a slot.
+            ``data`` is larger than a slot.
+        TimeoutError, PeerGoneError, ClosedError, CaptureError
+            As for :meth:`next`.
         """
         source = CopySide.readable(data, self._session)
         if source.nbytes > self.slot_bytes:
@@ -215,7 +207,7 @@ class RingProducer(RingEnd):
             copy_bytes(CopySide(slot._base, source.nbytes, self._ordinal, slot), source, self.stream)
 
     def statistics(self) -> RingStatistics:
-        """Figures as they are now."""
+        """The counters now."""
         state = self._deliveries
         with state.lock:
             state.settle()
@@ -236,12 +228,12 @@ class RingProducer(RingEnd):
     # -- waiting ---------------------------------------------------------------------------------------------
 
     def _wait_for_slot(self, timeout: float | None) -> None:
-        """Block until a slot seems to be free."""
+        """Block until a slot is free, though another thread may take it first."""
         state = self._deliveries
         end = end_of(timeout)
         now = time.monotonic()
         spun = now + _SPIN_SECONDS
-        look = now + _LIVENESS_SECONDS
+        check = now + _LIVENESS_SECONDS
         pause = _SPIN_SECONDS
         while True:
             with state.lock:
@@ -249,9 +241,9 @@ class RingProducer(RingEnd):
                     return
                 now = time.monotonic()
                 over = end is not None and now >= end
-                # Also when the time is over: who waits for a short time again and again has to hear of it as well.
-                if now >= look or over:
-                    look = now + _LIVENESS_SECONDS
+                # Also at the deadline: a caller may use timeouts shorter than the interval.
+                if now >= check or over:
+                    check = now + _LIVENESS_SECONDS
                     state.drop_gone()
                 if state.closed or not state.consumers:
                     state.refuse()

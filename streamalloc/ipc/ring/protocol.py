@@ -1,20 +1,20 @@
-"""What both ends of a ring have in common: packets, words in shared memory, slots, and how they end.
+"""The protocol of a ring: packets, flags in shared memory, slots, and the base of both ends.
 
-Nothing is exported, imported or sent back for a hand-off: words of the producer's :class:`ControlBlock` are written
-and waited for, by the streams and by the hosts. For each slot ``k`` and consumer ``i`` they are
+A hand-off exports and imports nothing. Streams and hosts write and wait for 32-bit flags in the producer's
+:class:`ControlBlock`. Slot ``k`` and consumer ``i`` have these:
 
-* ``ready[k]``, written by the producer's stream after the contents, or by its host where the stream has no work left;
-  the consumer's stream waits for it;
-* ``opened[k, i]``, set by the consumer's host when it takes the slot, to the number that came in the packet;
-* ``closed[k, i]``, written by the consumer's stream after its work, or by its host; the producer's stream waits for it;
-* ``closing[k, i]``, set by the consumer's host when it has queued that: the producer's host may reuse the slot.
+* ``ready[k]``: the producer's stream writes it after the contents, or the producer's host does if the stream is idle.
+  The consumer's stream waits for it.
+* ``opened[k, i]``: the consumer's host writes it when it takes the slot. Its value is the number in the packet.
+* ``closed[k, i]``: the consumer's stream writes it after its work, or the consumer's host does if the stream is idle.
+  The producer's stream waits for it.
+* ``closing[k, i]``: the consumer's host writes it after it has queued the write of ``closed``. From then on the
+  producer's host may reuse the slot.
 
-A slot whose number a consumer has not written into ``opened`` was not touched by it, so that when the consumer has
-gone another one can have it. A packet may come twice where a signal handler has raised while it was sent: the number
-tells.
-
-A signal handler may raise after any call, but not between two lines that call nothing, and neither do threads take
-turns there. Lines that move a slot from one state to another call nothing.
+If a consumer has gone and ``opened`` is not the packet's number, the consumer has not touched the slot: the producer
+sends the slot to another consumer. If a signal handler raises while the producer sends a packet, the producer sends the
+packet again; the consumer ignores the second one by its number. If one raises while a consumer receives, that consumer
+may lose the packet; its slot is released when the consumer closes or dies.
 """
 
 from __future__ import annotations
@@ -50,49 +50,49 @@ __all__ = [
 ]  # fmt: skip
 
 MOST_SLOTS = 256
-"""What is in flight to one consumer has to fit the buffer of its socket, so that a hand-off never blocks: with Linux's
-default that is 278 packets."""
+"""Limit of slots: the packets of all slots fit one socket buffer (278 packets by default on Linux), so that no hand-off
+blocks."""
 MASK = (1 << 32) - 1
 HALF = 1 << 31
-"""A word ``w`` that counts up is behind a number ``n`` where ``(w - n) & MASK >= HALF``."""
+"""A flag ``w``, which counts up and wraps, is behind a number ``n`` if ``(w - n) & MASK >= HALF``."""
 
 PACKET = struct.Struct("<IIIIQ")
-"""A hand-off: what it is, slot, the value of the slot's ready word, that of the consumer's words, bytes used."""
+"""A hand-off: kind, slot, value of the slot's ready flag, value of the consumer's flags, bytes used."""
 ITEM = 1
 END = PACKET.pack(2, 0, 0, 0, 0)
 
 HELLO = struct.Struct("<6sHIIQQ")
-"""What the producer says first: magic, version, blocks, slots, bytes of a slot, and from one to the next. The blocks'
-names follow, then block and number there of each slot, then the descriptor of the buffer."""
+"""The producer's first message: magic, version, number of control blocks and slots, bytes of a slot, stride. After it:
+the blocks' names, block and number in the block of each slot, and the buffer's descriptor."""
 _NAME = struct.Struct("<16s")
 _NUMBER = struct.Struct("<HH")
 ANSWER = struct.Struct("<6sHI")
-"""What the consumer answers: magic, version, blocks; then which importer it is on each."""
+"""The consumer's answer: magic, version, number of control blocks. After it: its importer number on each block."""
 _IMPORTER = struct.Struct("<I")
 MAGIC = b"SAring"
 VERSION = 1
 
 
 class Introduction(NamedTuple):
-    """What a producer says first."""
+    """The producer's first message."""
 
     names: list[bytes]
-    """Of the control blocks."""
+    """Names of the control blocks."""
     numbers: list[tuple[int, int]]
-    """Which control block each slot is in, and its number there."""
+    """Index of the control block, and number in the block, by slot."""
     slot_bytes: int
     stride: int
-    """From one slot to the next, in bytes."""
+    """Bytes from one slot to the next."""
     descriptor: bytes
 
     def to_bytes(self) -> bytes:
-        """For consumers."""
+        """The message for consumers."""
         head = HELLO.pack(MAGIC, VERSION, len(self.names), len(self.numbers), self.slot_bytes, self.stride)
         return head + b"".join([*self.names, *itertools.starmap(_NUMBER.pack, self.numbers), self.descriptor])
 
     @classmethod
     def of(cls, message: Message) -> Introduction:
-        """What came; ``ProtocolError`` where that is something else."""
+        """Parse a message; ``ProtocolError`` if it is none of a producer."""
         data = message.data
         try:
             magic, version, blocks, slots, slot_bytes, stride = HELLO.unpack_from(data)
@@ -114,12 +114,12 @@ class Introduction(NamedTuple):
 
 
 def answer(importers: Sequence[int]) -> bytes:
-    """What a consumer answers that is these importers on the control blocks."""
+    """The answer of a consumer with these importer numbers on the control blocks."""
     return ANSWER.pack(MAGIC, VERSION, len(importers)) + b"".join(map(_IMPORTER.pack, importers))
 
 
 def importers_in(data: bytes, count: int) -> list[int]:
-    """The importers in such an answer; ``ProtocolError`` where there are not so many, or it is something else."""
+    """The ``count`` importer numbers in an answer; ``ProtocolError`` if it is none of a consumer."""
     head, rest = data[: ANSWER.size], data[ANSWER.size :]
     if head != ANSWER.pack(MAGIC, VERSION, count) or len(rest) != count * _IMPORTER.size:
         raise ProtocolError("this is not what a ring's consumer answers")
@@ -127,13 +127,13 @@ def importers_in(data: bytes, count: int) -> list[int]:
 
 
 class SlotMemory(BufferView, Leaves):
-    """A slot as one end sees it, usable while it is held."""
+    """The memory of a slot at one end, usable while the slot is held."""
 
     __slots__ = ("_base", "_held", "_stream", "index")
 
-    _ptr = None  # It is usable only while it is held, which the slow path looks at.
+    _ptr = None  # Sends every use to the slow path, which checks that the slot is held.
     index: int
-    """Which slot of the ring it is."""
+    """Number of the slot in the ring."""
 
     def __init__(self, memory: Memory, stream: Stream, index: int, offset: int, nbytes: int) -> None:
         super().__init__(memory, offset, nbytes)
@@ -144,12 +144,12 @@ class SlotMemory(BufferView, Leaves):
 
     @property
     def address(self) -> int:
-        """Where the memory begins.
+        """Device address of the slot's first byte.
 
         Raises
         ------
         ClosedError
-            It was handed on, or the ring was closed.
+            The slot was handed on, or the ring was closed.
         """
         return self._at
 
@@ -171,23 +171,23 @@ class SlotMemory(BufferView, Leaves):
 
 
 class RingEnding(Deferred):
-    """What is left to do when an end was closed, or dropped."""
+    """Work that is left when an end was closed or dropped."""
 
     __slots__ = ("closed",)
 
     closed: bool
-    """Whether it was closed."""
+    """True if the end was closed or dropped."""
 
 
 class RingEnd(Closes, Shown):
-    """What both ends have in common: a size, and an end that may come later."""
+    """Base of both ends: sizes, and a close whose work may be deferred."""
 
     __slots__ = ("__weakref__", "_closed", "_ending", "_session", "slot_bytes", "slots")
 
     slot_bytes: int
     """The most bytes of an item."""
     slots: int
-    """How many slots there are."""
+    """Number of slots."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -209,12 +209,12 @@ class RingEnd(Closes, Shown):
             raise ClosedError("this end of the ring was closed")
 
     def close(self) -> None:
-        """Close this end, after what its stream has queued; idempotent. The host does not wait.
+        """Close this end, after the work that its stream has queued; idempotent. The host does not wait.
 
         Raises
         ------
         CudaError
-            The driver refused a call. What is left to do is done later.
+            The driver refused a call. The rest of the work is deferred.
         """
         self._session.check_process()
         self._closed = True

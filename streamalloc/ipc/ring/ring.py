@@ -1,7 +1,7 @@
 """``Ring``: a stream of data from one process to others, through memory that is shared once.
 
-The producer has one buffer of several *slots*. It fills a free one in stream order and hands it to a consumer with a
-packet of 24 bytes; the consumer's stream waits for the contents, and says when the slot may be filled again.
+The producer allocates one buffer and divides it into *slots*. It fills a free slot in stream order and sends a packet
+of 24 bytes to a consumer. The consumer's stream waits for the contents, and releases the slot in stream order.
 """
 
 from __future__ import annotations
@@ -19,9 +19,22 @@ __all__ = ["Ring", "RingConsumer", "RingItem", "RingProducer", "RingSlot", "Ring
 class Ring:
     """A stream of data between processes, through slots of memory that are shared once.
 
-    :meth:`producer` makes the one end; each consumer makes another with :meth:`consumer`, over a
-    :class:`~streamalloc.ipc.Channel`. The consumers share the work: each item goes to one of them, that with the fewest
-    items in flight.
+    One process makes the :meth:`producer`. Every other process makes a :meth:`consumer` over a
+    :class:`~streamalloc.ipc.Channel`, whose other end the producer gets by :meth:`RingProducer.add`. Each item goes to
+    one consumer: the one with the fewest items in flight.
+
+    Examples
+    --------
+    The producer:
+
+    >>> ring = Ring.producer(pool, slot_bytes=1 << 20, stream=stream)
+    >>> ring.add(channel)
+    >>> ring.put(batch)
+
+    A consumer, in another process:
+
+    >>> for item in Ring.consumer(channel, stream=stream):
+    ...     item.copy_to(batch, stream)
     """
 
     def __init__(self) -> None:
@@ -34,20 +47,20 @@ class Ring:
         Parameters
         ----------
         pool
-            Where the slots are allocated; a pool that was made for sharing.
+            The pool to allocate from; made with a shareable handle type.
         slot_bytes
-            The most bytes of an item; a slot takes multiples of 512 bytes.
+            The most bytes of an item; the distance of slots is rounded up to 512 bytes.
         slots
-            How many there are: 1 to 256.
+            Number of slots: 1 to 256.
         stream
-            The stream that fills them.
+            The stream that fills the slots.
 
         Raises
         ------
         ValueError
-            A size is out of range, or the pool's memory cannot be shared, and why.
+            A size is out of range, or the pool's memory cannot be shared; the message has the reason.
         OutOfMemoryError
-            There is no memory for the slots.
+            The pool has no memory for the slots.
         CaptureError
             The stream is being captured.
         """
@@ -66,12 +79,12 @@ class Ring:
         Parameters
         ----------
         channel
-            A connection to the producer, which is the ring's from now on: closed with it, and on failure.
+            A connection to the producer. The consumer owns it from now on, and closes it also on failure.
         stream
-            The stream that waits for the contents, and after whose work a slot is free again; default: the default
-            stream of the memory's device. One of your own is faster.
+            The stream that waits for the contents and releases the slots; default: the default stream of the memory's
+            device. A stream of your own is faster.
         timeout
-            Seconds until ``TimeoutError``, here and later in :meth:`RingConsumer.next`; None for ever.
+            Seconds until ``TimeoutError``, here and in :meth:`RingConsumer.next`; None: no limit.
         driver
             The driver to use; default: that of ``stream``, or else :func:`streamalloc.driver.default`.
 
@@ -80,6 +93,6 @@ class Ring:
         PeerGoneError
             The producer has ended, or closed its end.
         ProtocolError, ValueError
-            What came is not of a ring's producer, or cannot be opened here, and why.
+            The message is not from a ring's producer, or the memory cannot be opened here; the error has the reason.
         """
         return RingConsumer(channel, stream, timeout, driver)

@@ -257,7 +257,7 @@ def open_import(way: PoolWay | LegacyWay, part: Part, stream: Stream) -> Importe
             raise error_from(result, "cuPointerGetAttribute")
         if found != base_size:
             raise ValueError(f"the descriptor says {size_text(base_size)}, and the driver has {size_text(int(found))}")
-        if block is not None and way.session.opened is not None:
+        if block is not None and way.session.listener is not None:
             say_opened(opened, block, (slot, generation, ready), stream)
         if mine is not None and mine.theirs.ready.value != ready:
             wait_until_ready(block, slot, ready, stream)
@@ -300,7 +300,7 @@ def wait_until_ready(block: ControlBlock | None, slot: int, ready: int, stream: 
 
 
 def say_opened(memory: Memory, block: ControlBlock, announced: tuple[int, int, int], stream: Stream | None) -> None:
-    """Tell a driver that checks stream order which stream is to wait for contents, and where.
+    """Notify the listener which stream waits for contents, and for which word.
 
     ``announced`` is slot, generation, and the value that says that they are there. None for the stream: the host has
     waited.
@@ -309,7 +309,7 @@ def say_opened(memory: Memory, block: ControlBlock, announced: tuple[int, int, i
     name = block.announcement(*announced)
     with contextlib.nullcontext() if stream is None else stream.device.current():
         raw = None if stream is None else raw_handle(stream)
-        block.session.opened(memory._at, memory.nbytes, raw, name, word)  # type: ignore[misc]
+        block.session.listener.opened(memory._at, memory.nbytes, raw, name, word)  # type: ignore[union-attr]
 
 
 def await_on(block: ControlBlock, slot: int, ready: int, stream: Stream | None) -> None:
@@ -339,14 +339,14 @@ class Contents:
 
     @property
     def there(self) -> bool:
-        """Whether they are there, and nobody checks who has waited for them."""
+        """Whether the exporter's announcement has been seen."""
         slot, _, ready = self.announced
-        return self.block.session.opened is None and is_ready(self.block, slot, ready)
+        return is_ready(self.block, slot, ready)
 
     def await_on(self, memory: Memory, stream: Stream) -> None:
         """Have a stream wait for them."""
         slot, _, ready = self.announced
-        if self.block.session.opened is not None:
+        if self.block.session.listener is not None:
             say_opened(memory, self.block, self.announced, stream)
         await_on(self.block, slot, ready, stream)
 
@@ -354,7 +354,7 @@ class Contents:
         """Wait for them."""
         slot, _, ready = self.announced
         await_on(self.block, slot, ready, None)
-        if self.block.session.opened is not None:
+        if self.block.session.listener is not None:
             say_opened(memory, self.block, self.announced, None)
 
 

@@ -15,6 +15,7 @@ from streamalloc.core.internal import (
     Event,
     Fd,
     MemAccess,
+    Memory,
     Session,
     StaleDescriptorError,
     Stream,
@@ -195,16 +196,24 @@ def _opened(way: PoolWay | LegacyWay, part: Part, stream: Stream) -> ImportedBuf
     return open_import(way, part, stream)
 
 
+def _is_there(opened: Memory, contents: Contents) -> bool:
+    """Whether the host has seen the announcement of contents; the listener is notified of that."""
+    there = contents.there
+    if there and contents.block.session.listener is not None:
+        say_opened(opened, contents.block, contents.announced, None)
+    return there
+
+
 def _for_any_stream(opened: Imported, block: ControlBlock | None, slot: int, generation: int, ready: int) -> Imported:
     """What was opened without a stream: on whichever it is used, that waits for the contents."""
     if block is None:
         return opened
     contents = Contents(block, slot, generation, ready)
     if isinstance(opened, ImportedBuffer):
-        opened._contents = None if contents.there else contents
+        opened._contents = None if _is_there(opened, contents) else contents
     elif isinstance(opened, ImportedRange) and opened.stream.is_default:
         # Else it was opened on a stream before, which waits.
-        opened._contents = tuple(one for one in (*opened._contents, contents) if not one.there)
+        opened._contents = tuple(one for one in (*opened._contents, contents) if not _is_there(opened, one))
     elif isinstance(opened, PhysicalMemory):
         # Nobody sees where it will be mapped.
         await_on(block, slot, ready, None)
@@ -289,7 +298,7 @@ def _open_physical(
             opened.set_chunks(names, lambda place: importer.memory(chunks[place], handles), described.size)
         block = importer.block_of(described, handles)
         for ordered in streams:
-            if block is not None and importer.session.opened is not None and isinstance(opened, ImportedRange):
+            if block is not None and importer.session.listener is not None and isinstance(opened, ImportedRange):
                 say_opened(opened, block, (described.slot, described.generation, described.ready), ordered)
             wait_until_ready(block, described.slot, described.ready, ordered)
     if growable and isinstance(opened, ImportedRange):

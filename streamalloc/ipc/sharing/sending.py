@@ -23,7 +23,7 @@ from streamalloc.ipc.sharing.control_block import ControlBlock
 from streamalloc.ipc.sharing.descriptor import Head
 from streamalloc.ipc.sharing.exports import Exports, Route, Shared
 from streamalloc.ipc.sharing.lease import Hold, Lease, hung_up
-from streamalloc.ipc.sharing.share import share
+from streamalloc.ipc.sharing.share import say_ready, share
 from streamalloc.ipc.transport.channel import Channel
 
 __all__ = ["send"]
@@ -140,13 +140,7 @@ def _send_plainly(
     """
     _, pointer, nbytes, stream = parts
     session, route = way.session, way.route()
-    if (
-        direct_handle(stream, session) is None
-        or route is None
-        or not nbytes
-        or session.shared is not None
-        or session.forked
-    ):
+    if direct_handle(stream, session) is None or route is None or not nbytes or session.forked:
         return False
     lease = route.lease(buffer, pointer)
     head = None if lease is None else way.heads.get(lease.block)
@@ -155,6 +149,8 @@ def _send_plainly(
     with lease.lock:
         ready = lease.say(stream)
         try:
+            if session.listener is not None:
+                say_ready(lease, ready, int(pointer), nbytes, stream)
             data = head.descriptor(lease.slot, lease.generation, ready, 0, nbytes, nbytes, lease.payload)
             sent = channel._offer(data)
             lease.block.tell(stream, lease.words.ready, ready)

@@ -244,8 +244,8 @@ def _leased(
 ) -> Shared:
     """The descriptor of an allocation that has a lease; ``part`` is offset, size, and size of the allocation."""
     ready = lease.announce(stream)
-    if exports.session.shared is not None:
-        _say_ready(lease, ready, int(address) + part[0], part[1], stream)
+    if exports.session.listener is not None:
+        say_ready(lease, ready, int(address) + part[0], part[1], stream)
     route: Any = lease.route
     head, handles = route.head(lease.block)
     data = head.descriptor(lease.slot, lease.generation, ready, *part, lease.payload)
@@ -285,8 +285,8 @@ def _share_range(thing: VirtualBuffer | RangeView, asked: _Asked, begin: int = 0
     shared = _share_chunks(
         thing, session, memories, ordered, asked, offset=begin - mapped[0].offset, size=size, **fields
     )
-    if session.shared is not None and shared._lease is not None:
-        _say_ready(shared._lease, shared.descriptor.ready, thing.range.address + begin, size, ordered)
+    if session.listener is not None and shared._lease is not None:
+        say_ready(shared._lease, shared.descriptor.ready, thing.range.address + begin, size, ordered)
     return shared
 
 
@@ -308,11 +308,11 @@ def _share_chunks(
     return exports.describe(Mechanism.PHYSICAL, exports.uuid(_device_of(memories[0])), stream, handles, **fields)
 
 
-def _say_ready(lease: Lease, ready: int, address: int, nbytes: int, stream: Stream) -> None:
-    """Tell a driver that checks stream order that importers will use memory after what a stream has queued."""
+def say_ready(lease: Lease, ready: int, address: int, nbytes: int, stream: Stream) -> None:
+    """Notify the listener that importers may use memory after the work that a stream has queued."""
     name = lease.block.announcement(lease.slot, lease.generation, ready)
     with stream.device.current():
-        lease.block.session.shared(address, nbytes, raw_handle(stream), name)  # type: ignore[misc]
+        lease.block.session.listener.shared(address, nbytes, raw_handle(stream), name)  # type: ignore[union-attr]
 
 
 def _device_of(memory: PhysicalMemory) -> Device:

@@ -1,3 +1,3 @@
-"""How processes reach each other: channels, descriptors that travel over them, and groups of processes."""
+"""Connections between processes: channels, file descriptors over them, and groups of processes."""
 
 __all__: list[str] = []

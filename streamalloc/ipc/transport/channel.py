@@ -1,13 +1,12 @@
-"""Private connections between processes of one user on one machine, which carry messages and file descriptors.
+"""Private connections between processes of one user on one machine, for messages and file descriptors.
 
-A :class:`Channel` is an ``AF_UNIX`` connection of type ``SOCK_SEQPACKET``: a packet arrives whole or not at all, and
-descriptors travel in it (``SCM_RIGHTS``). A message is one packet, or several where it is larger: the receiver puts
-these together, and drops those of a message that was given up. The user of the other end is checked before a byte of it
-is read (``SO_PEERCRED``).
+A :class:`Channel` is one end of an ``AF_UNIX`` connection of type ``SOCK_SEQPACKET``. A packet arrives whole or not at
+all, and descriptors travel in it (``SCM_RIGHTS``). A message is one packet, or several packets if it is larger. The
+receiver joins these, and drops the packets of a message that the sender abandoned. The user of the other end is checked
+before the first byte is read (``SO_PEERCRED``).
 
-A signal handler that raises loses nothing here: what the kernel has handed over is in ``Channel._inbox`` before Python
-looks for signals again, as one C function makes the call and stores its result. It leaves the inbox by lines that call
-nothing.
+If a signal handler raises, the one packet that was being received may be lost, with its descriptors. The receiver
+detects a lost packet of a larger message and closes the channel.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import os
 import select
 import socket
 import time
-from collections import deque
 from collections.abc import Iterable, Sequence
 from multiprocessing.reduction import DupFd, ForkingPickler
 from secrets import token_hex
@@ -42,11 +40,11 @@ from streamalloc.ipc.transport.packets import (
     ProtocolError,
     as_bytes,
     checked_descriptor,
+    fault_in,
     header,
-    joined,
     packets_of,
     rights_of,
-    what_is_wrong,
+    with_part,
 )
 from streamalloc.ipc.transport.socket_address import (
     Address,
@@ -61,58 +59,44 @@ from streamalloc.ipc.transport.socket_address import (
 
 __all__ = ["Address", "Channel", "Listener", "Peer"]
 
-# Plain numbers: operators of enum members cost more than the rest of a call.
+# Plain integers: operators of enum members cost more than the rest of a call.
 _DAMAGED = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
 _ALL_BITS = (1 << 32) - 1
 
-# A receiver looks for a message without sleeping for as long as the other end takes to hand over memory, even where it
-# had to be woken up for that: what comes at once then comes in a third of the time. Were it less, two ends that hand
-# something to and fro would each find the other asleep, for ever. Where both ends share one processor, or messages take
-# longer, that only costs: after so many times in vain it is done once in a while.
+# Nanoseconds that a receiver polls before it sleeps. A message that comes within this time arrives in a third of the
+# time that waking the thread takes. On one processor polling would only delay the sender.
 _SPIN_NANOSECONDS = 150_000 if len(os.sched_getaffinity(0)) > 1 else 0
-_IN_VAIN, _ONCE_IN = 3, 32
-# No call waits in the kernel, where Python would begin anew after each signal: poll() keeps any deadline.
+# After this many waits in a row without a message, only every 32nd wait polls.
+_MISSES_BEFORE_SLEEP, _POLL_EVERY = 3, 32
+# No call blocks in the kernel: Python would restart it after each signal. poll() keeps the deadline.
 _SEND = int(socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+_RECEIVE = int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
 _RIGHTS_BYTES = socket.CMSG_SPACE(PACKET_HANDLES * array.array("i").itemsize)
-# Arguments of recvmsg(), as map() takes them.
-_RECEIVE = (PACKET_BYTES,), (_RIGHTS_BYTES,), (int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT),)
 
 _GONE = (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.ECONNREFUSED)
 _FULL = (errno.EAGAIN, errno.ENOBUFS, errno.ETOOMANYREFS)
 
-# socket.socketpair is of Python.
-_socketpair: Any = vars(socket)["_socket"].socketpair
 _clock = time.perf_counter_ns
-_make = tuple.__new__  # what Message() comes down to, at a third of its cost
+_make = tuple.__new__  # Message() calls this too, and takes three times as long
 
 
 class _Socket(socket.socket):
-    """A socket that is closed without a warning when it is dropped, as all owners here are."""
+    """A socket that closes without a ``ResourceWarning`` when it is dropped."""
 
     def __del__(self) -> None:
-        if self.fileno() >= 0:  # not where it was never made
-            super(socket.socket, self).close()  # an interrupt may have come before it was a Python object as a whole
-
-    @classmethod
-    def of(cls, plain: socket.socket) -> _Socket:
-        """The same socket, taken over."""
-        return cls(plain.family, plain.type, plain.proto, plain.detach())
-
-    @classmethod
-    def new(cls) -> _Socket:
-        """One that is not connected yet."""
-        return cls(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if self.fileno() >= 0:
+            self.close()
 
 
-class _HasSocket(Closes):
-    """What owns a socket."""
+class _SocketOwner(Closes):
+    """An owner of one socket."""
 
     __slots__ = ("__weakref__", "_socket")
 
     _socket: socket.socket
 
     def fileno(self) -> int:
-        """The socket's descriptor, which stays ours; readable when something has come.
+        """The socket's descriptor, which this object still owns; readable when a message or a process has come.
 
         Raises
         ------
@@ -132,28 +116,47 @@ class _HasSocket(Closes):
     def _was_closed(self) -> ClosedError:
         return ClosedError(f"this {type(self).__name__.lower()} was closed")
 
+    def _poll(self, events: int, timeout: int) -> bool:
+        """Wait up to ``timeout`` milliseconds for poll events; whether one has come."""
+        poll = select.poll()
+        poll.register(self.fileno(), events)
+        return bool(poll.poll(timeout))
 
-class Channel(_HasSocket):
+    def _shut_down(self) -> None:
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError as error:
+            if error.errno not in (errno.EBADF, errno.ENOTCONN, errno.EINVAL):
+                raise
+
+
+class Channel(_SocketOwner):
     """One end of a private connection; made by :meth:`pair`, :meth:`connect`, :meth:`Listener.accept`, :meth:`from_fd`.
 
-    One thread may send while another receives; two that send, or two that receive, need a lock of their own. Closing
-    does not wake a thread that waits: :meth:`shutdown` does. After an exception of a signal handler out of
-    :meth:`receive`, the message is there for the next call, also where the socket is not readable any more.
+    One thread may send while another receives. Two threads that send, or two that receive, need a lock of their own.
+    Closing does not wake a thread that waits; :meth:`shutdown` does. If a signal handler raises during :meth:`receive`,
+    the channel stays usable, and one packet may be lost.
 
-    Child processes inherit nothing. An end is given to a child as an argument of ``multiprocessing.Process`` (spawn and
-    forkserver), or by its number: ``subprocess.Popen(..., pass_fds=[channel.fileno()])`` and :meth:`from_fd` there.
-    Close one's own copy then: a channel ends when the last copy of its other end is closed.
+    Child processes inherit no descriptor of it. Pass an end to a child as an argument of ``multiprocessing.Process``
+    (spawn and forkserver), or pass its number with ``subprocess.Popen(..., pass_fds=[channel.fileno()])`` and call
+    :meth:`from_fd` there. Then close this process's copy: a connection ends when the last copy of one end is closed.
 
     Attributes
     ----------
     timeout
-        Seconds for calls that are given no timeout of their own; None, the default: no limit.
+        Seconds for calls without a timeout argument; None, the default: no limit.
+
+    Examples
+    --------
+    >>> ours, theirs = Channel.pair()
+    >>> ours.send(b"hello")
+    >>> theirs.receive(timeout=1).data
+    b'hello'
     """
 
     __slots__ = (
         "_carried",
-        "_in_vain",
-        "_inbox",
+        "_misses",
         "_partial",
         "_ready",
         "_receive",
@@ -164,20 +167,18 @@ class Channel(_HasSocket):
     )
 
     peer: Peer
-    """Who made the other end."""
+    """The process that made the other end."""
 
     def __init__(self, connection: socket.socket, peer: Peer) -> None:
         self.timeout: float | None = None
         self._carried: Any = None
-        """What sharing keeps in mind of what has gone over it."""
-        self._inbox: deque[Any] = deque()
-        """Packets that the kernel has handed over: what recvmsg() gives, or what :meth:`_handles` makes of that."""
+        """Record of the handles that sharing has sent over this channel."""
         self._partial: Partial | None = None
-        self._in_vain = 0
-        """How often in a row it was looked for a message without sleeping, and none came."""
-        self._socket = connection
+        self._misses = 0
+        """Waits in a row in which polling found no message."""
+        self._socket = connection = _Socket(connection.family, connection.type, 0, connection.detach())
         self.peer = peer
-        # Bound once: a hand-off is one of the first two calls, and looking them up each time costs as much as a tenth.
+        # Bound once: looking a method up at each call costs a tenth of a hand-off.
         self._send = connection.send
         self._receive = connection.recvmsg
         self._send_with = connection.sendmsg
@@ -186,31 +187,30 @@ class Channel(_HasSocket):
         self._ready = poll.poll
         connection.settimeout(None)
 
-    # -- making one ------------------------------------------------------------------------------------------
+    # -- constructors ----------------------------------------------------------------------------------------
 
     @classmethod
     def pair(cls) -> tuple[Channel, Channel]:
-        """Both ends of a new connection."""
-        # A function of C, whose sockets close themselves: an interrupt loses none on its way to an owner.
-        first, second = _socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        """Make both ends of a new connection (``socketpair``)."""
+        first, second = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         return cls(first, peer_of(first)), cls(second, peer_of(second))
 
     @classmethod
     def listen(cls, name: Address | None = None) -> Listener:
-        """A place to which other processes of this user connect.
+        """Make a listener, to which other processes of this user connect.
 
         Parameters
         ----------
         name
-            Default: an abstract socket with a name that nobody guesses. It ends with the process, however that dies,
-            and is seen in this network namespace only. Or the path of a socket to make, which is removed at close.
+            The path of a socket to make, which closing removes. Default: an abstract socket with a random name. It ends
+            with the process, also if that is killed, and is visible in this network namespace only.
 
         Raises
         ------
         ValueError
-            The path is too long, or its directory is open to others than this user.
+            The path is too long, or other users may enter its directory.
         OSError
-            The name is taken (``EADDRINUSE``), or the directory is not there.
+            The name is taken (``EADDRINUSE``), or the directory does not exist.
         """
         return Listener(name)
 
@@ -221,23 +221,23 @@ class Channel(_HasSocket):
         Parameters
         ----------
         address
-            :attr:`Listener.address` over there.
+            :attr:`Listener.address` of that listener.
         timeout
-            Seconds to wait where more processes want to connect than the listener has room for; None: no limit.
+            Seconds to wait while the listener's queue is full; None: no limit.
 
         Raises
         ------
         ConnectionRefusedError, FileNotFoundError
-            Nobody listens there.
+            No process listens at the address.
         PermissionError
             The listener belongs to another user.
         TimeoutError
-            It is too busy.
+            The listener's queue stayed full.
         """
         end = end_of(timeout)
-        connection = _Socket.new()
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with undoing(connection.close):
-            # A full queue is EAGAIN, which poll() knows nothing of.
+            # A full queue is EAGAIN, for which poll() has no event.
             connection.setblocking(False)
             while True:
                 try:
@@ -254,18 +254,20 @@ class Channel(_HasSocket):
 
     @classmethod
     def from_fd(cls, fd: int | Fd) -> Channel:
-        """Take over a connected socket, such as one that the parent process passed on.
+        """Take over a connected socket, for example one that the parent process passed on.
+
+        On an error the caller still owns the descriptor.
 
         Raises
         ------
         ValueError
-            It is no connected ``AF_UNIX`` socket of type ``SOCK_SEQPACKET``. It stays the caller's then.
+            The descriptor is no connected ``AF_UNIX`` socket of type ``SOCK_SEQPACKET``.
         PermissionError
-            The other end belongs to another user. It stays the caller's then.
+            The other end belongs to another user.
         """
         number = fd.fileno() if isinstance(fd, Fd) else checked_descriptor(fd)
         try:
-            connection = _Socket(fileno=number)
+            connection = socket.socket(fileno=number)
         except OSError as error:
             raise ValueError(f"descriptor {number} is not open or is no socket: {error}") from None
         with undoing(connection.detach):
@@ -287,29 +289,29 @@ class Channel(_HasSocket):
     # -- messages --------------------------------------------------------------------------------------------
 
     def send(self, data: BytesLike, handles: Sequence[Fd | int] = (), *, timeout: float | None = None) -> None:
-        """Send one message; returns when the kernel has it.
+        """Send one message; returns when the kernel has stored it for the receiver.
 
-        A message of at most 64 KiB and 64 descriptors is one packet. What is larger is sent in several, and the
-        receiver has to take the first ones before the last ones have room.
+        A message of at most 64 KiB and 64 descriptors is one packet. A larger message is sent in several packets, and
+        the last ones have room only after the receiver has taken the first ones.
 
         Parameters
         ----------
         data
             At most :data:`MAX_DATA` bytes (1 MiB).
         handles
-            At most :data:`MAX_HANDLES` descriptors. The receiver gets duplicates; these stay the caller's.
+            At most :data:`MAX_HANDLES` descriptors. The receiver gets duplicates; the caller still owns these.
         timeout
-            Seconds to wait while the receiver is behind and there is no room; None: :attr:`timeout`.
+            Seconds to wait for room in the receiver's queue; None: :attr:`timeout`.
 
         Raises
         ------
         ValueError
             Too many bytes or descriptors.
         TimeoutError
-            There was no room. The message is not delivered, also where some of its packets were sent: the receiver
-            drops these when the next message comes. The channel stays usable.
+            The receiver's queue stayed full. The message is not delivered: if some of its packets were sent, the
+            receiver drops these when the next message comes. The channel stays usable.
         PeerGoneError
-            The other end is closed. What it sent before can still be received.
+            The other end is closed. Messages that it sent before can still be received.
         ClosedError
             This end is closed.
         """
@@ -324,7 +326,7 @@ class Channel(_HasSocket):
             self._send_packets([(packet, ())], wait)
 
     def _offer(self, data: bytes) -> bool:
-        """Send a message of one packet if that needs no waiting; whether it was sent. :meth:`send` says why not."""
+        """Send a message of one packet without waiting; whether it was sent. :meth:`send` raises the reason."""
         try:
             self._send(header(MAGIC, VERSION, 0, len(data)) + data, _SEND)
         except OSError:
@@ -337,35 +339,40 @@ class Channel(_HasSocket):
         Parameters
         ----------
         timeout
-            Seconds to wait for it, 0 to take only what is there; None: :attr:`timeout`.
+            Seconds to wait for the message; 0: do not wait; None: :attr:`timeout`.
 
         Raises
         ------
         TimeoutError
-            None came. The channel stays usable.
+            No message came. The channel stays usable.
         PeerGoneError
-            The other end is closed and everything that it sent was received.
+            The other end is closed, and everything that it sent was received.
         ProtocolError
-            Something else than a message came. Its descriptors and this channel are closed.
+            The packet is no message of a channel. The channel is closed.
         ClosedError
             This end is closed.
         """
         wait = self.timeout if timeout is None else timeout
         if wait is not None and not wait >= 0:
             refuse(wait)
-        inbox = self._inbox
-        if not inbox:
-            self._fill(None, wait)
-        packet, extra, flags, _ = inbox[0]
-        if (
-            not (extra or flags & _DAMAGED)
-            and packet[:HEADER_BYTES] == header(MAGIC, VERSION, 0, len(packet) - HEADER_BYTES & _ALL_BITS)
-            and self._partial is None
-        ):
-            message = _make(Message, (packet[HEADER_BYTES:], ()))
-            del inbox[0]
-            return message
-        return self._unpacked(wait)
+        end: float | None = None
+        while True:
+            try:
+                packet, extra, flags, _ = self._receive(PACKET_BYTES, _RIGHTS_BYTES, _RECEIVE)
+            except OSError as error:
+                end = end_of(wait) if end is None else end
+                self._await(error, wait, end)
+                continue
+            if (
+                not (extra or flags & _DAMAGED)
+                and packet[:HEADER_BYTES] == header(MAGIC, VERSION, 0, len(packet) - HEADER_BYTES & _ALL_BITS)
+                and self._partial is None
+            ):
+                return _make(Message, (packet[HEADER_BYTES:], ()))
+            message = self._take(packet, _handles_in(extra), flags)
+            if message is not None:
+                return message
+            end = end_of(wait) if end is None else end
 
     def _send_slowly(self, data: BytesLike, handles: Sequence[Fd | int], wait: float | None) -> None:
         if wait is not None and not wait >= 0:
@@ -377,7 +384,7 @@ class Channel(_HasSocket):
             self._send_packets([(header(MAGIC, VERSION, len(handles), len(body)) + body, handles)], wait)
 
     def _send_packets(self, packets: Iterable[Packet], wait: float | None) -> None:
-        """Send packets, and wait for room as far as that is what they need."""
+        """Send packets; wait for room where the receiver's queue is full."""
         end = end_of(wait)
         for packet, handles in packets:
             rights = rights_of(handles)
@@ -395,65 +402,43 @@ class Channel(_HasSocket):
                     if left(end) == 0:
                         raise TimeoutError(f"{self._who} made no room for a message within {wait:g} s") from None
                     if error.errno == errno.EAGAIN:
-                        _polled(self, select.POLLOUT, milliseconds(end))
+                        self._poll(select.POLLOUT, milliseconds(end))
                     else:
-                        # Memory, or this user's limit of descriptors on their way: nothing tells when there is some.
+                        # Kernel memory, or this user's limit of descriptors in flight: no event reports room.
                         time.sleep(min(0.001, left(end)))
 
-    def _fill(self, end: float | None, wait: float | None) -> None:
-        """Wait for a packet, until ``end`` or for so many seconds."""
-        while not self._inbox:
-            try:
-                self._inbox.extend(map(self._receive, *_RECEIVE))
-            except OSError as error:
-                if self.closed:
-                    raise self._was_closed() from None
-                # A reset, said once, means that the peer went with messages unread: its own are still to be had.
-                if error.errno == errno.EAGAIN:
-                    end = end_of(wait) if end is None else end
-                    if left(end) == 0:
-                        raise TimeoutError(f"no message from {self._who} within {wait:g} s") from None
-                    self._await(milliseconds(end))
-                elif error.errno != errno.ECONNRESET:
-                    raise
-
-    def _await(self, timeout: int) -> None:
-        """Wait until the socket is readable, for so many milliseconds."""
-        ready, missed = self._ready, self._in_vain
-        if missed < _IN_VAIN or not missed % _ONCE_IN:
+    def _await(self, error: OSError, wait: float | None, end: float | None) -> None:
+        """Wait until the socket is readable, after ``error`` of a call that has received nothing."""
+        if self.closed:
+            raise self._was_closed() from None
+        if error.errno == errno.ECONNRESET:
+            # Reported once: the peer ended with messages unread. Its own messages can still be received.
+            return
+        if error.errno != errno.EAGAIN:
+            raise error
+        if left(end) == 0:
+            raise TimeoutError(f"no message from {self._who} within {wait:g} s") from None
+        ready, misses = self._ready, self._misses
+        if misses < _MISSES_BEFORE_SLEEP or not misses % _POLL_EVERY:
             spun = _clock() + _SPIN_NANOSECONDS
             while _clock() < spun:
                 if ready(0):
-                    self._in_vain = 0
+                    self._misses = 0
                     return
-        self._in_vain = missed + 1
-        ready(timeout)
+        self._misses = misses + 1
+        ready(milliseconds(end))
 
-    def _unpacked(self, wait: float | None) -> Message:
-        """The message in the next packets, once all about them was checked."""
-        end = end_of(wait)
-        while True:
-            self._fill(end, wait)
-            message = self._next_part()
-            if message is not None:
-                return message
-
-    def _next_part(self) -> Message | None:
-        """Take the next packet; the message that it is, or completes."""
-        inbox = self._inbox
-        handles = self._handles()
-        packet, _, flags, _ = inbox[0]
-        if not packet and not handles and _polled(self, select.POLLRDHUP, 0):
+    def _take(self, packet: bytes, handles: tuple[Fd, ...], flags: int) -> Message | None:
+        """Check a packet; the message that the packet is or completes, or None."""
+        if not packet and not handles and self._poll(select.POLLRDHUP, 0):
             self._drop_partial()
             raise PeerGoneError(f"{self._who} has ended or closed its end")
-        wrong = what_is_wrong(packet, len(handles), flags)
-        if wrong is None and packet[:4] == MAGIC:
-            # What came of an earlier message is all that ever will.
+        fault = fault_in(packet, len(handles), flags)
+        if fault is None and packet[:4] == MAGIC:
+            # The sender abandoned the message before this one: no more packets of it come.
             self._drop_partial()
-            message = Message(packet[HEADER_BYTES:], handles)
-            del inbox[0]
-            return message
-        found = joined(self._partial, packet, handles) if wrong is None else wrong
+            return Message(packet[HEADER_BYTES:], handles)
+        found = with_part(self._partial, packet, handles) if fault is None else fault
         if isinstance(found, str):
             close_all(handles)
             self.close()
@@ -462,30 +447,12 @@ class Channel(_HasSocket):
             self._drop_partial()
         if len(found.data) < found.parts:
             self._partial = found
-            del inbox[0]
             return None
-        message = Message(b"".join(found.data), found.handles)
         self._partial = None
-        del inbox[0]
-        return message
-
-    def _handles(self) -> tuple[Fd, ...]:
-        """The descriptors of the next packet, each with an owner from now on."""
-        packet, found, flags, _ = self._inbox[0]
-        if isinstance(found, list):
-            numbers = array.array("i")
-            for level, kind, data in found:
-                if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                    numbers.frombytes(data[: len(data) - len(data) % numbers.itemsize])
-            # Before the descriptors have owners: after an interrupt none gets a second one.
-            self._inbox[0] = packet, (), flags, None
-            found = tuple([Fd(number) for number in numbers])
-            self._inbox[0] = packet, found, flags, None
-        handles: tuple[Fd, ...] = found
-        return handles
+        return Message(b"".join(found.data), found.handles)
 
     def _drop_partial(self) -> None:
-        """Drop what has come of a message that will not be complete."""
+        """Close the descriptors of a message that will not be complete."""
         if self._partial is not None:
             close_all(self._partial.handles)
             self._partial = None
@@ -499,21 +466,13 @@ class Channel(_HasSocket):
         return f"process {self.peer.pid or 'of another container'}"
 
     def shutdown(self) -> None:
-        """End the connection for everybody who holds either end; calls that wait raise :class:`PeerGoneError`."""
-        _shut_down(self._socket)
+        """End the connection for every process that has either end; calls that wait raise :class:`PeerGoneError`."""
+        self._shut_down()
 
     def close(self) -> None:
         """Close this process's copy of this end; idempotent. Messages that were sent still arrive."""
         self._socket.close()
         self._drop_partial()
-        while self._inbox:
-            close_all(self._handles())
-            del self._inbox[0]
-
-    def __del__(self) -> None:
-        if getattr(self, "_socket", None) is not None:
-            # Those of a pair are of C, which warns of one that nobody has closed.
-            self._socket.close()
 
     def __repr__(self) -> str:
         if not hasattr(self, "peer"):
@@ -521,13 +480,13 @@ class Channel(_HasSocket):
         return f"<Channel closed ({self._who})>" if self.closed else f"<Channel to {self._who}>"
 
 
-class Listener(_HasSocket):
-    """A place to which other processes of this user connect; made by :meth:`Channel.listen`.
+class Listener(_SocketOwner):
+    """A socket to which other processes of this user connect; made by :meth:`Channel.listen`.
 
     Attributes
     ----------
     address
-        What :meth:`Channel.connect` takes: a path, or an abstract name with ``@`` first.
+        The argument of :meth:`Channel.connect`: a path, or an abstract name with ``@`` first.
     """
 
     __slots__ = ("_file", "_process", "address")
@@ -540,25 +499,25 @@ class Listener(_HasSocket):
         name = shown(name)
         self._process = os.getpid()
         self._file: tuple[int, int] | None = None
-        self._socket = _Socket.new()
         self.address = name if name.startswith("@") else os.path.abspath(name)
+        self._socket = _Socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with undoing(self.close):
-            place = to_kernel(self.address)
-            if isinstance(place, str):
-                check_private(place)
+            bound = to_kernel(self.address)
+            if isinstance(bound, str):
+                check_private(bound)
             try:
-                self._socket.bind(place)
+                self._socket.bind(bound)
             except OSError as error:
                 if error.errno == errno.EADDRINUSE:
                     error.strerror = f"{self.address} is in use, or was left behind by a process"
                 raise
-            if isinstance(place, str):
-                self._file = identity(place)
+            if isinstance(bound, str):
+                self._file = identity(bound)
             self._socket.setblocking(False)
             self._socket.listen(128)
 
     def accept(self, timeout: float | None = None) -> Channel:
-        """The connection of the next process.
+        """The connection of the next process (``accept``).
 
         Parameters
         ----------
@@ -568,16 +527,16 @@ class Listener(_HasSocket):
         Raises
         ------
         TimeoutError
-            Nobody connected. The listener stays usable.
+            No process connected. The listener stays usable.
         PermissionError
-            A process of another user did, and was turned away. The listener stays usable.
+            A process of another user connected and was refused. The listener stays usable.
         ClosedError
-            The listener was closed, perhaps while this waited.
+            The listener was closed, perhaps during this call.
         """
         end = end_of(timeout)
         while True:
             try:
-                connection = _Socket.of(self._socket.accept()[0])
+                connection, _ = self._socket.accept()
                 break
             except OSError as error:
                 if self.closed:
@@ -586,19 +545,19 @@ class Listener(_HasSocket):
                     raise
             if left(end) == 0:
                 raise TimeoutError(f"nobody connected to {self.address} within {timeout:g} s")
-            _polled(self, select.POLLIN, milliseconds(end))
+            self._poll(select.POLLIN, milliseconds(end))
         with undoing(connection.close):
             return Channel(connection, admitted(connection))
 
     def close(self) -> None:
-        """Listen no more, and remove the path if there is one; idempotent. Channels that were accepted stay open."""
-        # A forked child closes its copy only; the listener is its parent's.
+        """Stop listening, and remove the socket's path if there is one; idempotent. Accepted channels stay open."""
+        # A forked child closes its copy only: the parent owns the listener.
         if not self.closed and os.getpid() == self._process:
-            # A path that is another socket by now is not ours to remove.
+            # Another listener may have bound a new socket to the path since.
             if self._file is not None and identity(self.address) == self._file:
                 os.unlink(self.address)
             # Wakes a thread that waits in accept().
-            _shut_down(self._socket)
+            self._shut_down()
         self._socket.close()
 
     def __del__(self) -> None:
@@ -611,22 +570,13 @@ class Listener(_HasSocket):
         return f"<Listener at {self.address}{' (closed)' if self.closed else ''}>"
 
 
-# -- packets -------------------------------------------------------------------------------------------------
-
-
-def _shut_down(connection: socket.socket) -> None:
-    try:
-        connection.shutdown(socket.SHUT_RDWR)
-    except OSError as error:
-        if error.errno not in (errno.EBADF, errno.ENOTCONN, errno.EINVAL):
-            raise
-
-
-def _polled(end: Channel | Listener, what: int, milliseconds: int) -> bool:
-    """Wait for something of a socket; whether it has come."""
-    poll = select.poll()
-    poll.register(end.fileno(), what)
-    return bool(poll.poll(milliseconds))
+def _handles_in(extra: list[tuple[int, int, bytes]]) -> tuple[Fd, ...]:
+    """The descriptors in a packet's ancillary data."""
+    numbers = array.array("i")
+    for level, kind, data in extra:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            numbers.frombytes(data[: len(data) - len(data) % numbers.itemsize])
+    return tuple([Fd(number) for number in numbers])
 
 
 # -- multiprocessing -----------------------------------------------------------------------------------------
@@ -642,5 +592,5 @@ def _rebuild(duplicate: Any, timeout: float | None) -> Channel:
     return channel
 
 
-# A plain pickle stays refused: the bytes would mean nothing without the descriptor.
+# pickle.dumps() still refuses a channel: without the descriptor its bytes mean nothing.
 ForkingPickler.register(Channel, _reduce)

@@ -1,9 +1,9 @@
-"""Groups of processes that do things together: what is given to all of them, descriptors included.
+"""Groups of processes, which exchange bytes and file descriptors in collective calls.
 
-There is nothing here that starts processes. :class:`Communicator` is what this library needs of a group, and the rest
-are adapters to what users have: mpi4py, ``torch.distributed``, ``multiprocessing``. Bytes travel by what the group is
-made of; descriptors over channels between the processes of one machine, whose addresses travel as bytes.
-:func:`as_communicator` also takes any object that has a rank, a size and an all-gather of bytes.
+:class:`Communicator` is the interface that this library uses. The other classes implement it over mpi4py,
+``torch.distributed`` and ``multiprocessing``; none of them starts processes. Bytes travel over the group's own
+transport. Descriptors travel over channels between the processes of one machine; the channels' addresses are exchanged
+as bytes. :func:`as_communicator` also takes any object that has a rank, a size and an all-gather of bytes.
 """
 
 from __future__ import annotations
@@ -55,20 +55,20 @@ __all__ = [
 
 @runtime_checkable
 class Communicator(Protocol):
-    """A group of processes, as one of them sees it.
+    """One process's membership in a group.
 
-    All ranks make the same calls in the same order, each from one thread at a time. ``timeout`` is in seconds; None is
-    the communicator's own default. A call that fails on one rank fails on all, with a
-    :class:`~streamalloc.ipc.GroupError` whose ``ranks`` are at fault: a ``TimeoutError`` if these did not come, a
-    :class:`PeerGoneError` if they are gone. The group is of no use after that, and further calls raise
+    All ranks make the same calls in the same order, each rank from one thread at a time. ``timeout`` is in seconds;
+    None: the communicator's default. A call that fails on one rank fails on all, with a
+    :class:`~streamalloc.ipc.GroupError` whose ``ranks`` are at fault: a ``TimeoutError`` if these did not make the
+    call, a :class:`PeerGoneError` if they are gone. After that the group is unusable, and further calls raise
     :class:`ClosedError`.
 
     Attributes
     ----------
     rank, size
-        This process's number, from 0, and how many there are.
+        This process's number, from 0, and the number of processes.
     host
-        Names the machine, user and network namespace: processes that have the same can exchange descriptors.
+        Name of the machine, user and network namespace. Processes with the same name can exchange descriptors.
     """
 
     rank: int
@@ -76,13 +76,13 @@ class Communicator(Protocol):
     host: str
 
     def allgather(self, data: BytesLike, *, timeout: float | None = None) -> list[bytes]:
-        """What every rank gives, by rank. They may give different numbers of bytes."""
+        """The bytes of all ranks, by rank. Ranks may pass different numbers of bytes."""
 
     def barrier(self, *, timeout: float | None = None) -> None:
-        """Wait until all ranks are here."""
+        """Wait until all ranks have made this call."""
 
     def exchange(self, handles: Sequence[Fd | int], *, timeout: float | None = None) -> list[tuple[Fd, ...]]:
-        """Duplicates of the descriptors that every rank gives, by rank; ``ValueError`` where hosts differ."""
+        """Duplicates of the descriptors of all ranks, by rank; ``ValueError`` if hosts differ."""
 
     def close(self) -> None:
         """Leave the group; idempotent."""
@@ -97,23 +97,23 @@ class ProcessGroupLike(Protocol):
 
     @property
     def size(self) -> int:
-        """How many processes there are."""
+        """Number of processes."""
 
     def allgather(self, data: bytes, /) -> Sequence[bytes]:
-        """What every rank gives, by rank."""
+        """The data of all ranks, by rank."""
 
 
 class MPIGroupLike(Protocol):
-    """The same in mpi4py's spelling."""
+    """The same interface with mpi4py's names."""
 
     def Get_rank(self) -> int:
         """This process's number, from 0."""
 
     def Get_size(self) -> int:
-        """How many processes there are."""
+        """Number of processes."""
 
     def allgather(self, data: Any, /) -> Sequence[Any]:
-        """What every rank gives, by rank."""
+        """The data of all ranks, by rank."""
 
 
 class TorchGroupLike(Protocol):
@@ -123,15 +123,15 @@ class TorchGroupLike(Protocol):
         """This process's number, from 0."""
 
     def size(self) -> int:
-        """How many processes there are."""
+        """Number of processes."""
 
 
 CommunicatorLike: TypeAlias = Communicator | ProcessGroupLike | MPIGroupLike | TorchGroupLike | None
-"""What :func:`as_communicator` takes."""
+"""Groups that :func:`as_communicator` takes."""
 
 
 class _Group(Closes):
-    """What the adapters have in common: they add how bytes travel (:meth:`_gather`)."""
+    """Base of the communicators; a subclass implements the all-gather of packets (:meth:`_gathered`)."""
 
     __slots__ = ("__weakref__", "_ended", "_mesh", "host", "rank", "size", "timeout")
 
@@ -144,34 +144,34 @@ class _Group(Closes):
         self._ended = ""
 
     def allgather(self, data: BytesLike, *, timeout: float | None = None) -> list[bytes]:
-        """What every rank gives, by rank. They may give different numbers of bytes.
+        """The bytes of all ranks, by rank. Ranks may pass different numbers of bytes.
 
         Raises
         ------
         TimeoutError, PeerGoneError
-            A rank did not come, or is gone. The group is of no use after that.
+            A rank did not make the call, or is gone. The group is unusable after that.
         ProtocolError
-            Another rank does something else.
+            Another rank makes another call.
         ClosedError
-            The communicator was closed, or failed before.
+            The communicator was closed, or a call failed before.
         """
         given = bytes(memoryview(data))
         with self._call(timeout) as limit:
             return self._gather(Call.ALLGATHER, given, limit)
 
     def barrier(self, *, timeout: float | None = None) -> None:
-        """Wait until all ranks are here; errors as of :meth:`allgather`."""
+        """Wait until all ranks have made this call. Errors as for :meth:`allgather`."""
         with self._call(timeout) as limit:
             self._gather(Call.BARRIER, b"", limit)
 
     def exchange(self, handles: Sequence[Fd | int], *, timeout: float | None = None) -> list[tuple[Fd, ...]]:
-        """Duplicates of the descriptors that every rank gives, by rank, those of this rank among them.
+        """Duplicates of the descriptors of all ranks, by rank; this rank's own are included.
 
-        Errors as of :meth:`allgather`, and ``ValueError`` on every rank where not all are on one machine, of one user
-        and in one network namespace. The group stays usable then.
+        Errors as for :meth:`allgather`. ``ValueError`` on every rank if the ranks are not all on one machine, of one
+        user and in one network namespace; the group stays usable then.
         """
         handles = tuple(handles)
-        # A descriptor that is not open would fail in the middle, and with it the group.
+        # Check first that each is open: an error during the exchange would end the group.
         for handle in handles:
             os.fstat(handle.fileno() if isinstance(handle, Fd) else handle)
         with self._call(timeout) as limit:
@@ -192,7 +192,7 @@ class _Group(Closes):
             raise
 
     def _gather(self, call: Call, data: bytes, limit: Limit) -> list[bytes]:
-        """Every rank's bytes. A first byte of each says what it does: the same for all if all do the same."""
+        """The bytes of all ranks. Each packet's first byte is its rank's call, which has to be the same for all."""
         packets = self._gathered(call, bytes([call]) + data, limit)
         for rank, packet in enumerate(packets):
             if packet[:1] != bytes([call]):
@@ -201,11 +201,11 @@ class _Group(Closes):
         return [packet[1:] for packet in packets]
 
     def _gathered(self, call: Call, packet: bytes, limit: Limit) -> list[bytes]:
-        """Every rank's packet."""
+        """The packets of all ranks, by rank."""
         raise NotImplementedError
 
     def _connected(self, limit: Limit) -> Mesh | str:
-        """Channels to all ranks, or why there can be none."""
+        """Channels to all ranks; a text with the reason if hosts differ."""
         if self._mesh is None:
             with Channel.listen() as listener:
                 card = f"{self.host}\n{listener.address}".encode()
@@ -223,11 +223,11 @@ class _Group(Closes):
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed, or failed."""
+        """Whether it was closed, or a call has failed."""
         return bool(self._ended)
 
     def close(self) -> None:
-        """Leave the group; idempotent. Ranks that still wait for this one get :class:`PeerGoneError`."""
+        """Leave the group; idempotent. Ranks that wait for this one raise :class:`PeerGoneError`."""
         self._end("was closed")
 
     def __repr__(self) -> str:
@@ -236,7 +236,7 @@ class _Group(Closes):
 
 def _host() -> str:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    # Descriptors travel over abstract sockets, and these are seen within one network namespace.
+    # Abstract sockets, over which descriptors travel, are visible within one network namespace.
     return f"boot {boot}, user {os.geteuid()}, network namespace {os.stat('/proc/self/ns/net').st_ino}"
 
 
@@ -251,15 +251,15 @@ def _apart(hosts: Sequence[str]) -> str:
 
 
 class AllgatherCommunicator(_Group):
-    """A group of which nothing is known but a rank, a size, and an all-gather of bytes that blocks.
+    """A communicator over any object with a rank, a size, and an all-gather of bytes that blocks.
 
     Parameters
     ----------
     group
-        What has them, as ``rank``, ``size`` and ``allgather(data)``, or in mpi4py's spelling. It stays the caller's.
+        An object with ``rank``, ``size`` and ``allgather(data)``, or with mpi4py's names; the caller closes it.
     timeout
-        Seconds for what travels over channels, where calls are given none. The all-gather has a time limit of its own,
-        or none.
+        Seconds for the exchange of descriptors in calls without a timeout argument; None: no limit. It does not limit
+        ``group.allgather``.
     """
 
     __slots__ = ("_group",)
@@ -293,10 +293,10 @@ class SelfCommunicator(_Group):
 
 
 class ProcessCommunicator(_Group):
-    """A group of processes of one machine; made for all of them by :meth:`create`, and handed out, one to each.
+    """A group of processes of one machine; :meth:`create` makes one communicator for each process.
 
-    They travel as arguments of ``multiprocessing.Process``, before their first use. The processes meet at the first
-    call.
+    Pass each one to its process as an argument of ``multiprocessing.Process``, before its first call. The processes
+    connect at the first call.
     """
 
     __slots__ = ("_token",)
@@ -312,10 +312,10 @@ class ProcessCommunicator(_Group):
         Parameters
         ----------
         size
-            How many.
+            Number of processes.
         timeout
-            Seconds for calls that are given none; None: no limit, and then a process that dies before its first call
-            is waited for without end.
+            Seconds for calls without a timeout argument; None: no limit. Without a limit the other ranks wait for ever
+            if a process dies before its first call.
         """
         if isinstance(size, bool) or not isinstance(size, int):
             raise TypeError(f"size must be an int, not {type(size).__name__} ({size!r})")
@@ -353,17 +353,17 @@ _abandoned: list[Any] = []
 
 
 class MPICommunicator(_Group):
-    """A group of MPI processes.
+    """A group of MPI processes. Every rank makes one.
 
-    Made on every rank. The first call duplicates ``comm``, so that our messages and the program's are never mistaken
-    for each other; MPI does not say who is missing there.
+    The first call duplicates ``comm``, so that messages of this library and of the program cannot mix. An error of that
+    call cannot name the missing ranks.
 
     Parameters
     ----------
     comm
         An intracommunicator of mpi4py.
     timeout
-        Seconds for calls that are given none; None: no limit. MPI itself ends all ranks when one dies, by default.
+        Seconds for calls without a timeout argument; None: no limit. By default MPI ends all ranks when one dies.
     """
 
     __slots__ = ("_comm", "_own")
@@ -386,11 +386,11 @@ class MPICommunicator(_Group):
                 self._own = self._duplicate(call, limit, pending)
             return self._all_to_all(MPI, call, packet, limit, pending)
         except BaseException:
-            # MPI still writes to the memory of requests that did not complete.
+            # Keep the buffers: MPI still writes to the memory of requests that did not complete.
             _abandoned.append(pending)
             raise
 
-    # Nothing here blocks: only so can a deadline be kept.
+    # MPI calls that block have no deadline, so that these are polled.
 
     def _duplicate(self, call: Call, limit: Limit, pending: list[Any]) -> Any:
         own, request = self._comm.Idup()
@@ -430,10 +430,10 @@ class MPICommunicator(_Group):
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     def close(self) -> None:
-        """Leave the group; idempotent. All ranks do so, as MPI frees a communicator on all of them."""
+        """Leave the group; idempotent. All ranks have to make this call: ``MPI_Comm_free`` is collective."""
         super().close()
         own, self._own = self._own, None
-        # After a failure requests of it are pending for ever, and MPI keeps it anyway.
+        # After a failure its requests stay pending, and MPI would wait for these.
         if own is not None and self._ended == "was closed":
             from mpi4py import MPI
 
@@ -445,17 +445,16 @@ class MPICommunicator(_Group):
 
 
 class TorchCommunicator(_Group):
-    """A group of ``torch.distributed``.
+    """A group of ``torch.distributed``. Every rank makes one; several of one group in the same order on every rank.
 
-    Made on every rank, in the same order as others of the same group. Bytes travel through the group's store, whatever
-    its backend is: no tensors, no device, nothing pickled.
+    Bytes travel through the group's store, with any backend: no tensor and no device is used, and nothing is pickled.
 
     Parameters
     ----------
     group
-        A process group; None: the default one.
+        A process group; None: the default group.
     timeout
-        Seconds for calls that are given none; None: those of the group's store.
+        Seconds for calls without a timeout argument; None: the timeout of the group's store.
     """
 
     __slots__ = ("_calls", "_prefix", "_store")
@@ -486,7 +485,7 @@ class TorchCommunicator(_Group):
             self._wait(keys, call, limit)
             packets = [bytes(self._store.get(key)) for key in keys]
             if self._calls:
-                # Who is in this call has read all of the one before.
+                # Every rank that has made this call has read all packets of the call before.
                 self._forget(self._key(self._calls - 1, self.rank))
         except RuntimeError as error:
             raise GroupGoneError(
@@ -514,7 +513,7 @@ class TorchCommunicator(_Group):
             self._store.delete_key(key)
 
 
-# How many communicators of each group were made here: the same on all of its ranks.
+# Number of communicators made of each group in this process, by group name; the same on all of its ranks.
 _numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
 
@@ -522,26 +521,26 @@ _numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
 
 def _loaded(module: str, name: str) -> Any:
-    """A class or a function of a module; () where the module is not loaded, or lacks it as its import has failed."""
+    """A class or a function of a loaded module; () if the module is not loaded, or its import has failed."""
     return getattr(sys.modules.get(module), name, ())
 
 
 def as_communicator(group: CommunicatorLike = None) -> Communicator:
-    """The communicator for a group of whatever kind.
+    """A communicator over a group of any supported kind.
 
     Parameters
     ----------
     group
-        A :class:`Communicator`; an intracommunicator of mpi4py; a process group of ``torch.distributed``, or None for
-        the default one of that; or any object with ``rank``, ``size`` and ``allgather(data)``, or with ``Get_rank()``,
-        ``Get_size()`` and ``allgather(data)``.
+        A :class:`Communicator`; an intracommunicator of mpi4py; a process group of ``torch.distributed``; None for the
+        default group of ``torch.distributed``; or any object with ``rank``, ``size`` and ``allgather(data)``, or with
+        ``Get_rank()``, ``Get_size()`` and ``allgather(data)``.
 
     Raises
     ------
     TypeError
-        It is none of these.
+        ``group`` is none of these.
     ValueError
-        None, and ``torch.distributed`` is not initialised.
+        ``group`` is None, and ``torch.distributed`` is not initialised.
     """
     if group is None:
         is_initialized = _loaded("torch.distributed", "is_initialized")
@@ -551,7 +550,7 @@ def as_communicator(group: CommunicatorLike = None) -> Communicator:
                 "ProcessCommunicator.create(n), or SelfCommunicator() for this process alone"
             )
         return TorchCommunicator()
-    # Whoever has such an object has imported its module.
+    # An object of mpi4py or PyTorch exists only if its module is loaded: no import is needed here.
     if isinstance(group, _loaded("mpi4py.MPI", "Comm")):
         return MPICommunicator(group)
     if isinstance(group, _loaded("torch.distributed", "ProcessGroup")):

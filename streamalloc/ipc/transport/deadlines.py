@@ -1,4 +1,4 @@
-"""Timeouts as callers give them, and the moments on the monotonic clock at which they end."""
+"""Timeouts in seconds, and deadlines on the monotonic clock."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ now: Callable[[], float] = time.monotonic
 
 
 def refuse(wait: float) -> NoReturn:
-    """Raise ``ValueError`` for a timeout that is none."""
+    """Raise ``ValueError`` for a timeout that is negative or not a number."""
     raise ValueError(f"timeout={wait!r}: it must be 0 or more seconds, or None for no limit")
 
 
 def end_of(wait: float | None) -> float | None:
-    """When a wait of so many seconds ends, on the monotonic clock; None: never."""
+    """The deadline of a timeout, in seconds on the monotonic clock; None: no deadline."""
     if wait is None:
         return None
     if not wait >= 0:
@@ -30,10 +30,10 @@ def end_of(wait: float | None) -> float | None:
 
 
 def left(end: float | None) -> float:
-    """The seconds left."""
+    """Seconds until a deadline, 0 or more."""
     return math.inf if end is None else max(0.0, end - now())
 
 
 def milliseconds(end: float | None) -> int:
-    """What is left for one call of ``poll``, which takes no more than some weeks."""
+    """Milliseconds until a deadline, for one call of ``poll``; at most a day, as ``poll`` takes an int of 32 bits."""
     return math.ceil(min(left(end), _DAY) * 1000)

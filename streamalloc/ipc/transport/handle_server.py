@@ -1,7 +1,7 @@
-"""Handles for those who got only a descriptor's bytes: a thread that hands them out on a private socket.
+"""A thread that sends file descriptors to processes that have received a descriptor's bytes only.
 
-Queues and pipes of :mod:`multiprocessing` carry bytes and no descriptors. A process that opens such bytes asks the one
-that shared them, once for each pool, control block and chunk of physical memory.
+Queues and pipes of :mod:`multiprocessing` carry bytes and no file descriptors. A process that opens such bytes requests
+the file descriptor from the process that shared them, once for each pool, control block and chunk of physical memory.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ from streamalloc.ipc.transport.deadlines import now
 
 __all__ = ["address_of", "fetch", "serve"]
 
+# A client that is silent for so long is dropped, and a request that takes longer fails.
 _SECONDS = 10.0
 _MOST_CLIENTS = 64
 _ID_BYTES = 16
 
 
 def address_of(endpoint: bytes) -> str:
-    """The socket's name: abstract, so that nothing stays behind, and open to this user's processes only."""
+    """The name of the server's abstract socket, which leaves no file."""
     return f"@streamalloc-{os.getuid()}-{endpoint.hex()}"
 
 
 def serve(find: Callable[[bytes], Fd | None]) -> bytes:
-    """Hand out handles from now on, on a thread of its own; the endpoint, 16 bytes that :func:`fetch` takes.
+    """Start the thread that sends handles; the endpoint, which is the 16 bytes that :func:`fetch` takes.
 
-    ``find`` gives the handle of a name, or None. It is called on that thread.
+    ``find`` returns the handle of a name, or None. The thread calls it.
     """
     endpoint = os.urandom(_ID_BYTES)
     server = _Server(Channel.listen(address_of(endpoint)), find)
@@ -41,13 +42,13 @@ def serve(find: Callable[[bytes], Fd | None]) -> bytes:
 
 
 class _Server:
-    """Answers all clients at once. None is waited for: who is silent, or takes no answer, is dropped."""
+    """Serves all clients on one thread and blocks for none; drops a client that is silent or takes no answer."""
 
     def __init__(self, listener: Listener, find: Callable[[bytes], Fd | None]) -> None:
         self._listener = listener
         self._find = find
         self._clients: dict[int, tuple[Channel, float]] = {}
-        """By descriptor, the one that has been silent longest first, and when it is dropped."""
+        """Client and its deadline, by descriptor; the earliest deadline first."""
 
     def run(self) -> None:
         poll = select.poll()
@@ -62,7 +63,7 @@ class _Server:
                 while self._clients and next(iter(self._clients.values()))[1] < now():
                     self._drop(poll)
             except Exception:
-                # As where no descriptor is left: whoever waits gets its turn once there is one.
+                # For example no descriptor is left: a client that waits in the queue is accepted later.
                 self._drop(poll)
                 time.sleep(0.01)
 
@@ -76,7 +77,7 @@ class _Server:
             self._answer(client, poll)
 
     def _answer(self, client: Channel, poll: select.poll) -> None:
-        """Answer a client's next question, if it has come."""
+        """Answer a client's next request, if it has come."""
         number = client.fileno()
         try:
             name, given = client.receive(timeout=0)
@@ -85,19 +86,18 @@ class _Server:
             try:
                 client.send(b"" if found is None else name, () if found is None else (found,), timeout=0)
             except ClosedError:
-                # Closed meanwhile, or by somebody who was given it.
+                # Closed since find(), by its owner or by a user of it.
                 client.send(b"", timeout=0)
-            # It is the last one now.
+            # The latest deadline is the last entry.
             del self._clients[number]
             self._clients[number] = client, now() + _SECONDS
         except TimeoutError:
-            # Nothing came so far, or there is no room for the answer: it has its time.
-            pass
+            pass  # No request has come, or there is no room for the answer: the client has until its deadline.
         except Exception:
             self._drop(poll, number)
 
     def _drop(self, poll: select.poll, number: int = -1) -> None:
-        """Close a client, by default the one that has been silent longest."""
+        """Close a client; default: the one with the earliest deadline."""
         if self._clients:
             if number < 0:
                 number = next(iter(self._clients))
@@ -106,16 +106,16 @@ class _Server:
 
 
 def fetch(endpoint: bytes, name: bytes) -> Fd:
-    """Ask for one handle.
+    """Request one handle from the process that made ``endpoint``.
 
     Raises
     ------
     ValueError
-        The process does not have it any more: what it stands for was closed.
+        The process has closed the memory, pool or event that the handle belongs to.
     ConnectionError
         The process has ended.
     TimeoutError
-        It did not answer within 10 s.
+        The process did not answer within 10 s.
     """
     try:
         with Channel.connect(address_of(endpoint), timeout=_SECONDS) as channel:

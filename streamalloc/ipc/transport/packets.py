@@ -1,6 +1,6 @@
-"""What messages are on the wire: their packets, made and checked.
+"""Packets of messages: made by the sender, checked and joined by the receiver.
 
-A message is one packet, or several where it is larger: the receiver puts these together.
+A message is one packet, or several packets if it is larger.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from streamalloc.core.internal import Fd
 
 __all__ = [
     "HEADER_BYTES", "MAGIC", "MAX_DATA", "MAX_HANDLES", "PACKET_BYTES", "PACKET_DATA", "PACKET_HANDLES", "VERSION",
-    "Message", "Packet", "Partial", "PeerGoneError", "ProtocolError", "as_bytes", "checked_descriptor", "header",
-    "joined", "packets_of", "rights_of", "what_is_wrong",
+    "Message", "Packet", "Partial", "PeerGoneError", "ProtocolError", "as_bytes", "checked_descriptor", "fault_in",
+    "header", "packets_of", "rights_of", "with_part",
 ]  # fmt: skip
 
 PACKET_DATA = 64 * 1024
@@ -33,7 +33,7 @@ MAX_HANDLES = 4096
 
 
 class ProtocolError(ValueError):
-    """What arrived is no message of ours: it was cut off or damaged, or comes from another version or program."""
+    """A packet is no message of this library: it is cut off or damaged, or another version or program sent it."""
 
 
 class PeerGoneError(ConnectionError):
@@ -41,44 +41,47 @@ class PeerGoneError(ConnectionError):
 
 
 class Message(NamedTuple):
-    """What was received: bytes, and the descriptors that came with them."""
+    """A received message: bytes and descriptors."""
 
     data: bytes
     handles: tuple[Fd, ...]
 
 
-# magic, version, number of handles, bytes of data
+# Magic, version, number of descriptors, bytes of data.
 _HEADER = struct.Struct("<4sHHI")
 MAGIC = b"SAch"
 VERSION = 1
 HEADER_BYTES = _HEADER.size
-# What follows the header of a message's part: name of the message, number of the part, parts, bytes and handles of all.
+# After the header of one part of a message: the message's random name, index of the part, number of parts, bytes and
+# descriptors of the whole message.
 _PART = struct.Struct("<8sIIII")
 _PART_MAGIC = b"SAcp"
 _PART_DATA = PACKET_DATA - _PART.size
 PACKET_BYTES = HEADER_BYTES + PACKET_DATA
 header = _HEADER.pack
-"""The header of a packet, of :data:`MAGIC`, :data:`VERSION`, how many handles, and bytes of data."""
+"""Packs a packet's header: :data:`MAGIC`, :data:`VERSION`, number of descriptors, bytes of data."""
 _unpack = _HEADER.unpack_from
 _Rights: TypeAlias = tuple[int, int, "array.array[int]"]
 Packet: TypeAlias = tuple[bytes, Sequence[Fd | int]]
-"""A packet, and the descriptors that go with it."""
+"""A packet and its descriptors."""
 
 
 class Partial(NamedTuple):
-    """The parts of a message that have come so far."""
+    """The parts of a message that were received so far, in order."""
 
     name: bytes
     nbytes: int
+    """Bytes of the whole message."""
     parts: int
-    total: int
-    """How many parts, and how many descriptors, there will be."""
+    """Number of parts of the whole message."""
+    fds: int
+    """Number of descriptors of the whole message."""
     data: tuple[bytes, ...]
     handles: tuple[Fd, ...]
 
 
 def rights_of(handles: Sequence[Fd | int]) -> list[_Rights]:
-    """Descriptors as ``sendmsg`` takes them."""
+    """Descriptors as the ancillary data of ``sendmsg``."""
     if not handles:
         return []
     numbers = [handle.fileno() if isinstance(handle, Fd) else checked_descriptor(handle) for handle in handles]
@@ -86,7 +89,7 @@ def rights_of(handles: Sequence[Fd | int]) -> list[_Rights]:
 
 
 def as_bytes(data: BytesLike) -> bytes:
-    """What a caller wants to send."""
+    """A copy of the data that a caller sends; ``TypeError`` if it is no bytes-like object."""
     try:
         return bytes(memoryview(data))
     except TypeError:
@@ -97,7 +100,7 @@ def as_bytes(data: BytesLike) -> bytes:
 
 
 def checked_descriptor(number: object) -> int:
-    """The number of a descriptor that a caller gives."""
+    """A descriptor's number, checked."""
     if isinstance(number, bool) or not isinstance(number, int):
         raise TypeError(f"a descriptor must be an Fd or an int, not {type(number).__name__} ({number!r})")
     if number < 0:
@@ -106,7 +109,7 @@ def checked_descriptor(number: object) -> int:
 
 
 def packets_of(data: bytes, handles: Sequence[Fd | int]) -> Iterator[Packet]:
-    """The packets of a message that is too large for one, and the descriptors that go with each."""
+    """The packets of a message that is too large for one packet."""
     if len(data) > MAX_DATA or len(handles) > MAX_HANDLES:
         raise ValueError(
             f"a message of {len(data)} bytes and {len(handles)} descriptors: at most {MAX_DATA} and {MAX_HANDLES} "
@@ -121,8 +124,8 @@ def packets_of(data: bytes, handles: Sequence[Fd | int]) -> Iterator[Packet]:
         yield header(_PART_MAGIC, VERSION, len(some), len(body)) + body, some
 
 
-def joined(partial: Partial | None, packet: bytes, handles: tuple[Fd, ...]) -> Partial | str:
-    """What has come of a message with one more part of it, or why that cannot be."""
+def with_part(partial: Partial | None, packet: bytes, handles: tuple[Fd, ...]) -> Partial | str:
+    """A partial message with the next part added; a text with the reason if the part does not continue it."""
     if len(packet) < HEADER_BYTES + _PART.size:
         return f"a part of a message of {len(packet)} bytes"
     name, number, count, nbytes, total = _PART.unpack_from(packet, HEADER_BYTES)
@@ -132,17 +135,17 @@ def joined(partial: Partial | None, packet: bytes, handles: tuple[Fd, ...]) -> P
         partial = Partial(name, nbytes, count, total, (), ())
     elif partial is None or partial[:4] != (name, nbytes, count, total) or number != len(partial.data):
         return f"part {number} of a message whose parts before it did not come"
-    joined = partial._replace(
+    longer = partial._replace(
         data=(*partial.data, packet[HEADER_BYTES + _PART.size :]), handles=partial.handles + handles
     )
-    have, fds = sum(map(len, joined.data)), len(joined.handles)
+    have, fds = sum(map(len, longer.data)), len(longer.handles)
     if have > nbytes or fds > total or (number + 1 == count and (have, fds) != (nbytes, total)):
         return f"parts with {have} bytes and {fds} descriptors, which said {nbytes} and {total}"
-    return joined
+    return longer
 
 
-def what_is_wrong(packet: bytes, handles: int, flags: int) -> str | None:
-    """Why a packet with so many descriptors is no message, or None if it is one."""
+def fault_in(packet: bytes, handles: int, flags: int) -> str | None:
+    """The reason why a packet is no packet of a message, as text; None if the packet is one."""
     if flags & socket.MSG_TRUNC:
         return f"a packet of more than {PACKET_BYTES} bytes"
     if len(packet) < HEADER_BYTES:

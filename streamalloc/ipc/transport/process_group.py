@@ -1,7 +1,7 @@
-"""A channel between every two ranks of a group on one machine, and what all of them give to all of them over these.
+"""All-to-all exchange of bytes and file descriptors between ranks of one machine, over a channel for each pair.
 
-Everybody's part is sent to everybody before anybody waits, and whatever arrives first is taken first. So each rank
-knows by itself whose part is missing, and one that dies is noticed by all at once.
+Each rank sends its data to all others before it waits, and receives in order of arrival. So each rank can name the
+ranks whose data is missing, and all ranks notice at once when one dies.
 """
 
 from __future__ import annotations
@@ -38,31 +38,31 @@ __all__ = [
 
 
 class Call(enum.IntEnum):
-    """What ranks do together; each must do the same as the others, in the same order."""
+    """A collective call. All ranks make the same calls in the same order."""
 
     ALLGATHER = 1
     BARRIER = 2
     EXCHANGE = 3
     FAILED = 255
-    """In a packet: the sender gives up, and says why."""
+    """In a packet: the sender's call failed; the reason follows."""
 
     def __str__(self) -> str:
         return self.name.lower()
 
 
 class Limit(NamedTuple):
-    """How long a call may take: the seconds that the caller gave, and the moment at which they end."""
+    """Time limit of a call: the seconds that the caller gave, and the deadline."""
 
     seconds: float | None
     end: float | None
 
     @classmethod
     def of(cls, seconds: float | None) -> Limit:
-        """So many seconds from now; None: no limit."""
+        """A limit of ``seconds`` from now; None: no limit."""
         return cls(seconds, end_of(seconds))
 
     def passed(self) -> bool:
-        """Whether they are over."""
+        """Whether the deadline has passed."""
         return left(self.end) == 0
 
     def __str__(self) -> str:
@@ -70,13 +70,12 @@ class Limit(NamedTuple):
 
 
 class GroupError(Exception):
-    """What ranks do together has failed.
+    """A call of a group has failed.
 
     Attributes
     ----------
     calls
-        What the ranks at fault did instead, by rank; ``""`` where that is not known. Where ranks did different things,
-        both are here.
+        The calls of the ranks at fault, by rank; ``""`` if unknown. If two ranks made different calls, both are here.
     """
 
     calls: Mapping[int, str]
@@ -92,36 +91,36 @@ class GroupError(Exception):
 
 
 class GroupTimeoutError(GroupError, TimeoutError):
-    """Ranks did not come in time."""
+    """Ranks did not make the call in time."""
 
 
 class GroupGoneError(GroupError, PeerGoneError):
-    """A rank has ended, has closed its end, or has given up."""
+    """A rank has ended, has closed its end, or its own call has failed."""
 
 
 class GroupProtocolError(GroupError, ProtocolError):
-    """Ranks do different things, or one runs another version."""
+    """Ranks make different calls, or one runs another version."""
 
 
 def described(error: BaseException) -> str:
-    """An error in words."""
+    """An error as text."""
     return str(error) if isinstance(error, GroupError) else f"{type(error).__name__}: {error}"
 
 
 def did_not_come(ranks: Iterable[int], limit: Limit, where: str = "") -> GroupTimeoutError:
-    """The error for ranks that are missing; ``where`` begins with a blank."""
+    """The error for missing ranks; ``where`` begins with a blank."""
     ranks = sorted(ranks)
     return GroupTimeoutError(f"{listed(ranks)} did not come{where} within {limit}", dict.fromkeys(ranks, ""))
 
 
 def listed(ranks: Iterable[int]) -> str:
-    """Ranks in words."""
+    """Ranks as text."""
     names = [str(rank) for rank in sorted(ranks)]
     return f"rank {names[0]}" if len(names) == 1 else f"ranks {', '.join(names)}"
 
 
 def by_value(values: Sequence[Any], text: str) -> str:
-    """Which ranks have which value, in words: ``text`` with the value in place of ``{}``."""
+    """The ranks of each value as text: ``text`` with the value in place of ``{}``."""
     ranks: dict[Any, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
@@ -129,12 +128,12 @@ def by_value(values: Sequence[Any], text: str) -> str:
 
 
 def name_of(call: int) -> str:
-    """What a rank does, of which this number came; ``""`` where it is no call."""
+    """The name of the call with this number; ``""`` if there is none."""
     return str(Call(call)) if call in _NUMBERS.values() else ""
 
 
-# In front of each packet: the call, the number of calls before it, and the bytes and descriptors of the whole part. Of
-# a rank that gives up: how many of _CULPRIT follow, and the kind of error.
+# Header of each packet: the call, the number of calls before it, and the bytes and descriptors of the sender's data.
+# With Call.FAILED instead: the number of _CULPRIT entries that follow, and the kind of error.
 _HEAD = struct.Struct("<BxxxIQI")
 _HELLO = struct.Struct("<5sI")
 _CULPRIT = struct.Struct("<IB")
@@ -142,13 +141,14 @@ _NUMBERS = {str(call): int(call) for call in Call if call != Call.FAILED}
 _MOST_CULPRITS = 1000
 _CHUNK = PACKET_DATA - _HEAD.size
 _GONE, _LATE = 0, 1
+# Seconds: the first and the longest pause while ranks meet, and the limit for a caller's first message.
 _SHORT = 0.001
 _LONG = 0.02
 _HELLO_SECONDS = 5.0
 
 
-class _Part:
-    """One other rank's part of a call, as far as it is here, and how much of ours it has got."""
+class _Link:
+    """The data received from one other rank in a call, and the packets not yet sent to it."""
 
     __slots__ = ("channel", "data", "handles", "nbytes", "rank", "received", "unsent")
 
@@ -163,7 +163,7 @@ class _Part:
 
 
 class Mesh(Closes):
-    """A channel to each other rank; made by :meth:`meet`."""
+    """Channels to all other ranks; made by :meth:`meet`."""
 
     __slots__ = ("_calls", "_channels", "_rank")
 
@@ -174,12 +174,12 @@ class Mesh(Closes):
 
     @classmethod
     def meet(cls, rank: int, listener: Listener, addresses: Sequence[str], limit: Limit) -> Mesh:
-        """Connect to the ranks before this one, and be found by those after it.
+        """Connect to the ranks before this one, and accept the connections of the ranks after it.
 
         Raises
         ------
         TimeoutError
-            Not all came; the message says who did not.
+            Ranks are missing; the message names them.
         """
         channels: dict[int, Channel] = {}
         before, after = set(range(rank)), set(range(rank + 1, len(addresses)))
@@ -187,7 +187,7 @@ class Mesh(Closes):
         with undoing(lambda: close_all(channels.values())):
             while before or after:
                 for other in sorted(before):
-                    # Not there yet, or with more callers than it has room for.
+                    # It does not listen yet, or its queue is full.
                     with contextlib.suppress(ConnectionRefusedError, FileNotFoundError, TimeoutError):
                         channels[other] = Channel.connect(addresses[other], timeout=0)
                         channels[other].send(_HELLO.pack(b"hello", rank))
@@ -205,98 +205,101 @@ class Mesh(Closes):
     def all_to_all(
         self, call: Call, data: bytes, handles: Sequence[Fd | int], limit: Limit
     ) -> list[tuple[bytes, tuple[Fd, ...]]]:
-        """Give bytes and descriptors to all ranks, and get theirs; our own come back as they are, and as duplicates.
+        """Send bytes and descriptors to all ranks; the bytes and descriptors of each rank, by rank.
+
+        The entry of this rank has the same bytes, and duplicates of the descriptors. On an error the mesh is closed,
+        and the other ranks are notified.
 
         Raises
         ------
         TimeoutError, PeerGoneError
-            A rank did not come, or is gone; the message says which. The mesh is closed, and so are the others' soon.
+            A rank did not make the call, or is gone; the message names it.
         ProtocolError
-            The others do something else. The mesh is closed.
+            Another rank makes another call.
         """
-        parts: list[_Part] = []
+        links: list[_Link] = []
         own: list[Fd] = []
         try:
             packets = _packets(call, self._calls, data, handles)
             for one in handles:
                 own.append(Fd(os.dup(one.fileno() if isinstance(one, Fd) else one)))
-            parts += [_Part(rank, channel, len(packets)) for rank, channel in self._channels.items()]
-            self._run(call, parts, packets, limit)
+            links += [_Link(rank, channel, len(packets)) for rank, channel in self._channels.items()]
+            self._run(call, links, packets, limit)
         except BaseException as error:
-            close_all(itertools.chain(own, *(part.handles for part in parts)))
-            self._give_up(error)
+            close_all(itertools.chain(own, *(link.handles for link in links)))
+            self._notify_failure(error)
             raise
         self._calls += 1
-        given = {part.rank: (b"".join(part.data), tuple(part.handles)) for part in parts}
+        given = {link.rank: (b"".join(link.data), tuple(link.handles)) for link in links}
         given[self._rank] = data, tuple(own)
         return [given[rank] for rank in range(len(given))]
 
     def _run(
-        self, call: Call, parts: list[_Part], packets: list[tuple[bytes, Sequence[Fd | int]]], limit: Limit
+        self, call: Call, links: list[_Link], packets: list[tuple[bytes, Sequence[Fd | int]]], limit: Limit
     ) -> None:
         ready = select.poll()
-        waiting = {part.channel.fileno(): part for part in parts}
-        for number, part in waiting.items():
-            self._send(part, packets)
-            ready.register(number, _awaited(part))
+        waiting = {link.channel.fileno(): link for link in links}
+        for number, link in waiting.items():
+            self._send(link, packets)
+            ready.register(number, _awaited(link))
         while waiting:
             for number, _ in ready.poll(milliseconds(limit.end) if limit.end is not None else None):
-                part = waiting[number]
-                # What it says first: one that gives up tells why before it closes.
-                if not part.received:
-                    self._receive(part, call)
-                self._send(part, packets)
-                if part.received and not part.unsent:
+                link = waiting[number]
+                # Receive first: a rank whose call failed sends the reason before it closes.
+                if not link.received:
+                    self._receive(link, call)
+                self._send(link, packets)
+                if link.received and not link.unsent:
                     ready.unregister(number)
                     del waiting[number]
                 else:
-                    ready.modify(number, _awaited(part))
+                    ready.modify(number, _awaited(link))
             if waiting and limit.passed():
-                missing = [part.rank for part in waiting.values() if not part.received]
-                missing = missing or [part.rank for part in waiting.values()]
+                missing = [link.rank for link in waiting.values() if not link.received]
+                missing = missing or [link.rank for link in waiting.values()]
                 raise did_not_come(missing, limit, f" to the {call}")
 
-    def _send(self, part: _Part, packets: list[tuple[bytes, Sequence[Fd | int]]]) -> None:
-        while part.unsent:
-            data, handles = packets[-part.unsent]
+    def _send(self, link: _Link, packets: list[tuple[bytes, Sequence[Fd | int]]]) -> None:
+        while link.unsent:
+            data, handles = packets[-link.unsent]
             try:
-                # Not 0 s: poll() finds room also where too many descriptors are on their way for the kernel.
-                part.channel.send(data, handles, timeout=_SHORT)
+                # Not 0 s: poll() reports room although the kernel's limit of descriptors in flight is reached.
+                link.channel.send(data, handles, timeout=_SHORT)
             except TimeoutError:
                 return
             except PeerGoneError:
-                raise _why_gone(part) from None
-            part.unsent -= 1
+                raise _why_gone(link) from None
+            link.unsent -= 1
 
-    def _receive(self, part: _Part, call: Call) -> None:
-        while not part.received:
+    def _receive(self, link: _Link, call: Call) -> None:
+        while not link.received:
             try:
-                data, handles = part.channel.receive(timeout=0)
+                data, handles = link.channel.receive(timeout=0)
             except TimeoutError:
                 return
             except PeerGoneError:
-                raise _why_gone(part) from None
-            part.handles += handles
+                raise _why_gone(link) from None
+            link.handles += handles
             if len(data) < _HEAD.size:
-                raise _wrong(part, f"sent a packet of {len(data)} bytes")
+                raise _wrong(link, f"sent a packet of {len(data)} bytes")
             theirs, count, nbytes, total = _HEAD.unpack_from(data)
             if theirs == Call.FAILED:
                 raise _reason(data)
             if (theirs, count) != (call, self._calls):
                 name = name_of(theirs) or f"call {theirs}"
                 raise GroupProtocolError(
-                    f"rank {part.rank} does call number {count + 1}, {name}, while rank {self._rank} does call number "
+                    f"rank {link.rank} does call number {count + 1}, {name}, while rank {self._rank} does call number "
                     f"{self._calls + 1}, {call}: all ranks must do the same in the same order",
-                    {part.rank: name, self._rank: str(call)},
+                    {link.rank: name, self._rank: str(call)},
                 )
-            part.data.append(data[_HEAD.size :])
-            part.nbytes += len(part.data[-1])
-            if part.nbytes > nbytes or len(part.handles) > total:
-                raise _wrong(part, "sent more than it said")
-            part.received = part.nbytes == nbytes and len(part.handles) == total
+            link.data.append(data[_HEAD.size :])
+            link.nbytes += len(link.data[-1])
+            if link.nbytes > nbytes or len(link.handles) > total:
+                raise _wrong(link, "sent more than it said")
+            link.received = link.nbytes == nbytes and len(link.handles) == total
 
-    def _give_up(self, error: BaseException) -> None:
-        """Tell the other ranks, and close: who waits for this rank's part would wait in vain."""
+    def _notify_failure(self, error: BaseException) -> None:
+        """Notify the other ranks of this rank's error, and close the channels."""
         if isinstance(error, (TimeoutError, PeerGoneError)):
             text = str(error)
         else:
@@ -318,7 +321,7 @@ class Mesh(Closes):
 
 
 def _next_caller(listener: Listener, expected: set[int], wait: float, limit: Limit) -> tuple[int, Channel] | None:
-    """The next of the expected ranks that connects, with its channel, or None if none does."""
+    """The next expected rank that connects, and its channel; None if none does."""
     try:
         channel = listener.accept(min(wait, left(limit.end)))
     except (TimeoutError, PermissionError):
@@ -329,7 +332,7 @@ def _next_caller(listener: Listener, expected: set[int], wait: float, limit: Lim
         if word == b"hello" and rank in expected:
             return rank, channel
     except (ConnectionError, TimeoutError, ProtocolError):
-        pass  # Whoever it was, it is not a rank any more.
+        pass  # The caller has ended, or is no rank.
     channel.close()
     return None
 
@@ -345,24 +348,24 @@ def _packets(
     ]
 
 
-def _awaited(part: _Part) -> int:
-    return (0 if part.received else select.POLLIN) | (select.POLLOUT if part.unsent else 0)
+def _awaited(link: _Link) -> int:
+    return (0 if link.received else select.POLLIN) | (select.POLLOUT if link.unsent else 0)
 
 
-def _why_gone(part: _Part) -> Exception:
-    """What a closed channel means: the reason that the other rank gave before, or else that it is gone."""
+def _why_gone(link: _Link) -> Exception:
+    """The error for a closed channel: the reason that the rank sent before it closed, or that it is gone."""
     while True:
         try:
-            data, handles = part.channel.receive(timeout=0)
+            data, handles = link.channel.receive(timeout=0)
         except (PeerGoneError, TimeoutError, ProtocolError):
-            return GroupGoneError(f"rank {part.rank} (process {part.channel.peer.pid}) is gone", {part.rank: ""})
+            return GroupGoneError(f"rank {link.rank} (process {link.channel.peer.pid}) is gone", {link.rank: ""})
         close_all(handles)
         if len(data) >= _HEAD.size and data[0] == Call.FAILED:
             return _reason(data)
 
 
 def _reason(packet: bytes) -> Exception:
-    """The error of the rank that sent a packet of kind ``FAILED``."""
+    """The error in a packet of ``Call.FAILED``."""
     _, _, count, kind = _HEAD.unpack_from(packet)
     end = _HEAD.size + min(count, _MOST_CULPRITS) * _CULPRIT.size
     culprits = packet[_HEAD.size : end]
@@ -372,5 +375,5 @@ def _reason(packet: bytes) -> Exception:
     return GroupTimeoutError(text, calls) if kind == _LATE else GroupGoneError(text, calls)
 
 
-def _wrong(part: _Part, how: str) -> GroupProtocolError:
-    return GroupProtocolError(f"rank {part.rank} {how}", {part.rank: ""})
+def _wrong(link: _Link, how: str) -> GroupProtocolError:
+    return GroupProtocolError(f"rank {link.rank} {how}", {link.rank: ""})

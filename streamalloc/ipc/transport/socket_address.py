@@ -1,4 +1,4 @@
-"""Where sockets of this user's processes are, and who is at the other end of one."""
+"""Addresses of sockets, and the process at the other end of one."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import NamedTuple, TypeAlias, Union
 __all__ = ["Address", "Peer", "admitted", "check_private", "identity", "peer_of", "shown", "to_kernel"]
 
 Address: TypeAlias = Union[str, bytes, "os.PathLike[str]"]
-"""Where a :class:`Listener` is: the path of a socket, or an abstract name with ``@`` or a zero byte first."""
+"""Address of a :class:`Listener`: a path, or an abstract name with ``@`` or a zero byte first."""
 
 
 class Peer(NamedTuple):
-    """Who made the other end of a channel, as the kernel says it.
+    """The process that made the other end of a channel, as the kernel reports it.
 
-    For the ends of :meth:`Channel.pair` that is the process that made the pair, whoever holds the ends now. ``pid`` is
-    0 for a process of another PID namespace (a container).
+    For both ends of :meth:`Channel.pair` this is the process that called it, also after an end was passed to another
+    process. ``pid`` is 0 for a process of another PID namespace (a container).
     """
 
     pid: int
@@ -29,26 +29,26 @@ class Peer(NamedTuple):
 
 
 _CREDENTIALS = struct.Struct("3i")
-_LONGEST_PATH = 107
+_LONGEST_PATH = 107  # bytes: sun_path without its zero at the end
 
 
 def to_kernel(address: Address) -> str | bytes:
-    """An address as the socket functions take it: bytes with a zero first for an abstract one, else a path."""
+    """An address for the socket functions: bytes with a zero first for an abstract name, else a path."""
     name = os.fsdecode(address)
-    place = b"\0" + os.fsencode(name[1:]) if name.startswith(("@", "\0")) else name
-    if len(os.fsencode(place)) > _LONGEST_PATH or len(place) < 2:
+    found = b"\0" + os.fsencode(name[1:]) if name.startswith(("@", "\0")) else name
+    if len(os.fsencode(found)) > _LONGEST_PATH or len(found) < 2:
         raise ValueError(f"{shown(address)!r} is no address: one has 2 to {_LONGEST_PATH} bytes")
-    return place
+    return found
 
 
 def shown(address: Address) -> str:
-    """An address as people read it: an abstract one has ``@`` first."""
+    """An address for messages: an abstract name has ``@`` first."""
     name = os.fsdecode(address)
     return "@" + name[1:] if name.startswith("\0") else name
 
 
 def check_private(path: str) -> None:
-    """Raise ``ValueError`` for a path in a directory that others than this user may enter."""
+    """Raise ``ValueError`` for a path in a directory that other users may enter."""
     directory = Path(path).absolute().parent
     found = os.stat(directory)
     if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
@@ -59,7 +59,7 @@ def check_private(path: str) -> None:
 
 
 def identity(path: str) -> tuple[int, int] | None:
-    """Which file is there now."""
+    """Device and inode number of a file, without following a link; None if no file has this path."""
     try:
         found = os.lstat(path)
     except FileNotFoundError:
@@ -68,13 +68,13 @@ def identity(path: str) -> tuple[int, int] | None:
 
 
 def peer_of(connection: socket.socket) -> Peer:
-    """Who made the other end (``SO_PEERCRED``)."""
+    """The process that made the other end (``SO_PEERCRED``)."""
     found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return Peer(*_CREDENTIALS.unpack(found))
 
 
 def admitted(connection: socket.socket) -> Peer:
-    """Who made the other end; ``PermissionError`` where that is another user."""
+    """The process that made the other end; ``PermissionError`` if it belongs to another user."""
     peer = peer_of(connection)
     if peer.uid != os.geteuid():
         raise PermissionError(

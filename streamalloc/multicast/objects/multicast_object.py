@@ -76,7 +76,7 @@ class MulticastObject(GenericAllocation):
             for device in devices:
                 team.add_device(device)
             for device in devices:
-                team.bind(PhysicalMemory(2 << 20, device))
+                team.bind(PhysicalMemory(device, 2 << 20))
             view = team.map(access=devices)
             view.fill(7, stream)    # writes 2 MiB on every device
 
@@ -529,7 +529,7 @@ class MulticastObject(GenericAllocation):
             return f"<{type(self).__name__} that could not be made>"
         team = f"{len(self._devices)} of {self.num_devices} devices added here"
         bound = f", {len(self._live_bindings())} bindings" if self._live_bindings() else ""
-        return f"<{type(self).__name__} of {size_text(self.nbytes)}, {team}{bound}, {self._said_of_handle()}>"
+        return f"<{type(self).__name__} of {size_text(self.nbytes)}, {team}{bound}, {self._handle_text()}>"
 
 
 class Binding(Closes):

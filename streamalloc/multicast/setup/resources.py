@@ -62,7 +62,7 @@ class RankResources(Deferred):
     def create(self, rank: int, multicast: bool) -> None:
         """Create the rank's memory; rank 0 also creates the multicast object."""
         device = self.devices[rank]
-        self.memories[rank] = PhysicalMemory(self.physical_bytes, device, handle_types=self.kind)
+        self.memories[rank] = PhysicalMemory(device, self.physical_bytes, handle_types=self.kind)
         if multicast and rank == 0:
             self.multicast = MulticastObject(
                 self.physical_bytes, self.size, handle_types=self.kind, driver=device.driver

@@ -301,7 +301,7 @@ def test_poison_of_other_memory(machine: Any) -> None:
         driver.cuMemFree(plain)
         driver.cuMemFreeHost(pinned)
         step = PAGE
-        with vmm.PhysicalMemory(2 * step, device) as memory, vmm.AddressRange(2 * step, driver=driver) as addresses:
+        with vmm.PhysicalMemory(device, 2 * step) as memory, vmm.AddressRange(2 * step, driver=driver) as addresses:
             with addresses.map(memory, 0, access=device) as mapped:
                 assert set(read(mapped).tolist()) == {0xCB}
                 mapped.fill(1)

@@ -77,11 +77,11 @@ def test_clocks_say_what_the_graph_says(steps: list[tuple[str, int, int]]) -> No
             # As the host waits for what was queued, and not for what it does not order.
             host = graph.add(host, *(last[streams.index(one)] for one in goals))
             for one in goals:
-                timeline.tell(one.clock)
+                timeline.host_observes(one.clock)
         elif kind == "wait on the host" and mark is not None:
             assert mark[0].clock is not None
             host = graph.add(host, mark[1])
-            timeline.tell(mark[0].clock)
+            timeline.host_observes(mark[0].clock)
     for first, where, time, _ in done:
         for other, there, _, clock in done:
             if first < other:
@@ -135,7 +135,7 @@ def test_what_the_driver_chose_is_kept_apart() -> None:
     assert timeline.order(two.clock, one.number, one.time) == BY_CHOICE
     assert timeline.order(three.clock, one.number, one.time) == BY_CHOICE
     assert timeline.order(three.clock, two.number, two.time) == CERTAIN
-    timeline.tell(one.clock)
+    timeline.host_observes(one.clock)
     timeline.submit(three, lambda stream: None)
     assert timeline.order(three.clock, one.number, one.time) == CERTAIN
     assert timeline.order(one.clock, three.number, 1) == UNORDERED
@@ -163,7 +163,7 @@ def test_streams_that_are_gone_leave_no_trace() -> None:
         passing = timeline.stream(str(number))
         timeline.submit(passing, lambda stream: None)
         timeline.retire(passing)
-        timeline.tell(passing.clock)
+        timeline.host_observes(passing.clock)
         timeline.submit(stays, lambda stream: None)
         assert timeline.order(stays.clock, passing.number, 1) == CERTAIN
     assert len(stays.clock.known) < 100 and len(timeline.host.known) < 100

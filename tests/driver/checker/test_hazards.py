@@ -14,7 +14,7 @@ from hypothesis import strategies as some
 import streamalloc.driver as sd
 from streamalloc.driver.bindings import cuda
 from streamalloc.driver.checker.clocks import CERTAIN, Clock, Timeline
-from streamalloc.driver.checker.hazards import Access, Addresses, Bytes, Moment, Range, size_text
+from streamalloc.driver.checker.ranges import Access, Addresses, Bytes, Moment, Range, size_text
 
 LENGTH = 12
 USES = some.lists(

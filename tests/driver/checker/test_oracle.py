@@ -85,8 +85,8 @@ class Program:
         self.made = 0
         self.graphs: list[tuple[sa.Graph, list[Use], set[int]]] = []
         self.launched: dict[int, int] = {}
-        self.words = int(self.raw("cuMemHostAlloc", 512, 0)[1])
-        ctypes.memset(self.words, 0, 512)
+        self.values = int(self.raw("cuMemHostAlloc", 512, 0)[1])
+        ctypes.memset(self.values, 0, 512)
         self.written: list[int] = []
         self.gates = 0
         self.value = 0
@@ -101,7 +101,7 @@ class Program:
         return answer
 
     def word(self, number: int) -> int:
-        return self.words + 4 * (number % 128)
+        return self.values + 4 * (number % 128)
 
     def node(self, which: int, *before: int | None, uses: list[Use] | None = None) -> int:
         turns = self.last[1:3] if which == 0 else self.last[:1] if BLOCKING[which] else []
@@ -239,7 +239,7 @@ class Program:
         self.device.synchronize()
         for graph, _, _ in self.graphs:
             graph.close()
-        self.raw("cuMemFreeHost", self.words)
+        self.raw("cuMemFreeHost", self.values)
         for owner in (*self.streams[1:], *self.events, self.pool):
             owner.close()
 

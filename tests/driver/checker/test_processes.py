@@ -13,7 +13,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc, vmm
 from streamalloc.driver.bindings import cuda, opaque_bytes, opaque_struct
-from streamalloc.driver.checker import ledger, notices
+from streamalloc.driver.checker import announcements, open_imports
 from tests.driver.checker.corpus import PAGE, SIZE, Bench
 from tests.processes import Partner, There, eventually
 from tests.support import KEEP
@@ -124,9 +124,9 @@ def test_the_importer_frees_first_and_has_work_left(bench: Bench, partner: Partn
 def test_an_importer_that_was_killed_has_nothing(bench: Bench, on_cuda: bool) -> None:
     with Partner(on_cuda) as partner:
         shared = Shared(bench, partner)
-        assert ledger.holders(shared.data) == [partner.pid]
+        assert open_imports.importers(shared.data) == [partner.pid]
         partner.kill()
-        assert eventually(lambda: not ledger.holders(shared.data))
+        assert eventually(lambda: not open_imports.importers(shared.data))
         shared.buffer.free()
         assert kinds(bench) == []
 
@@ -338,13 +338,13 @@ def test_an_importer_uses_memory_after_the_stream_that_opened_it(
 
 def test_another_event_has_the_same_name() -> None:
     """As a real driver gives handles of events again: the numbers of a place on the board go on."""
-    board = notices.Board()
+    board = announcements.Board()
     first = board.add_event()
     assert first is not None
     board.name_event(first, b"name")
     board.record(first)
     board.drop_event(first)
-    places = [board.add_event() for _ in range(notices.EVENTS)]
+    places = [board.add_event() for _ in range(announcements.EVENTS)]
     assert places[-1] == first and None not in places and board.add_event() is None
     assert board.record(first) == 2
     board.close()

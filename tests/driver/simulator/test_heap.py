@@ -9,12 +9,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from streamalloc.driver.simulator.banks import Banks
 from streamalloc.driver.simulator.blocks import Block
 from streamalloc.driver.simulator.constants import BLOCK
 from streamalloc.driver.simulator.errors import Fault
 from streamalloc.driver.simulator.heap import Heap, Regions
 from streamalloc.driver.simulator.memory import Bank, Reservation
-from streamalloc.driver.simulator.supply import Supply
 from tests.support import MiB
 
 pytestmark = pytest.mark.simulated_only("tests of the simulated driver itself")
@@ -27,9 +27,9 @@ def bank() -> Bank:
 
 @pytest.fixture
 def heap(bank: Bank) -> Iterator[Heap]:
-    supply = Supply(bank, [])
-    regions = Regions(supply, bank.total)
-    heap = Heap("test", supply, bank, regions)
+    banks = Banks(bank, [])
+    regions = Regions(banks, bank.total)
+    heap = Heap("test", banks, bank, regions)
     yield heap
     heap.close()
     regions.close()

@@ -12,7 +12,7 @@ import warnings
 
 import pytest
 
-from streamalloc.driver.simulator import turns
+from streamalloc.driver.simulator import call_lock
 from tests.driver.simulator.support import new_rig
 from tests.facts.support import MiB
 from tests.facts.support import value as ok
@@ -64,10 +64,10 @@ def test_a_child_of_fork_cannot_use_an_initialised_driver() -> None:
     held, let_go = threading.Event(), threading.Event()
 
     def hold() -> None:
-        turns.enter()
+        call_lock.enter()
         held.set()
         let_go.wait(10)
-        turns.leave()
+        call_lock.leave()
 
     thread = threading.Thread(target=hold)
     thread.start()

@@ -206,11 +206,11 @@ class TestPools:
             handles.add(int(imported))
             kept.append(imported)
         assert len(handles) == 2000
-        arenas = len(other.raw._machine.supply.arenas.at)
+        arenas = len(other.raw._machine.banks.arenas.at)
         for imported in kept:
             assert said(other.raw.cuMemPoolDestroy(imported)) == "SUCCESS"
             assert said(other.raw.cuMemPoolDestroy(imported)) == "INVALID_VALUE"
-        assert len(other.raw._machine.supply.arenas.at) == arenas - 2000
+        assert len(other.raw._machine.banks.arenas.at) == arenas - 2000
 
     def test_destroying_one_waits_for_what_uses_it(self, rig: Rig) -> None:
         other, stream = new_rig(), rig.stream()

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from streamalloc.driver.simulator import turns
+from streamalloc.driver.simulator import call_lock
 from streamalloc.driver.simulator.timeline import Operation, Timeline, merge
 from tests.driver.simulator.support import new_rig
 from tests.facts.support import BLOCKING, MiB
@@ -235,12 +235,12 @@ def test_chance_shows_a_missing_dependency() -> None:
 
 def test_nothing_runs_in_the_callers_thread_under_chance() -> None:
     rig = new_rig(seed=1)
-    turns.enter()
+    call_lock.enter()
     stream = rig.stream()
     memory = ok(rig.raw.cuMemAlloc(64))
     ok(rig.raw.cuMemsetD8Async(memory, 1, 64, stream))
     assert rig.query(stream) == "NOT_READY"
-    turns.leave()
+    call_lock.leave()
     ok(rig.raw.cuStreamSynchronize(stream))
     assert rig.query(stream) == "SUCCESS"
 

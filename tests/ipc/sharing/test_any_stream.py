@@ -13,7 +13,7 @@ import streamalloc as sa
 from streamalloc import ipc, vmm
 from streamalloc.driver.internal import cuda
 from streamalloc.testing import Gate, settle
-from tests.ipc.ring.test_ring import join
+from tests.ipc.ring.support import join
 from tests.ipc.sharing.test_samples import PlainBuffer
 from tests.ipc.support import PAGE, POSIX, busy, shared_pool
 from tests.processes import SECONDS, Partner, There
@@ -47,7 +47,7 @@ def _growable(device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool) -> Any:
 
 
 def _striped(device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool) -> Any:
-    return vmm.stripe(MiB, [device], handle_types=POSIX, stream=stream)
+    return vmm.stripe([device], MiB, handle_types=POSIX, stream=stream)
 
 
 def _plain(device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool) -> Any:
@@ -293,7 +293,7 @@ def _make_pending(there: There) -> None:
 
 def test_physical_memory(device: sa.Device, stream: sa.Stream, gate: Gate, partner: Partner) -> None:
     """It is mapped nobody knows where, and on which stream it is used then: opening it waits."""
-    with vmm.PhysicalMemory(PAGE, device, handle_types=POSIX) as memory:
+    with vmm.PhysicalMemory(device, PAGE, handle_types=POSIX) as memory:
         gate.hold(stream)
         shared = ipc.share(memory, stream)
         partner.begin(_open, bytes(shared), fds=shared.fds)

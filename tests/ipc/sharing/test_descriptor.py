@@ -252,7 +252,7 @@ def _sent(partner: Partner, kind: str) -> Iterator[Sent]:
 
 def _make_others(there: There) -> None:
     there.keep("event", there.device.create_event(interprocess=True))
-    there.keep("memory", sa.vmm.PhysicalMemory(2 * MiB, there.device, handle_types=POSIX))
+    there.keep("memory", sa.vmm.PhysicalMemory(there.device, 2 * MiB, handle_types=POSIX))
     there.keep("view", there.kept["buffer"][1000:2000])
 
 

@@ -47,7 +47,7 @@ Made = tuple[Any, list[Any]]
 
 
 def memory(nbytes: int, device: sa.Device, handle_types: sa.MemHandleType = FABRIC) -> vmm.PhysicalMemory:
-    return vmm.PhysicalMemory(nbytes, device, handle_types=handle_types)
+    return vmm.PhysicalMemory(device, nbytes, handle_types=handle_types)
 
 
 def several_chunks(
@@ -89,7 +89,7 @@ def view_of_a_growable(device: sa.Device, stream: sa.Stream) -> Made:
 
 
 def striped(device: sa.Device, stream: sa.Stream) -> Made:
-    made = vmm.stripe(3 * MiB, [device], handle_types=FABRIC, stream=stream)
+    made = vmm.stripe([device], 3 * MiB, handle_types=FABRIC, stream=stream)
     return made, [made]
 
 

@@ -146,7 +146,7 @@ def _make_event(there: There) -> None:
 
 
 def _make_memory(there: There) -> None:
-    there.keep("it", vmm.PhysicalMemory(2 * MiB, there.device, handle_types=POSIX))
+    there.keep("it", vmm.PhysicalMemory(there.device, 2 * MiB, handle_types=POSIX))
 
 
 def _make_plain(there: There) -> None:

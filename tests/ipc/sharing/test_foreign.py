@@ -304,7 +304,7 @@ class TestMappedMemory:
         """Two pieces that can be shared, and one that cannot."""
         range_ = vmm.AddressRange(3 * PAGE, driver=device.driver)
         for at, handle_types in enumerate((POSIX, POSIX, sa.MemHandleType.NONE)):
-            range_.map(vmm.PhysicalMemory(PAGE, device, handle_types=handle_types), at * PAGE, access=device)
+            range_.map(vmm.PhysicalMemory(device, PAGE, handle_types=handle_types), at * PAGE, access=device)
         yield range_
         device.synchronize()
         range_.unmap()

@@ -318,7 +318,7 @@ class TestExporterIsGone:
 
 
 def _make_memory(there: There, name: str) -> None:
-    there.keep(name, vmm.PhysicalMemory(2 * MiB, there.device, handle_types=POSIX))
+    there.keep(name, vmm.PhysicalMemory(there.device, 2 * MiB, handle_types=POSIX))
 
 
 def _make_event(there: There) -> None:

@@ -72,10 +72,10 @@ def things(
 ) -> Iterator[dict[str, tuple[Any, str]]]:
     """One of each kind, and what it is at the other end."""
     growable = vmm.GrowableBuffer(device, 64 * MiB, 3 * MiB, handle_types=POSIX, stream=stream)
-    striped = vmm.stripe(MiB, [device], handle_types=POSIX, stream=stream)
-    physical = vmm.PhysicalMemory(PAGE, device, handle_types=POSIX)
+    striped = vmm.stripe([device], MiB, handle_types=POSIX, stream=stream)
+    physical = vmm.PhysicalMemory(device, PAGE, handle_types=POSIX)
     range_ = vmm.AddressRange(PAGE, driver=device.driver)
-    mapping = range_.map(vmm.PhysicalMemory(PAGE, device, handle_types=POSIX), access=device)
+    mapping = range_.map(vmm.PhysicalMemory(device, PAGE, handle_types=POSIX), access=device)
     event = device.create_event(interprocess=True)
     for memory in (growable, striped):
         filled(memory, 1)

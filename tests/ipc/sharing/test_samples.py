@@ -198,7 +198,7 @@ class TestMemMapIPC:
 
 
 def _make_memory(there: There, name: str) -> None:
-    there.keep(name, vmm.PhysicalMemory(NBYTES, there.device, handle_types=POSIX))
+    there.keep(name, vmm.PhysicalMemory(there.device, NBYTES, handle_types=POSIX))
 
 
 def _map_all(there: There) -> None:

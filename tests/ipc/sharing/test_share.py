@@ -32,7 +32,7 @@ Made = tuple[Any, list[Any]]
 
 
 def memory(nbytes: int, device: sa.Device) -> vmm.PhysicalMemory:
-    return vmm.PhysicalMemory(nbytes, device, handle_types=POSIX)
+    return vmm.PhysicalMemory(device, nbytes, handle_types=POSIX)
 
 
 def several_chunks(device: sa.Device, *chunks: int) -> vmm.AddressRange:
@@ -92,7 +92,7 @@ def view_of_a_growable(device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool
 
 
 def striped(device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool) -> Made:
-    made = vmm.stripe(3 * MiB, [device], handle_types=POSIX, stream=stream)
+    made = vmm.stripe([device], 3 * MiB, handle_types=POSIX, stream=stream)
     return made, [made]
 
 
@@ -376,7 +376,7 @@ class TestRanges:
     def test_memory_of_which_part_cannot_be_shared(self, device: sa.Device) -> None:
         range_ = vmm.AddressRange(2 * PAGE, driver=device.driver)
         for at, handle_types in enumerate((POSIX, sa.MemHandleType.NONE)):
-            range_.map(vmm.PhysicalMemory(PAGE, device, handle_types=handle_types), at * PAGE, access=device)
+            range_.map(vmm.PhysicalMemory(device, PAGE, handle_types=handle_types), at * PAGE, access=device)
         with pytest.raises(ValueError, match=r"make it with handle_types=.*POSIX_FILE_DESCRIPTOR"):
             ipc.share(range_.view())
         range_.unmap()
@@ -739,7 +739,7 @@ class TestTwoDevices:
         """One buffer, half of it on each."""
         if not (device.can_access(peer) and peer.can_access(device)):
             pytest.skip("the devices are no peers")
-        with vmm.stripe(2 * PAGE, [device, peer], handle_types=POSIX, stream=stream) as striped:
+        with vmm.stripe([device, peer], 2 * PAGE, handle_types=POSIX, stream=stream) as striped:
             filled(striped, 1)
             opened = partner.give(striped)
             assert opened.shows(1)
@@ -822,7 +822,7 @@ class TestRefused:
             buffer.free()
 
     def test_memory_that_is_not_made_for_it(self, device: sa.Device) -> None:
-        with vmm.PhysicalMemory(PAGE, device) as physical, pytest.raises(ValueError, match="POSIX_FILE_DESCRIPTOR"):
+        with vmm.PhysicalMemory(device, PAGE) as physical, pytest.raises(ValueError, match="POSIX_FILE_DESCRIPTOR"):
             ipc.share(physical)
         with (
             vmm.GrowableBuffer(device, 8 * MiB, MiB) as growable,

@@ -105,7 +105,7 @@ class TestTeam:
                 with pytest.deprecated_call(match="mark_complete"):
                     made.team_complete()
                 assert made.complete and made.devices == (devices[0],)
-                memory = vmm.PhysicalMemory(PAGE, devices[0], handle_types=SHAREABLE)
+                memory = vmm.PhysicalMemory(devices[0], PAGE, handle_types=SHAREABLE)
                 made.bind(memory)
 
 
@@ -113,7 +113,7 @@ class TestBind:
     def test_physical_memory(self, devices: list[sa.Device]) -> None:
         traced = sd.traced(devices[0].driver)
         made = added(4 * PAGE, sa.Device.all(traced))
-        memory = vmm.PhysicalMemory(4 * PAGE, made.devices[1])
+        memory = vmm.PhysicalMemory(made.devices[1], 4 * PAGE)
         traced.calls.clear()
         binding = made.bind(memory, 2 * PAGE, memory_offset=PAGE, nbytes=PAGE)
         assert names(traced) == ["cuMulticastBindMem"]
@@ -135,7 +135,7 @@ class TestBind:
         traced = sd.traced(devices[0].driver)
         made = added(PAGE, sa.Device.all(traced))
         addresses = vmm.AddressRange(4 * PAGE, driver=traced)
-        mapping = addresses.map(vmm.PhysicalMemory(2 * PAGE, made.devices[2]), PAGE)
+        mapping = addresses.map(vmm.PhysicalMemory(made.devices[2], 2 * PAGE), PAGE)
         growable = vmm.GrowableBuffer(made.devices[2], 4 * PAGE, 4 * PAGE, chunk=2 * PAGE)
         memory: sa.Memory = {
             "mapping": mapping,
@@ -164,7 +164,7 @@ class TestBind:
             part = buffer[start : start + 2 * PAGE]
             binding = made.bind(part)
             for device in devices[1:]:
-                made.bind(vmm.PhysicalMemory(2 * PAGE, device))
+                made.bind(vmm.PhysicalMemory(device, 2 * PAGE))
             assert binding.memory is part
             with made.map(access=devices) as view:
                 view.fill(9)
@@ -176,7 +176,7 @@ class TestBind:
         made = added(2 * PAGE, devices)
         for device in devices:
             for page in range(2):
-                made.bind(vmm.PhysicalMemory(PAGE, device), page * PAGE)
+                made.bind(vmm.PhysicalMemory(device, PAGE), page * PAGE)
         assert len(made.bindings) == 2 * TEAM
         with made.map(access=devices) as view:
             view.fill(1)
@@ -192,7 +192,7 @@ class TestBind:
         assert all(holds(one, 5) for one in team.unicast)
 
     def test_of_one_memory_to_two_objects(self, devices: list[sa.Device]) -> None:
-        memories = [vmm.PhysicalMemory(PAGE, device) for device in devices]
+        memories = [vmm.PhysicalMemory(device, PAGE) for device in devices]
         made = [added(PAGE, devices) for _ in range(2)]
         for one in made:
             for memory in memories:
@@ -208,11 +208,11 @@ class TestBind:
     @pytest.mark.simulated_only("uses private names")
     def test_memory_that_has_gone_is_forgotten(self, devices: list[sa.Device]) -> None:
         """By memory that stays, and is bound to one team after another."""
-        staying = vmm.PhysicalMemory(PAGE, devices[0])
+        staying = vmm.PhysicalMemory(devices[0], PAGE)
         made = added(PAGE, devices)
         made.bind(staying)
         for _ in range(3):
-            with added(PAGE, devices) as other, vmm.PhysicalMemory(PAGE, devices[1]) as going:
+            with added(PAGE, devices) as other, vmm.PhysicalMemory(devices[1], PAGE) as going:
                 found = [one.bind(memory) for one, memory in ((other, staying), (other, going), (made, going))]
                 assert len(staying._state.teams) == 2 and len(going._state.teams) == 2
                 found[-1].close()
@@ -227,7 +227,7 @@ class TestBind:
         devices = sa.Device.all(faulty)
         made = added(PAGE, devices)
         node = devices[1].attribute("HOST_NUMA_ID")
-        memory = vmm.PhysicalMemory(PAGE, sa.MemLocation.host_numa(node), driver=faulty)
+        memory = vmm.PhysicalMemory(sa.MemLocation.host_numa(node), PAGE, driver=faulty)
         with pytest.raises(sa.NotSupportedError):
             made.bind(memory, device=devices[1])
         assert faulty.failed == ["cuMulticastBindMem_v2"] and made.bindings == ()
@@ -330,7 +330,7 @@ class TestShared:
             assert not one.complete
         for rank, one in enumerate(objects):
             one.mark_complete()
-            memory = vmm.PhysicalMemory(PAGE, teams[rank][rank], handle_types=SHAREABLE)
+            memory = vmm.PhysicalMemory(teams[rank][rank], PAGE, handle_types=SHAREABLE)
             one.bind(memory)
             addresses = vmm.AddressRange(PAGE, driver=drivers[rank])
             buffers.append(addresses.map(memory, access=teams[rank][rank]))

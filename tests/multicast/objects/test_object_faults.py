@@ -121,7 +121,7 @@ class Bind(Add):
     def prepare(self) -> None:
         super().prepare()
         super().step()
-        self.memory = vmm.PhysicalMemory(PAGE, self.devices[1])
+        self.memory = vmm.PhysicalMemory(self.devices[1], PAGE)
 
     def step(self) -> None:
         self.binding = self.made.bind(self.memory)
@@ -218,7 +218,7 @@ class Close(Map):
 
     def prepare(self) -> None:
         super().prepare()
-        self.other = vmm.PhysicalMemory(PAGE, self.devices[0])
+        self.other = vmm.PhysicalMemory(self.devices[0], PAGE)
         self.made.bind(self.other)
         self.other.close()
 
@@ -318,7 +318,7 @@ def test_what_a_dropped_range_has_left_can_be_tried_again(machine: Any, failing:
     made = multicast.MulticastObject(PAGE, 2, driver=driver)
     for device in sa.Device.all(driver):
         made.add_device(device)
-    memory = vmm.PhysicalMemory(PAGE, made.devices[0])
+    memory = vmm.PhysicalMemory(made.devices[0], PAGE)
     made.bind(memory)
     view = made.map(access=made.devices)
     del view
@@ -359,7 +359,7 @@ class TestTwoFaults:
         memories = []
         for device in sa.Device.all(driver):
             made.add_device(device)
-            memories.append(vmm.PhysicalMemory(PAGE, device))
+            memories.append(vmm.PhysicalMemory(device, PAGE))
         for memory in memories:
             made.bind(memory)
             memory.close()
@@ -379,7 +379,7 @@ def test_a_refused_binding_holds_nothing(machine: Any) -> None:
     made = multicast.MulticastObject(PAGE, 2, driver=driver)
     for device in sa.Device.all(driver):
         made.add_device(device)
-    memory, other = (vmm.PhysicalMemory(PAGE, made.devices[0]) for _ in range(2))
+    memory, other = (vmm.PhysicalMemory(made.devices[0], PAGE) for _ in range(2))
     with pytest.raises(sa.CudaError, match="cuMulticastBindMem answered") as caught:
         made.bind(memory)
     handle = memory.handle

@@ -112,7 +112,7 @@ class TestDevices:
     def test_too_few(self, devices: list[sa.Device], traced: Any) -> None:
         """The driver would block."""
         made = multicast.MulticastObject(PAGE, 3, driver=traced)
-        memory = vmm.PhysicalMemory(PAGE, devices[0])
+        memory = vmm.PhysicalMemory(devices[0], PAGE)
         addresses = vmm.AddressRange(PAGE, driver=traced)
         for count in range(3):
             match = rf"would block: {3 - count} of the 3 devices .* were not added here\. .* mark_complete\(\)"
@@ -131,13 +131,13 @@ class TestBinding:
         team.bindings[0].close()
         team.bindings[3].close()
         pieces = vmm.GrowableBuffer(team.devices[0], 2 * PAGE, 2 * PAGE, chunk=PAGE)
-        host = vmm.PhysicalMemory(PAGE, sa.MemLocation.host(), driver=traced)
-        tiles = vmm.PhysicalMemory(2 * PAGE, team.devices[0], tile_pool=True)
+        host = vmm.PhysicalMemory(sa.MemLocation.host(), PAGE, driver=traced)
+        tiles = vmm.PhysicalMemory(team.devices[0], 2 * PAGE, tile_pool=True)
         unmapped = team.range.view(2 * PAGE)
         for kind, match, use in (
             (TypeError, "memory", lambda: bind(3)),
             (TypeError, "not MulticastObject", lambda: bind(made)),
-            (ValueError, "belongs to another driver", lambda: bind(vmm.PhysicalMemory(PAGE, sa.Device(0)))),
+            (ValueError, "belongs to another driver", lambda: bind(vmm.PhysicalMemory(sa.Device(0), PAGE))),
             (ValueError, "offset=4096", lambda: bind(memory, 4096)),
             (ValueError, "memory_offset=512", lambda: bind(memory, memory_offset=512, nbytes=PAGE)),
             (ValueError, f"nbytes={PAGE + 1}", lambda: bind(memory, nbytes=PAGE + 1)),
@@ -173,7 +173,7 @@ class TestBinding:
         made = multicast.MulticastObject(PAGE, 2, driver=traced)
         for device in devices[1:3]:
             made.add_device(device)
-        memory = vmm.PhysicalMemory(PAGE, devices[0])
+        memory = vmm.PhysicalMemory(devices[0], PAGE)
         match = "device 0 is not in the team of .*, which has device 1, device 2"
         refused(traced, ValueError, match, lambda: made.bind(memory))
         refused(traced, ValueError, "DEVICE:3 is not in the team", lambda: made.map(access=devices[3]))
@@ -195,9 +195,9 @@ class TestBinding:
         with multicast.MulticastObject.from_handle(fd, PAGE, 2, driver=traced) as other:
             other.add_device(devices[1])
             made.mark_complete()
-            made.bind(vmm.PhysicalMemory(PAGE, devices[1], handle_types=SHAREABLE))
+            made.bind(vmm.PhysicalMemory(devices[1], PAGE, handle_types=SHAREABLE))
             with pytest.raises(sa.InvalidDeviceError):
-                made.bind(vmm.PhysicalMemory(PAGE, devices[3], handle_types=SHAREABLE))
+                made.bind(vmm.PhysicalMemory(devices[3], PAGE, handle_types=SHAREABLE))
             assert len(made.bindings) == 1
         made.close()
 
@@ -205,7 +205,7 @@ class TestBinding:
         made = multicast.MulticastObject(PAGE, 2, handle_types=SHAREABLE, driver=traced)
         for device in devices[:2]:
             made.add_device(device)
-        private = vmm.PhysicalMemory(PAGE, devices[0])
+        private = vmm.PhysicalMemory(devices[0], PAGE)
         match = "handle_types"
         refused(traced, ValueError, match, lambda: made.bind(private))
         addresses = vmm.AddressRange(PAGE, driver=traced)
@@ -218,7 +218,7 @@ class TestBinding:
         ):
             part = buffer[-buffer.address % PAGE :][:PAGE]
             refused(traced, ValueError, match, lambda: made.bind(part))
-        made.bind(vmm.PhysicalMemory(PAGE, devices[0], handle_types=SHAREABLE))
+        made.bind(vmm.PhysicalMemory(devices[0], PAGE, handle_types=SHAREABLE))
         made.close()
 
     def test_what_is_closed(self, traced: Any) -> None:
@@ -298,7 +298,7 @@ class TestSupport:
         ):
             for device in devices:
                 made.add_device(device)
-            made.bind(vmm.PhysicalMemory(PAGE, devices[0]))
+            made.bind(vmm.PhysicalMemory(devices[0], PAGE))
             made.map(access=devices)
         assert type(caught.value) is kind
 
@@ -313,6 +313,6 @@ class TestSupport:
         with pytest.raises(sa.OutOfMemoryError, match="this is not about memory: the switches have room"):
             for device in devices:
                 second.add_device(device)
-            second.bind(vmm.PhysicalMemory(PAGE, devices[0]))
+            second.bind(vmm.PhysicalMemory(devices[0], PAGE))
         first.close()
         second.close()

@@ -1,5 +1,5 @@
-"""What each driver call means for the checker: rules, by area."""
+"""The rules of all driver calls, by area."""
 
-from streamalloc.driver.checker.rules.table import AFTER, BEFORE, Finish
+from streamalloc.driver.checker.rules.all_calls import RULES
 
-__all__ = ["AFTER", "BEFORE", "Finish"]
+__all__ = ["RULES"]

@@ -8,14 +8,14 @@ from typing import Any
 
 from streamalloc.driver.bindings import cuda
 from streamalloc.driver.checker.capture import Capture, Graph, Node
-from streamalloc.driver.checker.hazards import Range
-from streamalloc.driver.checker.rules.kinds import Answer, Arguments, Asked, Rule
-from streamalloc.driver.checker.rules.order import batch_of_words
+from streamalloc.driver.checker.ranges import Range
+from streamalloc.driver.checker.rules.order import batch_of_values
+from streamalloc.driver.checker.rules.rule import After, Answer, Arguments, rules
 from streamalloc.driver.checker.rules.work import plane, rows
 from streamalloc.driver.checker.stacks import here
 from streamalloc.driver.checker.state import KERNEL, State, Touch, number_of
 
-__all__ = ["AFTER", "BEFORE"]
+__all__ = ["RULES"]
 
 _SET = int(cuda.CUstreamUpdateCaptureDependencies_flags.CU_STREAM_SET_CAPTURE_DEPENDENCIES)
 
@@ -52,7 +52,7 @@ def _reorders_capture(state: State, name: str, args: Arguments, answer: Answer) 
         state.captures[stream].reorder(stream, [int(one) for one in nodes], bool(int(args[-1]) & _SET))
 
 
-# -- graphs by hand ------------------------------------------------------------------------------------------
+# -- explicit graphs ------------------------------------------------------------------------------------------
 
 
 def _makes_graph(state: State, name: str, args: Arguments, answer: Answer) -> None:
@@ -60,20 +60,20 @@ def _makes_graph(state: State, name: str, args: Arguments, answer: Answer) -> No
 
 
 def _clones_graph(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    find = getattr(state.driver, "cuGraphNodeFindInClone", None)
-    nodes = []
-    for one in state.graph(args[0]).nodes:
-        found: Answer = (1,) if find is None or not one.handle else find(cuda.CUgraphNode(one.handle), answer[1])
-        nodes.append(replace(one, handle=0 if found[0] or len(found) < 2 else int(found[1])))
-    state.graphs[int(answer[1])] = Graph(nodes)
+    def in_clone(handle: int) -> int:
+        found = state.ask("cuGraphNodeFindInClone", cuda.CUgraphNode(handle), answer[1]) if handle else None
+        return found or 0
+
+    nodes = state.graph(args[0]).nodes
+    state.graphs[int(answer[1])] = Graph([replace(one, handle=in_clone(one.handle)) for one in nodes])
 
 
 def _ends_graph(state: State, name: str, args: Arguments, answer: Answer) -> None:
     state.graphs.pop(number_of(args[0]), None)
 
 
-def _adds(make: Callable[[State, str, Arguments], list[Node]]) -> Rule:
-    """A call that adds a node; its graph is judged when it is instantiated, as edges may follow."""
+def _adds(make: Callable[[State, str, Arguments], list[Node]]) -> After:
+    """A call that adds a node. Its graph is checked at instantiation: edges may follow."""
 
     def rule(state: State, name: str, args: Arguments, answer: Answer) -> None:
         graph = state.graph(args[0])
@@ -85,7 +85,7 @@ def _adds(make: Callable[[State, str, Arguments], list[Node]]) -> Rule:
 
 
 def _unknown(state: State, name: str, args: Arguments) -> list[Node]:
-    state.untold |= "Kernel" in name
+    state.unseen_kernels |= "Kernel" in name
     return [Node("use")]
 
 
@@ -97,6 +97,10 @@ def _use(state: State, touched: Iterable[Touch]) -> list[Node]:
 def _fill_node(state: State, one: Any) -> list[Node]:
     width, height = int(one.width) * int(one.elementSize), int(one.height) or 1
     return _use(state, rows(number_of(one.dst), int(one.pitch), width, height, True))
+
+
+def _plane_node(state: State, params: Any) -> list[Node]:
+    return _use(state, plane(state, params))
 
 
 def _allocation_node(state: State, params: Any) -> list[Node]:
@@ -118,15 +122,15 @@ def _wait_node(state: State, event: Any) -> list[Node]:
     return [Node("step", step=lambda handle: state.wait(state.stream(handle), state.event(event)))]
 
 
-def _word_node(state: State, params: Any) -> list[Node]:
-    return [Node("step", step=lambda handle: batch_of_words(state, handle, params.paramArray))]
+def _value_node(state: State, params: Any) -> list[Node]:
+    return [Node("step", step=lambda handle: batch_of_values(state, handle, params.paramArray))]
 
 
 def _child(state: State, graph: Any) -> list[Node]:
     return [replace(one, nested=True) for one in state.graph(graph).nodes]
 
 
-def _params_at(at: int, make: Callable[[State, Any], list[Node]]) -> Rule:
+def _params_at(at: int, make: Callable[[State, Any], list[Node]]) -> After:
     return _adds(lambda state, name, args: make(state, args[at]))
 
 
@@ -136,12 +140,12 @@ def _host_node(state: State, params: Any) -> list[Node]:
 
 
 _OF_TYPE: dict[str, tuple[str, Callable[[State, Any], list[Node]]]] = {
-    "MEMCPY": ("memcpy", lambda state, params: _use(state, plane(state, params.copyParams))),
+    "MEMCPY": ("memcpy", lambda state, params: _plane_node(state, params.copyParams)),
     "MEMSET": ("memset", _fill_node),
     "GRAPH": ("graph", lambda state, params: _child(state, params.graph)),
     "WAIT_EVENT": ("eventWait", lambda state, params: _wait_node(state, params.event)),
     "EVENT_RECORD": ("eventRecord", lambda state, params: _record_node(state, params.event)),
-    "BATCH_MEM_OP": ("memOp", lambda state, params: _word_node(state, params)),
+    "BATCH_MEM_OP": ("memOp", _value_node),
     "HOST": ("host", _host_node),
     "MEM_ALLOC": ("alloc", _allocation_node),
     "MEM_FREE": ("free", lambda state, params: _free_node(state, params.dptr)),
@@ -149,10 +153,10 @@ _OF_TYPE: dict[str, tuple[str, Callable[[State, Any], list[Node]]]] = {
 
 
 def _node(state: State, params: Any) -> list[Node]:
-    """``CUgraphNodeParams``."""
+    """Nodes for ``CUgraphNodeParams``."""
     kind = getattr(params.type, "name", "").removeprefix("CU_GRAPH_NODE_TYPE_")
     if kind not in _OF_TYPE:
-        state.untold = True
+        state.unseen_kernels = True
         return [Node("use")]
     field, make = _OF_TYPE[kind]
     return make(state, getattr(params, field))
@@ -180,8 +184,8 @@ def _removes_edges(state: State, name: str, args: Arguments, answer: Answer) -> 
             edges.remove(int(before))
 
 
-def _sets(make: Callable[[State, Any], list[Node]] | None) -> Rule:
-    """A call that changes what a node does, in its graph or in one that was instantiated; None: it is unknown what."""
+def _sets(make: Callable[[State, Any], list[Node]] | None) -> After:
+    """A call that changes a node of a graph or of an executable graph; None: its new operation is unknown."""
 
     def rule(state: State, name: str, args: Arguments, answer: Answer) -> None:
         executable = name.startswith("cuGraphExec")
@@ -207,14 +211,14 @@ def _sets(make: Callable[[State, Any], list[Node]] | None) -> Rule:
 
 
 def _without_kernels(state: State, nodes: list[Node]) -> list[Node]:
-    """Nodes without the kernels that were told of: one of them uses other memory now."""
+    """Nodes without the reported kernels: one of them uses other memory now."""
     if any(one.what == KERNEL for one in nodes):
-        state.note("a kernel of a graph was given other arguments: uses in it that were told of are not checked")
+        state.note("a kernel of a graph was given other arguments: its reported uses are not checked")
     return [one for one in nodes if one.what != KERNEL]
 
 
 def _replaced(state: State, nodes: list[Node], handle: int, made: list[Node]) -> list[Node]:
-    """Nodes with others in the place of those of a handle."""
+    """Nodes with those of a handle replaced."""
     at = _place_of(state, nodes, handle)
     if at is None:
         return _known(nodes)
@@ -223,15 +227,15 @@ def _replaced(state: State, nodes: list[Node], handle: int, made: list[Node]) ->
 
 
 def _known(nodes: list[Node]) -> list[Node]:
-    """The nodes that have not changed, after one did that may be any of those without a handle."""
+    """The nodes with a known operation, after an unknown node was changed."""
     return [one for one in nodes if one.kind != "use" or (one.handle and not one.nested)]
 
 
 def _place_of(state: State, nodes: list[Node], handle: int) -> int | None:
-    """Where in a list the first node of a handle is."""
+    """Index of the first node of a handle."""
     at = next((place for place, one in enumerate(nodes) if one.handle == handle), None)
     if at is None and len(_known(nodes)) < len(nodes):
-        state.note("a node of a graph was changed which the checker does not know: nodes like it are not checked")
+        state.note("an unknown node of a graph was changed: nodes without a known handle are not checked")
     return at
 
 
@@ -261,7 +265,7 @@ def _updates_executable(state: State, name: str, args: Arguments, answer: Answer
     number, nodes = number_of(args[0]), state.graph(args[1]).nodes
     old = state.executables.get(number, [])
     if len(old) == len(nodes):
-        # It is known by the nodes of the graph that it was made of.
+        # Its nodes keep the handles of the graph that it was instantiated from.
         pairs = zip(nodes, old, strict=True)
         nodes = [replace(one, handle=was.handle, enabled=was.enabled) for one, was in pairs]
     state.executables[number] = list(nodes)
@@ -271,7 +275,7 @@ def _launches(state: State, name: str, args: Arguments) -> Callable[[Answer], No
     executable, stack = number_of(args[0]), here()
     calls = [node.calls for node in state.executables.get(executable, ()) if node.calls is not None]
     if calls:
-        # Its functions may begin before the call returns.
+        # Its host functions may begin before the call returns.
         state.launch(executable, args[1], stack)
 
     def finish(answer: Answer) -> None:
@@ -284,10 +288,10 @@ def _launches(state: State, name: str, args: Arguments) -> Callable[[Answer], No
 
 
 _SETTERS: dict[str, Callable[[State, Any], list[Node]] | None] = {
-    "MemcpyNodeSetParams": lambda state, params: _use(state, plane(state, params)),
+    "MemcpyNodeSetParams": _plane_node,
     "MemsetNodeSetParams": _fill_node,
     "ChildGraphNodeSetParams": _child,
-    "BatchMemOpNodeSetParams": _word_node,
+    "BatchMemOpNodeSetParams": _value_node,
     "KernelNodeSetParams": None,
     "HostNodeSetParams": _host_node,
     "EventRecordNodeSetEvent": _record_node,
@@ -295,39 +299,32 @@ _SETTERS: dict[str, Callable[[State, Any], list[Node]] | None] = {
     "NodeSetParams": _node,
     "NodeSetParams_v2": _node,
 }
-AFTER: dict[str, Rule] = {
-    "cuStreamBeginCapture": _begins_capture,
-    **dict.fromkeys(("cuStreamUpdateCaptureDependencies", "cuStreamUpdateCaptureDependencies_v2"), _reorders_capture),
-    "cuStreamBeginCaptureToGraph": _begins_capture,
-    "cuGraphCreate": _makes_graph,
-    "cuGraphClone": _clones_graph,
-    "cuGraphDestroy": _ends_graph,
-    "cuGraphAddMemsetNode": _params_at(3, _fill_node),
-    "cuGraphAddMemcpyNode": _params_at(3, lambda state, params: _use(state, plane(state, params))),
-    "cuGraphAddMemAllocNode": _params_at(3, _allocation_node),
-    "cuGraphAddMemFreeNode": _params_at(3, _free_node),
-    "cuGraphAddChildGraphNode": _params_at(3, _child),
-    "cuGraphAddEventRecordNode": _params_at(3, _record_node),
-    "cuGraphAddEventWaitNode": _params_at(3, _wait_node),
-    "cuGraphAddBatchMemOpNode": _params_at(3, _word_node),
-    **dict.fromkeys(
-        ("cuGraphAddNode", "cuGraphAddNode_v2", "cuGraphAddNode_v3"),
-        _adds(lambda state, name, args: _node(state, args[-1])),
-    ),
-    **dict.fromkeys(("cuGraphAddDependencies", "cuGraphAddDependencies_v2"), _adds_edges),
-    "cuGraphInstantiate": _instantiates,
-    "cuGraphInstantiateWithParams": _instantiates,
-    "cuGraphExecUpdate": _updates_executable,
-    "cuGraphExecDestroy": _ends_executable,
-    "cuGraphAddHostNode": _params_at(3, _host_node),
-    # only their place in the graph is known
-    **dict.fromkeys(
-        (f"cuGraphAdd{kind}Node" for kind in ("Kernel", "Empty")),
-        _adds(_unknown),
-    ),
-    **{f"cuGraph{kind}{name}": _sets(make) for kind in ("", "Exec") for name, make in _SETTERS.items()},
-    "cuGraphNodeSetEnabled": _enables,
-    "cuGraphDestroyNode": _ends_node,
-    **dict.fromkeys(("cuGraphRemoveDependencies", "cuGraphRemoveDependencies_v2"), _removes_edges),
-}
-BEFORE: dict[str, Asked] = {"cuStreamEndCapture": _ends_capture, "cuGraphLaunch": _launches}
+RULES = rules(
+    after={
+        "cuStreamBeginCapture cuStreamBeginCaptureToGraph": _begins_capture,
+        "cuStreamUpdateCaptureDependencies cuStreamUpdateCaptureDependencies_v2": _reorders_capture,
+        "cuGraphCreate": _makes_graph,
+        "cuGraphClone": _clones_graph,
+        "cuGraphDestroy": _ends_graph,
+        "cuGraphAddMemsetNode": _params_at(3, _fill_node),
+        "cuGraphAddMemcpyNode": _params_at(3, _plane_node),
+        "cuGraphAddMemAllocNode": _params_at(3, _allocation_node),
+        "cuGraphAddMemFreeNode": _params_at(3, _free_node),
+        "cuGraphAddChildGraphNode": _params_at(3, _child),
+        "cuGraphAddEventRecordNode": _params_at(3, _record_node),
+        "cuGraphAddEventWaitNode": _params_at(3, _wait_node),
+        "cuGraphAddBatchMemOpNode": _params_at(3, _value_node),
+        "cuGraphAddHostNode": _params_at(3, _host_node),
+        "cuGraphAddKernelNode cuGraphAddEmptyNode": _adds(_unknown),
+        "cuGraphAddNode cuGraphAddNode_v2 cuGraphAddNode_v3": _params_at(-1, _node),
+        "cuGraphAddDependencies cuGraphAddDependencies_v2": _adds_edges,
+        "cuGraphRemoveDependencies cuGraphRemoveDependencies_v2": _removes_edges,
+        "cuGraphDestroyNode": _ends_node,
+        "cuGraphInstantiate cuGraphInstantiateWithParams": _instantiates,
+        "cuGraphExecUpdate": _updates_executable,
+        "cuGraphExecDestroy": _ends_executable,
+        "cuGraphNodeSetEnabled": _enables,
+        **{f"cuGraph{name} cuGraphExec{name}": _sets(make) for name, make in _SETTERS.items()},
+    },
+    before={"cuStreamEndCapture": _ends_capture, "cuGraphLaunch": _launches},
+)

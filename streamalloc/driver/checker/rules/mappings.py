@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from streamalloc.driver.bindings import cuda
-from streamalloc.driver.checker.hazards import Binding, Range
-from streamalloc.driver.checker.rules.kinds import Answer, Arguments, Asked, Finish, Rule
+from streamalloc.driver.checker.ranges import Binding, Range
 from streamalloc.driver.checker.rules.memory import granted
+from streamalloc.driver.checker.rules.rule import After, Answer, Arguments, Finish, rules
 from streamalloc.driver.checker.stacks import here
 from streamalloc.driver.checker.state import Physical, State, number_of
 
-__all__ = ["AFTER", "BEFORE"]
+__all__ = ["RULES"]
 
 
 _DEVICE = int(cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE)
@@ -45,7 +45,7 @@ def _retains(state: State, name: str, args: Arguments, answer: Answer) -> None:
         if found in memory.mappings:
             state.physical[int(answer[1])] = memory
             return
-    # Its handle was released: the mapping has kept the memory.
+    # The handle was released; the mapping keeps the memory.
     memory = Physical(found.size, found.stack, None)
     memory.bytes, memory.bindings = found.bytes, found.bindings
     state.physical[int(answer[1])] = memory
@@ -83,7 +83,7 @@ def _creates_multicast(state: State, name: str, args: Arguments, answer: Answer)
     state.physical[int(answer[1])] = Physical(int(args[0].size), here(), None, multicast=True)
 
 
-def _binds(device_at: int | None) -> Rule:
+def _binds(device_at: int | None) -> After:
     shift = 0 if device_at is None else 1
 
     def rule(state: State, name: str, args: Arguments, answer: Answer) -> None:
@@ -115,7 +115,7 @@ def _unbinds(state: State, name: str, args: Arguments) -> Finish:
         return lambda answer: None
     bindings = target.bindings
     device, start, size = number_of(args[1]), int(args[2]), int(args[3])
-    # What reaches the memory through the object would reach nothing; the mappings themselves stay.
+    # Uses through the object must have ended; the mappings themselves stay.
     state.end(target.mappings, name, here(), "unmap")((1,))
 
     def finish(answer: Answer) -> None:
@@ -129,21 +129,17 @@ def _unbinds(state: State, name: str, args: Arguments) -> Finish:
     return finish
 
 
-AFTER: dict[str, Rule] = {
-    "cuMemAddressReserve": _reserves,
-    "cuMemAddressFree": _ends_reservation,
-    "cuMemCreate": _creates,
-    "cuMemRelease": _releases,
-    "cuMemRetainAllocationHandle": _retains,
-    "cuMemMap": _maps,
-    "cuMulticastCreate": _creates_multicast,
-    "cuMulticastBindMem": _binds(None),
-    "cuMulticastBindMem_v2": _binds(1),
-    "cuMulticastBindAddr": _binds(None),
-    "cuMulticastBindAddr_v2": _binds(1),
-}
-BEFORE: dict[str, Asked] = {
-    "cuMemUnmap": _unmaps,
-    "cuMemSetAccess": _grants,
-    "cuMulticastUnbind": _unbinds,
-}
+RULES = rules(
+    after={
+        "cuMemAddressReserve": _reserves,
+        "cuMemAddressFree": _ends_reservation,
+        "cuMemCreate": _creates,
+        "cuMemRelease": _releases,
+        "cuMemRetainAllocationHandle": _retains,
+        "cuMemMap": _maps,
+        "cuMulticastCreate": _creates_multicast,
+        "cuMulticastBindMem cuMulticastBindAddr": _binds(None),
+        "cuMulticastBindMem_v2 cuMulticastBindAddr_v2": _binds(1),
+    },
+    before={"cuMemUnmap": _unmaps, "cuMemSetAccess": _grants, "cuMulticastUnbind": _unbinds},
+)

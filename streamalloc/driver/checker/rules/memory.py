@@ -6,24 +6,24 @@ from collections.abc import Callable
 from typing import Any
 
 from streamalloc.driver.bindings import cuda
-from streamalloc.driver.checker.hazards import Range
-from streamalloc.driver.checker.rules.kinds import Answer, Arguments, Asked, Finish, Rule
+from streamalloc.driver.checker.ranges import Range
+from streamalloc.driver.checker.rules.rule import After, Answer, Arguments, Finish, rules
 from streamalloc.driver.checker.stacks import here
 from streamalloc.driver.checker.state import OPENED, Array, State, number_of
 
-__all__ = ["AFTER", "BEFORE", "frees_at_once", "granted"]
+__all__ = ["RULES", "frees_at_once", "granted"]
 
 
 _DEVICE = int(cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE)
 _FORMATS = (("INT8", 1), ("INT16", 2), ("HALF", 2), ("INT32", 4), ("FLOAT", 4))
-"""The bytes of a channel, by the end of the name of a format."""
+"""Bytes of a channel by the end of the format's name; 16 for other formats."""
 _PINNED = int(cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED)
 
 
 # -- stream order --------------------------------------------------------------------------------------------
 
 
-def _allocates(stream_at: int, pool_at: int | None) -> Rule:
+def _allocates(stream_at: int, pool_at: int | None) -> After:
     def rule(state: State, name: str, args: Arguments, answer: Answer) -> None:
         if not int(answer[1]):
             return
@@ -45,17 +45,14 @@ def _frees(state: State, name: str, args: Arguments) -> Finish:
 
 
 def frees_at_once(state: State, name: str, args: Arguments) -> Finish:
-    """A free or a closing by the host."""
+    """A synchronous free, or the close of imported memory."""
     found = state.addresses.find(number_of(args[0]))
     ranges = [found] if found is not None and found.base == number_of(args[0]) else []
     if found is not None and found.opened > 1:
         return lambda answer: setattr(found, "opened", found.opened - (not answer[0]))
     if ranges and ranges[0].kind in ("device memory", OPENED):
-        # The driver waits for the device, unless it is memory of a pool.
-        goals = state.behind(state.all_streams())
-        for stream in state.all_streams():
-            state.timeline.force(stream)
-        state.reached(goals)
+        # The driver waits for the device, unless the memory is a pool's.
+        state.wait_for_device()
     return state.end(ranges, name, here())
 
 
@@ -64,7 +61,7 @@ def _releases_host_memory(state: State, name: str, args: Arguments) -> Finish:
     return state.end([found] if found is not None else [], name, here(), "release")
 
 
-def _makes(kind: str, size: Callable[[Arguments, Answer], int]) -> Rule:
+def _makes(kind: str, size: Callable[[Arguments, Answer], int]) -> After:
     def rule(state: State, name: str, args: Arguments, answer: Answer) -> None:
         if int(answer[1]):
             nbytes = max(size(args, answer), 1)
@@ -91,12 +88,12 @@ def _makes_array(state: State, name: str, args: Arguments, answer: Answer) -> No
 
 
 def _add_array(state: State, handle: int, descriptor: Any, level: int) -> None:
-    """An array of a descriptor, or of the same in a level of a mipmapped one."""
+    """Add an array, or a level of a mipmapped array."""
     sizes = [int(getattr(descriptor, name, 0) or 0) for name in ("Width", "Height", "Depth")]
     width, lines, planes = (max(one >> level, 1) for one in sizes)
     bits = getattr(descriptor.Format, "name", "")
     element = next((bytes_ for name, bytes_ in _FORMATS if bits.endswith(name)), 16) * int(descriptor.NumChannels)
-    # A layer of a layered array counts as a plane; those keep their number in all levels.
+    # Layers count as planes; all levels have the same number of layers.
     pitch, planes = width * element, max(planes, sizes[2])
     made = Array(state.array_end, max(pitch * lines * planes, 1), "array", stack=here(), context=state.context())
     made.pitch, made.lines, made.element = pitch, lines, element
@@ -117,14 +114,10 @@ def _finds_level(state: State, name: str, args: Arguments, answer: Answer) -> No
 
 
 def _ends_array(state: State, name: str, args: Arguments) -> Finish:
-    """The driver waits for the device, as for other memory."""
     handle = number_of(args[0])
     handles = state.mipmapped.pop(handle, (None, {}))[1] if "Mipmapped" in name else {handle: None}
     ended = [state.arrays[one] for one in handles if one in state.arrays]
-    goals = state.behind(state.all_streams())
-    for stream in state.all_streams():
-        state.timeline.force(stream)
-    state.reached(goals)
+    state.wait_for_device()
     return state.end(ended, name, here())
 
 
@@ -144,7 +137,7 @@ def _ends_pool(state: State, name: str, args: Arguments, answer: Answer) -> None
         state.addresses.vacate(lambda one: one.grants is grants)
 
 
-def _finds_pool(current: bool) -> Rule:
+def _finds_pool(current: bool) -> After:
     def rule(state: State, name: str, args: Arguments, answer: Answer) -> None:
         pool, device = int(answer[1]), _device(args)
         if device is not None:
@@ -162,7 +155,7 @@ def _sets_pool(state: State, name: str, args: Arguments, answer: Answer) -> None
 
 
 def _device(args: Arguments) -> int | None:
-    """The device whose pool a call is about: it is named, or a location and a type are. None: not one of a device."""
+    """The device of a pool call: an ordinal, or a location and an allocation type; None for other pools."""
     location = getattr(args[0], "type", None)
     if location is None:
         return int(args[0])
@@ -170,7 +163,7 @@ def _device(args: Arguments) -> int | None:
 
 
 def granted(descriptors: Any) -> dict[int, int]:
-    """The rights of devices in ``CUmemAccessDesc``, one or several."""
+    """The access of devices in one or several ``CUmemAccessDesc``."""
     several = descriptors if isinstance(descriptors, (list, tuple)) else [descriptors] if descriptors else []
     return {int(one.location.id): int(one.flags) for one in several if int(one.location.type) == _DEVICE}
 
@@ -183,32 +176,28 @@ def _grants_pool(state: State, name: str, args: Arguments) -> Finish:
     return lambda answer: None if answer[0] else grants.update(rights)
 
 
-AFTER: dict[str, Rule] = {
-    "cuMemAllocAsync": _allocates(1, None),
-    "cuMemAllocFromPoolAsync": _allocates(2, 1),
-    "cuMemAlloc": _makes("device memory", _first),
-    "cuMemAllocManaged": _makes("device memory", _first),
-    "cuMemAllocPitch": _makes("device memory", lambda args, answer: int(answer[2]) * int(args[1])),
-    "cuMemHostAlloc": _makes("pinned memory", _first),
-    "cuMemAllocHost": _makes("pinned memory", _first),
-    "cuMemHostRegister": _registers,
-    **dict.fromkeys(("cuArrayCreate", "cuArray3DCreate"), _makes_array),
-    "cuMipmappedArrayCreate": _makes_mipmapped,
-    "cuMipmappedArrayGetLevel": _finds_level,
-    "cuMemPoolCreate": _makes_pool,
-    "cuMemPoolDestroy": _ends_pool,
-    "cuDeviceGetDefaultMemPool": _finds_pool(current=False),
-    "cuDeviceGetMemPool": _finds_pool(current=True),
-    "cuDeviceSetMemPool": _sets_pool,
-    "cuMemGetDefaultMemPool": _finds_pool(current=False),
-    "cuMemGetMemPool": _finds_pool(current=True),
-    "cuMemSetMemPool": _sets_pool,
-}
-BEFORE: dict[str, Asked] = {
-    "cuMemFreeAsync": _frees,
-    "cuMemFree": frees_at_once,
-    "cuMemFreeHost": _releases_host_memory,
-    "cuMemHostUnregister": _releases_host_memory,
-    "cuMemPoolSetAccess": _grants_pool,
-    **dict.fromkeys(("cuArrayDestroy", "cuMipmappedArrayDestroy"), _ends_array),
-}
+RULES = rules(
+    after={
+        "cuMemAllocAsync": _allocates(1, None),
+        "cuMemAllocFromPoolAsync": _allocates(2, 1),
+        "cuMemAlloc cuMemAllocManaged": _makes("device memory", _first),
+        "cuMemAllocPitch": _makes("device memory", lambda args, answer: int(answer[2]) * int(args[1])),
+        "cuMemHostAlloc cuMemAllocHost": _makes("pinned memory", _first),
+        "cuMemHostRegister": _registers,
+        "cuArrayCreate cuArray3DCreate": _makes_array,
+        "cuMipmappedArrayCreate": _makes_mipmapped,
+        "cuMipmappedArrayGetLevel": _finds_level,
+        "cuMemPoolCreate": _makes_pool,
+        "cuMemPoolDestroy": _ends_pool,
+        "cuDeviceGetDefaultMemPool cuMemGetDefaultMemPool": _finds_pool(current=False),
+        "cuDeviceGetMemPool cuMemGetMemPool": _finds_pool(current=True),
+        "cuDeviceSetMemPool cuMemSetMemPool": _sets_pool,
+    },
+    before={
+        "cuMemFreeAsync": _frees,
+        "cuMemFree": frees_at_once,
+        "cuMemFreeHost cuMemHostUnregister": _releases_host_memory,
+        "cuMemPoolSetAccess": _grants_pool,
+        "cuArrayDestroy cuMipmappedArrayDestroy": _ends_array,
+    },
+)

@@ -1,4 +1,4 @@
-"""Streams, events and words: what comes before what."""
+"""Streams, events and values in memory: calls that order operations."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Any
 
 from streamalloc.driver.bindings import cuda
 from streamalloc.driver.checker.events import Event
-from streamalloc.driver.checker.rules.kinds import Answer, Arguments, Asked, Finish, Rule
-from streamalloc.driver.checker.stacks import here
+from streamalloc.driver.checker.rules.rule import After, Answer, Arguments, Before, Finish, rules
+from streamalloc.driver.checker.stacks import from_package, here
 from streamalloc.driver.checker.state import State, number_of
 
-__all__ = ["AFTER", "BEFORE", "batch_of_words"]
+__all__ = ["RULES", "batch_of_values"]
 
 
 _INTERPROCESS = int(cuda.CUevent_flags.CU_EVENT_INTERPROCESS)
@@ -40,26 +40,32 @@ def _ends_stream(state: State, name: str, args: Arguments) -> Finish:
 
 
 def _synchronises(state: State, name: str, args: Arguments) -> Finish:
-    goals = state.behind((state.stream(args[0]),))
-    return lambda answer: None if answer[0] else state.reached(goals)
+    synchronised = state.synchronising((state.stream(args[0]),))
+    return lambda answer: None if answer[0] else synchronised()
 
 
 def _synchronises_context(state: State, name: str, args: Arguments) -> Finish:
-    goals = state.behind(state.all_streams(number_of(args[0]) if args else state.context()))
-    return lambda answer: None if answer[0] else state.reached(goals)
+    synchronised = state.synchronising(state.all_streams(number_of(args[0]) if args else state.context()))
+    return lambda answer: None if answer[0] else synchronised()
 
 
 def _queries(state: State, name: str, args: Arguments) -> Finish:
     stream = state.stream(args[0])
+    state.sources.check()
     clock = stream.clock.copy() if stream.obstacle is None and not stream.peers else None
 
     def finish(answer: Answer) -> None:
         if answer[0]:
             return
-        if clock is None:
-            state.host_knows(stream)
+        if from_package("ipc/"):
+            # The facade writes a shared value by the host where the stream is idle. Reports must not depend on that:
+            # the query counts as a write of the value in stream order.
+            state.sources.clear()
+            state.values.published.learn(stream.clock if clock is None else clock)
+        elif clock is None:
+            state.host_waited_for(stream)
         else:
-            state.timeline.tell(clock)
+            state.timeline.host_observes(clock)
 
     return finish
 
@@ -81,7 +87,7 @@ def _ends_event(state: State, name: str, args: Arguments) -> Finish:
         if answer[0]:
             state.events[number] = event
         else:
-            state.others.dropped(event)
+            state.interprocess.destroyed(event)
 
     return finish
 
@@ -93,7 +99,7 @@ def _records(state: State, name: str, args: Arguments, answer: Answer) -> None:
 
 def _records_context(state: State, name: str, args: Arguments, answer: Answer) -> None:
     event, context = state.event(args[1]), number_of(args[0])
-    # A stream that does nothing else stands for all of them.
+    # A stream without other work joins all streams.
     meeting = state.timeline.stream("the context")
     for stream in state.all_streams(context):
         state.timeline.wait(meeting, state.timeline.record(stream))
@@ -112,7 +118,7 @@ def _context_waits(state: State, name: str, args: Arguments, answer: Answer) -> 
 
 
 def _records_elsewhere(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    """``cuGreenCtxRecordEvent``: of which streams is not known."""
+    """``cuGreenCtxRecordEvent``: the streams of the green context are unknown."""
     event = state.event(args[1])
     event.mark, event.captured, event.foreign = None, None, True
 
@@ -123,14 +129,15 @@ def _green_context_waits(state: State, name: str, args: Arguments, answer: Answe
 
 
 def _waits_for_others(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    """A stream waits for something that other libraries bring about, after whatever may come before that."""
+    """A wait for a semaphore of another library, which comes after all work so far."""
     state.wait(state.stream(args[-1]), Event(foreign=True))
 
 
-def _happened(count: int) -> Asked:
-    """The host learns that events are over."""
+def _happened(count: int) -> Before:
+    """A call by which the host sees that its first ``count`` arguments, events, have happened."""
 
     def rule(state: State, name: str, args: Arguments) -> Finish:
+        state.sources.check()
         events = [state.event(handle) for handle in args[:count]]
         marks = [one.mark for one in events if one.mark is not None]
 
@@ -140,81 +147,78 @@ def _happened(count: int) -> Asked:
             for mark in marks:
                 state.timeline.force_mark(mark)
                 assert mark.clock is not None
-                state.timeline.tell(mark.clock)
+                state.timeline.host_observes(mark.clock)
             for one in events:
-                others = state.others.elsewhere(one)
-                if others is not None:
-                    state.timeline.tell(others)
+                unseen = state.interprocess.recorded_elsewhere(one)
+                if unseen is not None:
+                    state.timeline.host_observes(unseen)
 
         return finish
 
     return rule
 
 
-# -- words ---------------------------------------------------------------------------------------------------
+# -- values --------------------------------------------------------------------------------------------------
 
 
-def _writes_word(bits: int) -> Rule:
+def _writes_value(bits: int) -> After:
     def rule(state: State, name: str, args: Arguments, answer: Answer) -> None:
-        state.write_word(args[0], number_of(args[1]), number_of(args[2]), bits)
+        state.write_value(args[0], number_of(args[1]), number_of(args[2]), bits)
 
     return rule
 
 
-def _waits_word(bits: int) -> Rule:
+def _waits_value(bits: int) -> After:
     def rule(state: State, name: str, args: Arguments, answer: Answer) -> None:
-        state.wait_word(args[0], number_of(args[1]), number_of(args[2]), int(args[3]), bits)
+        state.wait_value(args[0], number_of(args[1]), number_of(args[2]), int(args[3]), bits)
 
     return rule
 
 
-def _words(state: State, name: str, args: Arguments, answer: Answer) -> None:
+def _values(state: State, name: str, args: Arguments, answer: Answer) -> None:
     """``cuStreamBatchMemOp``."""
-    batch_of_words(state, args[0], args[2])
+    batch_of_values(state, args[0], args[2])
 
 
-def batch_of_words(state: State, stream: Any, operations: Any) -> None:
-    """A stream is to write words and to wait for some, one after the other."""
+def batch_of_values(state: State, stream: Any, operations: Any) -> None:
+    """Queue writes of values and waits for values (``CUstreamBatchMemOpParams``)."""
     for one in operations or ():
         kind = getattr(one.operation, "name", "")
         bits = 64 if kind.endswith("64") else 32
         if "WAIT_VALUE" in kind:
             wait = one.waitValue
             value = int(wait.value64 if bits == 64 else wait.value)
-            state.wait_word(stream, number_of(wait.address), value, int(wait.flags), bits)
+            state.wait_value(stream, number_of(wait.address), value, int(wait.flags), bits)
         elif "WRITE_VALUE" in kind:
             write = one.writeValue
             value = int(write.value64 if bits == 64 else write.value)
-            state.write_word(stream, number_of(write.address), value, bits)
+            state.write_value(stream, number_of(write.address), value, bits)
 
 
-AFTER: dict[str, Rule] = {
-    "cuStreamCreate": _makes_stream,
-    "cuStreamCreateWithPriority": _makes_stream,
-    "cuGreenCtxStreamCreate": _makes_stream,
-    "cuEventCreate": _makes_event,
-    "cuEventRecord": _records,
-    "cuEventRecordWithFlags": _records,
-    "cuCtxRecordEvent": _records_context,
-    "cuStreamWaitEvent": _waits,
-    "cuCtxWaitEvent": _context_waits,
-    "cuGreenCtxRecordEvent": _records_elsewhere,
-    "cuGreenCtxWaitEvent": _green_context_waits,
-    "cuWaitExternalSemaphoresAsync": _waits_for_others,
-    "cuStreamWriteValue32": _writes_word(32),
-    "cuStreamWriteValue64": _writes_word(64),
-    "cuStreamWaitValue32": _waits_word(32),
-    "cuStreamWaitValue64": _waits_word(64),
-    "cuStreamBatchMemOp": _words,
-}
-BEFORE: dict[str, Asked] = {
-    "cuStreamDestroy": _ends_stream,
-    "cuStreamSynchronize": _synchronises,
-    "cuStreamQuery": _queries,
-    "cuCtxSynchronize": _synchronises_context,
-    "cuCtxSynchronize_v2": _synchronises_context,
-    "cuEventDestroy": _ends_event,
-    "cuEventSynchronize": _happened(1),
-    "cuEventQuery": _happened(1),
-    "cuEventElapsedTime": _happened(2),
-}
+RULES = rules(
+    after={
+        "cuStreamCreate cuStreamCreateWithPriority cuGreenCtxStreamCreate": _makes_stream,
+        "cuEventCreate": _makes_event,
+        "cuEventRecord cuEventRecordWithFlags": _records,
+        "cuCtxRecordEvent": _records_context,
+        "cuStreamWaitEvent": _waits,
+        "cuCtxWaitEvent": _context_waits,
+        "cuGreenCtxRecordEvent": _records_elsewhere,
+        "cuGreenCtxWaitEvent": _green_context_waits,
+        "cuWaitExternalSemaphoresAsync": _waits_for_others,
+        "cuStreamWriteValue32": _writes_value(32),
+        "cuStreamWriteValue64": _writes_value(64),
+        "cuStreamWaitValue32": _waits_value(32),
+        "cuStreamWaitValue64": _waits_value(64),
+        "cuStreamBatchMemOp": _values,
+    },
+    before={
+        "cuStreamDestroy": _ends_stream,
+        "cuStreamSynchronize": _synchronises,
+        "cuStreamQuery": _queries,
+        "cuCtxSynchronize cuCtxSynchronize_v2": _synchronises_context,
+        "cuEventDestroy": _ends_event,
+        "cuEventSynchronize cuEventQuery": _happened(1),
+        "cuEventElapsedTime": _happened(2),
+    },
+)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from streamalloc.driver.bindings import cuda, opaque_bytes
-from streamalloc.driver.checker import ledger, notices
+from streamalloc.driver.checker import announcements, open_imports
 from streamalloc.driver.checker.events import Event
-from streamalloc.driver.checker.hazards import Range
-from streamalloc.driver.checker.rules.kinds import Answer, Arguments, Asked, Rule
+from streamalloc.driver.checker.ranges import Range
 from streamalloc.driver.checker.rules.memory import frees_at_once
+from streamalloc.driver.checker.rules.rule import Answer, Arguments, rules
 from streamalloc.driver.checker.stacks import from_package, here
 from streamalloc.driver.checker.state import OPENED, Physical, State, number_of
 
-__all__ = ["AFTER", "BEFORE"]
+__all__ = ["RULES"]
 
 _FILE = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 _RANGE_SIZE = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_RANGE_SIZE
@@ -28,39 +28,37 @@ def _exports_pointer(state: State, name: str, args: Arguments, answer: Answer) -
         return
     data = opaque_bytes(answer[1])
     if name == "cuMemPoolExportPointer":
-        state.others.exports[data] = found
-    state.others.exported[found] = data
+        state.interprocess.exports[data] = found
+    state.interprocess.exported[found] = data
     if not from_package():
-        # The facade orders importers by words in memory that is shared.
-        state.others.written.setdefault(found, [])
+        # The facade orders importers by values in shared memory.
+        state.interprocess.written.setdefault(found, [])
     _export(state, found, data)
 
 
 def _export(state: State, range_: Range, name: bytes = b"") -> None:
     range_.bytes.shared = True
-    # The facade exports when it likes, and says when importers are told that memory is ready (Checked.shared).
+    # The facade may export early: it notifies the listener when memory is ready (Listener.shared).
     if not from_package():
-        state.others.export(range_, here(), name)
+        state.interprocess.export(range_, here(), name)
 
 
 def _size_at(state: State, address: Any) -> int:
-    """How much memory there is, as the driver says; one byte where it does not."""
-    ask = getattr(state.driver, "cuPointerGetAttribute", None)
-    answer: Any = (1,) if ask is None else ask(_RANGE_SIZE, int(address))
-    return 1 if answer[0] else max(int(answer[1]), 1)
+    """The size of the allocation at an address; one byte where the driver does not know it."""
+    return state.ask("cuPointerGetAttribute", _RANGE_SIZE, int(address)) or 1
 
 
 def _opened(state: State, made: Range, data: bytes) -> None:
     made.bytes.shared = True
     state.addresses.add(made)
-    entry = ledger.open_import(data)
+    entry = open_imports.open_import(data)
     if entry is not None:
-        state.others.entries[made] = entry
+        state.interprocess.entries[made] = entry
 
 
 def _imports_pointer(state: State, name: str, args: Arguments, answer: Answer) -> None:
     exported = opaque_bytes(args[1])
-    origin = state.others.exports.get(exported)
+    origin = state.interprocess.exports.get(exported)
     made = Range(int(answer[1]), 1 if origin is None else origin.size, "import", stack=here())
     made.grants = state.pools.get(number_of(args[0]))
     if origin is not None and origin.ended is None:
@@ -68,21 +66,19 @@ def _imports_pointer(state: State, name: str, args: Arguments, answer: Answer) -
         origin.imports.append(made)
     else:
         made.size = _size_at(state, answer[1])
-        state.others.awaited(made, exported)
+        state.interprocess.awaited(made, exported)
     _opened(state, made, exported)
 
 
 def _opens_plain(state: State, name: str, args: Arguments, answer: Answer) -> None:
     there = state.addresses.find(int(answer[1]))
     if there is not None and there.ended is None and there.kind == OPENED:
-        # The driver has given the same address again, and counts.
+        # The driver counts openings of the same address.
         there.opened += 1
         return
-    made, exported = (
-        Range(int(answer[1]), _size_at(state, answer[1]), OPENED, stack=here(), context=state.context()),
-        opaque_bytes(args[0]),
-    )
-    state.others.awaited(made, exported)
+    made = Range(int(answer[1]), _size_at(state, answer[1]), OPENED, stack=here(), context=state.context())
+    exported = opaque_bytes(args[0])
+    state.interprocess.awaited(made, exported)
     _opened(state, made, exported)
 
 
@@ -91,18 +87,18 @@ def _opens_plain(state: State, name: str, args: Arguments, answer: Answer) -> No
 
 def _exports_event(state: State, name: str, args: Arguments, answer: Answer) -> None:
     data = opaque_bytes(answer[1])
-    event = state.others.events[data] = state.event(args[0])
+    event = state.interprocess.events[data] = state.event(args[0])
     event.elsewhere = True
-    place = state.others.place(event)
-    if place is not None and state.others.board is not None:
-        state.others.board.name_event(place, data)
+    index, board = state.interprocess.index(event), state.interprocess.board
+    if index is not None and board is not None:
+        board.name_event(index, data)
 
 
 def _opens_event(state: State, name: str, args: Arguments, answer: Answer) -> None:
     data = opaque_bytes(args[0])
-    found = state.others.events.setdefault(data, Event(shared=True))
+    found = state.interprocess.events.setdefault(data, Event(shared=True))
     found.elsewhere = True
-    found.there = notices.event_of(data)
+    found.there = announcements.event_of(data)
     state.events[int(answer[1])] = found
 
 
@@ -122,7 +118,7 @@ def _exports_memory(state: State, name: str, args: Arguments, answer: Answer) ->
 
 
 def _imports_memory(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    # A fabric handle is given as the address of its bytes, which is a number as well.
+    # The number of a fabric handle is the address of its bytes.
     file = int(args[0]) if args[1] == _FILE else None
     memory = state.files.find(file) if file is not None else None
     if memory is None:
@@ -133,14 +129,15 @@ def _imports_memory(state: State, name: str, args: Arguments, answer: Answer) ->
     state.physical[int(answer[1])] = memory
 
 
-AFTER: dict[str, Rule] = {
-    "cuMemPoolExportPointer": _exports_pointer,
-    "cuMemPoolImportPointer": _imports_pointer,
-    "cuIpcGetMemHandle": _exports_pointer,
-    "cuIpcOpenMemHandle": _opens_plain,
-    "cuIpcGetEventHandle": _exports_event,
-    "cuIpcOpenEventHandle": _opens_event,
-    "cuMemExportToShareableHandle": _exports_memory,
-    "cuMemImportFromShareableHandle": _imports_memory,
-}
-BEFORE: dict[str, Asked] = {"cuIpcCloseMemHandle": frees_at_once}
+RULES = rules(
+    after={
+        "cuMemPoolExportPointer cuIpcGetMemHandle": _exports_pointer,
+        "cuMemPoolImportPointer": _imports_pointer,
+        "cuIpcOpenMemHandle": _opens_plain,
+        "cuIpcGetEventHandle": _exports_event,
+        "cuIpcOpenEventHandle": _opens_event,
+        "cuMemExportToShareableHandle": _exports_memory,
+        "cuMemImportFromShareableHandle": _imports_memory,
+    },
+    before={"cuIpcCloseMemHandle": frees_at_once},
+)

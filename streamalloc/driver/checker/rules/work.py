@@ -7,18 +7,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from streamalloc.driver.bindings import cuda
 from streamalloc.driver.checker.clocks import Stream
-from streamalloc.driver.checker.rules.kinds import Answer, Arguments, Asked, Finish, Rule
+from streamalloc.driver.checker.rules.rule import Answer, Arguments, Finish, rules
 from streamalloc.driver.checker.stacks import here
 from streamalloc.driver.checker.state import State, Touch, number_of
 
-__all__ = ["AFTER", "BEFORE", "plane", "rows"]
+__all__ = ["RULES", "plane", "rows"]
 
-_MEMORY_TYPE = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
 _AT_CALL = 2  # CU_MEMCPY_SRC_ACCESS_ORDER_DURING_API_CALL, which older bindings lack
 _ROWS = 1 << 15
-"""Of a plane with more rows, only so many are looked at."""
+"""Rows of a plane that are checked at most."""
 
 
 @dataclass(frozen=True)
@@ -26,22 +24,22 @@ class _Work:
     """A call that reads and writes memory in a stream."""
 
     stream_at: int | None
-    """The argument with the stream; None: the legacy stream, and the call is not in stream order."""
+    """Index of the stream argument; None for a synchronous call, which uses the legacy stream."""
     touched: Callable[[State, Arguments], Iterable[Touch]]
     then: Callable[[State, Stream, Arguments], object] = lambda state, stream, args: None
-    """Called when the work was queued."""
+    """Called after the work is queued."""
     taken: Callable[[State, Arguments], Iterable[Touch]] = lambda state, args: ()
-    """What is read before the call returns, in no stream order."""
+    """Reads that end before the call returns, in no stream order."""
 
     def __call__(self, state: State, name: str, args: Arguments, answer: Answer) -> None:
-        """The call has succeeded."""
+        """Queue the work after the call has succeeded."""
         handle = 0 if self.stream_at is None else args[self.stream_at]
         for address, nbytes, write in self.taken(state, args):
             state.use_on_host(number_of(address), nbytes, write, name)
         self.then(state, state.act(handle, name, self.touched(state, args), here()), args)
 
     def before(self, state: State, name: str, args: Arguments) -> Finish:
-        """The call is about to be made, perhaps on memory that is not there any more."""
+        """Check before the call for memory that was freed."""
         handle = 0 if self.stream_at is None else args[self.stream_at]
         return state.stale(handle, name, self.touched(state, args), here())
 
@@ -52,31 +50,28 @@ def _touches(stream_at: int | None, touched: Callable[[Arguments], Iterable[Touc
 
 
 def _fills(stream_at: int | None, width: int) -> _Work:
-    """A fill. What streams may wait for, as small as a word, is known from then on."""
+    """A fill; a small one is also a write of values that streams may wait for."""
 
     def then(state: State, stream: Stream, args: Arguments) -> None:
         address, nbytes = number_of(args[0]), int(args[2]) * width
         if stream_at is None:
             _fill_returns_late(state, stream, address)
         if 4 <= nbytes <= 64 and not state.captures:
-            word = int.from_bytes(int(args[1]).to_bytes(width, "little") * (4 // width), "little")
+            value = int.from_bytes(int(args[1]).to_bytes(width, "little") * (4 // width), "little")
             for at in range(address, address + nbytes - 3, 4):
-                state.words.write(stream, at, word)
+                state.values.write(stream, at, value)
 
     return _Work(stream_at, lambda state, args: ((args[0], int(args[2]) * width, True),), then)
 
 
 def _fill_returns_late(state: State, stream: Stream, address: int) -> None:
-    """The host waits for a fill that is not in stream order where the memory is the host's, or managed."""
+    """Record that a synchronous fill of host or managed memory waits for its end."""
     if state.is_of_host(address) or state.is_managed(address):
-        state.host_knows(stream)
+        state.host_waited_for(stream)
 
 
 def _copies(stream_at: int | None, size_at: int = 2, source_at: int = 1) -> _Work:
-    """A copy.
-
-    The host waits for one that is not in stream order and has a side of the host's, and for one to ordinary memory.
-    """
+    """A copy. The host waits for a synchronous one with a side in host memory, and for any to pageable memory."""
 
     def touched(state: State, args: Arguments) -> list[Touch]:
         size, source, target = int(args[size_at]), args[source_at], args[0]
@@ -86,29 +81,26 @@ def _copies(stream_at: int | None, size_at: int = 2, source_at: int = 1) -> _Wor
     def then(state: State, stream: Stream, args: Arguments) -> None:
         if stream_at is None:
             _returns_late(state, stream, args[source_at], args[0])
-        elif int(args[size_at]) and stream not in state.captures and _is_pageable(state, args[0]):
-            state.host_knows(stream)
+        elif int(args[size_at]):
+            _returns_after(state, stream, args[0])
 
     return _Work(stream_at, touched, then)
 
 
 def _returns_late(state: State, stream: Stream, *sides: Any) -> None:
-    """A copy that is not in stream order was made: the host has waited for it, unless both sides are of devices."""
-    if any(_is_pageable(state, one) or state.is_of_host(number_of(one)) for one in sides):
-        state.host_knows(stream)
+    """Record that a synchronous copy waits for its end, unless both sides are device memory."""
+    if any(state.is_pageable(one) or state.is_of_host(one) for one in map(number_of, sides)):
+        state.host_waited_for(stream)
 
 
-def _is_pageable(state: State, address: Any) -> bool:
-    """Whether the driver does not know some memory, which it then copies to before the call returns."""
-    number = number_of(address)
-    if state.addresses.find(number) is not None:
-        return False
-    ask = getattr(state.driver, "cuPointerGetAttribute", None)
-    return ask is None or bool(ask(_MEMORY_TYPE, number)[0])
+def _returns_after(state: State, stream: Stream, target: Any) -> None:
+    """Record that a copy to pageable memory in stream order waits for its end."""
+    if stream not in state.captures and state.is_pageable(number_of(target)):
+        state.host_waited_for(stream)
 
 
 def rows(start: int, pitch: int, width: int, height: int, write: bool) -> list[Touch]:
-    """The rows of a plane, in as few pieces as they are."""
+    """The rows of a plane; one piece where they are contiguous."""
     if pitch in (0, width) or height <= 1:
         return [(start, width * height, write)]
     return [(start + row * pitch, width, write) for row in range(min(height, _ROWS))]
@@ -121,7 +113,7 @@ def plane(state: State, copy: Any) -> list[Touch]:
     for side, write in (("src", False), ("dst", True)):
         kind = getattr(getattr(copy, f"{side}MemoryType"), "name", "")
         x, y, z = (int(getattr(copy, f"{side}{name}", 0)) for name in ("XInBytes", "Y", "Z"))
-        # Zero stands for what just holds the rows, those that are left out included.
+        # Zero stands for the smallest pitch and height.
         pitch = int(getattr(copy, f"{side}Pitch", 0)) or x + width
         lines = int(getattr(copy, f"{side}Height", 0)) or y + height
         if "ARRAY" in kind:
@@ -136,7 +128,7 @@ def plane(state: State, copy: Any) -> list[Touch]:
 
 
 def _box(start: int, pitch: int, lines: int, width: int, height: int, depth: int, write: bool) -> list[Touch]:
-    """Rows of several planes, each of ``lines`` rows."""
+    """The rows of a box of several planes with ``lines`` rows each."""
     if lines == height:
         return rows(start, pitch, width, height * depth, write)
     step = pitch * lines
@@ -144,7 +136,7 @@ def _box(start: int, pitch: int, lines: int, width: int, height: int, depth: int
 
 
 def _boxes(state: State, operations: Iterable[Any], at_call: bool) -> list[Touch]:
-    """Both sides of ``CUDA_MEMCPY3D_BATCH_OP``, for each; ``at_call``: the sources read before the call returns."""
+    """Both sides of each ``CUDA_MEMCPY3D_BATCH_OP``; ``at_call``: only sources read before the call returns."""
     found: list[Touch] = []
     for one in operations:
         width, height, depth = (int(getattr(one.extent, name)) for name in ("width", "height", "depth"))
@@ -173,7 +165,7 @@ def _of_array(state: State, array: Any, offset: Any, size: Any, write: bool) -> 
 
 
 def _arrays(stream_at: int | None, target: int, source: int, array_to: bool, array_from: bool) -> _Work:
-    """A copy of a row from or to an array; the arguments of each side, of which an array has two."""
+    """A copy of a row from or to an array; ``target`` and ``source`` are argument indices (an array has two)."""
 
     def touched(state: State, args: Arguments) -> list[Touch]:
         size = args[source + 1 + array_from]
@@ -190,25 +182,25 @@ def _arrays(stream_at: int | None, target: int, source: int, array_to: bool, arr
         sides = [args[at] for at, is_array in ((source, array_from), (target, array_to)) if not is_array]
         if stream_at is None:
             _returns_late(state, stream, *sides)
-        elif not array_to and stream not in state.captures and _is_pageable(state, args[target]):
-            state.host_knows(stream)
+        elif not array_to:
+            _returns_after(state, stream, args[target])
 
     return _Work(stream_at, touched, then)
 
 
 def _order(one: Any) -> int:
-    """When the source of a copy of a batch is read."""
-    with contextlib.suppress(ValueError):  # the bindings' getter, of a number that is none
+    """The source access order of a copy in a batch."""
+    with contextlib.suppress(ValueError):  # the bindings' getter raises for an unknown number
         return int(getattr(one, "srcAccessOrder", 0) or 0)
     return 0
 
 
 def _batch(at_call: bool) -> Callable[[State, Arguments], list[Touch]]:
-    """What a batch of copies uses in stream order, or what it reads before the call returns."""
+    """The uses of a batch of copies in stream order; ``at_call``: its reads before the call returns."""
 
     def touched(state: State, args: Arguments) -> list[Touch]:
         targets, sources, sizes, _, attributes, begins = args[:6]
-        # Each of the attributes holds from where it begins.
+        # An attribute holds from its own index on.
         orders = dict(zip(map(int, begins or ()), map(_order, attributes or ()), strict=False))
         found, order = [], 0
         for at, (target, source, size) in enumerate(zip(targets, sources, sizes, strict=False)):
@@ -223,7 +215,7 @@ def _batch(at_call: bool) -> Callable[[State, Arguments], list[Touch]]:
 
 
 def _one(at_call: bool) -> Callable[[State, Arguments], list[Touch]]:
-    """The same of ``cuMemcpyWithAttributesAsync``."""
+    """The same for ``cuMemcpyWithAttributesAsync``."""
     return lambda state, args: _batch(at_call)(state, ((args[0],), (args[1],), (args[2],), 1, (args[3],), (0,)))
 
 
@@ -238,7 +230,7 @@ def _copies_boxes(operations: Callable[[Arguments], Iterable[Any]]) -> _Work:
 
 
 def _discarded(args: Arguments) -> list[Touch]:
-    """What was there is lost, as if it was written."""
+    """A discard counts as a write."""
     return [(at, int(size), True) for at, size in zip(args[0], args[1], strict=False)]
 
 
@@ -254,98 +246,82 @@ def _fills_rows(stream_at: int | None, width: int) -> _Work:
 
 
 def _sides(copy: Any) -> list[Any]:
-    """Where a ``CUDA_MEMCPY2D`` or ``CUDA_MEMCPY3D`` reads and writes; arrays are the device's."""
+    """Addresses of both sides of a ``CUDA_MEMCPY2D`` or ``CUDA_MEMCPY3D``, without arrays."""
     kinds = [(side, getattr(getattr(copy, f"{side}MemoryType"), "name", "")) for side in ("src", "dst")]
     named = [side + ("Host" if "HOST" in kind else "Device") for side, kind in kinds if "ARRAY" not in kind]
     return [getattr(copy, name) for name in named]
 
 
 def _copies_plane(stream_at: int | None) -> _Work:
-    """A copy of a plane; the host waits as for other copies."""
+    """A copy of a plane or box."""
 
     def then(state: State, stream: Stream, args: Arguments) -> None:
         copy = args[0]
-        to_host = "HOST" in getattr(copy.dstMemoryType, "name", "")
         if stream_at is None:
             _returns_late(state, stream, *_sides(copy))
-        elif to_host and stream not in state.captures and _is_pageable(state, copy.dstHost):
-            state.host_knows(stream)
+        elif "HOST" in getattr(copy.dstMemoryType, "name", ""):
+            _returns_after(state, stream, copy.dstHost)
 
     return _Work(stream_at, lambda state, args: plane(state, args[0]), then)
 
 
 def _launches(stream_at: int) -> _Work:
-    """A kernel, of which only the stream is known."""
+    """A kernel, with unknown uses."""
 
     def then(state: State, stream: Stream, args: Arguments) -> None:
-        state.untold = True
+        state.unseen_kernels = True
 
     return _Work(stream_at, lambda state, args: (), then)
 
 
 def _work(stream_at: int) -> _Work:
-    """Work of which only the stream is known."""
+    """Work in a stream, with unknown uses."""
     return _touches(stream_at, lambda args: ())
 
 
 def _launches_with_config(state: State, name: str, args: Arguments, answer: Answer) -> None:
     state.act(args[0].hStream, name, (), here())
-    state.untold = True
+    state.unseen_kernels = True
 
 
-AFTER: dict[str, Rule] = {
-    "cuMemsetD8": _fills(None, 1),
-    "cuMemsetD16": _fills(None, 2),
-    "cuMemsetD32": _fills(None, 4),
-    "cuMemsetD8Async": _fills(3, 1),
-    "cuMemsetD16Async": _fills(3, 2),
-    "cuMemsetD32Async": _fills(3, 4),
-    "cuMemsetD2D8": _fills_rows(None, 1),
-    "cuMemsetD2D16": _fills_rows(None, 2),
-    "cuMemsetD2D32": _fills_rows(None, 4),
-    "cuMemsetD2D8Async": _fills_rows(5, 1),
-    "cuMemsetD2D16Async": _fills_rows(5, 2),
-    "cuMemsetD2D32Async": _fills_rows(5, 4),
-    "cuMemcpy": _copies(None),
-    "cuMemcpyDtoH": _copies(None),
-    "cuMemcpyHtoD": _copies(None),
-    "cuMemcpyDtoD": _copies(None),
+_WORK = {
+    **{
+        f"cuMemsetD{8 * width}{end}": _fills(at, width) for width in (1, 2, 4) for end, at in (("", None), ("Async", 3))
+    },
+    **{
+        f"cuMemsetD2D{8 * width}{end}": _fills_rows(at, width)
+        for width in (1, 2, 4)
+        for end, at in (("", None), ("Async", 5))
+    },
+    **{f"cuMemcpy{kind}": _copies(None) for kind in ("", "DtoH", "HtoD", "DtoD")},
+    **{f"cuMemcpy{kind}Async": _copies(3) for kind in ("", "DtoH", "HtoD", "DtoD")},
     "cuMemcpyPeer": _copies(None, size_at=4, source_at=2),
-    "cuMemcpyAsync": _copies(3),
-    "cuMemcpyDtoHAsync": _copies(3),
-    "cuMemcpyHtoDAsync": _copies(3),
-    "cuMemcpyDtoDAsync": _copies(3),
-    "cuMemcpyWithAttributesAsync": _Work(-1, _one(False), _copies(-1).then, _one(True)),
     "cuMemcpyPeerAsync": _copies(5, size_at=4, source_at=2),
-    "cuMemcpy2D": _copies_plane(None),
-    "cuMemcpy2DUnaligned": _copies_plane(None),
-    "cuMemcpy2DAsync": _copies_plane(1),
-    "cuMemcpy3D": _copies_plane(None),
-    "cuMemcpy3DAsync": _copies_plane(1),
-    "cuMemcpy3DPeer": _copies_plane(None),
-    "cuMemcpy3DPeerAsync": _copies_plane(1),
+    **{f"cuMemcpy{kind}": _copies_plane(None) for kind in ("2D", "2DUnaligned", "3D", "3DPeer")},
+    **{f"cuMemcpy{kind}Async": _copies_plane(1) for kind in ("2D", "3D", "3DPeer")},
+    "cuMemcpyWithAttributesAsync": _Work(-1, _one(False), _copies(-1).then, _one(True)),
     "cuMemcpyBatchAsync": _Work(-1, _batch(False), taken=_batch(True)),
-    "cuLaunchKernel": _launches(8),
-    "cuLaunchCooperativeKernel": _launches(8),
-    "cuLaunchKernelEx": _launches_with_config,
-    "cuMemcpyAtoD": _arrays(None, 0, 1, False, True),
-    "cuMemcpyDtoA": _arrays(None, 0, 2, True, False),
-    "cuMemcpyAtoH": _arrays(None, 0, 1, False, True),
-    "cuMemcpyHtoA": _arrays(None, 0, 2, True, False),
+    "cuMemcpy3DBatchAsync": _copies_boxes(lambda args: list(args[1])[: int(args[0])]),
+    "cuMemcpy3DWithAttributesAsync": _copies_boxes(lambda args: (args[0],)),
+    **dict.fromkeys(("cuMemcpyAtoD", "cuMemcpyAtoH"), _arrays(None, 0, 1, False, True)),
+    **dict.fromkeys(("cuMemcpyDtoA", "cuMemcpyHtoA"), _arrays(None, 0, 2, True, False)),
     "cuMemcpyAtoA": _arrays(None, 0, 2, True, True),
     "cuMemcpyAtoHAsync": _arrays(4, 0, 1, False, True),
     "cuMemcpyHtoAAsync": _arrays(4, 0, 2, True, False),
+    "cuLaunchKernel": _launches(8),
+    "cuLaunchCooperativeKernel": _launches(8),
+    "cuLaunchGridAsync": _launches(3),
+    "cuMemBatchDecompressAsync": _launches(-1),
     "cuMemDiscardBatchAsync": _touches(-1, _discarded),
     "cuMemDiscardAndPrefetchBatchAsync": _touches(-1, _discarded),
-    "cuLaunchGridAsync": _launches(3),
     "cuStreamAttachMemAsync": _work(0),
+    "cuGraphUpload": _work(1),
     "cuMemMapArrayAsync": _work(2),
     "cuMemPrefetchAsync": _work(-1),
     "cuMemPrefetchBatchAsync": _work(-1),
-    "cuMemcpy3DBatchAsync": _copies_boxes(lambda args: list(args[1])[: int(args[0])]),
-    "cuMemcpy3DWithAttributesAsync": _copies_boxes(lambda args: (args[0],)),
-    "cuMemBatchDecompressAsync": _launches(-1),
     "cuSignalExternalSemaphoresAsync": _work(-1),
-    "cuGraphUpload": _work(1),
 }
-BEFORE: dict[str, Asked] = {name: rule.before for name, rule in AFTER.items() if isinstance(rule, _Work)}
+RULES = rules(
+    before={name: work.before for name, work in _WORK.items()},
+    after={**_WORK, "cuLaunchKernelEx": _launches_with_config},
+)

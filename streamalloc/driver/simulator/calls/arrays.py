@@ -30,7 +30,7 @@ from ..memory import view_address
 from ..physical import Memory
 from ..timeline import Stream
 from .copies import ARRAY, DEVICE, OF_HOST
-from .planes import PlaneCalls
+from .copies_2d import Copy2DCalls
 
 _LAYERED, _GATHER, _SPARSE = 0x01, 0x08, 0x40  # CUDA_ARRAY3D_*
 # Surface, cube map, depth texture, deferred mapping (observed on H200: test_sparse_arrays).
@@ -44,7 +44,7 @@ _MAP, _UNMAP = 1, 2  # CUmemOperationType
 Change = tuple[Storage, Tile, "tuple[Memory, int] | None"]
 
 
-class ArrayCalls(PlaneCalls):
+class ArrayCalls(Copy2DCalls):
     """cuArray*, cuMipmappedArray*, cuMemMapArrayAsync, cuMemcpy3D*."""
 
     # -- making and ending -----------------------------------------------------------------------------------
@@ -175,13 +175,13 @@ class ArrayCalls(PlaneCalls):
         stream.submit(Remap([change for info in wanted for change in self._changes(info, stream)]))
 
     def _changes(self, info: Any, stream: Stream) -> list[Change]:
-        """What one entry asks for, tile by tile: in x first, then in y, then in z."""
+        """The changes that one entry asks for, tile by tile: x first, then y, then z."""
         device = stream.context.device.ordinal
         storage = self._resource(info)
         operation = arguments.field(info, "memOperationType")
         check(operation in (_MAP, _UNMAP) and not info.flags and info.deviceBitMask == 1 << device)
         tiles = self._tiles(info, storage.layout, device)
-        if operation == _UNMAP:  # whatever else the entry says (observed on H200: test_sparse_arrays)
+        if operation == _UNMAP:  # before other checks (observed on H200: test_sparse_arrays)
             return [(storage, tile, None) for tile in tiles]
         memory, offset = self._tile_memory(info), int(info.offset)
         check(memory.properties.tile_pool and memory.properties.device in (device, None))
@@ -263,7 +263,7 @@ class ArrayCalls(PlaneCalls):
             # pageable memory is read before the call returns
             data = ctypes.string_at(linear.address, linear.span(box))
             linear = replace(linear, address=view_address(data), keep=data)
-        stream.submit(TileCopy(self._machine.supply, stream.context, array, box, linear, into))
+        stream.submit(TileCopy(self._machine.banks, stream.context, array, box, linear, into))
         if (end is None and not into) or (waits and (end is None or end.on_host)):
             self._finish(stream)
 

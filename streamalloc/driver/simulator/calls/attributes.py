@@ -15,7 +15,7 @@ from .base import Calls
 # CUstreamAttrID
 _WINDOW, _POLICY, _PRIORITY, _DOMAIN_MAP, _DOMAIN = 1, 3, 8, 9, 10
 _SIZE = 64
-"""Of a CUstreamAttrValue."""
+"""Bytes of a CUstreamAttrValue."""
 _NUMBER = struct.Struct("=i")
 _PAIR = struct.Struct("=BB")
 _ACCESS = struct.Struct("=QQfii")

@@ -1,4 +1,4 @@
-"""What every call shares: the lock, the result tuple, the rules that hold during stream capture."""
+"""Base of all calls: the lock, the result tuple, the rules during stream capture."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from streamalloc.driver.bindings import cuda
 
-from .. import arguments, turns
+from .. import arguments, call_lock
 from ..contexts import Context, Device
 from ..errors import Fault, Result, check, need, not_modelled
 from ..events import Event
@@ -22,14 +22,12 @@ Method = Callable[..., Any]
 
 
 EDGE_DATA: bool = hasattr(cuda, "cuMemGetDefaultMemPool")
-"""Whether the bindings return edge data in more calls, as those for CUDA 13 do."""
+"""Bindings for CUDA 13, which return edge data in more calls."""
 _VALUES = {
     "cuStreamGetCaptureInfo": 5 + EDGE_DATA,
-    "cuStreamGetCaptureInfo_v3": 6,
     "cuGraphGetEdges": 3 + EDGE_DATA,
     "cuGraphNodeGetDependencies": 2 + EDGE_DATA,
     "cuGraphNodeGetDependentNodes": 2 + EDGE_DATA,
-    "cuGraphGetEdges_v2": 4,
 }
 GONE = "using registered memory that the host has unmapped"
 _HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -39,66 +37,75 @@ _BEFORE_INIT = {"cuInit", "cuDriverGetVersion", "cuGetErrorName", "cuGetErrorStr
 def driver_call(method: Method) -> Method:
     """Make a driver call of a method that returns its results and raises :class:`Fault`.
 
-    The call returns a tuple that starts with the result code, as the bindings do, with the values that the method's
-    annotation promises; where it fails, None stands for each. Arguments are converted as their annotations say.
+    The call returns a tuple of the result code and the values that the annotation of the method lists, as the bindings
+    do. After a failure each value is None. Arguments are converted as their annotations say.
     """
     values = _VALUES.get(method.__name__, _count_values(method.__annotations__["return"]))
     convert = arguments.conversions(method)
     names = method.__code__.co_varnames[1 : method.__code__.co_argcount]
-    convert_at = [(at, convert[name]) for at, name in enumerate(names) if name in convert]
+    conversions = [(at, convert[name]) for at, name in enumerate(names) if name in convert]
+    positional = conversions[-1][0] + 1 if conversions else 0
     before_init = method.__name__ in _BEFORE_INIT
     nothing = (None,) * values
     success, not_initialized = Result.CUDA_SUCCESS, Result.CUDA_ERROR_NOT_INITIALIZED
     deinitialized = Result.CUDA_ERROR_DEINITIALIZED
+    enter, leave = call_lock.enter, call_lock.leave
     exiting = sys.is_finalizing  # kept here: at that time a module's own names may be gone
-
-    def answer(self: Calls, caller: turns.Caller, args: Any, kwargs: Any) -> tuple[Any, ...]:
-        # ``args`` keeps what is converted to an address alive
-        given, named = list(args), kwargs
-        for at, converted in convert_at:
-            if at < len(given):
-                given[at] = converted(given[at])
-        if kwargs:
-            named = {name: convert[name](value) if name in convert else value for name, value in kwargs.items()}
-        timeline = self._machine.timeline
-        turns.enter()
-        before, timeline.caller = timeline.caller, caller
-        try:
-            value = method(self, *given, **named)
-        except Fault as fault:
-            return (fault.code, *nothing)
-        finally:
-            timeline.caller = before
-            turns.leave()
-        if values == 1:
-            return (success, value)
-        return (success, *value) if values else (success,)
 
     @functools.wraps(method)
     def call(self: Calls, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         machine = self._machine
-        if not machine.ready and (machine.forked or not before_init):
-            return (deinitialized if machine.timeline.closed else not_initialized, *nothing)
+        if not machine.ready:
+            machine.check_whole()
+            if machine.forked or not before_init:
+                return (deinitialized if machine.timeline.closed else not_initialized, *nothing)
         if exiting():  # the worker may have been stopped for good while it held the lock
             return (deinitialized, *nothing)
-        caller = machine.caller()
-        if caller.is_main:
-            made: tuple[Any, ...] = turns.run(functools.partial(answer, self, caller, args, kwargs))
-            return made
-        return answer(self, caller, args, kwargs)
+        given: Any = args  # args keep the objects whose addresses the conversions take
+        if conversions:
+            given = list(args)
+            if len(given) >= positional:
+                for at, converted in conversions:
+                    given[at] = converted(given[at])
+            else:
+                for at, converted in conversions:
+                    if at < len(given):
+                        given[at] = converted(given[at])
+                kwargs = {name: convert[name](value) if name in convert else value for name, value in kwargs.items()}
+        try:
+            caller = machine.thread.caller
+        except AttributeError:
+            caller = machine.thread.caller = call_lock.Caller()
+        is_main = caller.is_main
+        enter(is_main)
+        machine.timeline.caller = caller
+        try:
+            value = method(self, *given, **kwargs)
+        except Fault as fault:
+            return (fault.code, *nothing)
+        except call_lock.WaitEnded as ended:
+            raise ended.error from None
+        except BaseException as error:
+            machine.cut_short(method.__name__, error)
+            raise
+        finally:
+            leave(is_main)
+        if values == 1:
+            return (success, value)
+        return (success, *value) if values else (success,)
 
     return call
 
 
 def _count_values(returns: str) -> int:
-    """How many values follow the result code, by a method's annotation."""
+    """The number of values after the result code, from the annotation of a method."""
     if returns == "None":
         return 0
     return returns.count(",") + 1 if returns.startswith("tuple[") else 1
 
 
 class Calls:
-    """Base of the mixins: the machine, and look-ups that several areas need.
+    """Base class of the driver's groups of calls: the machine, and look-ups that several groups need.
 
     Methods with the names of driver functions become driver calls.
     """
@@ -137,7 +144,7 @@ class Calls:
         return HostFunction(self._machine.timeline, lambda: function(data or None))
 
     def _stream(self, stream: Any) -> Stream:
-        return self._machine.stream(arguments.stream(stream))
+        return self._machine.stream(stream if type(stream) is int else arguments.stream(stream))
 
     def _stream_to_launch_in(self, stream: Any, call: str) -> Stream:
         """A stream for work that is not modelled during a capture."""
@@ -153,7 +160,7 @@ class Calls:
             stream.submit(operation)
 
     def _captured(self, stream: Stream) -> bool:
-        """Whether work for ``stream`` goes into a graph now; fails where it may go nowhere."""
+        """Whether ``stream`` is being captured; fails if work can go neither into the stream nor into the graph."""
         capture = stream.capture
         if capture is None:
             self._not_behind_captures(stream)

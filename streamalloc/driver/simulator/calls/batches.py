@@ -11,8 +11,8 @@ from .. import arguments
 from ..allocations import Allocation
 from ..arguments import Size, UnsignedLongLong
 from ..constants import LEGACY_STREAM, Location
+from ..copy_operations import Copy, Shape
 from ..errors import Result, check, not_modelled
-from ..moves import Copy, Shape
 from ..timeline import Stream
 from .base import EDGE_DATA
 from .copies import CopyCalls
@@ -49,7 +49,7 @@ class BatchCalls(CopyCalls):
             stream = self._stream(hStream)
             check(begins and begins[0] == 0 and begins[-1] < count and begins == sorted(set(begins)))
             orders = [self._order(one) for one in attributes]
-            # the capture goes on (observed on H200: test_batches)
+            # the capture stays valid (observed on H200: test_batches)
             check(stream.capture is None, Result.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
             context = self._machine.current()
             ends = [
@@ -84,7 +84,7 @@ class BatchCalls(CopyCalls):
 
     @staticmethod
     def _box_of(one: Any) -> tuple[int, int, Shape, int]:
-        """Target, source, shape and order of an entry. A length of zero is that of what is copied."""
+        """Target, source, shape and order of an entry. A row length or layer height of 0 means that of the copy."""
         extent, order = one.extent, arguments.number_in(one, "srcAccessOrder")
         width, height, depth = int(extent.width), int(extent.height), int(extent.depth)
         check(width and height and depth and order in _ORDERS and int(one.flags) in (0, _OVERLAP))

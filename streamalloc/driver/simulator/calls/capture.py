@@ -25,7 +25,7 @@ _SMALL_FILL = 4096
 """Instantiating a graph that fills more bytes sets that flag of the context (observed on H200: test_capture)."""
 _NODE_TYPE = "CU_GRAPH_NODE_TYPE_"
 
-# CUgraphMem_attribute, in the order of the enum, as fields of what a device has for graphs.
+# Fields of DeviceGraphMemory, in the order of CUgraphMem_attribute.
 _MEMORY_ATTRIBUTES = ("used", "used_high", "size", "reserved_high")
 
 
@@ -34,7 +34,7 @@ def _nodes(nodes: list[Node]) -> list[Any]:
 
 
 def padded(nodes: list[Node], count: int) -> list[Any]:
-    """Handles as the bindings give them that were asked for ``count``: null handles behind those there are."""
+    """``count`` handles as the bindings return them: null handles follow the existing ones."""
     return _nodes(nodes) + [cuda.CUgraphNode(0) for _ in range(count - len(nodes))]
 
 
@@ -82,19 +82,13 @@ class CaptureCalls(CopyCalls):
         return _ACTIVE if stream.capture.valid else _INVALIDATED
 
     def cuStreamGetCaptureInfo(self, hStream: Any) -> tuple[Any, ...]:
-        return self._capture_info(hStream, EDGE_DATA)
-
-    def cuStreamGetCaptureInfo_v3(self, hStream: Any) -> tuple[Any, ...]:
-        return self._capture_info(hStream, True)
-
-    def _capture_info(self, hStream: Any, with_edges: bool) -> tuple[Any, ...]:
         stream = self._stream(hStream)
         status = self._capture_status(stream)
         number, graph, behind = 0, 0, []
         if status is _ACTIVE:
             capture: Capture = stream.capture
             number, graph, behind = capture.id, capture.graph.handle, _nodes(capture.behind(stream))
-        edges = (_edge_data(len(behind)),) if with_edges else ()
+        edges = (_edge_data(len(behind)),) if EDGE_DATA else ()
         return (status, cuda.cuuint64_t(number), cuda.CUgraph(graph), behind, *edges, len(behind))
 
     def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> Any:
@@ -121,20 +115,11 @@ class CaptureCalls(CopyCalls):
         wanted = arguments.size_t(count)
         return padded(nodes[:wanted], wanted), min(wanted, len(nodes)) if wanted else len(nodes)
 
-    def cuGraphGetRootNodes(self, hGraph: Any, numRootNodes: Any = 0) -> tuple[list[Any], int]:
-        return self._some([node for node in self._graph(hGraph).nodes if not node.after], numRootNodes)
-
     def cuGraphGetEdges(self, hGraph: Any, numEdges: Any = 0) -> Any:
-        return self._edges(hGraph, numEdges, EDGE_DATA)
-
-    def cuGraphGetEdges_v2(self, hGraph: Any, numEdges: Any = 0) -> Any:
-        return self._edges(hGraph, numEdges, True)
-
-    def _edges(self, hGraph: Any, numEdges: Any, with_data: bool) -> Any:
         edges = [(before, node) for node in self._graph(hGraph).nodes for before in node.after]
         wanted = arguments.size_t(numEdges)
         some = edges[:wanted]
-        data = (_edge_data(wanted),) if with_data else ()
+        data = (_edge_data(wanted),) if EDGE_DATA else ()
         ends = (padded([one for one, _ in some], wanted), padded([two for _, two in some], wanted))
         return (*ends, *data, len(some or edges))
 

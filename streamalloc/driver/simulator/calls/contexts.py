@@ -46,10 +46,6 @@ class ContextCalls(Calls):
         context = self._device(dev).primary
         return context.flags, int(context.alive)
 
-    def cuDevicePrimaryCtxSetFlags(self, dev: Any, flags: Any) -> None:
-        context = self._device(dev).primary
-        context.flags = self._context_flags(flags)
-
     # -- making and ending -----------------------------------------------------------------------------------
 
     def cuCtxCreate(self, *args: Any, **kwargs: Any) -> Any:
@@ -112,9 +108,6 @@ class ContextCalls(Calls):
     def cuCtxGetDevice(self) -> Any:
         return cuda.CUdevice(self._machine.current().device.ordinal)
 
-    def cuCtxGetDevice_v2(self, ctx: Any) -> Any:
-        return cuda.CUdevice(self._given_or_current(ctx).device.ordinal)
-
     def cuCtxSynchronize(self) -> None:
         self._synchronize(self._machine.current())
 
@@ -132,17 +125,13 @@ class ContextCalls(Calls):
         context.check()
 
     def _no_stream_captures(self, context: Context) -> None:
-        """What concerns all streams of a context cannot be captured; it spoils every capture there."""
+        """Refuse a call on all streams of a context while one is captured, and invalidate each capture there."""
         self._spoil(stream.capture for stream in context.all_streams())
 
     def cuCtxGetFlags(self) -> int:
         context = self._machine.current()
         usual = self._machine.profile.context_flags if context.primary else 0
         return context.flags | context.implied_flags | usual
-
-    def cuCtxSetFlags(self, flags: Any) -> None:
-        context = self._machine.current()
-        context.flags = self._context_flags(flags)
 
     def cuCtxGetApiVersion(self, ctx: Any) -> int:
         self._given_or_current(ctx)

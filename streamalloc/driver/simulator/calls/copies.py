@@ -15,10 +15,10 @@ from ..allocations import Allocation, is_gone
 from ..arguments import DevicePointer, HostPointer, Size
 from ..constants import HOST, READ, READ_WRITE, STEP, device_place
 from ..contexts import Context
+from ..copy_operations import Shape, fill
 from ..errors import Fault, NotModelled, check, need, not_modelled
 from ..graphs import Graph, Values
 from ..memory import is_accessible
-from ..moves import Shape, fill
 from ..physical import least_right
 from ..timeline import Stream
 from .base import GONE, Calls
@@ -29,9 +29,9 @@ _READING = "reading a multicast object with a copy: hardware defines it for mult
 
 OF_HOST, DEVICE, ARRAY, UNIFIED = 1, 2, 3, 4  # CUmemorytype
 Contexts = tuple[Context, Context]
-"""Whose the ends of a copy are, target first."""
+"""Contexts of the two ends of a copy, target first."""
 FILL_FIELDS = ("dst", "pitch", "value", "elementSize", "width", "height")
-"""Of a CUDA_MEMSET_NODE_PARAMS."""
+"""Fields of a CUDA_MEMSET_NODE_PARAMS."""
 
 _VALUES: dict[int, Callable[[Any], int]] = {
     1: arguments.unsigned_char,
@@ -66,7 +66,7 @@ class CopyCalls(Calls):
     def _fill(
         self, dstDevice: Any, value: Any, N: Any, width: int, hStream: Any = None, rows: int = 1, pitch: int = 0
     ) -> None:
-        # without a stream it goes into the legacy stream, and the host waits only for one of its own memory
+        # without a stream: in the legacy stream; the host waits only for a copy of host memory
         # (observed on H200: test_copies, test_planes)
         address = arguments.device_pointer(dstDevice)
         number = _VALUES[width](value)
@@ -79,7 +79,7 @@ class CopyCalls(Calls):
         pattern = number.to_bytes(width, "little")
         operation = fill(self._machine, stream.context, address, pattern, count, rows, pitch)
         check(address % width == 0)
-        if captured:  # where it is comes later (observed on H200: test_capture)
+        if captured:  # the location is checked later (observed on H200: test_capture)
             values = (address, pitch, number, width, count, rows)
             stream.capture.add("MEMSET", operation, stream, dict(zip(FILL_FIELDS, values, strict=True)))
             return
@@ -212,8 +212,8 @@ class CopyCalls(Calls):
         return not stream.catch_up() and stream.idle and size <= STEP and not self._machine.timeline.seeded
 
     def _finish(self, stream: Stream) -> None:
-        """Wait for what was submitted; unlike a synchronising call this tells pools nothing (observed on
-        H200).
+        """Wait for the submitted copy. Pools do not see its frees, unlike those before a synchronising call (observed
+        on H200).
         """
         seq = stream.seq
         if stream.done < seq:
@@ -241,22 +241,22 @@ class CopyCalls(Calls):
         if destination is not None and destination.mapping is not None and origin is None:
             unable = least_right(self._machine.virtual.span(target, shape.target_span), HOST) == READ
             not_modelled(unable, "a copy by the host to memory that it may only read: the real driver crashes")
-        # whatever else is wrong is seen before it (observed on H200: test_copies)
+        # the last check (observed on H200: test_copies)
         not_modelled(lost, lost)
         return destination, origin
 
     def _copy_end(
         self, address: int, size: int, must_be_device: bool, no_host_pool: bool, context: Context
     ) -> Allocation | None:
-        """One end of a copy: its allocation, or None for memory that the driver does not know (pageable)."""
+        """The allocation of one end of a copy; None for pageable host memory."""
         allocation = self._machine.allocations.find(address)
         if allocation is None or not allocation.known:
             # host pool memory that no device has access to is like any other host memory
             check(address and not must_be_device)
             return None
         if allocation.mapping is not None:
-            return allocation  # which may go on in the next mapping
-        # memory of a host's pool is no device memory, whoever may use it (observed on H200: test_copies)
+            return allocation  # the range can continue in the next mapping
+        # memory of a host pool is no device memory, whatever its access (observed on H200: test_copies)
         check(not (must_be_device and allocation.pool is not None and allocation.on_host))
         check(address + size <= allocation.base + allocation.size)
         check(not (no_host_pool and allocation.pool is not None and allocation.on_host))
@@ -268,7 +268,7 @@ class CopyCalls(Calls):
         """The reason why memory of the host cannot be used, or "". A copy in a graph uses it later, not ``now``."""
         machine = self._machine
         if end is None:
-            freed = machine.supply.arenas.find(address) is not None and machine.allocations.find(address) is None
+            freed = machine.banks.arenas.find(address) is not None and machine.allocations.find(address) is None
             return LOST if freed or (now and not is_accessible(address, size, write)) else ""
         return GONE if is_gone(end, address, size) else ""
 

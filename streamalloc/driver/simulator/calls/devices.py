@@ -1,4 +1,4 @@
-"""Devices, and what a driver says of itself."""
+"""Devices, driver version, and names of errors."""
 
 from __future__ import annotations
 
@@ -83,10 +83,6 @@ class DeviceCalls(Calls):
 
     cuDeviceGetUuid_v2 = cuDeviceGetUuid
 
-    def cuDeviceGetLuid(self, dev: Any) -> tuple[Any, Any]:
-        self._device(dev)
-        raise Fault(Result.CUDA_ERROR_NOT_SUPPORTED)
-
     def cuDeviceTotalMem(self, dev: Any) -> int:
         return self._device(dev).bank.total
 
@@ -112,14 +108,6 @@ class DeviceCalls(Calls):
         check(length > len(name))
         # observed on H200 (test_device): one terminating zero, and the rest of the buffer as it was
         return (name + b"\0").ljust(length, b" ")
-
-    def cuDeviceGetByPCIBusId(self, pciBusId: Any) -> Any:
-        if not isinstance(pciBusId, (bytes, bytearray)):
-            raise TypeError(f"expected bytes, {type(pciBusId).__name__} found")
-        wanted = bytes(pciBusId).split(b"\0")[0].decode("ascii", "replace").lower()
-        found = [device for device in self._machine.devices if _pci(device) in (wanted, "0000:" + wanted)]
-        check(found, Result.CUDA_ERROR_INVALID_DEVICE)
-        return cuda.CUdevice(found[0].ordinal)
 
     def cuDeviceCanAccessPeer(self, dev: Any, peerDev: Any) -> int:
         return int(self._device(dev) is not self._device(peerDev))

@@ -11,15 +11,15 @@ from .. import arguments
 from ..arguments import DevicePointer, UnsignedInt
 from ..constants import PINNED, READ_WRITE, Location
 from ..contexts import Context
+from ..copy_operations import fill
 from ..errors import NotModelled, Result, check, need, not_modelled
 from ..graphs import Capture, Graph, Node, Values
-from ..moves import fill
 from ..timeline import Operation, Stream
 from .base import EDGE_DATA
 from .capture import CaptureCalls
 from .copies import FILL_FIELDS
-from .planes import PROMISED, PlaneCalls, copy_values
-from .words import WordCalls
+from .copies_2d import PROMISED, Copy2DCalls, copy_values
+from .stream_memory import StreamMemoryCalls
 
 _ADD, _SET = 0, 1  # CUstreamUpdateCaptureDependencies_flags
 _SHAREABLE = 1 | 8
@@ -38,8 +38,8 @@ def _kind(params: Any) -> str:
     return name.removeprefix("CU_GRAPH_NODE_TYPE_")
 
 
-class GraphNodeCalls(CaptureCalls, PlaneCalls, WordCalls):
-    """cuGraphCreate, cuGraphAdd*, and what there is to know of nodes."""
+class GraphNodeCalls(CaptureCalls, Copy2DCalls, StreamMemoryCalls):
+    """cuGraphCreate, cuGraphAdd*, cuGraphNodeGet*."""
 
     def cuGraphCreate(self, flags: UnsignedInt) -> Any:
         check(not flags)
@@ -63,7 +63,7 @@ class GraphNodeCalls(CaptureCalls, PlaneCalls, WordCalls):
     # -- edges -----------------------------------------------------------------------------------------------
 
     def _behind(self, hGraph: Any, dependencies: Any, count: Any) -> tuple[Graph, list[Node]]:
-        """A graph, and the nodes in it that a new one comes after."""
+        """A graph, and the nodes that a new node depends on."""
         given = arguments.structs("dependencies", dependencies, cuda.CUgraphNode, arguments.size_t(count))
         graph = self._graph(hGraph)
         nodes = [self._node(one) for one in given]
@@ -182,7 +182,7 @@ class GraphNodeCalls(CaptureCalls, PlaneCalls, WordCalls):
         return node
 
     def _check_grants(self, grants: Any, device: int) -> None:
-        """Access that an allocation node is to give: read and write, and no more grants than there are devices."""
+        """Access grants of an allocation node: read and write only, at most one for each device."""
         places = [arguments.place(one.location) for one in grants]
         check(len(places) <= len(self._machine.devices))
         for place, grant in zip(places, grants, strict=True):
@@ -192,7 +192,7 @@ class GraphNodeCalls(CaptureCalls, PlaneCalls, WordCalls):
             check(int(grant.flags) == READ_WRITE, Result.CUDA_ERROR_NOT_SUPPORTED)
 
     def cuGraphAddMemFreeNode(self, hGraph: Any, dependencies: Any, numDependencies: Any, dptr: DevicePointer) -> Any:
-        # It need not come behind the allocation (observed on H200: test_graph_nodes).
+        # It need not depend on the allocation (observed on H200: test_graph_nodes).
         graph, after = self._behind(hGraph, dependencies, numDependencies)
         return cuda.CUgraphNode(graph.free(dptr, after).handle)
 
@@ -217,7 +217,7 @@ class GraphNodeCalls(CaptureCalls, PlaneCalls, WordCalls):
         return values, fill(self._machine, context, address, pattern, width, height, pitch)
 
     def _context_of_node(self, ctx: Any) -> Context:
-        """What is given, or what is current; a node can be made where there is neither."""
+        """The context given, or the current one. A node can be made without either."""
         if arguments.context(ctx):
             return self._alive(ctx)
         return self._machine.current_or_none() or self._machine.devices[0].primary
@@ -275,11 +275,6 @@ class GraphNodeCalls(CaptureCalls, PlaneCalls, WordCalls):
         operation = self._host_function(int(params.fn), int(params.userData or 0))
         return graph.add("HOST", after, operation, {"fn": params.fn, "userData": params.userData})
 
-    def cuGraphHostNodeGetParams(self, hNode: Any) -> Any:
-        node = self._of_kind(hNode, "HOST")
-        not_modelled(node.values is None, "the parameters of a host function that was captured")
-        return _struct(cuda.CUDA_HOST_NODE_PARAMS, node.values)
-
     def cuGraphAddBatchMemOpNode(self, hGraph: Any, dependencies: Any, numDependencies: Any, nodeParams: Any) -> Any:
         graph, after = self._behind(hGraph, dependencies, numDependencies)
         params = arguments.struct("nodeParams", nodeParams, cuda.CUDA_BATCH_MEM_OP_NODE_PARAMS)
@@ -317,12 +312,12 @@ class GraphNodeCalls(CaptureCalls, PlaneCalls, WordCalls):
         return self._event_of_node(hNode, "WAIT_EVENT")
 
     def cuGraphEventRecordNodeSetEvent(self, hNode: Any, event: Any) -> None:
-        node = self._of_kind(hNode, "EVENT_RECORD")
-        node.values, node.enter = self._event_of(node.kind, event)
-        node.operation = None
+        self._set_event(self._of_kind(hNode, "EVENT_RECORD"), event)
 
     def cuGraphEventWaitNodeSetEvent(self, hNode: Any, event: Any) -> None:
-        node = self._of_kind(hNode, "WAIT_EVENT")
+        self._set_event(self._of_kind(hNode, "WAIT_EVENT"), event)
+
+    def _set_event(self, node: Node, event: Any) -> None:
         node.values, node.enter = self._event_of(node.kind, event)
         node.operation = None
 
@@ -343,7 +338,7 @@ class GraphNodeCalls(CaptureCalls, PlaneCalls, WordCalls):
     # -- nodes of any kind -----------------------------------------------------------------------------------
 
     def _work_of_node(self, graph: Graph, params: Any) -> tuple[Values, Operation]:
-        """Of a fill or a copy."""
+        """Values and operation of a fill node or a copy node."""
         if _kind(params) == "MEMSET":
             return self._fill_of_node(graph, params.memset, params.memset.ctx)
         check(not params.memcpy.flags)

@@ -1,4 +1,4 @@
-"""Changing graphs that were instantiated: what their nodes do, never which there are."""
+"""Updates of instantiated graphs: the parameters of nodes change, the set of nodes never."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class GraphUpdateCalls(GraphNodeCalls):
         return cuda.CUgraphExecUpdateResultInfo()
 
     def _may_replace(self, old: Node, new: Node) -> bool:
-        """Several rows keep their shape, and if they are copied their place; a copy keeps what it says of its ends
+        """Several rows keep their shape, and copied rows their position; a copy keeps the declared types of its ends
         (observed on H200: test_graph_nodes).
         """
         if old.kind not in ("MEMSET", "MEMCPY"):
@@ -98,11 +98,11 @@ class GraphUpdateCalls(GraphNodeCalls):
 
 
 def _kept(values: Values) -> tuple[int, ...]:
-    """What a fill keeps: its rows, where there are several."""
+    """Values of a fill that an update cannot change: the rows, if there are several."""
     return (values["pitch"], values["width"], values["height"], values["elementSize"]) if values["height"] > 1 else ()
 
 
 def _topology(nodes: list[Node]) -> list[tuple[str, list[int]]]:
-    """The kind of each node, and which of the nodes it comes after."""
+    """The kind and the dependencies of each node."""
     numbers = {node: number for number, node in enumerate(nodes)}
     return [(node.kind, sorted(numbers.get(one, -1) for one in node.after)) for node in nodes]

@@ -17,7 +17,7 @@ from .base import Calls
 _NAMES = {int(limit): limit.name.removeprefix("CU_LIMIT_") for limit in cuda.CUlimit}
 _FIXED = ("SHMEM_SIZE", "CIG_ENABLED")
 _REFUSED = ("MAX_L2_FETCH_GRANULARITY", "PERSISTING_L2_CACHE_SIZE")
-"""Limits that refuse what is too much; others take as much as there can be."""
+"""Limits that refuse a value above the maximum; the others are set to the maximum."""
 _TOO_LARGE_STACK = 512 << 10
 _CACHE_CONFIGS = range(4)
 _FOUR_BYTE_BANKS = cuda.CUsharedconfig.CU_SHARED_MEM_CONFIG_FOUR_BYTE_BANK_SIZE
@@ -78,10 +78,6 @@ class LimitCalls(Calls):
     def cuCtxGetSharedMemConfig(self) -> Any:
         self._machine.current()
         return _FOUR_BYTE_BANKS
-
-    def cuCtxSetSharedMemConfig(self, config: Any) -> None:
-        """Changes nothing on this kind of device."""
-        self._machine.current()
 
     def cuCtxResetPersistingL2Cache(self) -> None:
         self._machine.current()

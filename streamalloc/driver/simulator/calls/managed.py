@@ -1,4 +1,4 @@
-"""Calls for managed memory, of which there is none here: what they say of other memory is all that is modelled."""
+"""Calls for managed memory. Only their answers for other memory are modelled, as no managed memory exists here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Multicast objects, and the way in for what stands for kernels."""
+"""Multicast objects, and multimem operations for functions that stand for kernels."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from streamalloc.driver.bindings import cuda
 from .. import arguments
 from ..constants import GRANULARITY, READ, READ_WRITE, STEP, Handle, device_place
 from ..contexts import Context
+from ..copy_operations import Move
 from ..errors import Fault, NotModelled, Result, check, not_modelled
 from ..machine import Machine
-from ..moves import Move
 from ..multicast import Backing, MulticastObject, Segment
 from ..physical import Memory
 from ..timeline import Stream
@@ -40,12 +40,12 @@ class Update(Move):
         if found is None:
             self.fail()
             return True
-        with found[1].team.locked():
+        with found[1].table.locked():
             return super().step()
 
 
 class Gather(Move):
-    """Stores what a function makes of the replicas of a range, in the order in which their devices were added."""
+    """Stores the result of a function of all replicas of a range, in the order in which the devices were added."""
 
     def __init__(
         self, machine: Machine, context: Context, target: int, source: int, size: int, combine: Combine
@@ -62,7 +62,7 @@ class Gather(Move):
         if found is None:
             self.fail()
             return True
-        with found[1].team.locked():
+        with found[1].table.locked():
             replicas = multicast.replicas(source, size)
             if replicas is None:
                 self.fail()
@@ -82,7 +82,7 @@ def _read(segments: list[Segment], size: int) -> bytes:
 
 
 class Launch:
-    """What stands for a kernel works with this: in the stream of the call that has it, on multicast memory."""
+    """Access to multicast memory, in the stream of a call, for a function that stands for a kernel."""
 
     def __init__(self, calls: MulticastCalls, stream: Stream) -> None:
         self._calls = calls
@@ -95,9 +95,9 @@ class Launch:
         self._stream.submit(Update(self._machine, self._stream.context, address, size, apply))
 
     def gather(self, target: int, address: int, size: int, combine: Combine) -> None:
-        """Store at ``target`` what ``combine`` makes of the bytes of all replicas of a range, some at a time."""
+        """Store ``combine`` of the bytes of all replicas of a range at ``target``, step by step."""
         self._check(address, size, READ)
-        if self._machine.supply.arenas.find(target) is not None:
+        if self._machine.banks.arenas.find(target) is not None:
             self._calls._check_fill(target, size, self._stream.context)
         self._stream.submit(Gather(self._machine, self._stream.context, target, address, size, combine))
 
@@ -134,7 +134,7 @@ class MulticastCalls(CopyCalls):
         return cuda.CUmemGenericAllocationHandle(self._machine.multicast.create(devices, size, handle_types).handle)
 
     def _multicast_properties(self, props: Any) -> tuple[int, int, int]:
-        """How many devices, bytes, and handle types."""
+        """Number of devices, size in bytes, and handle types."""
         devices, handle_types = int(props.numDevices), int(props.handleTypes)
         check(devices and not int(props.flags) and handle_types & ~(Handle.POSIX_FD | Handle.FABRIC) == 0)
         able = sum(device.attributes["MULTICAST_SUPPORTED"] for device in self._machine.devices)
@@ -149,12 +149,12 @@ class MulticastCalls(CopyCalls):
         return self._machine.multicast.object(arguments.memory(handle))
 
     def cuMulticastAddDevice(self, mcHandle: Any, dev: Any) -> None:
-        """The kernel module refuses a device that was added before, and one too many; as what the driver passes that on
-        is not known.
+        """The kernel module refuses a device that was added before, and one too many. The driver's result code is
+        unknown.
         """
         found, device = self._multicast_object(mcHandle), self._device(dev)
         check(device.attributes["MULTICAST_SUPPORTED"], Result.CUDA_ERROR_NOT_SUPPORTED)
-        check(found.team.add(device.ordinal, self._machine.multicast.has_slot))
+        check(found.table.add(device.ordinal, self._machine.multicast.has_slot))
         self._machine.timeline.announce()  # to threads that wait for the team
 
     # -- bindings --------------------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ class MulticastCalls(CopyCalls):
         self._multicast_object(mcHandle).bind(offset, number, multicast.locate(address, number))
 
     def _place(self, mcHandle: Any, mcOffset: Any, size: Any, flags: Any) -> tuple[MulticastObject, int, int]:
-        """Where in which object, and how many bytes."""
+        """Multicast object, offset and size in bytes of a binding."""
         found = self._multicast_object(mcHandle)
         offset, number = arguments.size_t(mcOffset), arguments.size_t(size)
         check(arguments.unsigned_long_long(flags) == 0)
@@ -230,11 +230,11 @@ class MulticastCalls(CopyCalls):
     def cuMulticastUnbind(self, mcHandle: Any, dev: Any, mcOffset: Any, size: Any) -> None:
         found, device = self._multicast_object(mcHandle), self._device(dev).ordinal
         _, offset, number = self._place(mcHandle, mcOffset, size, 0)
-        check(device in found.team.devices, Result.CUDA_ERROR_INVALID_DEVICE)
+        check(device in found.table.devices, Result.CUDA_ERROR_INVALID_DEVICE)
         found.unbind(device, offset, number)
 
     @driver_call
     def multimem_launch(self, hStream: Any, kernel: Callable[[Launch], None]) -> None:
-        """No function of the driver: put what stands for a kernel into a stream (:mod:`streamalloc.testing`)."""
+        """No function of the driver: submit a function that stands for a kernel (:mod:`streamalloc.testing`)."""
         not_modelled(self._machine.graphs.captures, "kernels during a stream capture")
         kernel(Launch(self, self._stream(hStream)))

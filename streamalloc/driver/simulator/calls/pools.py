@@ -8,7 +8,7 @@ from streamalloc.driver.bindings import cuda, read_handle_types
 
 from .. import arguments
 from ..allocations import DeviceMemory, GraphAllocation, PoolMemory
-from ..arguments import DevicePointer, PoolHandle, Size
+from ..arguments import DevicePointer, PoolHandle, Size, StreamHandle
 from ..constants import MANAGED, NO_ACCESS, PINNED, READ, READ_WRITE, Handle, Location, Place
 from ..errors import Fault, Result, check, not_modelled
 from ..imported_pool import ImportedPool
@@ -189,7 +189,7 @@ class PoolCalls(Calls):
 
     def cuMemSetMemPool(self, location: Any, typename: Any, pool: Any) -> None:
         self._pool(pool)
-        self._unsafe_during_capture()  # before the place is looked at (observed on H200: test_current_pools)
+        self._unsafe_during_capture()  # before the location is checked (observed on H200: test_current_pools)
         self._set_current(*self._location(location, typename), pool)
 
     def _location(self, location: Any, typename: Any) -> tuple[Place, int]:
@@ -210,20 +210,22 @@ class PoolCalls(Calls):
 
     # -- allocation ------------------------------------------------------------------------------------------
 
-    def cuMemAllocAsync(self, bytesize: Size, hStream: Any) -> Any:
-        stream = self._stream(hStream)
+    def cuMemAllocAsync(self, bytesize: Size, hStream: StreamHandle) -> Any:
+        stream = self._machine.stream(hStream)
         pool = self._machine.pools.current_or_default(Place(Location.DEVICE, stream.context.device.ordinal))
         return cuda.CUdeviceptr(self._allocate_ordered(bytesize, pool, stream))
 
-    def cuMemAllocFromPoolAsync(self, bytesize: Size, pool: PoolHandle, hStream: Any) -> Any:
-        stream = self._stream(hStream)
+    def cuMemAllocFromPoolAsync(self, bytesize: Size, pool: PoolHandle, hStream: StreamHandle) -> Any:
+        stream = self._machine.stream(hStream)
         return cuda.CUdeviceptr(self._allocate_ordered(bytesize, self._machine.pools.get(pool), stream))
 
     def _allocate_ordered(self, size: int, pool: Pool, stream: Stream) -> int:
         machine = self._machine
-        captured = bool(machine.graphs.captures) and self._captured(stream)
-        if not captured:
-            self._unsafe_during_capture()
+        captured = False
+        if machine.graphs.captures:
+            captured = self._captured(stream)
+            if not captured:
+                self._unsafe_during_capture()
         if not size:
             return 0
         not_modelled(pool.managed, "allocating from a managed pool")
@@ -234,24 +236,25 @@ class PoolCalls(Calls):
         machine.allocations.add(PoolMemory(address, size, pool.device, stream.context, pool, block))
         return address
 
-    def cuMemFreeAsync(self, dptr: DevicePointer, hStream: Any) -> None:
-        stream = self._stream(hStream)
+    def cuMemFreeAsync(self, dptr: DevicePointer, hStream: StreamHandle) -> None:
         machine = self._machine
-        if machine.graphs.captures and self._captured(stream):
-            if dptr:
-                stream.capture.free(dptr, stream)
-            return
-        self._unsafe_during_capture()
+        stream = machine.stream(hStream)
+        if machine.graphs.captures:
+            if self._captured(stream):
+                if dptr:
+                    stream.capture.free(dptr, stream)
+                return
+            self._unsafe_during_capture()
         if not dptr:
             return
         allocation = machine.allocations.at.get(dptr)
-        if not isinstance(allocation, (PoolMemory, DeviceMemory, GraphAllocation)):
-            raise Fault(Result.CUDA_ERROR_INVALID_VALUE)
-        if isinstance(allocation, DeviceMemory):
-            machine.freed.append((allocation, stream, stream.submit(Operation())))
-            return
-        machine.allocations.remove(allocation)
         if isinstance(allocation, PoolMemory):
+            machine.allocations.remove(allocation)
             allocation.pool.give_back(allocation.block, allocation.size, stream)
-        else:
+        elif isinstance(allocation, GraphAllocation):
+            machine.allocations.remove(allocation)
             allocation.memory.freed(dptr, stream)
+        elif isinstance(allocation, DeviceMemory):
+            machine.freed.append((allocation, stream, stream.submit(Operation())))
+        else:
+            raise Fault(Result.CUDA_ERROR_INVALID_VALUE)

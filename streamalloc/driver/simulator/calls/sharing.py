@@ -91,9 +91,9 @@ class SharingCalls(Calls):
         not_modelled(found.imported, "exporting a multicast object that was imported")
         with operating_system():
             if kind == Handle.POSIX_FD:
-                return found.team.export()
-            found.team.has_fabric_handle = True
-            return self._fabric_handle("memory", found.team.physical)
+                return found.table.export()
+            found.table.has_fabric_handle = True
+            return self._fabric_handle("memory", found.table.physical)
 
     def cuMemImportFromShareableHandle(self, osHandle: HostPointer, shHandleType: Any) -> Any:
         kind = _handle_type("shHandleType", shHandleType, arguments.number)
@@ -108,7 +108,9 @@ class SharingCalls(Calls):
         return opaque_struct("CUmemFabricHandle", self._machine.sharing.fabric_handle(kind, physical))
 
     def _import(self, kind: str, handle_type: int, given: int) -> ImportedPool | Memory | MulticastObject:
-        """What a descriptor, or the fabric handle at an address, stands for; the descriptor stays the caller's."""
+        """Import the object of a descriptor, or of the fabric handle at an address. The caller still owns the
+        descriptor.
+        """
         sharing = self._machine.sharing
         take = sharing.import_pool if kind == "pool" else self._import_memory
         if handle_type == Handle.POSIX_FD:
@@ -175,7 +177,7 @@ class SharingCalls(Calls):
         return cuda.CUdeviceptr(self._machine.sharing.open_memory(data, context))
 
     def cuIpcCloseMemHandle(self, dptr: DevicePointer) -> None:
-        """Waits for what is queued, as cuMemFree does."""
+        """Waits for queued work, as cuMemFree does."""
         sharing = self._machine.sharing
         self._machine.current()
         self._not_during_capture()

@@ -21,7 +21,7 @@ _NON_BLOCKING = 1
 _EVENT_FLAGS = {f for f in range(8) if not f & EventFlag.INTERPROCESS or f & EventFlag.DISABLE_TIMING}
 
 _EXTERNAL = 1
-"""CU_EVENT_WAIT_EXTERNAL, CU_EVENT_RECORD_EXTERNAL: in a capture, what a launch is to do with events of others."""
+"""CU_EVENT_WAIT_EXTERNAL and CU_EVENT_RECORD_EXTERNAL: in a capture, add an event node to the graph."""
 
 
 _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
@@ -91,20 +91,10 @@ class StreamCalls(Calls):
         return self._asked(hStream).priority
 
     def cuStreamGetCtx(self, hStream: Any) -> Any:
-        return self._context_of(hStream)
-
-    def cuStreamGetCtx_v2(self, hStream: Any) -> tuple[Any, Any]:
-        return self._context_of(hStream), cuda.CUgreenCtx(0)
-
-    def _context_of(self, hStream: Any) -> Any:
         stream = self._asked(hStream)
         # it may be captured, but not in vain (observed on H200: test_capture)
         check(stream.capture is None or stream.capture.valid, Result.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED)
         return cuda.CUcontext(stream.context.handle)
-
-    def cuStreamGetGreenCtx(self, hStream: Any) -> Any:
-        self._stream(hStream)
-        return cuda.CUgreenCtx(0)
 
     def cuStreamGetDevice(self, hStream: Any) -> Any:
         stream = self._asked(hStream)
@@ -138,7 +128,7 @@ class StreamCalls(Calls):
             return
         if captured:
             if event.record is not None:
-                # what lies outside the graph cannot be waited for within it
+                # a graph cannot wait for work outside it
                 stream.capture.invalidate()
                 raise Fault(Result.CUDA_ERROR_STREAM_CAPTURE_ISOLATION)
             return
@@ -225,7 +215,7 @@ class StreamCalls(Calls):
         records = []
         for event in events:
             check(event.capture is None or (event.capture.running and event.capture.valid))
-            # the capture goes on (observed on H200: test_capture)
+            # the capture stays valid (observed on H200: test_capture)
             check(event.capture is None, Result.CUDA_ERROR_CAPTURED_EVENT)
             check(not event.flags & EventFlag.DISABLE_TIMING, Result.CUDA_ERROR_INVALID_HANDLE)
             records.append(need(event.record, Result.CUDA_ERROR_INVALID_HANDLE))

@@ -15,9 +15,9 @@ from ..allocations import PoolMemory
 from ..arguments import DevicePointer, HostPointer, MemoryHandle, Size, UnsignedLongLong
 from ..arrays import TileCopy
 from ..constants import CHUNK, GRANULARITY, HOST, PINNED, Handle, Location, Place, device_place
+from ..copy_operations import Move, Rows
 from ..errors import Fault, NotModelled, Result, check, need, not_modelled
 from ..machine import Machine
-from ..moves import Move, Rows
 from ..multicast import MulticastObject
 from ..physical import Mapping, Memory, Properties, connected
 from .base import Calls
@@ -29,7 +29,7 @@ _PCIE_MAPPING = 1  # CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE
 
 
 class VirtualMemoryCalls(Calls):
-    """cuMemCreate, cuMemAddress*, cuMemMap and what goes with them."""
+    """cuMemCreate, cuMemAddress*, cuMemMap, cuMemSetAccess and their queries."""
 
     # -- physical memory -------------------------------------------------------------------------------------
 
@@ -92,7 +92,7 @@ class VirtualMemoryCalls(Calls):
     def cuMemGetAllocationGranularity(self, prop: Any, option: Any) -> int:
         arguments.struct("prop", prop, cuda.CUmemAllocationProp)
         arguments.number("option", option, cuda.CUmemAllocationGranularity_flags)
-        return GRANULARITY  # whatever is asked about, impossible memory included (H200: test_physical_memory)
+        return GRANULARITY  # for all properties, invalid ones included (H200: test_physical_memory)
 
     # -- addresses and mappings ------------------------------------------------------------------------------
 
@@ -143,7 +143,7 @@ class VirtualMemoryCalls(Calls):
         """
         for mapping in mappings:
             if isinstance(mapping.memory, MulticastObject):
-                team = mapping.memory.team.devices
+                team = mapping.memory.table.devices
                 outside = any(
                     flags and place.type == Location.DEVICE and place.id not in team for place, flags in wanted
                 )
@@ -192,7 +192,7 @@ class VirtualMemoryCalls(Calls):
         else:
             devices = [allocation.device]
         check(None not in devices)
-        if allocation.mapping is None and not self._machine.supply.is_backed(dptr, size):
+        if allocation.mapping is None and not self._machine.banks.is_backed(dptr, size):
             in_pool = isinstance(allocation, PoolMemory)
             not_modelled(in_pool, "a handle for more addresses of a pool than have memory: the real driver crashes")
             raise Fault(Result.CUDA_ERROR_INVALID_VALUE)
@@ -204,7 +204,7 @@ class VirtualMemoryCalls(Calls):
 
 
 def _unreadable_file(size: int) -> int:
-    """A descriptor that has a size and can be passed on; whoever reads, writes or maps it gets an error."""
+    """A descriptor with a size that can be sent to other processes. Reading, writing and mapping it fail."""
     file = os.memfd_create("streamalloc:dmabuf", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(file, size)

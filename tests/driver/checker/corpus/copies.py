@@ -53,7 +53,7 @@ def columns_copied_onto_columns_beside_them(b: Bench, right: bool) -> None:
 
 @hazard("race")
 def a_copy_from_the_same_bytes_at_another_address(b: Bench, right: bool) -> None:
-    memory = b.keep(vmm.PhysicalMemory(PAGE, b.device))
+    memory = b.keep(vmm.PhysicalMemory(b.device, PAGE))
     addresses = b.keep(vmm.AddressRange(2 * PAGE, driver=b.driver))
     one, other = (addresses.map(memory, offset, access=b.device) for offset in (0, PAGE))
     target = other.address + (SIZE if right else 1)

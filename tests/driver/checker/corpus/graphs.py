@@ -163,7 +163,7 @@ def memory_is_freed_by_the_next_launch(b: Bench, right: bool) -> None:
 @hazard("unmap while in use")
 def unmapped_while_a_graph_runs(b: Bench, right: bool) -> None:
     addresses = b.keep(vmm.AddressRange(PAGE, driver=b.driver))
-    mapping = addresses.map(b.keep(vmm.PhysicalMemory(PAGE, b.device)), access=b.device)
+    mapping = addresses.map(b.keep(vmm.PhysicalMemory(b.device, PAGE)), access=b.device)
     with b.a.capture() as graph:
         b.at(addresses.address, b.a)
     graph.launch(b.b)

@@ -205,7 +205,7 @@ def a_handle_released_twice(b: Bench, right: bool) -> None:
 @hazard("unmap while in use")
 def a_growable_buffer_shrinks_too_early(b: Bench, right: bool) -> None:
     addresses = b.keep(vmm.AddressRange(2 * PAGE, driver=b.driver))
-    memories = [b.keep(vmm.PhysicalMemory(PAGE, b.device)) for _ in range(2)]
+    memories = [b.keep(vmm.PhysicalMemory(b.device, PAGE)) for _ in range(2)]
     for number, memory in enumerate(memories):
         addresses.map(memory, number * PAGE, access=b.device)
     b.at(addresses.address + PAGE + 100, b.a, nbytes=16)
@@ -291,7 +291,7 @@ def addresses_where_nothing_is_mapped(b: Bench, right: bool) -> None:
 @hazard("use after free")
 def the_memory_lies_elsewhere_now(b: Bench, right: bool) -> None:
     addresses = b.keep(vmm.AddressRange(2 * PAGE, driver=b.driver))
-    memory = b.keep(vmm.PhysicalMemory(PAGE, b.device))
+    memory = b.keep(vmm.PhysicalMemory(b.device, PAGE))
     addresses.map(memory, access=b.device).close()
     addresses.map(memory, PAGE, access=b.device)
     b.at(addresses.address + PAGE if right else addresses.address, b.a)
@@ -339,7 +339,7 @@ def used_behind_the_new_end(b: Bench, right: bool) -> None:
 
 @hazard("leak")
 def physical_memory_is_left_where_nothing_is_mapped(b: Bench, right: bool) -> None:
-    memory = vmm.PhysicalMemory(PAGE, b.device)
+    memory = vmm.PhysicalMemory(b.device, PAGE)
     if right:
         memory.close()
     b.driver.finish()

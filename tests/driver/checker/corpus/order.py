@@ -440,7 +440,7 @@ def freed_elsewhere_while_a_gate_holds_the_use(b: Bench, right: bool) -> None:
 @hazard("unmap while in use")
 def unmapped_while_a_host_function_holds_the_use(b: Bench, right: bool) -> None:
     addresses = b.keep(vmm.AddressRange(PAGE, driver=b.driver))
-    mapping = addresses.map(b.keep(vmm.PhysicalMemory(PAGE, b.device)), access=b.device)
+    mapping = addresses.map(b.keep(vmm.PhysicalMemory(b.device, PAGE)), access=b.device)
     go = threading.Event()
     b.a.launch_host_func(go.wait)
     b.at(addresses.address, b.a)

@@ -111,7 +111,7 @@ class Team:
         self.object = b.keep(multicast.MulticastObject(PAGE, 2, driver=b.driver))
         for device in self.devices:
             self.object.add_device(device)
-        self.memories = [b.keep(vmm.PhysicalMemory(PAGE, device)) for device in self.devices]
+        self.memories = [b.keep(vmm.PhysicalMemory(device, PAGE)) for device in self.devices]
         self.bindings = [self.object.bind(memory) for memory in self.memories]
         self.ranges = [b.keep(vmm.AddressRange(PAGE, driver=b.driver)) for _ in self.devices]
         for range_, memory in zip(self.ranges, self.memories, strict=True):
@@ -215,7 +215,7 @@ def plain_memory_is_exported_while_it_is_filled(b: Bench, right: bool) -> None:
 @hazard("export before completion")
 def physical_memory_is_exported_while_it_is_written(b: Bench, right: bool) -> None:
     addresses = b.keep(vmm.AddressRange(PAGE, driver=b.driver))
-    memory = b.keep(vmm.PhysicalMemory(PAGE, b.device, handle_types=_POSIX))
+    memory = b.keep(vmm.PhysicalMemory(b.device, PAGE, handle_types=_POSIX))
     addresses.map(memory, access=b.device)
     b.at(addresses.address, b.a)
     if right:
@@ -236,7 +236,7 @@ def a_growable_buffer_is_shared_in_the_order_of_another_stream(b: Bench, right: 
 @hazard("race")
 def two_imports_of_one_file(b: Bench, right: bool) -> None:
     """As in a process that imports: what has exported the memory is not seen."""
-    memory = b.keep(vmm.PhysicalMemory(PAGE, sa.Device(0, driver=b.driver._wrapped), handle_types=_POSIX))
+    memory = b.keep(vmm.PhysicalMemory(sa.Device(0, driver=b.driver._wrapped), PAGE, handle_types=_POSIX))
     with memory.export() as file:
         handles = [b.raw("cuMemImportFromShareableHandle", file.fileno(), _FILE) for _ in range(2)]
     given = sa.MemAccessDesc(sa.MemLocation.device(0), sa.MemAccess.READWRITE).to_driver()

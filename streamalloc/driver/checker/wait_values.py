@@ -1,4 +1,4 @@
-"""Words in memory that streams write and wait for."""
+"""Values in memory that streams write and wait for (``cuStreamWriteValue32``, ``cuStreamWaitValue32``)."""
 
 from __future__ import annotations
 
@@ -7,24 +7,25 @@ from collections.abc import Callable
 from typing import Any
 
 from streamalloc.driver.checker.clocks import Clock, Obstacle, Stream, Timeline
-from streamalloc.driver.checker.hazards import Addresses, Bytes, Range
+from streamalloc.driver.checker.ranges import Addresses, Bytes, Range
 
-__all__ = ["Words"]
+__all__ = ["WaitValues"]
 
 _COMPARISONS: dict[int, Callable[[int, int, int], bool]] = {
-    0: lambda word, value, bits: (word - value) % (1 << bits) < 1 << (bits - 1),  # GEQ, cyclic
-    1: lambda word, value, bits: word == value,
-    2: lambda word, value, bits: word & value != 0,
-    3: lambda word, value, bits: ~(word | value) % (1 << bits) != 0,
+    0: lambda there, value, bits: (there - value) % (1 << bits) < 1 << (bits - 1),  # GEQ, cyclic
+    1: lambda there, value, bits: there == value,
+    2: lambda there, value, bits: there & value != 0,
+    3: lambda there, value, bits: ~(there | value) % (1 << bits) != 0,
 }
 _TYPES: dict[int, Any] = {32: ctypes.c_uint32, 64: ctypes.c_uint64}
-_WRITES_KEPT, _WORDS_KEPT = 16, 10_000
+_MOST_WRITES, _MOST_ADDRESSES = 16, 10_000
+"""Writes of one address that are kept, and addresses."""
 
 _Key = tuple[Bytes | None, int]
 
 
 class _Waiting(Obstacle):
-    """A stream waits for a value of a word."""
+    """The wait of a stream for a value in memory."""
 
     __slots__ = ("accepts", "key", "range", "read")
 
@@ -34,102 +35,102 @@ class _Waiting(Obstacle):
         self.range = range_
         self.accepts = accepts
         self.read: Callable[[], int] | None = None
-        """Reads the word, where the host can."""
+        """Reads the value; None where the host cannot."""
 
 
-class Words:
-    """The latest values of words, as far as they are known, and who waits for which.
+class WaitValues:
+    """The latest values that streams wrote, and the waits for values.
 
-    A word that something else has written, such as a kernel, holds who waits for it until the host sees that stream
-    come on; then all that was queued before counts as ordered.
+    A wait for a value that the checker does not see written, such as by a kernel, lasts until the host sees the waiting
+    stream idle. Then all earlier work counts as ordered before it.
     """
 
     def __init__(self, timeline: Timeline, addresses: Addresses, on_host: Callable[[int], bool]) -> None:
         self._timeline = timeline
         self._addresses = addresses
         self._on_host = on_host
-        """Whether the host can read unknown memory."""
+        """Whether the host can read memory at an address without a range."""
         self._writes: dict[_Key, list[tuple[int, Clock]]] = {}
-        self.told: Clock = Clock()
-        """All that comes before something that other processes can wait for."""
+        self.published: Clock = Clock()
+        """Clock of all work that other processes can wait for."""
         self.ready: Clock = Clock()
-        """All that other processes have told by words of the library."""
-        self._known: set[_Key] = set()
+        """Clock of all announcements of other processes."""
+        self._ignored: set[_Key] = set()
 
     def _key(self, address: int) -> tuple[_Key, Range | None]:
         pieces = self._addresses.pieces(address, 4)
         places = pieces[0][0].physical(*pieces[0][1:]) if pieces else []
         return (places[0][0], places[0][1]) if places else (None, address), pieces[0][0] if pieces else None
 
-    def know(self, address: int) -> None:
-        """What a word tells is known otherwise."""
-        self._known.add(self._key(address)[0])
+    def ignore(self, address: int) -> None:
+        """Ignore the value at an address: the facade announces its meaning."""
+        self._ignored.add(self._key(address)[0])
 
     def write(self, stream: Stream, address: int, value: int) -> None:
-        """A stream is to write a word, after all that it has queued."""
+        """Queue a write of a value in a stream."""
         key, range_ = self._key(address)
         shared = range_ is None or range_.bytes.shared
 
         def write(stream: Stream) -> None:
             writes = self._writes.setdefault(key, [])
             writes.append((value, stream.clock.copy()))
-            del writes[:-_WRITES_KEPT]
-            if len(self._writes) > _WORDS_KEPT:
+            del writes[:-_MOST_WRITES]
+            if len(self._writes) > _MOST_ADDRESSES:
                 del self._writes[next(iter(self._writes))]
             if shared:
-                self.told.learn(stream.clock)
+                self.published.learn(stream.clock)
             for held in tuple(self._timeline.held):
-                word = held.obstacle
-                if isinstance(word, _Waiting) and word.key == key and word.accepts(value):
-                    self._timeline.end(word, stream.clock)
+                wait = held.obstacle
+                if isinstance(wait, _Waiting) and wait.key == key and wait.accepts(value):
+                    self._timeline.end(wait, stream.clock)
 
         self._timeline.submit(stream, write)
 
     def wait(self, stream: Stream, address: int, value: int, flag: int, bits: int) -> None:
-        """A stream is to wait for a value of a word."""
+        """Queue a wait for a value in a stream."""
         key, range_ = self._key(address)
         compare = _COMPARISONS[flag & 3]
-        word = _Waiting(key, range_, lambda there: compare(there, value, bits))
+        wait = _Waiting(key, range_, lambda there: compare(there, value, bits))
         if self._on_host(address) if range_ is None else range_.kind in ("pinned memory", "registered memory"):
-            # Of other memory than that of devices nobody tells us who writes it.
-            word.read = lambda: int(_TYPES[bits].from_address(address).value)
+            # Host memory can change without a call.
+            wait.read = lambda: int(_TYPES[bits].from_address(address).value)
 
         def meet(stream: Stream) -> None:
             order: Clock | None = None
             for written, clock in reversed(self._writes.get(key, ())):
-                if not word.accepts(written):
+                if not wait.accepts(written):
                     break
-                # Any of these may be what the stream sees.
+                # The stream may see any of these values.
                 order = clock if order is None else order.common(clock)
             if order is not None:
-                self._timeline.end(word, order)
+                self._timeline.end(wait, order)
             else:
-                self._look(word)
+                self._look(wait)
 
         self._timeline.submit(stream, meet)
-        self._timeline.wait(stream, word)
+        self._timeline.wait(stream, wait)
 
     def may_be_over(self, stream: Stream) -> bool:
-        """Whether what a stream waits for in the end is a word that the host cannot read."""
+        """Whether a stream waits, perhaps through other streams, for a value that the host cannot read."""
         obstacle = stream.obstacle
         while obstacle is not None and obstacle.source is not None and obstacle.source.obstacle is not None:
             obstacle = obstacle.source.obstacle
         return isinstance(obstacle, _Waiting) and obstacle.read is None
 
     def look(self) -> None:
-        """See which words that streams wait for the host or another process has written meanwhile."""
+        """Check the awaited values in host memory."""
         for stream in tuple(self._timeline.held):
             if isinstance(stream.obstacle, _Waiting):
                 self._look(stream.obstacle)
 
-    def _look(self, word: _Waiting) -> None:
-        if word.read is None:
+    def _look(self, wait: _Waiting) -> None:
+        if wait.read is None:
             return
-        gone = word.range is not None and word.range.ended is not None
-        if gone or word.accepts(word.read()):
+        gone = wait.range is not None and wait.range.ended is not None
+        if gone or wait.accepts(wait.read()):
             clock = self._timeline.host.copy()
-            if word.range is None or word.range.bytes.shared:
-                clock.learn(self.told)
-                if word.key not in self._known:
+            if wait.range is None or wait.range.bytes.shared:
+                clock.learn(self.published)
+                if wait.key not in self._ignored:
                     clock.learn(self.ready)
-            self._timeline.end(word, clock)
+            self._timeline.end(wait, clock)

@@ -1,4 +1,4 @@
-"""Streams that wait for a word of memory, or write one."""
+"""Stream memory operations: wait for a value in memory, write a value."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..errors import NotModelled, Result, check, need, not_modelled
 from ..timeline import Call, Operation, Until
 from .base import GONE, Calls
 
-# How a word is compared with the value that is waited for, by flag.
+# Comparisons of the value in memory with the given value, by flag.
 _GEQ, _EQ, _AND, _NOR = range(4)
 _FLUSH = 1 << 30
 # CUstreamBatchMemOpType
@@ -44,7 +44,7 @@ def _comparison(flag: int, bits: int) -> Callable[[int, int], bool]:
 
 
 class Batch(Operation):
-    """Several operations with words, one after the other."""
+    """Several stream memory operations in sequence."""
 
     def __init__(self, parts: list[Operation]) -> None:
         self._parts = parts
@@ -63,7 +63,7 @@ class Batch(Operation):
         return True
 
 
-class WordCalls(Calls):
+class StreamMemoryCalls(Calls):
     """cuStreamWaitValue*, cuStreamWriteValue*, cuStreamBatchMemOp."""
 
     def cuStreamWaitValue32(self, stream: Any, addr: DevicePointer, value: Word32, flags: UnsignedInt) -> None:
@@ -99,7 +99,7 @@ class WordCalls(Calls):
         return Batch([self._batched(context, one, in_graph) for one in wanted])
 
     def _batched(self, context: Context, one: Any, in_graph: bool) -> Operation:
-        """Of an entry of a batch. All kinds of them begin with the kind, those of words go on alike."""
+        """The operation of a batch entry. Each entry begins with its kind; waits and writes have one layout."""
         entry = ctypes.string_at(int(one.getPtr()), _ENTRY.size)
         kind, address, value, flags = _ENTRY.unpack(entry)
         check(kind != _FLUSH_REMOTE, Result.CUDA_ERROR_NOT_SUPPORTED)
@@ -118,14 +118,14 @@ class WordCalls(Calls):
         if in_graph and self._machine.allocations.find(address) is None:
             raise NotModelled("a word that is not there in a graph: it is the launch that fails")
         self._check_word(context, address, bits, written)
-        # what is queued must not refer to the driver object, whose end is the end of the machine
+        # a queued operation must not keep the driver object alive, whose end closes the machine
         machine, word = self._machine, _WORDS[bits]
         if written:
             # CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER is refused, too (observed on H200: test_mapped_words).
             check(not flags)
 
             def write() -> None:
-                if machine.supply.is_mapped(address, bits // 8, write=True):
+                if machine.banks.is_mapped(address, bits // 8, write=True):
                     word.from_address(address).value = value
                     machine.timeline.announce()
                 else:
@@ -137,7 +137,7 @@ class WordCalls(Calls):
         compare = _comparison(flags, bits)
 
         def arrived() -> bool:
-            if not machine.supply.is_mapped(address, bits // 8):
+            if not machine.banks.is_mapped(address, bits // 8):
                 context.error = Result.CUDA_ERROR_ILLEGAL_ADDRESS
                 return True
             return compare(word.from_address(address).value, value)
@@ -145,15 +145,15 @@ class WordCalls(Calls):
         return Until(arrived)
 
     def _check_word(self, context: Context, address: int, bits: int, written: bool) -> None:
-        """An aligned word in plain device, pinned, registered or mapped memory; memory of pools and graphs is refused
-        (observed on H200: test_stream_words).
+        """Check an aligned address in device, pinned, registered or mapped memory. Memory of pools and graphs is
+        refused (observed on H200: test_stream_words).
         """
         allocation = need(self._machine.allocations.find(address))
         check(not isinstance(allocation, (PoolMemory, GraphAllocation)))
         if allocation.mapping is not None:
             not_modelled(allocation.mapping.is_multicast, "waiting for or writing a word of a multicast object")
             right = allocation.mapping.right(device_place(context.device.ordinal))
-            check(right)  # at the call, whatever is granted later (observed on H200: test_mapped_words)
+            check(right)  # at the call; a later grant has no effect (observed on H200: test_mapped_words)
             if written and right != READ_WRITE:
                 raise NotModelled("writing a word of memory that may only be read: the context breaks")
         check(address + bits // 8 <= allocation.base + max(allocation.size, 8))

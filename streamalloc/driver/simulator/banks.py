@@ -1,4 +1,4 @@
-"""The memory of a machine: how much each place has, where it has addresses, and who may give some up."""
+"""The memory of all devices and of the host: sizes, reserved addresses, and the pools that can release some."""
 
 from __future__ import annotations
 
@@ -25,25 +25,23 @@ class Arenas(AddressMap[Reservation]):
 
 
 @dataclass(eq=False)
-class Supply:
-    """All memory of a machine."""
+class Banks:
+    """The memory banks of a machine."""
 
     host: Bank
     devices: list[Bank]
     arenas: Arenas = field(default_factory=Arenas)
     pools: dict[int, Space] = field(default_factory=dict)
-    """What holds memory in reserve, by the handle of the pool."""
+    """Space of each pool, by pool handle; a space can hold unused memory."""
     reserves: list[Callable[[], None]] = field(default_factory=list)
-    """How to give up what is held in reserve for graphs."""
+    """Functions that release unused graph memory."""
 
     def bank(self, device: int | None) -> Bank:
-        """Of a device, or of the host."""
+        """The bank of a device; None stands for the host."""
         return self.host if device is None else self.devices[device]
 
     def make_room(self, bank: Bank, needed: int, asking: Space | None = None) -> None:
-        """Take from pools what they hold in reserve, until ``needed`` bytes are free (observed on
-        H200: test_pressure).
-        """
+        """Release unused memory of other pools until ``needed`` bytes are free (observed on H200: test_pressure)."""
         for space in self.pools.values():
             if bank.free >= needed:
                 return
@@ -51,8 +49,8 @@ class Supply:
                 space.trim(0)
 
     def trim(self, asking: Space) -> None:
-        """Take what is held in reserve: for a pool of a NUMA node from the host's pools, for others from the devices'
-        pools and from graphs.
+        """Release unused memory: of the host's pools for a pool of a NUMA node, else of the devices' pools and of
+        graphs.
         """
         for space in self.pools.values():
             if space is not asking and (space.bank is self.host) == asking.of_node:
@@ -88,7 +86,7 @@ class Space:
     def __init__(
         self,
         name: str,
-        supply: Supply,
+        banks: Banks,
         bank: Bank,
         capacity: int,
         ranks: dict[int, int] | None = None,
@@ -97,10 +95,10 @@ class Space:
         self.line: Line = Line(round_up(capacity, CHUNK), CHUNK, ranks)
         self.bank = bank
         self.of_node = of_node
-        self._arenas = supply.arenas
-        # from the beginning, so that nothing else comes there (observed on H200: test_pool_creation)
+        self._arenas = banks.arenas
+        # reserved at creation, so that no other range takes these addresses (observed on H200: test_pool_creation)
         with operating_system(only_memory=True):
-            self._arena = Arena(name, self.line.capacity, CHUNK, on_host=bank is supply.host, low=True)
+            self._arena = Arena(name, self.line.capacity, CHUNK, on_host=bank is banks.host, low=True)
         self._arenas.add(self._arena.reservation)
 
     @property
@@ -119,20 +117,20 @@ class Space:
             self.bank.used += count * self.line.chunk
 
     def give_up(self, chunks: list[int]) -> None:
-        """Give back the memory under chunks of the line."""
+        """Release the memory under chunks of the line."""
         for first, count in _runs(chunks):
             self._arena.release(first * self.line.chunk, count * self.line.chunk)
             self.line.unback(range(first, first + count))
             self.bank.used -= count * self.line.chunk
 
     def release(self, keep: int) -> None:
-        """Give up what is free for everybody until at most ``keep`` bytes are left."""
+        """Release memory that is free for everybody until at most ``keep`` bytes are left."""
         excess = -(-(self.line.reserved - keep) // self.line.chunk)
         if excess > 0:
             self.give_up(sorted(self.line.spare()[:excess]))
 
     def trim(self, keep: int) -> None:
-        """Give up what is free for everybody, but keep at least ``keep`` bytes."""
+        """Release memory that is free for everybody, but keep at least ``keep`` bytes."""
         self.release(keep + self.line.chunk - 1)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Memory outside pools: device memory, pinned and registered host memory, and what is where."""
+"""Memory outside pools: device memory, pinned and registered host memory, and pointer attributes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PORTABLE, _DEVICE_MAPPED, _WRITE_COMBINED = 1, 2, 4
 _PITCH = 512
 
 
-class PlainMemoryCalls(Calls):
+class MemoryCalls(Calls):
     """cuMemAlloc, cuMemHost*, cuMemGetInfo, cuPointerGetAttribute."""
 
     # -- device memory ---------------------------------------------------------------------------------------
@@ -49,8 +49,8 @@ class PlainMemoryCalls(Calls):
         return address
 
     def cuMemFree(self, dptr: DevicePointer) -> None:
-        """Frees at once. Memory of a pool is not waited for; for anything else all streams are. As other calls that
-        give up memory it needs no context.
+        """Frees at once. It waits for all streams, but not for memory of a pool. Like other calls that release memory,
+        it needs no context.
         """
         self._unsafe_during_capture()
         if not dptr:
@@ -106,7 +106,7 @@ class PlainMemoryCalls(Calls):
         end = p + bytesize
         taken = self._machine.allocations.overlapping(p, end)
         check(not taken, Result.CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED)
-        check(not self._machine.supply.arenas.overlapping(p, end) and is_host_memory(p, bytesize))
+        check(not self._machine.banks.arenas.overlapping(p, end) and is_host_memory(p, bytesize))
         self._machine.allocations.add(HostMemory(p, bytesize, None, context, None, Flags | _DEVICE_MAPPED))
 
     def cuMemHostUnregister(self, p: HostPointer) -> None:
@@ -171,12 +171,12 @@ class PlainMemoryCalls(Calls):
             raise RuntimeError(f"List is too small: {len(wanted)} < {numAttributes}")
         allocation = self._machine.allocations.find(ptr)
         values = [self._read_attribute(attribute, allocation, ptr) for attribute in wanted]
-        if self._machine.current_or_none() is None:  # what one call refuses there reads as absent in a list
+        if self._machine.current_or_none() is None:  # a refusal reads as absent here
             values = [
                 None if one.name == "CU_POINTER_ATTRIBUTE_DEVICE_POINTER" else value
                 for one, value in zip(wanted, values, strict=True)
             ]
-        reserved = allocation is None and self._machine.supply.arenas.find(ptr) is not None
+        reserved = allocation is None and self._machine.banks.arenas.find(ptr) is not None
         return [
             (ptr if reserved and one.name == "CU_POINTER_ATTRIBUTE_HOST_POINTER" else _absent(one))
             if value is None
@@ -255,7 +255,7 @@ def _ordinal(allocation: Allocation) -> int:
 
 
 def _absent(attribute: Any) -> Any:
-    """What cuPointerGetAttributes says of an address the driver does not know: a zero of the right type."""
+    """Value that cuPointerGetAttributes returns for an unknown address: a zero of the right type."""
     name = attribute.name.removeprefix(_PREFIX)
     if name in ("DEVICE_POINTER", "RANGE_START_ADDR"):
         return cuda.CUdeviceptr(0)

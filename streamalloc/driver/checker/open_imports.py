@@ -1,7 +1,7 @@
-"""Which processes have memory of others open: a folder that all checkers of a user share.
+"""Open imports of all processes: a directory that all checkers of a user share.
 
-Each import of an allocation is a file there, named by what was exported and by the process, until it is freed. Files of
-processes that have ended are removed by whoever comes across them.
+Each open import of an allocation is a file there, named by its export data and the importing process. The next reader
+removes the files of processes that have ended.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import os
 import tempfile
 from pathlib import Path
 
-__all__ = ["close_import", "folder", "holders", "open_import"]
+__all__ = ["close_import", "directory", "importers", "open_import"]
 
 _numbers = itertools.count()
 
 
-def folder() -> Path:
-    """The folder, which is this user's alone."""
+def directory() -> Path:
+    """The directory, which only this user can read."""
     found = Path(tempfile.gettempdir()) / f"streamalloc-checker-{os.getuid()}"
     with contextlib.suppress(FileExistsError):
         found.mkdir(mode=0o700)
@@ -31,8 +31,8 @@ def _digest(exported: bytes) -> str:
 
 
 def open_import(exported: bytes) -> Path | None:
-    """Say that this process has what was exported; the entry. None where there is no place for it."""
-    path = folder() / f"{_digest(exported)}-{os.getpid()}-{next(_numbers)}"
+    """Add an entry for an import of this process; None where the directory cannot be written."""
+    path = directory() / f"{_digest(exported)}-{os.getpid()}-{next(_numbers)}"
     try:
         path.touch()
     except OSError:
@@ -41,15 +41,15 @@ def open_import(exported: bytes) -> Path | None:
 
 
 def close_import(entry: Path) -> None:
-    """Take an entry back."""
+    """Remove an entry."""
     with contextlib.suppress(OSError):
         entry.unlink()
 
 
-def holders(exported: bytes) -> list[int]:
-    """The other processes that have what was exported."""
+def importers(exported: bytes) -> list[int]:
+    """The other processes that have an import of this export data."""
     found = []
-    for entry in folder().glob(f"{_digest(exported)}-*"):
+    for entry in directory().glob(f"{_digest(exported)}-*"):
         process = int(entry.name.split("-")[1])
         if process == os.getpid():
             continue

@@ -1,4 +1,4 @@
-"""Waiting for work before memory is unmapped, which the driver does at once whatever is queued."""
+"""Host synchronisation before memory is unmapped: ``cuMemUnmap`` does not wait for queued work."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ from streamalloc.core.internal import (
     as_stream,
     deferred_queue,
     refused,
+    session_of,
     work,
 )
 
 __all__ = ["After", "accessing", "wait", "wait_for_users"]
 
 After: TypeAlias = Event | StreamLike | Iterable[Any] | None
-"""What must have passed: an event, a stream, or several of them; nothing (``()``); or None for all work of the devices
-that have access."""
+"""Work to wait for: an event, a stream or several; ``()`` for none; None for all work of devices with access."""
 
 
 def accessing(access: Iterable[dict[MemLocation, MemAccess]]) -> set[int]:
-    """The ordinals of the devices that have access in any of these records."""
+    """Return the ordinals of the devices that have access in any of these permissions."""
     return {
         location.id
-        for record in access
-        for location, flags in record.items()
-        if flags and location.type is MemLocationType.DEVICE
+        for rights in access
+        for location, permission in rights.items()
+        if permission and location.type is MemLocationType.DEVICE
     }
 
 
 def wait_for_users(after: After, session: Session, access: Iterable[dict[MemLocation, MemAccess]]) -> None:
-    """Block the host until ``after`` has passed; for None until all devices with access have done all their work."""
+    """Block the host until ``after`` has completed; None means all work of the devices with access."""
     wait(after, session, accessing(access) if after is None else ())
 
 
 def wait(after: After, session: Session, devices: Iterable[int]) -> None:
-    """Block the host until ``after`` has passed; for None until ``devices`` have done all their work.
+    """Block the host until ``after`` has completed; None means all work of ``devices`` (``cuCtxSynchronize``).
 
     Raises
     ------
     CaptureError
-        A stream is being captured, and None was given: devices cannot be synchronised then.
+        ``after`` is None and a stream is being captured: a device cannot be synchronised then.
     """
     if after is None:
         for ordinal in sorted(devices):
@@ -62,7 +62,7 @@ def wait(after: After, session: Session, devices: Iterable[int]) -> None:
     for one in several:
         if not isinstance(one, Event):
             one = as_stream(one, session)
-        elif one._session is not session:
+        elif session_of(one) is not session:
             raise ValueError(f"after: {one!r} belongs to another driver")
         one.synchronize()
 

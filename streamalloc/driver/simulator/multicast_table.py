@@ -1,4 +1,4 @@
-"""What the processes that have a multicast object know of it together: a table in an anonymous file.
+"""The table of a multicast object, in an anonymous file that all processes with the object map.
 
 Every handle of an object, in whatever process, is a *holder* of its table, and opens the file anew: holders lock bytes
 of it that way (the bytes stand for nothing, and most lie beyond the end). One byte is the lock around changes. One is
@@ -16,11 +16,11 @@ import os
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from .locks import is_locked, lock
+from .file_locks import is_locked, lock
 from .memory import Physical
 
 WAITING, FORMED, NO_SLOT = 0, 1, 2
-"""Of a team: devices are missing, all were added, all were added but the switch has no room for it."""
+"""State: devices are missing; all were added; all were added, but the switch has no slot."""
 
 _DEVICES, _SIZE, _HANDLE_TYPES, _STATE, _CHANGES, _HOLDERS, _RECORDS, _NUMBERS, _ADDED = range(9)
 _FIRST_ADDED = 16
@@ -35,16 +35,16 @@ _CHANGING, _EXPORTED, _FIRST_HOLDER = 0, 1, 2  # bytes to lock
 
 
 class Binding(NamedTuple):
-    """Memory of one device at one place of a multicast object."""
+    """Memory of one device at one offset of a multicast object."""
 
     number: int
-    """Never given to another one; 0 in a place of the table that is free."""
+    """Unique number; 0 in a free record."""
     holder: int
     process: int
     fd: int
-    """Of the file with the memory, in that process."""
+    """Descriptor of the memory file in that process."""
     serial: int
-    """Of that file; 0 where it has no name that others could know."""
+    """Serial number of that file; 0 for a file without a label."""
     device: int
     offset: int
     """In the object."""
@@ -57,11 +57,11 @@ class Binding(NamedTuple):
         return self.offset + self.size
 
 
-class Team:
+class MulticastTable:
     """A holder's view of the table. Owns ``physical``, a file description that nobody else has."""
 
     has_fabric_handle = False
-    """Whether one was exported, so that there may be holders any time."""
+    """A fabric handle was exported: a new holder can come at any time."""
 
     def __init__(self, physical: Physical) -> None:
         self.physical = physical
@@ -76,15 +76,15 @@ class Team:
         lock(physical.fd, _FIRST_HOLDER + self.holder, fcntl.F_WRLCK, wait=True)
 
     @classmethod
-    def create(cls, name: str, devices: int, size: int, handle_types: int) -> Team:
+    def create(cls, name: str, devices: int, size: int, handle_types: int) -> MulticastTable:
         physical = Physical(name, _BYTES)
         physical.seal()
-        team = cls(physical)
-        team._words[_DEVICES], team._words[_SIZE], team._words[_HANDLE_TYPES] = devices, size, handle_types
-        return team
+        table = cls(physical)
+        table._words[_DEVICES], table._words[_SIZE], table._words[_HANDLE_TYPES] = devices, size, handle_types
+        return table
 
     @classmethod
-    def open(cls, fd: int) -> Team:
+    def open(cls, fd: int) -> MulticastTable:
         """A new holder, by anybody's descriptor; the descriptor stays the caller's."""
         return cls(Physical.adopt(os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)))
 
@@ -121,7 +121,7 @@ class Team:
 
     @property
     def device_count(self) -> int:
-        """How many devices the team is of, added or not."""
+        """The number of devices of the team, added or not."""
         return self._words[_DEVICES]
 
     @property
@@ -158,7 +158,7 @@ class Team:
     # -- bindings --------------------------------------------------------------------------------------------
 
     def bindings(self) -> list[Binding]:
-        """What is bound by processes that live, by offset."""
+        """Bindings of live processes, by offset."""
         changes = self._words[_CHANGES]
         if changes != self._seen:
             with self.locked():
@@ -175,7 +175,7 @@ class Team:
         with self.locked():
             live = {binding.number for binding in self.bindings()}
             count = self._words[_RECORDS]
-            # also in the place of one whose process has died
+            # also in the record of a process that has died
             free = (place for place in range(count) if self._read(place).number not in live)
             place = next(free, count)
             if place == _MAX_RECORDS:
@@ -191,7 +191,7 @@ class Team:
         self._forget(lambda binding: binding.number == number)
 
     def leave(self) -> None:
-        """End this holder, and what it has bound."""
+        """Remove this holder with its bindings."""
         self._forget(lambda binding: binding.holder == self.holder)
         self._words.release()
         self._memory.close()

@@ -158,4 +158,4 @@ def test_it_leaves_no_events(bench: Bench, library: Library, memory: Any) -> Non
     bench.driver._state.look()
     library.driver.cuStreamSynchronize(side)
     bench.driver._state.look()
-    assert bench.driver._state.outside.pending == {} and SIZE
+    assert bench.driver._state.foreign.pending == {} and SIZE

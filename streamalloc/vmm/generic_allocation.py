@@ -1,6 +1,6 @@
-"""What the driver gives a generic allocation handle for: physical memory, and multicast objects.
+"""Generic allocations: physical memory and multicast objects.
 
-Both are exported, mapped and released by the same calls.
+The same driver calls export, import, map and release both (``CUmemGenericAllocationHandle``).
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from streamalloc.core.internal import FABRIC_NEEDS, Fd, MemHandleType, MemLocati
 from streamalloc.driver import Driver
 from streamalloc.driver.internal import cuda, opaque_struct
 from streamalloc.vmm.access import Rights
-from streamalloc.vmm.allocations import AllocationHandle, AllocationState, OwnsNode, allocations_of
+from streamalloc.vmm.allocation_handles import AllocationHandle, AllocationState, OwnsNode, allocations_of
 from streamalloc.vmm.release_order import Kind
 
 __all__ = ["GenericAllocation"]
 
 
 class GenericAllocation(OwnsNode):
-    """What has a generic allocation handle (``CUmemGenericAllocationHandle``) and can be mapped.
+    """Owner of a ``CUmemGenericAllocationHandle``, which :meth:`AddressRange.map` maps.
 
-    That is :class:`PhysicalMemory` or a multicast object: :meth:`AddressRange.map` takes either.
+    The subclasses are :class:`PhysicalMemory` and :class:`~streamalloc.multicast.MulticastObject`.
     """
 
     __slots__ = ("_granularity", "_handle_types", "_session", "nbytes")
@@ -31,32 +31,32 @@ class GenericAllocation(OwnsNode):
     nbytes: int
     """Size in bytes."""
     _granularity: int
-    """What the places of its mappings must be a multiple of, in bytes."""
+    """Bytes; mapping offsets are multiples of it."""
     _handle_types: MemHandleType
-    """What it can be exported as."""
+    """Handle types for :meth:`export`."""
 
     def _prepare(self, session: Session, nbytes: int, kind: Kind) -> None:
-        """Get ready for a handle. An interrupt between the driver's answer and the owner of it then loses nothing."""
+        """Make the node that will own the handle."""
         self._session = session
         self.nbytes = nbytes
         self._node = AllocationHandle(allocations_of(session), kind)
         self._node.allocations.work()
 
     def _create(self, name: str, *args: Any, hint: str = "") -> None:
-        """Call the driver function that gives the handle."""
+        """Call the driver function that creates the handle."""
         self._session.create(self._node, "_raw", name, *args, hint=hint)
         self._node.known()
 
     def _import(self, handle: Fd | int | bytes) -> None:
-        """Get the handle of what another process has exported (``cuMemImportFromShareableHandle``).
+        """Open a handle that another process exported (``cuMemImportFromShareableHandle``).
 
-        ``handle`` is a file descriptor, which stays the caller's, or the 64 bytes of a fabric handle.
+        ``handle`` is a file descriptor, which the caller keeps and closes, or the 64 bytes of a fabric handle.
         """
         name = "cuMemImportFromShareableHandle"
         kinds = cuda.CUmemAllocationHandleType
         self._node.state.imported = True
         if isinstance(handle, (bytes, bytearray)):
-            # The driver reads the handle where it is, so that it has to stay until then.
+            # The driver reads the handle by its address, so the struct must live until the call returns.
             struct = opaque_struct("CUmemFabricHandle", bytes(handle))
             hint = f"the owner has given it up or is of another IMEX domain; {FABRIC_NEEDS}"
             self._create(name, int(struct.getPtr()), kinds.CU_MEM_HANDLE_TYPE_FABRIC, hint=hint)
@@ -69,7 +69,7 @@ class GenericAllocation(OwnsNode):
 
     @property
     def handle(self) -> int:
-        """The driver's handle (``CUmemGenericAllocationHandle``) as a number.
+        """Driver handle (``CUmemGenericAllocationHandle``) as a number.
 
         Raises
         ------
@@ -80,33 +80,34 @@ class GenericAllocation(OwnsNode):
 
     @property
     def mapping_count(self) -> int:
-        """In how many places of this process it is mapped now."""
+        """Number of mappings in this process."""
         return sum(not mapping.given_up for mapping in list(self._state.mappings))
 
     @property
     def exported(self) -> bool:
-        """Whether it was exported: other processes may hold it, too."""
+        """Whether it was exported: other processes may hold it."""
         return self._state.exported
 
     @property
     def driver(self) -> Driver:
-        """The driver that it belongs to."""
+        """Driver that it belongs to."""
         return self._session.driver
 
     @property
     @abc.abstractmethod
     def location(self) -> MemLocation:
-        """Where it is."""
+        """Location of the memory."""
 
     def export(self, handle_type: MemHandleType = MemHandleType.POSIX_FILE_DESCRIPTOR) -> Fd | bytes:
-        """A handle for other processes (``cuMemExportToShareableHandle``): an :class:`Fd`, or a fabric handle's bytes.
+        """Export a handle for other processes (``cuMemExportToShareableHandle``).
 
-        It stays as long as a handle or an importer holds it, also after it was closed here.
+        Return an :class:`Fd`, or the 64 bytes of a fabric handle. The driver keeps the memory as long as a handle or an
+        importer holds it, also after it was closed here.
 
         Raises
         ------
         ValueError
-            It was not made with this handle type.
+            It was not created with this handle type.
         """
         kinds = (MemHandleType.POSIX_FILE_DESCRIPTOR, MemHandleType.FABRIC)
         if not isinstance(handle_type, MemHandleType) or handle_type not in kinds:
@@ -124,7 +125,7 @@ class GenericAllocation(OwnsNode):
         return exported
 
     def close(self) -> None:
-        """Give the handle back (``cuMemRelease``); where it is mapped it stays usable. Idempotent.
+        """Release the handle (``cuMemRelease``); existing mappings stay usable. Idempotent.
 
         Memory that is bound to a multicast object keeps its handle until it is unbound.
         """
@@ -136,26 +137,26 @@ class GenericAllocation(OwnsNode):
     @property
     @abc.abstractmethod
     def _mark(self) -> str:
-        """The character that stands for it where an address range is drawn."""
+        """One character for the memory in drawings of an address range."""
 
     @abc.abstractmethod
     def _check_mappable(self) -> None:
-        """Raise where it cannot be mapped."""
+        """Raise if it cannot be mapped."""
 
     @abc.abstractmethod
     def _check_access(self, rights: Rights) -> None:
-        """Raise where somebody cannot be given this access to it."""
+        """Raise if the driver does not grant these permissions on it."""
 
     @property
     def _unreadable(self) -> str:
-        """Why ordinary reads of its mappings mean nothing; empty where they do."""
+        """Reason why ordinary reads of its mappings are undefined; empty if they are defined."""
         return ""
 
     @property
     def _state(self) -> AllocationState:
         return self._node.state
 
-    def _said_of_handle(self) -> str:
-        """The handle and its mappings, for ``repr``."""
+    def _handle_text(self) -> str:
+        """Describe the handle and its mappings, for ``repr``."""
         state = "closed" if self.closed else f"handle {int(self._node.raw):#x}"
         return f"{state}, mapped {self.mapping_count} times" if self.mapping_count else state

@@ -9,17 +9,17 @@ from streamalloc.driver.bindings import cuda
 
 from .. import arguments
 from ..arguments import Size
+from ..copy_operations import Shape
 from ..errors import check, not_modelled
 from ..graphs import Values
-from ..moves import Shape
 from .copies import ARRAY, DEVICE, OF_HOST, UNIFIED, Contexts, CopyCalls
 
 PROMISED = {(DEVICE, DEVICE): "both", (DEVICE, OF_HOST): "dst", (OF_HOST, DEVICE): "src"}
-"""Which ends a copy says to be device memory, target first, as :meth:`CopyCalls._copy` takes it."""
+"""The ends that the caller declares as device memory, by the memory types of target and source."""
 
 _OF_SIDE = ("XInBytes", "Y", "Z", "LOD", "MemoryType", "Host", "Device", "Array", "Pitch", "Height")
 COPY_FIELDS = ("WidthInBytes", "Height", "Depth", *(side + name for side in ("src", "dst") for name in _OF_SIDE))
-"""Of a CUDA_MEMCPY3D; a CUDA_MEMCPY2D has some of them."""
+"""Fields of a CUDA_MEMCPY3D; a CUDA_MEMCPY2D has some of them."""
 
 
 def _sides(kinds: tuple[int, int]) -> Iterable[tuple[str, int]]:
@@ -32,8 +32,8 @@ def copy_values(copy: Any, height: int, depth: int) -> Values:
     return {**values, "Height": height, "Depth": depth}
 
 
-class PlaneCalls(CopyCalls):
-    """cuMemsetD2D*, cuMemcpy2D*, cuMemcpy3DPeer*; what cuMemcpy3D* does without arrays."""
+class Copy2DCalls(CopyCalls):
+    """cuMemsetD2D*, cuMemcpy2D*, cuMemcpy3DPeer*, and cuMemcpy3D* without arrays."""
 
     # -- fills -----------------------------------------------------------------------------------------------
 
@@ -96,7 +96,7 @@ class PlaneCalls(CopyCalls):
 
     def _copy_rows(self, copy: Any, hStream: Any, height: int, depth: int, contexts: Contexts | None = None) -> None:
         """Between two ends that are no arrays."""
-        if not int(copy.WidthInBytes) * height * depth:  # whatever else is asked for
+        if not int(copy.WidthInBytes) * height * depth:  # before all other checks
             self._copy(0, 0, Shape.row(0), hStream)
             return
         target, source, kinds, shape = self._rows_of(copy, height, depth)
@@ -104,7 +104,7 @@ class PlaneCalls(CopyCalls):
         self._copy(target, source, shape, hStream, PROMISED.get(kinds, ""), contexts, values)
 
     def _rows_of(self, copy: Any, height: int, depth: int) -> tuple[int, int, tuple[int, int], Shape]:
-        """Where a copy between two ends that are no arrays begins, what is said of them, and how its rows lie."""
+        """Addresses, memory types and rows of a copy between two ends that are no arrays."""
         kinds = arguments.number_in(copy, "dstMemoryType"), arguments.number_in(copy, "srcMemoryType")
         not_modelled(ARRAY in kinds, "a copy of a plane of an array")
         width = int(copy.WidthInBytes)
@@ -119,7 +119,7 @@ class PlaneCalls(CopyCalls):
 
     @staticmethod
     def _side(copy: Any, side: str, kind: int, width: int, height: int) -> tuple[int, bool, int, int]:
-        """Where the first byte of an end lies, whether its rows fit, and how far rows and slices are apart."""
+        """Address of the first byte of an end, whether the rows fit, the row pitch and the slice pitch."""
         x, y, z = (int(getattr(copy, side + name, 0)) for name in ("XInBytes", "Y", "Z"))
         check(kind in (OF_HOST, DEVICE, UNIFIED))
         pitch = int(getattr(copy, side + "Pitch")) or x + width

@@ -1,7 +1,8 @@
-"""Streams that code past this driver may use as well: those of other libraries, and what they can reach beside them.
+"""Streams that other libraries may use: their own, and those whose handles they can reach.
 
-Such code may have one of these streams wait for another, which nobody sees: they count as ordered among themselves. It
-may wait for them on the host as well: an event behind each operation that is told tells when that may have been.
+Another library may order any of these streams after another one, which the checker does not see: they count as ordered
+among themselves. It may wait for them on the host as well. The checker records an event after each operation in them:
+once the event has happened, the host may have waited for the operation.
 """
 
 from __future__ import annotations
@@ -12,57 +13,61 @@ from typing import Any
 from streamalloc.driver.bindings import cuda
 from streamalloc.driver.checker.clocks import Stream, Timeline
 
-__all__ = ["Outside"]
+__all__ = ["ForeignStreams"]
 
 _NO_TIMING = int(cuda.CUevent_flags.CU_EVENT_DISABLE_TIMING)
 _RELAXED = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-_KEPT = 64
-"""So many operations of a stream are waited for."""
+_MOST_EVENTS = 64
+"""Operations of one stream that are followed at a time."""
 
 
-class Outside:
-    """The streams that other code may use; none before it has shown that it is there."""
+class ForeignStreams:
+    """The streams that other libraries may use; none until one of them has used a stream."""
 
     def __init__(self, driver: Any, timeline: Timeline) -> None:
         self._driver = driver
         self._timeline = timeline
         self._reachable: dict[Stream, None] = {}
-        """The streams that other code can use, if there is other code."""
         self.is_there: bool = False
+        """Whether another library has used a stream."""
         self.pending: dict[Stream, deque[tuple[int, Any]]] = {}
-        """The operations whose end nobody has seen, by their times, each with an event behind it."""
+        """Operations that have not ended: the time of each, and an event after it."""
+
+    def is_ours(self, stream: Stream) -> bool:
+        """Whether no other library can use a stream."""
+        return not self.is_there and stream not in self._reachable
 
     def can_use(self, stream: Stream) -> None:
-        """Other code has the handle of a stream, as of a default stream."""
+        """Record that other libraries can reach a stream, as they can a default stream."""
         if self.is_there:
-            self._timeline.outside[stream] = None
+            self._timeline.foreign[stream] = None
         else:
             self._reachable[stream] = None
 
     def uses(self, stream: Stream) -> None:
-        """Other code uses a stream, so that it uses others as well."""
+        """Record that another library uses a stream: it may use all streams that it can reach."""
         self.is_there = True
-        self._timeline.outside.update((*self._reachable.items(), (stream, None)))
+        self._timeline.foreign.update((*self._reachable.items(), (stream, None)))
         self._reachable.clear()
 
     def ended(self, stream: Stream) -> None:
-        """A stream was destroyed."""
+        """Record that a stream was destroyed."""
         self._reachable.pop(stream, None)
 
     def did(self, stream: Stream, handle: int) -> None:
-        """A stream has got something to do; ``handle``: 0 to 2 for a default stream."""
-        if stream not in self._timeline.outside or stream.obstacle is not None:
+        """Record an event after the latest operation of a stream; handles 0 to 2 are default streams."""
+        if stream not in self._timeline.foreign or stream.obstacle is not None:
             return
-        # An event on a default stream could break the captures of others.
+        # An event on a default stream could break the captures of other threads.
         event = None if handle <= 2 else self._record(handle)
         waiting = self.pending.setdefault(stream, deque())
-        if event is None or len(waiting) == _KEPT:
+        if event is None or len(waiting) == _MOST_EVENTS:
             self._end(stream, stream.time)
         if event is not None:
             waiting.append((stream.time, event))
 
     def look(self) -> None:
-        """See which operations are over."""
+        """Query the events of pending operations."""
         failed, mode = self._driver.cuThreadExchangeStreamCaptureMode(_RELAXED)
         for stream, waiting in tuple(self.pending.items()):
             over = [time for time, event in waiting if "NOT_READY" not in self._driver.cuEventQuery(event)[0].name]
@@ -71,7 +76,7 @@ class Outside:
             self._driver.cuThreadExchangeStreamCaptureMode(mode)
 
     def _end(self, stream: Stream, time: int) -> None:
-        """The host may know of what a stream did until a time."""
+        """Record that the host may have waited for a stream's operations up to a time."""
         over = self._timeline.over
         over[stream.number] = max(over.get(stream.number, 0), time)
         waiting = self.pending.get(stream, deque())
@@ -81,7 +86,7 @@ class Outside:
             self.pending.pop(stream, None)
 
     def _record(self, handle: int) -> Any:
-        """An event behind all that a stream has queued; None where there can be none."""
+        """An event after the queued work of a stream; None where it cannot be recorded."""
         driver, stream = self._driver, cuda.CUstream(handle)
         failed, capturing = driver.cuStreamIsCapturing(stream)
         if failed or int(capturing):

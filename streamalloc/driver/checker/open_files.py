@@ -1,7 +1,7 @@
-"""Which descriptors are of the same open file, without keeping any open.
+"""Identity of open files by descriptor, without keeping any file open.
 
-What a real driver exports are all files of one device, without names of their own. An epoll notes an open file without
-holding it, and Linux tells whether a descriptor is of a file that was noted (``kcmp``).
+All handles that a real driver exports are files of one device without names. An epoll refers to an open file without
+holding it, and ``kcmp`` says whether a descriptor refers to a file in an epoll.
 """
 
 from __future__ import annotations
@@ -15,34 +15,35 @@ import stat
 import struct
 from typing import Generic, TypeVar
 
-__all__ = ["Files"]
+__all__ = ["OpenFiles"]
 
 T = TypeVar("T")
 _KCMP = {"x86_64": 312, "aarch64": 272}.get(platform.machine())
 _syscall = ctypes.CDLL(None).syscall
 _EPOLL_TARGET = 7  # KCMP_EPOLL_TFD
 _SLOT = struct.Struct("<III")
-_KEPT = 256
+_MOST_FILES = 256
+"""Files without names that are recorded at a time."""
 
 
-class Files(Generic[T]):
-    """Something for each open file; nothing where that cannot be known."""
+class OpenFiles(Generic[T]):
+    """A table with one value for each open file; files that cannot be identified have none."""
 
     def __init__(self) -> None:
         self._by_inode: dict[tuple[int, int], T] = {}
         self._epoll: select.epoll | None = None
         self._noted: dict[int, T | None] = {}
-        """By the descriptor at that time; None where several files may have had it."""
+        """Value by descriptor; None where several files may have had the descriptor."""
 
     def find(self, number: int) -> T | None:
-        """What belongs to the file of a descriptor."""
+        """The value of the file of a descriptor."""
         key = _inode(number)
         if key is not None:
             return self._by_inode.get(key)
         return next((one for noted, one in self._noted.items() if one is not None and self._is(number, noted)), None)
 
     def note(self, number: int, thing: T) -> None:
-        """Something belongs to the file of a descriptor."""
+        """Set the value of the file of a descriptor."""
         key = _inode(number)
         if key is not None:
             self._by_inode[key] = thing
@@ -50,16 +51,16 @@ class Files(Generic[T]):
         with contextlib.suppress(OSError, ValueError):
             if self._epoll is None:
                 self._epoll = select.epoll()
-            # That it is there already under this number stands for another file, which somebody still has.
+            # Another file that is still open has the same descriptor number in the epoll.
             taken = number in self._noted and f"tfd: {number:8d}" in self._targets()
             self._epoll.register(number, 0)
             self._noted.pop(number, None)
             self._noted[number] = None if taken else thing
-            if len(self._noted) > _KEPT:
+            if len(self._noted) > _MOST_FILES:
                 del self._noted[next(iter(self._noted))]
 
     def close(self) -> None:
-        """Forget all that have no names."""
+        """Remove all files without names."""
         self._noted.clear()
         if self._epoll is not None:
             self._epoll.close()
@@ -80,7 +81,7 @@ class Files(Generic[T]):
 
 
 def _inode(number: int) -> tuple[int, int] | None:
-    """What tells a file from all others; None where nothing does."""
+    """Device and inode of a regular file; None for other files."""
     try:
         status = os.fstat(number)
     except OSError:

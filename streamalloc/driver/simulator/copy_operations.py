@@ -1,4 +1,4 @@
-"""What copies and fills do when their turn in a stream comes: bytes move step by step."""
+"""Copies and fills as stream operations, which move bytes step by step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .timeline import Operation
 
 
 class Move(Operation):
-    """Writes bytes step by step; memory that is gone by then breaks the context instead of the process."""
+    """Writes bytes step by step. Memory that was unmapped meanwhile breaks the context, not the process."""
 
     def __init__(self, machine: Machine, context: Context, target: int, size: int, source: int | None = None) -> None:
         self._machine = machine
@@ -24,9 +24,9 @@ class Move(Operation):
         self._target = target
         self._size = size
         self._done = 0
-        self._into_simulated = machine.supply.arenas.find(target) is not None
+        self._into_simulated = machine.banks.arenas.find(target) is not None
         self._source = source
-        self._from_simulated = source is not None and machine.supply.arenas.find(source) is not None
+        self._from_simulated = source is not None and machine.banks.arenas.find(source) is not None
         self.heavy: bool = size > STEP
 
     def step(self) -> bool:
@@ -46,7 +46,7 @@ class Move(Operation):
         self._done = self._size
 
     def _targets(self, size: int) -> list[Segment] | None:
-        """Where the next bytes go: to one address, or to that of each replica of multicast memory."""
+        """Targets of the next bytes: one address, or that of each replica of multicast memory."""
         target = self._target + self._done
         if self._is_there(target, size, self._into_simulated, write=True):
             return [Segment(target, 0, size)]
@@ -54,7 +54,7 @@ class Move(Operation):
 
     def _is_there(self, address: int, size: int, simulated: bool, write: bool = False) -> bool:
         if simulated:
-            return self._machine.supply.is_backed(address, size)
+            return self._machine.banks.is_backed(address, size)
         return is_accessible(address, size, write)
 
     @property
@@ -125,7 +125,7 @@ class Rows(Operation):
 
 
 class Shape(NamedTuple):
-    """A row, a plane or a box of bytes: what a copy moves, and how its rows lie in the memory of both ends."""
+    """The shape of a copy: a row, a plane or a box of bytes, and the pitches at both ends."""
 
     width: int
     height: int
@@ -135,7 +135,7 @@ class Shape(NamedTuple):
     source_pitch: int
     source_slice: int
     fits: bool = True
-    """Whether the rows lie within their pitch, and the slices within their height."""
+    """Rows lie within their pitch, slices within their height."""
     left_out: tuple[int, int] = (0, 0)
     """Bytes before the first that is written, and before the first that is read."""
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import itertools
 import os
 import random
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -19,7 +19,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc
-from streamalloc.driver.simulator import turns
+from streamalloc.driver.simulator import BrokenMachineError, call_lock
 from tests.driver.simulator.support import new_rig
 from tests.facts.support import MiB
 from tests.facts.support import value as ok
@@ -75,7 +75,7 @@ def starts() -> Iterator[list[bool]]:
 
     def note(phase: str, _info: object) -> None:
         if phase == "start":
-            seen.append(turns.is_mine())
+            seen.append(call_lock.is_mine())
 
     gc.callbacks.append(note)
     yield seen
@@ -138,7 +138,7 @@ def test_collections_that_others_force(starts: list[bool]) -> None:
             self.stream = ok(d.cuStreamCreate(1))
 
         def __del__(self) -> None:
-            inside.append(turns.is_mine())
+            inside.append(call_lock.is_mine())
             finalised.append(d.cuStreamDestroy(self.stream)[0])
 
     def work(number: int) -> None:
@@ -185,28 +185,86 @@ def test_automatic_collections_go_on_while_a_call_waits() -> None:
 @since_3_11
 @pytest.mark.filterwarnings("ignore:Exception ignored in. .function WeakSet")  # where the handler may run, too
 def test_an_exception_of_a_handler_comes_after_the_call(alarm: Alarm) -> None:
-    """What a call gives arrives, whenever the signal comes; nothing is lost, and the machine's books are in order."""
+    """A call ends before the handler runs: at most its answer is lost, and the machine's books are in order."""
     rig, dice = new_rig(), random.Random(7)
     d, stream = rig.raw, rig.stream()
     pool = rig.pool(threshold=0)
+    machine = d._machine
+    found = machine.pools.get(int(pool))
     end = time.monotonic() + 1.5
     while time.monotonic() < end:
-        made: list[tuple[Any, ...]] = []
         size = dice.randrange(1, 40 * MiB)
+        before = set(machine.allocations.at)
         with contextlib.suppress(Interrupted), alarm(dice.random() * 0.0004):
-            # no bytecode comes between the end of a call and the list that has its answer
-            made.extend(itertools.starmap(d.cuMemAllocFromPoolAsync, [(size, pool, stream)]))
-            made.extend(itertools.starmap(d.cuStreamSynchronize, [(stream,)]))
-        for answer in made[:1]:
-            ok(d.cuMemFreeAsync(ok(answer), stream))
+            for _ in range(10):
+                d.cuMemFreeAsync(ok(d.cuMemAllocFromPoolAsync(size, pool, stream)), stream)
+                d.cuStreamSynchronize(stream)
+        left = set(machine.allocations.at) - before
+        assert len(left) <= 1
+        assert found.used == size * len(left)
+        for address in left:
+            ok(d.cuMemFreeAsync(address, stream))
     ok(d.cuStreamSynchronize(stream))
     assert alarm.came > 20
     assert rig.reserved(pool) == 0
-    machine = d._machine
-    found = machine.pools.get(int(pool))
-    assert found.used == 0
     blocks = list(found.line.blocks())
     assert sum(block.size for block in blocks) == found.line.capacity
+
+
+def test_handlers_are_in_place_between_calls(alarm: Alarm) -> None:
+    """During a call another one is there; a signal that comes runs the handler once, at the end of the call."""
+    rig = new_rig()
+    seen: list[bool] = []
+
+    class Size:
+        def __init__(self, attr: object) -> None:
+            self.name = "CU_MEMPOOL_ATTR_RELEASE_THRESHOLD"
+
+        def getPtr(self) -> int:
+            signal.raise_signal(signal.SIGALRM)
+            during.append(signal.getsignal(signal.SIGALRM))
+            return 0
+
+        def __int__(self) -> int:
+            return 7
+
+    during: list[Any] = []
+    pool, attribute = rig.pool(), rig.raw.CUmemPool_attribute.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
+
+    def handle(*_: object) -> None:
+        seen.append(call_lock.is_mine())
+
+    signal.signal(signal.SIGALRM, handle)
+    ok(rig.raw.cuMemPoolSetAttribute(pool, attribute, Size(attribute)))
+    assert during != [handle] and seen == [False]
+    assert signal.getsignal(signal.SIGALRM) is handle
+    assert int(ok(rig.raw.cuMemPoolGetAttribute(pool, attribute))) == 7
+
+
+def test_a_call_that_was_cut_short_breaks_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The handler of a signal that calls do not hold raises in the middle of one."""
+    rig, other = new_rig(), new_rig()
+    pool, stream = rig.pool(), rig.stream()
+    machine = rig.raw._machine
+
+    class Stop(BaseException):
+        pass
+
+    def stop(*_: object) -> None:
+        raise Stop
+
+    before = signal.signal(signal.SIGURG, stop)
+    try:
+        monkeypatch.setattr(machine.allocations, "add", lambda _: signal.raise_signal(signal.SIGURG))
+        with pytest.raises(Stop):
+            rig.raw.cuMemAllocFromPoolAsync(64, pool, stream)
+    finally:
+        signal.signal(signal.SIGURG, before)
+    for call in (rig.raw.cuDeviceGetCount, lambda: rig.raw.cuInit(0), lambda: rig.raw.cuStreamDestroy(stream)):
+        with pytest.raises(BrokenMachineError, match="cuMemAllocFromPoolAsync"):
+            call()
+    assert not call_lock.is_mine() and gc.isenabled()
+    assert ok(other.raw.cuDeviceGetCount()) == 1
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -221,7 +279,51 @@ def test_waiting_can_be_interrupted(alarm: Alarm) -> None:
     assert alarm.came == 2
     word.value = 1
     ok(d.cuStreamSynchronize(stream))
-    assert len(turns._all) < 5
+
+
+def test_a_storm_of_signals_whose_handler_raises(alarm: Alarm) -> None:
+    """In calls that wait and calls that do not: the machine, its lock and the handlers are whole afterwards."""
+    rig = new_rig()
+    d, stream, held = rig.raw, rig.stream(), rig.word()
+    context, address = ok(d.cuCtxGetCurrent()), ok(d.cuMemAlloc(64))
+    came = 0
+
+    def handle(_: int, frame: FrameType | None) -> None:
+        nonlocal came
+        while frame is not None and frame.f_code.co_filename != call_lock.__file__:
+            frame = frame.f_back
+        if frame is not None:
+            came += 1
+            raise Interrupted
+
+    signal.signal(signal.SIGALRM, handle)
+    end = time.monotonic() + 0.7
+    gc.disable()  # Python loses what a handler raises in a finaliser
+    signal.setitimer(signal.ITIMER_REAL, 2e-4, 2e-4)
+    try:
+        while time.monotonic() < end:
+            for value in (0, 1):
+                held.value = value
+                with contextlib.suppress(Interrupted):
+                    rig.hold(stream, held)
+                with contextlib.suppress(Interrupted):
+                    d.cuMemsetD8(address, 1, 64)
+                with contextlib.suppress(Interrupted):
+                    d.cuStreamQuery(stream) if value else d.cuStreamSynchronize(stream)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        gc.enable()
+    assert came > 20
+    d.cuStreamQuery(stream)
+    assert signal.getsignal(signal.SIGALRM) is handle
+
+    def work(_: int) -> None:
+        ok(d.cuCtxSetCurrent(context))
+        ok(d.cuStreamSynchronize(stream))
+        ok(d.cuMemFree(address))
+
+    in_threads(1, work)
+    assert not call_lock.is_mine() and gc.isenabled()
 
 
 def test_a_handler_that_makes_calls(alarm: Alarm) -> None:
@@ -249,14 +351,16 @@ def test_a_handler_that_makes_calls(alarm: Alarm) -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_handler_that_makes_calls_while_a_wait_ends(alarm: Alarm) -> None:
-    """The helper that has waited is not given the handler's call before the wait's answer was taken."""
+    """The handler's call finds the lock free, and leaves it so."""
     device = sa.Device(0, driver=sd.simulated())
     with device.create_stream() as stream, device.create_stream() as other:
 
         def handle(*_: object) -> None:
-            other.query()
-            signal.setitimer(signal.ITIMER_REAL, 2e-4)  # no sooner, or on a busy machine handlers never end
+            if alarm.armed:
+                other.query()
+                signal.setitimer(signal.ITIMER_REAL, 2e-4)  # no sooner, or on a busy machine handlers never end
 
+        alarm.armed = True
         signal.signal(signal.SIGALRM, handle)
         signal.setitimer(signal.ITIMER_REAL, 2e-4)
         end = time.monotonic() + 0.6
@@ -265,11 +369,12 @@ def test_a_handler_that_makes_calls_while_a_wait_ends(alarm: Alarm) -> None:
                 stream.launch_host_func(lambda: time.sleep(3e-4))
                 stream.synchronize()
         finally:
+            alarm.armed = False
             signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def test_the_calling_thread_s_context_and_capture_mode() -> None:
-    """A helper makes the main thread's calls in its name."""
+    """Each thread has its own."""
     rig = new_rig(devices=2)
     d = rig.raw
     mine, other = ok(d.cuCtxGetCurrent()), ok(d.cuDevicePrimaryCtxRetain(1))

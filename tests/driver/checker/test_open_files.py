@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from streamalloc.driver.checker.files import Files
+from streamalloc.driver.checker.open_files import OpenFiles
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def pipes() -> Iterator[list[int]]:
 
 
 def test_a_file_is_known_by_any_descriptor(pipes: list[int]) -> None:
-    files: Files[str] = Files()
+    files: OpenFiles[str] = OpenFiles()
     one, other = pipes
     files.note(one, "one")
     assert files.find(other) is None
@@ -38,7 +38,7 @@ def test_a_number_goes_to_another_file(pipes: list[int]) -> None:
     """Where the file that had it is gone, it is the other one's; where somebody has it, nobody knows."""
     one, other = pipes
     for kept in (True, False):
-        files: Files[str] = Files()
+        files: OpenFiles[str] = OpenFiles()
         first = os.dup(one)
         files.note(first, "one")
         os.dup2(other, first)
@@ -55,7 +55,7 @@ def test_a_number_goes_to_another_file(pipes: list[int]) -> None:
 
 def test_it_keeps_nothing_open(pipes: list[int]) -> None:
     read, write = os.pipe()
-    files: Files[str] = Files()
+    files: OpenFiles[str] = OpenFiles()
     files.note(read, "one")
     os.close(read)
     with pytest.raises(BrokenPipeError):

@@ -1,6 +1,5 @@
-"""Locks on bytes of a file, by which processes see of each other what lives: the kernel lifts those of the dead.
-
-They belong to the open file (``F_OFD_SETLK``), and need no such byte to be there.
+"""Locks on bytes of a file, which show whether a process lives: the kernel releases the locks of a process that ends.
+They belong to the open file description (``F_OFD_SETLK``), and can be beyond the end of the file.
 """
 
 from __future__ import annotations

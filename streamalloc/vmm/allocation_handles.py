@@ -1,4 +1,4 @@
-"""What objects of one driver share: physical memory by its handle, and the order in which all of it is released."""
+"""Allocation handles of one driver, and the release of everything that depends on them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import Any, ClassVar, Protocol
 from streamalloc.core.internal import (
     ClosedError,
     Closes,
-    CudaError,
     Deferred,
     DeferredQueue,
     DeviceLostError,
@@ -41,29 +40,31 @@ __all__ = [
 
 
 class AllocationState:
-    """What all objects for one driver handle know of it."""
+    """State of one physical allocation or multicast object, shared by all objects that hold its driver handle."""
 
     __slots__ = ("bindings", "elsewhere", "exported", "handle", "handles", "imported", "mappings", "teams")
 
     def __init__(self) -> None:
         self.handle: int = 0
-        """The driver's."""
+        """Number of the driver handle."""
         self.exported: bool = False
+        """True if a shareable handle was exported."""
         self.elsewhere: bool = False
-        """Whether others may use the memory otherwise, without a handle that is known here."""
+        """True if another driver may use the memory (DMA-BUF)."""
         self.imported: bool = False
-        """Whether another process made it."""
+        """True if another process created it."""
         self.handles: dict[AllocationHandle, None] = {}
-        """One for each object that holds it."""
+        """One node for each object that holds the handle."""
         self.mappings: dict[Node, None] = {}
+        """Mappings in this process."""
         self.bindings: dict[Any, None] = {}
-        """Where it is bound to multicast objects."""
+        """Bindings to multicast objects."""
         self.teams: dict[Node, None] = {}
-        """Those of the multicast objects that it is bound to, or was when they were dropped."""
+        """Teams of the multicast objects it is, or was, bound to."""
 
 
 class HandleNode(Node):
-    """A node with a handle or an address of the driver, which one call gives back."""
+    """A node with a driver handle or address that one driver call releases."""
 
     __slots__ = ("_raw", "allocations")
 
@@ -74,11 +75,11 @@ class HandleNode(Node):
 
     @property
     def raw(self) -> Any:
-        """What the driver gave; None before it is made and after it was given back."""
+        """Driver handle or address; None before creation and after release."""
         return self._raw
 
     def give_back(self, call: str, *args: Any) -> None:
-        """Make the driver call that gives it back, once."""
+        """Make the driver call that releases the handle, once."""
         try:
             self.allocations.session.release(self, call, *args)
         finally:
@@ -86,7 +87,7 @@ class HandleNode(Node):
 
 
 class OwnsNode(Closes, Drawn):
-    """What owns a node: that is released when this is closed, or later where this was dropped."""
+    """Owner of a node. The node is released when the owner is closed, or later if the owner is dropped."""
 
     __slots__ = ("__weakref__", "_node")
 
@@ -111,22 +112,22 @@ class OwnsNode(Closes, Drawn):
 
 
 class AllocationHandle(HandleNode):
-    """A generic allocation handle that one object holds: ``cuMemRelease``."""
+    """The hold of one object on a ``CUmemGenericAllocationHandle``; ``cuMemRelease`` ends it."""
 
     __slots__ = ("state", "users")
 
     outlasts_mappings: ClassVar[bool] = False
-    """Whether it is released after all mappings of the memory; else it may go before them."""
+    """True if it is released after all mappings of the memory."""
 
     def __init__(self, allocations: Allocations, kind: Kind) -> None:
         super().__init__(allocations, kind)
         self.users: tuple[int, ...] = ()
-        """Devices whose work may use it without a mapping."""
+        """Ordinals of devices that may use it without a mapping."""
         self.state: AllocationState = AllocationState()
         self.state.handles[self] = None
 
     def known(self) -> None:
-        """The driver has given the handle: what is known of it holds for this object, too."""
+        """Join the state of other objects that hold the same driver handle."""
         state = self.state
         state.handle = int(self._raw)
         before = self.allocations.by_handle.setdefault(state.handle, state)
@@ -144,7 +145,7 @@ class AllocationHandle(HandleNode):
         before.handles[self] = None
 
     def give_up(self) -> None:
-        """Wait for the work that may use the memory: that of multicast objects by their mappings."""
+        """Release it after the work that may use the memory, and release its bindings before it."""
         if not self.given_up:
             order = self.allocations.order
             bindings = order.before(self, Kind.BINDING) if self.kind is Kind.OBJECT else []
@@ -156,17 +157,17 @@ class AllocationHandle(HandleNode):
         super().give_up()
 
     def release(self) -> None:
-        """``cuMemRelease``."""
+        """Call ``cuMemRelease``."""
         self.give_back("cuMemRelease")
 
     def forget(self) -> None:
-        """What is known of the handle, where nobody else holds it or has it mapped."""
+        """Remove it from the state of its driver handle."""
         self.state.handles.pop(self, None)
         self.allocations.forget(self.state)
 
 
 class QueuedWork(Node):
-    """The work that devices had when something was dropped that it may use: nothing is unmapped under it."""
+    """Work that was queued on devices when a resource was dropped. The resource is released after it."""
 
     __slots__ = ("_events", "_ordinals", "_session")
 
@@ -177,7 +178,7 @@ class QueuedWork(Node):
         self._events: list[Event] | None = None
 
     def release(self) -> None:
-        """Look whether it is done. Events mark it at the first attempt."""
+        """Query whether the work has completed. The first attempt records the events."""
         try:
             if self._events is None:
                 self._events = context_events(self._session, self._ordinals)
@@ -186,35 +187,28 @@ class QueuedWork(Node):
             self.gone = True  # no work is left
 
 
-class KeepsMemory(Protocol):
-    """What keeps physical memory for whoever needs some."""
-
-    def make_room(self) -> int:
-        """Give back what is kept; how many bytes."""
-
-
 class MappingWatcher(Protocol):
-    """Who wants to know of what is mapped."""
+    """Listener for the mappings of one driver."""
 
     def to_be_mapped(self, address: int, nbytes: int, /) -> None:
-        """Memory is to be made and mapped from an address on. What this raises goes to who asks."""
+        """Memory is about to be created and mapped at an address. An error propagates to the caller."""
 
     def mapped(self, address: int, memory: Any, /) -> None:
-        """Memory is mapped at an address. What this raises goes to who asked, once it is unmapped."""
+        """Memory was mapped at an address. After an error it is unmapped, and the error propagates to the caller."""
 
     def unmapped(self, address: int, /) -> None:
-        """What was mapped at an address is unmapped. Never raises."""
+        """The mapping at an address was unmapped. Never raises."""
 
 
 class Allocations:
-    """What :mod:`streamalloc.vmm` keeps for one driver."""
+    """State of :mod:`streamalloc.vmm` for one driver."""
 
     __slots__ = (
-        "adopting",
         "by_handle",
         "deferred",
-        "keepers",
+        "lock",
         "order",
+        "recyclers",
         "reservations",
         "session",
         "specs",
@@ -223,101 +217,100 @@ class Allocations:
 
     def __init__(self, session: Session) -> None:
         self.session: Session = session
-        self.keepers: weakref.WeakSet[KeepsMemory] = weakref.WeakSet()
+        self.recyclers: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Recyclers: ``make_room()`` releases their spare memory and returns its size."""
         self.watchers: tuple[MappingWatcher, ...] = ()
         self.specs: dict[object, Any] = {}
-        """How memory is made, by its properties."""
+        """:class:`MemorySpec` by ``MemAllocationProp``."""
         self.deferred: DeferredQueue = deferred_queue(session)
         self.order: ReleaseOrder = ReleaseOrder()
         self.by_handle: dict[int, AllocationState] = {}
-        """What is held or mapped, by the driver's handle; but for what only a mapping holds."""
+        """States by driver handle. Handles that only a mapping holds are not listed."""
         self.reservations: dict[Any, None] = {}
-        """The ranges of addresses that there are."""
-        self.adopting = threading.RLock()
-        """Held while an object takes over what a mapping has held."""
+        """All reserved address ranges."""
+        self.lock = threading.RLock()
+        """Held while a mapping hands its handle to an object, and while watchers change."""
 
     def mapped_at(self, address: int, nbytes: int) -> list[AllocationState]:
-        """What is known of the memory that is mapped at these addresses."""
+        """Return the states of the memory that is mapped in ``nbytes`` bytes from ``address``."""
         found = []
         for reservation in list(self.reservations):
             base = reservation.raw
             start = address - int(base or 0)
             if base is not None and start < reservation.nbytes and start + nbytes > 0:
-                # A copy, for the range may be another thread's.
+                # Another thread may own the range: use a copy, and skip entries that it has not mapped yet.
                 entries = list(reservation.entries)
                 for entry in entries[bisect_right(entries, start, key=attrgetter("stop")) :]:
                     if entry.offset >= start + nbytes:
                         break
-                    # Nothing that another thread is about to map.
                     if not entry.gone and (entry._raw is not None or entry._memory is not None):
                         found.append(entry.memory._state)
         return found
 
     def make_room(self) -> int:
-        """Give back the physical memory that is kept for whoever needs some; how many bytes."""
-        return sum(keeper.make_room() for keeper in tuple(self.keepers))
+        """Release the spare memory of all recyclers; return its size in bytes."""
+        return sum(recycler.make_room() for recycler in tuple(self.recyclers))
 
     def forget(self, state: AllocationState) -> None:
-        """Forget what is neither held nor mapped any more: the driver uses handles again."""
+        """Remove a state that no handle and no mapping uses: the driver reuses handle numbers."""
         if not state.handles and not state.mappings and self.by_handle.get(state.handle) is state:
             self.by_handle.pop(state.handle, None)
 
     def work(self) -> int:
-        """End what was dropped and can end now, see :data:`streamalloc.core.deferred.POINTS`; how much has ended."""
+        """Attempt the deferred releases, see :data:`streamalloc.core.deferred.POINTS`; return how many succeeded."""
         return work(self.session)
 
     def drop(self, node: Node) -> None:
-        """Release a node later: for finalisers."""
+        """Queue a node for release; for finalisers."""
         self.deferred.submit(_Dropped(self, node))
 
     def drop_after(self, devices: Iterable[int], nodes: Iterable[Node]) -> None:
-        """Keep nodes until devices have done the work that they have now."""
+        """Keep nodes until devices have completed the work that is queued on them now."""
         if devices:
-            work = QueuedWork(self.session, devices)
-            # Before anything waits for it: a signal handler may raise, and what waits would do so for ever.
-            self.drop(work)
+            queued = QueuedWork(self.session, devices)
+            # Queued before any node waits for it, so that no node waits for ever.
+            self.drop(queued)
             for node in nodes:
-                self.order.relate(work, node)
+                self.order.relate(queued, node)
 
     def end(self, node: Node) -> None:
-        """Release a node now, or where others have to go before it when they have gone.
+        """Release a node now, or as soon as no other node precedes it.
 
         Raises
         ------
         CudaError
-            The driver refused, and it is as it was; or it refused to release what waited for it, which is tried again.
+            The driver refused to release the node, which stays usable, or refused to release a node that waited for
+            it, which is attempted again later.
         """
         before = node.given_up
         node.given_up = True
         try:
             self.order.attempt(node)
-            if node.gone and self.order.ready:
+            if node.gone:
                 self.settle()
-        except BaseException as error:
+        except BaseException:
             if not node.gone:
                 node.given_up = before
-            elif not isinstance(error, CudaError):
-                self.drop(node)  # interrupted: what has waited for it has its turn later
+            else:
+                self.drop(node)  # its next attempt passes on the nodes that waited for it
             raise
 
     def settle(self) -> None:
-        """Release now what has waited for something that has gone; what the driver refuses is tried again."""
+        """Release the nodes that have become ready. The queue attempts a node again if the driver refuses it."""
         ready: list[Node] = []
 
         def take(node: Node) -> None:
             self.drop(node)
             ready.append(node)
 
-        self.order.pass_on(take)
-        try:
+        while self.order.ready:
+            ready.clear()
+            self.order.pass_on(take)
             undo_all(functools.partial(self.order.attempt, node) for node in ready)
-        finally:
-            if ready:
-                self.settle()
 
 
 class _Dropped(Deferred):
-    """A node whose owner was dropped."""
+    """The release of a node whose owner was dropped."""
 
     __slots__ = ("_allocations", "_node")
 
@@ -326,7 +319,7 @@ class _Dropped(Deferred):
         self._node = node
 
     def attempt(self) -> bool:
-        """Release the node, or leave it to those that have to go before it."""
+        """Release the node; a node that has to wait for others is queued again when it is ready."""
         self._node.give_up()
         try:
             return self._allocations.order.attempt(self._node)
@@ -334,11 +327,11 @@ class _Dropped(Deferred):
             self._allocations.order.pass_on(self._allocations.drop)
 
     def forget(self) -> None:
-        """The context is lost, or the driver has ended, and nothing is left to give back."""
+        """Mark the node as released: its context or driver is lost."""
         self._node.gone = True
         self._allocations.order.cut(self._node)
         self._allocations.order.pass_on(self._allocations.drop)
 
 
 allocations_of: PerDriver[Allocations] = PerDriver(Allocations)
-"""What is kept for a driver: ``allocations_of(session)``."""
+"""State for one driver: ``allocations_of(session)``."""

@@ -1,0 +1,360 @@
+"""Memory and events that this process shares with others, and announcements in both directions."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+
+from streamalloc.driver.checker import announcements, open_imports
+from streamalloc.driver.checker.announcements import Announced, Board, Entry
+from streamalloc.driver.checker.clocks import Actor, Clock, Obstacle, Stream, Timeline
+from streamalloc.driver.checker.events import Event
+from streamalloc.driver.checker.judge import Judge
+from streamalloc.driver.checker.ranges import Addresses, Contents, Moment, Piece, Range
+from streamalloc.driver.checker.stacks import Stack, here
+from streamalloc.driver.checker.wait_values import WaitValues
+
+__all__ = ["Interprocess"]
+
+_MOST_FREES = 64
+"""Queued frees of imports that are followed at a time."""
+_MOST_POSTS = 64
+"""Incomplete exports that other processes can see at a time."""
+_MOST_ANNOUNCEMENTS = 256
+"""Announcements of the facade that are kept."""
+
+
+class _Written:
+    """A part of exported memory that was written, and the event recordings that come after."""
+
+    __slots__ = ("covers", "high", "low", "number", "post", "time")
+
+    def __init__(self, low: int, high: int, actor: Actor) -> None:
+        self.low = low
+        self.high = high
+        self.number = actor.number
+        self.time = actor.time
+        self.covers: list[tuple[int, int]] = []
+        """Board index and recording number of each event."""
+        self.post: int | None = None
+        """Board index of its post."""
+
+
+class Interprocess:
+    """Exports, imports, and announcements between this process and others."""
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        addresses: Addresses,
+        values: WaitValues,
+        events: dict[int, Event],
+        judge: Judge,
+    ) -> None:
+        self._timeline = timeline
+        self._addresses = addresses
+        self._values = values
+        self._events = events
+        self._judge = judge
+        self.exports: dict[bytes, Range] = {}
+        self.exported: dict[Range, bytes] = {}
+        self.entries: dict[Range, Path] = {}
+        """Entry of each open import in the directory of open imports."""
+        self.leaving: dict[Range, Path] = {}
+        """Entries of imports whose free is queued and not known to have run."""
+        self.written: dict[Range, list[_Written]] = {}
+        """Parts that were written since the export, by range."""
+        self.imported: dict[Range, bytes] = {}
+        """Export data of each import."""
+        self.events: dict[bytes, Event] = {}
+        self.board: Board | None = None
+        """Announcements to other processes; made for the first one."""
+        self.posted: dict[int, tuple[bytes, Callable[[], bool]]] = {}
+        """Name of each incomplete export and a test for its completion, by board index."""
+        self._settled = 0
+        self.announced: dict[bytes, Obstacle] = {}
+        """Latest announcements of the facade, by name."""
+        self._recorders: dict[tuple[int, int], tuple[Entry, Actor]] = {}
+        """Actors that stand for the events of other processes."""
+        self._ready_numbers: dict[Entry, int] = {}
+        """Actor numbers that stand for the posts of other processes."""
+
+    # -- exports and imports ---------------------------------------------------------------------------------
+
+    def import_ended(self, range_: Range) -> None:
+        """Remove the entry of an import."""
+        entry = self.entries.pop(range_, None) or self.leaving.pop(range_, None)
+        if entry is not None:
+            open_imports.close_import(entry)
+
+    def close(self) -> None:
+        """Remove everything that other processes can see."""
+        for range_ in (*self.entries, *self.leaving):
+            self.import_ended(range_)
+        if self.board is not None:
+            self.board.close()
+
+    def frees(self, range_: Range, what: str, stack: Stack, at_once: bool = False) -> None:
+        """Begin a free of memory that may be exported or imported; ``at_once``: by the host."""
+        if at_once:
+            self.import_ended(range_)
+        elif range_ in self.entries:
+            self.leaving[range_] = self.entries.pop(range_)
+            if len(self.leaving) > _MOST_FREES:
+                self.import_ended(next(iter(self.leaving)))
+        self.imported.pop(range_, None)
+        for one in self.written.pop(range_, ()):
+            self._forget_written(one)
+        exported = self.exported.pop(range_, None)
+        if exported is None:
+            return
+        self.exports.pop(exported, None)
+        importers = open_imports.importers(exported)
+        if importers:
+            self._judge.report(
+                "free before the importer's",
+                f"{what} frees {range_}, but process {', '.join(map(str, importers))} has not freed its import.",
+                "free it after every importer has freed its pointer and notified this process.",
+                range_,
+                (("this call", stack), ("allocated", range_.stack)),
+            )
+
+    def _missing(self, piece: Piece, clock: Clock) -> Moment | None:
+        """The allocation or a write of memory that a clock does not contain."""
+        range_, low, high = piece
+        moments: list[Moment] = [] if range_.born is None else [range_.born]
+        for memory, start, end in range_.physical(low, high):
+            moments += memory.writes(start, end)
+        certain = self._timeline.certain
+        return next((one for one in moments if not certain(clock, one.actor.number, one.time)), None)
+
+    def export(self, range_: Range, stack: Stack, name: bytes = b"") -> None:
+        """Check an export: importers can only wait for recorded interprocess events. ``name``: the export data."""
+        piece = (range_, range_.base, range_.end)
+        missing = self._missing(piece, self._timeline.host)
+        if missing is None:
+            return
+        recorded = [(one, one.mark.clock) for one in self._events.values() if one.shared and one.mark]
+        covers = [one for one, clock in recorded if clock is not None and self._missing(piece, clock) is None]
+        if not covers:
+            self._incomplete(range_, missing, stack)
+        elif name:
+            indices = [self.index(one) for one in covers]
+            known = [one for one in indices if one is not None]
+            if len(known) == len(indices):
+                self._post(name, known, lambda: self._missing(piece, self._timeline.host) is None)
+
+    def _board(self) -> Board | None:
+        if self.board is None:
+            with contextlib.suppress(OSError):
+                self.board = Board()
+        return self.board
+
+    def recorded(self, event: Event) -> int:
+        """Announce a recording of an event; its number."""
+        return 0 if event.index is None or self.board is None else self.board.record(event.index)
+
+    def index(self, event: Event) -> int | None:
+        """The board index of an event's recordings; None where the board is full or missing."""
+        board = self._board()
+        if event.index is None and board is not None:
+            event.index = board.add_event()
+            if event.index is not None and event.mark is not None:
+                board.record(event.index)
+        return event.index
+
+    def destroyed(self, event: Event) -> None:
+        """Remove an event from the board."""
+        if event.index is not None and self.board is not None:
+            self.board.drop_event(event.index)
+            event.index = None
+
+    def _post(self, name: bytes, covers: list[int], done: Callable[[], bool]) -> None:
+        board = self._board()
+        if board is None:
+            return
+        for index in [index for index, (known, _) in self.posted.items() if known == name]:
+            self._remove_post(index)
+        index = board.post(name, [(one, board.number(one)) for one in covers])
+        self.posted.pop(index, None)
+        self.posted[index] = (name, done)
+        if len(self.posted) > _MOST_POSTS:
+            self._remove_post(next(iter(self.posted)))
+
+    def _remove_post(self, index: int) -> None:
+        del self.posted[index]
+        if self.board is not None:
+            self.board.remove_post(index)
+
+    # -- writes after the export -----------------------------------------------------------------------------
+
+    def wrote(self, range_: Range, low: int, high: int, actor: Actor) -> None:
+        """Record a write of exported memory that other processes may have open."""
+        made = _Written(low - range_.base, high - range_.base, actor)
+        kept = []
+        for one in self.written[range_]:
+            if made.low <= one.low and one.high <= made.high:
+                self._forget_written(one)
+            else:
+                kept.append(one)
+        for one in kept[: -_MOST_POSTS + 1]:
+            self._forget_written(one)
+        self.written[range_] = [*kept[-_MOST_POSTS + 1 :], made]
+
+    def _forget_written(self, one: _Written) -> None:
+        if one.post is not None and self.board is not None:
+            self.board.remove_post(one.post)
+            one.post = None
+
+    def covers(self, event: Event, clock: Clock, number: int) -> None:
+        """Announce the writes that a recording of an event comes after."""
+        index, board = event.index, self.board
+        if index is None or board is None:
+            return
+        for range_, entries in self.written.items():
+            for one in entries:
+                if clock.after(one.number, one.time):
+                    one.covers = [it for it in one.covers if it[0] != index] + [(index, number)]
+                    latest = one.covers[-announcements.COVERS :]
+                    one.post = board.post(self.exported[range_], latest, (one.low, one.high), one.post)
+
+    def _settle_written(self) -> None:
+        for range_, entries in self.written.items():
+            over = [one for one in entries if self._timeline.certain(self._timeline.host, one.number, one.time)]
+            for one in over:
+                self._forget_written(one)
+            if over:
+                self.written[range_] = [one for one in entries if one not in over]
+
+    def refresh(self, range_: Range) -> None:
+        """Read the announced writes of an import before its use."""
+        name = self.imported.get(range_)
+        if name is None:
+            return
+        found = []
+        for one in announcements.posts_of(name):
+            if one.covers and one.part != (0, 0):
+                low, high = (min(range_.base + at, range_.end) for at in one.part)
+                found.append(self._contents(low, high, one))
+        range_.awaited = (*(one for one in range_.awaited if not one.step), *found)
+
+    def _contents(self, low: int, high: int, found: Announced) -> Contents:
+        after = [(self._recorder(entry).number, number) for entry, number in found.covers]
+        whose = f"process {found.post.process}"
+        remedy = f"an event that {whose} has recorded (cuIpcOpenEventHandle)"
+        return Contents(low, high, after, lambda: found.over, whose, remedy, found.part != (0, 0))
+
+    def settle(self) -> None:
+        """Remove announcements about work that has ended."""
+        for range_ in [one for one in self.leaving if one.ended is not None and self._may_be_known(one.ended)]:
+            self.import_ended(range_)
+        if self._settled != self._timeline.version:
+            self._settled = self._timeline.version
+            for index in [index for index, (_, done) in self.posted.items() if done()]:
+                self._remove_post(index)
+            self._settle_written()
+
+    def _may_be_known(self, moment: Moment) -> bool:
+        """Whether the host or other processes may have waited for an operation."""
+        number, time = moment.actor.number, moment.time
+        return self._values.published.after(number, time) or self._timeline.is_known(number, time)
+
+    def awaited(self, range_: Range, name: bytes) -> None:
+        """Record an import by its export data, and the events that its exporter has announced."""
+        found = announcements.post_of(name)
+        if found is not None and found.covers:
+            range_.awaited = (self._contents(range_.base, range_.end, found),)
+        self.imported[range_] = name
+
+    # -- announcements of the facade -------------------------------------------------------------------------
+
+    def opened(self, stream: Stream | None, address: int, nbytes: int, name: bytes, word: int) -> None:
+        """Record that a stream waits for an announcement by its name; None: the host has waited."""
+        self._values.ignore(word)
+        ours = self.announced.get(name)
+        if ours is not None and stream is not None:
+            self._timeline.wait(stream, ours)
+        elif ours is not None:
+            self._timeline.force_mark(ours)
+            self._timeline.host_observes(ours.clock or Clock())
+        found = announcements.post_of(name)
+        if found is None:
+            return
+        ready, all_ready = self._ready(found.post), self._values.ready.known
+        if stream is None:
+            self._timeline.host_observes(Clock({ready: 1}))
+            return
+        whose, remedy = f"process {found.post.process}", f"{stream.name}, on which it was opened"
+        self._timeline.submit(stream, lambda stream: stream.clock.learn(Clock({ready: 1})))
+        for range_, low, high in self._addresses.pieces(address, nbytes):
+            made = Contents(low, high, [(ready, 1)], lambda: found.over or ready not in all_ready, whose, remedy)
+            if not any((one.low, one.high, one.after) == (low, high, made.after) for one in range_.awaited):
+                range_.awaited = (*(one for one in range_.awaited if not one.over()), made)
+
+    def share(self, stream: Stream, address: int, nbytes: int, name: bytes) -> None:
+        """Announce that memory is complete after the queued work of a stream."""
+        stack, pieces = here(), self._addresses.pieces(address, nbytes)
+        host = self._timeline.host
+        if stream.obstacle is not None or any(self._missing(piece, host) for piece in pieces):
+            mark = self.announced[name] = self._timeline.record(stream)
+            if len(self.announced) > _MOST_ANNOUNCEMENTS:
+                del self.announced[next(iter(self.announced))]
+
+            def done() -> bool:
+                known = 0 if mark.clock is None else mark.clock.known.get(stream.number, 0)
+                return known > 0 and self._timeline.certain(host, stream.number, known)
+
+            self._post(name, [], done)
+
+        def share(stream: Stream) -> None:
+            for piece in pieces:
+                missing = self._missing(piece, stream.clock)
+                if missing is not None:
+                    self._incomplete(piece[0], missing, stack)
+            self._values.published.learn(stream.clock)
+
+        self._timeline.submit(stream, share)
+
+    def _incomplete(self, range_: Range, missing: Moment, stack: Stack) -> None:
+        by = missing.actor.name
+        self._judge.report(
+            "export before completion",
+            f"{range_} is exported, but nothing lets importers wait for {missing}.",
+            f"synchronise with {by} first, or record an interprocess event there that importers wait for.",
+            range_,
+            (("this call", stack), ("used", missing.stack), ("allocated", range_.stack)),
+        )
+
+    # -- recordings of other processes -----------------------------------------------------------------------
+
+    def recorded_elsewhere(self, event: Event) -> Clock | None:
+        """Clock of work that may come before an unseen recording of an event; None where there is none."""
+        if event.foreign and event.mark is None:
+            return self._timeline.everything()
+        if not event.elsewhere:
+            return None
+        clock = self._values.published.copy()
+        clock.learn(self._values.ready)
+        if event.there is not None and event.there.number:
+            clock.known[self._recorder(event.there).number] = event.there.number
+        return clock
+
+    def _recorder(self, entry: Entry) -> Actor:
+        """The actor that stands for an event of another process; its time is the number of recordings."""
+        key = (id(entry.board), entry.at)
+        if key not in self._recorders:
+            self._recorders[key] = (entry, self._timeline.thread(f"process {entry.process}"))
+        return self._recorders[key][1]
+
+    def _ready(self, post: Entry) -> int:
+        """The actor number that stands for a post of another process, at time 1; the oldest ones are forgotten."""
+        number = self._ready_numbers.get(post)
+        if number is None:
+            number = self._ready_numbers[post] = self._timeline.thread(f"process {post.process}").number
+            self._values.ready.known[number] = 1
+        if len(self._ready_numbers) > 2 * _MOST_ANNOUNCEMENTS:
+            oldest = list(self._ready_numbers)[:_MOST_ANNOUNCEMENTS]
+            gone = {self._ready_numbers.pop(one) for one in oldest}
+            self._timeline.forget(gone, self._values.ready)
+        return number

@@ -1,0 +1,268 @@
+"""Checks of each allocation, use and free against the order of earlier ones. Pure Python, no driver."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from streamalloc.driver.checker.clocks import BY_CHOICE, CERTAIN, Actor, Clock, Stream, Timeline
+from streamalloc.driver.checker.ranges import MANY_USERS, NEVER, Access, Contents, Moment, Piece, Range
+from streamalloc.driver.checker.reports import Hazard
+from streamalloc.driver.checker.stacks import Launched, Stack
+
+__all__ = ["Judge", "missing_order"]
+
+Places = Iterable[tuple[str, Stack]]
+_VERBS = {"unmap": "unmaps", "release": "releases", "": "frees"}
+
+
+class Judge:
+    """Records operations on ranges and reports hazards to ``found``."""
+
+    def __init__(self, timeline: Timeline, found: Callable[[Hazard], None], published: Clock | None = None) -> None:
+        self.timeline = timeline
+        self._found = found
+        self._published = Clock() if published is None else published
+        """Work that other processes can wait for; they may have notified this one since."""
+
+    def _is_open(self, range_: Range, before: Moment) -> bool:
+        """Whether other processes may have given an order that the checker does not see."""
+        return range_.bytes.shared and self._published.after(before.actor.number, before.time)
+
+    # -- allocation and free ---------------------------------------------------------------------------------
+
+    def allocate(self, made: Range, stream: Stream) -> None:
+        """Record an allocation when its stream runs it."""
+        made.born = Moment(stream, "allocation", made.stack)
+        made.pending = False
+        for previous in made.previous:
+            ended = previous.ended
+            if ended is None or ended.actor is stream:
+                continue
+            if not stream.clock.after(ended.actor.number, ended.time):
+                # The driver reuses memory only after its free.
+                self.timeline.chosen(previous.freed_after or Clock({ended.actor.number: ended.time}), stream)
+
+    def free(self, range_: Range, actor: Actor, clock: Clock, what: str, stack: Stack, ending: str = "") -> None:
+        """Record a free or, where ``ending`` says so, an unmap or release; report what may still use the memory."""
+        order = self.timeline.order
+        born, free = range_.born, Moment(actor, what, stack)
+        if range_.ended is not None:
+            self.report(
+                "double free",
+                f"{free} frees {range_} again: {range_.ended} had freed it.",
+                "free it once.",
+                range_,
+                (("this call", stack), ("freed", range_.ended.stack)),
+            )
+            return
+        if born is not None and not ending:
+            ordered = CERTAIN if born.actor is actor else order(clock, born.actor.number, born.time)
+            if ordered != CERTAIN or range_.pending:
+                formerly, more = _formerly(range_)
+                where = f"{born.actor.name}{formerly}"
+                self.report(
+                    "free before allocation",
+                    f"{free} frees {range_}, but nothing orders it after its allocation on {where}.",
+                    missing_order(born, actor),
+                    range_,
+                    (("this call", stack), ("allocated", range_.stack), *more),
+                    ordered,
+                )
+        for use in range_.last.values():
+            if use.actor is actor:
+                continue
+            ordered = order(clock, use.actor.number, use.time)
+            if ordered != CERTAIN and not self._is_open(range_, use):
+                self.report(
+                    f"{ending} while in use" if ending else "free racing a use",
+                    f"{free} {_VERBS[ending]} {range_}, but nothing orders it after {use}.",
+                    missing_order(use, actor),
+                    range_,
+                    (("this call", stack), ("used", use.stack), ("allocated", range_.stack)),
+                    ordered,
+                )
+        for one in range_.imports:
+            if one.kind.startswith("import") and not self._import_ended(range_, one.ended, actor, clock):
+                self.report(
+                    "free before the importer's",
+                    f"{free} frees {range_}, but nothing orders it after the free of its import at {one.base:#x}.",
+                    "free the imported pointer first." if one.ended is None else missing_order(one.ended, actor),
+                    range_,
+                    (("this call", stack), ("imported", one.stack)),
+                )
+        range_.ended = free
+        range_.freed_after = None if actor.is_host else clock.copy()
+
+    def _import_ended(self, range_: Range, over: Moment | None, actor: Actor, clock: Clock) -> bool:
+        if over is None:
+            return False
+        ordered = over.actor is actor or self.timeline.order(clock, over.actor.number, over.time)
+        return bool(ordered) or self._is_open(range_, over)
+
+    # -- use -------------------------------------------------------------------------------------------------
+
+    def use(self, pieces: Iterable[Piece], access: Access, clock: Clock, device: int | None = None) -> None:
+        """Record a read or write of addresses; ``device`` is given where only the checker checks its rights."""
+        actor, number, order = access.actor, access.actor.number, self.timeline.order
+        for range_, low, high in pieces:
+            if range_.ended is not None:
+                self._after_end(range_, access, clock)
+                continue
+            born = range_.born
+            if born is not None and (born.actor is not actor or range_.pending):
+                ordered = order(clock, born.actor.number, born.time)
+                if range_.pending or (ordered != CERTAIN and not self._is_open(range_, born)):
+                    self._before_birth((range_, low, high), born, access, clock, ordered)
+            needed = 3 if access.write else 1
+            if device is not None and range_.grants is not None and needed & ~range_.grants.get(device, 0):
+                rights = "only read access" if range_.grants.get(device) else "no access"
+                did = "writes" if access.write else "reads"
+                self.report(
+                    "access without a grant",
+                    f"{access} {did} {range_}, but device {device} has {rights} to it.",
+                    f"grant device {device} access (cuMemSetAccess, cuMemPoolSetAccess).",
+                    range_,
+                    (("this call", access.stack), ("allocated", range_.stack)),
+                )
+            for contents in range_.awaited:
+                self._await(range_, low, high, contents, access, clock)
+            range_.last[number] = access
+            if len(range_.last) > MANY_USERS:
+                self._forget(range_.last)
+            for memory, start, end in range_.physical(low, high):
+                for before, ordered in memory.touch(start, end, access, clock, order, self._forget):
+                    if not (access.atomic and before.atomic) and not self._is_open(range_, before):
+                        self._race(range_, before, access, ordered)
+
+    def reads_unwritten(self, piece: Piece, access: Access) -> None:
+        """Report a copy of bytes that nothing has written."""
+        range_, low, high = piece
+        if range_.ended is not None or range_.awaited or not range_.grants:
+            return
+        parts = range_.physical(low, high)
+        if parts and not any(memory.writes(start, end) or memory.shared for memory, start, end in parts):
+            self.report(
+                "uninitialized",
+                f"{access} reads {range_}, but nothing has written these bytes.",
+                "write them first, or report the kernel that writes them with used().",
+                range_,
+                (("this call", access.stack), ("allocated", range_.stack)),
+            )
+
+    def _await(self, range_: Range, low: int, high: int, contents: Contents, access: Access, clock: Clock) -> None:
+        if contents.low >= high or low >= contents.high or any(clock.after(*one) for one in contents.after):
+            return
+        if access.actor in self.timeline.foreign:
+            return  # its library may have waited
+        if contents.over():
+            range_.awaited = tuple(one for one in range_.awaited if one is not contents)
+            return
+        self.report(
+            "race",
+            f"{access} uses {range_}, but nothing orders it after the writes of {contents.whose}.",
+            f"{access.actor.name} must wait for {contents.remedy}.",
+            range_,
+            (("this call", access.stack), ("imported", range_.stack)),
+        )
+
+    def _forget(self, uses: dict[int, Access]) -> None:
+        """Remove uses that the host has waited for: all later work comes after them."""
+        host = self.timeline.host
+        for number, use in tuple(uses.items()):
+            if self.timeline.order(host, number, use.time) == CERTAIN:
+                del uses[number]
+
+    def _race(self, range_: Range, before: Access, access: Access, ordered: int) -> None:
+        places = [("this call", access.stack), ("allocated", range_.stack)]
+        if before.actor is access.actor:
+            what = f"{access} reads and writes the same bytes of {range_} in no defined order."
+            remedy = "separate the source from the target, or use several operations."
+            self.report("race", what, remedy, range_, places)
+            return
+        did, earlier = ("writes" if one.write else "reads" for one in (access, before))
+        self.report(
+            "race",
+            f"{access} {did} {range_}, but nothing orders it after {before}, which {earlier} the same bytes.",
+            missing_order(before, access.actor),
+            range_,
+            (places[0], ("used", before.stack), places[1]),
+            ordered,
+        )
+
+    def _after_end(self, range_: Range, access: Access, clock: Clock) -> None:
+        ended, actor = range_.ended, access.actor
+        assert ended is not None
+        queued = range_.last.pop(actor.number, None)
+        if queued is not None and queued.time == NEVER:
+            return  # reported at the free
+        places = (("this call", access.stack), ("freed", ended.stack), ("allocated", range_.stack))
+        if ended.actor is actor or self.timeline.order(clock, ended.actor.number, ended.time):
+            what = f"{access} uses {range_} after {ended} freed it."
+            self.report("use after free", what, f"call {ended.what} after this use.", range_, places)
+        else:
+            what = f"{access} uses {range_}, but nothing orders it before {ended}, which frees it."
+            self.report("free racing a use", what, missing_order(access, ended.actor), range_, places)
+
+    def _before_birth(self, piece: Piece, born: Moment, access: Access, clock: Clock, ordered: int) -> None:
+        range_, low, high = piece
+        actor = access.actor
+        places = [("this call", access.stack), ("allocated", range_.stack)]
+        for previous in () if ordered else range_.previous:
+            first, ended = previous.born, previous.ended
+            if first is None or ended is None or previous.end <= low or high <= previous.base:
+                continue
+            if first.actor is actor or self.timeline.order(clock, first.actor.number, first.time):
+                self.report(
+                    "reuse race",
+                    f"{access} uses memory that {ended} freed and that is now {range_}, allocated on "
+                    f"{born.actor.name}.",
+                    f"free it after this use: {missing_order(access, ended.actor)}",
+                    range_,
+                    (*places, ("freed", ended.stack)),
+                )
+                return
+        formerly, more = _formerly(range_)
+        self.report(
+            "use before allocation",
+            f"{access} uses {range_}, but nothing orders it after its allocation on {born.actor.name}{formerly}.",
+            missing_order(born, actor),
+            range_,
+            (*places, *more),
+            ordered,
+        )
+
+    def report(self, kind: str, what: str, remedy: str, range_: Range, places: Places, ordered: int = 0) -> None:
+        """Report a hazard of a range; ``ordered`` is the order that there is all the same."""
+        shown: list[tuple[str, Stack]] = []
+        for name, stack in places:
+            shown.append((name, stack))
+            if isinstance(stack, Launched):
+                shown.append((f"{name}, launched", stack.launch))
+        self._found(Hazard(kind, what, remedy, range_.base, range_.size, ordered != BY_CHOICE, tuple(shown)))
+
+
+def _formerly(range_: Range) -> tuple[str, list[tuple[str, Stack]]]:
+    """The earlier owner of a range's addresses, as text and places."""
+    for one in range_.previous:
+        if one.ended is not None:
+            text = f"; before that {one} was there, until {one.ended} freed it"
+            return text, [("allocated before", one.stack), ("freed before", one.ended.stack)]
+    return "", []
+
+
+def missing_order(before: Moment, later: Actor) -> str:
+    """The advice that orders an actor after an operation."""
+    its = before.what.removeprefix("a ").removeprefix("an ")
+    actor = before.actor.name
+    if later.is_host and later.within is not None and not before.actor.is_host:
+        return (
+            f"{later.within.name} must wait for an event recorded on {actor} after its {its}, before the "
+            "host function is queued."
+        )
+    if later.is_host:
+        return f"the host must synchronise with {actor} after its {its}."
+    if before.actor.is_host:
+        return f"{actor} must do its {its} before the work of {later.name} is queued."
+    if later.name.startswith("graph node"):
+        return f"{later.name} must depend on {actor}."
+    return f"{later.name} must wait for an event recorded on {actor} after its {its}."

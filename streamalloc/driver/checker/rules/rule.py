@@ -1,0 +1,38 @@
+"""Rules: the meaning of driver calls for the checker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+from streamalloc.driver.checker.state import Finish, State
+
+__all__ = ["After", "Answer", "Arguments", "Before", "Finish", "Rule", "rules"]
+
+Arguments: TypeAlias = "tuple[Any, ...]"
+Answer: TypeAlias = "tuple[Any, ...]"
+After: TypeAlias = Callable[[State, str, Arguments, Answer], object]
+"""A function that is called after a call has succeeded."""
+Before: TypeAlias = Callable[[State, str, Arguments], Finish]
+"""A function that is called before a call; its result is called with the answer, also where the driver refuses.
+
+A free has one: after the call the driver may give the memory to another thread.
+"""
+
+
+class Rule(NamedTuple):
+    """The functions for one driver call."""
+
+    before: Before | None = None
+    after: After | None = None
+
+
+def rules(*, before: dict[str, Before], after: dict[str, After]) -> dict[str, Rule]:
+    """A table of rules by the names of calls, separated by spaces."""
+    made: dict[str, Rule] = {}
+    for names, function in before.items():
+        made.update(dict.fromkeys(names.split(), Rule(before=function)))
+    for names, done in after.items():
+        for name in names.split():
+            made[name] = Rule(made.get(name, Rule()).before, done)
+    return made

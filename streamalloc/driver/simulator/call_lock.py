@@ -1,0 +1,195 @@
+"""The lock that a thread holds during a simulated call. Collections and signal handlers wait for the end of the call.
+
+A call of the real driver is C: no Python code runs in it. A simulated call is Python. Three things must not run in it:
+
+* Calls of other threads. One lock serves all machines, because collections and signals belong to the process.
+* The garbage collector, since finalisers make driver calls. Automatic collections are off while a thread holds the
+  lock. Another thread can turn them on; a collection that then starts in a call finds no objects.
+* Signal handlers, since a handler can raise. During a call of the main thread, :func:`_record` replaces each handler of
+  :data:`_SIGNALS`. The handler runs after the call. While a call waits, the handlers are in place, and what a handler
+  raises ends the wait.
+"""
+
+from __future__ import annotations
+
+import _signal  # type: ignore[import-not-found]  # signal.signal makes enumerations of what it returns
+import _thread
+import gc
+import os
+import signal
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["Caller", "WaitEnded", "enter", "is_mine", "leave", "sleep"]
+
+_SIGNALS = [int(getattr(signal, name)) for name in ["SIGHUP", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGTERM"]]
+"""The signals whose handlers wait. A handler of another signal that raises in a call breaks the machine."""
+
+
+@dataclass(eq=False)
+class Caller:
+    """A thread that makes calls of a machine."""
+
+    ident: int = field(default_factory=threading.get_ident)
+    is_main: bool = field(default_factory=lambda: threading.current_thread() is threading.main_thread())
+    contexts: list[Any] = field(default_factory=list)
+    """The context stack, the current context last."""
+    capture_mode: int = 0
+
+
+class WaitEnded(BaseException):
+    """A signal handler raised ``error`` while a call waited."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+_lock = threading.RLock()  # finalisers can make calls at each bytecode of enter and leave
+_acquire, _release = _lock.acquire, _lock.release
+_collection_is_on, _collect, _collect_not = gc.isenabled, gc.enable, gc.disable
+_depth = 0  # of the calls, one in the other, of the thread that holds the lock
+_collects = True  # whether automatic collections were on before these calls
+
+
+def enter(is_main: bool = False) -> None:
+    """Wait for the lock and begin a call, which may be inside another call of the thread."""
+    global _depth, _collects
+    if is_main:
+        _hold_signals()
+    _acquire()
+    _depth += 1
+    if _depth == 1:
+        _collects = _collection_is_on()
+        _collect_not()
+
+
+def leave(is_main: bool = False) -> None:
+    """End the call that :func:`enter` began with the same argument."""
+    global _depth
+    if _depth == 1 and _collects:
+        _collect()
+    _depth -= 1
+    _release()
+    if is_main:
+        _deliver_signals()
+
+
+def is_mine() -> bool:
+    """Whether the calling thread holds the lock."""
+    if not _acquire(False):
+        return False
+    mine = _depth > 0
+    _release()
+    return mine
+
+
+def sleep(until: _thread.LockType, seconds: float) -> None:
+    """Release the lock until another thread releases ``until``, or for this time; a call of the main thread ends with
+    :class:`WaitEnded` when a signal handler raises.
+    """
+    global _depth, _holding
+    depth, holding = _depth, _holding if threading.get_ident() == threading.main_thread().ident else 0
+    if _collects:
+        gc.enable()
+    _depth = 0
+    for _ in range(depth):
+        _release()
+    error = None
+    try:
+        if holding:
+            _holding = 1
+            _deliver_signals()
+        until.acquire(True, seconds)
+    except BaseException as raised:
+        error = raised
+    while holding:
+        try:
+            _hold_signals()
+            break
+        except BaseException as raised:  # another signal
+            error = raised
+    if holding:
+        _holding = holding
+    for _ in range(depth):
+        enter()
+    if error is not None:
+        raise WaitEnded(error)
+
+
+# -- collections -----------------------------------------------------------------------------------------------
+
+
+def _skip_collection(phase: str, _info: object) -> None:
+    """Hide all objects from a collection that starts in a call."""
+    if is_mine():
+        (gc.freeze if phase == "start" else gc.unfreeze)()
+
+
+gc.callbacks.append(_skip_collection)
+
+
+# -- signals ---------------------------------------------------------------------------------------------------
+
+_holding = 0  # calls of the main thread, one in the other
+_get_handler, _set_handler = _signal.getsignal, _signal.signal
+_handlers: list[Any] = []  # of _SIGNALS, as the program installed them
+_replaced: dict[int, Any] = {}  # those that are functions, by signal
+_late: list[int] = []  # signals that came during a call
+
+
+def _hold_signals() -> None:
+    """Replace the handlers of the program. One of them can raise here before it is replaced."""
+    global _holding
+    if not _holding:
+        handlers = list(map(_get_handler, _SIGNALS))
+        if handlers != _handlers:
+            _remember(handlers)
+        for number in _replaced:
+            _set_handler(number, _record)
+    _holding += 1
+
+
+def _remember(handlers: list[Any]) -> None:
+    global _handlers, _replaced
+    known = _replaced
+    pairs = list(zip(_SIGNALS, handlers, strict=True))
+    _handlers = [known.get(number, signal.SIG_DFL) if handler is _record else handler for number, handler in pairs]
+    _replaced = {number: handler for number, handler in zip(_SIGNALS, _handlers, strict=True) if callable(handler)}
+
+
+def _deliver_signals() -> None:
+    """Put the handlers back, and run those of the signals that came."""
+    global _holding
+    _holding -= 1
+    if not _holding:
+        for number, handler in _replaced.items():
+            _set_handler(number, handler)
+        while _late:
+            signal.raise_signal(_late.pop(0))
+
+
+def _record(number: int, _frame: object) -> None:
+    if _holding:
+        _late.append(number)
+    else:  # a handler raised while the handlers were exchanged
+        _set_handler(number, _replaced.get(number, signal.SIG_DFL))
+        signal.raise_signal(number)
+
+
+def _after_fork() -> None:
+    """Free the lock, which another thread of the parent may have held."""
+    global _acquire, _depth, _holding, _release
+    lock = threading.RLock()
+    _acquire, _release = lock.acquire, lock.release
+    if _depth and _collects:
+        gc.enable()
+    _depth = 0
+    if _holding:
+        _holding = 1
+        _late.clear()
+        _deliver_signals()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,176 @@
+"""The close of either end."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+import streamalloc as sa
+from streamalloc import ipc
+from streamalloc.ipc import Ring, RingProducer
+from streamalloc.ipc.sharing.lease import leases_of
+from streamalloc.testing import Gate
+from tests.ipc.ring.support import (
+    SIZE,
+    close_there,
+    copy_later,
+    give_there,
+    join,
+    send,
+    send_held,
+    settled,
+    shows_there,
+    state_there,
+    take,
+    words,
+)
+from tests.ipc.support import (
+    hold,
+    no_more,
+    release,
+    state,
+)
+from tests.processes import Partner, eventually, holds_there
+from tests.support import executed, pending
+
+
+class TestClose:
+    def test_producer_first(
+        self, ring: RingProducer, partner: Partner, pool: sa.MemoryPool, stream: sa.Stream, gate: Gate
+    ) -> None:
+        """All that was handed off still arrives, filled by then or not; then the memory is free."""
+        join(partner, ring)
+        gate.hold(stream)
+        for value in range(3):
+            send_held(ring, value)
+        ring.close()
+        ring.close()
+        assert ring.closed and "closed" in repr(ring)
+        gate.open()
+        for value in range(3):
+            partner.run(take, "ring", f"item {value}")
+            assert partner.run(holds_there, f"item {value}", value)
+        with pytest.raises(EOFError):
+            partner.run(take)
+        assert pool.statistics().used
+        partner.run(close_there)
+        assert eventually(lambda: pool.statistics().used == 0 and not settled(stream))
+
+    def test_consumer_first(self, ring: RingProducer, partner: Partner, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        join(partner, ring)
+        for seed in range(3):
+            send(ring, seed)
+        partner.run(take)
+        partner.run(close_there)
+        ring.close()
+        assert eventually(lambda: pool.statistics().used == 0 and not settled(stream))
+
+    def test_consumer_with_work_left(
+        self, ring: RingProducer, partner: Partner, pool: sa.MemoryPool, stream: sa.Stream
+    ) -> None:
+        """The memory is not free before its stream has done that."""
+        join(partner, ring)
+        send(ring, 1)
+        stream.synchronize()
+        partner.run(take)
+        partner.run(hold)
+        partner.run(copy_later)
+        partner.run(close_there)
+        ring.close()
+        assert pending(stream)
+        with sa.MemoryPool(stream.device) as other, other.allocate(64, stream) as after:
+            after.fill(1)
+        partner.run(release)
+        assert executed(stream)
+        assert partner.run(shows_there, "copy", 1)
+        assert eventually(lambda: pool.statistics().used == 0)
+
+    def test_nobody_ever_came(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        Ring.producer(pool, SIZE, stream=stream).close()
+        assert pool.statistics().used == 0 and not settled(stream)
+
+    def test_in_a_block(self, ring: RingProducer, partner: Partner) -> None:
+        join(partner, ring)
+        slot = ring.next()
+        ring.close()
+        for use in (lambda: slot.address, slot.hand_off, ring.next, lambda: ring.put(b"")):
+            with pytest.raises(sa.ClosedError):
+                use()
+        slot.give_back()
+        with pytest.raises(sa.ClosedError):
+            ring.add(ipc.Channel.pair()[0])
+
+    def test_while_it_waits(self, ring: RingProducer, partner: Partner) -> None:
+        join(partner, ring)
+        for seed in range(4):
+            send(ring, seed)
+        threading.Timer(0.02, ring.close).start()
+        with pytest.raises(sa.ClosedError):
+            ring.next()
+
+    def test_dropped(self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner) -> None:
+        """As if it were closed, at one of the next points of work: nothing refers back to it but what is in use."""
+        ring = Ring.producer(pool, SIZE, 2, stream=stream)
+        join(partner, ring)
+        send(ring, 1)
+        slot = ring.next()
+        del ring
+        with pytest.raises(sa.ClosedError):
+            slot.hand_off()
+        slot.give_back()
+        partner.run(take)
+        assert partner.run(shows_there, "item", 1)
+        stream.synchronize()
+        with pytest.raises(EOFError):
+            partner.run(take)
+
+    def test_stream_first(self, pool: sa.MemoryPool, device: sa.Device, partner: Partner) -> None:
+        stream = device.create_stream()
+        ring = Ring.producer(pool, SIZE, 2, stream=stream)
+        join(partner, ring)
+        send(ring, 1)
+        slot = ring.next()
+        stream.close()
+        with pytest.raises(sa.ClosedError):
+            slot.hand_off()
+        ring.close()
+        partner.run(take)
+        assert partner.run(shows_there, "item", 1)
+        partner.run(close_there)
+        device.synchronize()
+        assert eventually(lambda: pool.statistics().used == 0)
+
+    def test_leaves_nothing(
+        self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner, device: sa.Device, gate: Gate
+    ) -> None:
+        """Descriptors, mappings, threads, memory and words, on both sides."""
+        leases = leases_of(device._session)
+
+        def round() -> None:
+            with Ring.producer(pool, SIZE, 4, stream=stream) as ring:
+                join(partner, ring)
+                for seed in range(5):
+                    send(ring, seed)
+                    partner.run(take)
+                    partner.run(give_there)
+                send(ring, 6)
+                join(partner, ring, "other")
+                send(ring, 7)
+                partner.run(close_there)
+            partner.run(close_there, "other")
+            assert eventually(lambda: pool.statistics().used == 0 and not settled(stream))
+
+        with Ring.producer(pool, SIZE, 1, stream=stream) as ring:
+            # Once there was something to wait for, a thread watches over the producer for good.
+            join(partner, ring)
+            gate.hold(stream)
+            send_held(ring, 1)
+            partner.run(take)
+            gate.open()
+            partner.run(close_there)
+        round()
+        before, there, free = state(), partner.run(state_there), words(leases)
+        for _ in range(10):
+            round()
+        assert no_more(before, state()) and no_more(there, partner.run(state_there)) and words(leases) == free

@@ -1,0 +1,188 @@
+"""The consumer in this process, and a producer that dies."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+import streamalloc as sa
+from streamalloc import ipc
+from streamalloc.ipc import Ring, RingConsumer, RingItem
+from tests.ipc.ring.support import (
+    SIZE,
+    add_there,
+    all_of,
+    consumer_of,
+    end,
+    in_flight_there,
+    make_ring,
+    never_joins,
+    send_there,
+)
+from tests.ipc.support import (
+    hold,
+    synchronize,
+)
+from tests.processes import SECONDS, Partner, eventually
+from tests.support import executed, pending
+
+
+class TestConsumer:
+    @pytest.fixture
+    def fills(self, filler: Partner) -> Iterator[Partner]:
+        filler.run(make_ring)
+        yield filler
+        filler.reset()
+
+    def test_what_it_is(self, fills: Partner, consumer: RingConsumer, own: sa.Stream) -> None:
+        assert (consumer.slots, consumer.slot_bytes, consumer.taken, consumer.held) == (4, SIZE, 0, 0)
+        assert consumer.stream is own and not consumer.closed and "0 items" in repr(consumer)
+        fills.run(send_there, 3, 100)
+        with consumer.next() as item:
+            assert isinstance(item, RingItem)
+            assert (item.nbytes, len(item), item.index) == (100, 100, 0)
+            assert item.stream is own and item.location == own.device.location
+            assert isinstance(item.owner, ipc.ImportedBuffer) and item.device_accessible and not item.lost
+            assert all_of(item, 3) and all_of(item[10:20], 3)
+            assert "100 bytes" in repr(item)
+            assert (consumer.taken, consumer.held) == (1, 1)
+        assert (consumer.taken, consumer.held) == (1, 0)
+        with pytest.raises(sa.ClosedError):
+            all_of(item, 3)
+
+    def test_writes_are_seen_by_nobody_else(self, fills: Partner, consumer: RingConsumer, own: sa.Stream) -> None:
+        """An item can be worked on in place."""
+        fills.run(send_there, 3)
+        with consumer.next() as item:
+            item.fill(4)
+            assert all_of(item, 4)
+
+    def test_closed(self, fills: Partner, own: sa.Stream) -> None:
+        consumer = consumer_of(fills, own)
+        fills.run(send_there, 3)
+        item = consumer.next()
+        consumer.close()
+        consumer.close()
+        assert consumer.closed and "closed" in repr(consumer)
+        for use in (consumer.next, lambda: next(consumer), lambda: item.address):
+            with pytest.raises(sa.ClosedError):
+                use()
+        item.release()
+
+    def test_closed_while_it_waits(self, fills: Partner, own: sa.Stream) -> None:
+        consumer = consumer_of(fills, own)
+        threading.Timer(0.05, consumer.close).start()
+        with pytest.raises(sa.ClosedError):
+            consumer.next()
+
+    def test_closed_after_its_stream(self, fills: Partner, device: sa.Device) -> None:
+        stream = device.create_stream()
+        consumer = consumer_of(fills, stream)
+        fills.run(send_there, 3)
+        consumer.next()
+        stream.close()
+        consumer.close()
+        device.synchronize()
+        assert fills.run(in_flight_there) == 0
+
+    def test_stream_of_the_device_by_default(self, fills: Partner, device: sa.Device) -> None:
+        mine, theirs = ipc.Channel.pair()
+        with theirs:
+            fills.begin(add_there, fds=[theirs])  # type: ignore[list-item]
+        with Ring.consumer(mine) as consumer:
+            fills.result()
+            assert consumer.stream.is_default
+            fills.run(send_there, 3)
+            with consumer.next(SECONDS) as item:
+                assert all_of(item, 3)
+
+
+class TestProducerThatDies:
+    """What was complete arrives; then the consumer is told, within its time."""
+
+    @pytest.mark.parametrize("how", ["kill", "exit"])
+    def test_after_it_was_joined(self, fills: Partner, consumer: RingConsumer, how: str) -> None:
+        end(fills, how)
+        for _ in range(2):
+            with pytest.raises(ipc.PeerGoneError):
+                consumer.next(SECONDS)
+            with pytest.raises(ipc.PeerGoneError):
+                next(consumer)
+
+    @pytest.mark.parametrize("how", ["kill", "exit"])
+    def test_after_complete_items(self, fills: Partner, consumer: RingConsumer, own: sa.Stream, how: str) -> None:
+        for value in (1, 2, 3):
+            fills.run(send_there, value)
+        fills.run(synchronize)
+        with consumer.next() as item:
+            end(fills, how)
+            assert all_of(item, 1) and not item.lost
+        for value in (2, 3):
+            with consumer.next() as item:
+                assert all_of(item, value) and not item.lost
+        with pytest.raises(ipc.PeerGoneError):
+            consumer.next()
+
+    def test_before_it_has_filled(self, fills: Partner, consumer: RingConsumer, own: sa.Stream) -> None:
+        """A stream that waits for the contents is let go, and the item says that they are lost."""
+        fills.run(send_there, 1)
+        fills.run(synchronize)
+        fills.run(hold)
+        fills.run(send_there, 2)
+        fills.run(send_there, 3)
+        first, second = consumer.next(), consumer.next()
+        assert not first.lost and pending(own)
+        fills.kill()
+        assert executed(own)
+        third = consumer.next()
+        own.synchronize()
+        assert eventually(lambda: (first.lost, second.lost, third.lost) == (False, True, True))
+        assert all_of(first, 1)
+        for item in (second, first, third):
+            item.release()
+        with pytest.raises(ipc.PeerGoneError):
+            consumer.next()
+
+    def test_while_the_consumer_waits(self, fills: Partner, consumer: RingConsumer) -> None:
+        threading.Timer(0.05, os.kill, (fills.pid, 9)).start()
+        with pytest.raises(ipc.PeerGoneError):
+            consumer.next()
+
+    def test_while_the_channel_lives(self, fills: Partner, own: sa.Stream) -> None:
+        """A copy of the producer's end in another process keeps nobody waiting."""
+        mine, theirs = ipc.Channel.pair()
+        with theirs:
+            fills.begin(add_there, fds=[theirs])  # type: ignore[list-item]
+            with Ring.consumer(mine, stream=own) as consumer:
+                fills.result()
+                fills.run(send_there, 1)
+                fills.kill()
+                with consumer.next() as item:
+                    assert item.nbytes == SIZE
+                with pytest.raises(ipc.PeerGoneError, match="died"):
+                    consumer.next()
+
+    def test_before_it_introduced_itself(self, another: Callable[[], Partner], own: sa.Stream) -> None:
+        partner = another()
+        mine, theirs = ipc.Channel.pair()
+        with theirs:
+            partner.begin(never_joins, fds=[theirs])  # type: ignore[list-item]
+        killing = threading.Timer(0.05, partner.kill)
+        killing.start()
+        with pytest.raises(ipc.PeerGoneError):
+            Ring.consumer(mine, stream=own)
+        killing.join()
+        assert mine.closed
+
+    def test_new_producer(self, fills: Partner, consumer: RingConsumer, own: sa.Stream, partner: Partner) -> None:
+        fills.kill()
+        with pytest.raises(ipc.PeerGoneError):
+            consumer.next()
+        partner.run(make_ring)
+        with consumer_of(partner, own) as other:
+            partner.run(send_there, 5)
+            with other.next() as item:
+                assert all_of(item, 5)

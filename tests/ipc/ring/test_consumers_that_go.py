@@ -1,0 +1,234 @@
+"""Consumers that close, are dropped, or are killed at each step."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+
+import pytest
+
+import streamalloc as sa
+from streamalloc import ipc
+from streamalloc.ipc import RingProducer
+from tests.ipc.ring.support import (
+    SIZE,
+    close_there,
+    consume,
+    drop_there,
+    give_there,
+    in_flight,
+    join,
+    never_joins,
+    send,
+    settled,
+    shows_there,
+    take,
+    work_there,
+)
+from tests.ipc.support import (
+    hold,
+)
+from tests.processes import SECONDS, Partner, eventually
+from tests.support import executed, filled, pending
+
+
+class TestNobodyThere:
+    def test_until_one_is_added(self, ring: RingProducer, partner: Partner) -> None:
+        for use in (lambda: ring.next(0), ring.next, lambda: ring.put(b"x")):
+            with pytest.raises(ipc.PeerGoneError, match="no consumer"):
+                use()
+        assert ring.statistics() == (0, 0, 0, 4, 0)
+        join(partner, ring)
+        send(ring, 1)
+        partner.run(take)
+        assert partner.run(shows_there, "item", 1)
+
+    def test_what_it_had_not_taken_goes_to_others(self, ring: RingProducer, another: Callable[[], Partner]) -> None:
+        leaves, stays = another(), another()
+        join(leaves, ring)
+        for seed in range(4):
+            send(ring, seed)
+        leaves.run(take)
+        leaves.run(close_there)
+        with pytest.raises(ipc.PeerGoneError):
+            send(ring, 4)
+        assert ring.statistics() == (4, 0, 3, 1, 0)
+        join(stays, ring)
+        assert ring.statistics() == (4, 3, 3, 1, 1)
+        for seed in (1, 2, 3):
+            stays.run(take, "ring", f"item {seed}")
+            assert stays.run(shows_there, f"item {seed}", seed)
+
+    def test_slot_stays_held(self, ring: RingProducer, another: Callable[[], Partner]) -> None:
+        """Whoever fills it can hand it off when there is somebody again."""
+        leaves, stays = another(), another()
+        join(leaves, ring)
+        slot = ring.next()
+        filled(slot, 1)
+        leaves.run(close_there)
+        with pytest.raises(ipc.PeerGoneError):
+            slot.hand_off()
+        join(stays, ring)
+        slot.hand_off()
+        stays.run(take)
+        assert stays.run(shows_there, "item", 1)
+
+    def test_in_a_block(self, ring: RingProducer, partner: Partner) -> None:
+        join(partner, ring)
+        with pytest.raises(ipc.PeerGoneError), ring.next() as slot:
+            partner.run(close_there)
+            slot.fill(1)
+        assert ring.statistics() == (0, 0, 0, 4, 0)
+
+    def test_dropped(self, ring: RingProducer, partner: Partner) -> None:
+        join(partner, ring)
+        send(ring, 1)
+        partner.run(take)
+        partner.run(drop_there)
+        partner.run(work_there)
+        with pytest.raises(ipc.PeerGoneError):
+            send(ring, 2)
+        assert in_flight(ring, 0)
+
+
+class TestKilledConsumer:
+    """``kill -9`` at each step: slots come back, the others go on, and a new one can join."""
+
+    @pytest.fixture
+    def dies(self, another: Callable[[], Partner]) -> Partner:
+        return another()
+
+    def check_goes_on(self, ring: RingProducer, partner: Partner, handed_off: int, redelivered: int) -> None:
+        """All four slots can be filled, and arrive, besides what the dead had not opened."""
+        before = ring.statistics()
+        assert (before.handed_off, before.consumers) == (handed_off, 0)
+        join(partner, ring)
+        assert eventually(lambda: ring.statistics()[1:4] == (redelivered, redelivered, 4 - redelivered))
+        partner.begin(consume)
+        for size in range(100, 110):
+            send(ring, size, size)
+        ring.close()
+        assert partner.result()[redelivered:] == list(range(100, 110))
+        assert executed(ring.stream)
+
+    def all_gone(self, ring: RingProducer) -> None:
+        with pytest.raises(ipc.PeerGoneError):
+            for _ in range(5):
+                send(ring, SIZE, SIZE)
+
+    def test_while_it_joins(self, ring: RingProducer, dies: Partner, partner: Partner) -> None:
+        mine, theirs = ipc.Channel.pair()
+        with theirs:
+            dies.begin(never_joins, fds=[theirs])  # type: ignore[list-item]
+        thread = threading.Timer(0.05, dies.kill)
+        thread.start()
+        with pytest.raises(ipc.PeerGoneError):
+            ring.add(mine, SECONDS)
+        thread.join()
+        assert mine.closed
+        self.check_goes_on(ring, partner, 0, 0)
+
+    def test_after_it_joined(self, ring: RingProducer, dies: Partner, partner: Partner) -> None:
+        join(dies, ring)
+        dies.kill()
+        self.all_gone(ring)
+        self.check_goes_on(ring, partner, 0, 0)
+
+    def test_while_the_slot_is_filled(self, ring: RingProducer, dies: Partner, partner: Partner) -> None:
+        join(dies, ring)
+        with pytest.raises(ipc.PeerGoneError), ring.next() as slot:
+            filled(slot, 1)
+            dies.kill()
+        self.check_goes_on(ring, partner, 0, 0)
+
+    def test_between_packet_and_taking(self, ring: RingProducer, dies: Partner, partner: Partner) -> None:
+        """What it never opened another one gets."""
+        join(dies, ring)
+        for _ in range(2):
+            send(ring, SIZE, SIZE)
+        dies.kill()
+        self.all_gone(ring)
+        self.check_goes_on(ring, partner, 2, 2)
+
+    def test_with_an_item(self, ring: RingProducer, dies: Partner, partner: Partner) -> None:
+        """What it had opened is gone."""
+        join(dies, ring)
+        for _ in range(4):
+            send(ring, SIZE, SIZE)
+        dies.run(take, "ring", "one")
+        dies.run(take, "ring", "two")
+        dies.run(give_there, "two")
+        dies.kill()
+        self.all_gone(ring)
+        self.check_goes_on(ring, partner, 4, 2)
+
+    def test_while_its_stream_is_held(self, ring: RingProducer, dies: Partner, partner: Partner) -> None:
+        """Our stream waits for its work, and is let go."""
+        join(dies, ring)
+        for _ in range(4):
+            send(ring, SIZE, SIZE)
+        ring.stream.synchronize()
+        index, _ = dies.run(take)
+        dies.run(hold)
+        dies.run(give_there)
+        slot = ring.next(SECONDS)
+        assert slot.index == index
+        slot.fill(9)
+        assert pending(ring.stream)
+        dies.kill()
+        assert executed(ring.stream)
+        slot.give_back()
+        self.all_gone(ring)
+        self.check_goes_on(ring, partner, 4, 3)
+
+    def test_while_the_producer_waits(self, ring: RingProducer, dies: Partner, partner: Partner) -> None:
+        """A producer with no time limit is told."""
+        join(dies, ring)
+        for _ in range(4):
+            send(ring, SIZE, SIZE)
+            dies.run(take)
+        threading.Timer(0.05, os.kill, (dies.pid, 9)).start()
+        slots = []
+        with pytest.raises(ipc.PeerGoneError):
+            while True:
+                slots.append(ring.next())
+        for slot in slots:
+            slot.give_back()
+        self.check_goes_on(ring, partner, 4, 0)
+
+    def test_a_slot_that_is_dropped_is_free_again(self, ring: RingProducer, partner: Partner) -> None:
+        join(partner, ring)
+        for _ in range(10):
+            ring.next(0)
+        assert ring.statistics().free == 4
+
+    def test_others_go_on(self, ring: RingProducer, dies: Partner, partner: Partner) -> None:
+        join(dies, ring)
+        join(partner, ring)
+        for size in range(1, 5):
+            send(ring, size, size)
+        dies.run(take)
+        dies.kill()
+        partner.begin(consume)
+        for size in range(5, 30):
+            send(ring, size, size)
+        assert ring.statistics().consumers == 1
+        ring.close()
+        taken = partner.result()
+        # The first was opened by the dead one, and the third was on its way to it.
+        assert sorted(taken) == list(range(2, 30))
+
+    def test_after_the_producer_has_closed(
+        self, ring: RingProducer, dies: Partner, pool: sa.MemoryPool, stream: sa.Stream
+    ) -> None:
+        join(dies, ring)
+        for seed in range(3):
+            send(ring, seed)
+        dies.run(take)
+        ring.close()
+        stream.synchronize()
+        assert pool.statistics().used
+        dies.kill()
+        assert eventually(lambda: pool.statistics().used == 0)
+        assert eventually(lambda: not settled(stream))

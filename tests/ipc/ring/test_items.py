@@ -1,0 +1,295 @@
+"""Items: sizes, order, back pressure, and several consumers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+import streamalloc as sa
+from streamalloc import ipc
+from streamalloc.ipc import Ring, RingProducer
+from tests.ipc.ring.support import (
+    SIZE,
+    close_there,
+    consume,
+    give_there,
+    in_flight,
+    iterate,
+    join,
+    send,
+    shows_there,
+    statistics_there,
+    take,
+)
+from tests.processes import SECONDS, Partner
+from tests.support import filled, pattern
+
+
+class TestItems:
+    def test_every_size_in_order(self, ring: RingProducer, partner: Partner) -> None:
+        join(partner, ring)
+        partner.begin(consume)
+        sizes = [1, 2, 511, 512, 513, SIZE - 1, SIZE, 4096] * 5
+        for size in sizes:
+            send(ring, size, size)
+        ring.close()
+        assert partner.result() == sizes
+
+    def test_put(self, ring: RingProducer, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner) -> None:
+        """Copies from wherever the bytes are."""
+        join(partner, ring)
+        partner.begin(consume)
+        with pool.allocate(300, stream) as source, sa.MemoryPool(sa.MemLocation.host()) as pinned:
+            filled(source, 300)
+            ring.put(source)
+            ring.put(pattern(100, 100))
+            ring.put(bytes(pattern(7, 7)))
+            ring.put(bytearray())
+            with pinned.allocate(2000, stream) as other:
+                stream.synchronize()
+                other.as_array()[:] = pattern(2000, 2000)
+                ring.put(other)
+                ring.put(source[:0])
+            ring.close()
+            assert partner.result() == [300, 100, 7, 0, 2000, 0]
+
+    def test_whole_slot_unless_said(self, ring: RingProducer, partner: Partner) -> None:
+        join(partner, ring)
+        with ring.next() as slot:
+            assert slot.nbytes == slot.nbytes_used == len(slot) == SIZE
+            assert slot.stream is ring.stream and slot.location == ring.stream.device.location
+            assert slot.device_accessible and not slot.host_accessible and slot.address % 512 == 0
+            assert isinstance(slot.owner, sa.Buffer)
+            filled(slot, 3)
+            slot.nbytes_used = 100
+        assert partner.run(take)[1] == 100
+        assert partner.run(shows_there, "item", 3)
+        with ring.next() as slot:
+            assert slot.nbytes_used == SIZE
+        assert partner.run(take, "ring", "other")[1] == SIZE
+
+    def test_odd_sizes_do_not_overlap(self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner) -> None:
+        with Ring.producer(pool, 1000, 3, stream=stream) as ring:
+            assert (ring.slot_bytes, ring.slots) == (1000, 3)
+            join(partner, ring)
+            for seed in range(3):
+                send(ring, seed)
+            for seed in range(3):
+                assert partner.run(take, "ring", f"item {seed}")[1] == 1000
+            assert all(partner.run(shows_there, f"item {seed}", seed) for seed in range(3))
+
+    def test_is_its_holder_s_only(self, ring: RingProducer, partner: Partner) -> None:
+        join(partner, ring)
+        with ring.next() as slot:
+            filled(slot, 1)
+        for use in (lambda: slot.address, lambda: slot.fill(1), lambda: slot[:10].fill(1), slot.hand_off):
+            with pytest.raises(sa.ClosedError, match="handed on"):
+                use()
+        with pytest.raises(AttributeError):
+            slot.owner = None  # type: ignore[misc]
+        assert "handed on" in repr(slot)
+        partner.run(take)
+        partner.run(give_there)
+        with pytest.raises(sa.ClosedError, match="handed on"):
+            partner.run(shows_there, "item", 1)
+
+    def test_given_back_unsent(self, ring: RingProducer, partner: Partner) -> None:
+        join(partner, ring)
+        with pytest.raises(ZeroDivisionError), ring.next() as slot:
+            slot.fill(1 // 0)
+        with ring.next() as slot:
+            slot.give_back()
+            slot.give_back()
+        assert ring.statistics() == (0, 0, 0, 4, 1)
+        send(ring, 1)
+        partner.run(take)
+        assert partner.run(shows_there, "item", 1)
+        with pytest.raises(TimeoutError):
+            partner.run(take, "ring", "none", 0)
+
+    def test_by_hand(self, ring: RingProducer, partner: Partner) -> None:
+        join(partner, ring)
+        first, second = ring.next(), ring.next()
+        assert first.index != second.index and ring.statistics().free == 2
+        filled(second, 2)
+        second.hand_off()
+        filled(first, 1)
+        first.hand_off()
+        for seed in (2, 1):
+            partner.run(take, "ring", f"item {seed}")
+            assert partner.run(shows_there, f"item {seed}", seed)
+
+    def test_cannot_be_copied(self, ring: RingProducer, partner: Partner) -> None:
+        import pickle
+
+        join(partner, ring)
+        for thing in (ring, ring.next()):
+            with pytest.raises(TypeError, match="copied or pickled"):
+                pickle.dumps(thing)
+
+
+class TestBackPressure:
+    def test_waits_for_a_slot(self, ring: RingProducer, partner: Partner) -> None:
+        join(partner, ring)
+        for seed in range(4):
+            send(ring, seed)
+        assert ring.statistics() == (4, 0, 4, 0, 1)
+        for timeout in (0, 0.02):
+            with pytest.raises(TimeoutError, match=f"within {timeout:g} s: all 4"):
+                ring.next(timeout)
+        with pytest.raises(TimeoutError):
+            ring.put(b"x", timeout=0.01)
+        index, _ = partner.run(take)
+        with pytest.raises(TimeoutError):
+            ring.next(0.01)
+        partner.run(give_there)
+        partner.run(give_there)
+        assert ring.next(SECONDS).index == index
+        assert partner.run(statistics_there) == (1, 0)
+
+    def test_whichever_is_released(self, ring: RingProducer, partner: Partner) -> None:
+        """In another order than they were handed off."""
+        join(partner, ring)
+        where = [send(ring, seed) for seed in range(4)]
+        for seed in range(4):
+            partner.run(take, "ring", f"item {seed}")
+        for seed in (2, 0, 3):
+            partner.run(give_there, f"item {seed}")
+            assert send(ring, seed) == where[seed]
+        assert partner.run(shows_there, "item 1", 1)
+        assert in_flight(ring, 4)
+
+    def test_slow_consumer(self, ring: RingProducer, partner: Partner) -> None:
+        join(partner, ring)
+        partner.begin(consume, "ring", 0.002)
+        for size in range(1, 21):
+            send(ring, size, size)
+        ring.close()
+        assert partner.result() == list(range(1, 21))
+
+    def test_slow_producer(self, ring: RingProducer, partner: Partner) -> None:
+        join(partner, ring)
+        partner.begin(consume)
+        for size in range(1, 11):
+            time.sleep(0.002)
+            send(ring, size, size)
+        ring.close()
+        assert partner.result() == list(range(1, 11))
+
+    def test_consumer_waits(self, ring: RingProducer, partner: Partner) -> None:
+        join(partner, ring)
+        for timeout in (0, 0.02):
+            with pytest.raises(TimeoutError):
+                partner.run(take, "ring", "item", timeout)
+        partner.begin(take)
+        time.sleep(0.01)
+        send(ring, 5)
+        partner.result()
+        assert partner.run(shows_there, "item", 5)
+
+    @pytest.mark.parametrize("timeout", [-1, float("nan")])
+    def test_impossible_times(self, ring: RingProducer, partner: Partner, timeout: float) -> None:
+        join(partner, ring)
+        for seed in range(4):
+            send(ring, seed)
+        with pytest.raises(ValueError, match="timeout"):
+            ring.next(timeout)
+        with pytest.raises(ValueError, match="timeout"):
+            ring.add(ipc.Channel.pair()[0], timeout)
+
+
+class TestIteration:
+    def test_releases_the_one_before(self, ring: RingProducer, partner: Partner) -> None:
+        join(partner, ring)
+        for seed in range(3):
+            send(ring, seed)
+        partner.run(iterate, 2)
+        assert partner.run(statistics_there) == (2, 1)
+        partner.run(iterate, 1)
+        assert partner.run(statistics_there) == (3, 1)
+        ring.close()
+        assert partner.run(iterate, 1) == 0
+        assert partner.run(statistics_there) == (3, 0)
+        with pytest.raises(EOFError, match="closed the ring"):
+            partner.run(take)
+        with pytest.raises(EOFError):
+            partner.run(take)
+
+    def test_released_by_hand_meanwhile(self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner) -> None:
+        """The same object may stand for a later item by then."""
+        with Ring.producer(pool, SIZE, 1, stream=stream) as ring:
+            join(partner, ring)
+            send(ring, 1)
+            partner.run(iterate, 1, True)
+            send(ring, 2)
+            partner.run(take)
+            ring.close()
+            assert partner.run(iterate, 1) == 0
+            assert partner.run(shows_there, "item", 2)
+
+
+class TestSeveralConsumers:
+    def test_share_the_work(self, ring: RingProducer, another: Callable[[], Partner]) -> None:
+        partners = [another(), another()]
+        for partner in partners:
+            join(partner, ring)
+            partner.begin(consume, "ring", 0.001)
+        for size in range(1, 41):
+            send(ring, size, size)
+        ring.close()
+        taken = [partner.result() for partner in partners]
+        assert sorted(taken[0] + taken[1]) == list(range(1, 41))
+        # How much each gets is the machine's business, but nobody is left out.
+        assert all(each and each == sorted(each) for each in taken)
+
+    def test_who_has_the_fewest_is_next(self, ring: RingProducer, another: Callable[[], Partner]) -> None:
+        slow, fast = another(), another()
+        join(slow, ring)
+        send(ring, 0)
+        join(fast, ring)
+        send(ring, 1)
+        slow.run(take)
+        fast.run(take)
+        assert slow.run(shows_there, "item", 0) and fast.run(shows_there, "item", 1)
+        for seed in (2, 3, 4):
+            fast.run(give_there)
+            send(ring, seed)
+            fast.run(take)
+            assert fast.run(shows_there, "item", seed)
+        with pytest.raises(TimeoutError):
+            slow.run(take, "ring", "none", 0)
+
+    def test_two_in_one_process(self, ring: RingProducer, partner: Partner) -> None:
+        """They are one importer, and two consumers all the same."""
+        for name in ("one", "two"):
+            join(partner, ring, name)
+        for seed in range(4):
+            send(ring, seed)
+        for seed, name in enumerate(["one", "two", "one", "two"]):
+            partner.run(take, name, f"item {seed}")
+            assert partner.run(shows_there, f"item {seed}", seed)
+        partner.run(close_there, "one")
+        assert in_flight(ring, 2)
+        assert partner.run(shows_there, "item 1", 1)
+
+    def test_joins_while_it_runs(self, ring: RingProducer, another: Callable[[], Partner]) -> None:
+        first, second = another(), another()
+        join(first, ring)
+        first.begin(consume, "ring", 0.001)
+        adding = threading.Thread(target=lambda: join(second, ring))
+        adding.start()
+        size = 0
+        while adding.is_alive() or size < 20:
+            size += 1
+            send(ring, size, size)
+        second.begin(consume)
+        for _ in range(10):
+            size += 1
+            send(ring, size, size)
+        ring.close()
+        adding.join()
+        taken = [first.result(), second.result()]
+        assert taken[1] and sorted(taken[0] + taken[1]) == list(range(1, size + 1))

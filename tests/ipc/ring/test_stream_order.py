@@ -1,0 +1,149 @@
+"""Items in stream order, on every kind of stream, and in captures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import streamalloc as sa
+from streamalloc.ipc import Ring, RingProducer
+from streamalloc.testing import Gate
+from tests.ipc.ring.support import (
+    SIZE,
+    close_there,
+    consume,
+    copy_later,
+    give_captured,
+    give_there,
+    in_flight,
+    join,
+    lost_there,
+    send,
+    send_held,
+    shows_there,
+    take,
+    take_captured,
+)
+from tests.ipc.support import (
+    busy,
+    hold,
+    idle,
+    make_stream,
+    release,
+)
+from tests.processes import SECONDS, Partner, holds_there
+from tests.support import executed, pending
+
+
+class TestStreamOrder:
+    def test_delayed_producer(self, ring: RingProducer, partner: Partner, gate: Gate) -> None:
+        """The item is there before its contents; what reads it waits by itself."""
+        join(partner, ring)
+        send(ring, 1)
+        partner.run(take)
+        assert partner.run(shows_there, "item", 1)
+        partner.run(give_there)
+        gate.hold(ring.stream)
+        for seed in (2, 3):
+            send_held(ring, seed)
+            partner.run(take, "ring", f"item {seed}", 5)
+        assert partner.run(busy)
+        gate.open()
+        for seed in (2, 3):
+            assert partner.run(holds_there, f"item {seed}", seed)
+            assert not partner.run(lost_there, f"item {seed}")
+
+    def test_delayed_consumer(self, ring: RingProducer, partner: Partner) -> None:
+        """The host gets the slot at once; its stream waits for the work of the consumer's."""
+        join(partner, ring)
+        where = send(ring, 1)
+        ring.stream.synchronize()
+        partner.run(take)
+        partner.run(hold)
+        partner.run(copy_later)
+        spare = [ring.next(SECONDS) for _ in range(3)]
+        with ring.next(SECONDS) as slot:
+            assert slot.index == where
+            slot.fill(9)
+        assert pending(ring.stream)
+        partner.run(release)
+        assert executed(ring.stream)
+        assert partner.run(shows_there, "copy", 1)
+        partner.run(take, "ring", "next")
+        assert partner.run(holds_there, "next", 9)
+        for one in spare:
+            one.give_back()
+
+    def test_released_on_another_stream(self, ring: RingProducer, partner: Partner) -> None:
+        """Then that one's work is waited for; also where the consumer closes meanwhile."""
+        join(partner, ring)
+        partner.run(make_stream, "other")
+        for seed in range(4):
+            send(ring, seed)
+        partner.run(take)
+        partner.run(hold, "other")
+        partner.run(give_there, "item", "other")
+        with ring.next(SECONDS) as slot:
+            slot.fill(7)
+        assert pending(ring.stream)
+        partner.run(close_there)
+        assert partner.run(busy, "stream")
+        partner.run(release)
+        assert executed(ring.stream) and partner.run(idle, "stream")
+
+    @pytest.mark.parametrize("kind", ["default", "per thread", "foreign"])
+    def test_streams_that_are_not_ours(
+        self, pool: sa.MemoryPool, device: sa.Device, stream: sa.Stream, partner: Partner, kind: str
+    ) -> None:
+        class Foreign:
+            def __cuda_stream__(self) -> tuple[int, int]:
+                return (0, stream.handle)
+
+        streams: dict[str, Any] = {
+            "default": device.default_stream,
+            "per thread": device.per_thread_stream,
+            "foreign": Foreign(),
+        }
+        with Ring.producer(pool, SIZE, 2, stream=streams[kind]) as ring:
+            join(partner, ring, on=None if kind == "default" else "stream")
+            partner.begin(consume)
+            for size in range(1, 6):
+                send(ring, size, size)
+            ring.close()
+            assert partner.result() == list(range(1, 6))
+
+    def test_capture_is_refused(
+        self, ring: RingProducer, partner: Partner, stream: sa.Stream, pool: sa.MemoryPool, gate: Gate
+    ) -> None:
+        """And goes on; nothing is lost by it."""
+        join(partner, ring)
+        with stream.capture("relaxed"):
+            with pytest.raises(sa.CaptureError, match="capture"):
+                ring.next().hand_off()
+            with pytest.raises(sa.CaptureError), ring.next() as slot:
+                assert slot.nbytes == SIZE
+            with pytest.raises(sa.CaptureError):
+                Ring.producer(pool, SIZE, stream=stream)
+        gate.hold(stream)
+        send_held(ring, 1)
+        with pytest.raises(sa.CaptureError, match="capture"):
+            partner.run(take_captured)
+        gate.open()
+        partner.run(take)
+        assert partner.run(holds_there, "item", 1)
+        with pytest.raises(sa.CaptureError, match="capture"):
+            partner.run(give_captured)
+        partner.run(give_there)
+        assert in_flight(ring, 0)
+
+    def test_synchronises_nothing(self, ring: RingProducer, partner: Partner, gate: Gate, machine: Any) -> None:
+        join(partner, ring)
+        gate.hold(ring.stream)
+        for _ in range(4):
+            with ring.next() as slot:
+                slot.fill(1)
+        assert not ring.stream.query()
+        ring.close()
+        assert not ring.stream.query()
+        gate.open()
