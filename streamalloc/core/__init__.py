@@ -1,3 +1,3 @@
-"""The layer that all areas share: devices, streams, events, graphs, memory, properties and errors."""
+"""Base of all areas: devices, streams, events, graphs, memory, properties and errors."""
 
 __all__: list[str] = []

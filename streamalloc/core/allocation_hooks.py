@@ -1,10 +1,10 @@
-"""Watching allocators: who wants to know is told of each allocation and each free, and costs nothing while nobody does.
+"""Hooks of allocators: watchers are notified of each allocation and each free; without watchers they cost nothing.
 
-An allocator calls two functions that it has bound. While somebody watches, those are the methods of a :class:`Tap`,
-which make the same calls and tell the watchers; at the end the driver's own functions are back. A cache, which makes no
-calls on its fast path, leaves that path meanwhile (:mod:`streamalloc.core.cached`).
+An allocator calls two functions that it has bound. While an allocator has watchers, these are the methods of a
+:class:`Tap`, which make the same driver calls and notify the watchers; afterwards they are the driver's own functions.
+A cache makes no driver calls on its fast path, and leaves that path while it has watchers.
 
-Finalisers free memory, too. A watcher is told of that inside of the finaliser, so it hands the news in and returns.
+Finalisers free memory, too. A watcher is notified inside of the finaliser, so it records the event and returns.
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator
-from itertools import starmap
 from types import FrameType
 from typing import Any, Protocol
 
-from streamalloc.core.session import PerDriver, Session
-from streamalloc.driver import DriverMisuseError, ForkedProcessError
+from streamalloc.core.session import NOT_CALLED, PerDriver, Session
 
 __all__ = [
     "Tap",
@@ -33,42 +31,40 @@ __all__ = [
     "look",
     "tap_of",
     "tell_freed",
-    "was_asked",
     "watch",
     "watching_of",
 ]
 
-_CALLED = object()
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
 class Watcher(Protocol):
-    """Who wants to know of allocations and frees; of mappings the allocator is None."""
+    """Receiver of notifications of allocations and frees; for mappings the allocator is None."""
 
     def wants(self, allocator: Any, /) -> bool:
-        """Whether it wants to know of those of an allocator."""
+        """Whether it is notified of the calls of an allocator."""
 
     def asked(self, allocator: Any, nbytes: int, /) -> None:
-        """Memory is asked for, and the driver was not asked yet. What this raises goes to who asks."""
+        """Before the driver is called for memory. An exception goes to the caller of the allocation."""
 
     def allocated(self, allocator: Any, address: int, nbytes: int, stream: Any, /) -> None:
-        """Memory was allocated. What this raises goes to who allocates, once the memory is given back."""
+        """After an allocation. An exception goes to the caller of the allocation, after the memory is freed."""
 
     def failed(self, allocator: Any, nbytes: int, stream: Any, /) -> None:
-        """Memory was asked for, and the driver has refused it."""
+        """After the driver has refused an allocation."""
 
     def freed(self, address: int, stream: Any, /) -> None:
-        """Memory is about to be freed; perhaps it was allocated before anybody watched. Takes no lock, never raises."""
+        """Before a free, perhaps of memory that was allocated unwatched. Takes no lock, never raises."""
 
     def kept(self, address: int, /) -> None:
-        """What :meth:`freed` has said did not happen: the driver has refused. Takes no lock, never raises."""
+        """After the driver has refused the free that :meth:`freed` announced. Takes no lock, never raises."""
 
     def look(self) -> None:
-        """A free was made, and not by a finaliser."""
+        """After a free that no finaliser made."""
 
 
 class Watched(Protocol):
-    """An allocator, as far as watching goes."""
+    """An allocator, as far as hooks need it."""
 
     _alloc: Any
     _free: Any
@@ -78,21 +74,19 @@ class Watched(Protocol):
 
 
 class Tap:
-    """What stands in for the two functions of one allocator."""
+    """Replacements for the two functions of one allocator, which notify its watchers."""
 
-    __slots__ = ("_alloc", "_free", "_owner", "_under_way", "watchers")
+    __slots__ = ("_alloc", "_free", "_owner", "watchers")
 
     def __init__(self, owner: Watched, alloc: Any, free: Any) -> None:
         self._owner = weakref.ref(owner)
         self._alloc = alloc
         self._free = free
-        self._under_way: dict[int, tuple[Any, list[Any], tuple[Watcher, ...]]] = {}
-        """Frees that are being made, by the identity of the pointer: that, how far they have come, and who is told."""
         self.watchers: tuple[Watcher, ...] = ()
 
     @property
     def functions(self) -> tuple[Any, Any]:
-        """What it stands in for."""
+        """The two functions that it replaces."""
         return self._alloc, self._free
 
     def _told(self, besides: tuple[Watcher, ...]) -> tuple[Watcher, ...]:
@@ -105,10 +99,8 @@ class Tap:
         watchers, owner = self._told(besides), self._owner()
         for watcher in watchers:
             watcher.asked(owner, nbytes)
-        answers: list[Any] = []
+        result, ptr = answer = self._alloc(nbytes, pool, stream)
         try:
-            answers.extend(starmap(self._alloc, ((nbytes, pool, stream),)))
-            result, ptr = answers[0]
             if result:
                 for watcher in watchers:
                     watcher.failed(owner, nbytes, stream)
@@ -116,52 +108,36 @@ class Tap:
                 for watcher in watchers:
                     watcher.allocated(owner, address, nbytes, stream)
         except BaseException:
-            # Nobody has the memory yet.
-            if answers and not answers[0][0]:
-                self.free(answers[0][1], stream, besides)
+            # No buffer has the memory yet.
+            if not result:
+                self.free(ptr, stream, besides)
             raise
-        return answers[0]
+        return answer
 
     def free(self, ptr: Any, stream: Any, besides: tuple[Watcher, ...] = ()) -> Any:
-        """Free, in place of the driver's function. Where this raises, :func:`was_asked` says how far it has come."""
-        answers: list[Any] = []
-        watchers = self._told(besides)
-        self._under_way[id(ptr)] = ptr, answers, watchers
-        calls = starmap(self._free, ((ptr, stream),))
-        address = int(ptr)
-        told = False
+        """Free, in place of the driver's function."""
+        watchers, address = self._told(besides), int(ptr)
+        # Before the free: another thread may get the same memory at once, and its notification comes after this one.
+        for watcher in watchers:
+            watcher.freed(address, stream)
+        refused = False
         try:
-            # Before it is free: another thread may be given the same memory at once, and tells of that.
-            for watcher in watchers:
-                watcher.freed(address, stream)
-            told = True
+            answer = self._free(ptr, stream)
+            refused = bool(answer[0])
+        except NOT_CALLED:
+            refused = True
+            raise
         finally:
-            # Nothing comes between these two.
-            answers += (_CALLED,)
-            answers += calls
-            if not told:
+            if refused:
                 for watcher in watchers:
-                    watcher.freed(address, stream)
-        if answers[1][0]:
-            for watcher in watchers:
-                watcher.kept(address)
-        else:
+                    watcher.kept(address)
+        if not refused:
             look(watchers)
-        del self._under_way[id(ptr)]
-        return answers[1]
-
-    def was_asked(self, ptr: Any) -> bool:
-        """Whether the driver was asked to free memory by a :meth:`free` that has raised, and has not refused."""
-        _, answers, watchers = self._under_way.pop(id(ptr), (ptr, [], self.watchers))
-        asked = bool(answers) and not (len(answers) > 1 and answers[1][0])
-        if not asked:
-            for watcher in watchers:
-                watcher.kept(int(ptr))
-        return asked
+        return answer
 
 
 def look(watchers: tuple[Watcher, ...]) -> None:
-    """A free was made: tell watchers, unless a finaliser of the package makes it, in which nobody may wait."""
+    """Notify watchers of a free, unless a finaliser of the package makes it, in which nothing may wait."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         if frame.f_code.co_name == "__del__":
@@ -172,35 +148,29 @@ def look(watchers: tuple[Watcher, ...]) -> None:
 
 
 def tap_of(allocator: Watched) -> Tap | None:
-    """What stands in for the functions of an allocator; None where nobody watches."""
-    # Of a closed pool the other function is another one.
+    """The replacements that an allocator has bound; None if it has no watchers."""
+    # A closed pool has bound another function for allocations.
     tap = getattr(allocator._free, "__self__", None)
     return tap if type(tap) is Tap else None
 
 
 def besides(function: Any, watchers: tuple[Watcher, ...]) -> Any:
-    """A function that an allocator has bound, which notifies none of these watchers.
+    """A function that an allocator has bound, without notifications of these watchers.
 
-    An allocator over another one notifies those itself that watch both: an allocation is one, whoever makes it.
+    An allocator over another one notifies the watchers of both itself, so that they record one allocation, not two.
     """
     tap = getattr(function, "__self__", None)
     return functools.partial(function, besides=watchers) if watchers and type(tap) is Tap else function
 
 
 def bare(alloc: Any) -> Any:
-    """The function that allocates without telling anybody: for memory that belongs to graphs."""
+    """The driver's own function for allocations: for memory that belongs to graphs."""
     tap = getattr(alloc, "__self__", None)
     return tap.functions[0] if type(tap) is Tap else alloc
 
 
-def was_asked(allocator: Watched, ptr: Any, error: BaseException) -> bool:
-    """Whether the driver was asked to free memory by a call that has raised."""
-    tap = tap_of(allocator)
-    return not isinstance(error, (DriverMisuseError, ForkedProcessError)) if tap is None else tap.was_asked(ptr)
-
-
 class Watching:
-    """Who watches the allocators of one driver: ``watching_of(session)``."""
+    """The watchers of the allocators of one driver: ``watching_of(session)``."""
 
     __slots__ = ("_lock", "_session", "watchers")
 
@@ -210,7 +180,7 @@ class Watching:
         self.watchers: tuple[Watcher, ...] = ()
 
     def add(self, watcher: Watcher) -> None:
-        """Tell a watcher of the allocators that it wants to know of, from now on."""
+        """Notify a watcher from now on."""
         with self._lock:
             if watcher not in self.watchers:
                 self.watchers += (watcher,)
@@ -218,7 +188,7 @@ class Watching:
                 self._watch(allocator)
 
     def remove(self, watcher: Watcher) -> None:
-        """Tell a watcher nothing any more. Where it was the last, allocators have their own functions again."""
+        """Notify a watcher no more. After the last one, allocators call the driver's own functions again."""
         if self._session.forked:
             return
         with self._lock:
@@ -227,7 +197,7 @@ class Watching:
                 self._watch(allocator)
 
     def bound(self, allocator: Watched) -> None:
-        """An allocator has bound its functions, and the session knows of it."""
+        """Give an allocator, which has just bound its functions, its watchers."""
         if self.watchers:
             with self._lock:
                 self._watch(allocator)
@@ -241,12 +211,12 @@ class Watching:
 
 
 watching_of: PerDriver[Watching] = PerDriver(Watching)
-"""Who watches the allocators of a driver: ``watching_of(session)``."""
+"""The watchers of a driver: ``watching_of(session)``."""
 
 
 @contextlib.contextmanager
 def tell_freed(session: Session, address: int, stream: Any) -> Iterator[None]:
-    """A block that frees memory by another way than the allocator's function: what was left for later."""
+    """Block that frees memory without the allocator's function, as a deferred free does."""
     watchers = watching_of(session).watchers
     for watcher in watchers:
         watcher.freed(address, stream)
@@ -259,22 +229,19 @@ def tell_freed(session: Session, address: int, stream: Any) -> Iterator[None]:
 
 
 def watch(allocator: Watched, watchers: tuple[Watcher, ...]) -> None:
-    """Tell these of each call of an allocator's functions; with none, give it its own back."""
+    """Notify these of each call of an allocator's functions; with none, restore the driver's own functions."""
     tap = tap_of(allocator)
     if tap is None:
         if watchers and not allocator._session.forked:
             tap = Tap(allocator, allocator._alloc, allocator._free)
             tap.watchers = watchers
-            alloc, free = tap.allocate, tap.free
-            # Nothing is called between these.
-            allocator._alloc = alloc
-            allocator._free = free
+            allocator._alloc, allocator._free = tap.allocate, tap.free
         return
     tap.watchers = watchers
     if not watchers:
         alloc, free = tap.functions
         mine = getattr(allocator._alloc, "__self__", None) is tap
-        # Those of a pool that was closed meanwhile, and what a fork has put there, stay.
+        # The replacements of a closed pool and of a forked child stay.
         allocator._free = free
         if mine:
             allocator._alloc = alloc

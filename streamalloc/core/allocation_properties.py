@@ -53,14 +53,14 @@ class MemAllocFlags:
 
 @dataclass(frozen=True, slots=True)
 class MemAllocationProp:
-    """What physical memory is made with (``CUmemAllocationProp``), checked against the rules of ``cuMemCreate``.
+    """Properties of physical memory (``CUmemAllocationProp``), checked against the rules of ``cuMemCreate``.
 
     Attributes
     ----------
     type
         PINNED: ``cuMemCreate`` makes no other kind.
     requested_handle_types
-        How the memory can be shared with other processes.
+        Kinds of handles for sharing with other processes.
     location
         Device, HOST or HOST_NUMA.
     win32_handle_meta_data
@@ -125,16 +125,16 @@ class MemAllocationProp:
 
 @dataclass(frozen=True, slots=True)
 class MulticastObjectProp:
-    """What a multicast object is made with (``CUmulticastObjectProp``).
+    """Properties of a multicast object (``CUmulticastObjectProp``).
 
     Attributes
     ----------
     num_devices
-        How many devices the team has; 1 or more.
+        The number of devices in the team; 1 or more.
     size
         Bytes that can be bound for each device.
     handle_types
-        How the object can be shared with other processes.
+        Kinds of handles for sharing with other processes.
     flags
         Must be 0.
     """

@@ -1,4 +1,4 @@
-"""Where memory goes: devices and locations as arguments, checked before the driver is asked."""
+"""Arguments that name a device or a location, checked before the driver is called."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FABRIC_NEEDS = "fabric handles need a device that offers them and an IMEX channe
 
 
 def location_of(name: str, where: object, allowed: str = "a Device or a MemLocation") -> MemLocation:
-    """The location of a device, or the location itself; ``name`` is the argument's, for errors."""
+    """The location of a device, or the location itself; ``name`` is the name of the argument, for errors."""
     location = where.location if isinstance(where, Device) else where
     if not isinstance(location, MemLocation):
         raise TypeError(f"{name} must be {allowed}, not {type(where).__name__} ({where!r})")
@@ -35,7 +35,7 @@ def session_for(where: object, driver: Driver | None) -> Session:
 
 
 def check_device(name: str, device: object, session: Session | None = None) -> None:
-    """Raise where it is no device, or none of the driver behind ``session``; ``name`` is the argument's, for errors."""
+    """Raise unless ``device`` is a Device, of the session's driver; ``name`` is the name of the argument."""
     if not isinstance(device, Device):
         raise TypeError(f"{name} must be a Device, not {type(device).__name__} ({device!r})")
     if session is not None and device._session is not session:
@@ -43,7 +43,7 @@ def check_device(name: str, device: object, session: Session | None = None) -> N
 
 
 def check_location(session: Session, location: MemLocation) -> None:
-    """Raise ``ValueError`` for a device that is not there."""
+    """Raise ``ValueError`` for a device that this driver does not have."""
     if not location.seen:
         raise ValueError(f"location id={location.id}: this process does not see that device")
     if location.type is MemLocationType.DEVICE:

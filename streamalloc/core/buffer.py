@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
-from streamalloc.core.allocation_hooks import Watcher, bare, tell_freed, was_asked, watch, watching_of
+from streamalloc.core.allocation_hooks import Watcher, bare, tell_freed, watch, watching_of
 from streamalloc.core.deferred import Deferred, deferred_queue, work
 from streamalloc.core.device import Device
 from streamalloc.core.errors import LOST, CaptureError, ClosedError, CudaError, error_from, refused, size_text
@@ -21,7 +21,7 @@ from streamalloc.core.library_streams import kept_stream
 from streamalloc.core.memory import Memory
 from streamalloc.core.properties import MemLocation, MemLocationType, checked_size
 from streamalloc.core.resource import Closes, Unique
-from streamalloc.core.session import Session, refuse_after_fork
+from streamalloc.core.session import NOT_CALLED, Session, refuse_after_fork
 from streamalloc.core.stream import (
     NOT_CAPTURED,
     Stream,
@@ -390,9 +390,8 @@ class Buffer(Memory, Closes):
         self._ptr = None
         try:
             result = self._allocator._free(ptr, handle)[0]
-        except BaseException as error:
-            if not was_asked(self._allocator, ptr, error):
-                self._ptr = ptr
+        except NOT_CALLED:
+            self._ptr = ptr
             raise
         if result:
             self._ptr = ptr
@@ -431,9 +430,8 @@ class Buffer(Memory, Closes):
             self._ptr = None
             try:
                 result = self._allocator._free(ptr, ordered._raw)[0]
-            except BaseException as error:
-                if not was_asked(self._allocator, ptr, error):
-                    self._ptr = ptr
+            except NOT_CALLED:
+                self._ptr = ptr
                 raise
             if result:
                 self._ptr = ptr
@@ -591,7 +589,7 @@ class _FreeDropped(Deferred):
                 ordered._context(),
                 tell_freed(self._session, int(address), ordered._raw),
             ):
-                self._session.give_back(self, "cuMemFreeAsync", ordered._raw)
+                self._session.release(self, "cuMemFreeAsync", ordered._raw)
         except CudaError as error:
             if not isinstance(error, (*self.gone, CaptureError)) and not self._told:
                 self._told = True
@@ -650,9 +648,8 @@ def free_shared(buffer: Buffer, stream: Stream, handle: Any) -> None:
     buffer._shared = None
     try:
         result = buffer._allocator._free(shared[1], handle)[0]
-    except BaseException as error:
-        if not was_asked(buffer._allocator, shared[1], error):
-            buffer._shared = shared
+    except NOT_CALLED:
+        buffer._shared = shared
         raise
     if result:
         buffer._shared = shared
@@ -685,7 +682,7 @@ def read_or_none(ask: Callable[[], T]) -> T | None:
 
 
 def _advice(
-    requested: int, used: int | None = None, limit: int | None = None, total: int | None = None, **_: int | None
+    requested: int, used: int | None = None, limit: int | None = None, total: int | None = None, **_: object
 ) -> str:
     """The usual cause of running out of memory with these figures, or nothing."""
     for bound, name in ((limit, "the pool's max_size"), (total, "the device's memory")):

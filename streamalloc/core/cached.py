@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-from streamalloc.core.allocation_hooks import Watcher, besides, look, was_asked
+from streamalloc.core.allocation_hooks import Watcher, besides, look
 from streamalloc.core.buffer import (
     Allocator,
     Buffer,
@@ -28,7 +28,7 @@ from streamalloc.core.buffer import (
 )
 from streamalloc.core.deferred import Deferred, deferred_queue
 from streamalloc.core.errors import OutOfMemoryError, error_from
-from streamalloc.core.session import Session
+from streamalloc.core.session import NOT_CALLED, Session
 from streamalloc.core.stream import Stream, StreamLike, direct_handle
 from streamalloc.driver.internal import cuda
 
@@ -159,9 +159,8 @@ class Blocks:
         del self._all[address]
         try:
             answer: tuple[Any] = free(address, raw)
-        except BaseException as error:
-            if not was_asked(self._pool, address, error):
-                self._all[address] = block
+        except NOT_CALLED:
+            self._all[address] = block
             raise
         if answer[0]:
             self._all[address] = block

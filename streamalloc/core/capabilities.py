@@ -1,6 +1,6 @@
-"""What a device can do: every capability that NVIDIA's pages tell users to query before using these APIs.
+"""Capabilities of a device: all that NVIDIA's pages tell users to query before using these APIs.
 
-The rows of the table are the fields of :class:`Capabilities`; each names the device attribute behind it, so a new
+The rows of the table are the fields of :class:`Capabilities`. Each field names its device attribute, so a new
 capability is one new field.
 """
 
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from streamalloc.core.errors import InvalidValueError
+from streamalloc.core.html import code, table
 from streamalloc.core.properties import MemHandleType
 from streamalloc.core.session import Session
 from streamalloc.driver.internal import BINDINGS_VERSION, enum_member, version_that_added
@@ -23,7 +24,7 @@ __all__ = ["Capabilities", "address_space_limit", "imex_channels", "query_capabi
 
 
 def _asks(attribute: str, about: str, read: Callable[[int], object] = bool) -> Any:
-    """A field answered by a device attribute; None where bindings or driver do not know the attribute."""
+    """Field with the value of a device attribute; None if bindings or driver do not know the attribute."""
     return dataclasses.field(metadata={"attribute": f"CU_DEVICE_ATTRIBUTE_{attribute}", "about": about, "read": read})
 
 
@@ -33,7 +34,7 @@ def _derived(about: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What one device supports; prints as a table.
+    """Capabilities of one device; prints as a table.
 
     Yes-or-no fields are bool; counts are int. A field is None where these bindings or this driver do not know the
     attribute, so that "no" is never guessed.
@@ -79,7 +80,7 @@ class Capabilities:
     host_numa_id: int | None = _asks("HOST_NUMA_ID", "the host NUMA node nearest to the device", int)
 
     def rows(self) -> Iterator[tuple[str, str, str]]:
-        """The table's rows: field, answer, and what it is about."""
+        """The rows of the table: field, answer, description."""
         for item in dataclasses.fields(self):
             yield item.name, _shown(getattr(self, item.name)), item.metadata["about"]
 
@@ -89,11 +90,7 @@ class Capabilities:
         return "\n".join(f"{name:<{widths[0]}}  {answer:<{widths[1]}}  {about}" for name, answer, about in rows)
 
     def _repr_html_(self) -> str:
-        body = "".join(
-            f"<tr><td><code>{name}</code></td><td>{answer}</td><td>{about}</td></tr>"
-            for name, answer, about in self.rows()
-        )
-        return f"<table><thead><tr><th>capability</th><th></th><th></th></tr></thead><tbody>{body}</tbody></table>"
+        return table(("capability", "", ""), ((code(name), *texts) for name, *texts in self.rows()))
 
 
 def _shown(value: object) -> str:
@@ -145,7 +142,7 @@ def imex_channels() -> list[str]:
 
 
 def missing_for(capabilities: Capabilities) -> list[str]:
-    """What keeps fabric handles, multicast and newer calls from working here, and who can change it; one line each."""
+    """Reasons why fabric handles, multicast or newer calls do not work here, and their remedies; one line each."""
     lines = []
     if capabilities.fabric_handles is False:
         lines.append("fabric handles: this device or driver does not offer them")

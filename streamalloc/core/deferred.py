@@ -1,23 +1,24 @@
-"""What happens later: undos that cannot be made yet, in one queue for each driver.
+"""Deferred releases: one queue of items for each driver, attempted at points of work.
 
-A free may have to wait for importers or for the end of a capture, a pool for its last free, a ring for its consumers.
-Each of these is a :class:`Deferred`. The rules:
+A release that cannot be made yet is an item (:class:`Deferred`): a free that waits for importers or for the end of a
+capture, a pool that waits for its last free. The rules:
 
-* Everybody hands in: :meth:`DeferredQueue.submit` takes no lock and makes no driver call, so that finalisers and signal
-  handlers may use it. A finaliser makes at most one driver call itself, one that waits for nothing and needs no state
-  of ours: the free of a plain buffer, the end of an event or a stream. Those of the bridges also record an event and
-  have a stream wait for it, so that the memory is there for who allocates by a pool's handle.
-* Work is done at the points that :data:`POINTS` names, and nowhere else.
-* An item is taken off, under the lock, before it is worked on: one thread at a time has it, and it is not in the queue
-  meanwhile. It comes back if it has not ended.
-* No lock is held while an item is worked on.
-* A capture may begin on another thread at any moment. Items are worked on in the relaxed capture mode, in which calls
-  break no capture of streams that they do not name. A stream of ours begins to be captured by nobody while its lock is
-  held (:func:`~streamalloc.core.stream.ordered_after`, :func:`~streamalloc.core.stream.may_queue`). A call for a whole
+* Anybody submits items. :meth:`DeferredQueue.submit` takes no lock and makes no driver call, so finalisers and signal
+  handlers may call it.
+* A finaliser makes at most one driver call itself, one that waits for nothing and needs no state of ours: the free of
+  a buffer, the end of an event or a stream. A finaliser of the bridges also records an event and has a stream wait for
+  it, so that the memory is ordered for code that allocates by a pool's handle.
+* Items are attempted at the points that :data:`POINTS` lists, and nowhere else.
+* A thread takes an item off the queue, under the lock, before the attempt. So one thread has the item at a time. An
+  item that has not ended returns to the queue.
+* No lock is held during an attempt.
+* A capture may begin on another thread at any moment. Attempts run in the relaxed capture mode, in which calls break no
+  capture of streams that they do not name. No thread begins to capture a stream of ours while the stream's lock is held
+  (:func:`~streamalloc.core.stream.ordered_after`, :func:`~streamalloc.core.stream.may_queue`). A call for a whole
   context is made while no capture of ours can begin (:meth:`DeferredQueue.no_capture`).
 
-What a signal handler raises may come between any two calls, but not between two lines that call nothing. The lines that
-move an item call nothing, so that it is always in one place at least.
+A signal handler may raise between any two calls, but not between two lines that call nothing. The lines that move an
+item call nothing, so an item is never in no place.
 """
 
 from __future__ import annotations
@@ -50,52 +51,53 @@ __all__ = [
 POINTS = (
     "the host has synchronised with a stream, an event or a device",
     "a pool, physical memory or a range of addresses is made, and memory has run out",
-    "figures are read: of a pool, of a device's memory",
-    "something is shared, opened, lent to a library or borrowed of one, or closed that was",
-    "a library that does not name streams allocates from us, or gives virtual memory back",
+    "statistics are read: of a pool, of a device's memory",
+    "an object is shared, opened, lent to a library or borrowed from one, or such an object is closed",
+    "a library that does not name streams allocates from us, or releases virtual memory",
     "the last capture has ended",
 )
-"""Where :meth:`DeferredQueue.work` is called."""
+"""Points of work: the places that call :meth:`DeferredQueue.work`."""
 
 OFTEN = 32
-"""How many attempts may be made in vain where the host synchronises, which programs do all the time."""
+"""Most attempts in vain at a synchronisation of the host, which programs make all the time."""
 
 
 class Deferred(abc.ABC):
-    """Something that ends later, exactly once.
+    """One release that is made later, exactly once.
 
-    One thread at a time has it. It guards its undo itself: it lets go of the handle right before the driver call that
-    gives it back, with no call in between, and takes it again if the driver has refused.
+    The item guards its release itself: it forgets its handle right before the driver call that ends the handle, and
+    keeps it again if the driver refuses (:meth:`Session.release`).
     """
 
     __slots__ = ("_owner", "_round")
 
     _owner: weakref.ref[object]
-    """What it ends with, see :meth:`DeferredQueue.end_with`; unset for most."""
+    """Object that the item ends with (:meth:`DeferredQueue.end_with`); unset for most."""
     _round: int
+    """Number of the round of the last attempt; -1 before the first."""
     gone: ClassVar[tuple[type[CudaError], ...]] = (*LOST, InvalidHandleError)
-    """The errors by which a later attempt tells that nothing is left to give back: the item has ended then."""
+    """Errors of an attempt that mean that nothing is left to release: the item has ended."""
 
     @abc.abstractmethod
     def attempt(self) -> bool:
-        """End it if that can be done now; whether it has ended. After the end: True, and nothing is done.
+        """Make the release if it can be made now: whether the item has ended. After the end: True, without an effect.
 
-        It must not wait for a stream.
+        An attempt must not wait for a stream.
 
         Raises
         ------
         CudaError
-            The driver refused a call. The item is tried again later.
+            The driver refused a call. The item is attempted again later.
         """
 
     def forget(self) -> None:  # noqa: B027 (most kinds have nothing to do)
-        """What it was to end is gone, see :attr:`gone`."""
+        """Forget the handle, which an error of :attr:`gone` has shown to be gone."""
 
 
 class DeferredQueue:
     """The queue of one driver: :func:`deferred_queue`.
 
-    ``guard`` makes a ``with`` block around what is worked on.
+    ``guard`` makes the ``with`` block in which items are attempted.
     """
 
     __slots__ = (
@@ -115,50 +117,56 @@ class DeferredQueue:
 
     def __init__(self, guard: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext) -> None:
         self.captures: dict[object, None] = {}
-        """The captures of ours that are under way. Entered by :meth:`begin_capture`; who ended one takes it out."""
+        """Captures of ours that are under way: entered by :meth:`begin_capture`, removed by the code that ends them."""
         self._beginning = threading.RLock()
-        """Held while a capture is entered, and by :meth:`no_capture`."""
+        """Lock held while a capture is entered, and by :meth:`no_capture`."""
         _queues.add(self)
         self._guard = guard
         self._lock = threading.Lock()
-        """Held to move items about, by nobody who calls anything else meanwhile; finalisers never take it."""
+        """Lock held to move items, never during another call; finalisers never take it."""
         self._rounds = 0
         self.submitted: deque[Deferred] = deque()
-        """What nobody has tried to end yet; always the same object."""
+        """Items that were not attempted yet; always the same object."""
         self._owned: dict[weakref.ref[object], Deferred] = {}
-        """What ends when an object is dropped, by reference to the object."""
+        """Items that end when their owner is dropped, by reference to the owner."""
         self._orphaned: deque[weakref.ref[object]] = deque()
-        """The references whose objects were dropped."""
+        """References whose owners were dropped."""
         self._new: dict[Deferred, None] = {}
-        """What was taken over and not worked on yet."""
+        """Items that were taken over and not attempted yet."""
         self._waiting: dict[Deferred, None] = {}
-        """In the order in which they were worked on last."""
+        """Items that were attempted in vain, in the order of their last attempts."""
         self._working: dict[int, Deferred] = {}
-        """What is worked on now, by thread."""
+        """Items under attempt, by thread."""
 
     def __len__(self) -> int:
-        """How many items have not ended."""
+        """Number of items that have not ended."""
         submitted = len(self.submitted) + len(self._orphaned) + len(self._new)
         return submitted + len(self._waiting) + len(self._working)
 
+    def has_only(self, kind: type[Deferred]) -> bool:
+        """Whether all items that have not ended are of one kind; the items of owners that live do not count."""
+        with self._lock:
+            items = (*self.submitted, *self._new, *self._waiting, *self._working.values())
+            return not self._orphaned and all(isinstance(item, kind) for item in items)
+
     @property
     def paused(self) -> bool:
-        """Whether a capture of ours is under way: nothing is worked on meanwhile."""
+        """Whether a capture of ours is under way, during which nothing is attempted."""
         return bool(self.captures)
 
     def begin_capture(self, capture: object) -> None:
-        """Enter a capture, before it begins: from then on no call is made for a whole context."""
+        """Enter a capture before it begins: from now on no call is made for a whole context."""
         with self._beginning:
             self.captures[capture] = None
 
     @contextlib.contextmanager
     def no_capture(self, call: str) -> Iterator[None]:
-        """A block in which no capture of ours begins, for one driver call that would break it and waits for nothing.
+        """Block in which no capture of ours begins, for one driver call that would break it and waits for nothing.
 
         Raises
         ------
         CaptureError
-            One is under way.
+            A capture is under way.
         """
         with self._beginning:
             if self.captures:
@@ -167,7 +175,7 @@ class DeferredQueue:
 
     @contextlib.contextmanager
     def unless_busy(self) -> Iterator[bool]:
-        """A block for finalisers: whether :meth:`no_capture` will not wait for another thread in it."""
+        """Block for finalisers: whether :meth:`no_capture` will not wait for another thread in it."""
         free = self._beginning.acquire(blocking=False)
         try:
             yield free
@@ -176,27 +184,24 @@ class DeferredQueue:
                 self._beginning.release()
 
     def end_with(self, owner: object, item: Deferred) -> None:
-        """Take over an item when ``owner`` is dropped.
-
-        No Python function runs then that a signal handler could interrupt, as one could ``__del__``.
-        """
+        """Submit an item when ``owner`` is dropped, by the callback of a weak reference."""
         item._owner = weakref.ref(owner, self._orphaned.append)
         self._owned[item._owner] = item
         _unfinished.add(self)
 
     def submit(self, item: Deferred) -> None:
-        """Take over an item, which ends at one of the next points of work. Never raises."""
+        """Add an item, which is attempted at the next point of work. Never raises."""
         self.submitted.append(item)
-        # Whoever has items left has to stay, also where all other objects of the driver have gone.
+        # A queue with items stays, also when all other objects of its driver are gone.
         _unfinished.add(self)
 
     def end(self, item: Deferred) -> bool:
-        """End an item now if possible, else take it over; whether it has ended.
+        """Attempt an item now, and submit it if it has not ended: whether it has ended.
 
         Raises
         ------
         CudaError
-            The driver refused a call. The item was taken over all the same.
+            The driver refused a call. The item was submitted.
         """
         ended = False
         try:
@@ -212,16 +217,19 @@ class DeferredQueue:
         return ended
 
     def work(self, most: int | None = None) -> int:
-        """Try to end each item, until none can be ended; how many have ended.
+        """Attempt all items, again and again while some end: the number of items that have ended.
 
-        ``most``: no more attempts than that are made in vain on items that were tried before, those first that were
-        tried longest ago. So points that come often cost the same however much waits, and each item gets its turn.
+        Nothing is attempted while a capture is under way, or inside of an attempt of the same thread. If the driver
+        refuses a call, the other items get their turn. Any other exception, such as that of a signal handler, goes on
+        to the caller, and the item stays.
 
-        Where the driver refuses an item, the others get their turn. Anything else that comes out of one, such as what
-        a signal handler raises, goes on to the caller, and the item stays. Nothing is done while a capture is under
-        way, and where this thread is at work already.
+        Parameters
+        ----------
+        most
+            Most attempts in vain on items that were attempted before, the longest waiting first. So a frequent point
+            of work costs the same however many items wait, and each item gets its turn.
         """
-        # Mostly there is nothing, at points that come often.
+        # The usual case, at points that come often.
         if not (self.submitted or self._orphaned or self._new or self._waiting) or self.paused:
             return 0
         me = threading.get_ident()
@@ -233,9 +241,9 @@ class DeferredQueue:
         return total
 
     def _work_until_none_ends(self, me: int, left: list[float]) -> int:
-        """Go through all items again as long as some end: another, such as a pool, may have waited for them.
+        """Attempt all items again as long as some end: another item, such as a pool, may have waited for them.
 
-        ``left``: how many attempts may still be made in vain.
+        ``left``: the number of attempts that may still be made in vain.
         """
         total = 0
         while ended := self._work(me, left):
@@ -275,16 +283,16 @@ class DeferredQueue:
                     left[0] += 1
                     self._disown(item)
             except CudaError:
-                pass  # Tried again the next time: the caller of this has nothing to do with it.
+                pass  # The item is attempted again; the caller has nothing to do with it.
             finally:
-                # No call from here on: see the module's description.
+                # These lines call nothing, see the description of the module.
                 if me in self._working:
                     self._waiting[self._working[me]] = None
                     del self._working[me]
 
     def _take_over(self) -> None:
-        """Put an item that was handed in with those that wait."""
-        # No loop in here: Python 3.12 and 3.13 do not leave the block where a signal comes at its jump back.
+        """Move one submitted item to the new ones."""
+        # Without a loop: Python 3.12 and 3.13 do not leave the block if a signal handler raises at its jump back.
         with self._lock:
             if self._orphaned:
                 if self._orphaned[0] in self._owned:
@@ -298,7 +306,7 @@ class DeferredQueue:
                 del self.submitted[0]
 
     def _take_off(self, me: int, now: int, left: list[float]) -> bool:
-        """Take a new item, or that which was worked on longest ago; False where all have had their turn."""
+        """Take a new item, or the one attempted longest ago, off the queue; False if all have had their turn."""
         while self._orphaned or self.submitted:
             self._take_over()
         with self._lock:
@@ -315,7 +323,7 @@ class DeferredQueue:
             return False
 
 
-# Queues with items in them, which have to stay.
+# Queues with items, which must stay alive.
 _unfinished: set[DeferredQueue] = set()
 _queues: weakref.WeakSet[DeferredQueue] = weakref.WeakSet()
 
@@ -329,7 +337,7 @@ deferred_queue: PerDriver[DeferredQueue] = PerDriver(_make)
 
 
 class HandleEnd(Deferred):
-    """The end of a handle that one call of the driver gives back, such as ``cuStreamDestroy``."""
+    """The end of a handle by one driver call, such as ``cuStreamDestroy``."""
 
     __slots__ = ("_call", "_raw", "_session")
 
@@ -340,16 +348,16 @@ class HandleEnd(Deferred):
 
     @property
     def raw(self) -> Any:
-        """The handle; None once it was given back."""
+        """The handle; None once it was released."""
         return self._raw
 
     def attempt(self) -> bool:
-        self._session.give_back(self, self._call)
+        self._session.release(self, self._call)
         return True
 
 
 def refused_to_end(session: Session, call: str, raw: Any, result: Any) -> None:
-    """Hand in a handle whose end the driver has refused with ``result``, unless it is lost."""
+    """Submit a handle whose end the driver has refused with ``result``, unless its context is lost."""
     if not isinstance(error_from(result, call), LOST):
         deferred_queue(session).submit(HandleEnd(session, call, raw))
 
@@ -362,7 +370,7 @@ def queues() -> tuple[DeferredQueue, ...]:
 def work(session: Session, most: int | None = None) -> int:
     """Attempt the items of a driver's queue, see :meth:`DeferredQueue.work`; the number that ended."""
     later = deferred_queue(session)
-    # Before it is asked whether the driver can be used.
+    # First, as it costs less than the check of the driver.
     if not (later.submitted or later._orphaned or later._new or later._waiting) or not session.usable:
         return 0
     return later.work(most)
@@ -370,7 +378,7 @@ def work(session: Session, most: int | None = None) -> int:
 
 def _work_everywhere() -> None:
     for later in queues():
-        # What fails stays, and is reported as left.
+        # An item that fails stays, and is reported as left.
         with contextlib.suppress(Exception):
             later.work()
 

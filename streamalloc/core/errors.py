@@ -48,7 +48,7 @@ E = TypeVar("E", bound="CudaError")
 
 
 class CudaError(RuntimeError):
-    """A driver call answered something else than ``CUDA_SUCCESS``.
+    """A driver call answered an error.
 
     Attributes
     ----------
@@ -70,11 +70,11 @@ class CudaError(RuntimeError):
         self.hint = hint
 
     asked: bool = True
-    """Whether the driver was asked. False where a call was refused here, as it could only fail or do harm."""
+    """True if the driver answered; False if the package refused the call, which could only fail or do harm."""
 
     def __str__(self) -> str:
         if not self.asked:
-            # What is needed is said of functions and attributes that are not there at all.
+            # The hint of a function or attribute that does not exist tells what is needed.
             return f"{self.call} {'' if self.hint.startswith('needs ') else 'was not called: '}{self.hint}"
         text = f"{self.call} answered {self.name} ({self.code})"
         return f"{text}: {self.hint}" if self.hint else text
@@ -136,14 +136,16 @@ class OutOfMemoryError(CudaError, MemoryError):
     Attributes
     ----------
     requested
-        What was asked for.
+        The size of the request.
     used, reserved
-        What the pool had handed out, and what it held of the device's memory. A pool that fails to grow keeps what
-        it got while trying, so ``reserved`` may be larger than before the call; trimming gives it back.
+        Bytes allocated from the pool, and bytes of the device that the pool holds. A pool that fails to grow keeps
+        the memory that it got before the failure, so ``reserved`` may grow in the call; a trim releases it.
     limit
         The pool's maximum size, None where it has none.
     free, total
         The memory of the device as ``cuMemGetInfo`` gives it.
+    pool
+        The name of the pool; empty if it has none.
     """
 
     def __init__(
@@ -159,6 +161,7 @@ class OutOfMemoryError(CudaError, MemoryError):
         limit: int | None = None,
         free: int | None = None,
         total: int | None = None,
+        pool: str = "",
     ) -> None:
         super().__init__(name, code, call, hint)
         self.requested = requested
@@ -167,22 +170,21 @@ class OutOfMemoryError(CudaError, MemoryError):
         self.limit = limit
         self.free = free
         self.total = total
+        self.pool = pool
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), self.args, self._figures())
+        return _rebuild, (type(self), self.args, {**self._figures(), "pool": self.pool})
 
     def _figures(self) -> dict[str, int | None]:
         return {name: getattr(self, name) for name in ("requested", "used", "reserved", "limit", "free", "total")}
 
     def __str__(self) -> str:
-        known = {name: value for name, value in self._figures().items() if value is not None}
-        if not known:
-            return super().__str__()
-        figures = ", ".join(f"{name} {value:,}" for name, value in known.items())
-        return f"{super().__str__()} [bytes: {figures}]"
+        figures = ", ".join(f"{name} {value:,}" for name, value in self._figures().items() if value is not None)
+        shown = [f"pool {self.pool!r}"] * bool(self.pool) + [f"bytes: {figures}"] * bool(figures)
+        return f"{super().__str__()} [{'; '.join(shown)}]" if shown else super().__str__()
 
 
-def _rebuild(kind: type[OutOfMemoryError], args: tuple[Any, ...], figures: dict[str, int | None]) -> OutOfMemoryError:
+def _rebuild(kind: type[OutOfMemoryError], args: tuple[Any, ...], figures: dict[str, Any]) -> OutOfMemoryError:
     error = kind(*args)
     vars(error).update(figures)
     return error
@@ -197,7 +199,7 @@ class ClosedError(RuntimeError):
 
 
 class EvictedError(RuntimeError):
-    """Memory was used, resized or evicted while its physical memory was given back: restore it first."""
+    """Memory was used, resized or evicted while it has no physical memory: restore it first."""
 
 
 class IncompleteTeamError(RuntimeError):
@@ -208,7 +210,7 @@ class IncompleteTeamError(RuntimeError):
 
 
 class InUseError(RuntimeError):
-    """Physical memory cannot be given back, as somebody else holds it: an importer, or another mapping."""
+    """Physical memory cannot be released, because an importer or another mapping holds it."""
 
 
 class StillImportedError(InUseError):
@@ -220,15 +222,15 @@ class StaleDescriptorError(ValueError):
 
 
 class PendingFreesWarning(RuntimeWarning):
-    """A trim gave back less than it could have: frees were still pending, as no synchronisation had observed them."""
+    """A trim released less than it could have: the host has not synchronised with some frees yet."""
 
 
 LOST = (DeviceLostError, InvalidContextError, NotInitializedError)
-"""The errors after which nothing is left to give back.
+"""Errors of a lost context, after which nothing is left to release.
 
-The call that answers one may have given back what it was to, and the driver crashes where that is done twice."""
+A release that answers one may have been made, and a second release crashes the driver."""
 
-# The kind of each answer; what is not named here is a plain CudaError.
+# Exception classes by answer; CudaError for all others.
 _KINDS: dict[str, type[CudaError]] = {
     "CUDA_ERROR_INVALID_VALUE": InvalidValueError,
     "CUDA_ERROR_OUT_OF_MEMORY": OutOfMemoryError,
@@ -267,8 +269,7 @@ _FABRIC_MANAGER = (
     "nvidia-fabricmanager`), and does `nvidia-smi -q` show its state as completed?"
 )
 
-# What an answer means where functions on this subject give it (the word after "cu" in their names), and its usual
-# cause there.
+# Exception classes and usual causes of an answer of certain functions, by the word after "cu" in their names.
 _KINDS_OF_CALLS: dict[tuple[str, str], type[CudaError]] = {("Stream", "CUDA_ERROR_ILLEGAL_STATE"): CaptureError}
 _HINTS_OF_CALLS = {
     ("Multicast", "CUDA_ERROR_NOT_SUPPORTED"): (
@@ -289,7 +290,7 @@ _HINTS_OF_CALLS = {
     ),
 }
 
-# What a refusal of ours stands for.
+# Answers that the driver would give to a call that the package refuses.
 _ANSWER_OF: dict[type[CudaError], tuple[str, int]] = {
     InvalidValueError: ("CUDA_ERROR_INVALID_VALUE", 1),
     PeerAccessError: ("CUDA_ERROR_PEER_ACCESS_UNSUPPORTED", 217),
@@ -298,7 +299,7 @@ _ANSWER_OF: dict[type[CudaError], tuple[str, int]] = {
     OutOfMemoryError: ("CUDA_ERROR_OUT_OF_MEMORY", 2),
 }
 
-# The usual cause of an answer, whatever the call; calls with a cause of their own pass a hint.
+# Usual causes by answer, for calls that pass no hint.
 _HINTS = {
     "CUDA_ERROR_NOT_INITIALIZED": "make a Device first; a forked child cannot use its parent's CUDA",
     "CUDA_ERROR_SYSTEM_NOT_READY": _FABRIC_MANAGER,
@@ -313,7 +314,7 @@ _HINTS = {
 }
 
 
-def error_from(result: Any, call: str, hint: str = "", **figures: int | None) -> CudaError:
+def error_from(result: Any, call: str, hint: str = "", **figures: Any) -> CudaError:
     """The exception for a ``CUresult`` that is not success.
 
     ``figures`` are passed on to :class:`OutOfMemoryError` and must be empty for any other answer.
@@ -328,7 +329,7 @@ def error_from(result: Any, call: str, hint: str = "", **figures: int | None) ->
 def refused(kind: type[E], call: str, why: str) -> E:
     """The exception for a driver call that was not made, because it could only fail or do harm.
 
-    It is of the class that the driver's answer would have, and says that nobody has asked the driver.
+    It has the class of the driver's answer, and ``asked`` is False.
     """
     name, code = _ANSWER_OF[kind]
     error = kind(name, code, call, why)
@@ -337,7 +338,7 @@ def refused(kind: type[E], call: str, why: str) -> E:
 
 
 def size_text(nbytes: int) -> str:
-    """A size for people: ``64 MiB`` where it is a whole number of a unit, else ``1,234,567 bytes``."""
+    """A size as text: ``64 MiB`` for a whole number of a unit, else ``1,234,567 bytes``."""
     for unit, scale in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if nbytes and nbytes % scale == 0:
             return f"{nbytes // scale:,} {unit}"
@@ -345,14 +346,14 @@ def size_text(nbytes: int) -> str:
 
 
 def attach(first: BaseException, later: BaseException) -> None:
-    """Keep an error that came while another was dealt with, as a note on the first (shown by Python 3.11 and newer)."""
+    """Add an error of an undo to the first error, as a note (Python 3.11 and newer show it)."""
     notes = [*getattr(first, "__notes__", ()), f"while undoing: {type(later).__name__}: {later}"]
     first.__notes__ = notes  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
 def undoing(undo: Callable[[], object]) -> Iterator[None]:
-    """A block after whose failure ``undo`` is called; the block's error goes on, one of ``undo`` is attached to it."""
+    """Block after whose failure ``undo`` is called. The block's error goes on; one of ``undo`` is attached."""
     try:
         yield
     except BaseException as first:
@@ -364,7 +365,7 @@ def undoing(undo: Callable[[], object]) -> Iterator[None]:
 
 
 def undo_all(undos: Iterable[Callable[[], object]]) -> None:
-    """Make all of these, whatever fails; the first ``CudaError`` is raised in the end, with the others attached."""
+    """Call all of these, whichever fail; then raise the first ``CudaError``, with the others attached."""
     first: CudaError | None = None
     for undo in undos:
         try:
@@ -378,10 +379,10 @@ def undo_all(undos: Iterable[Callable[[], object]]) -> None:
         if first is not None:
             raise first
     finally:
-        # A frame that knows its own error would keep all that its callers hold.
+        # The frame would make a cycle with its error, which keeps the objects of its callers.
         del first
 
 
 def unsupported(call: str, needed: str, found: str) -> NotSupportedError:
-    """The error for something that this driver or these bindings are too old for."""
+    """The error for a function or attribute that this driver or these bindings lack."""
     return refused(NotSupportedError, call, f"needs {needed}, found {found}")

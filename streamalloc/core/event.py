@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from streamalloc.core.deferred import OFTEN, deferred_queue, refused_to_end, work
@@ -14,7 +15,17 @@ if TYPE_CHECKING:
     from streamalloc.core.device import Device
     from streamalloc.core.graph import Capture
 
-__all__ = ["Event", "EventLike", "Spares", "context_event", "destroy_event", "foreign_event", "is_done", "opened_event"]
+__all__ = [
+    "Event",
+    "EventLike",
+    "Spares",
+    "context_event",
+    "context_events",
+    "destroy_event",
+    "foreign_event",
+    "is_done",
+    "opened_event",
+]
 
 _NOT_READY = cuda.CUresult.CUDA_ERROR_NOT_READY
 
@@ -169,7 +180,7 @@ class Event(Closes):
     def close(self) -> None:
         """Destroy the event (``cuEventDestroy``); streams that wait for it go on waiting. Idempotent."""
         if not self._kept_for_later():
-            self._session.give_back(self, "cuEventDestroy")
+            self._session.release(self, "cuEventDestroy")
 
     def _kept_for_later(self) -> bool:
         """Keep the driver's event for the next record of its stream; returns False if it has to be destroyed."""
@@ -245,3 +256,10 @@ def context_event(device: Device) -> Event:
     with device.current(), deferred_queue(session).no_capture("cuCtxRecordEvent"):
         session.call("cuCtxRecordEvent", session.context(device.ordinal), event._raw)
     return event
+
+
+def context_events(session: Session, ordinals: Iterable[int]) -> list[Event]:
+    """Events after all that the contexts of devices have queued so far, see :func:`context_event`."""
+    from streamalloc.core.device import Device
+
+    return [context_event(Device(ordinal, driver=session.driver)) for ordinal in ordinals]

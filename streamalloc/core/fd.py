@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from itertools import chain, starmap
 from typing import TYPE_CHECKING, Any
 
 from streamalloc.core.errors import ClosedError
@@ -20,8 +17,8 @@ __all__ = ["Fd"]
 class Fd(Closes):
     """Owns an open file descriptor: closed once, by :meth:`close`, a ``with`` block or when it is dropped.
 
-    It is made close-on-exec, so that child processes inherit nothing. ``os.dup(fd.fileno())`` makes a copy that
-    somebody else owns; :meth:`detach` gives the descriptor itself away.
+    The descriptor becomes close-on-exec, so child processes do not inherit it. ``os.dup(fd.fileno())`` makes a copy for
+    another owner; :meth:`detach` passes the descriptor itself to the caller.
 
     Raises
     ------
@@ -43,50 +40,17 @@ class Fd(Closes):
         self._number = number
 
     @classmethod
-    def owners(cls, count: int) -> tuple[Fd, ...]:
-        """So many owners that have no descriptor yet, for :meth:`give`."""
-        owners = tuple([cls.__new__(cls) for _ in range(count)])
-        cls.give(owners, [-1] * count)
-        return owners
-
-    @classmethod
-    def opened(cls, function: Callable[..., int], *args: Any) -> Fd:
-        """The new descriptor that a function of C gives, such as ``os.open``; no signal handler that raises loses it.
-
-        It is close-on-exec already. Where the function gives -1, the result is closed.
-        """
-        owners = cls.owners(1)
-        cls.give(owners, starmap(function, (args,)))
-        return owners[0]
-
-    @classmethod
-    def pipe(cls) -> tuple[Fd, ...]:
-        """Both ends of a new pipe: what is read, and what is written (``os.pipe2``)."""
-        ends = cls.owners(2)
-        cls.give(ends, chain.from_iterable(starmap(os.pipe2, ((os.O_CLOEXEC,),))))
-        return ends
-
-    @classmethod
     def made_by(cls, session: Session, name: str, *args: Any, hint: str = "") -> Fd:
-        """The new descriptor that driver function ``name`` gives, likewise; errors as for :meth:`Session.call`."""
-        owner = cls.owners(1)[0]
-        session.create(owner, "_number", name, *args, hint=hint)
-        os.set_inheritable(owner._number, False)
-        return owner
-
-    @staticmethod
-    def give(owners: Sequence[Fd], numbers: Iterable[int]) -> None:
-        """Give descriptors, which are close-on-exec, to new owners: all or none, whatever a signal handler raises."""
-        # One C function does it all: Python looks for signals before and after.
-        _consume(map(_set_number, owners, numbers))
+        """The new descriptor that driver function ``name`` gives; errors as for :meth:`Session.call`."""
+        return cls(int(session.call(name, *args, hint=hint)))
 
     def fileno(self) -> int:
-        """The descriptor, which stays ours.
+        """The descriptor, which this object still owns.
 
         Raises
         ------
         ClosedError
-            It was closed or given away.
+            It was closed or detached.
         """
         if self._number < 0:
             raise ClosedError("this file descriptor was closed")
@@ -94,11 +58,11 @@ class Fd(Closes):
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed or given away."""
+        """Whether it was closed or detached."""
         return self._number < 0
 
     def detach(self) -> int:
-        """The descriptor, which the caller closes from now on."""
+        """Pass the descriptor to the caller, who closes it."""
         number = self.fileno()
         self._number = -1
         return number
@@ -110,11 +74,8 @@ class Fd(Closes):
             os.close(number)
 
     def __del__(self) -> None:
-        try:
-            number = self._number
-        except AttributeError:  # what was to make it has raised
-            return
-        # Nothing is called before that a signal handler could interrupt, once this has begun.
+        # Unset in an object whose making has raised.
+        number = getattr(self, "_number", -1)
         if number >= 0:
             self._number = -1
             os.close(number)
@@ -122,7 +83,3 @@ class Fd(Closes):
     def __repr__(self) -> str:
         number = getattr(self, "_number", -1)
         return f"<Fd {'closed' if number < 0 else number}>"
-
-
-_set_number = Fd.__dict__["_number"].__set__
-_consume = deque[object](maxlen=0).extend

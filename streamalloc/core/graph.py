@@ -1,7 +1,7 @@
-"""Graphs made by stream capture, as far as memory goes: allocation and free nodes, launching, the memory graphs hold.
+"""Graphs by stream capture, as far as memory goes: allocation and free nodes, launches, memory that graphs hold.
 
-Building graphs node by node is cuda.core's business. While a stream is captured, what is queued on it becomes nodes
-of a graph; an allocation becomes a node whose memory the graph owns, with the same address at every launch.
+While a stream is captured, the work that is queued on it becomes nodes of a graph. An allocation becomes a node; the
+graph owns its memory, which has the same address at every launch. Building graphs node by node is left to cuda.core.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from streamalloc.core.deferred import HandleEnd, deferred_queue, work
-from streamalloc.core.errors import ClosedError, CudaError, error_from
-from streamalloc.core.resource import Closes, finaliser
+from streamalloc.core.errors import ClosedError, CudaError
+from streamalloc.core.resource import Closes
+from streamalloc.core.session import NOT_CALLED
 from streamalloc.core.stream import StreamLike, as_stream
 from streamalloc.driver.internal import cuda
 
@@ -29,10 +30,20 @@ _MODES = ("global", "thread_local", "relaxed")
 
 
 class Graph(Closes):
-    """A captured graph. It is launched as often as wanted; :meth:`close` gives it back.
+    """A captured graph. Launch it as often as needed; :meth:`close` releases it.
 
-    A graph that allocates memory can have one launchable form at a time (the driver's rule), so it is instantiated
-    once, on the first launch or by :meth:`instantiate`.
+    The driver allows one instance at a time of a graph that allocates memory, so a graph is instantiated once: by the
+    first launch or by :meth:`instantiate`.
+
+    Examples
+    --------
+    ::
+
+        with stream.capture() as graph:
+            buffer = pool.allocate(1 << 20, stream)
+            buffer.fill(0)
+            buffer.free()
+        graph.launch(stream)
     """
 
     __slots__ = ("__weakref__", "_executable", "_handle", "_session", "device", "kept")
@@ -40,7 +51,7 @@ class Graph(Closes):
     device: Device
     """The device of the stream that was captured."""
     kept: tuple[object, ...]
-    """What the graph's copies read and write, alive for as long as this object."""
+    """Objects whose memory the graph's copies use; they live as long as the graph."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -75,8 +86,8 @@ class Graph(Closes):
         Parameters
         ----------
         auto_free_on_launch
-            Free what an earlier launch allocated and nobody freed before each launch. Without it, such a launch is
-            refused.
+            Before each launch, free the memory of earlier launches that was not freed. Without it, the driver
+            refuses such a launch.
         """
         if self._executable._raw is None:
             flag = cuda.CUgraphInstantiate_flags.CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH
@@ -106,13 +117,12 @@ class Graph(Closes):
             )
 
     def close(self) -> None:
-        """Destroy the graph and its launchable form; launches that are queued still run. Idempotent."""
+        """Destroy the graph and its instance; queued launches still run. Idempotent."""
         try:
             self._executable.attempt()
         finally:
             self._handle.attempt()
 
-    @finaliser
     def __del__(self) -> None:
         executable: HandleEnd | None = getattr(self, "_executable", None)
         if executable is not None and (executable._raw or self._handle._raw) and self._session.usable:
@@ -137,13 +147,13 @@ class Capture:
         self.streams: list[Stream] = []
 
     def adopt(self, stream: Stream) -> None:
-        """Count a stream in: its allocations are the graph's until the capture ends."""
+        """Add a stream: its allocations belong to the graph until the capture ends."""
         stream._capture = self
         stream._forbid_direct()
         self.streams.append(stream)
 
     def release(self) -> None:
-        """Let the streams go back to running what is queued on them."""
+        """Remove all streams, which run their work again."""
         for stream in self.streams:
             stream._capture = None
             stream._allow_direct()
@@ -154,31 +164,33 @@ class Capture:
 def capturing(stream: Stream, mode: CaptureMode) -> Iterator[Graph]:
     """Capture ``stream`` in a ``with`` block; see :meth:`Stream.capture`.
 
-    If the block raises, the capture is ended, its graph is dropped, and the block's exception goes on.
+    If the block raises, the capture is ended, its graph is destroyed, and the exception goes on.
     """
     if mode not in _MODES:
         raise ValueError(f"mode={mode!r}: allowed are {', '.join(map(repr, _MODES))}")
     session = stream._session
     raw = stream._checked_raw()
     driver_mode = getattr(cuda.CUstreamCaptureMode, f"CU_STREAM_CAPTURE_MODE_{mode.upper()}")
-    begin = session._function("cuStreamBeginCapture")
     capture = Capture(stream)
     later = deferred_queue(session)
-    # A list, which C fills before Python looks for signals again: a capture that has begun is ended.
-    answers: list[Any] = []
+    begun = False
     try:
         later.begin_capture(capture)
-        # What ends later may be using the stream on another thread.
+        # A deferred item may be using the stream on another thread.
         with stream._in_use, stream._context():
-            answers += map(begin, (raw,), (driver_mode,))
-            if answers[0][0]:
+            # Before the call: a capture that has begun is ended also if a signal handler raises at its return.
+            begun = True
+            try:
                 hint = "is the stream being captured already, or a legacy one?"
-                raise error_from(answers[0][0], "cuStreamBeginCapture", hint)
+                session.call("cuStreamBeginCapture", raw, driver_mode, hint=hint)
+            except (CudaError, *NOT_CALLED):
+                begun = False
+                raise
             capture.adopt(stream)
         yield capture.graph
         _end(capture)
     except BaseException:
-        if answers and not answers[0][0]:
+        if begun:
             _abort(capture)
         raise
     finally:
@@ -188,7 +200,7 @@ def capturing(stream: Stream, mode: CaptureMode) -> Iterator[Graph]:
 
 
 def _abort(capture: Capture) -> None:
-    # The driver answers an error where the block broke the capture, which is not worth a note of its own.
+    # The driver answers an error if the block broke the capture; the block's own error says more.
     with contextlib.suppress(CudaError):
         _end(capture)
     capture.graph.close()
@@ -215,8 +227,7 @@ class GraphMemoryStatistics(NamedTuple):
 class GraphMemory:
     """The memory that the graphs of a device hold, apart from its pools.
 
-    Launching a graph that allocates makes the device reserve memory for it, which stays for later launches until
-    :meth:`trim`.
+    The launch of a graph that allocates reserves memory of the device, which stays reserved until :meth:`trim`.
     """
 
     __slots__ = ("_session", "device")
@@ -243,12 +254,12 @@ class GraphMemory:
 
     @property
     def reserved(self) -> int:
-        """Bytes held for graphs."""
+        """Bytes reserved for graphs."""
         return self._get("RESERVED_MEM_CURRENT")
 
     @property
     def reserved_high(self) -> int:
-        """The most bytes held since :meth:`reset_peaks`."""
+        """The most bytes reserved since :meth:`reset_peaks`."""
         return self._get("RESERVED_MEM_HIGH")
 
     def statistics(self) -> GraphMemoryStatistics:
@@ -256,13 +267,13 @@ class GraphMemory:
         return GraphMemoryStatistics(self.reserved, self.reserved_high, self.used, self.used_high)
 
     def reset_peaks(self) -> None:
-        """Set both high-water marks to what is used and held now (``cuDeviceSetGraphMemAttribute``)."""
+        """Set both high-water marks to the present figures (``cuDeviceSetGraphMemAttribute``)."""
         for name in ("USED_MEM_HIGH", "RESERVED_MEM_HIGH"):
             attribute = getattr(cuda.CUgraphMem_attribute, f"CU_GRAPH_MEM_ATTR_{name}")
             self._session.call("cuDeviceSetGraphMemAttribute", self.device.ordinal, attribute, cuda.cuuint64_t(0))
 
     def trim(self) -> int:
-        """Give back what no launched graph uses (``cuDeviceGraphMemTrim``); returns the bytes given back."""
+        """Release memory that no launched graph uses (``cuDeviceGraphMemTrim``); the number of bytes released."""
         before = self.reserved
         self._session.call("cuDeviceGraphMemTrim", self.device.ordinal)
         return max(before - self.reserved, 0)

@@ -1,6 +1,6 @@
-"""What notebooks show of objects: one card for each kind, sizes in MiB, and all text escaped.
+"""Cards of objects for notebooks: one form for each kind, sizes in MiB, and all text escaped.
 
-A class says what there is to say (:meth:`Shown._about`). The colours of places are those of :mod:`streamalloc.plots`.
+A class gives the rows of its card (:meth:`Shown._about`). Locations have the colours of :mod:`streamalloc.plots`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from streamalloc.core import resource
 from streamalloc.core.properties import MemLocation, MemLocationType
 
-__all__ = ["Drawn", "Html", "Row", "Shown", "color_of", "gauge", "mib", "place", "strip", "table"]
+__all__ = ["Drawn", "Html", "Row", "Shown", "code", "color_of", "escape", "gauge", "mib", "place", "strip", "table"]
 
 _DEVICES = ("#3f78b5", "#e0923d", "#8a6fb0", "#c45d7c", "#4a9aa5", "#a3863c", "#7d8794", "#b3563e")
 _HOST = "#5f9467"
@@ -21,29 +21,30 @@ _LEFT = " style='text-align:left'"
 
 
 class Html(str):
-    """Text that is HTML already."""
+    """Text that is HTML, and is not escaped."""
 
     __slots__ = ()
 
 
 Row: TypeAlias = tuple[str, object]
-"""What a line is about, and what it says: a number of bytes is an :func:`mib` text, all else its ``str``."""
+"""Title and value of a row; the value is shown by its ``str``, sizes by :func:`mib`."""
 
 
-def _escape(text: str) -> str:
-    # Loaded when something is shown: its table of entities is a tenth of what importing us takes.
-    from html import escape
+def escape(text: str) -> str:
+    """The text as HTML (:func:`html.escape`)."""
+    # Imported late: its table of entities takes a tenth of the time of importing the package.
+    import html
 
-    return escape(text)
+    return html.escape(text)
 
 
 def mib(nbytes: int) -> str:
-    """A size as everywhere in pictures."""
+    """A size in MiB, with one decimal."""
     return f"{nbytes / 2**20:,.1f} MiB"
 
 
 def place(location: MemLocation) -> str:
-    """Where memory is, as a label has it."""
+    """The location of memory, as a label."""
     if location.type is MemLocationType.DEVICE:
         return f"GPU {location.id}"
     if location.type is MemLocationType.HOST_NUMA:
@@ -52,14 +53,14 @@ def place(location: MemLocation) -> str:
 
 
 def color_of(location: MemLocation) -> str:
-    """A colour for each place."""
+    """The colour of a location."""
     if location.type is MemLocationType.DEVICE:
         return _DEVICES[location.id % len(_DEVICES)]
     return _HOST if location.on_host else _ELSEWHERE
 
 
 def _cell(value: object) -> str:
-    return value if isinstance(value, Html) else _escape(str(value))
+    return value if isinstance(value, Html) else escape(str(value))
 
 
 def table(head: Iterable[object], rows: Iterable[Iterable[object]]) -> Html:
@@ -69,19 +70,24 @@ def table(head: Iterable[object], rows: Iterable[Iterable[object]]) -> Html:
     return Html(f"<table>{f'<thead><tr>{titles}</tr></thead>' if titles else ''}<tbody>{body}</tbody></table>")
 
 
+def code(text: str) -> Html:
+    """Text in the font of programs."""
+    return Html(f"<code>{escape(text)}</code>")
+
+
 def gauge(value: int, total: int) -> Html:
-    """How much of something, as a bar and in words."""
+    """A share of a total, as a bar and in words."""
     bar = f"<progress max='{max(total, 1)}' value='{value}'></progress>"
     return Html(f"<span style='white-space:nowrap'>{bar} {mib(value)} of {mib(total)}</span>")
 
 
 def strip(nbytes: int, pieces: Iterable[tuple[int, int, MemLocation, str]]) -> Html:
-    """A range of addresses: pieces by offset, size, place and what is said of them; the rest are holes."""
+    """A range of addresses. A piece is offset, size, location and text; the rest are holes."""
     parts = []
     for offset, size, where, text in pieces:
         left, width = 100 * offset / nbytes, 100 * size / nbytes
         parts.append(
-            f"<div title='{_escape(text)}' style='position:absolute;left:{left:.3f}%;width:{width:.3f}%;"
+            f"<div title='{escape(text)}' style='position:absolute;left:{left:.3f}%;width:{width:.3f}%;"
             f"height:100%;background:{color_of(where)};box-sizing:border-box;border-right:1px solid white'></div>"
         )
     frame = "position:relative;height:18px;width:480px;max-width:100%;border:1px dashed #6e7781"
@@ -94,15 +100,15 @@ class Shown:
     __slots__ = ()
 
     def _about(self) -> Iterator[Row]:
-        """What there is to say; what is closed may raise instead."""
+        """The rows of the card; a closed object may raise instead."""
         return iter(())
 
     def _repr_html_(self) -> str:
         try:
             rows = list(self._about())
-        except Exception:  # closed, freed, evicted, or half made: what it says of itself is enough
-            return f"<code>{_escape(repr(self))}</code>"
-        return f"<b>{_escape(type(self).__name__)}</b>{table((), rows)}"
+        except Exception:  # closed, freed, evicted, or half made
+            return code(repr(self))
+        return f"<b>{escape(type(self).__name__)}</b>{table((), rows)}"
 
 
 class Drawn(Shown):

@@ -96,6 +96,7 @@ from streamalloc.core.errors import (
 from streamalloc.core.event import (
     Event,
     context_event,
+    context_events,
     opened_event,
 )
 from streamalloc.core.fd import (
@@ -109,7 +110,9 @@ from streamalloc.core.html import (
     Html,
     Row,
     Shown,
+    code,
     color_of,
+    escape,
     gauge,
     mib,
     place,
@@ -140,7 +143,6 @@ from streamalloc.core.resource import (
     Leaves,
     Unique,
     close_all,
-    finaliser,
     made_for_sharing,
 )
 from streamalloc.core.session import (
@@ -247,8 +249,10 @@ __all__ = [
     "check_usable",
     "checked_size",
     "close_all",
+    "code",
     "color_of",
     "context_event",
+    "context_events",
     "copy_bytes",
     "deferred_queue",
     "direct_handle",
@@ -256,8 +260,8 @@ __all__ = [
     "end_of",
     "end_with_stream",
     "error_from",
+    "escape",
     "events_of_all",
-    "finaliser",
     "forbid_lists",
     "free_shared",
     "gauge",

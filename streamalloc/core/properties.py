@@ -60,7 +60,7 @@ class _Named(enum.Enum):
 
 
 class MemLocationType(_Named, enum.IntEnum):
-    """Where memory is (``CUmemLocationType``)."""
+    """Kind of a location of memory (``CUmemLocationType``)."""
 
     NONE = 0
     DEVICE = 1
@@ -72,7 +72,7 @@ class MemLocationType(_Named, enum.IntEnum):
 
 
 class MemAllocationType(_Named, enum.IntEnum):
-    """What kind of allocation it is (``CUmemAllocationType``): pinned in place, or migrating (managed)."""
+    """Kind of an allocation (``CUmemAllocationType``): pinned in its location, or migrating (managed)."""
 
     INVALID = 0
     PINNED = 1
@@ -80,7 +80,7 @@ class MemAllocationType(_Named, enum.IntEnum):
 
 
 class MemHandleType(_Named, enum.IntFlag):
-    """Which operating-system handles memory can be exported as (``CUmemAllocationHandleType``); flags combine."""
+    """Kinds of operating-system handles for export (``CUmemAllocationHandleType``); flags combine."""
 
     NONE = 0
     POSIX_FILE_DESCRIPTOR = 1
@@ -90,7 +90,7 @@ class MemHandleType(_Named, enum.IntFlag):
 
 
 class MemAccess(_Named, enum.IntEnum):
-    """What a device or the host may do with memory (``CUmemAccess_flags``)."""
+    """Permission of a device or the host to use memory (``CUmemAccess_flags``)."""
 
     NONE = 0
     READ = 1
@@ -239,7 +239,7 @@ class MemLocation:
 
 @dataclass(frozen=True, slots=True)
 class MemAccessDesc:
-    """What one location may do with memory (``CUmemAccessDesc``)."""
+    """Permission of one location to use memory (``CUmemAccessDesc``)."""
 
     location: MemLocation
     flags: MemAccess
@@ -264,16 +264,16 @@ class MemAccessDesc:
 
 @dataclass(frozen=True, slots=True)
 class MemPoolProps:
-    """What a pool is made with (``CUmemPoolProps``), checked against the rules of ``cuMemPoolCreate``.
+    """Properties of a pool (``CUmemPoolProps``), checked against the rules of ``cuMemPoolCreate``.
 
     Attributes
     ----------
     alloc_type
         Pinned memory (the default), or managed memory.
     handle_types
-        How the pool's memory can be shared with other processes.
+        Kinds of handles for sharing the pool with other processes.
     location
-        Where the memory is; for managed memory, where it prefers to be.
+        The location of the memory; for managed memory, the preferred one.
     win32_security_attributes
         None; the field exists for Windows.
     max_size

@@ -1,4 +1,4 @@
-"""What all owners of driver resources have in common."""
+"""Base classes of owners of driver resources: uniqueness, ``with`` blocks, pickling for other processes."""
 
 from __future__ import annotations
 
@@ -6,38 +6,35 @@ import sys
 import types
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from streamalloc.core.errors import attach
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Closes", "Leaves", "Unique", "close_all", "finaliser", "made_for_sharing"]
-
-T = TypeVar("T")
-
+__all__ = ["Closes", "Leaves", "Unique", "close_all", "made_for_sharing"]
 
 reduce_for_processes: Callable[[object], tuple[Any, ...]] | None = None
-"""Pickles an object for another process that :mod:`multiprocessing` starts; set by the package."""
+"""Function that pickles an object for a process of :mod:`multiprocessing`; set by the package."""
 
 
 prepare_for_processes: Callable[[], object] | None = None
-"""Has the queues of :mod:`multiprocessing` share what is put into them at once; set by the package."""
+"""Function that makes queues of :mod:`multiprocessing` share objects at once; set by the package."""
 
 
 draw: Callable[..., Any] | None = None
-"""Draws an object; set by the package."""
+"""Function that draws an object; set by the package."""
 
 
 def made_for_sharing() -> None:
-    """Prepare for an object that other processes may be given."""
+    """Prepare for an object that may be shared with other processes."""
     if prepare_for_processes is not None:
         prepare_for_processes()
 
 
 class Unique:
-    """An object that alone releases what it holds, so there must not be two of it."""
+    """Sole owner of resources, which therefore cannot be copied."""
 
     __slots__ = ()
 
@@ -48,16 +45,16 @@ class Unique:
 
 
 def _called_by_multiprocessing(caller: types.FrameType) -> bool:
-    """Whether a frame is that of multiprocessing's pickler, which asks the object where its class is not registered."""
+    """Whether a frame is that of the pickler of multiprocessing."""
     module = sys.modules.get("multiprocessing.reduction")
     return module is not None and caller.f_code in (module.dump.__code__, module.ForkingPickler.dumps.__func__.__code__)
 
 
 class Leaves:
-    """What a ``with`` block leaves at its end, by :meth:`_leave`.
+    """Object whose ``with`` block ends by :meth:`_leave`.
 
-    Where the block has raised, its error goes on, and one of leaving is attached to it. So it is with every object of
-    the package that has a ``with`` block.
+    If the block has raised, its error goes on, and an error of :meth:`_leave` is attached to it. This holds for every
+    object of the package that has a ``with`` block.
     """
 
     __slots__ = ()
@@ -74,17 +71,17 @@ class Leaves:
             attach(error, later)
 
     def _leave(self, *, failed: bool) -> None:
-        """The end of the block; ``failed``: it has raised."""
+        """End the block; ``failed``: whether it has raised."""
         raise NotImplementedError
 
 
 class Closes(Unique, Leaves):
-    """An owner that releases what it holds when it is closed, as at the end of a ``with`` block."""
+    """Owner that releases its resources by ``close()``, as at the end of a ``with`` block."""
 
     __slots__ = ()
 
     def close(self) -> None:
-        """Release what is held; idempotent."""
+        """Release the resources; idempotent."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:
@@ -92,23 +89,6 @@ class Closes(Unique, Leaves):
 
     def _leave(self, *, failed: bool) -> None:
         self.close()
-
-
-def finaliser(drop: Callable[[T], None]) -> Callable[[T], None]:
-    """A ``__del__`` that does its work once more where what a signal handler raises has stopped it.
-
-    Python tells what comes out of a finaliser, and does not call it again. To call ``drop`` twice does no harm, however
-    far the first call has come. Hot finalisers do without this, in their own words.
-    """
-
-    def __del__(self: T) -> None:
-        try:
-            drop(self)
-        except BaseException:
-            drop(self)
-            raise
-
-    return __del__
 
 
 def close_all(owners: Iterable[Closes]) -> None:

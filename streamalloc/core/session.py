@@ -1,7 +1,7 @@
-"""What the facade holds of a driver: the one choke point for calls off the hot path.
+"""Session: the state of the package for one driver, and the way of all driver calls off the hot path.
 
-A :class:`Session` makes calls by name, turns answers into exceptions, keeps the devices' primary contexts, and is shut
-in a forked child.
+A :class:`Session` calls driver functions by name, raises an exception for an answer that is an error, retains the
+devices' primary contexts, and refuses all calls in a forked child.
 
 **Fast paths** have one shape. The plain case calls a driver function that was bound beforehand: one of those that
 :data:`DIRECT` names, which are attributes of the session, or those of an allocator. Everything else takes the slow
@@ -35,19 +35,18 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from itertools import starmap
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar
 
 from streamalloc.core.errors import LOST, CudaError, attach, error_from, unsupported
-from streamalloc.driver import ForkedProcessError
+from streamalloc.driver import DriverMisuseError, ForkedProcessError
 from streamalloc.driver.internal import BINDINGS_VERSION, as_asked, cuda, version_that_added
 
 if TYPE_CHECKING:
     from streamalloc.driver import Driver
     from streamalloc.driver.internal import Listener
 
-__all__ = ["DIRECT", "OwnsHandle", "PerDriver", "Session", "refuse_after_fork", "session_of", "sessions"]
+__all__ = ["DIRECT", "NOT_CALLED", "OwnsHandle", "PerDriver", "Session", "refuse_after_fork", "session_of", "sessions"]
 
 T = TypeVar("T")
 
@@ -78,13 +77,16 @@ DIRECT = (
 )
 """The driver functions that fast paths call; an allocator has its own two."""
 
+NOT_CALLED = (DriverMisuseError, ForkedProcessError)
+"""Exceptions that a driver function raises in place of the call."""
+
 
 class _ShutsAfterFork(Protocol):
     def _shut_after_fork(self) -> None: ...
 
 
 class OwnsHandle(Protocol):
-    """Something that a driver handle belongs to; None once it was given back."""
+    """Owner of a driver handle, which is None once it was released."""
 
     _raw: Any
 
@@ -108,7 +110,7 @@ class Session:
     driver: Driver
     """The driver itself, for code that binds its functions."""
     forked: bool
-    """True in a forked child: no call goes through any more."""
+    """True in a forked child, in which all calls are refused."""
     listener: Listener | None
     """Listener of a driver that checks stream order; it only records."""
     library_streams: dict[type, tuple[Callable[[Any], Any], dict[Any, Any], Callable[[Any], Any] | None]]
@@ -152,12 +154,12 @@ class Session:
 
     @staticmethod
     def of(driver: Driver) -> Session:
-        """The session to ``driver``, the same one for the same driver.
+        """The session of ``driver``, the same one each time.
 
         Raises
         ------
         TypeError
-            It is no driver.
+            ``driver`` is no driver.
         """
         if not callable(getattr(driver, "cuInit", None)):
             raise TypeError(f"driver must have the functions of cuda.bindings.driver, which {driver!r} does not")
@@ -170,7 +172,7 @@ class Session:
                     _kept.append(session)
             return session
 
-    # Kept in the class: when the last finalisers run, the names of modules may be gone, this one's too.
+    # In the class: the globals of this module may be gone when the last finalisers run.
     _exiting = staticmethod(sys.is_finalizing)
 
     @property
@@ -179,18 +181,18 @@ class Session:
         return not self.forked and not self._exiting()
 
     def call(self, name: str, *args: Any, hint: str | Callable[[], str] = "") -> Any:
-        """Call driver function ``name`` and return what follows its ``CUresult`` (None, a value, or a tuple).
+        """Call driver function ``name`` and return the rest of its answer: None, a value, or a tuple.
 
-        ``hint`` is the usual cause of a failure, or a function that finds it.
+        ``hint`` is the usual cause of a failure, or a function that finds that cause.
 
         Raises
         ------
         CudaError
-            The class that :mod:`streamalloc.core.errors` names for the answer.
+            The driver answered an error; the class is that of :mod:`streamalloc.core.errors` for the answer.
         NotSupportedError
             The bindings do not have the function.
         ForkedProcessError
-            This process is a fork of the one that opened the driver.
+            This process is a forked child of the one that opened the driver.
         """
         function = self._function(name)
         try:
@@ -202,46 +204,30 @@ class Session:
         return None if len(answer) == 1 else answer[1] if len(answer) == 2 else answer[1:]
 
     def create(self, owner: object, attribute: str, name: str, *args: Any, hint: str | Callable[[], str] = "") -> None:
-        """Call driver function ``name``, which makes something, and keep that in ``owner.attribute`` at once.
+        """Call driver function ``name``, which makes a handle, and keep the handle in ``owner.attribute``.
 
-        A signal handler that raises does not lose it. Errors as for :meth:`call`; the attribute is set only on success.
+        Errors as for :meth:`call`; the attribute is set only on success.
+        """
+        setattr(owner, attribute, self.call(name, *args, hint=hint))
+
+    def release(self, owner: OwnsHandle, name: str, *args: Any, hint: str = "") -> None:
+        """Call driver function ``name``, which ends the handle in ``owner._raw``, at most once.
+
+        The handle is forgotten right before the call, so that neither another thread nor a finaliser ends it again.
+        If the driver refuses, the handle is kept, unless its context is lost.
         """
         function = self._function(name)
-        answers: list[Any] = []
-        try:
-            # Called from C, which puts the answer into the list before Python looks for signals again.
-            answers.extend(starmap(function, (args,)))
-        except RuntimeError as error:
-            self._raise_too_old(name, error)
-        finally:
-            if answers and not answers[0][0]:
-                setattr(owner, attribute, answers[0][1])
-        if answers[0][0]:
-            raise error_from(answers[0][0], name, hint if isinstance(hint, str) else hint())
-
-    def give_back(self, owner: OwnsHandle, name: str, *args: Any, hint: str = "") -> None:
-        """Call driver function ``name``, which ends the handle in ``owner._raw``, and forget that; once.
-
-        Nothing that a signal handler could interrupt lies between the two. Where the driver refuses, the handle stays,
-        unless its context is lost.
-        """
-        function = self._function(name)
+        # Threads are not switched between these lines.
         raw = owner._raw
+        owner._raw = None
         if raw is None:
             return
-        answers: list[Any] = []
-        calls = starmap(function, ((raw, *args),))
-        owner._raw = None
-        try:
-            answers.extend(calls)
-        finally:
-            if answers and answers[0][0]:
+        result = function(raw, *args)[0]
+        if result:
+            if not isinstance(error_from(result, name), LOST):
                 owner._raw = raw
-        if answers[0][0]:
-            if isinstance(error_from(answers[0][0], name), LOST):
-                owner._raw = None
-            # No name for it here: a frame that knows its own error keeps all that its callers hold.
-            raise error_from(answers[0][0], name, hint)
+            # A local name for the error would make a cycle of error and frame, which keeps the caller's objects.
+            raise error_from(result, name, hint)
 
     def _function(self, name: str) -> Any:
         if self.forked:
@@ -252,7 +238,7 @@ class Session:
         return function
 
     def _raise_too_old(self, name: str, error: RuntimeError) -> NoReturn:
-        """Say so where libcuda is older than the bindings, which they say by an error of this kind; else raise it."""
+        """Raise NotSupportedError if the error means that libcuda lacks the function; else raise the error."""
         if "not found" not in str(error):
             raise error
         version = self.driver.cuDriverGetVersion()[1]
@@ -260,14 +246,14 @@ class Session:
         raise unsupported(name, "a newer driver, which has this function", found) from error
 
     def check_process(self) -> None:
-        """Raise :class:`ForkedProcessError` in a forked child, for what makes no call of the driver."""
+        """Raise :class:`ForkedProcessError` in a forked child."""
         if self.forked:
             raise ForkedProcessError(_FORKED)
 
     def context(self, ordinal: int) -> Any:
-        """The primary context of a device, retained once and never released.
+        """The primary context of a device (``cuDevicePrimaryCtxRetain``), retained once and never released.
 
-        It has to outlast every object of the device, whatever order the garbage collector takes them in.
+        The context must outlast every object of the device, in whatever order the garbage collector drops them.
         """
         context = self._contexts.get(ordinal)
         if context is None:
@@ -278,7 +264,7 @@ class Session:
         return context
 
     def current(self, ordinal: int) -> _Current:
-        """A ``with`` block in which a device's primary context is this thread's current one."""
+        """Block in which a device's primary context is the current one of this thread."""
         return _Current(self, self.context(ordinal))
 
     @property
@@ -292,20 +278,21 @@ class Session:
             return int(self.call("cuCtxGetDevice"))
 
     def relaxed(self) -> _Relaxed:
-        """A ``with`` block in which this thread's calls break no capture that is under way elsewhere.
+        """Block in which calls of this thread break no capture of other streams.
 
-        ``cuThreadExchangeStreamCaptureMode``; the streams that are captured must not be touched all the same.
+        It sets the capture mode of the thread (``cuThreadExchangeStreamCaptureMode``). A call that names a captured
+        stream still breaks the capture of that stream.
         """
         return _Relaxed(self)
 
     def shut_with_me(self, holder: _ShutsAfterFork) -> None:
-        """Have ``holder``, which bound driver functions itself, replace them in a forked child."""
+        """Register an object that has bound driver functions, to replace them in a forked child."""
         self._hot.add(holder)
 
     def holders(self) -> list[Any]:
-        """What has bound driver functions itself."""
+        """The objects that have bound driver functions."""
         while True:
-            # Another thread may make one meanwhile.
+            # RuntimeError: another thread has registered one meanwhile.
             with contextlib.suppress(RuntimeError):
                 return list(self._hot)
 
@@ -319,10 +306,10 @@ class Session:
 
 
 class PerDriver(Generic[T]):
-    """State that objects of one driver share: one object of a class for each driver, made when it is first asked for.
+    """State that the objects of one driver share: ``state(session)`` is one object for each driver, made on first use.
 
-    Asking, ``state(session)``, takes no lock, so that finalisers may ask. Where two threads ask at once, one of two new
-    objects is dropped: ``make`` must have no effect beyond the object.
+    The call takes no lock, so finalisers may make it. If two threads make it at once, one of two new objects is
+    dropped, so ``make`` must have no effect beyond the object.
     """
 
     def __init__(self, make: Callable[[Session], T]) -> None:
@@ -343,12 +330,12 @@ class _HasSession(Protocol):
 
 
 def session_of(thing: _HasSession) -> Session:
-    """The session of an object of ours: a device, a stream, an event, memory, a pool."""
+    """The session of a device, a stream, an event, a graph, memory or a pool."""
     return thing._session
 
 
 class _Current:
-    """Pushes a context on entry and pops it on exit (``cuCtxPushCurrent``, ``cuCtxPopCurrent``)."""
+    """Push a context on entry and pop it on exit (``cuCtxPushCurrent``, ``cuCtxPopCurrent``)."""
 
     __slots__ = ("_context", "_session")
 
@@ -357,13 +344,13 @@ class _Current:
         self._context = context
 
     def __enter__(self) -> None:
-        # Not by name, like other calls: default streams come here for each of theirs.
+        # Not by Session.call, for speed: each call for a default stream comes here.
         self._session.check_process()
         driver = self._session.driver
         try:
             result = driver.cuCtxPushCurrent(self._context)[0]
         except BaseException:
-            # Out of a signal handler, which ran when the call had returned: no block follows that would pop it.
+            # A signal handler has raised after the call, and no block follows that would pop the context.
             driver.cuCtxPopCurrent()
             raise
         if result:
@@ -372,11 +359,10 @@ class _Current:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # Nothing is called before that a signal handler could interrupt, once this has begun.
         result = (refuse_after_fork if self._session.forked else self._session.driver.cuCtxPopCurrent)()[0]
         if result:
             if error is None:
-                # No name for it here: a frame that knows its own error keeps what the block has made.
+                # Without a local name for the error, see Session.release.
                 raise error_from(result, "cuCtxPopCurrent")
             attach(error, error_from(result, "cuCtxPopCurrent"))
 
@@ -386,7 +372,7 @@ _GLOBAL = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
 
 
 class _Relaxed:
-    """Exchanges the thread's capture mode for the relaxed one, and back."""
+    """Set the thread's capture mode to relaxed on entry, and back on exit."""
 
     __slots__ = ("_mode", "_session")
 
@@ -401,14 +387,13 @@ class _Relaxed:
         except CudaError:
             raise
         except BaseException:
-            # Out of a signal handler, perhaps before the mode was kept; the global one is every thread's own.
+            # A signal handler has raised, perhaps before the mode was kept; every thread's own mode is global.
             session.call("cuThreadExchangeStreamCaptureMode", _GLOBAL)
             raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # As above.
         result = self._session.cuThreadExchangeStreamCaptureMode(self._mode)[0]
         if result:
             if error is None:
@@ -420,9 +405,9 @@ _FORKED = (
     "this object belongs to the process that was forked; CUDA cannot be used in a forked child: "
     "start it with multiprocessing's 'spawn' or 'forkserver' method"
 )
-# A session lives as long as an object that came through it; it holds its driver, so an id is never reused meanwhile.
+# By id of the driver. A session lives as long as an object of its driver, and keeps the driver, so no id is reused.
 _sessions: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
-# The real driver is a module, there for as long as the process; its session remembers that in a forked child.
+# Sessions of drivers that are modules, such as the real one. They live as long as the process.
 _kept: list[Session] = []
 _sessions_lock = threading.RLock()
 
@@ -434,7 +419,7 @@ def sessions() -> tuple[Session, ...]:
 
 
 def refuse_after_fork(*_args: Any, **_kwargs: Any) -> Any:
-    """Stands in for a driver function in a forked child."""
+    """Replacement for a driver function in a forked child."""
     raise ForkedProcessError(_FORKED)
 
 

@@ -29,7 +29,7 @@ from streamalloc.core.library_streams import (
     kept_stream,
     kept_streams,
 )
-from streamalloc.core.resource import Closes, finaliser
+from streamalloc.core.resource import Closes
 from streamalloc.core.session import PerDriver, Session, sessions
 from streamalloc.driver.internal import SETTLERS, cuda
 
@@ -604,7 +604,6 @@ class Stream(Closes):
         self._tell_lent(self._checked_raw(), used=True)
         return (0, self._number)
 
-    @finaliser
     def __del__(self) -> None:
         # A stream whose making was interrupted has a handle, and counts as closed.
         raw = getattr(self, "_raw", None)

@@ -48,7 +48,6 @@ from streamalloc.core.internal import (
     Stream,
     context_event,
     deferred_queue,
-    finaliser,
     raw_handle,
     session_of,
     work,
@@ -289,7 +288,6 @@ class _Held:
         self._thread = threading.get_ident() if buffer.stream.is_default else None
         self._sources = sources
 
-    @finaliser
     def __del__(self) -> None:
         sources = getattr(self, "_sources", None)
         if sources is None or not sources.session.usable:

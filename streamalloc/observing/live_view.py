@@ -26,7 +26,7 @@ from streamalloc.core.internal import (
 )
 from streamalloc.driver import ForkedProcessError
 from streamalloc.pool import MemoryPool, PoolStatistics
-from streamalloc.pool.internal import known_pools, reading
+from streamalloc.pool.internal import known_pools, raw_pool, reading
 
 __all__ = ["LiveView", "PoolFigures", "live"]
 
@@ -37,12 +37,12 @@ class PoolFigures(NamedTuple):
     """Statistics of one pool at one moment."""
 
     name: str
-    """Location of the memory, and the driver's handle."""
+    """Name of the pool, else the location of its memory; and the driver's handle."""
     now: PoolStatistics
 
 
 def _name(pool: MemoryPool) -> str:
-    return f"{place(pool.location)}, {pool.handle:#x}"
+    return f"{pool.name or place(pool.location)}, {int(raw_pool(pool)):#x}"
 
 
 def _figures(pool: MemoryPool) -> PoolFigures | None:

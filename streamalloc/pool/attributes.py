@@ -1,6 +1,6 @@
-"""A pool's attributes, live: reading asks the driver, assigning sets.
+"""Live attributes of a pool: reading asks the driver, assigning sets.
 
-Each attribute of :class:`PoolAttributes` says what the driver calls it, how it is read, and whether it can be set.
+Each attribute of :class:`PoolAttributes` has the driver's name, a reader for its value, and whether it can be set.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from streamalloc.core.internal import (
     MemLocationType,
     NotSupportedError,
     checked_size,
+    code,
+    gauge,
+    table,
     unsupported,
 )
 from streamalloc.driver.internal import BINDINGS_VERSION, cuda, enum_member, version_that_added
@@ -30,29 +33,24 @@ T = TypeVar("T")
 
 
 class PoolStatistics(NamedTuple):
-    """What a pool holds and has handed out, in bytes, at one moment."""
+    """Bytes that a pool has reserved and that are allocated from it, at one moment."""
 
     reserved: int
-    """Memory that the pool holds of its device or host (``RESERVED_MEM_CURRENT``)."""
+    """Bytes of the device or host that the pool holds (``RESERVED_MEM_CURRENT``)."""
     reserved_high: int
-    """The most it held since the last reset (``RESERVED_MEM_HIGH``)."""
+    """Most bytes reserved since the last reset (``RESERVED_MEM_HIGH``)."""
     used: int
-    """Memory that is allocated, in requested bytes (``USED_MEM_CURRENT``)."""
+    """Bytes allocated, as they were requested (``USED_MEM_CURRENT``)."""
     used_high: int
-    """The most that was allocated since the last reset (``USED_MEM_HIGH``)."""
+    """Most bytes allocated since the last reset (``USED_MEM_HIGH``)."""
 
     def _repr_html_(self) -> str:
-        top = max(self.reserved_high, 1)
-        rows = "".join(
-            f"<tr><td>{name}</td><td>{value / 2**20:,.1f} MiB</td>"
-            f"<td><progress max='{top}' value='{value}'></progress></td></tr>"
-            for name, value in zip(self._fields, self, strict=True)
-        )
-        return f"<table>{rows}</table>"
+        top = self.reserved_high
+        return table((), ((name, gauge(value, top)) for name, value in zip(self._fields, self, strict=True)))
 
 
 class Attribute(Generic[T]):
-    """One attribute of a pool: what the driver calls it, how its value reads, and the CUDA version that brought it."""
+    """One attribute of a pool: the driver's name, a reader for its value, and the CUDA version that added it."""
 
     def __init__(self, name: str, read: Callable[[int], T], doc: str, since: str = "11.2") -> None:
         self.driver_name: str = f"CU_MEMPOOL_ATTR_{name}"
@@ -129,7 +127,7 @@ class PoolAttributes:
     )
     release_threshold: Size = Size(
         "RELEASE_THRESHOLD",
-        "Bytes that the pool keeps when the host synchronises. It gives back what it holds beyond them. Default 0; the "
+        "Bytes that the pool keeps when the host synchronises; it releases unused memory beyond them. Default 0; the "
         "largest value, ``2**64 - 1``, keeps everything.",
     )
     reserved_mem_current: Attribute[int] = Attribute("RESERVED_MEM_CURRENT", int, "Bytes that the pool holds.")
@@ -143,19 +141,19 @@ class PoolAttributes:
         "USED_MEM_HIGH", int, "The most bytes allocated since :meth:`MemoryPool.reset_peaks`."
     )
     allocation_type: Attribute[MemAllocationType] = Attribute(
-        "ALLOCATION_TYPE", MemAllocationType, "Pinned or managed, as the driver has it.", since="13.1"
+        "ALLOCATION_TYPE", MemAllocationType, "Pinned or managed, by the driver's record.", since="13.1"
     )
     export_handle_types: Attribute[MemHandleType] = Attribute(
-        "EXPORT_HANDLE_TYPES", MemHandleType, "How the pool can be shared, as the driver has it.", since="13.1"
+        "EXPORT_HANDLE_TYPES", MemHandleType, "How the pool can be shared, by the driver's record.", since="13.1"
     )
     location_id: Attribute[int] = Attribute(
-        "LOCATION_ID", int, "The device ordinal or NUMA node, as the driver has it.", since="13.1"
+        "LOCATION_ID", int, "The device ordinal or NUMA node, by the driver's record.", since="13.1"
     )
     location_type: Attribute[MemLocationType] = Attribute(
-        "LOCATION_TYPE", MemLocationType, "Where the memory is, as the driver has it.", since="13.1"
+        "LOCATION_TYPE", MemLocationType, "Where the memory is, by the driver's record.", since="13.1"
     )
     max_pool_size: Attribute[int] = Attribute(
-        "MAX_POOL_SIZE", int, "The most bytes that the pool may hold, as the driver has it.", since="13.1"
+        "MAX_POOL_SIZE", int, "The most bytes that the pool may hold, by the driver's record.", since="13.1"
     )
     hw_decompress_enabled: Attribute[bool] = Attribute(
         "HW_DECOMPRESS_ENABLED", bool, "Whether the decompression engine can use the memory.", since="13.1"
@@ -208,11 +206,10 @@ class PoolAttributes:
         return f"<PoolAttributes {', '.join(f'{name}={value!r}' for name, value in self)}>"
 
     def _repr_html_(self) -> str:
-        rows = "".join(f"<tr><td><code>{name}</code></td><td>{value!r}</td></tr>" for name, value in self)
-        return f"<table>{rows}</table>"
+        return table((), ((code(name), repr(value)) for name, value in self))
 
 
 ATTRIBUTES: dict[str, Attribute[Any]] = {
     name: attribute for name, attribute in vars(PoolAttributes).items() if isinstance(attribute, Attribute)
 }
-"""All of them, by name."""
+"""The attributes by name."""

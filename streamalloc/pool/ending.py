@@ -1,11 +1,10 @@
-"""The end of a pool: when its driver handle can be destroyed.
+"""End of a pool: the condition under which its driver handle can be destroyed.
 
 The driver documents that a pool may be destroyed while allocations live or frees are pending. Driver 580.159 was seen
-to crash in later calls of a process that did so. A pool is therefore destroyed once nothing of it is in use and every
-free has run: the driver then releases all its memory at a trim, once the host has synchronised with the frees. With
-those on streams of ours it does so here; it waits for nothing. An event for all streams of a context is not recorded,
-as that breaks captures that other code has begun. A pool that is closed before waits in the queue of
-:mod:`streamalloc.core.deferred`.
+to crash in later calls of a process that did so. So a pool is destroyed once nothing of it is in use and every free has
+run: then a trim releases all its memory, provided that the host has synchronised with the frees. For frees on streams
+of ours the host does so here, without waiting. No event of a whole context is recorded, because that breaks captures
+that other code has begun. A pool that was closed earlier waits as an item of the deferred queue.
 """
 
 from __future__ import annotations
@@ -23,10 +22,12 @@ from streamalloc.core.internal import (
     MemLocationType,
     PerDriver,
     Session,
+    deferred_queue,
     events_of_all,
     unsupported,
 )
 from streamalloc.driver.internal import BINDINGS_VERSION, cuda, enum_member, version_that_added
+from streamalloc.pool.lost import free_lost, no_collection_is_left
 
 if TYPE_CHECKING:
     from streamalloc.core.internal import Allocator
@@ -37,7 +38,7 @@ _ATTRIBUTES = cuda.CUmemPool_attribute
 
 
 class OverPool(Protocol):
-    """What keeps memory of a pool, and gives it back before the pool ends."""
+    """Cache that holds memory of a pool, and releases it before the pool ends."""
 
     @property
     def pool(self) -> Allocator: ...
@@ -52,11 +53,11 @@ class Pools:
 
     def __init__(self, _: Session) -> None:
         self.alive: weakref.WeakValueDictionary[int, Allocator] = weakref.WeakValueDictionary()
-        """The pool objects, by driver handle."""
+        """Pool objects by driver handle."""
         self.current: weakref.WeakValueDictionary[int, Allocator] = weakref.WeakValueDictionary()
-        """What allocates from whichever pool is current, by device."""
+        """Allocators of the current pool, by device ordinal."""
         self.caches: weakref.WeakSet[OverPool] = weakref.WeakSet()
-        """The caches over any of the pools."""
+        """Caches over any of the pools."""
         self.closed: set[int] = set()
         """Driver handles of closed pools that the driver has not destroyed yet."""
 
@@ -65,11 +66,11 @@ pools_of: PerDriver[Pools] = PerDriver(Pools)
 
 
 class PoolEnd(Deferred):
-    """The end of a pool that was made here; it has the pool's handle from the beginning on."""
+    """The end of a pool that was made here; the item owns the handle of the pool from the start."""
 
-    __slots__ = ("_frees", "_place", "_raw", "_resigned", "_session", "readers")
+    __slots__ = ("_frees", "_in_vain", "_place", "_raw", "_resigned", "_session", "lent", "readers")
 
-    # The driver does not know the pool any more where its context has gone.
+    # The driver answers InvalidValueError for a pool whose context is gone.
     gone: ClassVar[tuple[type[CudaError], ...]] = (*Deferred.gone, InvalidValueError)
 
     def __init__(self, session: Session, location: MemLocation, allocation_type: MemAllocationType) -> None:
@@ -78,9 +79,13 @@ class PoolEnd(Deferred):
         self._raw: Any = None
         self._resigned = False
         self._frees: list[Event] | None = None
-        """Events on streams of ours after the last free, with which the host has not synchronised yet."""
+        """Events after the last frees, with which the host has not synchronised yet."""
+        self._in_vain = 0
+        """Bytes in use when a search for lost allocations has not found them all; 0 before."""
+        self.lent = False
+        """True once other code has the handle, or the pool was current: anybody may have an allocation of it."""
         self.readers = 0
-        """How many threads read figures of the pool by its handle, which is no handle any more once it is destroyed."""
+        """Number of threads that read statistics by the handle, which keeps the pool from being destroyed."""
 
     @property
     def session(self) -> Session:
@@ -93,13 +98,13 @@ class PoolEnd(Deferred):
         return self._raw
 
     def close(self) -> None:
-        """The pool was closed. If it was current, its location's default pool is again."""
+        """Mark the pool as closed. If it is current, make the default pool of its location current."""
         if self._raw is not None:
             pools_of(self._session).closed.add(int(self._raw))
         self._resign()
 
     def attempt(self) -> bool:
-        """Destroy the pool (``cuMemPoolDestroy``) if that is safe now; whether it is destroyed, or gone."""
+        """Destroy the pool (``cuMemPoolDestroy``) if that is safe now: whether it is destroyed."""
         raw = self._raw
         if raw is None:
             return True
@@ -108,10 +113,10 @@ class PoolEnd(Deferred):
         self._resign()
         if self.readers or not self._unused():
             return False
-        # Before the driver uses the handle again.
+        # Before the call: the driver may give the handle to a new pool at once.
         closed.discard(int(raw))
         try:
-            self._session.give_back(self, "cuMemPoolDestroy")
+            self._session.release(self, "cuMemPoolDestroy")
         except CudaError:
             closed.add(int(raw))
             raise
@@ -123,15 +128,15 @@ class PoolEnd(Deferred):
         self._raw = None
 
     def _resign(self) -> None:
-        """Make the default pool current where this one is.
+        """Make the default pool current if this one is.
 
-        The driver does that when it destroys the pool, which may be later; and for locations other than a device,
-        driver 580 was seen to leave neither of the two as the current one.
+        The driver does so when it destroys the pool, which may be later. For locations other than a device, driver 580
+        was seen to leave neither of the two current.
         """
         location, allocation_type = self._place
         if self._resigned or self._raw is None:
             return
-        # Bindings that cannot tell the current pool could not make this one current either.
+        # Bindings that cannot read the current pool could not make this one current either.
         known = _has_calls_of_its_own(location, allocation_type) or hasattr(self._session.driver, "cuMemGetMemPool")
         if known and int(existing_pool(self._session, "", location, allocation_type)) == int(self._raw):
             default = existing_pool(self._session, "Default", location, allocation_type)
@@ -139,7 +144,8 @@ class PoolEnd(Deferred):
         self._resigned = True
 
     def _unused(self) -> bool:
-        if self._number(_ATTRIBUTES.CU_MEMPOOL_ATTR_USED_MEM_CURRENT):
+        if used := self._number(_ATTRIBUTES.CU_MEMPOOL_ATTR_USED_MEM_CURRENT):
+            self._free_lost(used)
             return False
         if self._is_empty():
             self._frees = []
@@ -153,8 +159,19 @@ class PoolEnd(Deferred):
             event.close()
         return bool(passed) and self._is_empty()
 
+    def _free_lost(self, used: int) -> None:
+        """Free lost allocations. A buffer keeps its pool's object, and any other owner of an allocation is an item."""
+        if self.lent or used == self._in_vain or pools_of(self._session).alive.get(int(self._raw)) is not None:
+            return
+        if no_collection_is_left() and deferred_queue(self._session).has_only(PoolEnd):
+            freed = free_lost(self._session, self._raw, self._place[0], used)
+            if freed is None:
+                self._in_vain = used
+            else:
+                self._frees = [freed]
+
     def _is_empty(self) -> bool:
-        """Whether the pool has no memory once what the host has seen freed is released: no free can be pending then."""
+        """Whether a trim leaves the pool without memory: then no free is pending."""
         self._session.call("cuMemPoolTrimTo", self._raw, 0)
         return not self._number(_ATTRIBUTES.CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT)
 
@@ -181,7 +198,7 @@ def set_current_pool(session: Session, raw: Any, location: MemLocation, allocati
 
 
 def _has_calls_of_its_own(location: MemLocation, allocation_type: MemAllocationType) -> bool:
-    """Whether current and default pool are asked for by ``cuDevice*``, which all bindings have, not by ``cuMem*``."""
+    """Whether ``cuDevice*``, which all bindings have, and not ``cuMem*`` reads the current and the default pool."""
     return location.type is MemLocationType.DEVICE and allocation_type is MemAllocationType.PINNED
 
 

@@ -1,9 +1,10 @@
-"""What the areas above take of pools beside their public names."""
+"""Names that the areas above take of pools, beside the public ones."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 from streamalloc.core.internal import Device, Session
 from streamalloc.pool.attributes import ATTRIBUTES
@@ -11,27 +12,38 @@ from streamalloc.pool.ending import pools_of
 from streamalloc.pool.pointers import MemoryKind, pointer_attributes
 from streamalloc.pool.pool import MemoryPool
 
-__all__ = ["ATTRIBUTES", "MemoryKind", "known_pools", "pointer_attributes", "reachable_from", "reading"]
+__all__ = ["ATTRIBUTES", "MemoryKind", "known_pools", "pointer_attributes", "raw_pool", "reachable_from", "reading"]
 
 
 def known_pools(session: Session) -> list[MemoryPool]:
-    """The pools of a driver that this process has objects of."""
+    """The open pools of a driver that have an object in this process."""
     return [pool for pool in list(pools_of(session).alive.values()) if isinstance(pool, MemoryPool) and not pool.closed]
 
 
 @contextlib.contextmanager
 def reading(pool: MemoryPool) -> Iterator[None]:
-    """A block in which a pool that was found open is not destroyed, whichever thread closes it."""
+    """Block in which a pool that was found open is not destroyed, whichever thread closes it."""
     end = pool._end
     if end is None:
         yield
         return
-    # No thread comes between reading and writing it, as no function is called there.
+    # Threads are not switched between the read and the write, as neither calls a function.
     end.readers += 1
     try:
         yield
     finally:
         end.readers -= 1
+
+
+def raw_pool(pool: MemoryPool) -> Any:
+    """The driver's ``CUmemoryPool``, for calls that allocate nothing.
+
+    Raises
+    ------
+    ClosedError
+        The pool was closed.
+    """
+    return pool._checked_raw()
 
 
 def reachable_from(pool: MemoryPool, device: Device) -> bool:

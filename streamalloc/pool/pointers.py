@@ -1,4 +1,4 @@
-"""What the driver knows about an address: its kind, range, device, pool, and how it can be shared."""
+"""Attributes of an address by the driver: kind, range, device, pool, and ways to share it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["MemoryKind", "PointerAttributes", "pointer_attributes"]
 
 
 class MemoryKind(enum.Enum):
-    """Whose memory an address is in."""
+    """Kind of the memory at an address."""
 
     UNKNOWN = "unknown"
     """The driver does not know the address: ordinary host memory, freed memory, or none at all."""
@@ -49,9 +49,9 @@ class PointerAttributes:
     kind
         Device, host, managed, or unknown to the driver.
     device
-        The device whose memory it is, or by whose context host memory was pinned; None where the driver does not tell.
+        The device of the memory, or of the context that pinned host memory; None if the driver does not tell.
     base, nbytes
-        Where the allocation begins and its size in bytes; 0 where the driver does not tell.
+        Start and size of the allocation, in bytes; 0 if the driver does not tell.
     pool
         The pool it was allocated from, or None.
     device_address, host_address
@@ -83,10 +83,10 @@ class PointerAttributes:
 
 
 def pointer_attributes(address: int, *, driver: Driver | None = None) -> PointerAttributes:
-    """What the driver knows about an address (``cuPointerGetAttribute``).
+    """The attributes of an address (``cuPointerGetAttribute``).
 
-    An address that it does not know gives :attr:`MemoryKind.UNKNOWN`, not an error. After memory was freed the answer
-    is undefined in the driver's terms; drivers seen so far do not know the address any more.
+    An address that the driver does not know gives :attr:`MemoryKind.UNKNOWN`, not an error. For freed memory the
+    driver documents no answer; drivers seen so far do not know the address any more.
 
     Raises
     ------
@@ -137,7 +137,7 @@ _KINDS = {
 
 
 class _Asker:
-    """Asks the driver for attributes of one address; what it refuses to tell is None or 0."""
+    """Reader of the attributes of one address; an attribute that the driver refuses is None or 0."""
 
     def __init__(self, session: Session, address: int) -> None:
         self._session = session
@@ -168,11 +168,10 @@ def _pool_at(session: Session, ask: _Asker, kind: MemoryKind) -> MemoryPool | No
 
 
 def _location_of_pool(session: Session, raw: Any, kind: MemoryKind) -> MemLocation | None:
-    """Where a pool that we did not make has its memory; None where it cannot be told.
+    """The location of a pool that was not made here; None if it cannot be found.
 
-    A pool's location cannot be asked of the bindings yet, but a device's access to its own pool can never be revoked:
-    the one device that has access owns the memory. Where several have, a device's default or current pool still gives
-    itself away.
+    The bindings cannot read the location of a pool yet. But a device always has access to its own pool, so if only one
+    device has access, it owns the memory. If several have, the pool may be the default or current one of a device.
     """
     if kind is not MemoryKind.DEVICE:
         return MemLocation.host()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from streamalloc.core.internal import (
@@ -32,6 +33,7 @@ from streamalloc.core.internal import (
     checked_size,
     deferred_queue,
     error_from,
+    escape,
     location_of,
     made_for_sharing,
     place,
@@ -63,16 +65,25 @@ _USED = cuda.CUmemPool_attribute.CU_MEMPOOL_ATTR_USED_MEM_CURRENT
 _USED_HIGH = cuda.CUmemPool_attribute.CU_MEMPOOL_ATTR_USED_MEM_HIGH
 _POOL_HANDLE = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE
 
-# The step in which driver 580 grows pools; only used to tell memory that waits for a synchronisation from rounding.
+# Growth step of pools of driver 580, in bytes; a trim compares what stays reserved with it.
 _GROWTH = 32 << 20
 
 
 class MemoryPool(Allocator, Closes, Drawn):
-    """A pool of stream-ordered memory.
+    """A pool of stream-ordered memory (``cuMemPoolCreate``).
 
-    A pool that is made here is destroyed by :meth:`close` (or when it is dropped); allocations that are alive then
-    stay usable, and the driver keeps their memory until they are freed. Pools got from :meth:`default` and
-    :meth:`current` belong to the driver or to other code: closing such an object does nothing.
+    :meth:`close` destroys a pool that is made here, and so does dropping it. Allocations that are alive then stay
+    usable, and the driver keeps their memory until they are freed. Pools of :meth:`default` and :meth:`current` belong
+    to the driver or to other code: closing such an object does nothing.
+
+    Examples
+    --------
+    ::
+
+        with sa.MemoryPool(device, release_threshold=1 << 30, name="activations") as pool:
+            buffer = pool.allocate(1 << 20, stream)
+            buffer.fill(0)
+            buffer.free()
 
     Parameters
     ----------
@@ -81,13 +92,15 @@ class MemoryPool(Allocator, Closes, Drawn):
     max_size
         The most bytes it may reserve; 0 leaves it to the system. Only with a device or location.
     handle_types
-        How the pool can be shared with other processes; no graph allocates from it then. Only with a device or
-        location.
+        Kinds of handles for sharing the pool with other processes; no graph allocates from such a pool. Only with a
+        device or location.
     release_threshold
-        Bytes to keep when the host synchronises; None leaves the driver's default, 0.
+        Bytes that stay reserved when the host synchronises; None leaves the driver's default, 0.
+    name
+        A name for people, which ``repr``, reports, leaks and errors show.
     on_oom
-        What to do when memory runs out: ``"raise"``, or ``"sync-trim-retry"``: synchronise the stream's device, trim
-        the pool and try once more.
+        Policy for memory that runs out: ``"raise"``, or ``"sync-trim-retry"``, which synchronises the stream's device,
+        trims the pool and tries once more.
     driver
         The driver to use, where ``where`` does not name a device.
 
@@ -99,17 +112,19 @@ class MemoryPool(Allocator, Closes, Drawn):
         Device, driver or bindings cannot make such a pool; the message says what is needed.
     """
 
-    __slots__ = ("_closed", "_end", "allocation_type", "on_oom", "properties")
+    __slots__ = ("_closed", "_end", "allocation_type", "name", "on_oom", "properties")
 
     _end: PoolEnd | None
-    """What destroys the pool; None for a pool that was not made here."""
+    """End of the pool; None for a pool that was not made here."""
 
     allocation_type: MemAllocationType
-    """Whether the memory is pinned in place or managed."""
+    """Kind of the memory: pinned in its location, or managed."""
     properties: MemPoolProps | None
-    """What the pool was made with; None for a pool that was not made here."""
+    """Properties of the pool; None for a pool that was not made here."""
+    name: str
+    """Name for people; empty for a pool that has none."""
     on_oom: OutOfMemoryPolicy
-    """What :meth:`allocate` does when memory runs out."""
+    """Policy of :meth:`allocate` for memory that runs out."""
 
     def __init__(
         self,
@@ -118,12 +133,15 @@ class MemoryPool(Allocator, Closes, Drawn):
         handle_types: MemHandleType = MemHandleType.NONE,
         release_threshold: int | None = None,
         *,
+        name: str = "",
         on_oom: OutOfMemoryPolicy = "raise",
         driver: Driver | None = None,
     ) -> None:
         self._end = None
         if on_oom not in _POLICIES:
             raise ValueError(f"on_oom={on_oom!r}: allowed are {', '.join(map(repr, _POLICIES))}")
+        if not isinstance(name, str):
+            raise TypeError(f"name must be a str, not {type(name).__name__} ({name!r})")
         if release_threshold is not None:
             checked_size("release_threshold", release_threshold)
         if isinstance(where, MemPoolProps):
@@ -142,6 +160,7 @@ class MemoryPool(Allocator, Closes, Drawn):
         session.create(end, "_raw", "cuMemPoolCreate", struct, hint=_why_refused(properties))
         self._open(session, end.raw, properties.location, properties.alloc_type)
         self.properties = properties
+        self.name = name
         self.on_oom = on_oom
         if properties.handle_types:
             made_for_sharing()
@@ -152,6 +171,7 @@ class MemoryPool(Allocator, Closes, Drawn):
     def _open(self, session: Session, raw: Any, location: MemLocation, allocation_type: MemAllocationType) -> None:
         self.location = location
         self.allocation_type = allocation_type
+        self.name = ""
         self._bind(session, session.driver.cuMemAllocFromPoolAsync, raw)
         self.properties = None
         self._closed = False
@@ -166,7 +186,7 @@ class MemoryPool(Allocator, Closes, Drawn):
         *,
         driver: Driver | None = None,
     ) -> MemoryPool:
-        """The driver's own pool of a location (``cuDeviceGetDefaultMemPool``, ``cuMemGetDefaultMemPool``)."""
+        """The default pool of a location (``cuDeviceGetDefaultMemPool``, ``cuMemGetDefaultMemPool``)."""
         return cls._existing("Default", where, allocation_type, driver)
 
     @classmethod
@@ -177,7 +197,7 @@ class MemoryPool(Allocator, Closes, Drawn):
         *,
         driver: Driver | None = None,
     ) -> MemoryPool:
-        """The pool used when an allocation names no pool (``cuDeviceGetMemPool``, ``cuMemGetMemPool``)."""
+        """The pool of allocations that name none (``cuDeviceGetMemPool``, ``cuMemGetMemPool``)."""
         return cls._existing("", where, allocation_type, driver)
 
     @classmethod
@@ -193,7 +213,7 @@ class MemoryPool(Allocator, Closes, Drawn):
         if location.type is MemLocationType.NONE and allocation_type is not MemAllocationType.MANAGED:
             raise ValueError("location=NONE: only managed memory may have no preferred location")
         check_location(session, location)
-        # A dropped pool may be the current one still.
+        # A dropped pool may still be the current one.
         work(session)
         raw = existing_pool(session, which, location, allocation_type)
         return cls._of_handle(session, raw, location, allocation_type)
@@ -202,7 +222,7 @@ class MemoryPool(Allocator, Closes, Drawn):
     def _of_handle(
         cls, session: Session, raw: Any, location: MemLocation, allocation_type: MemAllocationType
     ) -> MemoryPool:
-        """The object for a driver handle: the one that is alive, else a new one that does not own the pool."""
+        """The object for a driver handle: the object that is alive, else a new one that does not own the pool."""
         known = cls._known(session, raw)
         if known is not None:
             return known
@@ -215,7 +235,7 @@ class MemoryPool(Allocator, Closes, Drawn):
 
     @staticmethod
     def _known(session: Session, raw: Any) -> MemoryPool | None:
-        """The object that is alive for a driver handle; not one whose pool is gone, as handles are used again."""
+        """The live object for a driver handle; not one of an earlier pool with the same handle."""
         pools = pools_of(session)
         known = pools.alive.get(int(raw))
         return known if isinstance(known, MemoryPool) and known.closed == (int(raw) in pools.closed) else None
@@ -223,7 +243,7 @@ class MemoryPool(Allocator, Closes, Drawn):
     @property
     def handle(self) -> int:
         """The driver's handle (``CUmemoryPool``) as a number."""
-        return int(self._checked_raw())
+        return int(self._lend())
 
     @property
     def closed(self) -> bool:
@@ -245,14 +265,21 @@ class MemoryPool(Allocator, Closes, Drawn):
             raise ClosedError(f"{self!r} was closed")
         return self._raw
 
+    def _lend(self) -> Any:
+        """The driver's handle, by which other code may allocate from now on."""
+        raw = self._checked_raw()
+        if self._end is not None:
+            self._end.lent = True
+        return raw
+
     def _call(self, name: str, *args: Any, hint: str = "") -> Any:
         """A driver call whose first argument is this pool."""
         return self._session.call(name, self._checked_raw(), *args, hint=hint)
 
     def statistics(self) -> PoolStatistics:
-        """Bytes reserved and used, now and at most since the last reset, read one right after the other.
+        """Bytes reserved and used, now and at most since the last reset (``cuMemPoolGetAttribute``).
 
-        Frees that waited for other processes, and can be made by now, are made first.
+        Deferred frees that can be made by now are made first.
         """
         session = self._session
         work(session)
@@ -269,23 +296,22 @@ class MemoryPool(Allocator, Closes, Drawn):
         return tuple.__new__(PoolStatistics, (int(reserved), int(reserved_high), int(used), int(used_high)))
 
     def reset_peaks(self) -> None:
-        """Set both high-water marks to what is reserved and used now."""
+        """Set both high-water marks to the present figures (``cuMemPoolSetAttribute``)."""
         for peak in (PoolAttributes.reserved_mem_high, PoolAttributes.used_mem_high):
             self.attributes._set(peak, cuda.cuuint64_t(0))
 
     def trim(self, keep: int = 0) -> int:
-        """Give unused memory back, down to no less than ``keep`` bytes (``cuMemPoolTrimTo``); says how many came back.
+        """Release unused memory, down to ``keep`` bytes (``cuMemPoolTrimTo``): the number of bytes released.
 
-        Memory is unused once the host has synchronised with its free. Where frees were still waiting for that, less
-        comes back, and a :class:`PendingFreesWarning` says so.
+        Memory is unused once the host has synchronised with its free. If frees are still pending, the pool releases
+        less, with a :class:`PendingFreesWarning`.
         """
         checked_size("keep", keep)
         work(self._session)
         before = self.attributes.reserved_mem_current
         self._call("cuMemPoolTrimTo", keep)
         after, _, used, _ = self.statistics()
-        # What live allocations occupy cannot be told exactly, as they may lie scattered; whole growth steps without
-        # any can.
+        # Live allocations may lie scattered, so only memory beyond whole growth steps shows that frees are pending.
         held = max(keep, used)
         if after > -(-held // _GROWTH) * _GROWTH:
             warnings.warn(
@@ -297,12 +323,12 @@ class MemoryPool(Allocator, Closes, Drawn):
         return max(int(before - after), 0)
 
     def set_access(self, who: Device | MemLocation | Iterable[Device | MemLocation], access: MemAccess) -> None:
-        """Let devices use the pool's memory, or take that back, for all its allocations, past and future.
+        """Grant or revoke access of devices to all allocations of the pool, past and future (``cuMemPoolSetAccess``).
 
         Parameters
         ----------
         who
-            One or several devices (or locations). Each device is first asked whether it can reach the pool's.
+            One or several devices (or locations). The peer access of each device is checked first.
         access
             READWRITE or NONE; drivers refuse READ for pools.
 
@@ -330,7 +356,7 @@ class MemoryPool(Allocator, Closes, Drawn):
         )
 
     def access(self, who: Device | MemLocation) -> MemAccess:
-        """What a device or the host may do with the pool's memory (``cuMemPoolGetAccess``)."""
+        """Permission of a device or the host to use the pool's memory (``cuMemPoolGetAccess``)."""
         self._checked_raw()
         location = self._location_of(who, check_peer=False)
         return MemAccess(int(self._call("cuMemPoolGetAccess", location.to_driver())))
@@ -350,7 +376,7 @@ class MemoryPool(Allocator, Closes, Drawn):
     def _reachable_from(self, device: Device) -> bool:
         if self.managed or self.location == device.location:
             return True
-        # A closed pool's handle still answers as long as buffers of it live.
+        # The handle of a closed pool is valid as long as buffers of it live.
         flags = self._session.call("cuMemPoolGetAccess", self._raw, device.location.to_driver())
         return MemAccess(int(flags)) is not MemAccess.NONE
 
@@ -368,8 +394,7 @@ class MemoryPool(Allocator, Closes, Drawn):
     def make_current(self) -> MadeCurrent:
         """Make this the pool of allocations that name none (``cuDeviceSetMemPool``, ``cuMemSetMemPool``).
 
-        Takes effect at once. Used as ``with pool.make_current():`` the pool that was current before is set again at
-        the end of the block.
+        It takes effect at once. The end of ``with pool.make_current():`` makes the earlier pool current again.
         """
         self._checked_raw()
         previous = MemoryPool._existing("", self.location, self.allocation_type, self._session.driver)
@@ -377,7 +402,7 @@ class MemoryPool(Allocator, Closes, Drawn):
         return MadeCurrent(self, previous)
 
     def _set_current(self) -> None:
-        set_current_pool(self._session, self._checked_raw(), self.location, self.allocation_type)
+        set_current_pool(self._session, self._lend(), self.location, self.allocation_type)
 
     def _make_room(self, stream: Stream) -> bool:
         if self.on_oom == "raise":
@@ -387,7 +412,7 @@ class MemoryPool(Allocator, Closes, Drawn):
         return True
 
     def _figures(self, device: Device, capturing: bool) -> dict[str, Any]:
-        figures: dict[str, Any] = {}
+        figures: dict[str, Any] = {"pool": self.name} if self.name else {}
         statistics = None if capturing else read_or_none(self.statistics)
         if statistics is not None:
             figures.update(used=statistics.used, reserved=statistics.reserved)
@@ -400,9 +425,12 @@ class MemoryPool(Allocator, Closes, Drawn):
     def close(self) -> None:
         """End the pool if it was made here (``cuMemPoolDestroy``); idempotent.
 
-        Allocations that are alive stay usable and can be freed; the driver destroys the pool once all of it was freed
-        and the frees have run, which is looked at whenever the host synchronises. If the pool was current, its
-        location's default pool is again.
+        Allocations that are alive stay usable and can be freed. The pool is destroyed once all its allocations are
+        freed and the frees have run, at a synchronisation of the host. If the pool is current, the default pool of
+        its location becomes current.
+
+        A pool that is also dropped ends although the addresses of allocations were lost to exceptions of signal
+        handlers, unless other code has its handle or it was current.
         """
         if self._closed or self._end is None:
             return
@@ -417,10 +445,8 @@ class MemoryPool(Allocator, Closes, Drawn):
 
     def _shut(self) -> None:
         self._closed = True
-        self._alloc = self._refuse
-
-    def _refuse(self, *_: object) -> Any:
-        raise ClosedError(f"{self!r} was closed")
+        # Not a method, by which the pool would keep itself.
+        self._alloc = partial(_refuse, repr(self))
 
     def _no_source(self) -> str:
         if self.properties is not None and self.properties.handle_types:
@@ -440,15 +466,17 @@ class MemoryPool(Allocator, Closes, Drawn):
             return f"<{type(self).__name__} that could not be made>"
         kind = "" if self.allocation_type is MemAllocationType.PINNED else f" {self.allocation_type.name.lower()}"
         state = "closed" if self._closed else f"{int(self._raw):#x}"
-        return f"<MemoryPool{kind} {self.location} {state}>"
+        name = f" {self.name!r}" if self.name else ""
+        return f"<MemoryPool{name}{kind} {self.location} {state}>"
 
     def _repr_html_(self) -> str:
-        title = f"<b>Memory pool</b> of {place(self.location)} (handle {int(self._raw):#x})"
+        name = f" {escape(repr(self.name))}" if self.name else ""
+        title = f"<b>Memory pool</b>{name} of {place(self.location)} (handle {int(self._raw):#x})"
         return f"{title}, closed" if self._closed else title + self.statistics()._repr_html_()
 
 
 class MadeCurrent(Leaves):
-    """What :meth:`MemoryPool.make_current` returns; a ``with`` block restores the pool that was current before."""
+    """Result of :meth:`MemoryPool.make_current`; the end of its ``with`` block makes the earlier pool current again."""
 
     __slots__ = ("_pool", "_previous")
 
@@ -462,13 +490,13 @@ class MadeCurrent(Leaves):
     def _leave(self, *, failed: bool) -> None:
         previous = self._previous
         if previous.closed:
-            # The driver would take the handle of a pool that is gone; what it falls back to itself is the default.
+            # The driver accepts the handle of a destroyed pool, and falls back to the default pool by itself.
             previous = MemoryPool.default(previous.location, previous.allocation_type, driver=previous._session.driver)
         previous._set_current()
 
 
 class CurrentPool(Allocator):
-    """The current pool of a device, whichever that is at each allocation (``cuMemAllocAsync``)."""
+    """Allocator of the pool that is current at each allocation (``cuMemAllocAsync``)."""
 
     __slots__ = ()
 
@@ -478,17 +506,12 @@ class CurrentPool(Allocator):
         session = session_for(device, None)
         function = session.driver.cuMemAllocAsync
 
-        def allocate(nbytes: int, _: None, stream: Any) -> Any:
-            # A loop, in which Python does not look for signals before it returns: none loses the memory.
-            for answer in map(function, (nbytes,), (stream,)):
-                return answer
-
         self.location: MemLocation = device.location
-        self._bind(session, allocate, None)
+        self._bind(session, lambda nbytes, _, stream: function(nbytes, stream), None)
 
     @staticmethod
     def of(device: Device) -> CurrentPool:
-        """The one for a device."""
+        """The allocator of a device."""
         current = pools_of(session_for(device, None)).current
         found = current.get(device.ordinal)
         if not isinstance(found, CurrentPool):
@@ -523,13 +546,17 @@ def allocate(nbytes: int, stream: StreamLike) -> Buffer:
     return CurrentPool.of(stream.device).allocate(nbytes, stream)
 
 
+def _refuse(pool: str, *_: object) -> Any:
+    raise ClosedError(f"{pool} was closed")
+
+
 def _memory_of(device: Device) -> dict[str, Any]:
     info = read_or_none(device.memory_info)
     return {} if info is None else dict(info._asdict())
 
 
 def _why_refused(properties: MemPoolProps) -> str:
-    """The usual cause where the driver refuses to make a pool."""
+    """The usual cause of the driver's refusal to make a pool."""
     if properties.handle_types & MemHandleType.FABRIC:
         return FABRIC_NEEDS
     if properties.location.type is MemLocationType.HOST_NUMA:

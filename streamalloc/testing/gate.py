@@ -5,7 +5,16 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from streamalloc.core.internal import ClosedError, Closes, Device, StreamLike, as_stream, stream_call, undoing
+from streamalloc.core.internal import (
+    ClosedError,
+    Closes,
+    Device,
+    StreamLike,
+    as_stream,
+    session_of,
+    stream_call,
+    undoing,
+)
 from streamalloc.driver.internal import cuda
 
 __all__ = ["Gate"]
@@ -34,7 +43,7 @@ class Gate(Closes):
     """
 
     def __init__(self, device: Device) -> None:
-        self._session = device._session
+        self._session = session_of(device)
         self.device = device
         self._flag: int | None = None
         with undoing(self._free), device.current():

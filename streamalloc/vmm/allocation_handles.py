@@ -15,14 +15,13 @@ from streamalloc.core.internal import (
     Closes,
     Deferred,
     DeferredQueue,
-    Device,
     DeviceLostError,
     Drawn,
     Event,
     InvalidContextError,
     PerDriver,
     Session,
-    context_event,
+    context_events,
     deferred_queue,
     undo_all,
     work,
@@ -82,7 +81,7 @@ class HandleNode(Node):
     def give_back(self, call: str, *args: Any) -> None:
         """Make the driver call that releases the handle, once."""
         try:
-            self.allocations.session.give_back(self, call, *args)
+            self.allocations.session.release(self, call, *args)
         finally:
             self.gone: bool = self._raw is None
 
@@ -170,18 +169,19 @@ class AllocationHandle(HandleNode):
 class QueuedWork(Node):
     """Work that was queued on devices when a resource was dropped. The resource is released after it."""
 
-    __slots__ = ("_devices", "_events")
+    __slots__ = ("_events", "_ordinals", "_session")
 
     def __init__(self, session: Session, devices: Iterable[int]) -> None:
         super().__init__(Kind.QUEUED_WORK)
-        self._devices = [Device(ordinal, driver=session.driver) for ordinal in sorted(devices)]
+        self._session = session
+        self._ordinals = sorted(devices)
         self._events: list[Event] | None = None
 
     def release(self) -> None:
         """Query whether the work has completed. The first attempt records the events."""
         try:
             if self._events is None:
-                self._events = [context_event(device) for device in self._devices]
+                self._events = context_events(self._session, self._ordinals)
             self.gone: bool = all(event.query() for event in self._events)
         except (DeviceLostError, InvalidContextError):
             self.gone = True  # no work is left

@@ -175,7 +175,7 @@ class MemorySpec:
 
     def out_of_memory(self, error: OutOfMemoryError, nbytes: int) -> OutOfMemoryError:
         """Add the requested, free and total bytes of the device to an error."""
-        figures: dict[str, int] = {"requested": nbytes}
+        figures: dict[str, Any] = {"requested": nbytes}
         hint = "physical memory is exhausted, not address space"
         if self.prop.location.type is MemLocationType.DEVICE:
             with contextlib.suppress(CudaError):

@@ -139,7 +139,7 @@ class MappedBytes(Node):
 
     def release_handle(self) -> None:
         """Call ``cuMemRelease`` if the mapping holds the handle. After an error the finaliser tries again."""
-        self.reservation.allocations.session.give_back(self, "cuMemRelease")
+        self.reservation.allocations.session.release(self, "cuMemRelease")
 
     def close(self) -> None:
         """Release the memory. After an error the finaliser of the owner tries again."""

@@ -21,7 +21,7 @@ from streamalloc.driver.bindings import cuda
 from streamalloc.interop.loans import Lent
 from streamalloc.testing import Gate
 from tests.interop.conftest import Get
-from tests.interrupting import Interrupted, Points, Signal, since_3_11
+from tests.interrupting import Interrupt, Interrupted
 from tests.support import MiB, holds, pending, read
 
 
@@ -69,7 +69,6 @@ class TestLent:
         del array
         assert used(pool, device) == 0
 
-    @since_3_11
     @pytest.mark.simulated_only("a signal handler that raises is the same on any driver")
     def test_interrupted_drop_frees_nothing_before_the_library_is_done(
         self, pool: sa.MemoryPool, stream: sa.Stream, device: sa.Device, gate: Gate
@@ -80,7 +79,7 @@ class TestLent:
         with device.create_stream() as theirs:
             for _ in range(2):
                 lent = lend()
-                points = Points()
+                points = Interrupt(finalisers=True)
                 with points:
                     del lent
             assert len(list(points)) > 10
@@ -89,7 +88,7 @@ class TestLent:
                 before = pool.statistics().used
                 gate.hold(theirs)
                 lent = lend()
-                block = Signal(nth)
+                block = Interrupt(nth, finalisers=True)
                 with contextlib.suppress(Interrupted), block:
                     del lent
                 deferred_queue(device._session).work()
@@ -262,7 +261,6 @@ class TestBorrowed:
             memory.fill(1)
         assert library.holds(array, 7)
 
-    @since_3_11
     @pytest.mark.simulated_only("a signal handler that raises is the same on any driver")
     @pytest.mark.parametrize("named", [True, False])
     def test_interrupted_drop_keeps_the_array_until_we_are_done(
@@ -275,7 +273,7 @@ class TestBorrowed:
         with device.create_stream() as theirs:
             for _ in range(2):
                 memory, _ = take()
-                points = Points()
+                points = Interrupt(finalisers=True)
                 with points:
                     del memory
             wrong = []
@@ -283,7 +281,7 @@ class TestBorrowed:
                 device.synchronize()
                 memory, array = take()
                 gate.hold(stream)
-                block = Signal(nth)
+                block = Interrupt(nth, finalisers=True)
                 with contextlib.suppress(Interrupted), block:
                     del memory
                 deferred_queue(device._session).work()

@@ -15,7 +15,8 @@ import streamalloc as sa
 from streamalloc import interop
 from tests.interop.libraries import LIBRARIES, MODULES
 from tests.interop.standins import STANDINS
-from tests.package.test_sweeps import ACTS, Faults, Interrupted, fails_in_turn, makers, members
+from tests.interrupting import Interrupted
+from tests.package.test_sweeps import ACTS, Faults, fails_in_turn, makers, members
 from tests.support import end_what_was_dropped
 
 CLASSES: list[type] = [interop.Borrowed, interop.Bridge, interop.Registration]

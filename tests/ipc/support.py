@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import os
-import random
-import signal
-import sys
 import time
-import types
 import warnings
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -26,55 +22,6 @@ PAGE = 2 * MiB
 def shared_pool(device: sa.Device, **options: Any) -> sa.MemoryPool:
     """A pool that can be shared and keeps what it reserves."""
     return sa.MemoryPool(device, handle_types=POSIX, release_threshold=KEEP, **options)
-
-
-class Interrupted(Exception):
-    """Out of a signal handler."""
-
-
-class interrupts:
-    """A block in which signals arrive after random times, whose handler raises :class:`Interrupted`, to its end."""
-
-    def __init__(self, longest: float = 0.001) -> None:
-        self._longest = longest
-        self._over = False
-        self._inside: types.FrameType | None = None
-
-    def __enter__(self) -> None:
-        self._inside = sys._getframe(1)
-        # A finaliser that was stopped: the hook of pytest, which takes long, would be stopped as well.
-        self._hook, sys.unraisablehook = sys.unraisablehook, self._unraisable
-        self._before = signal.signal(signal.SIGALRM, self._handle)
-        signal.setitimer(signal.ITIMER_REAL, self._longest)
-
-    def _unraisable(self, found: Any) -> None:
-        if found.exc_type is not Interrupted:
-            self._hook(found)
-
-    def _handle(self, _: int, frame: types.FrameType | None) -> None:
-        # Python 3.12 and 3.13 do not leave a block by its end where a loop in it jumps back.
-        caller, around = frame, sys.version_info >= (3, 12) and frame is self._inside
-        while caller is not None and caller is not self._inside:
-            # Not where the block begins and ends, nor in a handler that runs there: the next signal may come in it.
-            around = around or caller.f_code in _AROUND
-            caller = caller.f_back
-        if self._over or caller is None:
-            return  # it came late, and the block, or the function that it is in, has been left
-        soon = self._longest if around else random.uniform(self._longest / 20, self._longest)
-        signal.setitimer(signal.ITIMER_REAL, soon)
-        if not around:
-            raise Interrupted
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
-        self._over = True
-        self._inside = None
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, self._before)
-        sys.unraisablehook = self._hook
-        return kind is Interrupted
-
-
-_AROUND = tuple(vars(interrupts)[name].__code__ for name in ("__enter__", "__exit__", "_handle", "_unraisable"))
 
 
 class State(NamedTuple):

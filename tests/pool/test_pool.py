@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -529,3 +530,26 @@ class TestClosing:
         del pool
         sa.Device(0, driver=driver).synchronize()
         driver.assert_nothing_left()
+
+
+class TestNames:
+    def test_are_shown(self, device: sa.Device, stream: sa.Stream) -> None:
+        with sa.MemoryPool(device, name="<kv> cache") as pool:
+            assert pool.name == "<kv> cache" and "'<kv> cache'" in repr(pool)
+            assert "&lt;kv&gt; cache" in pool._repr_html_()
+            with sa.observe(pool) as observer, pool.allocate(512, stream):
+                assert "<kv> cache" in str(observer.live[0].source)
+        with pytest.raises(sa.ClosedError, match="<kv> cache"):
+            pool.allocate(512, stream)
+        assert sa.MemoryPool.default(device).name == ""
+
+    def test_in_what_runs_out(self, device: sa.Device, stream: sa.Stream) -> None:
+        with sa.MemoryPool(device, max_size=1 << 25, name="small") as pool:
+            with pytest.raises(sa.OutOfMemoryError, match="pool 'small'") as caught:
+                pool.allocate(1 << 30, stream)
+            again = pickle.loads(pickle.dumps(caught.value))
+            assert again.pool == caught.value.pool == "small" and str(again) == str(caught.value)
+
+    def test_are_text(self, device: sa.Device) -> None:
+        with pytest.raises(TypeError, match="name"):
+            sa.MemoryPool(device, name=3)  # type: ignore[arg-type]

@@ -50,7 +50,6 @@ from streamalloc.core.internal import (
     direct_handle,
     direct_view,
     error_from,
-    finaliser,
     raw_handle,
     refuse_capture,
     sees_all_work,
@@ -204,7 +203,6 @@ class Mark:
         """Whether an importer has ended it."""
         return self._word is not None and self._word.value != self._value
 
-    @finaliser
     def __del__(self) -> None:
         index = getattr(self, "_index", -1)
         # A forked child has a copy of this, and the word itself.
@@ -246,7 +244,7 @@ class ControlBlock:
             words = np.frombuffer(self._map, np.uint32, SLOTS * IMPORTERS, _PLACES[name][0])
             setattr(self, name, words.reshape(SLOTS, IMPORTERS))
         # Locks belong to the open file, and a descriptor that was received is the sender's open file.
-        self._own = Fd.opened(os.open, f"/proc/self/fd/{fd.fileno()}", os.O_RDWR | os.O_CLOEXEC)
+        self._own = Fd(os.open(f"/proc/self/fd/{fd.fileno()}", os.O_RDWR | os.O_CLOEXEC))
         self._raw: int | None = None
         """The address until the driver was told to let go of it."""
         self._address = 0
@@ -270,9 +268,8 @@ class ControlBlock:
         if self._raw is not None:
             # Not by a Device, whose making takes a lock: a finaliser may come here.
             with contextlib.suppress(CudaError), self.session.current(0):
-                self.session.give_back(self, "cuMemHostUnregister")
+                self.session.release(self, "cuMemHostUnregister")
 
-    @finaliser
     def __del__(self) -> None:
         # As when the driver is dropped: whoever lets go of a block by itself has closed it.
         while getattr(self, "_raw", None) is not None and self.session.usable:
@@ -284,7 +281,7 @@ class ControlBlock:
     @classmethod
     def create(cls, session: Session) -> ControlBlock:
         """A new control block, of which this process is the exporter."""
-        fd = Fd.opened(os.memfd_create, "streamalloc:control block", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd = Fd(os.memfd_create("streamalloc:control block", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
         os.ftruncate(fd.fileno(), _BYTES)
         # Whoever touches a page that is not there any more is killed.
         fcntl.fcntl(fd.fileno(), fcntl.F_ADD_SEALS, _SEALS)
@@ -499,7 +496,7 @@ class ControlBlock:
             return
         self._watched.add(byte)
         with undoing(lambda: self._watched.discard(byte)):
-            file = Fd.opened(os.open, f"/proc/self/fd/{self.fd.fileno()}", os.O_RDWR | os.O_CLOEXEC)
+            file = Fd(os.open(f"/proc/self/fd/{self.fd.fileno()}", os.O_RDWR | os.O_CLOEXEC))
             # It lasts as long as the other process, and must not keep the block, nor the driver behind it, so long.
             # Not threading.Thread, whose start() breaks the new thread where a signal handler raises. The file is the
             # thread's: an interrupt may come when that runs already.

@@ -14,9 +14,8 @@ from streamalloc.core.internal import (
     CaptureError,
     CudaError,
     Deferred,
-    Device,
     Session,
-    context_event,
+    context_events,
     deferred_queue,
     undoing,
     work,
@@ -107,7 +106,7 @@ class OnceIdle(Deferred):
 
     def _idle(self) -> bool:
         """Whether all work that devices have now is done at once."""
-        events = [context_event(Device(ordinal, driver=self._session.driver)) for ordinal in self._session.ordinals]
+        events = context_events(self._session, self._session.ordinals)
         for pause in _LOOKS:
             time.sleep(pause)
             if all(event.query() for event in events):

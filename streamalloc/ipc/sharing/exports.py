@@ -38,6 +38,7 @@ from streamalloc.ipc.sharing.descriptor import NOWHERE, Chunk, Descriptor, Flags
 from streamalloc.ipc.sharing.lease import Hold, Lease, Leases, leases_of
 from streamalloc.ipc.transport import handle_server
 from streamalloc.pool import MemoryPool
+from streamalloc.pool.internal import raw_pool
 from streamalloc.vmm import PhysicalMemory, VirtualBuffer
 
 __all__ = ["NO_FABRIC_POOLS", "POSIX", "Exports", "Route", "Shared", "exports_of", "serve"]
@@ -165,7 +166,7 @@ class Route:
     __slots__ = ("__weakref__", "_heads", "_marks", "device", "exports", "fd", "origin")
 
     def __init__(self, pool: MemoryPool, exports: Exports, device: bytes) -> None:
-        session, raw = session_of(pool), cuda.CUmemoryPool(pool.handle)
+        session, raw = session_of(pool), raw_pool(pool)
         name = "cuMemPoolExportToShareableHandle"
         self.exports: Exports = exports
         self.fd: Fd = Fd.made_by(session, name, raw, _POSIX_MEMBER, 0, hint=_NOT_EXPORTABLE)

@@ -36,7 +36,6 @@ from streamalloc.core.internal import (
     direct_handle,
     direct_view,
     error_from,
-    finaliser,
     ordered_after,
     raw_handle,
     refuse_capture,
@@ -181,7 +180,7 @@ class LegacyWay(_Way):
         """Close it, which is not in stream order: the host waits (``cuIpcCloseMemHandle``)."""
         stream.synchronize()
         with self.device.current():
-            self.session.give_back(held, "cuIpcCloseMemHandle")
+            self.session.release(held, "cuIpcCloseMemHandle")
 
 
 class Import:
@@ -569,7 +568,6 @@ class ImportedBuffer(Memory, Closes):
     def _session(self) -> Session:
         return self._way.session
 
-    @finaliser
     def __del__(self) -> None:
         try:
             if self._held is None:

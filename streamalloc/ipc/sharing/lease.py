@@ -29,7 +29,6 @@ from streamalloc.core.internal import (
     Stream,
     deferred_queue,
     direct_handle,
-    finaliser,
     free_shared,
     ordered_after,
     raw_handle,
@@ -419,14 +418,13 @@ class _DeferredFree(Deferred):
                     return False
                 raw = raw_handle(ordered)
                 with ordered.device.current(), tell_freed(self._session, int(self._raw), raw):
-                    self._session.give_back(self, "cuMemFreeAsync", raw)
+                    self._session.release(self, "cuMemFreeAsync", raw)
         self._lease = None
         return True
 
     def forget(self) -> None:
         self._raw = self._lease = None
 
-    @finaliser
     def __del__(self) -> None:
         # An interrupt came before it was handed in.
         if getattr(self, "_raw", None) is not None and self._session.usable:

@@ -215,7 +215,7 @@ def _lost_with(connection: Connection) -> Callable[[], bool]:
     number = connection.fileno()
     if stat.S_ISFIFO(os.fstat(number).st_mode):
         # This keeps no end of the pipe open: whoever reads it still sees its end.
-        pipe = Fd.opened(os.open, f"/proc/self/fd/{number}", os.O_PATH | os.O_CLOEXEC)
+        pipe = Fd(os.open(f"/proc/self/fd/{number}", os.O_PATH | os.O_CLOEXEC))
         return functools.partial(_has_no_readers, pipe)
     return functools.partial(_is_cut_off, weakref.ref(connection))
 
@@ -243,7 +243,7 @@ def _has_ended(reference: weakref.ref[Any]) -> bool:
 
 def _has_no_readers(pipe: Fd) -> bool:
     try:
-        end = Fd.opened(os.open, f"/proc/self/fd/{pipe.fileno()}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        end = Fd(os.open(f"/proc/self/fd/{pipe.fileno()}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC))
     except OSError as error:
         return error.errno == errno.ENXIO
     with end:

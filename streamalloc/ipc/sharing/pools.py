@@ -6,7 +6,7 @@ import contextlib
 import weakref
 from typing import Any
 
-from streamalloc.core.internal import Deferred, Device, Event, Fd, MemAccess, MemAccessDesc, Session, context_event
+from streamalloc.core.internal import Deferred, Device, Event, Fd, MemAccess, MemAccessDesc, Session, context_events
 from streamalloc.driver.internal import cuda
 from streamalloc.ipc.sharing.control_block import ControlBlock
 
@@ -62,13 +62,13 @@ class PoolHandle(Deferred):
     def attempt(self) -> bool:
         session = self.all.session
         if self._events is None:
-            self._events = [context_event(Device(ordinal, driver=session.driver)) for ordinal in session.ordinals]
+            self._events = context_events(session, session.ordinals)
         if not all(event.query() for event in self._events):
             return False
         with self.all.lock:
             # Where it was imported anew meanwhile, the driver has the same handle.
             if self._raw is not None and int(self._raw) not in self.all.known:
-                session.give_back(self, "cuMemPoolDestroy")
+                session.release(self, "cuMemPoolDestroy")
         return True
 
 

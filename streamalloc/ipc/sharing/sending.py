@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import weakref
 from typing import Any
 
@@ -122,7 +123,7 @@ def send(
     else:
         # The message has one end of a pipe, which the kernel closes with it; whoever opens the descriptor closes it
         # when that is done. So the hold ends without anybody's help.
-        ours, theirs = Fd.pipe()
+        ours, theirs = map(Fd, os.pipe())
         with theirs:
             lease.hold(Hold(functools.partial(hung_up, ours)))
             channel.send(wire.with_hold(shared._data, 0), (*handles, theirs), timeout=timeout)

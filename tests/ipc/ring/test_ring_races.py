@@ -16,7 +16,8 @@ from streamalloc import ipc
 from streamalloc.core.deferred import deferred_queue
 from streamalloc.ipc import Ring, RingConsumer, RingProducer
 from streamalloc.testing import Gate
-from tests.ipc.support import Interrupted, interrupts, shared_pool
+from tests.interrupting import Interrupted, interrupts
+from tests.ipc.support import shared_pool
 from tests.processes import SECONDS, Partner, There, eventually
 from tests.support import executed, pending
 

@@ -24,8 +24,9 @@ from streamalloc.ipc.sharing.control_block import IMPORTERS, ControlBlock
 from streamalloc.ipc.sharing.importer import importer_of
 from streamalloc.ipc.sharing.lease import Lease, leases_of
 from streamalloc.testing import Gate
+from tests.interrupting import Interrupted, interrupts
 from tests.ipc.sharing.test_descriptor import again
-from tests.ipc.support import Interrupted, hold, interrupts, shared_pool
+from tests.ipc.support import hold, shared_pool
 from tests.processes import Partner, There, eventually
 from tests.support import MiB, executed
 

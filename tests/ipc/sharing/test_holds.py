@@ -18,7 +18,7 @@ import pytest
 
 import streamalloc as sa
 from streamalloc import ipc
-from tests.ipc.support import interrupts
+from tests.interrupting import interrupts
 from tests.processes import SECONDS, Partner, There, eventually
 from tests.support import MiB
 

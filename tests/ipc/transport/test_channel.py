@@ -37,9 +37,7 @@ from streamalloc.ipc.transport.packets import (
     PeerGoneError,
     ProtocolError,
 )
-from tests.interrupting import Interrupted, Points, Signal, since_3_11
-from tests.ipc.support import Interrupted as RealInterrupted
-from tests.ipc.support import interrupts
+from tests.interrupting import Interrupt, Interrupted, interrupts
 from tests.processes import python, started
 from tests.support import open_descriptors
 
@@ -227,7 +225,6 @@ class TestMessagesOfSeveralPackets:
 # A handler may raise in the middle of a finaliser, or of pytest's own hooks.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 class TestInterrupts:
-    @since_3_11
     @pytest.mark.parametrize(("nbytes", "count"), [(3, 0), (3, 2), (PACKET_DATA + 1, 0), (3, PACKET_HANDLES + 1)])
     def test_leave_a_receiver_usable_or_closed(self, nbytes: int, count: int) -> None:
         """At most the message that was being received is lost; a message without its first packet is none."""
@@ -238,7 +235,7 @@ class TestInterrupts:
             ours.send(bytes(nbytes), given)
             return ours, theirs
 
-        points = Points()
+        points = Interrupt()
         ours, theirs = send()
         with ours, theirs, points:
             theirs.receive(timeout=1)
@@ -249,7 +246,7 @@ class TestInterrupts:
             before = open_descriptors()
             ours, theirs = send()
             with ours, theirs:
-                with contextlib.suppress(Interrupted), Signal(nth):
+                with contextlib.suppress(Interrupted), Interrupt(nth):
                     theirs.receive(timeout=1)
                 ours.send(b"next")
                 try:
@@ -269,7 +266,7 @@ class TestInterrupts:
         assert ("closed" in ends) == (nbytes > PACKET_DATA or count > PACKET_HANDLES)
 
     def test_of_a_receiver_that_waits_lose_nothing(self, ends: tuple[Channel, Channel]) -> None:
-        with contextlib.suppress(RealInterrupted), interrupts(0.05):
+        with contextlib.suppress(Interrupted), interrupts(0.05):
             ends[1].receive(timeout=20)
         ends[0].send(b"still here", (0,))
         data, handles = ends[1].receive(timeout=1)
@@ -293,7 +290,7 @@ class TestInterrupts:
                     while time.monotonic() < end:
                         ends[0].send(bytes(sizes[sent % 2]), timeout=10)
                         sent += 1
-                except RealInterrupted:
+                except Interrupted:
                     pass
         ends[0].send(b"", timeout=10)
         receiver.join()

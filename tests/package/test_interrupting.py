@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 
-from tests.interrupting import since_3_11
-from tests.ipc.support import interrupts
+from tests.interrupting import interrupts, since_3_11
 
 
 @since_3_11

@@ -1,0 +1,169 @@
+"""A dropped pool ends although the addresses of its last allocations were lost, and frees nothing that somebody has."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import streamalloc as sa
+import streamalloc.driver as sd
+from streamalloc.core.internal import Deferred, deferred_queue, session_of
+from streamalloc.driver.bindings import cuda
+from tests.interrupting import Interrupted
+from tests.support import MiB, names, read
+
+ALLOCATE, DESTROY = "cuMemAllocFromPoolAsync", "cuMemPoolDestroy"
+
+
+class Losing:
+    """A driver around a driver that raises, where told to, when an allocation has been made."""
+
+    def __init__(self, driver: Any) -> None:
+        self._driver = driver
+        self.loses = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._driver, name)
+
+    def cuMemAllocFromPoolAsync(self, *args: Any) -> Any:
+        answer = self._driver.cuMemAllocFromPoolAsync(*args)
+        if self.loses:
+            raise Interrupted
+        return answer
+
+
+class World:
+    """A device whose driver is traced and checked, and a pool of it."""
+
+    def __init__(self, machine: Any) -> None:
+        self.traced = sd.traced(machine)
+        self.checked = sd.checked(self.traced)
+        self.driver: Any = Losing(self.checked)
+        self.device = sa.Device(0, driver=self.driver)
+        self.stream = self.device.create_stream()
+        self.pool: Any = sa.MemoryPool(self.device)
+
+    def lose(self, nbytes: int) -> None:
+        self.driver.loses = True
+        with contextlib.suppress(Interrupted):
+            self.pool.allocate(nbytes, self.stream)
+        self.driver.loses = False
+
+    def drop_pool(self) -> None:
+        self.pool = None
+        gc.collect()
+
+    def destroyed(self) -> bool:
+        """Whether the pool is destroyed, after the points of work that a program has."""
+        for _ in range(3):
+            self.device.synchronize()
+        return names(self.traced, DESTROY) == [DESTROY]
+
+
+@pytest.fixture
+def world(machine: Any) -> Iterator[World]:
+    world = World(machine)
+    yield world
+    assert [str(hazard) for hazard in world.checked.hazards] == []
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_one(world: World, closed: bool) -> None:
+    world.lose(100)
+    if closed:
+        world.pool.close()
+    assert not world.destroyed()
+    world.drop_pool()
+    assert world.destroyed()
+
+
+def test_several_in_several_chunks(world: World) -> None:
+    kept = [world.pool.allocate(size, world.stream) for size in (512, 3 * MiB, 100)]
+    for size in (100, 3 * MiB, 40 * MiB, 5, 20 * MiB + 1):
+        world.lose(size)
+        kept.append(world.pool.allocate(700, world.stream))
+    for buffer in kept:
+        buffer.free()
+    del buffer, kept
+    world.drop_pool()
+    assert world.destroyed()
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_not_while_a_buffer_lives(world: World, closed: bool) -> None:
+    world.lose(100)
+    buffer = world.pool.allocate(100, world.stream)
+    buffer.fill(7)
+    world.lose(100)
+    if closed:
+        world.pool.close()
+    world.drop_pool()
+    assert not world.destroyed() and (read(buffer) == 7).all()
+    buffer.free()
+    del buffer
+    assert world.destroyed()
+
+
+class Waiting(Deferred):
+    """An item that ends when told to; it may have memory of any pool."""
+
+    ready = False
+
+    def attempt(self) -> bool:
+        return self.ready
+
+
+def test_not_while_anything_else_waits_in_the_queue(world: World) -> None:
+    world.lose(100)
+    item = Waiting()
+    deferred_queue(session_of(world.device)).submit(item)
+    world.drop_pool()
+    assert not world.destroyed()
+    item.ready = True
+    assert world.destroyed()
+
+
+def test_not_what_other_code_allocates(world: World) -> None:
+    """Other code that has the pool's handle may allocate at any time."""
+    handle, raw = cuda.CUmemoryPool(world.pool.handle), cuda.CUstream(world.stream.handle)
+    result, address = world.checked.cuMemAllocFromPoolAsync(100, handle, raw)
+    world.drop_pool()
+    assert not result and not world.destroyed()
+    assert not world.checked.cuMemFreeAsync(address, raw)[0]
+    assert world.destroyed()
+
+
+def test_not_what_was_allocated_while_the_pool_was_current(world: World) -> None:
+    with world.pool.make_current():
+        buffer = sa.allocate(100, world.stream)
+    world.drop_pool()
+    buffer.fill(3)
+    assert not world.destroyed() and (read(buffer) == 3).all()
+    buffer.free()
+    assert world.destroyed()
+
+
+class Working:
+    """An object of a garbage cycle whose finaliser comes to a point of work."""
+
+    def __init__(self, world: World, *others: object) -> None:
+        self.queue = deferred_queue(session_of(world.device))
+        self.others = others
+
+    def __del__(self) -> None:
+        self.queue.work()
+
+
+def test_not_in_the_collection_that_drops_the_pool(world: World) -> None:
+    """Finalisers of buffers in the same cycle come after points of work in it."""
+    gc.collect()
+    first = Working(world)
+    buffers = [world.pool.allocate(100, world.stream) for _ in range(3)]
+    first.others = (buffers, Working(world, buffers), first)
+    del first, buffers
+    world.drop_pool()
+    assert world.destroyed()
