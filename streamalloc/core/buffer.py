@@ -589,10 +589,11 @@ def allocate_safely(allocator: Allocator, nbytes: int, stream: Stream) -> Buffer
 # -- what sharing needs of buffers ---------------------------------------------------------------------------
 
 
-def plain_parts(buffer: Buffer) -> tuple[Allocator, Any, int, Stream] | None:
-    """Allocator, ``CUdeviceptr``, size and stream of plain memory that was neither shared nor freed; None of other."""
-    ptr = buffer._ptr
-    return None if ptr is None else (buffer._allocator, ptr, buffer._nbytes, buffer._stream)
+def plain_parts(buffer: Buffer) -> tuple[Allocator, Any, int, Stream, Any, bool] | None:
+    """Allocator, ``CUdeviceptr``, size and stream of memory that was neither shared nor freed, and the stream's
+    :func:`direct_view`; None for other memory."""
+    ptr, stream = buffer._ptr, buffer._stream
+    return None if ptr is None else (buffer._allocator, ptr, buffer._nbytes, stream, stream._handle, stream._sees_all)
 
 
 def pool_of(buffer: Buffer) -> object:

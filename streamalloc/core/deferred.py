@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import functools
 import math
 import threading
 import weakref
@@ -110,6 +111,7 @@ class DeferredQueue:
         "_waiting",
         "_working",
         "captures",
+        "has_work",
         "submitted",
     )
 
@@ -135,6 +137,10 @@ class DeferredQueue:
         """In the order in which they were worked on last."""
         self._working: dict[int, Deferred] = {}
         """What is worked on now, by thread."""
+        self.has_work: Callable[[], bool] = functools.partial(
+            any, (self.submitted, self._orphaned, self._new, self._waiting)
+        )
+        """Whether :meth:`work` has items to try; a call without a Python frame, for fast paths."""
 
     def __len__(self) -> int:
         """How many items have not ended."""
@@ -222,7 +228,7 @@ class DeferredQueue:
         way, and where this thread is at work already.
         """
         # Mostly there is nothing, at points that come often.
-        if not (self.submitted or self._orphaned or self._new or self._waiting) or self.paused:
+        if not self.has_work() or self.paused:
             return 0
         me = threading.get_ident()
         if me in self._working:

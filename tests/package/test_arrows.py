@@ -21,7 +21,7 @@ PACKAGE = Path(streamalloc.__file__).parent
 LAYERS = (
     "driver", "core", "pool", "vmm", "ipc", "multicast", "observing", "interop", "traces", "plots", "testing", "cli",
 )  # fmt: skip
-ROOMS = {"ipc": ("transport", "sharing", "ring"), "multicast": ("objects", "setup")}
+ROOMS = {"ipc": ("transport", "wire", "exporter", "importer", "ring"), "multicast": ("objects", "setup")}
 # They name each other in their types, which no order of files could change.
 KNOW_EACH_OTHER = {f"streamalloc.core.{name}" for name in ("device", "event", "graph", "stream")}
 

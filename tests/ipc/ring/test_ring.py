@@ -19,8 +19,8 @@ import streamalloc.driver as sd
 from streamalloc import ipc
 from streamalloc.core.deferred import deferred_queue
 from streamalloc.ipc import Ring, RingConsumer, RingItem, RingProducer
+from streamalloc.ipc.exporter.leases import leases_of
 from streamalloc.ipc.ring.protocol import ANSWER, END, HELLO, MAGIC, PACKET, VERSION
-from streamalloc.ipc.sharing.lease import leases_of
 from streamalloc.testing import Gate
 from tests.ipc.support import (
     busy,
@@ -1146,7 +1146,7 @@ class TestClose:
 
 def words(leases: Any) -> int:
     """How many slots of boards can be taken."""
-    leases.take().give_back()
+    leases.take().release()
     return int(len(leases._free) + sum(lease.quiet() for lease in leases.leaving))
 
 

@@ -20,9 +20,9 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc
 from streamalloc.driver.bindings import cuda
-from streamalloc.ipc.sharing.control_block import IMPORTERS, ControlBlock
-from streamalloc.ipc.sharing.importer import importer_of
-from streamalloc.ipc.sharing.lease import Lease, leases_of
+from streamalloc.ipc.exporter.leases import leases_of
+from streamalloc.ipc.importer.importer import importer_of
+from streamalloc.ipc.wire.control_block import IMPORTERS, ControlBlock, ImporterWords
 from streamalloc.testing import Gate
 from tests.ipc.sharing.test_descriptor import again
 from tests.ipc.support import Interrupted, hold, interrupts, shared_pool
@@ -211,15 +211,15 @@ def test_a_stale_descriptor_while_the_owner_frees(
         words = block.importer_words(shared.descriptor.slot, block.importer)
         gate.hold(opened.stream)
         opened.close()
-        still_open = Lease._still_open
+        importer_words = ControlBlock.importer_words
 
-        def and_then(lease: Lease, using: list[int]) -> list[int]:
-            found = still_open(lease, using)
+        def and_then(block: ControlBlock, slot: int, importer: int) -> ImporterWords:
             words.opened.value += 1
-            return found
+            return importer_words(block, slot, importer)
 
         with monkeypatch.context() as patch:
-            patch.setattr(Lease, "_still_open", and_then)
+            # Called between the check that all have closed and the wait of the stream.
+            patch.setattr(ControlBlock, "importer_words", and_then)
             buffer.free()
         words.opened.value -= 1
         assert not stream.query()
@@ -372,4 +372,4 @@ def test_threads_that_first_ask_for_a_slot_get_the_same_words(
         with monkeypatch.context() as patch:
             patch.setattr(ControlBlock, "word", other_thread_first)
             mine = block.importer_words(unused, block.importer)
-        assert mine is found[0] and mine.theirs is block.slot_words(unused)
+        assert mine is found[0] and mine.slot_words is block.slot_words(unused)

@@ -18,7 +18,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc
 from streamalloc.core.deferred import deferred_queue, work
-from streamalloc.ipc.sharing.importer import importer_of
+from streamalloc.ipc.importer.importer import importer_of
 from tests.interrupting import since_3_11
 from tests.ipc.support import hold, make_buffer, make_pool
 from tests.processes import SECONDS, Partner, There, eventually
@@ -160,7 +160,7 @@ class TestALongLife:
             stream.synchronize()
             partner.run(_close_pool)
             if turn > 5:
-                most = max(most, len(importer.pools), len(importer.ways))
+                most = max(most, len(importer.pools), len(importer.sources))
         assert most <= 4
         assert eventually(lambda: not unfinished(stream.device)), unfinished(stream.device)
 

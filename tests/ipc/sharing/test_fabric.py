@@ -302,7 +302,7 @@ class TestOrder:
 
     def test_the_board_is_fetched(self, buffer: vmm.GrowableBuffer, partner: Partner, gate: Any) -> None:
         """From the process that shared it, where that is on this machine and answers."""
-        ipc.serve(buffer.stream.device._session)
+        ipc.serve(buffer.stream.device.driver)
         gate.hold(buffer.stream)
         filled(buffer, 3)
         opened = partner.open(ipc.share(buffer, handle_type=FABRIC), fds=())

@@ -14,8 +14,8 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc
 from streamalloc.core.buffer import shared_state
-from streamalloc.ipc.sharing.importer import importer_of
-from streamalloc.ipc.sharing.lease import Lease, leases_of
+from streamalloc.ipc.exporter.leases import Lease, leases_of
+from streamalloc.ipc.importer.importer import importer_of
 from streamalloc.testing import Gate
 from tests.ipc.support import shared_pool
 from tests.support import end_what_was_dropped, executed, filled, names, shows
@@ -106,8 +106,8 @@ def test_every_byte_is_looked_at_before_the_driver_is_asked(sides: Sides) -> Non
     buffer = sides.pool.allocate(4096, sides.ours.stream)
     ipc.send(sides.ours.channel, buffer)
     data = sides.theirs.channel.receive().data
-    ways = importer_of(sides.theirs.stream._session).ways
-    assert any(data.startswith(head) for head in ways)
+    sources = importer_of(sides.theirs.stream._session).sources
+    assert any(data.startswith(head) for head in sources)
     before = len(sides.theirs.driver.calls)
     for at in range(len(data)):
         with pytest.raises(ValueError):
@@ -124,7 +124,7 @@ def test_every_byte_is_looked_at_before_the_driver_is_asked(sides: Sides) -> Non
 @pytest.mark.parametrize(
     ("fields", "words", "kind"),
     [
-        ({"slot": 1024}, "slot 1024 is none of its control block", ValueError),
+        ({"slot": 1024}, "slot 1024 does not exist", ValueError),
         ({"generation": 77}, "freed by its owner before it was opened", sa.StaleDescriptorError),
         ({"offset": 4000}, "96 bytes|4096 bytes at 4000 are outside", ValueError),
         ({"base_size": 1 << 49, "size": 1 << 49}, "are outside of its", ValueError),
