@@ -21,7 +21,6 @@ from streamalloc.ipc.transport.communicator import (
     as_communicator,
 )
 from streamalloc.ipc.transport.packets import Message, PeerGoneError, ProtocolError
-from streamalloc.ipc.transport.pidfd import fetch_descriptor
 from streamalloc.ipc.transport.process_group import GroupError
 from streamalloc.ipc.wire.descriptor import Chunk, Descriptor, Flags, Mechanism
 
@@ -62,7 +61,6 @@ __all__ = [
     "TorchCommunicator",
     "TorchGroupLike",
     "as_communicator",
-    "fetch_descriptor",
     "open",
     "receive",
     "send",

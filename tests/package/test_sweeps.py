@@ -570,7 +570,6 @@ NOT_SWEPT = {
     "StreamLike": "a name for types",
     "CommunicatorLike": "a name for types",
     "as_communicator": "makes no driver calls",
-    "fetch_descriptor": "makes no driver calls",
     "serve": "with share",
     "send": "as Channel.receive of the ring's sweep",
     "receive": "as Channel.receive of the ring's sweep",

@@ -25,7 +25,6 @@ from streamalloc.core.internal import (
     refuse_capture,
     session_of,
     undoing,
-    work,
 )
 from streamalloc.driver import Driver
 from streamalloc.driver import default as default_driver
@@ -180,8 +179,9 @@ def _open_first(
 ) -> Imported:
     """Decode a descriptor, import its handles, and open it."""
     session.check_process()
-    work(session)
     importer = importer_of(session)
+    if importer.deferred.has_work():
+        importer.deferred.work()
     described = Descriptor.from_bytes(data)
     opener, result = _MECHANISMS[described.mechanism]
     if described.mechanism is Mechanism.PHYSICAL and described.origin == NOWHERE:

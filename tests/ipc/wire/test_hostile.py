@@ -25,8 +25,8 @@ from streamalloc import ipc
 from streamalloc.ipc.importer.importer import importer_of
 from streamalloc.ipc.wire import control_block
 from streamalloc.ipc.wire.control_block import IMPORTERS, SLOTS, WORD
-from tests.ipc.sharing.test_descriptor import again
 from tests.ipc.support import shared_pool
+from tests.ipc.wire.test_descriptor import again
 from tests.processes import eventually
 from tests.support import end_what_was_dropped, executed
 

@@ -24,8 +24,8 @@ from streamalloc.ipc.exporter.leases import leases_of
 from streamalloc.ipc.importer.importer import importer_of
 from streamalloc.ipc.wire.control_block import IMPORTERS, ControlBlock, ImporterWords
 from streamalloc.testing import Gate
-from tests.ipc.sharing.test_descriptor import again
 from tests.ipc.support import Interrupted, hold, interrupts, shared_pool
+from tests.ipc.wire.test_descriptor import again
 from tests.processes import Partner, There, eventually
 from tests.support import MiB, executed
 

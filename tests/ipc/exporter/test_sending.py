@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import struct
+import sys
+import types
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -35,6 +37,24 @@ class Side(NamedTuple):
 
     def calls(self, before: int) -> list[str]:
         return names(self.driver)[before:]
+
+
+def frames_of(call: Callable[[], object]) -> list[str]:
+    """The modules of the Python frames that a call enters, without those of the driver."""
+    found: list[str] = []
+
+    def profile(frame: types.FrameType, event: str, _: object) -> None:
+        module = frame.f_globals.get("__name__", "")
+        if event == "call" and module.startswith("streamalloc.") and not module.startswith("streamalloc.driver"):
+            found.append(module)
+
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+    return found
 
 
 class Sides(NamedTuple):
@@ -83,6 +103,29 @@ def test_each_side_asks_the_driver_no_more_than_it_has_to(sides: Sides) -> None:
     buffer.free()
     assert sides.theirs.calls(theirs) == ["cuMemFreeAsync", *WITHOUT_WORK]
     assert sides.ours.calls(ours) == ["cuMemFreeAsync"]
+
+
+def test_a_steady_hand_off_crosses_few_modules(sides: Sides) -> None:
+    buffer = sides.pool.allocate(4096, sides.ours.stream)
+    sent = frames_of(lambda: ipc.send(sides.ours.channel, buffer))
+    assert len(set(sent)) <= 5 and len(sent) <= 23
+    opened: list[ipc.ImportedBuffer] = []
+    theirs = sides.theirs
+    options: dict[str, Any] = {"stream": theirs.stream, "kind": ipc.ImportedBuffer}
+    received = frames_of(lambda: opened.append(ipc.receive(theirs.channel, **options)))
+    assert len(set(received)) <= 8 and len(received) <= 13
+
+
+def test_a_first_receive_crosses_few_modules(sides: Sides) -> None:
+    """The handles that were sent have to be imported: every part of the importer works once."""
+    ours, theirs = ipc.Channel.pair()
+    stream = sa.Device(0, driver=sd.simulated()).create_stream()
+    with ours, theirs, sides.pool.allocate(4096, sides.ours.stream) as buffer:
+        ipc.send(ours, buffer)
+        opened: list[ipc.ImportedBuffer] = []
+        received = frames_of(lambda: opened.append(ipc.receive(theirs, stream=stream, kind=ipc.ImportedBuffer)))
+        assert len(set(received)) <= 13 and len(received) <= 125
+        opened[0].close()
 
 
 def test_the_driver_is_that_of_the_stream(sides: Sides) -> None:
