@@ -203,21 +203,19 @@ def _carrier() -> Callable[[], bool]:
 def _end_of(connection: Connection) -> Callable[[], bool]:
     found = _ends.get(connection)
     if found is None:
-        found = _ends[connection] = _make_end(connection)
+        number = connection.fileno()
+        if stat.S_ISFIFO(os.fstat(number).st_mode):
+            # O_PATH keeps no end of the pipe open: its readers still see the end of the file.
+            pipe = Fd(os.open(f"/proc/self/fd/{number}", os.O_PATH | os.O_CLOEXEC))
+            found = functools.partial(_has_no_readers, pipe)
+        else:
+            found = functools.partial(_is_cut_off, weakref.ref(connection))
+        _ends[connection] = found
     return found
 
 
 # Functions that return whether nobody can receive from a connection any more.
 _ends: weakref.WeakKeyDictionary[Connection, Callable[[], bool]] = weakref.WeakKeyDictionary()
-
-
-def _make_end(connection: Connection) -> Callable[[], bool]:
-    number = connection.fileno()
-    if stat.S_ISFIFO(os.fstat(number).st_mode):
-        # O_PATH keeps no end of the pipe open: its readers still see the end of the file.
-        pipe = Fd(os.open(f"/proc/self/fd/{number}", os.O_PATH | os.O_CLOEXEC))
-        return functools.partial(_has_no_readers, pipe)
-    return functools.partial(_is_cut_off, weakref.ref(connection))
 
 
 _DUMPS = ForkingPickler.dumps.__func__.__code__  # type: ignore[attr-defined]

@@ -140,7 +140,7 @@ class _Source:
     __slots__ = ("_default", "block", "deferred", "device", "dropped", "held", "imports", "leased", "lock", "session")
 
     waits = False
-    """Whether the release of an import may wait for a stream."""
+    """True if the release of an import may wait for a stream."""
 
     def __init__(
         self, session: Session, device: Device, block: ControlBlock | None, dropped: SimpleQueue[bool], flags: int
@@ -168,14 +168,6 @@ class _Source:
         if self._default is None or self._default.closed:
             self._default = self.device.default_stream
         return self._default
-
-    def acquire(self, held: Import) -> None:
-        """Import an allocation."""
-        raise NotImplementedError
-
-    def release(self, held: Import, stream: Stream, handle: Any) -> None:
-        """Release an import after the work of a stream, whose ``CUstream`` is ``handle``."""
-        raise NotImplementedError
 
 
 class PoolSource(_Source):
@@ -213,7 +205,7 @@ class PoolSource(_Source):
             raise error_from(result, "cuMemPoolImportPointer", _BAD_POINTER)
 
     def release(self, held: Import, stream: Stream, handle: Any) -> None:
-        """Release an import in stream order (``cuMemFreeAsync``)."""
+        """Release an import after the work of a stream, whose ``CUstream`` is ``handle`` (``cuMemFreeAsync``)."""
         raw, held._raw = held._raw, None
         result = self.session.cuMemFreeAsync(raw, handle)[0]
         if result:
