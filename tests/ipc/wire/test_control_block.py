@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import gc
 import os
 import signal
 import struct
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -20,11 +18,10 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc
 from streamalloc.driver.bindings import cuda
-from streamalloc.ipc.exporter.leases import leases_of
 from streamalloc.ipc.importer.importer import importer_of
 from streamalloc.ipc.wire.control_block import IMPORTERS, ControlBlock, ImporterWords
 from streamalloc.testing import Gate
-from tests.ipc.support import Interrupted, hold, interrupts, shared_pool
+from tests.ipc.support import hold, shared_pool
 from tests.ipc.wire.test_descriptor import again
 from tests.processes import Partner, There, eventually
 from tests.support import MiB, executed
@@ -58,22 +55,6 @@ def test_many_importers(pool: sa.MemoryPool, stream: sa.Stream) -> None:
         one.close()
         one.stream.synchronize()
     assert pool.statistics().used == 0
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_interrupts_where_a_watch_begins(device: sa.Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread that watches over another process is started or not, whatever signal handlers raise."""
-    failed: list[object] = []
-    monkeypatch.setattr(threading, "excepthook", failed.append)
-    block = leases_of(device._session).block()
-    end = time.monotonic() + 1
-    with interrupts(0.0005):
-        while time.monotonic() < end:
-            with contextlib.suppress(Interrupted):
-                while time.monotonic() < end:
-                    # There is none, so that the watch is over at once.
-                    block.watch_importer(IMPORTERS - 1)
-    assert not failed
 
 
 def test_one_too_many(pool: sa.MemoryPool, stream: sa.Stream) -> None:
