@@ -140,7 +140,7 @@ __all__ = [
 
 
 def _multiprocess() -> Any:
-    return importlib.import_module("streamalloc.ipc.sharing.multiprocess")
+    return importlib.import_module("streamalloc.ipc.multiprocess")
 
 
 def _reduce_for_processes(thing: object) -> tuple[Any, ...]:

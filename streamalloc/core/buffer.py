@@ -609,10 +609,15 @@ def allocate_safely(allocator: Allocator, nbytes: int, stream: Stream) -> Buffer
 # -- what sharing needs of buffers ---------------------------------------------------------------------------
 
 
-def plain_parts(buffer: Buffer) -> tuple[Allocator, Any, int, Stream] | None:
-    """Allocator, ``CUdeviceptr``, size and stream of plain memory that was neither shared nor freed; None of other."""
+def plain_parts(buffer: Buffer) -> tuple[Allocator, Any, int, Stream, Any, bool] | None:
+    """Allocator, ``CUdeviceptr``, size and stream of memory that was neither shared nor freed, and the stream's
+    :func:`direct_view`; None for other memory."""
     ptr = buffer._ptr
-    return None if ptr is None else (buffer._allocator, ptr, buffer._nbytes, buffer.stream)
+    if ptr is None:
+        return None
+    stream, allocator = buffer._stream, buffer._allocator
+    handle = stream._handle if stream._direct is allocator._session else None
+    return allocator, ptr, buffer._nbytes, stream, handle, stream._sees_all
 
 
 def pool_of(buffer: Buffer) -> object:

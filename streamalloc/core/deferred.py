@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import functools
 import math
 import threading
 import weakref
@@ -112,6 +113,7 @@ class DeferredQueue:
         "_waiting",
         "_working",
         "captures",
+        "has_work",
         "submitted",
     )
 
@@ -137,6 +139,10 @@ class DeferredQueue:
         """Items that were attempted in vain, in the order of their last attempts."""
         self._working: dict[int, Deferred] = {}
         """Items under attempt, by thread."""
+        self.has_work: Callable[[], bool] = functools.partial(
+            any, (self.submitted, self._orphaned, self._new, self._waiting)
+        )
+        """Whether :meth:`work` has items to try; a call without a Python frame, for fast paths."""
 
     def __len__(self) -> int:
         """Number of items that have not ended."""
@@ -230,7 +236,7 @@ class DeferredQueue:
             of work costs the same however many items wait, and each item gets its turn.
         """
         # The usual case, at points that come often.
-        if not (self.submitted or self._orphaned or self._new or self._waiting) or self.paused:
+        if not self.has_work() or self.paused:
             return 0
         me = threading.get_ident()
         if me in self._working:

@@ -1,15 +1,11 @@
 """The same memory in several processes, with lifetimes that hold when processes die."""
 
 from streamalloc.core.internal import Fd
+from streamalloc.ipc.exporter.share import Shared, send, serve, share
+from streamalloc.ipc.importer.imported import ImportedArray, ImportedBuffer, ImportedPool, ImportedRange
+from streamalloc.ipc.importer.importer import DriverVersionWarning
+from streamalloc.ipc.importer.open import Imported, open, receive
 from streamalloc.ipc.ring.ring import Ring, RingConsumer, RingItem, RingProducer, RingSlot, RingStatistics
-from streamalloc.ipc.sharing.descriptor import Chunk, Descriptor, Flags, Mechanism
-from streamalloc.ipc.sharing.exports import Shared, serve
-from streamalloc.ipc.sharing.importer import DriverVersionWarning
-from streamalloc.ipc.sharing.imports import ImportedArray, ImportedBuffer, ImportedRange
-from streamalloc.ipc.sharing.opening import Imported, open, receive
-from streamalloc.ipc.sharing.pools import ImportedPool
-from streamalloc.ipc.sharing.sending import send
-from streamalloc.ipc.sharing.share import share
 from streamalloc.ipc.transport.channel import Channel, Listener, Peer
 from streamalloc.ipc.transport.communicator import (
     AllgatherCommunicator,
@@ -26,6 +22,7 @@ from streamalloc.ipc.transport.communicator import (
 )
 from streamalloc.ipc.transport.packets import Message, PeerGoneError, ProtocolError
 from streamalloc.ipc.transport.process_group import GroupError
+from streamalloc.ipc.wire.descriptor import Chunk, Descriptor, Flags, Mechanism
 
 __all__ = [
     "AllgatherCommunicator",

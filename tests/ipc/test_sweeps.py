@@ -17,9 +17,9 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc, vmm
 from streamalloc.core.buffer import shared_state
-from streamalloc.ipc.sharing.lease import leases_of
-from tests.ipc.sharing.test_descriptor import again
+from streamalloc.ipc.exporter.leases import leases_of
 from tests.ipc.support import PAGE, POSIX, shared_pool
+from tests.ipc.wire.test_descriptor import again
 from tests.package.test_sweeps import ACTS, Faults, fails_in_turn, makers, members
 from tests.processes import eventually
 from tests.support import end_what_was_dropped
@@ -39,7 +39,7 @@ def check_slots(device: sa.Device) -> None:
     """No slot of a control block is given to two leases, once all that was shared has ended."""
     leases = leases_of(device._session)
     for _ in range(len(leases.leaving)):
-        leases._found()  # what has left is free, or leaves again
+        leases._next_free()  # what has left is free, or leaves again
     places = [*leases._free, *((one.block, one.slot) for one in (*leases.leaving, *leases._prepared))]
     assert len(places) == len(set(places))
 

@@ -20,6 +20,10 @@ from streamalloc.core.internal import (
 )
 from streamalloc.driver import Driver
 from streamalloc.driver import default as default_driver
+from streamalloc.ipc.importer.contents import await_on
+from streamalloc.ipc.importer.imported import ImportedBuffer
+from streamalloc.ipc.importer.importer import Importer, importer_of
+from streamalloc.ipc.importer.open import open as open_shared
 from streamalloc.ipc.ring.protocol import (
     END,
     HALF,
@@ -32,13 +36,10 @@ from streamalloc.ipc.ring.protocol import (
     SlotMemory,
     answer,
 )  # fmt: skip
-from streamalloc.ipc.sharing.control_block import ControlBlock
-from streamalloc.ipc.sharing.importer import Importer, importer_of
-from streamalloc.ipc.sharing.imports import ImportedBuffer, await_on
-from streamalloc.ipc.sharing.opening import open as open_shared
 from streamalloc.ipc.transport.channel import Channel
 from streamalloc.ipc.transport.deadlines import end_of, left, now
 from streamalloc.ipc.transport.packets import Message, PeerGoneError, ProtocolError
+from streamalloc.ipc.wire.control_block import ControlBlock
 
 __all__ = ["RingConsumer", "RingItem"]
 
@@ -116,7 +117,7 @@ class RingItem(SlotMemory):
         flags = self._flags
         value = self._value
         ordered = self._stream if stream is None else as_stream(stream, session_of(self._stream))
-        self._block.tell(ordered, flags.closed, value)
+        self._block.write(ordered, flags.closed, value)
         self._held = False
         flags.closing.value = value
 

@@ -9,11 +9,11 @@ from collections.abc import Iterable
 from typing import NoReturn
 
 from streamalloc.core.internal import Buffer, ClosedError, CudaError, Session, Stream, checked_size, size_text
+from streamalloc.ipc.exporter.leases import Lease, hung_up
 from streamalloc.ipc.ring.protocol import END, HALF, ITEM, MASK, PACKET, RingEnding, SlotMemory
-from streamalloc.ipc.sharing.control_block import ControlBlock, ImporterWords, SlotWords
-from streamalloc.ipc.sharing.lease import Lease, hung_up
 from streamalloc.ipc.transport.channel import Channel
 from streamalloc.ipc.transport.packets import PeerGoneError
+from streamalloc.ipc.wire.control_block import ControlBlock, ImporterWords, SlotWords
 
 __all__ = ["ConsumerLink", "Deliveries", "RingSlot", "Slot"]
 
@@ -34,7 +34,7 @@ class Slot:
         self.block: ControlBlock = lease.block
         self.number: int = lease.slot
         self.words: SlotWords = lease.words
-        self.ready: int = lease.words.said
+        self.ready: int = lease.words.last_announced
         """Value of the ready flag that means that the contents are complete."""
         self.used: int = 0
         """Bytes of the item."""
@@ -319,12 +319,12 @@ class Deliveries(RingEnding):
             slot = holder._slot
             words, before = slot.words, slot.ready
             # Before the write: after an interrupt no later item gets the same value.
-            slot.ready = words.said = words.announced.value = ready = (before + 1) & MASK
+            slot.ready = words.last_announced = words.announced.value = ready = (before + 1) & MASK
             slot.used = holder._used
             try:
-                slot.block.tell(self.stream, words.ready, ready)
+                slot.block.write(self.stream, words.ready, ready)
             except (CudaError, ClosedError):
-                slot.ready = words.said = words.announced.value = before
+                slot.ready = words.last_announced = words.announced.value = before
                 raise
             self._deliver(slot, holder)
 
@@ -340,7 +340,7 @@ class Deliveries(RingEnding):
             if self.leaving:
                 return False
         for slot in self.slots:
-            slot.lease.give_back()
+            slot.lease.release()
         return True
 
     def _send_end(self) -> None:

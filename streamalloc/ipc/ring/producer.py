@@ -22,15 +22,14 @@ from streamalloc.core.internal import (
     size_text,
     undoing,
 )
+from streamalloc.ipc.exporter.leases import leases_of
+from streamalloc.ipc.exporter.share import Shared, share
 from streamalloc.ipc.ring.delivery import ConsumerLink, Deliveries, RingSlot, Slot
 from streamalloc.ipc.ring.protocol import MOST_SLOTS, Introduction, RingEnd, importers_in
-from streamalloc.ipc.sharing.control_block import IMPORTERS
-from streamalloc.ipc.sharing.exports import Shared
-from streamalloc.ipc.sharing.lease import leases_of
-from streamalloc.ipc.sharing.share import share
 from streamalloc.ipc.transport.channel import Channel
 from streamalloc.ipc.transport.deadlines import end_of, left
 from streamalloc.ipc.transport.packets import Message, ProtocolError
+from streamalloc.ipc.wire.control_block import IMPORTERS
 from streamalloc.pool import MemoryPool
 
 __all__ = ["RingProducer", "RingSlot", "RingStatistics"]

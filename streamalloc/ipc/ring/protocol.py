@@ -41,8 +41,8 @@ from streamalloc.core.internal import (
     mib,
     size_text,
 )
-from streamalloc.ipc.sharing.control_block import SLOTS
 from streamalloc.ipc.transport.packets import Message, ProtocolError
+from streamalloc.ipc.wire.control_block import SLOTS
 
 __all__ = [
     "ANSWER", "END", "HALF", "HELLO", "ITEM", "MAGIC", "MASK", "MOST_SLOTS", "PACKET", "VERSION",

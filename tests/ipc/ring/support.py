@@ -208,7 +208,7 @@ def end(partner: Partner, how: str) -> None:
 
 def words(leases: Any) -> int:
     """How many slots of boards can be taken."""
-    leases.take().give_back()
+    leases.take().release()
     return int(len(leases._free) + sum(lease.quiet() for lease in leases.leaving))
 
 

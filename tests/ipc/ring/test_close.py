@@ -9,7 +9,7 @@ import pytest
 import streamalloc as sa
 from streamalloc import ipc
 from streamalloc.ipc import Ring, RingProducer
-from streamalloc.ipc.sharing.lease import leases_of
+from streamalloc.ipc.exporter.leases import leases_of
 from streamalloc.testing import Gate
 from tests.ipc.ring.support import (
     SIZE,

@@ -16,8 +16,8 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc, vmm
-from tests.ipc.sharing.test_samples import PlainBuffer
 from tests.ipc.support import POSIX, hold, make_growable, make_pool, shared_pool
+from tests.ipc.test_samples import PlainBuffer
 from tests.processes import Partner, There, eventually, holds_there
 from tests.support import MiB
 

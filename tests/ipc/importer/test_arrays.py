@@ -11,7 +11,7 @@ import pytest
 
 import streamalloc as sa
 from streamalloc import ipc, vmm
-from streamalloc.ipc.sharing.descriptor import HEAD_BYTES
+from streamalloc.ipc.wire.descriptor import HEAD_BYTES
 from tests.ipc.support import PAGE, POSIX, make_pool
 from tests.processes import Partner, There
 from tests.support import MiB, filled

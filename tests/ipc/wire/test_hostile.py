@@ -22,11 +22,11 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc
-from streamalloc.ipc.sharing import control_block
-from streamalloc.ipc.sharing.control_block import IMPORTERS, SLOTS, WORD
-from streamalloc.ipc.sharing.importer import importer_of
-from tests.ipc.sharing.test_descriptor import again
+from streamalloc.ipc.importer.importer import importer_of
+from streamalloc.ipc.wire import control_block
+from streamalloc.ipc.wire.control_block import IMPORTERS, SLOTS, WORD
 from tests.ipc.support import shared_pool
+from tests.ipc.wire.test_descriptor import again
 from tests.processes import eventually
 from tests.support import end_what_was_dropped, executed
 
@@ -60,7 +60,7 @@ class Words:
         self.all = np.frombuffer(self._map, np.uint32)
 
     def place(self, kind: str, slot: int, importer: int = 0) -> int:
-        begin, step = control_block._PLACES[kind]
+        begin, step = control_block._LAYOUT[kind]
         return (begin + step * slot + 4 * importer) // 4
 
     def spoil(self, chance: random.Random, kind: str, slot: int, importer: int = 0) -> None:

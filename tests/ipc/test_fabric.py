@@ -14,10 +14,10 @@ import streamalloc.driver as sd
 from streamalloc import ipc, vmm
 from streamalloc.ipc import Chunk, Descriptor
 from streamalloc.ipc.transport.packets import PACKET_DATA
-from tests.ipc.sharing.test_descriptor import OTHER, REFUSED, again
-from tests.ipc.sharing.test_faults import sweep
-from tests.ipc.sharing.test_foreign import Array
+from tests.ipc.exporter.test_foreign import Array
 from tests.ipc.support import PAGE, POSIX, State, busy, hold, idle, no_more, release, state
+from tests.ipc.test_faults import sweep
+from tests.ipc.wire.test_descriptor import OTHER, REFUSED, again
 from tests.processes import SECONDS, Partner, There
 from tests.support import MiB, executed, filled, shows
 
@@ -302,7 +302,7 @@ class TestOrder:
 
     def test_the_board_is_fetched(self, buffer: vmm.GrowableBuffer, partner: Partner, gate: Any) -> None:
         """From the process that shared it, where that is on this machine and answers."""
-        ipc.serve(buffer.stream.device._session)
+        ipc.serve(buffer.stream.device.driver)
         gate.hold(buffer.stream)
         filled(buffer, 3)
         opened = partner.open(ipc.share(buffer, handle_type=FABRIC), fds=())

@@ -18,7 +18,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc
 from streamalloc.core.deferred import deferred_queue, work
-from streamalloc.ipc.sharing.importer import importer_of
+from streamalloc.ipc.importer.importer import importer_of
 from tests.interrupting import since_3_11
 from tests.ipc.support import hold, make_buffer, make_pool
 from tests.processes import SECONDS, Partner, There, eventually
@@ -160,7 +160,7 @@ class TestALongLife:
             stream.synchronize()
             partner.run(_close_pool)
             if turn > 5:
-                most = max(most, len(importer.pools), len(importer.ways))
+                most = max(most, len(importer.pools), len(importer.sources))
         assert most <= 4
         assert eventually(lambda: not unfinished(stream.device)), unfinished(stream.device)
 
@@ -265,8 +265,8 @@ class TestInterrupts:
         for one in (stream, other, stream):
             one.synchronize()
             work(one._session)
-        # What the driver had just handed over may be lost, in few of the interrupts.
-        assert eventually(lambda: pool.statistics().used <= max(4, hits // 250) * SIZE)
+        # An interrupt may lose the allocation that was being made, and few of them come there.
+        assert eventually(lambda: pool.statistics().used <= max(4, hits // 4) * SIZE)
         # All of it works still.
         ours, ends = ipc.Channel.pair()
         with pool.allocate(MiB, stream) as last:

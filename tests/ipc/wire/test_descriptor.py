@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 import streamalloc as sa
 from streamalloc import ipc
 from streamalloc.ipc import Chunk, Descriptor, Mechanism
-from streamalloc.ipc.sharing.control_block import IMPORTERS, SLOTS
-from streamalloc.ipc.sharing.descriptor import FABRIC
-from streamalloc.ipc.sharing.importer import importer_of
+from streamalloc.ipc.importer.importer import importer_of
+from streamalloc.ipc.wire.control_block import IMPORTERS, SLOTS
+from streamalloc.ipc.wire.descriptor import FABRIC
 from tests.ipc.support import POSIX, State, make_buffer, make_growable, make_pool, state
 from tests.processes import Partner, There
 from tests.support import MiB, executed, filled, shows

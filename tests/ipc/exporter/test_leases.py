@@ -17,7 +17,7 @@ import streamalloc.driver as sd
 from streamalloc import ipc
 from streamalloc.core.deferred import deferred_queue
 from streamalloc.core.resource import close_all
-from streamalloc.ipc.sharing.descriptor import Descriptor
+from streamalloc.ipc.wire.descriptor import Descriptor
 from streamalloc.testing import Gate
 from tests.ipc.support import (
     POSIX,

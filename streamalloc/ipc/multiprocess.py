@@ -1,20 +1,20 @@
 """Memory, pools and events through :mod:`multiprocessing`: queues, pipes, and arguments of processes.
 
-These carry bytes and no file descriptors, so that a thread of the exporter hands the handles out.
+These carry bytes and no file descriptors: a thread of the exporter serves the handles.
 
-Connections, simple queues and arguments of a ``Process`` pickle in the call that is given the object. A ``Queue``
-pickles later, on the thread that feeds it, when its owner may have freed the memory: so what is put into one is looked
-through, and where it has something of ours in it, it is pickled at once. What a class of the program's own hides is
-seen on that thread only. Where it cannot be shared any more, an error goes in its place, which ``get`` raises.
+Connections, simple queues and arguments of a ``Process`` pickle in the call that takes the object. A ``Queue`` pickles
+later, on its feeder thread, when the memory may have been freed. So ``put`` searches its argument, and pickles it at
+once if it contains an object of this library. An object hidden in a class of the program is found on the feeder thread
+only. If it cannot be shared any more, an error is queued in its place, which ``get`` raises.
 
-What is on its way is held. A hold ends when the other process has opened the descriptor, or
+A descriptor in transit is held. The hold ends when the other process has opened the descriptor, or
 
-* for an argument of a ``Process``: when that has ended;
-* in a queue or a one-way pipe: when no process has its reading end any more, so that nobody can take it out;
+* for an argument of a ``Process``: when that process has ended;
+* in a queue or a one-way pipe: when no process has its reading end, so that nobody can receive the descriptor;
 * in a two-way pipe: when the other end is closed, as long as this process has not closed its own.
 
-Where a process dies just between taking something out of a queue and opening it, the hold ends with the queue. Where
-it was pickled by hand (``ForkingPickler.dumps``), nobody knows what carries it: the hold ends when it was opened.
+If a process dies between taking an item out of a queue and opening it, the hold ends with the queue. For bytes that
+were pickled by hand (``ForkingPickler.dumps``), no carrier is known: the hold ends when they were opened.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ from streamalloc.core.internal import (
     session_of,
 )
 from streamalloc.driver import default as default_driver
-from streamalloc.ipc.sharing.exports import Shared, serve
-from streamalloc.ipc.sharing.opening import Imported
-from streamalloc.ipc.sharing.opening import open as open_shared
-from streamalloc.ipc.sharing.share import share
+from streamalloc.ipc.exporter.exports import exports_of
+from streamalloc.ipc.exporter.share import Shared, share
+from streamalloc.ipc.importer.open import Imported
+from streamalloc.ipc.importer.open import open as open_shared
 from streamalloc.pool import MemoryPool
 from streamalloc.vmm import GrowableBuffer, Mapping, PhysicalMemory, RangeView, StripedBuffer
 
@@ -61,11 +61,11 @@ KINDS = (
     MemoryPool, PlainBuffer, CachedBuffer, BufferView, TypedView, PhysicalMemory, Mapping, RangeView, GrowableBuffer,
     StripedBuffer, Event, Shared,
 )  # fmt: skip
-"""What goes through :mod:`multiprocessing`, by just these classes. Other pickles of a driver resource mean nothing."""
+"""The classes that :mod:`multiprocessing` can carry; subclasses are refused, as pickles of other driver resources."""
 
 
 def reduce(thing: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Pickle something for another process.
+    """Pickle an object for another process: share it, and hold it while it is in transit.
 
     Raises
     ------
@@ -76,11 +76,11 @@ def reduce(thing: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         if type(thing) not in KINDS:
             raise TypeError(f"a {type(thing).__name__} owns a driver resource: it cannot be copied or pickled")
         if type(thing) is not Shared:
-            serve(session_of(thing))
+            exports_of(session_of(thing)).serve()
             thing = share(thing, hold=True)
         return _rebuild, (thing.carried(_carrier()),)
     except Exception as error:
-        if not _nobody_is_told():
+        if not _on_feeder_thread():
             raise
         traceback.print_exc()
         return _fail, (_picklable(error),)
@@ -97,28 +97,28 @@ for _kind in KINDS:
 # -- queues, which pickle on a thread of their own -----------------------------------------------------------
 
 _FEED = vars(Queue)["_feed"].__func__.__code__
-_PRINTS = vars(Queue)["_on_queue_feeder_error"].__func__
-_LATE = (
-    "the thread that feeds the queue came to it after that: put it into the queue by itself, in a list, tuple or "
-    "dictionary, or as ipc.share(buffer, hold=True), and it is shared at once"
+_PRINT_ERROR = vars(Queue)["_on_queue_feeder_error"].__func__
+_TOO_LATE = (
+    "the queue's feeder thread pickled it after that: put it into the queue by itself, in a list, tuple or dictionary, "
+    "or as ipc.share(buffer, hold=True), and it is shared at once"
 )
-# So much of a message is looked through; a large one of other things is not held up.
-_MOST_LOOKED_AT = 1000
+# Objects of a message that ``put`` searches, at most: large messages of other things are not delayed.
+_MOST_SEARCHED = 1000
 
 
 class _Message:
-    """What was put into a queue, pickled in that call."""
+    """The argument of a queue's ``put``, pickled in that call."""
 
     __slots__ = ("_lost", "data", "refused")
 
     def __init__(self, queue: Any, thing: Any) -> None:
         self.refused = False
-        """Whether the queue has not taken it."""
+        """Whether the queue has raised instead of taking it."""
         self._lost = _end_of(vars(queue)["_writer"])
         self.data = bytes(ForkingPickler.dumps(thing))
 
     def lost(self) -> bool:
-        """Whether nobody can get it any more."""
+        """Whether nobody can receive it any more."""
         return self.refused or self._lost()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -126,11 +126,11 @@ class _Message:
 
 
 def _at_once(put: Callable[..., None]) -> Callable[..., None]:
-    """A queue's ``put`` that pickles what has something of ours in it before it returns."""
+    """Wrap a queue's ``put``: pickle an argument that contains an object of this library before it returns."""
 
     @functools.wraps(put)
     def put_at_once(self: Any, obj: Any, block: bool = True, timeout: float | None = None) -> None:
-        if self._closed or not _has_ours(obj):
+        if self._closed or not _contains_ours(obj):
             return put(self, obj, block, timeout)
         message = _Message(self, obj)
         try:
@@ -142,18 +142,18 @@ def _at_once(put: Callable[..., None]) -> Callable[..., None]:
     return put_at_once
 
 
-def _has_ours(thing: Any) -> bool:
-    """Whether something of ours is in a message, by itself or in lists, tuples and dictionaries."""
-    looked_at, others = 0, [thing]
-    while others and looked_at < _MOST_LOOKED_AT:
+def _contains_ours(thing: Any) -> bool:
+    """Whether an object of this library is in a message, by itself or in lists, tuples and dictionaries."""
+    searched, others = 0, [thing]
+    while others and searched < _MOST_SEARCHED:
         one = others.pop()
-        looked_at += 1
+        searched += 1
         if isinstance(one, Unique):
             return True
         if type(one) in (list, tuple):
-            others += one[:_MOST_LOOKED_AT]
+            others += one[:_MOST_SEARCHED]
         elif type(one) is dict:
-            others += list(one.values())[:_MOST_LOOKED_AT]
+            others += list(one.values())[:_MOST_SEARCHED]
     return False
 
 
@@ -161,15 +161,15 @@ for _queue in (Queue, JoinableQueue):
     _queue.put = _at_once(_queue.put)  # type: ignore[method-assign]
 
 
-def _nobody_is_told() -> bool:
-    """Whether a queue's thread pickles now, which prints an error and drops the item, for which the reader waits on."""
+def _on_feeder_thread() -> bool:
+    """Whether a queue's feeder thread pickles now. It prints an error and drops the item, and the reader waits on."""
     caller = _pickled_by()
-    return caller is not None and caller.f_code is _FEED and caller.f_locals.get("onerror") is _PRINTS
+    return caller is not None and caller.f_code is _FEED and caller.f_locals.get("onerror") is _PRINT_ERROR
 
 
 def _picklable(error: Exception) -> Exception:
     if isinstance(error, ClosedError):
-        error = ClosedError(f"{error}; {_LATE}")
+        error = ClosedError(f"{error}; {_TOO_LATE}")
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -181,16 +181,16 @@ def _fail(error: Exception) -> NoReturn:
     raise error
 
 
-# -- what carries it -----------------------------------------------------------------------------------------
+# -- carriers ------------------------------------------------------------------------------------------------
 
 
 def _carrier() -> Callable[[], bool]:
-    """Find what tells when nobody can get any more what is pickled now."""
+    """Find the carrier of the object that is pickled now: a function that returns whether it is lost."""
     child = get_spawning_popen()
     if child is not None:
         return functools.partial(_has_ended, weakref.ref(child))
     caller = _pickled_by()
-    # A connection's send, a simple queue's put, the thread that feeds a queue, or a message for that.
+    # A connection's send, a simple queue's put, a queue's feeder thread, or the pickling of a _Message.
     for value in list(caller.f_locals.values()) if caller is not None else ():
         if type(value) is _Message:
             return value.lost
@@ -203,28 +203,26 @@ def _carrier() -> Callable[[], bool]:
 def _end_of(connection: Connection) -> Callable[[], bool]:
     found = _ends.get(connection)
     if found is None:
-        found = _ends[connection] = _lost_with(connection)
+        number = connection.fileno()
+        if stat.S_ISFIFO(os.fstat(number).st_mode):
+            # O_PATH keeps no end of the pipe open: its readers still see the end of the file.
+            pipe = Fd(os.open(f"/proc/self/fd/{number}", os.O_PATH | os.O_CLOEXEC))
+            found = functools.partial(_has_no_readers, pipe)
+        else:
+            found = functools.partial(_is_cut_off, weakref.ref(connection))
+        _ends[connection] = found
     return found
 
 
-# What tells when nobody can take anything out of a connection any more.
+# Functions that return whether nobody can receive from a connection any more.
 _ends: weakref.WeakKeyDictionary[Connection, Callable[[], bool]] = weakref.WeakKeyDictionary()
-
-
-def _lost_with(connection: Connection) -> Callable[[], bool]:
-    number = connection.fileno()
-    if stat.S_ISFIFO(os.fstat(number).st_mode):
-        # This keeps no end of the pipe open: whoever reads it still sees its end.
-        pipe = Fd(os.open(f"/proc/self/fd/{number}", os.O_PATH | os.O_CLOEXEC))
-        return functools.partial(_has_no_readers, pipe)
-    return functools.partial(_is_cut_off, weakref.ref(connection))
 
 
 _DUMPS = ForkingPickler.dumps.__func__.__code__  # type: ignore[attr-defined]
 
 
 def _pickled_by() -> types.FrameType | None:
-    """The frame that has multiprocessing pickle something now; a reducer is told nothing of it."""
+    """Find the frame that called ``ForkingPickler.dumps``: a reducer gets no reference to the carrier."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         if frame.f_code is _DUMPS:
@@ -237,7 +235,7 @@ def _has_ended(reference: weakref.ref[Any]) -> bool:
     child = reference()
     if child is None or child.returncode is not None:
         return True
-    sentinel = getattr(child, "sentinel", None)  # there once it was started
+    sentinel = getattr(child, "sentinel", None)  # set by the start of the process
     return sentinel is not None and bool(wait([sentinel], 0))
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import gc
 import os
 import signal
 import struct
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -20,13 +18,11 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc
 from streamalloc.driver.bindings import cuda
-from streamalloc.ipc.sharing.control_block import IMPORTERS, ControlBlock
-from streamalloc.ipc.sharing.importer import importer_of
-from streamalloc.ipc.sharing.lease import Lease, leases_of
+from streamalloc.ipc.importer.importer import importer_of
+from streamalloc.ipc.wire.control_block import IMPORTERS, ControlBlock, ImporterWords
 from streamalloc.testing import Gate
-from tests.interrupting import Interrupted, interrupts
-from tests.ipc.sharing.test_descriptor import again
 from tests.ipc.support import hold, shared_pool
+from tests.ipc.wire.test_descriptor import again
 from tests.processes import Partner, There, eventually
 from tests.support import MiB, executed
 
@@ -59,22 +55,6 @@ def test_many_importers(pool: sa.MemoryPool, stream: sa.Stream) -> None:
         one.close()
         one.stream.synchronize()
     assert pool.statistics().used == 0
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_interrupts_where_a_watch_begins(device: sa.Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread that watches over another process is started or not, whatever signal handlers raise."""
-    failed: list[object] = []
-    monkeypatch.setattr(threading, "excepthook", failed.append)
-    block = leases_of(device._session).block()
-    end = time.monotonic() + 1
-    with interrupts(0.0005):
-        while time.monotonic() < end:
-            with contextlib.suppress(Interrupted):
-                while time.monotonic() < end:
-                    # There is none, so that the watch is over at once.
-                    block.watch_importer(IMPORTERS - 1)
-    assert not failed
 
 
 def test_one_too_many(pool: sa.MemoryPool, stream: sa.Stream) -> None:
@@ -212,15 +192,15 @@ def test_a_stale_descriptor_while_the_owner_frees(
         words = block.importer_words(shared.descriptor.slot, block.importer)
         gate.hold(opened.stream)
         opened.close()
-        still_open = Lease._still_open
+        importer_words = ControlBlock.importer_words
 
-        def and_then(lease: Lease, using: list[int]) -> list[int]:
-            found = still_open(lease, using)
+        def and_then(block: ControlBlock, slot: int, importer: int) -> ImporterWords:
             words.opened.value += 1
-            return found
+            return importer_words(block, slot, importer)
 
         with monkeypatch.context() as patch:
-            patch.setattr(Lease, "_still_open", and_then)
+            # Called between the check that all have closed and the wait of the stream.
+            patch.setattr(ControlBlock, "importer_words", and_then)
             buffer.free()
         words.opened.value -= 1
         assert not stream.query()
@@ -373,4 +353,4 @@ def test_threads_that_first_ask_for_a_slot_get_the_same_words(
         with monkeypatch.context() as patch:
             patch.setattr(ControlBlock, "word", other_thread_first)
             mine = block.importer_words(unused, block.importer)
-        assert mine is found[0] and mine.theirs is block.slot_words(unused)
+        assert mine is found[0] and mine.slot_words is block.slot_words(unused)

@@ -14,8 +14,8 @@ from streamalloc import ipc, vmm
 from streamalloc.driver.internal import cuda
 from streamalloc.testing import Gate, settle
 from tests.ipc.ring.support import join
-from tests.ipc.sharing.test_samples import PlainBuffer
 from tests.ipc.support import PAGE, POSIX, busy, shared_pool
+from tests.ipc.test_samples import PlainBuffer
 from tests.processes import SECONDS, Partner, There
 from tests.support import MiB, holds
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import struct
+import sys
+import types
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,8 +16,8 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc
 from streamalloc.core.buffer import shared_state
-from streamalloc.ipc.sharing.importer import importer_of
-from streamalloc.ipc.sharing.lease import Lease, leases_of
+from streamalloc.ipc.exporter.leases import Lease, leases_of
+from streamalloc.ipc.importer.importer import importer_of
 from streamalloc.testing import Gate
 from tests.ipc.support import shared_pool
 from tests.support import end_what_was_dropped, executed, filled, names, shows
@@ -35,6 +37,24 @@ class Side(NamedTuple):
 
     def calls(self, before: int) -> list[str]:
         return names(self.driver)[before:]
+
+
+def frames_of(call: Callable[[], object]) -> list[str]:
+    """The modules of the Python frames that a call enters, without those of the driver."""
+    found: list[str] = []
+
+    def profile(frame: types.FrameType, event: str, _: object) -> None:
+        module = frame.f_globals.get("__name__", "")
+        if event == "call" and module.startswith("streamalloc.") and not module.startswith("streamalloc.driver"):
+            found.append(module)
+
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+    return found
 
 
 class Sides(NamedTuple):
@@ -85,6 +105,29 @@ def test_each_side_asks_the_driver_no_more_than_it_has_to(sides: Sides) -> None:
     assert sides.ours.calls(ours) == ["cuMemFreeAsync"]
 
 
+def test_a_steady_hand_off_crosses_few_modules(sides: Sides) -> None:
+    buffer = sides.pool.allocate(4096, sides.ours.stream)
+    sent = frames_of(lambda: ipc.send(sides.ours.channel, buffer))
+    assert len(set(sent)) <= 5 and len(sent) <= 23
+    opened: list[ipc.ImportedBuffer] = []
+    theirs = sides.theirs
+    options: dict[str, Any] = {"stream": theirs.stream, "kind": ipc.ImportedBuffer}
+    received = frames_of(lambda: opened.append(ipc.receive(theirs.channel, **options)))
+    assert len(set(received)) <= 8 and len(received) <= 13
+
+
+def test_a_first_receive_crosses_few_modules(sides: Sides) -> None:
+    """The handles that were sent have to be imported: every part of the importer works once."""
+    ours, theirs = ipc.Channel.pair()
+    stream = sa.Device(0, driver=sd.simulated()).create_stream()
+    with ours, theirs, sides.pool.allocate(4096, sides.ours.stream) as buffer:
+        ipc.send(ours, buffer)
+        opened: list[ipc.ImportedBuffer] = []
+        received = frames_of(lambda: opened.append(ipc.receive(theirs, stream=stream, kind=ipc.ImportedBuffer)))
+        assert len(set(received)) <= 13 and len(received) <= 125
+        opened[0].close()
+
+
 def test_the_driver_is_that_of_the_stream(sides: Sides) -> None:
     _, opened = sides.hand_over(7)
     assert opened._session.driver is sides.theirs.driver and shows(opened, 7)
@@ -106,8 +149,8 @@ def test_every_byte_is_looked_at_before_the_driver_is_asked(sides: Sides) -> Non
     buffer = sides.pool.allocate(4096, sides.ours.stream)
     ipc.send(sides.ours.channel, buffer)
     data = sides.theirs.channel.receive().data
-    ways = importer_of(sides.theirs.stream._session).ways
-    assert any(data.startswith(head) for head in ways)
+    sources = importer_of(sides.theirs.stream._session).sources
+    assert any(data.startswith(head) for head in sources)
     before = len(sides.theirs.driver.calls)
     for at in range(len(data)):
         with pytest.raises(ValueError):
@@ -124,7 +167,7 @@ def test_every_byte_is_looked_at_before_the_driver_is_asked(sides: Sides) -> Non
 @pytest.mark.parametrize(
     ("fields", "words", "kind"),
     [
-        ({"slot": 1024}, "slot 1024 is none of its control block", ValueError),
+        ({"slot": 1024}, "slot 1024 does not exist", ValueError),
         ({"generation": 77}, "freed by its owner before it was opened", sa.StaleDescriptorError),
         ({"offset": 4000}, "96 bytes|4096 bytes at 4000 are outside", ValueError),
         ({"base_size": 1 << 49, "size": 1 << 49}, "are outside of its", ValueError),

@@ -1,0 +1,431 @@
+"""Leases: they delay the free of a shared allocation until its importers have closed it.
+
+The free of a shared buffer checks the control block first (:class:`Lease`). The free of other buffers is as before.
+Finalisers take none of the locks here: a dropped lease only releases its slot.
+"""
+
+from __future__ import annotations
+
+import select
+import threading
+import time
+import weakref
+import zlib
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from streamalloc.core.internal import (
+    Buffer,
+    ClosedError,
+    CudaError,
+    Deferred,
+    DeferredQueue,
+    Fd,
+    PerDriver,
+    Session,
+    SharedState,
+    StillImported,
+    StillImportedError,
+    Stream,
+    deferred_queue,
+    direct_handle,
+    error_from,
+    free_shared,
+    ordered_after,
+    raw_handle,
+    refuse_capture,
+    set_shared,
+    shared_state,
+    take_pointer,
+    tell_freed,
+)
+from streamalloc.driver.internal import opaque_bytes
+from streamalloc.ipc.transport.channel import Channel
+from streamalloc.ipc.wire.control_block import SLOTS, WORD, ControlBlock, Mark, SlotWords, fence, reached
+from streamalloc.ipc.wire.descriptor import Head, pack_part
+
+__all__ = ["NOT_EXPORTABLE", "Hold", "Lease", "Leases", "hung_up", "leases_of"]
+
+NOT_EXPORTABLE = (
+    "only allocations of pools made with handle_types=POSIX_FILE_DESCRIPTOR can be shared, "
+    "by the process that made them"
+)
+_IN_A_CAPTURE = "a shared buffer cannot be freed in a capture"
+# Seconds between two checks of a free that may block.
+_PAUSE = 0.0005
+
+
+class Hold:
+    """Keeps an allocation while one descriptor of it is in transit.
+
+    It belongs to the carrier of the descriptor: a :class:`Shared`, a message or a connection. ``lost`` returns whether
+    the carrier can no longer deliver it to anybody. Finalisers may call :meth:`end`.
+    """
+
+    __slots__ = ("__weakref__", "_lost", "_mark", "_over")
+
+    def __init__(self, lost: Callable[[], bool] | None = None) -> None:
+        self._lost = lost
+        self._mark: Mark | None = None
+        self._over = False
+
+    def mark(self, block: ControlBlock) -> int:
+        """Return the number of the mark that the importer sets to 0 when it opens the descriptor."""
+        if self._mark is None:
+            self._mark = block.new_mark("hold")
+        return self._mark.number
+
+    def carry(self, lost: Callable[[], bool]) -> None:
+        """Move the hold to another carrier."""
+        self._lost = lost
+
+    def over(self) -> bool:
+        """Whether the hold has ended."""
+        if not self._over and ((self._mark is not None and self._mark.over()) or (self._lost and self._lost())):
+            self.end()
+        return self._over
+
+    def end(self) -> None:
+        """End the hold; idempotent."""
+        self._over = True
+        self._lost = self._mark = None
+
+
+def hung_up(end: Fd | Channel) -> bool:
+    """Whether no process has the other end of a pipe or a connection any more."""
+    poll = select.poll()
+    poll.register(end, 0)
+    return bool(poll.poll(0))
+
+
+class Lease(SharedState):
+    """A slot of a control block: the words of one allocation, or of one announcement.
+
+    A lease frees the buffer that it belongs to (:class:`SharedState`). Dropping it releases the slot.
+    """
+
+    __slots__ = (
+        "__weakref__", "_announcer", "_held", "_holds", "_leases", "block", "generation", "lock", "payload", "route",
+        "slot", "words",
+    )  # fmt: skip
+
+    def __init__(self, leases: Leases, block: ControlBlock, slot: int) -> None:
+        self._held = True
+        """Whether the slot belongs to this object."""
+        self._leases = leases
+        self.block: ControlBlock = block
+        self.slot: int = slot
+        self.words: SlotWords = block.slots.get(slot) or block.slot_words(slot)
+        self.generation: int = self.words.generation.value
+        self.payload: bytes = b""
+        """The driver's export data of the allocation."""
+        self.route: object = None
+        """Keeps the pool's mark as long as descriptors of the lease are valid."""
+        self._announcer: Stream | None = None
+        self.lock = threading.RLock()
+        """Held during an announcement, and during the decision whether the memory can be freed."""
+        self._holds: list[Callable[[], Hold | None]] = []
+
+    # -- descriptors -----------------------------------------------------------------------------------------
+
+    def describe(self, head: Head, ready: int, offset: int, size: int, base_size: int) -> bytes:
+        """Pack the descriptor of a part of the allocation."""
+        part = pack_part(self.slot, self.generation, ready, offset, size, base_size, 0, self.payload)
+        return head.data + part + zlib.crc32(part, head.checksum).to_bytes(4, "little")
+
+    def announce(
+        self,
+        stream: Stream,
+        before: Callable[[int], bool] | None = None,
+        view: tuple[Any, bool] | None = None,
+    ) -> int:
+        """Make ``stream`` write to ``ready`` that the contents are there; the value that importers wait for.
+
+        ``before`` is called with the value before that write is queued. It returns whether the value may have left this
+        process. ``view``: the stream's :func:`direct_view`, if the caller has it.
+
+        Raises
+        ------
+        CudaError
+            The driver refuses the write. If the value has left the process, importers find the contents lost.
+        """
+        words = self.words
+        with self.lock:
+            last = words.last_announced
+            if self._announcer is not stream:
+                self._begin(stream, last)
+            # Never the same value twice: it counts as announced before it is queued.
+            words.last_announced = words.announced.value = value = (last + 1) % WORD
+            left = before is not None
+            try:
+                if before is not None:
+                    left = before(value)
+                if view is None:
+                    self.block.write(stream, words.ready, value)
+                else:
+                    self.block.write_by(*view, words.ready, value)
+            except (CudaError, ClosedError):
+                if left:
+                    words.lost.value = 1
+                    words.ready.value = value
+                    self._announcer = None
+                else:
+                    words.last_announced = words.announced.value = last
+                raise
+            except BaseException:
+                # A signal handler's exception: the write may not be queued. A second one changes nothing.
+                self.block.write(stream, words.ready, value)
+                raise
+            return value
+
+    def _begin(self, stream: Stream, last: int) -> None:
+        """Make ``stream`` the announcer. Its writes come after those of the announcer before it."""
+        words, announcer = self.words, self._announcer
+        # Without an announcer all values have been written: the slot was quiet.
+        if announcer is not None and not reached(words.ready.value, last):
+            if direct_handle(announcer, self._leases.session) is not None:
+                # An event, as importers can write to ``ready``.
+                stream.wait(announcer)
+            else:
+                self.block.wait(stream, words.ready, last)
+        words.lost.value = 0
+        self._announcer = stream
+
+    def hold(self, hold: Hold, *, kept: bool = True) -> None:
+        """Add a hold of a descriptor in transit. Unless ``kept``, it also ends when its owner drops it."""
+        with self.lock:
+            self._holds.append((lambda: hold) if kept else weakref.ref(hold))
+
+    def _in_transit(self) -> bool:
+        """Whether a hold has not ended."""
+        if self._holds:
+            self._holds = [find for find in self._holds if (hold := find()) is not None and not hold.over()]
+        return bool(self._holds)
+
+    # -- importers -------------------------------------------------------------------------------------------
+
+    def _using(self) -> list[int]:
+        """Return the importers whose use has not ended, and watch for their death."""
+        if self.block.all_closed(self.words):
+            return []
+        opened, closed = self.block.opened[self.slot], self.block.closed[self.slot]
+        importers: list[int] = (opened != closed).nonzero()[0].tolist()
+        for importer in importers:
+            self.block.watch_importer(importer)
+        return importers
+
+    def quiet(self) -> bool:
+        """Whether all queued work on the slot's words has run, so that the slot can be used for another lease."""
+        ready, last = self.words.ready.value, self.words.last_announced
+        if ready != last and not reached(ready, last):
+            return False
+        return self.block.all_closed(self.words) or not self._using()
+
+    def end(self, stream: Stream | None, *, for_good: bool = False) -> bool:
+        """Make descriptors stale and ``stream`` wait for importers, if all have closed; whether that was done.
+
+        If the memory cannot be freed now, nothing has changed. With ``for_good``, descriptors are stale all the same,
+        unless one is in transit. Without a stream, nothing is queued.
+        """
+        with self.lock:
+            if self._holds and self._in_transit():
+                return False
+            words = self.words
+            words.generation.value = (self.generation + 1) % WORD
+            fence()
+            return self.block.all_closed(words) or self._ends_after(stream, for_good)
+
+    def _ends_after(self, stream: Stream | None, for_good: bool) -> bool:
+        """Continue :meth:`end` with importers whose use has not ended."""
+        ended = False
+        try:
+            using = self._using()
+            opened, closing = self.block.opened[self.slot], self.block.closing[self.slot]
+            if all(opened[importer] == closing[importer] for importer in using):
+                for importer in using if stream is not None else ():
+                    theirs = self.block.importer_words(self.slot, importer)
+                    # Not ``opened``, which goes up for a moment while a stale descriptor is refused.
+                    self.block.wait_closed(stream, theirs, theirs.closing.value)  # type: ignore[arg-type]
+                ended = True
+        finally:
+            if not (ended or for_good):
+                self.words.generation.value = self.generation
+        return ended
+
+    # -- the buffer ------------------------------------------------------------------------------------------
+
+    def free(self, buffer: Buffer, stream: Stream, still_imported: StillImported, timeout: float | None) -> None:
+        """Free the memory on ``stream``, after the work of importers that have closed it."""
+        handle = direct_handle(stream, self._leases.session)
+        if handle is None:
+            refuse_capture(stream, "cuMemFreeAsync", _IN_A_CAPTURE)
+        if still_imported != "defer":
+            self._await(buffer, stream, still_imported, timeout)
+        elif not self.end(stream, for_good=True):
+            self._defer(buffer, stream)
+            return
+        try:
+            if handle is not None:
+                free_shared(buffer, stream, handle)
+            else:
+                with stream.device.current():
+                    free_shared(buffer, stream, raw_handle(stream))
+        except BaseException:
+            if not buffer.freed:
+                self.words.generation.value = self.generation
+            raise
+        if self._leases.deferred.has_work():
+            self._leases.deferred.work()
+
+    def _await(self, buffer: Buffer, stream: Stream, still_imported: StillImported, timeout: float | None) -> None:
+        """Wait until the memory can be freed, or raise, as ``still_imported`` says."""
+        end = None if timeout is None else time.monotonic() + timeout
+        while still_imported != "ignore" and not self.end(stream):
+            if still_imported == "raise" or (end is not None and time.monotonic() >= end):
+                raise StillImportedError(f"{buffer!r} is open in another process, or in transit to one")
+            time.sleep(_PAUSE)
+
+    @property
+    def readers(self) -> int:
+        """Number of other processes that have the memory open."""
+        return len(self._using())
+
+    def drop(self, buffer: Buffer) -> None:
+        """Free the memory of a dropped buffer later."""
+        self._defer(buffer, buffer.stream)
+
+    def _defer(self, buffer: Buffer, stream: Stream) -> None:
+        self._leases.deferred.submit(_DeferredFree(self, stream, take_pointer(buffer)))
+
+    def release(self) -> None:
+        """Release the slot, which is used again once it is quiet. Its descriptors are stale. Idempotent."""
+        if self._held:
+            self._held = False
+            self.words.generation.value = (self.generation + 1) % WORD
+            self._announcer = self.route = None
+            self._leases.leaving.append(self)
+
+    def __del__(self) -> None:
+        # A forked child has a copy of this object, but shares the words.
+        if getattr(self, "words", None) is not None and not self._leases.session.forked:
+            self.release()
+
+
+class Leases:
+    """The slots of one process on one driver."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.deferred: DeferredQueue = deferred_queue(session)
+        self.blocks: list[ControlBlock] = []
+        self.leaving: deque[Lease] = deque()
+        """Released leases whose slots may not be quiet yet."""
+        self.lock = threading.RLock()
+        """Held while a buffer gets its lease, and a pool its handle."""
+        self._free: list[tuple[ControlBlock, int]] = []
+        self._prepared: list[Lease] = []
+        """Leases that :meth:`take` returns next."""
+        self._lock = threading.RLock()
+
+    def add(self, buffer: Buffer, pointer: Any, route: object) -> Lease | None:
+        """Give a buffer its lease, which frees it from now on; None if another thread has done so.
+
+        The driver exports the allocation (``cuMemPoolExportPointer``).
+        """
+        with self.lock:
+            if shared_state(buffer) is not None:
+                return None
+            lease = self.take()
+            lease.route = route
+            lease.payload = self.export_pointer(pointer)
+            set_shared(buffer, lease)
+        return lease
+
+    def export_pointer(self, pointer: Any) -> bytes:
+        """Return the driver's export data of an allocation (``cuMemPoolExportPointer``)."""
+        result, data = self.session.cuMemPoolExportPointer(pointer)
+        if result:
+            raise error_from(result, "cuMemPoolExportPointer", NOT_EXPORTABLE)
+        return opaque_bytes(data)
+
+    def take(self) -> Lease:
+        """Take a free slot."""
+        try:
+            return self._prepared.pop()
+        except IndexError:
+            pass
+        while True:
+            lease = self._next_free()
+            if lease is not None:
+                return lease
+            self._add_block()
+
+    def prepare(self) -> None:
+        """Take the next slot in advance, at a time when nobody waits for it."""
+        if not self._prepared:
+            lease = self._next_free()
+            if lease is not None:
+                self._prepared.append(lease)
+
+    def _next_free(self) -> Lease | None:
+        """Take a free slot; None without one."""
+        with self._lock:
+            # The oldest slots become quiet first. Two checks for each slot that is taken keep up with releases, and the
+            # few slots in use stay in the processor's cache.
+            checks = min(2, len(self.leaving))
+            if checks:
+                fence()
+            for _ in range(checks):
+                lease = self.leaving.popleft()
+                if lease.quiet():
+                    self._free.append((lease.block, lease.slot))
+                else:
+                    self.leaving.append(lease)
+            return Lease(self, *self._free.pop()) if self._free else None
+
+    def block(self) -> ControlBlock:
+        """Return any control block of this process."""
+        if not self.blocks:
+            self._add_block()
+        return self.blocks[0]
+
+    def _add_block(self) -> None:
+        block = ControlBlock.create(self.session)
+        with self._lock:
+            self.blocks.append(block)
+            self._free += [(block, slot) for slot in reversed(range(SLOTS))]
+
+
+leases_of: PerDriver[Leases] = PerDriver(Leases)
+"""The leases of this process on a driver."""
+
+
+class _DeferredFree(Deferred):
+    """A free that waits for importers."""
+
+    __slots__ = ("_lease", "_raw", "_session", "_stream")
+
+    def __init__(self, lease: Lease, stream: Stream, raw: Any) -> None:
+        self._session = lease._leases.session
+        self._lease: Lease | None = lease
+        self._stream = stream
+        self._raw = raw
+
+    def attempt(self) -> bool:
+        lease = self._lease
+        if lease is not None and self._raw is not None:
+            if not lease.end(None, for_good=True):
+                return False
+            with ordered_after(self._stream) as ordered:
+                refuse_capture(ordered, "cuMemFreeAsync", _IN_A_CAPTURE)
+                if not lease.end(ordered, for_good=True):
+                    return False
+                raw = raw_handle(ordered)
+                with ordered.device.current(), tell_freed(self._session, int(self._raw), raw):
+                    self._session.release(self, "cuMemFreeAsync", raw)
+        self._lease = None
+        return True
+
+    def forget(self) -> None:
+        self._raw = self._lease = None

@@ -1,0 +1,645 @@
+"""``share``: a descriptor of memory, by the mechanism of its kind. ``send``: the same, over a channel."""
+
+from __future__ import annotations
+
+import functools
+import os
+import secrets
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from streamalloc.core.internal import (
+    Buffer,
+    BufferView,
+    CopySide,
+    Device,
+    Event,
+    Fd,
+    GraphBuffer,
+    MemHandleType,
+    MemLocationType,
+    PlainBuffer,
+    Row,
+    Session,
+    Shown,
+    Stream,
+    StreamLike,
+    TypedView,
+    Unique,
+    as_stream,
+    check_usable,
+    direct_view,
+    mib,
+    plain_parts,
+    raw_handle,
+    refuse_capture,
+    session_of,
+    size_text,
+    viewed,
+)
+from streamalloc.driver import Driver
+from streamalloc.driver import default as default_driver
+from streamalloc.driver.internal import cuda, opaque_bytes
+from streamalloc.ipc.exporter.exports import (
+    NO_FABRIC_POOLS,
+    POSIX,
+    Exports,
+    Route,
+    exports_for,
+    exports_of,
+    publish,
+    routes,
+)
+from streamalloc.ipc.exporter.leases import Hold, Lease, hung_up
+from streamalloc.ipc.transport.channel import Channel
+from streamalloc.ipc.wire import descriptor as wire
+from streamalloc.ipc.wire.descriptor import MOST_CHUNKS, NOWHERE, Descriptor, Flags, Foreign, Mechanism
+from streamalloc.pool import MemoryPool
+from streamalloc.pool.internal import MemoryKind, pointer_attributes
+from streamalloc.vmm import GrowableBuffer, PhysicalMemory, RangeView, VirtualBuffer
+from streamalloc.vmm.internal import covering, is_imported
+
+__all__ = ["Shared", "send", "serve", "share"]
+
+_FABRIC = MemHandleType.FABRIC
+# cuIpcGetMemHandle shares whole blocks of this size, in bytes, with all allocations in them.
+_LEGACY_BLOCK = 2 << 20
+_NOT_IN_A_CAPTURE = "memory cannot be shared in a capture"
+
+
+class Shared(Unique, Shown):
+    """The result of :func:`share`: a descriptor, and the handles that importers need once.
+
+    ``bytes(shared)`` is the descriptor. The handles go along by :func:`streamalloc.ipc.send`, or with
+    ``channel.send(bytes(shared), shared.fds)``. An importer that has received them once needs only the bytes.
+
+    With ``hold=True`` the object keeps the allocation until the descriptor is opened, :meth:`cancel` is called, or the
+    object is dropped. ``ipc.send`` moves the hold to the message, and :mod:`multiprocessing` does so, too: its queues,
+    pipes and arguments give the memory itself to the other process.
+    """
+
+    __slots__ = ("__weakref__", "_data", "_exports", "_hold", "_lease", "_once", "_sent", "handles")
+
+    handles: dict[bytes, Fd]
+    """The handles by their ids in the descriptor; they stay the exporter's."""
+
+    def __init__(
+        self,
+        data: bytes,
+        handles: dict[bytes, Fd],
+        lease: Lease | None = None,
+        hold: Hold | None = None,
+        exports: Exports | None = None,
+        *,
+        once: bool = False,
+    ) -> None:
+        self._data = data
+        self.handles = handles
+        self._lease = lease
+        """The slot of the allocation or the announcement; dropping this object releases that of an announcement."""
+        self._hold = hold
+        self._exports = exports
+        self._once = once
+        """Whether importers keep the imported handles, so that these need to travel once."""
+        self._sent = False
+        if lease is not None and hold is not None:
+            lease.hold(hold, kept=False)
+
+    @property
+    def descriptor(self) -> Descriptor:
+        """The descriptor's fields."""
+        return Descriptor.from_bytes(self._data)
+
+    @property
+    def fds(self) -> tuple[Fd, ...]:
+        """The handles in the order that :func:`streamalloc.ipc.open` expects."""
+        return tuple(self.handles.values())
+
+    @property
+    def held(self) -> bool:
+        """Whether this object keeps the allocation from being freed."""
+        return self._hold is not None and not self._hold.over()
+
+    def to_bytes(self) -> bytes:
+        """Return the descriptor's bytes."""
+        if self._hold is None or self._lease is None or self._hold.over():
+            return self._data
+        return wire.with_hold(self._data, self._hold.mark(self._lease.block))
+
+    __bytes__ = to_bytes
+
+    def cancel(self) -> None:
+        """End the hold of a descriptor that will not be opened. Idempotent."""
+        if self._hold is not None:
+            self._hold.end()
+
+    def carried(self, lost: Callable[[], bool]) -> bytes:
+        """Return the descriptor for a carrier of bytes only, and move the hold to the carrier.
+
+        The importer fetches the handles from this process. An allocation is held from now on, even if this object did
+        not hold it, until ``lost`` returns that the carrier can no longer deliver the descriptor.
+        """
+        described, exports = self.descriptor, self._exports
+        if exports is not None:
+            exports.serve()
+            if described.endpoint != exports.endpoint:
+                self._data = described._replace(endpoint=exports.endpoint).to_bytes()
+        if self._lease is None or not described.flags & Flags.LEASED:
+            return self._data
+        hold = self._hold if self._hold is not None and self.held else Hold()
+        hold.carry(lost)
+        self._lease.hold(hold)
+        self._hold = None
+        return wire.with_hold(self._data, hold.mark(self._lease.block))
+
+    def _about(self) -> Iterator[Row]:
+        described = self.descriptor
+        yield "shared", f"{mib(described.size)} by {described.mechanism.name.lower()}"
+        yield "descriptor", f"{len(bytes(self))} bytes and {len(self.handles)} handles"
+        yield "held", "until it was opened or cancelled" if self.held else "no"
+        if self._lease is not None:
+            yield "open in", f"{self._lease.readers} other processes"
+
+    def __repr__(self) -> str:
+        described = self.descriptor
+        held = ", held" if self.held else ""
+        return f"<Shared {described.mechanism.name} of {described.size} bytes, {len(self.handles)} handles{held}>"
+
+
+class _Options(NamedTuple):
+    """The arguments of :func:`share` beside the memory."""
+
+    stream: StreamLike | None
+    hold: bool
+    handle_type: MemHandleType | None
+    expose_block: bool
+
+
+def share(
+    thing: object,
+    stream: StreamLike | None = None,
+    *,
+    expose_block: bool = False,
+    hold: bool = False,
+    handle_type: MemHandleType | None = None,
+) -> Shared:
+    """Share memory, a pool or an event with other processes of this user on this machine.
+
+    Send the result with :func:`send`; the other process opens it with :func:`receive`, or with :func:`open`::
+
+        pool = sa.MemoryPool(device, handle_types=sa.MemHandleType.POSIX_FILE_DESCRIPTOR)
+        buffer = pool.allocate(1 << 20, stream)
+        ipc.send(channel, ipc.share(buffer, hold=True))
+
+    ``thing`` is a :class:`MemoryPool`, a :class:`Buffer` of a pool (or a view of one), :class:`PhysicalMemory`, a
+    :class:`Mapping`, :class:`RangeView` or :class:`GrowableBuffer`, an :class:`Event` made with ``interprocess=True``,
+    or any object with ``__cuda_array_interface__`` such as a CuPy array or a PyTorch tensor. The kind of memory
+    determines the driver's mechanism, see :class:`Mechanism`. The memory must have been made for sharing.
+
+    A shared allocation of a pool has a lease: its free waits for importers, see :meth:`Buffer.free`. Memory of other
+    libraries has none, and these libraries free it.
+
+    Physical memory, and ranges that map it, can also be shared by fabric handles, with processes of other machines in
+    the same IMEX domain. Fabric handles are bytes in the descriptor, so no file descriptor has to travel, and nothing
+    keeps the memory before it is opened: do not close it before. Importers' streams wait for the contents by the
+    control block, which exists on this machine only. On another machine, and wherever the control block's file
+    descriptor neither comes along nor can be fetched (:func:`streamalloc.ipc.send` and :mod:`multiprocessing` see to
+    that), no stream waits: synchronise ``stream`` before the descriptor leaves.
+
+    Parameters
+    ----------
+    thing
+        The memory, pool or event.
+    stream
+        The stream whose work writes the contents; default: the memory's own. Importers' streams wait for it.
+    expose_block
+        Share memory of ``cuMemAlloc`` even if other allocations may be in its blocks of 2 MiB, which the importer can
+        read.
+    hold
+        Keep the allocation from being freed while this descriptor is in transit: until the descriptor is opened,
+        :meth:`Shared.cancel` is called, or the result is dropped. :func:`streamalloc.ipc.send` moves the hold to the
+        message, which ends it when it is opened, refused or dropped, or when nobody can receive it any more. No effect
+        on memory without a lease.
+    handle_type
+        Of physical memory and ranges: ``POSIX_FILE_DESCRIPTOR`` or ``FABRIC``. Default: file descriptors if the memory
+        was made with them, else fabric handles. Pools are shared by file descriptors only.
+
+    Raises
+    ------
+    TypeError
+        ``thing`` is of no kind that can be shared.
+    ValueError
+        This memory cannot be shared; the message says why, and how to make it.
+    NotSupportedError
+        The device lacks a capability for it.
+    CaptureError
+        The stream is being captured.
+    """
+    if isinstance(thing, PlainBuffer) and handle_type is None:
+        return _share_buffer(thing, stream, hold)
+    if handle_type is not None:
+        _check_handle_type(thing, handle_type)
+    options = _Options(stream, hold, handle_type, expose_block)
+    for kind, function in _KINDS.items():
+        if isinstance(thing, kind):
+            return function(thing, options)
+    if hasattr(thing, "__cuda_array_interface__"):
+        return _share_foreign(thing, options)
+    raise TypeError(
+        f"{thing!r} cannot be shared: allowed are pools, memory, events, and CUDA arrays of other libraries"
+    )
+
+
+def send(
+    channel: Channel,
+    thing: object,
+    *,
+    stream: StreamLike | None = None,
+    hold: bool = False,
+    timeout: float | None = None,
+) -> None:
+    """Share memory, a pool or an event, and send it; the other end calls :func:`receive`.
+
+    ``channel.send`` is for bytes. The handles of pools and control blocks go along the first time only. From then on
+    this process serves them: a receiver that dropped the first message fetches them.
+
+    Parameters
+    ----------
+    channel
+        The channel to the other process.
+    thing
+        As for :func:`share`, or its result. A hold of that moves to the message.
+    stream, hold
+        As for :func:`share`. Without ``hold``, do not free the allocation before the other end has opened it. With it,
+        the message keeps the allocation until it is opened, refused or dropped, or nobody can receive it any more.
+    timeout
+        Seconds until ``TimeoutError``; None: the channel's.
+
+    Raises
+    ------
+    CudaError
+        The driver refuses a call. If the message has left before, the importer finds the memory
+        :attr:`~ImportedBuffer.lost`.
+    TimeoutError, PeerGoneError, ClosedError
+        As ``channel.send``. The memory is shared all the same.
+    """
+    names: set[bytes] | None = channel._carried
+    if names is None:
+        names = channel._carried = set()
+    if isinstance(thing, PlainBuffer) and not hold and (timeout is None or timeout >= 0):
+
+        def offer(data: bytes, handles: dict[bytes, Fd]) -> bool:
+            return names.issuperset(handles) and channel._offer(data)
+
+        shared = _share_buffer(thing, stream, offer=offer)
+        if shared._sent:
+            shared._exports.leases.prepare()  # type: ignore[union-attr]
+            return
+    else:
+        shared = thing if isinstance(thing, Shared) else share(thing, stream, hold=hold)
+    exports, handles = shared._exports, shared.fds
+    if exports is not None and shared._once:
+        exports.serve()
+        if names.issuperset(shared.handles) and exports.endpoint in shared._data:
+            handles = ()
+    lease = shared._lease
+    if lease is None or not shared.held:
+        channel.send(shared.to_bytes(), handles, timeout=timeout)
+    else:
+        # The message carries one end of a pipe, which the importer closes once it has opened the descriptor. The kernel
+        # closes it with a message that nobody receives. Either ends the hold.
+        ours, theirs = map(Fd, os.pipe())
+        with theirs:
+            lease.hold(Hold(functools.partial(hung_up, ours)))
+            channel.send(wire.with_hold(shared._data, 0), (*handles, theirs), timeout=timeout)
+        shared.cancel()
+    names.update(shared.handles)
+
+
+def serve(driver: Driver | None = None) -> None:
+    """Let other processes of this user fetch the handles of descriptors that are shared from now on.
+
+    A thread of this process serves them on a private socket. :func:`send` and :mod:`multiprocessing` call this; call it
+    yourself before descriptors travel by other means, as bytes only. Idempotent.
+
+    Parameters
+    ----------
+    driver
+        The driver whose memory is shared; default: :func:`streamalloc.driver.default`.
+    """
+    exports_of(Session.of(driver if driver is not None else default_driver())).serve()
+
+
+# -- allocations of pools ------------------------------------------------------------------------------------
+
+
+def _share_buffer(
+    buffer: Buffer,
+    stream: StreamLike | None = None,
+    hold: bool = False,
+    part: tuple[int, int] | None = None,
+    offer: Callable[[bytes, dict[bytes, Fd]], bool] | None = None,
+) -> Shared:
+    """Share an allocation; ``part``: offset and size.
+
+    ``offer`` may send the descriptor before its stream is made to announce the contents, so that the importer begins
+    meanwhile; it returns whether it did. It is called only for the first descriptor of an allocation, whose lease has
+    no earlier announcement.
+    """
+    view: Any = None
+    ordered: Any
+    lease: Lease | None = None
+    plain = plain_parts(buffer) if type(buffer) is PlainBuffer else None
+    if plain is not None:
+        # The first descriptor of an allocation. Anything unusual is left to the general case below.
+        pool, pointer, nbytes, ordered, *view = plain
+        index = routes.get(weakref.ref(pool))
+        known = index and index()
+        if known and nbytes and not known.session.forked:
+            if stream is not None:
+                ordered, view = stream, direct_view(stream, known.session)
+            if view[0] is not None:
+                lease = known.exports.leases.add(buffer, pointer, known)
+    if lease is None:
+        offer = view = None
+        session = session_of(buffer)
+        exports = exports_for(session)
+        if isinstance(buffer, GraphBuffer):
+            raise ValueError(f"{buffer!r} belongs to a graph and cannot be shared: copy it to memory of a pool")
+        nbytes, pointer = buffer.nbytes, buffer.address
+        if not pointer or not nbytes:
+            raise ValueError(f"{buffer!r} is empty: there is nothing to share")
+        ordered = buffer.stream if stream is None else stream
+        if direct_view(ordered, session)[0] is None:
+            ordered = _ordered(ordered, session)
+        lease = exports.lease(buffer, pointer)
+    route: Any = lease.route
+    exports, block = route.exports, lease.block
+    head, handles = route.heads.get((block, exports.endpoint)) or route.head(block)
+    offset, size = part or (0, nbytes)
+    shared = Shared(b"", handles, lease, Hold() if hold else None, exports, once=True)
+
+    def describe(ready: int) -> bool:
+        shared._data = data = lease.describe(head, ready, offset, size, nbytes)
+        if exports.session.listener is not None:
+            _notify_listener(lease, ready, int(pointer) + offset, size, ordered)
+        shared._sent = offer is not None and offer(data, handles)
+        return shared._sent
+
+    lease.announce(ordered, describe, view)
+    if exports.deferred.has_work():
+        exports.deferred.work()
+    return shared
+
+
+def _ordered(stream: StreamLike, session: Session) -> Stream:
+    """Return the caller's stream, which must not be captured."""
+    ordered = as_stream(stream, session)
+    refuse_capture(ordered, "cuStreamWriteValue32", _NOT_IN_A_CAPTURE)
+    return ordered
+
+
+def _share_view(view: BufferView, options: _Options) -> Shared:
+    check_usable(view)
+    if not view.nbytes:
+        raise ValueError(f"{view!r} is empty: there is nothing to share")
+    parent, offset = viewed(view)
+    if isinstance(parent, Foreign):
+        return _refuse_foreign(view, options)
+    if isinstance(parent, Buffer):
+        return _share_buffer(parent, options.stream, options.hold, (offset, view.nbytes))
+    if isinstance(parent, (VirtualBuffer, RangeView)):
+        return _share_range(parent, options, offset, view.nbytes)
+    raise ValueError(f"{view!r} cannot be shared: share the memory itself in the process that owns it")
+
+
+def _share_array(view: TypedView[Any], options: _Options) -> Shared:
+    # dtype.str of a structure would be that of bytes of its size. check_array refuses str(dtype).
+    dtype = view.dtype.str if view.dtype.names is None else str(view.dtype)
+    wire.check_array(dtype, view.shape)
+    shared = _share_view(view, options)
+    shared._data = wire.with_array(shared._data, dtype, view.shape)
+    return shared
+
+
+# -- other kinds ---------------------------------------------------------------------------------------------
+
+
+def _describe(
+    exports: Exports,
+    mechanism: Mechanism,
+    uuid: bytes,
+    stream: Stream | None,
+    handles: dict[bytes, Fd],
+    memory: tuple[int, int] | None = None,
+    **fields: Any,
+) -> Shared:
+    """Make a descriptor of memory without a lease; ``memory``: address and size, if mapped here.
+
+    With a stream, a slot of the control block is taken for the announcement alone, until the result is dropped.
+    """
+    announcement: Lease | None = None
+    if stream is not None:
+        announcement = exports.leases.take()
+        fields["ready"] = announcement.announce(stream)
+        block = announcement.block
+        fields |= {"control_block": block.id, "slot": announcement.slot, "generation": announcement.generation}
+        handles = {**handles, block.id: block.fd}
+        if memory is not None and exports.session.listener is not None:
+            _notify_listener(announcement, fields["ready"], *memory, stream)
+    publish(handles)
+    described = Descriptor(mechanism, uuid, endpoint=exports.endpoint, driver_version=exports.version, **fields)
+    once = mechanism is not Mechanism.PHYSICAL
+    return Shared(described.to_bytes(), handles, announcement, None, exports, once=once)
+
+
+def _notify_listener(lease: Lease, ready: int, address: int, nbytes: int, stream: Stream) -> None:
+    """Notify the listener that importers may use memory after the work that a stream has queued."""
+    name = lease.block.announcement(lease.slot, lease.generation, ready)
+    with stream.device.current():
+        lease.block.session.listener.shared(address, nbytes, raw_handle(stream), name)  # type: ignore[union-attr]
+
+
+def _share_pool(pool: MemoryPool, options: _Options) -> Shared:
+    exports = exports_for(session_of(pool))
+    route, block = exports.route(pool), exports.leases.block()
+    fields: dict[str, Any] = {"origin": route.origin, "control_block": block.id, "pool_mark": route.mark(block)}
+    handles = {route.origin: route.fd, block.id: block.fd}
+    return _describe(exports, Mechanism.POOL, route.device, None, handles, handle_type=int(POSIX), **fields)
+
+
+def _share_event(event: Event, options: _Options) -> Shared:
+    session = session_of(event)
+    exports = exports_for(session)
+    if not event.interprocess:
+        raise ValueError(f"{event!r} cannot be shared: make it with interprocess=True, in the process that shares it")
+    with event.device.current():
+        raw = session.call("cuIpcGetEventHandle", cuda.CUevent(event.handle))
+    return _describe(exports, Mechanism.EVENT, exports.uuid(event.device), None, {}, payload=opaque_bytes(raw))
+
+
+def _refuse_foreign(thing: object, options: _Options) -> Shared:
+    raise ValueError(f"{thing!r} was opened here: only the process that owns memory can share it")
+
+
+def _share_physical(memory: PhysicalMemory, options: _Options) -> Shared:
+    session = session_of(memory)
+    ordered = None if options.stream is None else as_stream(options.stream, session)
+    return _share_chunks(memory, session, [memory], ordered, options, size=memory.nbytes, origin=NOWHERE)
+
+
+def _share_range(
+    thing: VirtualBuffer | RangeView, options: _Options, begin: int = 0, size: int | None = None
+) -> Shared:
+    """Share the chunks in which bytes of an address range lie."""
+    fields: dict[str, Any] = {}
+    if isinstance(thing, RangeView):
+        begin += thing.offset
+    else:
+        check_usable(thing)
+    session = session_of(thing)
+    if size is None:
+        size = thing.nbytes
+        if isinstance(thing, GrowableBuffer):
+            # From its first byte on, so that importers recognise the chunks that they have mapped.
+            exports = exports_for(session)
+            fields = {"origin": exports.id(thing), "flags": Flags.GROWABLE, "base_size": thing.capacity}
+    if not size:
+        raise ValueError(f"{thing!r} is empty: there is nothing to share")
+    ordered = _ordered(thing.stream if options.stream is None else options.stream, session)
+    mapped = covering(thing.range, begin, begin + size)
+    if len(mapped) > MOST_CHUNKS:
+        raise ValueError(
+            f"{thing!r} lies in {len(mapped)} chunks of physical memory, and at most {MOST_CHUNKS} are shared at once: "
+            "grow in larger steps, or share parts of it"
+        )
+    fields |= {"offset": begin - mapped[0].offset, "size": size, "memory": (thing.range.address + begin, size)}
+    return _share_chunks(thing, session, [chunk.memory for chunk in mapped], ordered, options, **fields)
+
+
+def _share_chunks(
+    thing: object, session: Session, memories: Sequence[Any], stream: Stream | None, options: _Options, **fields: Any
+) -> Shared:
+    """Share chunks of physical memory that are adjacent in the address range."""
+    exports = exports_for(session)
+    for memory in memories:
+        if not isinstance(memory, PhysicalMemory):
+            raise ValueError(f"{memory!r} is shared by its own handle: export() it, and share the memory bound to it")
+        if is_imported(memory):
+            _refuse_foreign(thing, options)
+    kind = _handle_type(memories, options)
+    chunks = [exports.memory(memory, kind) for memory in memories]
+    fields = {"base_size": sum(chunk.nbytes for chunk, _ in chunks), "origin": secrets.token_bytes(16), **fields}
+    handles = {chunk.id: fd for chunk, fd in chunks if fd is not None}
+    fields |= {"handle_type": int(kind), "chunks": tuple(chunk for chunk, _ in chunks)}
+    device = exports.uuid(_device_of(memories[0]))
+    return _describe(exports, Mechanism.PHYSICAL, device, stream, handles, **fields)
+
+
+def _device_of(memory: PhysicalMemory) -> Device:
+    location = memory.location
+    return Device(location.id if location.type is MemLocationType.DEVICE else 0, driver=memory.driver)
+
+
+def _handle_type(memories: Iterable[PhysicalMemory], options: _Options) -> MemHandleType:
+    """Choose the handle type of chunks. If they have none, their export raises the error that says so."""
+    common = POSIX | _FABRIC
+    for memory in memories:
+        common &= memory.properties.requested_handle_types
+    return options.handle_type or (_FABRIC if common == _FABRIC else POSIX)
+
+
+def _check_handle_type(thing: object, handle_type: object) -> None:
+    """Raise if no object of this kind can be shared by handles of this type."""
+    if not isinstance(handle_type, MemHandleType):
+        raise TypeError(f"handle_type must be a MemHandleType, not {type(handle_type).__name__} ({handle_type!r})")
+    if handle_type not in (POSIX, _FABRIC):
+        raise ValueError(f"handle_type={handle_type!r}: allowed are POSIX_FILE_DESCRIPTOR and FABRIC")
+    if isinstance(thing, Event):
+        raise ValueError(f"handle_type={handle_type!r}: {thing!r} is shared without any, leave it out")
+    whole = viewed(thing)[0] if isinstance(thing, BufferView) else thing
+    if handle_type == _FABRIC and isinstance(whole, (MemoryPool, Buffer)):
+        raise ValueError(f"handle_type={handle_type!r}: {whole!r} cannot be shared so, {NO_FABRIC_POOLS}")
+
+
+# -- memory of other libraries -------------------------------------------------------------------------------
+
+
+def _share_foreign(thing: Any, options: _Options) -> Shared:
+    """Share an array of another library by the mechanism of its memory."""
+    interface = thing.__cuda_array_interface__
+    driver = default_driver()
+    session = Session.of(driver)
+    exports = exports_for(session)
+    span = CopySide.readable(thing, session)
+    if not span.nbytes:
+        raise ValueError(f"{thing!r} is empty: there is nothing to share")
+    known = pointer_attributes(span.address, driver=driver)
+    device = known.device
+    if known.kind is MemoryKind.DEVICE and device is None:
+        # The driver names no device for an address in mapped memory, but its handle does.
+        device = _device_of(PhysicalMemory.at(span.address, driver=driver))
+    if known.kind is not MemoryKind.DEVICE or device is None:
+        raise ValueError(f"{thing!r} is not device memory of this process")
+    stream = options.stream
+    if stream is None:
+        handle = interface.get("stream")
+        stream = device.default_stream if handle is None else Stream.of_handle(device, handle, thing)
+    ordered = _ordered(stream, session)
+    with device.current():
+        base, size = (int(value) for value in session.call("cuMemGetAddressRange", span.address))
+        if span.address + span.nbytes > base + size:
+            raise ValueError(
+                f"{thing!r} ends outside of the {size_text(size)} that its allocation has: share memory of several "
+                "allocations one by one"
+            )
+        fields: dict[str, Any] = {"offset": span.address - base, "size": span.nbytes, "base_size": size}
+        if known.pool is not None:
+            if options.handle_type == _FABRIC:
+                raise ValueError(f"{thing!r} is memory of a pool, and cannot be shared so: {NO_FABRIC_POOLS}")
+            if not known.handle_types & POSIX:
+                raise ValueError(
+                    f"{thing!r} is memory of a pool that was not made for sharing: have the library allocate from a "
+                    "pool with handle_types=POSIX_FILE_DESCRIPTOR (MemoryPool.make_current), or copy it to such a pool"
+                )
+            route = Route(known.pool, exports, exports.uuid(device))
+            fields |= {"origin": route.origin, "handle_type": int(POSIX)}
+            fields["payload"] = exports.leases.export_pointer(base)
+            handles = {route.origin: route.fd}
+            return _describe(exports, Mechanism.POOL_POINTER, route.device, ordered, handles, **fields)
+        if known.legacy_ipc:
+            if options.handle_type is not None:
+                raise ValueError(
+                    f"{thing!r} is memory of cuMemAlloc, which is shared without a handle type: leave it out"
+                )
+            if not options.expose_block and (base % _LEGACY_BLOCK or size % _LEGACY_BLOCK):
+                raise ValueError(
+                    f"{thing!r} is not alone in its blocks of 2 MiB: an importer could read the rest of them. Share it "
+                    "with expose_block=True if it may, or copy it to a pool or to memory of whole blocks"
+                )
+            fields["payload"] = opaque_bytes(session.call("cuIpcGetMemHandle", base))
+            return _describe(exports, Mechanism.LEGACY, exports.uuid(device), ordered, {}, **fields)
+        memory = PhysicalMemory.at(base, driver=driver)
+        kind = _handle_type([memory], options)
+        if not memory.properties.requested_handle_types & kind:
+            raise ValueError(
+                f"{thing!r} is mapped memory that was not made for sharing: create it with handle type {kind.name}"
+            )
+        if span.address + span.nbytes > base + memory.nbytes:
+            raise ValueError(f"{thing!r} lies in several chunks of physical memory: share them one by one")
+        return _share_chunks(thing, session, [memory], ordered, options, **fields)
+
+
+# The first class that fits determines the function.
+_KINDS: dict[type, Callable[[Any, _Options], Shared]] = {
+    Buffer: lambda buffer, options: _share_buffer(buffer, options.stream, options.hold),
+    MemoryPool: _share_pool,
+    Foreign: _refuse_foreign,
+    TypedView: _share_array,
+    BufferView: _share_view,
+    PhysicalMemory: _share_physical,
+    RangeView: _share_range,
+    VirtualBuffer: _share_range,
+    Event: _share_event,
+}

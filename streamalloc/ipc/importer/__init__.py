@@ -1,0 +1,3 @@
+"""The process that opens memory of another: imported handles, mappings, and their release."""
+
+__all__: list[str] = []

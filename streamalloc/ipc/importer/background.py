@@ -1,0 +1,89 @@
+"""Driver calls on a thread of their own: those for dropped imports, and those that must wait until devices are idle."""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import time
+import weakref
+from collections.abc import Callable
+from queue import SimpleQueue
+
+from streamalloc.core.internal import (
+    CaptureError,
+    CudaError,
+    Deferred,
+    Session,
+    context_events,
+    deferred_queue,
+    work,
+)
+
+__all__ = ["OnceIdle", "release_dropped"]
+
+# Calls that may wait for the device are tried so often if the driver refuses them.
+_TRIES = 5
+# Seconds until an attempt that found a device at work is repeated.
+_IDLE_PAUSE = 0.02
+# Seconds before each query of the devices' work.
+_QUERIES = (0.0, 0.00005, 0.0002)
+
+
+def release_dropped(dropped: SimpleQueue[bool], reference: weakref.ref[Session]) -> None:
+    """Do deferred work after each True in the queue, until a False: the body of a thread.
+
+    This process may not reach any other point of work, while the owner of a dropped import waits for its release.
+    """
+    while dropped.get():
+        session = reference()
+        if session is None or not session.usable:
+            return
+        work(session)
+        del session
+
+
+class OnceIdle(Deferred):
+    """A driver call that waits for the devices, made on a thread of its own once they are idle.
+
+    While such a call waits, the driver blocks all other threads that need the context (driver 580). And if a stream
+    waits for something that this process has yet to do, the call would never return. ``call`` may run twice.
+    """
+
+    __slots__ = ("_call", "_not_before", "_session")
+
+    def __init__(self, session: Session, call: Callable[[], object]) -> None:
+        self._session = session
+        self._call = call
+        self._not_before = 0.0
+
+    def attempt(self) -> bool:
+        """Start the thread. It submits this item again if a device is at work."""
+        if time.monotonic() < self._not_before:
+            return False
+        self._not_before = time.monotonic() + _IDLE_PAUSE
+        _thread.start_new_thread(self._run, ())
+        return True
+
+    def _run(self) -> None:
+        for _ in range(_TRIES):
+            # Errors of a lost context: no work is left to wait for.
+            with contextlib.suppress(CudaError), self._session.relaxed():
+                try:
+                    idle = self._idle()
+                except CaptureError:
+                    idle = False
+                if not idle:
+                    deferred_queue(self._session).submit(self)
+                    return
+            with contextlib.suppress(CudaError):
+                self._call()
+                return
+
+    def _idle(self) -> bool:
+        """Whether all work that the devices have now ends at once."""
+        events = context_events(self._session, self._session.ordinals)
+        for pause in _QUERIES:
+            time.sleep(pause)
+            if all(event.query() for event in events):
+                return True
+        return False

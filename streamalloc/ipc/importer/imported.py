@@ -1,0 +1,604 @@
+"""Imported memory: its import by the driver, its objects in this process, and its release.
+
+The driver returns the same address for a second import of an allocation, and does not count imports: so this process
+counts its objects, and releases the import with the last of them. A :class:`PoolSource` holds what all allocations of
+one pool have in common.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from queue import SimpleQueue
+from typing import Any
+
+from streamalloc.core.internal import (
+    LOST,
+    ClosedError,
+    Closes,
+    CudaError,
+    Deferred,
+    DeferredQueue,
+    Device,
+    Event,
+    MemAccess,
+    MemAccessDesc,
+    MemLocation,
+    Memory,
+    Row,
+    Session,
+    StaleDescriptorError,
+    Stream,
+    StreamLike,
+    TypedView,
+    as_stream,
+    attach,
+    context_events,
+    deferred_queue,
+    direct_handle,
+    direct_view,
+    error_from,
+    ordered_after,
+    raw_handle,
+    refuse_capture,
+    sees_all_work,
+    size_text,
+)
+from streamalloc.driver.internal import OpaqueStruct, cuda, opaque_struct
+from streamalloc.ipc.importer.background import OnceIdle
+from streamalloc.ipc.importer.contents import Contents, notify_listener, wait_until_ready
+from streamalloc.ipc.wire.control_block import WORD, ControlBlock, ImporterWords, fence, reached
+from streamalloc.ipc.wire.descriptor import Flags, Foreign, Head, Part
+from streamalloc.vmm.internal import RemappableBuffer, Rights
+
+__all__ = [
+    "Import", "ImportedArray", "ImportedBuffer", "ImportedPool", "ImportedRange", "LegacySource", "PoolHandle",
+    "PoolSource", "open_import",
+]  # fmt: skip
+
+_LAZY_PEER_ACCESS = 1
+_RANGE_SIZE = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_RANGE_SIZE
+_BAD_POINTER = "the owner's process has freed it, or ended"
+_STALE = "this memory was freed by its owner before it was opened here"
+_BAD_LEASE = "the descriptor has a lease or a hold, but names no control block, or memory without leases"
+
+
+class PoolHandle(Deferred):
+    """The driver's handle of a pool of another process.
+
+    It is destroyed once the frees of all imported allocations have run: the driver waits for nothing, and any later use
+    of the handle ends the process (driver 580.159).
+    """
+
+    __slots__ = ("_events", "_raw", "known", "lock", "marks", "session", "users")
+
+    def __init__(self, session: Session, known: dict[int, PoolHandle], lock: AbstractContextManager[bool]) -> None:
+        self.session: Session = session
+        self.known: dict[int, PoolHandle] = known
+        """All handles in use, by ``CUmemoryPool``: the driver has one for each pool, however often it was imported."""
+        self.lock: AbstractContextManager[bool] = lock
+        """Held while a pool is imported or destroyed."""
+        self._raw: Any = None
+        self._events: list[Event] | None = None
+        self.marks: set[tuple[ControlBlock, int]] = set()
+        """The exporter's marks, which show that it still has the pool."""
+        self.users: weakref.WeakSet[ImportedPool] = weakref.WeakSet()
+
+    def ended(self) -> bool:
+        """Whether its owner has closed the pool, or has died, as far as its marks show."""
+        return any(not (block.marked("pool", mark) and block.exporter_alive()) for block, mark in self.marks)
+
+    def attempt(self) -> bool:
+        session = self.session
+        if self._events is None:
+            self._events = context_events(session, session.ordinals)
+        if not all(event.query() for event in self._events):
+            return False
+        with self.lock:
+            # If the pool was imported anew meanwhile, the driver has returned the same handle.
+            if self._raw is not None and int(self._raw) not in self.known:
+                session.release(self, "cuMemPoolDestroy")
+        return True
+
+
+class ImportedPool(Foreign):
+    """A pool of another process: its allocations can be opened here, but nothing can be allocated from it."""
+
+    __slots__ = ("__weakref__", "_pool", "device")
+
+    device: Device
+    """The device that has the memory."""
+
+    def __init__(self, pool: PoolHandle, device: Device) -> None:
+        self._pool = pool
+        self.device = device
+        pool.users.add(self)
+
+    @property
+    def handle(self) -> int:
+        """The driver's handle (``CUmemoryPool``) as a number."""
+        return int(self._pool._raw)
+
+    @property
+    def _session(self) -> Session:
+        return self._pool.session
+
+    def set_access(self, device: Device, access: MemAccess = MemAccess.READWRITE) -> None:
+        """Give another device of this process access to the pool's memory (``cuMemPoolSetAccess``)."""
+        descriptor = MemAccessDesc(device.location, access).to_driver()
+        self._session.call("cuMemPoolSetAccess", self._pool._raw, [descriptor], 1)
+
+    def __repr__(self) -> str:
+        return f"<ImportedPool {self.handle:#x} on device {self.device.ordinal}>"
+
+
+class _Source:
+    """A pool, or one block of ``cuMemAlloc``, of another process, and its imports in this process."""
+
+    __slots__ = ("_default", "block", "deferred", "device", "dropped", "held", "imports", "leased", "lock", "session")
+
+    waits = False
+    """True if the release of an import may wait for a stream."""
+
+    def __init__(
+        self, session: Session, device: Device, block: ControlBlock | None, dropped: SimpleQueue[bool], flags: int
+    ) -> None:
+        self.session: Session = session
+        self.deferred: DeferredQueue = deferred_queue(session)
+        self.device: Device = device
+        self._default: Stream | None = None
+        self.block: ControlBlock | None = block
+        """The exporter's control block."""
+        self.dropped: SimpleQueue[bool] = dropped
+        """Wakes the thread that releases dropped imports."""
+        self.leased: bool = bool(flags & Flags.LEASED)
+        """Whether the block counts opens and closes."""
+        self.held: bool = bool(flags & Flags.HELD) and block is not None
+        """Whether descriptors keep the allocation until they are opened."""
+        self.lock: AbstractContextManager[bool] = threading.RLock()
+        """Held while imports are counted."""
+        self.imports: dict[bytes, Import] = {}
+        """Imports by the driver's export data."""
+
+    @property
+    def default_stream(self) -> Stream:
+        """The device's default stream."""
+        if self._default is None or self._default.closed:
+            self._default = self.device.default_stream
+        return self._default
+
+
+class PoolSource(_Source):
+    """A pool of another process, for allocations with leases in one control block."""
+
+    __slots__ = ("_struct", "head", "origin", "pool")
+
+    def __init__(
+        self,
+        head: Head,
+        origin: bytes,
+        pool: PoolHandle,
+        device: Device,
+        block: ControlBlock | None,
+        dropped: SimpleQueue[bool],
+        imports: dict[bytes, Import],
+    ) -> None:
+        if head.flags & (Flags.LEASED | Flags.HELD) and (block is None or not head.flags & Flags.LEASED):
+            raise ValueError(_BAD_LEASE)
+        super().__init__(pool.session, device, block, dropped, head.flags)
+        self.head: Head = head
+        self.origin: bytes = origin
+        """16 bytes, the pool's id."""
+        self.pool: PoolHandle = pool
+        self.lock = pool.lock
+        self.imports = imports
+        # One struct for all, as ``acquire`` is called under the lock.
+        self._struct = OpaqueStruct("CUmemPoolPtrExportData")
+
+    def acquire(self, held: Import) -> None:
+        """Import an allocation (``cuMemPoolImportPointer``)."""
+        result, held._raw = self.session.cuMemPoolImportPointer(self.pool._raw, self._struct.filled(held.key))
+        if result:
+            held._raw = None
+            raise error_from(result, "cuMemPoolImportPointer", _BAD_POINTER)
+
+    def release(self, held: Import, stream: Stream, handle: Any) -> None:
+        """Release an import after the work of a stream, whose ``CUstream`` is ``handle`` (``cuMemFreeAsync``)."""
+        raw, held._raw = held._raw, None
+        result = self.session.cuMemFreeAsync(raw, handle)[0]
+        if result:
+            error = error_from(result, "cuMemFreeAsync")
+            held._raw = None if isinstance(error, LOST) else raw
+            raise error
+
+
+class LegacySource(_Source):
+    """A block of ``cuMemAlloc`` of another process. The driver counts opens, so that each object has its own import."""
+
+    __slots__ = ()
+
+    waits = True
+
+    def __init__(
+        self, session: Session, device: Device, block: ControlBlock | None, dropped: SimpleQueue[bool], flags: int
+    ) -> None:
+        if flags & (Flags.LEASED | Flags.HELD):
+            raise ValueError(_BAD_LEASE)
+        super().__init__(session, device, block, dropped, flags)
+
+    def acquire(self, held: Import) -> None:
+        """Open the block (``cuIpcOpenMemHandle``)."""
+        handle = opaque_struct("CUipcMemHandle", held.key)
+        with self.device.current():
+            self.session.create(held, "_raw", "cuIpcOpenMemHandle", handle, _LAZY_PEER_ACCESS, hint=_BAD_POINTER)
+
+    def release(self, held: Import, stream: Stream, handle: Any) -> None:
+        """Close the block (``cuIpcCloseMemHandle``), which is not stream-ordered: the host waits."""
+        stream.synchronize()
+        with self.device.current():
+            self.session.release(held, "cuIpcCloseMemHandle")
+
+
+class Import:
+    """One imported allocation of another process, for all its objects in this process; see :func:`open_import`."""
+
+    __slots__ = ("_raw", "address", "count", "generation", "key", "number", "passed", "source", "words")
+
+    _raw: Any
+    """``CUdeviceptr``; None before the import and after its release."""
+
+    def __init__(self, source: PoolSource | LegacySource, key: bytes, words: ImporterWords | None, generation: int):
+        self.source: PoolSource | LegacySource = source
+        self.key: bytes = key
+        """The driver's export data."""
+        self.words: ImporterWords | None = words
+        """This importer's words of the lease; None without a lease."""
+        self.generation: int = generation
+        """Generation of the lease's slot."""
+        self.number = 0
+        """Value of ``opened`` that counts this import."""
+        self._raw = None
+        self.address = 0
+        self.count = 1
+        """Open objects."""
+        self.passed: tuple[Event, ...] = ()
+        """Ends of the work of objects that were closed before the last one."""
+
+
+def open_import(source: PoolSource | LegacySource, part: Part, stream: Stream) -> ImportedBuffer:
+    """Open an allocation, or open it once more; ``stream`` waits for its contents."""
+    slot, generation, ready, offset, size, base_size, hold, key = part
+    block = source.block
+    mark = block.mark("hold", hold) if source.held else None  # type: ignore[union-attr]
+    mine = None if block is None else block.own.get(slot) or block.own_words(slot)
+    opened = ImportedBuffer()
+    opened._held = None
+    opened._source = source
+    opened._words = mine
+    opened._ready = ready
+    opened._offset = offset
+    opened._nbytes = size
+    opened._stream = stream
+    opened._contents = None
+    try:
+        with source.lock:
+            held = source.imports.get(key)
+            if held is None or held._raw is None:
+                held = Import(source, key, mine if source.leased else None, generation)
+                # Set before the acquisition, so that the handler below releases it.
+                source.imports[key] = opened._held = held
+                if mine is not None and source.leased:
+                    # Count the open first, then check for a free: the exporter does both in the opposite order.
+                    held.number = number = (mine.opened.value + 1) % WORD
+                    mine.opened.value = number
+                    fence()
+                    if mine.slot_words.generation.value != generation:
+                        raise StaleDescriptorError(_STALE)
+                source.acquire(held)
+                held.address = int(held._raw)
+            else:
+                held.count += 1
+                opened._held = held
+                if source.leased and (held.words is not mine or held.generation != generation):
+                    if mine is not None and mine.slot_words.generation.value != generation:
+                        raise StaleDescriptorError(_STALE)
+                    raise ValueError("this memory is open here under another lease: close that first")
+        result, found = source.session.cuPointerGetAttribute(_RANGE_SIZE, held.address)
+        if result:
+            raise error_from(result, "cuPointerGetAttribute")
+        if found != base_size:
+            raise ValueError(f"the descriptor says {size_text(base_size)}, and the driver has {size_text(int(found))}")
+        if block is not None and source.session.listener is not None:
+            notify_listener(opened, block, (slot, generation, ready), stream)
+        if mine is not None and mine.slot_words.ready.value != ready:
+            wait_until_ready(block, slot, ready, stream)
+    except BaseException as first:
+        try:
+            _release(opened, stream, used=False)
+        except CudaError as later:
+            attach(first, later)
+        raise
+    finally:
+        if mark is not None and mark.value == hold >> 32:
+            mark.value = 0  # the descriptor has arrived
+    return opened
+
+
+def _release(owner: ImportedBuffer | _DroppedImport, stream: Stream, *, used: bool = True) -> None:
+    """Release one object of an import; the last one ends the import. A call that failed can be repeated.
+
+    Unless the memory was ``used``, nothing was queued that the end of other objects has to follow.
+    """
+    held = owner._held
+    if held is None:
+        return
+    source = held.source
+    if source.session.forked:
+        source.session.check_process()
+    with source.lock:
+        if owner._held is None:
+            return  # another thread was first
+        if held.count > 1:
+            # The last object's end follows this event.
+            held.passed += (stream.record(),) if used else ()
+            held.count -= 1
+            owner._held = None
+            return
+        for event in held.passed:
+            stream.wait(event)
+        handle, sees_all = direct_view(stream, source.session)
+        if handle is not None:
+            _end(held, stream, handle, sees_all)
+        else:
+            with stream.device.current():
+                _end(held, stream, raw_handle(stream), sees_all_work(stream))
+        owner._held = None
+
+
+def _end(held: Import, stream: Stream, handle: Any, sees_all: bool) -> None:
+    """End an import after the work of a stream; ``handle`` and ``sees_all`` as for :meth:`ControlBlock.write_by`."""
+    source, mine = held.source, held.words
+    if held._raw is not None:
+        source.release(held, stream, handle)
+    if source.imports.get(held.key) is held:
+        del source.imports[held.key]
+    # If the word has gone on, another import of the same slot is open, whose end writes it.
+    if mine is not None and mine.opened.value == held.number:
+        block: Any = source.block
+        before = (held.number - 1) % WORD
+        if not held.address:
+            # Not by counting up: streams may yet write ``closed`` of earlier imports.
+            mine.opened.value = before
+        else:
+            closed = mine.closed.value
+            if closed != before and not reached(closed, before):
+                # Another stream will yet write the end of an earlier import: the word only ever counts up.
+                block.wait(stream, mine.closed, before)
+            block.write_by(handle, sees_all, mine.closed, held.number)
+            mine.closing.value = held.number
+    held.count = 0
+
+
+class _DroppedImport(Deferred):
+    """An import whose object was dropped: released after the work of its stream."""
+
+    __slots__ = ("_held", "_stream")
+
+    def __init__(self, held: Import, stream: Stream) -> None:
+        self._held: Import | None = held
+        self._stream = stream
+
+    def attempt(self) -> bool:
+        held = self._held
+        if held is not None and held.source.waits:
+            held.source.deferred.submit(OnceIdle(held.source.session, self._close))
+        else:
+            self._close()
+        return True
+
+    def _close(self) -> None:
+        with ordered_after(self._stream) as ordered:
+            _release(self, ordered)
+
+
+class ImportedBuffer(Memory, Closes, Foreign):
+    """An allocation of another process, or a part of one, made by :func:`open`.
+
+    Closing it, which is in stream order, lets the owner free the memory. Dropping it closes it on its own stream.
+    """
+
+    __slots__ = ("__weakref__", "_contents", "_held", "_nbytes", "_offset", "_ready", "_source", "_stream", "_words")
+
+    _contents: Contents | None
+    """Set if it was opened without a stream."""
+    _held: Import | None
+    """None once closed."""
+    _source: PoolSource | LegacySource
+    _words: ImporterWords | None
+    """This importer's words of its slot."""
+    _ready: int
+    """Value of the slot's ``ready`` when the contents are there."""
+    _offset: int
+    _nbytes: int
+    _stream: Stream
+
+    @property
+    def address(self) -> int:
+        """The device address in this process.
+
+        If the memory was opened without a stream, the host waits until the contents are there.
+
+        Raises
+        ------
+        ClosedError
+            It was closed.
+        """
+        at = self._at
+        if self._contents is not None:
+            self._contents.await_on(self, None)
+        return at
+
+    @property
+    def _at(self) -> int:
+        return self._open_import().address + self._offset
+
+    def _await_on(self, stream: Stream) -> None:
+        if self._contents is not None:
+            self._contents.await_on(self, stream)
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes of the part that was shared."""
+        return self._nbytes
+
+    @property
+    def stream(self) -> Stream:
+        """The stream that it was opened on, which waits for the owner's work; without one, the device's default stream.
+
+        Memory that was opened without a stream can be used on any: each waits for that work before its first use.
+        """
+        return self._stream
+
+    @property
+    def location(self) -> MemLocation:
+        """The device that has the memory."""
+        self._open_import()
+        return self._source.device.location
+
+    @property
+    def owner(self) -> object:
+        """None: the memory belongs to another process."""
+        return None
+
+    @property
+    def device_accessible(self) -> bool:
+        """Whether the stream is of the device that has the memory."""
+        self._open_import()
+        return self._stream.device == self._source.device
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return self._held is None
+
+    @property
+    def lost(self) -> bool:
+        """Whether the contents that this process waited for never came: the owner died, or its driver failed before."""
+        self._open_import()
+        return self._words is not None and self._words.slot_words.was_lost(self._ready)
+
+    @property
+    def owner_alive(self) -> bool | None:
+        """Whether the process that shared it lives; None if that cannot be determined."""
+        held = self._open_import()
+        block = self._source.block if held.words is not None else None
+        return None if block is None else block.exporter_alive()
+
+    def close(self, stream: StreamLike | None = None) -> None:
+        """Release the memory after the work of ``stream`` (default: its own). Idempotent.
+
+        The owner's free waits for that work, in stream order.
+        """
+        if self._held is None:
+            return
+        source = self._source
+        ordered = self._stream if stream is None else as_stream(stream, source.session)
+        if direct_handle(ordered, source.session) is None:
+            raw_handle(ordered)
+            refuse_capture(ordered, "cuStreamWriteValue32", "memory of other processes cannot be closed in a capture")
+        if self._contents is not None:
+            self._contents.await_on(self, ordered)
+        _release(self, ordered)
+        if source.deferred.has_work():
+            source.deferred.work()
+
+    def _about(self) -> Iterator[Row]:
+        yield from super()._about()
+        alive = {True: "alive", False: "gone", None: "not known"}[self.owner_alive]
+        yield "owner", f"another process, {alive}{', and the contents never came' if self.lost else ''}"
+
+    def _open_import(self) -> Import:
+        if self._held is None:
+            raise ClosedError(f"this imported buffer of {size_text(self._nbytes)} was closed")
+        return self._held
+
+    def _check_usable(self) -> None:
+        self._open_import()
+
+    @property
+    def _session(self) -> Session:
+        return self._source.session
+
+    def __del__(self) -> None:
+        held = getattr(self, "_held", None)
+        if held is not None and held.source.session.usable:
+            source = held.source
+            source.deferred.submit(_DroppedImport(held, self._stream))
+            source.dropped.put(True)
+
+    def __repr__(self) -> str:
+        if not hasattr(self, "_held"):
+            return f"<{type(self).__name__} that could not be opened>"
+        where = "closed" if self._held is None else f"at {self._at:#x}, {self.location}"
+        return f"<{type(self).__name__} of {self._nbytes} bytes {where}>"
+
+
+class ImportedArray(TypedView[Any], Closes):
+    """An array of another process, of the type and shape that it was shared with, made by :func:`open`.
+
+    :attr:`owner` is the imported memory. Closing either closes both.
+    """
+
+    __slots__ = ()
+
+    _parent: ImportedBuffer | ImportedRange
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return self._parent.closed
+
+    def close(self, stream: StreamLike | None = None) -> None:
+        """Release the memory after the work of ``stream`` (default: its own). Idempotent."""
+        self._parent.close(stream)
+
+
+class ImportedRange(RemappableBuffer, Foreign):
+    """Physical memory of another process, mapped here at one address, made by :func:`open`.
+
+    The driver keeps the memory as long as any process has a handle, so that no lease is needed.
+
+    If it was opened without a stream, each stream waits for the contents before its first use of this object. Uses by
+    :attr:`range` are not seen: only the default stream waits then, so order other streams after it.
+    """
+
+    __slots__ = ("_contents",)
+
+    _contents: tuple[Contents, ...]
+    """One for each open without a stream."""
+
+    def __init__(self, device: Device, capacity: int, rights: Rights, stream: StreamLike | None, offset: int) -> None:
+        self._contents = ()
+        super().__init__(device, capacity, rights, stream, offset)
+
+    @property
+    def address(self) -> int:
+        """The device address. If the memory was opened without a stream, the host waits for the contents."""
+        at = self._at
+        for contents in self._contents:
+            contents.await_on(self, None)
+        return at
+
+    @property
+    def _at(self) -> int:
+        return super().address
+
+    def _await_on(self, stream: Stream) -> None:
+        for contents in self._contents:
+            contents.await_on(self, stream)
+
+    def evict(self, *_: Any, **__: Any) -> None:
+        """Refused: the memory belongs to another process."""
+        raise ValueError(f"{self!r} is memory of another process, which evicts it")

@@ -1,0 +1,3 @@
+"""Bytes on the wire and words in shared memory: descriptors and control blocks, used by exporter and importer."""
+
+__all__: list[str] = []

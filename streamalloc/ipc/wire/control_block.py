@@ -1,0 +1,536 @@
+"""Control blocks: words in shared memory by which exporter and importers order their streams and count their uses.
+
+The driver does not protect importers: freed memory is reused while they read it. So each exporting process has a
+control block, a page-locked file in memory that importers map too. It has a *slot* for each shared allocation:
+
+* ``generation``: the allocation that the slot stands for; counted up at its free, so that older descriptors are stale;
+* ``announced``: the value that ``ready`` reaches once all queued work has run;
+* ``ready``: written by the exporter's streams when the contents are there; importers' streams wait for it;
+* ``lost``: the number of announcements that were written in place of the exporter's stream, because the exporter died
+  or its driver refused the call;
+* ``opened``, ``closing``, ``closed``, one word for each importer: the importer's host counts ``opened`` up at the open
+  and sets ``closing`` to the same value at the close; its stream writes that value to ``closed`` after its work. The
+  exporter's stream waits for ``closed`` before it frees.
+
+Beside the slots there are *marks*, words that keep one value as long as an object of the exporter exists
+(:class:`Mark`): ``hold`` for a descriptor in transit, set to 0 by the importer that opens it; ``pool`` for a pool that
+was shared.
+
+Every word has one writer, a process: its stream or, if that has no work left, its host (:meth:`ControlBlock.write`).
+Nothing keeps a hostile importer from writing the words of others, so the exporter keeps its own copy of the values that
+it announced and waits for.
+
+Each process locks one byte of the file. The kernel releases the lock when the process dies, so that a wait for the lock
+is a wait for the death. The file is sealed against truncation.
+"""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import ctypes
+import fcntl
+import itertools
+import mmap
+import os
+import secrets
+import struct
+import weakref
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from streamalloc.core.internal import (
+    CudaError,
+    Fd,
+    Session,
+    Stream,
+    direct_handle,
+    direct_view,
+    error_from,
+    raw_handle,
+    refuse_capture,
+    sees_all_work,
+    stream_call,
+)
+from streamalloc.driver.internal import cuda
+
+__all__ = ["IMPORTERS", "SLOTS", "WORD", "ControlBlock", "ImporterWords", "Mark", "SlotWords", "fence", "reached"]
+
+SLOTS = 1024
+"""Slots of a control block, and marks of each kind."""
+IMPORTERS = 128
+"""Importers of one exporter at a time: for them a control block has 1.5 MiB of page-locked memory."""
+WORD = 1 << 32
+"""Words count up modulo 2^32."""
+
+_MAGIC = b"SAblock\3"
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_HEADER = struct.Struct("<8s16sII")
+_HEADER_BYTES = 4096
+# Offset of a byte in the header: 1 once a process has seen the exporter's death.
+_DEAD = _HEADER_BYTES - 4
+_EXPORTER_WORDS = ("generation", "announced", "ready", "lost", "pool", "hold")
+_IMPORTER_WORDS = ("opened", "closing", "closed")
+_BYTES = _HEADER_BYTES + 4 * SLOTS * (len(_EXPORTER_WORDS) + len(_IMPORTER_WORDS) * IMPORTERS)
+# Offset of the first word of each kind, and distance between the words of two slots or marks, in bytes.
+_LAYOUT = {
+    **{name: (_HEADER_BYTES + 4 * SLOTS * index, 4) for index, name in enumerate(_EXPORTER_WORDS)},
+    **{
+        name: (_HEADER_BYTES + 4 * SLOTS * (len(_EXPORTER_WORDS) + IMPORTERS * index), 4 * IMPORTERS)
+        for index, name in enumerate(_IMPORTER_WORDS)
+    },
+}
+_REGISTER_PORTABLE_AND_MAPPED = 3
+_NOT_READY = cuda.CUresult.CUDA_ERROR_NOT_READY
+_RELAXED = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+_GLOBAL = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
+_AT_LEAST = int(cuda.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
+_ANNOUNCEMENT = struct.Struct("<III")
+# struct flock: type, whence, start, length, process.
+_LOCK = struct.Struct("hhqqi4x")
+_NOT_IN_A_CAPTURE = "a graph cannot wait for another process, nor notify one"
+# Announcements that streams wait for, at most, before those that have come are forgotten.
+_MOST_EXPECTED = 64
+
+Words = npt.NDArray[np.uint32]
+
+
+class Word(ctypes.c_uint32):
+    """A word of a control block. Reading it takes a quarter of the time of an array's element."""
+
+    pointer: Any
+    """``CUdeviceptr`` of the word."""
+
+
+class SlotWords:
+    """The words of one slot that its exporter writes."""
+
+    __slots__ = ("announced", "closed", "generation", "last_announced", "lost", "opened", "ready")
+
+    last_announced: int
+    """The exporter's own copy of ``announced``, which importers cannot write."""
+
+    def __init__(self, block: ControlBlock, slot: int) -> None:
+        self.generation: Word = block.word("generation", slot)
+        self.announced: Word = block.word("announced", slot)
+        self.ready: Word = block.word("ready", slot)
+        self.lost: Word = block.word("lost", slot)
+        (opened, step), (closed, _) = _LAYOUT["opened"], _LAYOUT["closed"]
+        self.opened: slice = slice(opened + step * slot, opened + step * (slot + 1))
+        """Bytes of the file: the words ``opened`` of all importers."""
+        self.closed: slice = slice(closed + step * slot, closed + step * (slot + 1))
+        """Bytes of the file: the words ``closed`` of all importers."""
+        self.last_announced = 0
+
+    def was_lost(self, wanted: int) -> bool:
+        """Whether ``ready`` came to ``wanted`` only because the exporter died or its driver refused."""
+        return bool(self.lost.value) and not reached(self.ready.value - self.lost.value, wanted)
+
+
+class ImporterWords:
+    """The words of one slot that one importer writes."""
+
+    __slots__ = ("awaited", "closed", "closing", "importer", "opened", "slot_words")
+
+    awaited: int
+    """The last value of ``closed`` that streams of this process wait for."""
+
+    def __init__(self, block: ControlBlock, slot: int, importer: int) -> None:
+        self.importer: int = importer
+        self.slot_words: SlotWords = block.slot_words(slot)
+        self.opened: Word = block.word("opened", slot, importer)
+        self.closing: Word = block.word("closing", slot, importer)
+        self.closed: Word = block.word("closed", slot, importer)
+        self.awaited = self.closed.value
+
+
+class Mark:
+    """A word of the exporter that keeps its value as long as this object exists, and is 0 afterwards."""
+
+    __slots__ = ("_block", "_free", "_index", "_value", "_word", "number")
+
+    number: int
+    """Index in the lower 32 bits, value in the upper; 0 without a free word."""
+
+    def __init__(self, block: ControlBlock, kind: str, free: list[int], value: int) -> None:
+        self._block = block
+        self._free = free
+        self._value = value
+        self._word: Word | None = None
+        self.number = 0
+        try:
+            self._index = free.pop()
+        except IndexError:
+            return
+        self.number = value << 32 | self._index
+        self._word = block.mark_word(kind, self._index)
+        self._word.value = value
+
+    def over(self) -> bool:
+        """Whether an importer has set the word to 0."""
+        return self._word is not None and self._word.value != self._value
+
+    def __del__(self) -> None:
+        word = getattr(self, "_word", None)
+        # A forked child has a copy of this object, but shares the word.
+        if word is not None and not self._block.session.forked:
+            self._word = None
+            word.value = 0
+            self._free.append(self._index)
+
+
+class ControlBlock:
+    """A control block, mapped into this process: :meth:`create` it in the exporter, :meth:`attach` it in importers."""
+
+    id: bytes
+    """16 random bytes."""
+    fd: Fd
+    importer: int
+    """Index of this process among the importers; -1 in the exporter."""
+    opened: Words
+    """Words by slot and importer, like the next two."""
+    closing: Words
+    closed: Words
+
+    def __init__(self, session: Session, fd: Fd) -> None:
+        self.session: Session = session
+        self.fd = fd
+        self.importer = -1
+        self._watched: set[int] = set()
+        """Bytes of the file whose locks a thread waits for."""
+        self._expected: dict[tuple[int, int], None] = {}
+        """Slot and value of ``ready`` that streams of this process wait for."""
+        self._marks = {kind: list(range(SLOTS)) for kind in ("pool", "hold")}
+        """Indexes of free marks, by kind."""
+        self._mark_words: dict[str, dict[int, Word]] = {"pool": {}, "hold": {}}
+        self._values = itertools.count(secrets.randbits(31))
+        self._map = mmap.mmap(fd.fileno(), _BYTES)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        for name in _IMPORTER_WORDS:
+            words = np.frombuffer(self._map, np.uint32, SLOTS * IMPORTERS, _LAYOUT[name][0])
+            setattr(self, name, words.reshape(SLOTS, IMPORTERS))
+        # Locks belong to the open file, which a received descriptor shares with the sender: open it anew.
+        self._own = self._reopened()
+        self.slots: dict[int, SlotWords] = {}
+        self.own: dict[int, ImporterWords] = {}
+        """The results of :meth:`own_words`, by slot."""
+        self._importers: dict[tuple[int, int], ImporterWords] = {}
+        self._raw: int | None = None
+        """Address registered with the driver; None before and after."""
+        with session.current(0):
+            self._raw = self._address
+            try:
+                session.call("cuMemHostRegister", self._address, _BYTES, _REGISTER_PORTABLE_AND_MAPPED)
+            except CudaError:
+                self._raw = None
+                self._own.close()
+                raise
+        session.shut_with_me(self)
+
+    def _reopened(self) -> Fd:
+        return Fd(os.open(f"/proc/self/fd/{self.fd.fileno()}", os.O_RDWR | os.O_CLOEXEC))
+
+    def close(self) -> None:
+        """Unregister the memory (``cuMemHostUnregister``), which waits for the device's work. Idempotent."""
+        self._own.close()
+        if self._raw is not None:
+            # session.current takes no lock, unlike making a Device: a finaliser may call this.
+            with contextlib.suppress(CudaError), self.session.current(0):
+                self.session.release(self, "cuMemHostUnregister")
+
+    def __del__(self) -> None:
+        if getattr(self, "_raw", None) is not None and self.session.usable:
+            self.close()
+
+    @classmethod
+    def create(cls, session: Session) -> ControlBlock:
+        """Make a control block whose exporter is this process."""
+        fd = Fd(os.memfd_create("streamalloc:control block", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+        os.ftruncate(fd.fileno(), _BYTES)
+        # Without seals, an importer could truncate the file, and the next access would kill the exporter.
+        fcntl.fcntl(fd.fileno(), fcntl.F_ADD_SEALS, _SEALS)
+        name = secrets.token_bytes(16)
+        os.pwrite(fd.fileno(), _HEADER.pack(_MAGIC, name, SLOTS, IMPORTERS), 0)
+        block = cls(session, fd)
+        block.id = name
+        block._lock(0)
+        return block
+
+    @classmethod
+    def attach(cls, session: Session, fd: Fd, name: bytes) -> ControlBlock:
+        """Map the control block in a received file descriptor, as an importer.
+
+        Raises
+        ------
+        ValueError
+            The file is not the control block ``name``, could be truncated, or has 128 importers already.
+        """
+        if not _is_sealed(fd) or os.pread(fd.fileno(), _HEADER.size, 0) != _HEADER.pack(_MAGIC, name, SLOTS, IMPORTERS):
+            raise ValueError("the file descriptor that came with the message is not its control block")
+        block = cls(session, fd)
+        block.id = name
+        try:
+            for importer in range(IMPORTERS):
+                if block._lock(1 + importer):
+                    # A dead importer may have had the index before, and left allocations open.
+                    block._end(importer)
+                    block.importer = importer
+                    return block
+            raise ValueError(f"this exporter has {IMPORTERS} importers already")
+        except BaseException:
+            block.close()
+            raise
+
+    # -- words and streams -----------------------------------------------------------------------------------
+
+    def word(self, kind: str, slot: int, importer: int = 0) -> Word:
+        """Return a word by its kind and its slot or mark."""
+        begin, step = _LAYOUT[kind]
+        address = self._address + begin + step * slot + 4 * importer
+        word = Word.from_address(address)
+        word.pointer = cuda.CUdeviceptr(address)
+        return word
+
+    def slot_words(self, slot: int) -> SlotWords:
+        """Return the exporter's words of a slot."""
+        words = self.slots.get(slot)
+        # setdefault: two threads that ask for the first time at once get one object, as objects are compared.
+        return self.slots.setdefault(slot, SlotWords(self, slot)) if words is None else words
+
+    def importer_words(self, slot: int, importer: int) -> ImporterWords:
+        """Return an importer's words of a slot."""
+        key = slot, importer
+        words = self._importers.get(key)
+        return self._importers.setdefault(key, ImporterWords(self, slot, importer)) if words is None else words
+
+    def own_words(self, slot: int) -> ImporterWords:
+        """Return this importer's words of a slot.
+
+        Raises
+        ------
+        ValueError
+            There is no such slot.
+        """
+        if slot >= SLOTS:
+            raise ValueError(f"the descriptor's slot {slot} does not exist: its control block has {SLOTS}")
+        words = self.own[slot] = self.importer_words(slot, self.importer)
+        return words
+
+    def new_mark(self, kind: str) -> Mark:
+        """Make a mark of the exporter, ``"pool"`` or ``"hold"``."""
+        return Mark(self, kind, self._marks[kind], 1 + next(self._values) % (WORD - 1))
+
+    def marked(self, kind: str, number: int) -> bool:
+        """Whether a mark of the exporter still has its value. True for number 0, which is no mark.
+
+        Raises
+        ------
+        ValueError
+            There is no such mark.
+        """
+        return not number or self.mark(kind, number).value == number >> 32
+
+    def mark(self, kind: str, number: int) -> Word:
+        """Return the word of a mark of the exporter; errors as for :meth:`marked`."""
+        index = number % WORD
+        if index >= SLOTS:
+            raise ValueError(f"the descriptor's {kind} mark {index} does not exist: its control block has {SLOTS}")
+        return self.mark_word(kind, index)
+
+    def mark_word(self, kind: str, index: int) -> Word:
+        """Return the word of a mark."""
+        words = self._mark_words[kind]
+        word = words.get(index)
+        return words.setdefault(index, self.word(kind, index)) if word is None else word
+
+    def all_closed(self, words: SlotWords) -> bool:
+        """Whether all importers that opened a slot have closed it, and their work has ended."""
+        return self._map[words.opened] == self._map[words.closed]
+
+    def announcement(self, slot: int, generation: int, ready: int) -> bytes:
+        """Return the name of an announcement, which is the same in both processes."""
+        return self.id + _ANNOUNCEMENT.pack(slot, generation, ready)
+
+    def write(self, stream: Stream, word: Word, value: int) -> None:
+        """Write a word after a stream's work so far, see :meth:`write_by`."""
+        handle, sees_all = direct_view(stream, self.session)
+        if handle is not None:
+            self.write_by(handle, sees_all, word, value)
+            return
+        refuse_capture(stream, "cuStreamWriteValue32", _NOT_IN_A_CAPTURE)
+        with stream.device.current():
+            self.write_by(raw_handle(stream), sees_all_work(stream), word, value)
+
+    def write_by(self, handle: Any, sees_all: bool, word: Word, value: int) -> None:
+        """Write a word after the work of the stream with this ``CUstream``.
+
+        If the stream is idle (``cuStreamQuery``), the host writes: a write of the device takes as long as a read and a
+        write over the bus. Else the stream does (``cuStreamWriteValue32``). ``sees_all``: a query of the stream covers
+        all work that orders it. The context of a default stream is current.
+        """
+        if sees_all and self._idle(handle):
+            word.value = value
+        else:
+            result = self.session.cuStreamWriteValue32(handle, word.pointer, value, 0)[0]
+            if result:
+                raise error_from(result, "cuStreamWriteValue32")
+
+    def _idle(self, handle: Any) -> bool:
+        """Whether a stream has no work left. In relaxed mode, so that the query breaks no capture of another thread."""
+        session, mode = self.session, _GLOBAL
+        exchange = session.cuThreadExchangeStreamCaptureMode
+        try:
+            failed, before = exchange(_RELAXED)
+            if not failed:
+                mode = before
+                result = session.cuStreamQuery(handle)[0]
+                failed = exchange(mode)[0]
+        except BaseException:
+            exchange(mode)
+            raise
+        if failed:
+            raise error_from(failed, "cuThreadExchangeStreamCaptureMode")
+        if result and result != _NOT_READY:
+            raise error_from(result, "cuStreamQuery")
+        return not result
+
+    def wait(self, stream: Stream, word: Word, value: int) -> None:
+        """Make a stream wait until a word has reached a value (``cuStreamWaitValue32``)."""
+        handle = direct_handle(stream, self.session)
+        if handle is None:
+            refuse_capture(stream, "cuStreamWaitValue32", _NOT_IN_A_CAPTURE)
+            stream_call(stream, "cuStreamWaitValue32", word.pointer, value, _AT_LEAST)
+            return
+        result = self.session.cuStreamWaitValue32(handle, word.pointer, value, _AT_LEAST)[0]
+        if result:
+            raise error_from(result, "cuStreamWaitValue32")
+
+    def wait_closed(self, stream: Stream, words: ImporterWords, value: int) -> None:
+        """Make a stream wait until an importer's ``closed`` has reached a value, or the importer is dead."""
+        # The thread that ends a dead importer's words writes ``awaited``: the importer may have written any value.
+        if reached(value, words.awaited) or reached(words.closed.value, words.awaited):
+            words.awaited = value
+        self.watch_importer(words.importer)
+        self.wait(stream, words.closed, value)
+
+    # -- life and death --------------------------------------------------------------------------------------
+
+    def _lock(self, byte: int) -> bool:
+        try:
+            fcntl.fcntl(self._own.fileno(), fcntl.F_OFD_SETLK, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
+        except BlockingIOError:
+            return False
+        return True
+
+    def _alive(self, byte: int) -> bool:
+        query = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
+        kind: int = _LOCK.unpack(fcntl.fcntl(self._own.fileno(), fcntl.F_OFD_GETLK, query))[0]
+        return kind != fcntl.F_UNLCK
+
+    def exporter_alive(self) -> bool:
+        """Whether the process that made the block lives."""
+        # A thread that waited for the exporter's death holds its lock for a moment: so the byte is checked first.
+        return not self._map[_DEAD] and self._alive(0)
+
+    def importer_alive(self, importer: int) -> bool:
+        """Whether an importer lives."""
+        return self._alive(1 + importer)
+
+    def idle(self) -> bool:
+        """Whether no stream of this importer waits for a word or will write one."""
+        me = self.importer
+        self._drop_reached()
+        return not self._expected and bool((self.opened[:, me] == self.closed[:, me]).all())
+
+    def _drop_reached(self) -> None:
+        for slot, wanted in list(self._expected):
+            if reached(self.slot_words(slot).ready.value, wanted):
+                self._expected.pop((slot, wanted), None)
+
+    def watch_importer(self, importer: int) -> None:
+        """End an importer's leases when it dies, so that no stream of this process waits for it for ever."""
+        self._watch(1 + importer)
+
+    def expect(self, slot: int, wanted: int) -> None:
+        """Write ``ready`` in the exporter's place if it dies first. Call this before a stream waits for ``ready``.
+
+        The duty ends when the announcement has come, whatever is closed meanwhile.
+        """
+        if len(self._expected) >= _MOST_EXPECTED:
+            self._drop_reached()
+        self._expected[slot, wanted] = None
+        self._watch(0)
+
+    def _watch(self, byte: int) -> None:
+        if byte in self._watched:
+            return
+        self._watched.add(byte)
+        try:
+            # The thread lasts as long as the other process. It must not keep the block, nor the driver, that long.
+            _thread.start_new_thread(_wait_for_death, (weakref.ref(self), self._reopened(), byte))
+        except BaseException:
+            self._watched.discard(byte)
+            raise
+
+    def _died(self, byte: int) -> None:
+        self._watched.discard(byte)
+        if byte:
+            self._end(byte - 1)
+        else:
+            self._map[_DEAD] = 1
+            for slot, wanted in list(self._expected):
+                words = self.slot_words(slot)
+                missing = (wanted - words.ready.value) % WORD
+                if missing < WORD // 2:
+                    # ``lost`` first: whoever sees ``ready`` must see that the announcement never came.
+                    words.lost.value = (words.lost.value + missing) % WORD
+                    words.ready.value = wanted
+                self._expected.pop((slot, wanted), None)
+
+    def _shut_after_fork(self) -> None:
+        # A child that kept the lock would make its dead parent count as alive.
+        self._own.close()
+
+    def _end(self, importer: int) -> None:
+        self.closing[:, importer] = self.opened[:, importer]
+        self.closed[:, importer] = self.opened[:, importer]
+        for words in list(self._importers.values()):
+            if words.importer == importer and not reached(words.closed.value, words.awaited):
+                # The importer has overwritten its words, and a stream of this process waits for another value.
+                words.opened.value = words.closing.value = words.closed.value = words.awaited
+
+
+def _is_sealed(fd: Fd) -> bool:
+    """Whether a file has the size of a control block, and can never be resized."""
+    try:
+        seals = fcntl.fcntl(fd.fileno(), fcntl.F_GET_SEALS)
+    except OSError:
+        return False
+    return seals & _SEALS == _SEALS and os.fstat(fd.fileno()).st_size == _BYTES
+
+
+def _wait_for_death(reference: weakref.ref[ControlBlock], file: Fd, byte: int) -> None:
+    with file:
+        fcntl.fcntl(file.fileno(), fcntl.F_OFD_SETLKW, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
+        # The lock is held until the words are written, so that no new importer takes the index before.
+        block = reference()
+        if block is not None:
+            block._died(byte)
+        # A forked child of this process may have the file, too: closing it would not release the lock.
+        fcntl.fcntl(file.fileno(), fcntl.F_OFD_SETLK, _LOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, byte, 1, 0))
+
+
+def fence() -> None:
+    """Full memory barrier: this thread's writes are visible before its next reads.
+
+    Exporter and importer each write a word and then read the other's; processors may reorder that, but not across the
+    acquisition of a lock. The lock is new, so that nobody else can hold it.
+    """
+    _thread.allocate_lock().acquire()
+
+
+def reached(value: Any, wanted: int) -> bool:
+    """Whether a word that counts up has reached ``wanted``, compared as ``CU_STREAM_WAIT_VALUE_GEQ`` does."""
+    return bool(value == wanted) or (int(value) - int(wanted)) % WORD < WORD // 2

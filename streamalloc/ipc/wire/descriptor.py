@@ -1,0 +1,330 @@
+"""Descriptors: a versioned binary format, checked byte by byte before any driver call.
+
+A descriptor names the mechanism, the memory, and the handles that must come with it. It is untrusted input: this module
+checks lengths, versions, ranges and a checksum. :func:`streamalloc.ipc.open` checks the device, and the size of the
+imported memory.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import re
+import struct
+import zlib
+from typing import NamedTuple
+
+__all__ = [
+    "HEAD_BYTES", "MOST_CHUNKS", "NOWHERE", "PAYLOAD_BYTES", "Chunk", "Descriptor", "Flags", "Foreign", "Head",
+    "Mechanism", "Part", "check_array", "pack_part", "with_array", "with_hold",
+]  # fmt: skip
+
+
+class Mechanism(enum.IntEnum):
+    """The driver's mechanism by which memory is shared."""
+
+    POOL = 1
+    """A pool: ``cuMemPoolExportToShareableHandle``."""
+    POOL_POINTER = 2
+    """An allocation of a pool: ``cuMemPoolExportPointer``."""
+    PHYSICAL = 3
+    """Physical memory, one or several chunks: ``cuMemExportToShareableHandle``."""
+    LEGACY = 4
+    """A block of ``cuMemAlloc``: ``cuIpcGetMemHandle``."""
+    EVENT = 5
+    """An event: ``cuIpcGetEventHandle``."""
+
+
+_WITHOUT_MEMORY = (Mechanism.POOL, Mechanism.EVENT)
+_MECHANISMS = {int(mechanism): mechanism for mechanism in Mechanism}
+MAGIC = b"SAipc"
+VERSION = 4
+FABRIC = 8
+"""``CU_MEM_HANDLE_TYPE_FABRIC``: a handle of 64 bytes that travels in the descriptor."""
+
+# The head, equal for all allocations of one pool with leases in one control block: magic, version, mechanism, total
+# length; device, origin, control block, endpoint; pool mark; flags, driver version, handle type; payload length, number
+# of chunks.
+_HEAD = struct.Struct("<5sHBI16s16s16s16sQIIIHH")
+HEAD_BYTES = _HEAD.size
+"""Bytes of a head."""
+# The part, different for each allocation: slot, generation, ready; offset, size, base size; hold.
+_PART = struct.Struct("<IIIQQQQ")
+_BODY = _HEAD.size + _PART.size
+_HOLD = struct.Struct("<Q")
+_FLAGS_AT = _HEAD.size - struct.calcsize("<IIIHH")
+_HOLD_AT = _BODY - _HOLD.size
+_CHUNK = struct.Struct("<16sQ")
+_FABRIC_CHUNK = struct.Struct("<16sQ64s")
+_CHECK = struct.Struct("<I")
+_SHORTEST = _BODY + _CHECK.size
+NOWHERE = bytes(16)
+"""The id of no control block, no endpoint or no origin."""
+PAYLOAD_BYTES = 64
+"""Bytes of ``CUmemPoolPtrExportData``."""
+# The bytes that follow the head of an allocation: the part, the driver's export data, the checksum.
+_ALLOCATION = struct.Struct(f"{_PART.format}{PAYLOAD_BYTES}s")
+_ALLOCATION_BYTES = _HEAD.size + _ALLOCATION.size + _CHECK.size
+pack_part = _ALLOCATION.pack
+"""Pack the fields of a :class:`Part`: the bytes between the head of an allocation and the checksum."""
+_unpack, _crc = struct.Struct(_ALLOCATION.format + "I").unpack_from, zlib.crc32
+
+MOST_CHUNKS = 2048
+"""Chunks of physical memory in one descriptor, at most."""
+_MOST_PAYLOAD = 256
+_MOST_BYTES = 1 << 48
+_FLAGS = 0x1F
+# A type as numpy writes it: byte order, kind, size in bytes.
+_TYPE = re.compile(r"[<>|]([biufcV])([1-9][0-9]{0,3})")
+_MOST_DIMENSIONS = 16
+_HANDLE_TYPES = (0, 1, FABRIC)
+
+
+class Foreign:
+    """Base class of memory and pools that another process owns: only their owner can share them."""
+
+    __slots__ = ()
+
+
+class Chunk(NamedTuple):
+    """A chunk of physical memory: an id of 16 bytes, the size in bytes, and the handle if that is bytes."""
+
+    id: bytes
+    nbytes: int
+    fabric: bytes = b""
+    """64 bytes, the fabric handle; empty if a file descriptor travels instead."""
+
+
+class Flags:
+    """The bits of :attr:`Descriptor.flags`."""
+
+    HELD = 1
+    """The exporter keeps the allocation until the mark :attr:`Descriptor.hold` has changed. If ``hold`` is 0, one more
+    handle comes along: a pipe, which keeps the allocation until it is closed."""
+    READ_ONLY = 2
+    """Importers map the memory for reading only."""
+    GROWABLE = 4
+    """``base_size`` is a capacity, and later descriptors of this origin may have more chunks."""
+    LEASED = 8
+    """The slot is the allocation's lease: importers count their opens and closes in it."""
+    ARRAY = 16
+    """The shared part is an array: the payload ends with its type and shape."""
+
+
+class Part(NamedTuple):
+    """The fields of an allocation's descriptor that differ from allocation to allocation."""
+
+    slot: int
+    generation: int
+    ready: int
+    offset: int
+    size: int
+    base_size: int
+    hold: int
+    payload: bytes
+
+
+_make = tuple.__new__  # a third of the cost of the constructors below
+
+
+class Head:
+    """The bytes with which all descriptors of one pool's allocations begin, and their fields."""
+
+    __slots__ = ("checksum", "data", "driver_version", "flags", "plain")
+
+    def __init__(self, data: bytes) -> None:
+        self.data: bytes = data
+        self.checksum: int = zlib.crc32(data)
+        """CRC-32 of the head, from which that of a descriptor continues."""
+        _, _, _, total, *_, self.flags, self.driver_version, handle_type, extra, count = _HEAD.unpack(data)
+        lengths = (total, extra, count) == (_ALLOCATION_BYTES, PAYLOAD_BYTES, 0)
+        self.plain: bool = lengths and handle_type in (0, 1) and not self.flags & (~_FLAGS | Flags.ARRAY)
+        """Whether :meth:`part` can read the descriptors."""
+
+    @classmethod
+    def of(cls, ids: tuple[bytes, ...], pool_mark: int, flags: int, driver_version: int, handle_type: int) -> Head:
+        """Make a head from its fields; ``ids``: device, origin, control block and endpoint."""
+        fields = (pool_mark, flags, driver_version, handle_type, PAYLOAD_BYTES, 0)
+        return cls(_HEAD.pack(MAGIC, VERSION, Mechanism.POOL_POINTER, _ALLOCATION_BYTES, *ids, *fields))
+
+    def part(self, data: bytes) -> Part | None:
+        """Read the rest of a descriptor with this head, which is :attr:`plain`; None if it is invalid.
+
+        :meth:`Descriptor.from_bytes` names the error then.
+        """
+        if len(data) != _ALLOCATION_BYTES:
+            return None
+        fields = _unpack(data, HEAD_BYTES)
+        _, _, _, offset, size, base_size, _, _, checksum = fields
+        if _crc(data[HEAD_BYTES:-4], self.checksum) != checksum or not offset + size <= base_size <= _MOST_BYTES:
+            return None
+        return _make(Part, fields[:8])
+
+
+def with_hold(data: bytes, hold: int) -> bytes:
+    """Add a hold to a descriptor: the number of its mark, or 0 for a pipe in the same message."""
+    body = bytearray(data[: -_CHECK.size])
+    body[_FLAGS_AT] |= Flags.HELD
+    _HOLD.pack_into(body, _HOLD_AT, hold)
+    return bytes(body) + _CHECK.pack(zlib.crc32(body))
+
+
+def check_array(dtype: str, shape: tuple[int, ...]) -> None:
+    """Raise ``ValueError`` if a descriptor cannot carry an array of this type, as numpy writes it, and shape."""
+    if not _TYPE.fullmatch(dtype) or len(shape) > _MOST_DIMENSIONS:
+        raise ValueError(
+            f"an array of {dtype} with {len(shape)} dimensions does not travel: allowed are plain numbers and bytes in "
+            f"at most {_MOST_DIMENSIONS} dimensions; share the memory itself"
+        )
+
+
+def with_array(data: bytes, dtype: str, shape: tuple[int, ...]) -> bytes:
+    """Add an array's type and shape, which :func:`check_array` accepts, to a descriptor."""
+    described = Descriptor.from_bytes(data)
+    return described._replace(flags=described.flags | Flags.ARRAY, dtype=dtype, shape=shape).to_bytes()
+
+
+def _pack_array(dtype: str, shape: tuple[int, ...]) -> bytes:
+    """Pack the end of a payload: the type's text, the sizes, the number of sizes, the length of the text."""
+    return dtype.encode() + struct.pack(f"<{len(shape)}QBB", *shape, len(shape), len(dtype))
+
+
+def _split_array(payload: bytes, size: int) -> tuple[bytes, str, tuple[int, ...]]:
+    """Split a payload into the driver's bytes, and type and shape of an array of ``size`` bytes."""
+    dimensions, letters = payload[-2:] if len(payload) >= 2 else (_MOST_DIMENSIONS + 1, 0)
+    start = len(payload) - 2 - 8 * dimensions - letters
+    if dimensions > _MOST_DIMENSIONS or start < 0:
+        raise ValueError("the descriptor is damaged: its payload is too short for an array's type and shape")
+    dtype = payload[start : start + letters].decode("ascii", "replace")
+    shape = struct.unpack_from(f"<{dimensions}Q", payload, start + letters)
+    found = _TYPE.fullmatch(dtype)
+    if found is None or math.prod(shape) * int(found[2]) != size:
+        raise ValueError(f"the descriptor's array of {dtype!r} and {shape} does not have {size} bytes")
+    return payload[:start], dtype, shape
+
+
+class Descriptor(NamedTuple):
+    """The fields of a descriptor; sizes and offsets in bytes.
+
+    Attributes
+    ----------
+    mechanism
+        The driver's mechanism.
+    device
+        16 bytes: the device's UUID.
+    origin
+        16 bytes: the id of the pool, block or range, which is imported once and used by many descriptors.
+    control_block, slot, generation, ready
+        The id of the exporter's control block, the slot there, the slot's generation, and the value of the slot's
+        ``ready`` word from which on the contents are there. ``control_block`` is zeros if there is none.
+    endpoint
+        16 bytes: the socket at which missing handles can be fetched; zeros if there is none.
+    driver_version
+        The exporter's driver version.
+    handle_type
+        ``CUmemAllocationHandleType`` of the handles.
+    offset, size, base_size
+        The shared part, and the size of the whole allocation.
+    payload
+        The driver's opaque export data.
+    chunks
+        The chunks of physical memory in the order of addresses. With fabric handles, every chunk has one.
+    hold
+        The mark that keeps the allocation until this descriptor is opened: its index in the lower 32 bits, its value in
+        the upper 32. 0 means none.
+    pool_mark
+        The mark that changes when the pool has ended, in the same form.
+    dtype, shape
+        With :attr:`Flags.ARRAY`, type and shape of the shared part.
+    """
+
+    mechanism: Mechanism
+    device: bytes
+    origin: bytes = bytes(16)
+    control_block: bytes = bytes(16)
+    endpoint: bytes = bytes(16)
+    flags: int = 0
+    slot: int = 0
+    generation: int = 0
+    ready: int = 0
+    driver_version: int = 0
+    handle_type: int = 0
+    offset: int = 0
+    size: int = 0
+    base_size: int = 0
+    payload: bytes = b""
+    chunks: tuple[Chunk, ...] = ()
+    hold: int = 0
+    pool_mark: int = 0
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+
+    @property
+    def part(self) -> Part:
+        """The fields that an allocation is opened by."""
+        return _make(Part, (*self[6:9], *self[11:14], self.hold, self.payload))
+
+    def to_bytes(self) -> bytes:
+        """Pack the descriptor."""
+        if self.handle_type == FABRIC:
+            chunks = b"".join(_FABRIC_CHUNK.pack(*chunk) for chunk in self.chunks)
+        else:
+            chunks = b"".join(_CHUNK.pack(chunk.id, chunk.nbytes) for chunk in self.chunks)
+        payload = self.payload + (_pack_array(self.dtype, self.shape) if self.flags & Flags.ARRAY else b"")
+        total = _SHORTEST + len(payload) + len(chunks)
+        fields = (self.flags, self.driver_version, self.handle_type, len(payload), len(self.chunks))
+        body = _HEAD.pack(MAGIC, VERSION, self.mechanism, total, *self[1:5], self.pool_mark, *fields)
+        body += _PART.pack(*self[6:9], *self[11:14], self.hold) + payload + chunks
+        return body + _CHECK.pack(zlib.crc32(body))
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Descriptor:
+        """Read and check a descriptor that was received.
+
+        Raises
+        ------
+        ValueError
+            The bytes are not a descriptor, are damaged, or have another version.
+        """
+        if type(data) is not bytes:
+            if not isinstance(data, (bytes, bytearray, memoryview)):
+                raise TypeError(f"a descriptor is bytes, not {type(data).__name__}")
+            data = bytes(data)
+        length = len(data)
+        if length < _SHORTEST or not data.startswith(MAGIC):
+            raise ValueError(f"these {length} bytes are no descriptor of shared memory")
+        _, version, mechanism, total, *ids, pool_mark, flags, driver_version, handle_type, extra, count = (
+            _HEAD.unpack_from(data)
+        )
+        if version != VERSION:
+            raise ValueError(f"a descriptor of version {version}: this library reads version {VERSION}")
+        if total != length or zlib.crc32(data[: -_CHECK.size]) != int.from_bytes(data[-_CHECK.size :], "little"):
+            raise ValueError("the descriptor is damaged: its length or checksum is wrong")
+        slot, generation, ready, offset, size, base_size, hold = _PART.unpack_from(data, HEAD_BYTES)
+        form = _FABRIC_CHUNK if handle_type == FABRIC else _CHUNK
+        if extra > _MOST_PAYLOAD or count > MOST_CHUNKS or length != _SHORTEST + extra + form.size * count:
+            raise ValueError("the descriptor is damaged: its parts do not fit its length")
+        kind = _MECHANISMS.get(mechanism)
+        if kind is None:
+            raise ValueError(f"a descriptor of mechanism {mechanism}: allowed are 1 to {max(Mechanism)}")
+        if flags & ~_FLAGS or handle_type not in _HANDLE_TYPES:
+            raise ValueError(f"the descriptor has unknown flags ({flags:#x}) or handle type ({handle_type})")
+        if handle_type == FABRIC and kind is not Mechanism.PHYSICAL:
+            raise ValueError(
+                f"a descriptor of a {kind.name} with fabric handles: only physical memory is shared by them"
+            )
+        if base_size > _MOST_BYTES or offset + size > base_size:
+            raise ValueError(f"the descriptor's {size} bytes at {offset} are outside of its {base_size} bytes")
+        if kind in _WITHOUT_MEMORY and (count or base_size or flags):
+            raise ValueError(f"a descriptor of a {kind.name} has fields for memory")
+        payload, dtype = data[_BODY : _BODY + extra], ""
+        chunks: tuple[Chunk, ...] = ()
+        if count:
+            chunks = tuple(Chunk(*fields) for fields in form.iter_unpack(data[_BODY + extra : -_CHECK.size]))
+            if any(not 0 < chunk.nbytes <= _MOST_BYTES for chunk in chunks):
+                raise ValueError(f"a chunk of the descriptor has 0 bytes or more than {_MOST_BYTES}")
+        shape: tuple[int, ...] = ()
+        if flags & Flags.ARRAY:
+            payload, dtype, shape = _split_array(payload, size)
+        numbers = (flags, slot, generation, ready, driver_version, handle_type, offset, size, base_size)
+        return _make(cls, (kind, *ids, *numbers, payload, chunks, hold, pool_mark, dtype, shape))
