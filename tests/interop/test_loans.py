@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +23,18 @@ from streamalloc.testing import Gate
 from tests.interop.conftest import Get
 from tests.interrupting import Interrupt, Interrupted
 from tests.support import MiB, holds, pending, read
+
+
+@contextlib.contextmanager
+def world(machine: Any) -> Iterator[tuple[sa.Device, sa.MemoryPool, sa.Stream, sa.Stream, Gate]]:
+    """A device, a pool, two streams and a gate."""
+    device = sa.Device(0, driver=machine)
+    with (
+        sa.MemoryPool(device) as pool, device.create_stream() as stream, device.create_stream() as theirs,
+        Gate(device) as gate,
+    ):  # fmt: skip
+        yield device, pool, stream, theirs, gate
+        device.synchronize()
 
 
 def used(pool: sa.MemoryPool, device: sa.Device) -> int:
@@ -70,13 +82,11 @@ class TestLent:
         assert used(pool, device) == 0
 
     @pytest.mark.simulated_only("a signal handler that raises is the same on any driver")
-    def test_interrupted_drop_frees_nothing_before_the_library_is_done(
-        self, pool: sa.MemoryPool, stream: sa.Stream, device: sa.Device, gate: Gate
-    ) -> None:
+    def test_interrupted_drop_frees_nothing_before_the_library_is_done(self, machine: Any) -> None:
         def lend() -> Lent:
             return Lent(pool.allocate(MiB, stream).view_as("u1"), theirs)
 
-        with device.create_stream() as theirs:
+        with world(machine) as (device, pool, stream, theirs, gate):
             for _ in range(2):
                 lent = lend()
                 points = Interrupt(finalisers=True)
@@ -263,14 +273,12 @@ class TestBorrowed:
 
     @pytest.mark.simulated_only("a signal handler that raises is the same on any driver")
     @pytest.mark.parametrize("named", [True, False])
-    def test_interrupted_drop_keeps_the_array_until_we_are_done(
-        self, pool: sa.MemoryPool, stream: sa.Stream, device: sa.Device, gate: Gate, named: bool
-    ) -> None:
+    def test_interrupted_drop_keeps_the_array_until_we_are_done(self, machine: Any, named: bool) -> None:
         def take() -> tuple[interop.Borrowed, Any]:
             array = pool.allocate(MiB, theirs).view_as("u1")
             return interop.borrow(array, stream, lender=theirs if named else None), weakref.ref(array)
 
-        with device.create_stream() as theirs:
+        with world(machine) as (device, pool, stream, theirs, gate):
             for _ in range(2):
                 memory, _ = take()
                 points = Interrupt(finalisers=True)

@@ -208,7 +208,9 @@ class Deliveries(RingEnding):
     def settle(self) -> bool:
         """Free the slots that consumers have released and users have returned; whether a slot is free."""
         while self.returned:
-            self.free.appendleft(self.returned.popleft())
+            slot = self.returned[0]
+            del self.returned[0]
+            self.free.appendleft(slot)
         for consumer in (*self.consumers, *self.leaving):
             with contextlib.suppress(OSError, ClosedError):
                 consumer.send()
