@@ -2,7 +2,7 @@
 
 An allocator calls two functions that it has bound. While somebody watches, those are the methods of a :class:`Tap`,
 which make the same calls and tell the watchers; at the end the driver's own functions are back. A cache, which makes no
-calls on its fast path, leaves that path meanwhile (:mod:`streamalloc.core.cached`).
+calls on its fast path, leaves that path meanwhile (:mod:`streamalloc.pool.cache`).
 
 Finalisers free memory, too. A watcher is told of that inside of the finaliser, so it hands the news in and returns.
 """

@@ -8,7 +8,6 @@ plain.
 from __future__ import annotations
 
 import abc
-import contextlib
 import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
@@ -18,11 +17,11 @@ from streamalloc.core.deferred import Deferred, deferred_queue, work
 from streamalloc.core.device import Device
 from streamalloc.core.errors import LOST, CaptureError, ClosedError, CudaError, error_from, refused, size_text
 from streamalloc.core.html import Row
+from streamalloc.core.library_streams import kept_stream
 from streamalloc.core.memory import Memory
 from streamalloc.core.properties import MemLocation, MemLocationType, checked_size
 from streamalloc.core.resource import Closes, Unique
 from streamalloc.core.session import Session, refuse_after_fork
-from streamalloc.core.library_streams import kept_stream
 from streamalloc.core.stream import Stream, StreamLike, as_stream, direct_handle, ordered_after, queue_handle
 from streamalloc.driver.internal import cuda
 

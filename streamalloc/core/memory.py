@@ -21,10 +21,10 @@ from streamalloc.core import dlpack
 from streamalloc.core.elements import Index, fill_steps, interface_type, part_of, to_element
 from streamalloc.core.errors import ClosedError, error_from
 from streamalloc.core.html import Row, Shown, mib, place
+from streamalloc.core.library_streams import kept_stream
 from streamalloc.core.properties import MemLocation, MemLocationType
 from streamalloc.core.resource import Unique
 from streamalloc.core.session import Session
-from streamalloc.core.library_streams import kept_stream
 from streamalloc.core.stream import Stream, StreamLike, as_stream, order_handle_after, queue_handle
 from streamalloc.driver.internal import cuda
 

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 
 from streamalloc.core.internal import Device, Session
 from streamalloc.pool.attributes import ATTRIBUTES
+from streamalloc.pool.cache.blocks import CachedBuffer
 from streamalloc.pool.ending import pools_of
 from streamalloc.pool.pointers import MemoryKind, pointer_attributes
 from streamalloc.pool.pool import MemoryPool
 
-__all__ = ["ATTRIBUTES", "MemoryKind", "known_pools", "pointer_attributes", "reachable_from", "reading"]
+__all__ = ["ATTRIBUTES", "CachedBuffer", "MemoryKind", "known_pools", "pointer_attributes", "reachable_from", "reading"]
 
 
 def known_pools(session: Session) -> list[MemoryPool]:

@@ -38,7 +38,6 @@ from typing import Any, NoReturn
 
 from streamalloc.core.internal import (
     BufferView,
-    CachedBuffer,
     ClosedError,
     Event,
     Fd,
@@ -53,6 +52,7 @@ from streamalloc.ipc.sharing.opening import Imported
 from streamalloc.ipc.sharing.opening import open as open_shared
 from streamalloc.ipc.sharing.share import share
 from streamalloc.pool import MemoryPool
+from streamalloc.pool.internal import CachedBuffer
 from streamalloc.vmm import GrowableBuffer, Mapping, PhysicalMemory, RangeView, StripedBuffer
 
 __all__ = ["KINDS", "reduce"]
