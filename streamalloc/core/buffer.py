@@ -22,7 +22,15 @@ from streamalloc.core.memory import Memory
 from streamalloc.core.properties import MemLocation, MemLocationType, checked_size
 from streamalloc.core.resource import Closes, Unique
 from streamalloc.core.session import Session, refuse_after_fork
-from streamalloc.core.stream import Stream, StreamLike, as_stream, direct_handle, ordered_after, queue_handle
+from streamalloc.core.stream import (
+    NOT_CAPTURED,
+    Stream,
+    StreamLike,
+    as_stream,
+    direct_handle,
+    ordered_after,
+    queue_handle,
+)
 from streamalloc.driver.internal import cuda
 
 if TYPE_CHECKING:
@@ -153,10 +161,18 @@ class Allocator(Unique):
         kept = stream if type(stream) is Stream else kept_stream(stream, session)
         if kept is None:
             return self._allocate_slowly(nbytes, stream)
-        handle = kept._handle if kept._direct is session else kept._allocation_handle(session)
+        handle = kept._handle
+        if kept._direct is not session:
+            if handle is None and kept._current is not None and session.cuCtxGetCurrent() == kept._current:
+                handle = kept._raw
+            # Memory that is allocated in a capture belongs to the graph.
+            if kept._session is not session or (
+                handle is not None and kept._foreign_captures and session.cuStreamIsCapturing(handle) != NOT_CAPTURED
+            ):
+                handle = None
         if handle is None or type(nbytes) is not int:
             return self._allocate_slowly(nbytes, stream)
-        # The buffer is there before its memory, which a signal handler that raises then can lose only in the call.
+        # The buffer is there before its memory: a signal handler that raises can lose the memory only in the call.
         buffer: Buffer = PlainBuffer()
         buffer._nbytes = nbytes
         buffer._stream = kept
@@ -356,9 +372,13 @@ class Buffer(Memory, Closes):
             Another process has it open, with ``"raise"`` at once, with ``"wait"`` after ``timeout``. The buffer lives.
         """
         ptr = self._ptr
-        handle = self._stream._handle if stream is None else None
-        if handle is None:
-            handle = queue_handle(self._stream if stream is None else stream, self._allocator._session)
+        if stream is None:
+            kept = self._stream
+            handle = kept._handle
+            if handle is None and kept._current is not None and kept._session.cuCtxGetCurrent() == kept._current:
+                handle = kept._raw
+        else:
+            handle = queue_handle(stream, self._allocator._session)
         if ptr is None or handle is None or still_imported is not _DEFER:
             shared = self._shared
             ordered = self._stream if stream is None else stream
@@ -480,8 +500,7 @@ class PlainBuffer(Buffer):
         if session.forked or session._exiting():
             return
         exchange, dropping = session.cuThreadExchangeStreamCaptureMode, stream._dropping
-        mode: Any = _GLOBAL
-        freed = False
+        mode = _GLOBAL
         dropping.append(None)
         try:
             # In the relaxed mode the free breaks no capture that is under way on this thread.
@@ -489,15 +508,15 @@ class PlainBuffer(Buffer):
             handle = stream._handle
             if handle is None:
                 handle = stream._drop_handle()
-            if handle is not None and not refused:
+            if refused:
+                mode = _GLOBAL
+            elif handle is not None:
                 refused = self._allocator._free(ptr, handle)[0]
-                freed = not refused or isinstance(error_from(refused, "cuMemFreeAsync"), LOST)
         finally:
-            if mode is not None:
-                exchange(mode)
+            exchange(mode)
             dropping.pop()
-        if not freed:
-            deferred_queue(session).submit(_FreeDropped(session, ptr, self.stream))
+        if handle is None or refused:
+            _free_later(session, ptr, self.stream, refused)
 
 
 PlainBuffer.__name__ = PlainBuffer.__qualname__ = "Buffer"
@@ -543,6 +562,12 @@ class GraphBuffer(Buffer):
 
     def _belongs_to(self, capture: Capture) -> bool:
         return capture is self._capture
+
+
+def _free_later(session: Session, ptr: Any, stream: Stream, refused: Any) -> None:
+    """Leave the free of a dropped buffer to the queue, unless the memory is lost with its context."""
+    if not (refused and isinstance(error_from(refused, "cuMemFreeAsync"), LOST)):
+        deferred_queue(session).submit(_FreeDropped(session, ptr, stream))
 
 
 class _FreeDropped(Deferred):

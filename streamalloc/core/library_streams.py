@@ -12,13 +12,10 @@ import functools
 import weakref
 from collections.abc import Callable, Hashable
 from operator import attrgetter, methodcaller
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from streamalloc.core.session import Session
 from streamalloc.driver.internal import cuda
-
-if TYPE_CHECKING:
-    from streamalloc.core.stream import Stream
 
 __all__ = [
     "CuPyStreamLike",
@@ -29,6 +26,7 @@ __all__ = [
     "handle_of_library_stream",
     "keep_stream",
     "kept_stream",
+    "kept_streams",
 ]
 
 
@@ -115,54 +113,75 @@ _READERS: tuple[tuple[str, Callable[[Any], Hashable]], ...] = (
     ("__cuda_stream__", methodcaller("__cuda_stream__")),
     ("handle", attrgetter("handle.value")),
 )
-# PyTorch's own types, whose objects are made at each call.
+# PyTorch's own types, which make an object at each call: objects by identity, and for new objects handle and device.
 _TORCH: dict[tuple[str, str], Callable[[Any], tuple[int, int]]] = {
     ("torch.cuda.streams", "Stream"): attrgetter("cuda_stream", "device_index"),
     ("torch", "Stream"): lambda stream: (stream.__cuda_stream__()[1], stream.device_index),
 }
 
 
-def kept_stream(stream: Any, session: Session) -> Stream | None:
+def _no_owner() -> None:
+    return None
+
+
+_NO_ENTRY = (None, _no_owner)
+
+
+def kept_stream(stream: Any, session: Session) -> Any:
     """The :class:`Stream` that is kept for a library's stream; None where there is none.
 
     For a default stream whose library names no device, it is that of the device on which it was used last. Calls on it
     that go straight to the driver compare the current context in any case, see :meth:`Stream._handle_in_context`.
     """
     try:
-        read, streams = session.library_streams[type(stream)]
-        found, owner = streams[read(stream)]
+        read, streams, lasting = session.library_streams[type(stream)]
+        found, owner = streams.get(read(stream), _NO_ENTRY)
+        if owner() is stream:
+            return found
+        return None if lasting is None else streams.get(lasting(stream))
     except Exception:
         return None  # The slow path reads the handle again, and raises with an explanation.
-    return found if owner is None or owner() is stream else None
 
 
-def keep_stream(stream: Any, number: int, found: Stream, session: Session) -> None:
-    """Keep ``found`` for a library's stream with the handle ``number`` while the library's object lives.
+def kept_streams(session: Session) -> list[Any]:
+    """All streams that are kept for streams of libraries."""
+    entries = [entry for _, streams, _ in [*session.library_streams.values()] for entry in [*streams.values()]]
+    return [entry[0] if isinstance(entry, tuple) else entry for entry in entries]
+
+
+def keep_stream(stream: Any, number: int, found: Any, session: Session) -> None:
+    """Keep ``found``, a :class:`Stream`, for a library's stream with the handle ``number`` while that object lives.
 
     Nothing is kept where the driver has to be notified of each use of a library's stream.
     """
     kind = type(stream)
-    name = (kind.__module__, kind.__qualname__)
-    read = _TORCH.get(name) or next((read for attribute, read in _READERS if hasattr(stream, attribute)), None)
+    lasting = _TORCH.get((kind.__module__, kind.__qualname__))
+    read = id if lasting else next((read for attribute, read in _READERS if hasattr(stream, attribute)), None)
     if read is None or session.lent is not None:
         return
     try:
         key = read(stream)
+        owner = weakref.ref(stream, functools.partial(_forget, session.library_streams, kind, key))
+        named = (lasting or read)(stream)
         # PyTorch gives a stream that other code made, and may destroy, its handle as its number.
-        lasting = name in _TORCH and not (number and stream.stream_id == number)
-        owner = None if lasting else weakref.ref(stream, functools.partial(_forget, session.library_streams, kind, key))
+        lasts = lasting is not None and not (number and stream.stream_id == number)
     except Exception:
-        return  # It can not be referenced weakly, or has another form than others of its type.
-    if number in (key if isinstance(key, tuple) else (key,)):
-        if not found.is_default:
-            found._weak_owner = owner or (lambda: kind)
-        _, streams = session.library_streams.setdefault(kind, (read, {}))
-        streams[key] = found, owner
+        return  # It cannot be referenced weakly, or has another form than others of its type.
+    if number not in (named if isinstance(named, tuple) else (named,)):
+        return
+    _, streams, _ = session.library_streams.setdefault(kind, (read, {}, lasting))
+    if not found.is_default:
+        found._weak_owner = (lambda: kind) if lasts else owner
+    if lasts:
+        streams[named] = found
+    streams[key] = found, owner
 
 
 def _forget(libraries: dict[type, Any], kind: type, key: Hashable, owner: weakref.ref[Any]) -> None:
     """Remove the entry of a library's object that has died."""
     streams = libraries[kind][1]
-    if streams.get(key, (None, None))[1] is owner:
-        found, _ = streams.pop(key)
-        found._outlived()
+    found, known = streams.get(key, _NO_ENTRY)
+    if known is owner:
+        del streams[key]
+        if found._weak_owner is owner:
+            found._outlived()

@@ -4,14 +4,27 @@ A :class:`Session` makes calls by name, turns answers into exceptions, keeps the
 in a forked child.
 
 **Fast paths** have one shape. The plain case calls a driver function that was bound beforehand: one of those that
-:data:`DIRECT` names, which are attributes of the session, or those of an allocator. It is plain where the stream is our
-own, open, not captured, no default stream and owes no wait (:func:`~streamalloc.core.stream.queue_behind`), the memory
-is there, and the arguments have the usual types. Everything else falls through to one slow path, which checks, explains
-and copes: ``_fill_slowly`` is that of ``fill``, and where there is nothing to explain the same function called by its
-name. A growing buffer, which has no stream, keeps what its plain case needs until something else is done with it. An
-answer of the driver that is an error is raised, unless the slow path can do better: copies are refused while the
-context of another device is current, and the slow path makes the stream's own current. Fills, copies, records, waits
-and queries need no current context otherwise (``tests/facts/test_contexts.py``).
+:data:`DIRECT` names, which are attributes of the session, or those of an allocator. Everything else takes the slow
+path, which checks, explains and copes: ``_fill_slowly`` is that of ``fill``. The case is plain if the memory is there,
+the arguments have the usual types, and the stream has a handle to use. A stream has three slots for that, which are
+None while the stream is closed, captured by this library, or owes a wait
+(:func:`~streamalloc.core.stream.queue_behind`):
+
+=============  ==========================  ========================================================================
+Slot           Set for                     The call goes straight to the driver
+=============  ==========================  ========================================================================
+``_handle``    our own, other libraries'   if it is not an allocation
+``_direct``    our own                     also if it is an allocation
+``_current``   default streams             while ``cuCtxGetCurrent`` answers this: the handle means nothing without
+                                           a context
+=============  ==========================  ========================================================================
+
+An allocation on a stream that other code may capture asks ``cuStreamIsCapturing`` before: memory that is allocated in a
+capture belongs to the graph. A free asks nothing, as the driver refuses it without harm to the capture. Streams of
+other libraries are resolved once (:mod:`streamalloc.core.library_streams`). An answer of the driver that is an error is
+raised, unless the slow path can do better: copies are refused while the context of another device is current, and the
+slow path makes the stream's own current. Fills, copies, records, waits and queries on streams that are not default
+streams need no current context otherwise (``tests/facts/test_contexts.py``).
 """
 
 from __future__ import annotations
@@ -103,8 +116,8 @@ class Session:
     lent: Callable[[Any, bool], None] | None
     used: Callable[[int, int, Any, bool], None] | None
     """Told of uses that are no calls of the driver, where it checks the order of all."""
-    library_streams: dict[type, tuple[Callable[[Any], Any], dict[Any, Any]]]
-    """By type of a library's streams, the function that reads a key and the kept streams by key."""
+    library_streams: dict[type, tuple[Callable[[Any], Any], dict[Any, Any], Callable[[Any], Any] | None]]
+    """Kept streams by type of a library's stream, see :mod:`streamalloc.core.library_streams`."""
     cuCtxGetCurrent: Any
     cuEventQuery: Any
     cuEventRecord: Any

@@ -28,6 +28,7 @@ from streamalloc.core.library_streams import (
     handle_of_library_stream,
     keep_stream,
     kept_stream,
+    kept_streams,
 )
 from streamalloc.core.resource import Closes, finaliser
 from streamalloc.core.session import PerDriver, Session, sessions
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from streamalloc.core.graph import Capture, CaptureMode, Graph
 
 __all__ = [
+    "NOT_CAPTURED",
     "Stream",
     "StreamLike",
     "as_stream",
@@ -78,6 +80,8 @@ _LEGACY = 1
 _PER_THREAD = 2
 _DEFAULT_HANDLES = (0, _LEGACY, _PER_THREAD)
 _NO_LISTS: Mapping[object, Any] = MappingProxyType({})
+NOT_CAPTURED = (cuda.CUresult.CUDA_SUCCESS, cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
+"""Answer of ``cuStreamIsCapturing`` for a stream that is not captured."""
 _INVALID_HANDLE = cuda.CUresult.CUDA_ERROR_INVALID_HANDLE
 
 
@@ -114,6 +118,7 @@ class Stream(Closes):
         "_direct",
         "_dropping",
         "_endings",
+        "_foreign_captures",
         "_handle",
         "_in_use",
         "_kind",
@@ -164,7 +169,7 @@ class Stream(Closes):
         self._handle: Any = None
         """``CUstream``: calls that queue work may go straight to the driver; else None."""
         self._current: Any = None
-        """``CUcontext`` of a default stream: they may while it is the thread's current one; else None."""
+        """Answer of ``cuCtxGetCurrent`` while calls on a default stream may go straight to the driver; else None."""
         self._direct: Session | None = None
         """Session: allocations may go straight to the driver without a question; else None."""
         self._weak_owner: Callable[[], object] | None = None
@@ -183,6 +188,8 @@ class Stream(Closes):
 
     def _open(self, *, non_blocking: bool = False) -> None:
         number = self._number = int(self._raw)
+        # The legacy stream is never captured, and of our own we know.
+        self._foreign_captures = self._kind is _BORROWED or number == _PER_THREAD
         # Whether a query sees all that later work would wait for: that of a blocking stream does not see what the
         # legacy stream has to do, while the legacy stream's sees the work of all blocking streams. Where order is
         # checked nobody asks: what is found must not hang on how far a stream happens to be.
@@ -230,7 +237,7 @@ class Stream(Closes):
             return
         if self._kind is _DEFAULT:
             # The handle stands for a stream of whichever context is current.
-            self._current = self._session.context(self.device.ordinal)
+            self._current = (cuda.CUresult.CUDA_SUCCESS, self._session.context(self.device.ordinal))
             return
         self._handle = self._raw
         if self._plain:
@@ -244,38 +251,23 @@ class Stream(Closes):
 
     def _handle_in_context(self) -> Any | None:
         """``CUstream`` of a default stream if its context is the thread's current one (``cuCtxGetCurrent``)."""
-        context = self._current
-        return self._raw if context is not None and self._session.cuCtxGetCurrent()[1] == context else None
-
-    def _allocation_handle(self, session: Session) -> Any | None:
-        """``CUstream`` if an allocation may go straight to the driver; asks for captures (``cuStreamIsCapturing``).
-
-        Memory that is allocated while a stream is captured belongs to the graph. The legacy stream is never captured.
-        """
-        if self._session is not session:
-            return None
-        handle = self._handle
-        if handle is None:
-            handle = self._handle_in_context()
-            if handle is None or self._number != _PER_THREAD:
-                return handle
-        result, captured = session.cuStreamIsCapturing(handle)
-        return None if result or captured else handle
+        current = self._current
+        return self._raw if current is not None and self._session.cuCtxGetCurrent() == current else None
 
     def _drop_handle(self) -> Any | None:
         """``CUstream`` of a default stream if a finaliser may free memory on it now.
 
-        A free on the legacy stream breaks the capture of a blocking stream, for which ``cuStreamIsCapturing`` answers an
-        error. One on the per-thread stream of another thread is in the order of that thread's work.
+        A free on the legacy stream would break the capture of a blocking stream; ``cuStreamIsCapturing`` answers an
+        error then. The handle of a per-thread stream stands for another stream on each thread.
         """
-        if self._number == _PER_THREAD:
+        current, session = self._current, self._session
+        if current is None or self._number == _PER_THREAD or session.cuCtxGetCurrent() != current:
             return None
-        handle = self._handle_in_context()
-        return None if handle is None or self._session.cuStreamIsCapturing(handle)[0] else handle
+        return None if session.cuStreamIsCapturing(self._raw)[0] else self._raw
 
     def _outlived(self) -> None:
         """Close a kept stream whose library's object has died, and with it the driver's stream."""
-        if self._kind is _BORROWED and self._session.usable:
+        if self._session.usable:
             self.close()
 
     def _holding(self) -> Stream:
@@ -463,18 +455,21 @@ class Stream(Closes):
             raw = spare.pop()
         except IndexError:  # another thread took it
             return False
-        result, call = session.cuEventRecord(raw, ours)[0], "cuEventRecord"
-        if not result:
-            # The other stream goes on waiting for this record after the event is recorded again.
-            result, call = session.cuStreamWaitEvent(handle, raw, 0)[0], "cuStreamWaitEvent"
-        if result:
-            destroy_event(session, raw)
-            if result == _INVALID_HANDLE:  # an event of a context that was reset
-                return False
+        result = None
+        try:
+            result, call = session.cuEventRecord(raw, ours)[0], "cuEventRecord"
+            if not result:
+                # The other stream goes on waiting for this record after the event is recorded again.
+                result, call = session.cuStreamWaitEvent(handle, raw, 0)[0], "cuStreamWaitEvent"
+        finally:
+            if result:
+                destroy_event(session, raw)
+            else:
+                spare.append(raw)
+                spare.end_if_closed(session)
+        if result and result != _INVALID_HANDLE:  # of an event whose context was reset
             raise error_from(result, call)
-        spare.append(raw)
-        spare.end_if_closed(session)
-        return True
+        return not result
 
     def _wait_slowly(self, other: Event | EventLike | StreamLike) -> None:
         self._checked_raw()
@@ -757,8 +752,7 @@ def default_stream(device: Device, handle: int) -> Stream:
 def _destroy_spare_events() -> None:
     """Destroy the events that kept streams have for their next record, before a report of what is left."""
     for session in sessions():
-        kept = [found for _, streams in [*session.library_streams.values()] for found, _ in [*streams.values()]]
-        for stream in [*_default_streams(session).values(), *kept]:
+        for stream in {*_default_streams(session).values(), *kept_streams(session)}:
             if session.usable:
                 stream._spare.destroy_all(session)
 

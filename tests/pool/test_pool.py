@@ -494,7 +494,7 @@ class TestClosing:
         for number, use in enumerate(uses):
             with pytest.raises(sa.ClosedError, match="closed"):
                 use()
-            assert set(names(driver)) <= {"cuCtxPushCurrent", "cuCtxPopCurrent"}, number
+            assert set(names(driver)) <= {"cuCtxGetCurrent", "cuCtxPushCurrent", "cuCtxPopCurrent"}, number
 
     def test_live_buffers_stay(self, machine: Any) -> None:
         driver = sd.checked(machine)

@@ -1,0 +1,354 @@
+"""Streams of other libraries: resolved once, on the fast paths, and never taken for another stream."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+import streamalloc as sa
+import streamalloc.driver as sd
+from streamalloc.core.buffer import PlainBuffer
+from streamalloc.core.library_streams import kept_stream
+from streamalloc.core.session import session_of
+from streamalloc.driver.bindings import cuda
+from tests.interleaving import interleaved
+from tests.support import end_what_was_dropped, holds, names
+
+
+class CuPy:
+    def __init__(self, handle: int) -> None:
+        self.ptr = handle
+
+
+class Protocol:
+    def __init__(self, handle: int) -> None:
+        self.number = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return (0, self.number)
+
+
+class Numba:
+    def __init__(self, handle: int) -> None:
+        self.handle = ctypes.c_void_p(handle)
+
+
+class Torch:
+    """PyTorch's own type, by its name; streams of other code have their handle as number."""
+
+    def __init__(self, handle: int, device: int = 0, number: int = 3) -> None:
+        self.cuda_stream, self.device_index, self.stream_id = handle, device, number
+
+
+Torch.__module__, Torch.__qualname__ = "torch.cuda.streams", "Stream"
+
+LIBRARIES: dict[str, Callable[[int], Any]] = {"CuPy": CuPy, "protocol": Protocol, "Numba": Numba, "PyTorch": Torch}
+OF_OBJECTS = [name for name in LIBRARIES if name != "PyTorch"]
+NULL = {f"{name}, null": (lambda handle, make=make: make(0)) for name, make in LIBRARIES.items() if name != "Numba"}
+CURRENT, CAPTURING, MODE = "cuCtxGetCurrent", "cuStreamIsCapturing", "cuThreadExchangeStreamCaptureMode"
+ALLOCATE, FREE = "cuMemAllocFromPoolAsync", "cuMemFreeAsync"
+
+
+class Scene(NamedTuple):
+    driver: Any
+    device: sa.Device
+    own: sa.Stream
+    theirs: sa.Stream
+    """The stream of a library, by its handle."""
+    pool: sa.MemoryPool
+
+
+@pytest.fixture
+def scene(machine: Any) -> Iterator[Scene]:
+    driver = sd.traced(machine)
+    device = sa.Device(0, driver=driver)
+    with device.create_stream() as own, device.create_stream() as theirs, sa.MemoryPool(device) as pool:
+        with device.current():
+            yield Scene(driver, device, own, theirs, pool)
+        device.synchronize()
+
+
+def stream_of(scene: Scene, kind: str) -> Any:
+    named = {"own": scene.own, "default": scene.device.default_stream, "per-thread": scene.device.per_thread_stream}
+    return named[kind] if kind in named else {**LIBRARIES, **NULL}[kind](scene.theirs.handle)
+
+
+def calls(scene: Scene, act: Callable[[], object]) -> list[str]:
+    before = len(scene.driver.calls)
+    act()
+    return names(scene.driver)[before:]
+
+
+# Questions of an allocation, of a finaliser, and of all other calls.
+ASKS: dict[str, tuple[list[str], list[str], list[str]]] = {
+    "own": ([], [], []),
+    "default": ([CURRENT], [CURRENT, CAPTURING], [CURRENT]),
+    "per-thread": ([CURRENT, CAPTURING], [], [CURRENT]),
+    **{name: ([CAPTURING], [], []) for name in LIBRARIES},
+    **{name: ([CURRENT], [CURRENT, CAPTURING], [CURRENT]) for name in NULL},
+}
+
+
+@pytest.mark.parametrize("kind", ASKS)
+def test_calls_of_each_operation(scene: Scene, kind: str) -> None:
+    stream, (to_allocate, to_drop, to_queue) = stream_of(scene, kind), ASKS[kind]
+    pool, array = scene.pool, np.zeros(4096, np.uint8)
+    # A library's stream is resolved at its first use, and makes the event of a wait at the first one.
+    with pool.allocate(4096, stream) as buffer, pool.allocate(4096, scene.own) as other:
+        scene.own.wait(stream)
+        held = []
+        assert calls(scene, lambda: held.append(pool.allocate(64, stream))) == [*to_allocate, ALLOCATE]
+        assert calls(scene, held[0].free) == [*to_queue, FREE]
+        held[:] = [pool.allocate(64, scene.own)]
+        assert calls(scene, lambda: held[0].free(stream)) == [*to_queue, FREE]
+        held[:] = [pool.allocate(64, stream)]
+        free = [] if kind == "per-thread" else [FREE]  # another thread may drop it, where the handle is another stream
+        assert calls(scene, held.clear) == [MODE, *to_drop, *free, MODE]
+        assert calls(scene, lambda: buffer.fill(3, stream)) == [*to_queue, "cuMemsetD8Async"]
+        assert calls(scene, lambda: buffer.fill(4)) == [*to_queue, "cuMemsetD8Async"]
+        assert calls(scene, lambda: buffer.copy_to(other, stream)) == [*to_queue, "cuMemcpyAsync"]
+        assert calls(scene, lambda: buffer.copy_to(array, stream)) == [*to_queue, "cuMemcpyDtoHAsync"]
+        assert calls(scene, lambda: scene.own.wait(stream)) == [*to_queue, "cuEventRecord", "cuStreamWaitEvent"]
+        scene.device.synchronize()
+        assert holds(other, 4) and (array == 4).all()
+
+
+@pytest.mark.parametrize("kind", ["default", "per-thread"])
+def test_calls_on_default_streams(scene: Scene, kind: str) -> None:
+    stream = stream_of(scene, kind)
+    stream.record().close()
+    assert calls(scene, stream.record) == [CURRENT, "cuEventRecord"]
+    assert calls(scene, stream.query) == [CURRENT, "cuStreamQuery"]
+    assert calls(scene, stream.synchronize) == [CURRENT, "cuStreamSynchronize"]
+    event = scene.own.record()
+    assert calls(scene, lambda: stream.wait(event)) == [CURRENT, "cuStreamWaitEvent"]
+
+
+@pytest.mark.parametrize("name", OF_OBJECTS)
+def test_another_object_with_the_same_handle_is_another_stream(scene: Scene, name: str) -> None:
+    """A library destroys a stream, and the driver gives its handle to the next one."""
+    session, make = session_of(scene.device), LIBRARIES[name]
+    first = make(scene.theirs.handle)
+    scene.pool.allocate(64, first).free()
+    known = kept_stream(first, session)
+    assert known is not None and kept_stream(first, session) is known
+    second = make(scene.theirs.handle)
+    assert kept_stream(second, session) is None
+    scene.pool.allocate(64, second).free()
+    assert kept_stream(second, session) not in (None, known) and kept_stream(first, session) is None
+    del first
+    assert kept_stream(second, session) is not None
+
+
+@pytest.mark.parametrize("name", OF_OBJECTS)
+def test_an_entry_ends_with_the_object(scene: Scene, name: str) -> None:
+    session, theirs = session_of(scene.device), LIBRARIES[name](scene.theirs.handle)
+    buffer = scene.pool.allocate(64, theirs)
+    scene.own.wait(theirs)
+    known, gone = kept_stream(theirs, session), weakref.ref(theirs)
+    kind = type(theirs)
+    del theirs
+    # A buffer, and the stream of a buffer, need the library's stream.
+    assert gone() is not None
+    stream = buffer.stream
+    buffer.free()
+    del buffer
+    assert gone() is not None and stream.handle == scene.theirs.handle
+    assert stream.record().query() in (True, False)
+    del stream
+    assert gone() is None and known is not None and known.closed
+    assert not session.library_streams[kind][1]
+
+
+def test_a_stream_that_its_library_has_closed(scene: Scene) -> None:
+    theirs = Protocol(scene.theirs.handle)
+    scene.pool.allocate(64, theirs).free()
+    with scene.device.create_stream() as other:
+        theirs.number = other.handle
+        assert scene.pool.allocate(64, theirs).stream.handle == other.handle
+    theirs.number = None  # type: ignore[assignment]
+    with pytest.raises(TypeError):
+        scene.pool.allocate(64, theirs)
+
+
+def test_each_object_of_pytorch_is_the_same_stream(scene: Scene) -> None:
+    session, handle = session_of(scene.device), scene.theirs.handle
+    scene.pool.allocate(64, Torch(handle)).free()
+    known = kept_stream(Torch(handle), session)
+    assert known is not None and known.device == scene.device
+    assert kept_stream(Torch(handle, device=1), session) is None
+    # What users have they may close.
+    stream = scene.pool.allocate(64, Torch(handle)).stream
+    assert stream is not known
+    stream.close()
+    assert kept_stream(Torch(handle), session) is known and not known.closed
+
+
+def test_pytorch_s_object_for_a_stream_of_other_code(scene: Scene) -> None:
+    """That stream may be destroyed: it is known by its object only."""
+    handle = scene.theirs.handle
+    theirs = Torch(handle, number=handle)
+    scene.pool.allocate(64, theirs).free()
+    session = session_of(scene.device)
+    assert kept_stream(theirs, session) is not None and kept_stream(Torch(handle, number=handle), session) is None
+
+
+def test_objects_without_weak_references_are_resolved_each_time(scene: Scene) -> None:
+    raw = cuda.CUstream(scene.theirs.handle)
+    for _ in range(2):
+        with scene.pool.allocate(64, raw) as buffer:
+            assert buffer.stream.handle == scene.theirs.handle
+    assert kept_stream(raw, session_of(scene.device)) is None
+
+
+@pytest.mark.gpus(2)
+@pytest.mark.parametrize("make", [CuPy, Protocol])
+def test_a_null_stream_is_that_of_the_current_device(scene: Scene, make: Callable[[int], Any]) -> None:
+    peer, theirs = sa.Device(1, driver=scene.driver), make(0)
+    for _ in range(2):
+        for device in (scene.device, peer):
+            with device.current(), scene.pool.allocate(64, theirs) as buffer:
+                assert buffer.stream.device == device
+            with device.current():
+                scene.own.wait(theirs)
+
+
+@pytest.mark.gpus(2)
+def test_a_default_stream_while_another_device_is_current(scene: Scene) -> None:
+    peer, stream = sa.Device(1, driver=scene.driver), scene.device.default_stream
+    with scene.pool.allocate(64, stream) as buffer, peer.current():
+        buffer.fill(5)
+        stream.record().close()
+        assert "cuCtxPushCurrent" in calls(scene, stream.synchronize)
+        buffer.free()
+        scene.pool.allocate(64, stream)
+    assert scene.pool.statistics().used == 0
+
+
+def test_default_streams_are_one_object_for_all(scene: Scene) -> None:
+    stream = scene.device.default_stream
+    assert stream is sa.Device(0, driver=scene.driver).default_stream
+    assert stream is sa.Stream.of_handle(scene.device, 1, None)
+    assert stream is not scene.device.per_thread_stream
+    stream.close()
+    assert not stream.closed
+
+
+# -- captures by the library -------------------------------------------------------------------------------------------
+
+
+def captured(scene: Scene, machine: Any, act: Callable[[], object]) -> None:
+    """``act`` while the library captures its stream: the capture stays valid."""
+    raw = cuda.CUstream(scene.theirs.handle)
+    assert not machine.cuStreamBeginCapture(raw, cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL)[0]
+    act()
+    result, graph = machine.cuStreamEndCapture(raw)
+    assert not result
+    machine.cuGraphDestroy(graph)
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_a_library_captures_its_stream(machine: Any, scene: Scene, name: str) -> None:
+    theirs = LIBRARIES[name](scene.theirs.handle)
+    buffer, dropped = scene.pool.allocate(64, theirs), [scene.pool.allocate(64, theirs)]
+
+    def act() -> None:
+        assert type(scene.pool.allocate(64, theirs)) is not type(buffer)
+        buffer.fill(1)
+        for stream in (None, theirs):
+            with pytest.raises(sa.CaptureError):
+                buffer.free(stream)
+        dropped.clear()
+
+    captured(scene, machine, act)
+    buffer.free()
+    end_what_was_dropped()
+    scene.device.synchronize()
+    assert scene.pool.statistics().used == 0
+
+
+def test_a_drop_on_the_legacy_stream_while_a_blocking_stream_is_captured(machine: Any, scene: Scene) -> None:
+    with scene.device.create_stream(blocking=True) as blocking:
+        dropped = [scene.pool.allocate(64, scene.device.default_stream)]
+        captured(scene._replace(theirs=blocking), machine, dropped.clear)
+    end_what_was_dropped()
+    scene.device.synchronize()
+    assert scene.pool.statistics().used == 0
+
+
+# -- threads -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_drop_while_another_thread_closes_the_stream(machine: Any) -> None:
+    """The memory is freed once, and nothing is queued on a stream that was destroyed."""
+    checked = sd.checked(machine)
+    device = sa.Device(0, driver=checked)
+    with sa.MemoryPool(device) as pool:
+
+        def make() -> tuple[list[sa.Buffer], sa.Stream]:
+            stream = device.create_stream()
+            return [pool.allocate(64, stream)], stream
+
+        for _ in interleaved(PlainBuffer.__del__, make, lambda both: both[0].clear(), lambda both: both[1].close()):
+            gc.collect()
+            end_what_was_dropped()
+            assert pool.statistics().used == 0
+            assert "stream" not in checked.outstanding()
+        for _ in interleaved(sa.Stream.close, make, lambda both: both[1].close(), lambda both: both[0].clear()):
+            gc.collect()
+            end_what_was_dropped()
+            assert pool.statistics().used == 0
+            assert "stream" not in checked.outstanding()
+    assert checked.hazards == []
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_many_threads_on_one_library_stream(device: sa.Device, pool: sa.MemoryPool, name: str) -> None:
+    errors: list[BaseException] = []
+
+    def work(number: int, theirs: Any) -> None:
+        try:
+            found = np.zeros(64, np.uint8)
+            for _ in range(40):
+                buffer = pool.allocate(64, theirs)
+                buffer.fill(number)
+                buffer.copy_to(found, theirs)
+                assert (found == number).all()
+                if number % 2:
+                    buffer.free(theirs)
+                del buffer
+        except BaseException as error:
+            errors.append(error)
+
+    with device.create_stream() as stream:
+        theirs = LIBRARIES[name](stream.handle)
+        threads = [threading.Thread(target=work, args=(number, theirs)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        del theirs
+    assert errors == []
+    device.synchronize()
+    assert pool.statistics().used == 0
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_named_stream_says_its_name(device: sa.Device, pool: sa.MemoryPool) -> None:
+    stream = device.create_stream(name="copies")
+    assert stream.name == "copies" and "'copies'" in repr(stream)
+    stream.close()
+    with pytest.raises(sa.ClosedError, match="'copies'"):
+        pool.allocate(64, stream)
+    assert device.default_stream.name == ""
+    with pytest.raises(TypeError, match="name must be a string"):
+        device.create_stream(name=3)  # type: ignore[arg-type]
