@@ -146,6 +146,7 @@ from streamalloc.core.session import (
     sessions,
 )
 from streamalloc.core.stream import (
+    NOT_CAPTURED,
     Stream,
     StreamLike,
     as_stream,
@@ -173,6 +174,7 @@ from streamalloc.core.stream import (
 __all__ = [
     "FABRIC_NEEDS",
     "LOST",
+    "NOT_CAPTURED",
     "AddressSpaceError",
     "Allocator",
     "Buffer",

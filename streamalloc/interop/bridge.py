@@ -44,6 +44,7 @@ from streamalloc.core.internal import (
     PlainBuffer,
     Session,
     Stream,
+    as_stream,
     context_event,
     deferred_queue,
     finaliser,
@@ -265,7 +266,9 @@ class Sources:
             self._streams[key] = stream
         named: Any = stream
         if isinstance(source, CachingAllocator) and owner is not None and not stream.is_default:
-            named = owner  # The cache keeps memory for a library's stream while the library's object lives.
+            # The cache keeps memory for a library's stream while the library's object lives.
+            with contextlib.suppress(TypeError):
+                named = owner if raw_handle(as_stream(cast("Any", owner), self.session)) else stream
         raw = raw_handle(stream) if isinstance(source, MemoryPool) and not stream.is_default else None
         used = self._last[ordinal] = handle, stream, raw, source.allocate, named
         return used

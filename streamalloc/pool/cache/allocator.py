@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from streamalloc.core.internal import (
+    NOT_CAPTURED,
     Allocator,
     Buffer,
     CaptureError,
@@ -448,9 +449,14 @@ class CachingAllocator(Allocator, Closes, Shown):
             else:
                 kept = kept_stream(stream, self._session)
                 if kept is not None:
-                    lists = kept.free_lists.get(self._key) or self._uncaptured_lists(kept)
                     try:
-                        block = lists[(nbytes - 1) >> 9].pop()
+                        lists = kept.free_lists
+                        if self._library_key in lists:
+                            found, raw = lists[self._library_key]
+                            free = found[(nbytes - 1) >> 9] if self._is_capturing(raw) == NOT_CAPTURED else []
+                        else:
+                            free = lists[self._key][(nbytes - 1) >> 9]
+                        block = free.pop()
                     except LookupError:
                         pass
                     else:
@@ -463,15 +469,6 @@ class CachingAllocator(Allocator, Closes, Shown):
                         buffer._owner = stream
                         return buffer
         return self._allocate_slowly(nbytes, stream)
-
-    def _uncaptured_lists(self, kept: Stream) -> dict[int, list[Block]]:
-        """The free lists of a library's stream; none while the library captures it (``cuStreamIsCapturing``)."""
-        found = kept.free_lists.get(self._library_key)
-        if found is None:
-            return {}
-        lists, raw = found
-        result, status = self._is_capturing(raw)
-        return {} if result or status else lists
 
     def statistics(self) -> CacheStatistics:
         """The pool's own figures, and how much of it is cached and in use."""
