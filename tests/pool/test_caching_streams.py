@@ -26,9 +26,10 @@ class Theirs:
     """A stream of another library, which destroys it at the end of its object."""
 
     def __init__(self, device: sa.Device) -> None:
-        self._driver: Any = device.driver
+        driver: Any = device.driver
+        self._driver = driver
         with device.current():
-            self.handle = int(self._driver.cuStreamCreate(1)[1])
+            self.handle = int(driver.cuStreamCreate(1)[1])
 
     def __cuda_stream__(self) -> tuple[int, int]:
         return (0, self.handle)

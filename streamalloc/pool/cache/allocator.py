@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -69,7 +70,7 @@ _POOL_STEP = 32 << 20
 """Bytes. A pool takes memory of its device in steps of this size."""
 _ALLOWANCE = 1.2
 """Factor of the streams' peaks at first. A pool without a cache reserves about as much for such programs."""
-_ALLOWANCE_STEP = 1 / 32
+_ALLOWANCE_STEP = 1 / 8
 """Growth of the factor at each trim, so that programs with many sizes come to rest."""
 _MAX_ALLOWANCE = 2.0
 """Largest factor. Caches that split blocks reserve 1.2 to 2.5 times the peaks."""
@@ -104,6 +105,7 @@ class CacheState(Deferred):
 
     __slots__ = (
         "_bought",
+        "_opening",
         "_queue",
         "_reserved",
         "_trims",
@@ -134,6 +136,8 @@ class CacheState(Deferred):
         """Blocks of dropped buffers that only the slow path may free."""
         self.closed = False
         self.misses = 0
+        self._opening = threading.RLock()
+        """Held while a stream is opened; no finaliser takes it."""
         self._bought = 0
         """Bytes bought since the reserved memory was last read."""
         self._reserved = 0
@@ -167,10 +171,13 @@ class CacheState(Deferred):
         """
         found = self.known(stream)
         if found is None:
-            before = self.stream_caches.get(_key(stream))
-            if before is not None:
-                deferred_queue(self.session).submit(before)
-            found = self.stream_caches[_key(stream)] = StreamCache(self, stream)
+            with self._opening:
+                found = self.known(stream)
+                if found is None:
+                    before = self.stream_caches.get(_key(stream))
+                    if before is not None:
+                        self._queue.submit(before)
+                    found = self.stream_caches[_key(stream)] = StreamCache(self, stream)
         if ask:
             give_lists(stream, self.keys[1], (found.lists, raw_handle(stream)))
         else:
@@ -328,7 +335,7 @@ class CachingAllocator(Allocator, Closes, Shown):
 
     The allowance bounds the pool's reserved memory: the sum of the most that each stream had in use, times 1.2, in
     steps of 32 MiB. If the pool exceeds it, every free block returns to the pool, the pool is trimmed, and the factor
-    grows by 1/32, up to 2.
+    grows by 1/8, up to 2.
 
     Some memory comes from the pool directly and returns to it: on the per-thread default stream; in captures, where
     allocations become nodes of the graph; and all of it with :func:`streamalloc.driver.checked`, which has to see each
@@ -607,7 +614,8 @@ class CachingAllocator(Allocator, Closes, Shown):
         home = block.size_class.owner
         if len(home.returning) >= MAX_RETURNING:
             home.collect()
-        if home.ended or len(home.returning) >= MAX_RETURNING:
+        # An event on a default stream would need its context.
+        if home.ended or len(home.returning) >= MAX_RETURNING or stream.is_default:
             return False
         plain = direct_handle(stream, self._session) is not None and not is_borrowed(stream)
         event = stream.record() if plain else record_uncaptured(stream)
