@@ -70,7 +70,7 @@ _POOL_STEP = 32 << 20
 """Bytes. A pool takes memory of its device in steps of this size."""
 _ALLOWANCE = 1.2
 """Factor of the streams' peaks at first. A pool without a cache reserves about as much for such programs."""
-_ALLOWANCE_STEP = 1 / 8
+_ALLOWANCE_STEP = 1 / 16
 """Growth of the factor at each trim, so that programs with many sizes come to rest."""
 _MAX_ALLOWANCE = 2.0
 """Largest factor. Caches that split blocks reserve 1.2 to 2.5 times the peaks."""
@@ -335,7 +335,7 @@ class CachingAllocator(Allocator, Closes, Shown):
 
     The allowance bounds the pool's reserved memory: the sum of the most that each stream had in use, times 1.2, in
     steps of 32 MiB. If the pool exceeds it, every free block returns to the pool, the pool is trimmed, and the factor
-    grows by 1/8, up to 2.
+    grows by 1/16, up to 2.
 
     Some memory comes from the pool directly and returns to it: on the per-thread default stream; in captures, where
     allocations become nodes of the graph; and all of it with :func:`streamalloc.driver.checked`, which has to see each
