@@ -276,7 +276,7 @@ class TestSizes:
             buffer.close()
 
     def test_a_pool_beyond_the_allowance_is_trimmed(self, cache: sa.CachingAllocator, stream: sa.Stream) -> None:
-        """The allowance is 1.2 times the peak, and grows by a sixteenth of it at each trim, up to twice the peak."""
+        """The allowance is 1.15 times the peak, and grows by a sixteenth of it at each trim, up to twice the peak."""
         kept, held = [], []
         for number in range(60):
             size = (64, 16)[number % 2] * MiB  # neither serves for the other

@@ -68,7 +68,7 @@ __all__ = ["CacheState", "CacheStatistics", "CachingAllocator"]
 
 _POOL_STEP = 32 << 20
 """Bytes. A pool takes memory of its device in steps of this size."""
-_ALLOWANCE = 1.2
+_ALLOWANCE = 1.15
 """Factor of the streams' peaks at first. A pool without a cache reserves about as much for such programs."""
 _ALLOWANCE_STEP = 1 / 16
 """Growth of the factor at each trim, so that programs with many sizes come to rest."""
@@ -333,7 +333,7 @@ class CachingAllocator(Allocator, Closes, Shown):
     that at most a ninth of a block is wasted from 4 KiB on. If a class has no free block, the smallest of up to three
     times the size is handed out. Blocks are never split or merged: the pool does that.
 
-    The allowance bounds the pool's reserved memory: the sum of the most that each stream had in use, times 1.2, in
+    The allowance bounds the pool's reserved memory: the sum of the most that each stream had in use, times 1.15, in
     steps of 32 MiB. If the pool exceeds it, every free block returns to the pool, the pool is trimmed, and the factor
     grows by 1/16, up to 2.
 
