@@ -2,7 +2,8 @@
 
 An allocator calls two functions that it has bound. While an allocator has watchers, these are the methods of a
 :class:`Tap`, which make the same driver calls and notify the watchers; afterwards they are the driver's own functions.
-A cache makes no driver calls on its fast path, and leaves that path while it has watchers.
+A cache (:mod:`streamalloc.pool.cache`) makes no driver calls on its fast path, and leaves that path while it has
+watchers.
 
 Finalisers free memory, too. A watcher is notified inside of the finaliser, so it records the event and returns.
 """

@@ -46,7 +46,8 @@ class Spares(list[Any]):
 
     __slots__ = ("open",)
 
-    most = 8
+    most = 16
+    """Events kept for a stream. A data loader has about as many batches under way."""
 
     def __init__(self) -> None:
         self.open = True

@@ -48,7 +48,12 @@ __all__ = [
     "direct_handle",
     "direct_view",
     "end_of",
+    "end_with_stream",
     "events_of_all",
+    "forbid_lists",
+    "give_lists",
+    "is_borrowed",
+    "leave_stream",
     "may_queue",
     "order_after_context",
     "order_handle_after",
@@ -118,7 +123,6 @@ class Stream(Closes):
         "_in_use",
         "_kind",
         "_last",
-        "_lists",
         "_number",
         "_owed",
         "_owner",
@@ -130,6 +134,7 @@ class Stream(Closes):
         "_spare",
         "_weak_owner",
         "device",
+        "free_lists",
         "name",
     )
 
@@ -172,8 +177,8 @@ class Stream(Closes):
         self._dropping: list[None] = []
         """An entry for each finaliser that frees memory on the stream now, for :meth:`close`."""
         self._raw = raw
-        self._lists: Mapping[object, Any] = _NO_LISTS
-        """By cache, the lists of memory for this stream that fast paths take from; none where they may not."""
+        self.free_lists: Mapping[object, Any] = _NO_LISTS
+        """Free lists of caches by their keys, for the fast paths of caches; empty if those may not be used."""
         self._endings: tuple[Deferred, ...] = ()
         """Items that end before the stream is closed."""
         self._owed: list[Deferred] = []
@@ -241,7 +246,7 @@ class Stream(Closes):
         self._handle = None
         self._current = None
         self._direct = None
-        self._lists = _NO_LISTS
+        self.free_lists = _NO_LISTS
 
     def _handle_in_context(self) -> Any | None:
         """``CUstream`` of a default stream if its context is the thread's current one (``cuCtxGetCurrent``)."""
@@ -576,6 +581,10 @@ class Stream(Closes):
             self._forbid_direct()
             self._closed = True
             self._spare.end(self._session)
+            # A finaliser may be the caller.
+            for item in self._endings:
+                deferred_queue(self._session).submit(item)
+            self._endings = ()
             return
         with self._in_use:
             if self.closed:  # by another thread meanwhile
@@ -783,6 +792,39 @@ def direct_view(stream: StreamLike, session: Session) -> tuple[Any | None, bool]
     if type(stream) is Stream and stream._direct is session:
         return stream._handle, stream._sees_all
     return None, False
+
+
+def is_borrowed(stream: Stream) -> bool:
+    """Whether other code made the stream, and may capture it."""
+    return stream._kind is _BORROWED
+
+
+def give_lists(stream: Stream, key: object, lists: object) -> None:
+    """Enter a cache's free lists for its fast path, unless the stream is captured or closed."""
+    if key in stream.free_lists:
+        return
+    stream.free_lists = {**stream.free_lists, key: lists}
+    # A capture may just have begun.
+    if stream._closed or stream._capture:
+        stream._forbid_direct()
+
+
+def forbid_lists(stream: Stream) -> None:
+    """Have every call on a stream take the slow path, as in a forked child."""
+    stream._forbid_direct()
+
+
+def end_with_stream(stream: Stream, item: Deferred) -> None:
+    """Have ``item`` end before the stream is closed, or after it was dropped."""
+    deferred_queue(stream._session).end_with(stream, item)
+    stream._endings += (item,)
+
+
+def leave_stream(stream: Stream, keys: tuple[object, ...], item: Deferred) -> None:
+    """Remove a cache's free lists from a stream, and the item that was to end with the stream."""
+    stream._endings = tuple(other for other in stream._endings if other is not item)
+    if any(key in stream.free_lists for key in keys):
+        stream.free_lists = {key: found for key, found in stream.free_lists.items() if key not in keys}
 
 
 def sees_all_work(stream: Stream) -> bool:

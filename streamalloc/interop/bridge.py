@@ -32,7 +32,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 from streamalloc.core.internal import (
     Buffer,
-    CachedBuffer,
     ClosedError,
     Closes,
     CudaError,
@@ -46,6 +45,7 @@ from streamalloc.core.internal import (
     PlainBuffer,
     Session,
     Stream,
+    as_stream,
     context_event,
     deferred_queue,
     raw_handle,
@@ -54,7 +54,8 @@ from streamalloc.core.internal import (
 )
 from streamalloc.driver.internal import BINDINGS_VERSION, cuda
 from streamalloc.interop.captures import is_captured, library_captures
-from streamalloc.pool import MemoryPool
+from streamalloc.pool import CachingAllocator, MemoryPool
+from streamalloc.pool.internal import CachedBuffer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -152,9 +153,9 @@ class Bridge(Closes, abc.ABC):
         return f"<{type(self).__module__}.{type(self).__name__}, {state}, from {getattr(self, 'sources', None)!r}>"
 
 
-_Used: TypeAlias = "tuple[int, Stream, Any, Callable[[int, Stream], Memory]]"
-"""The stream that a library used last on a device: its handle as the library says it, the stream, the driver's
-``CUstream`` where calls may go straight to it, and what allocates there."""
+_Used: TypeAlias = "tuple[int, Stream, Any, Callable[[int, Any], Memory], Any]"
+"""The stream that a library used last on a device: its handle as the library names it, the stream, the driver's
+``CUstream`` if captures are asked for here, the source's ``allocate``, and the stream that this takes."""
 
 
 class Sources:
@@ -221,15 +222,15 @@ class Sources:
         used = self._last.get(ordinal)
         if used is None or used[0] != handle:
             used = self._use(ordinal, handle, owner)
-        _, stream, raw, allocate = used
-        if raw is not None:
-            result, status = self._capturing(raw)
+        _, stream, raw, allocate, named = used
+        if raw is not None or not (in_capture or stream.is_default):
+            result, status = self._capturing(raw or raw_handle(stream))
             if result or status:
                 if not in_capture:
                     return self._allocate_aside(allocate, nbytes, stream.device)
                 # The slow way of allocating sees that the memory becomes the graph's.
-                stream = Stream.of_handle(stream.device, handle, owner)
-        return allocate(nbytes, stream)
+                named = Stream.of_handle(stream.device, handle, owner)
+        return allocate(nbytes, named)
 
     def _allocate_aside(self, allocate: Callable[[int, Stream], Memory], nbytes: int, device: Device) -> Memory:
         """Memory on a stream of ours. It has nothing to do but wait for what the pool has it wait for."""
@@ -241,7 +242,9 @@ class Sources:
     def hold(self, memory: Memory) -> object:
         """What a library keeps as long as it uses memory, and drops to free it in stream order."""
         kind = type(memory)
-        if kind is CachedBuffer or kind is PlainBuffer:
+        if kind is CachedBuffer:
+            return memory  # Its finaliser returns the block to the cache, on any thread and without a driver call.
+        if kind is PlainBuffer:
             return _Held(cast("Buffer", memory), self)
         # What a capture allocated is its graph's, and virtual memory is unmapped once its users' work is done.
         return _Held(memory, self) if isinstance(memory, Buffer) and not isinstance(memory, GraphBuffer) else memory
@@ -259,14 +262,15 @@ class Sources:
         key = ordinal, handle or _LEGACY
         stream = self._streams.get(key)
         if stream is None:
-            # What a cache keeps for a stream is freed on it in the end: only where the owner keeps the stream alive. A
-            # pool keeps nothing.
-            direct = owner is not None or isinstance(source, MemoryPool)
-            stream = Stream.of_handle(self.device(ordinal), key[1], owner, direct=direct)
+            stream = Stream.of_handle(self.device(ordinal), key[1], owner, direct=isinstance(source, MemoryPool))
             self._streams[key] = stream
-        # A default stream's captures are looked for elsewhere.
-        raw = None if stream.is_default else raw_handle(stream)
-        used = self._last[ordinal] = handle, stream, raw, source.allocate
+        named: Any = stream
+        if isinstance(source, CachingAllocator) and owner is not None and not stream.is_default:
+            # The cache keeps memory for a library's stream while the library's object lives.
+            with contextlib.suppress(TypeError):
+                named = owner if raw_handle(as_stream(cast("Any", owner), self.session)) else stream
+        raw = raw_handle(stream) if isinstance(source, MemoryPool) and not stream.is_default else None
+        used = self._last[ordinal] = handle, stream, raw, source.allocate, named
         return used
 
     def __repr__(self) -> str:
@@ -294,13 +298,6 @@ class _Held:
             return
         if self._thread is not None:
             give_back(self._buffer, self._thread)
-            return
-        if type(self._buffer) is CachedBuffer:
-            # In the plain case that asks no driver. In a garbage cycle the buffer may have been first.
-            try:
-                self._buffer.free()
-            except (CudaError, ClosedError):
-                give_back(self._buffer)
             return
         # In the relaxed mode it breaks no capture of other code that may be under way on this thread.
         exchange = sources.exchange
@@ -402,7 +399,8 @@ class Ledger:
 
     def __init__(self, sources: Sources) -> None:
         self.sources = sources
-        self._held: dict[int, tuple[Memory, int]] = {}
+        self._held: dict[int, tuple[Memory, int, int]] = {}
+        """Memory by address, with the thread and the stream's handle of its allocation."""
 
     def __len__(self) -> int:
         return len(self._held)
@@ -412,7 +410,7 @@ class Ledger:
         memory = self.sources.allocate(nbytes, ordinal, handle, owner, in_capture=in_capture)
         address = memory.address
         if address:
-            self._held[address] = memory, threading.get_ident()
+            self._held[address] = memory, threading.get_ident(), handle or _LEGACY
         return address
 
     def free(self, address: int, ordinal: int, handle: int | None = None) -> None:
@@ -420,12 +418,15 @@ class Ledger:
         held = self._held.pop(address, None)
         if held is None:
             return
-        memory, thread = held
+        memory, thread, own = held
+        same = handle is None or (handle or _LEGACY) == own
+        if same and type(memory) is CachedBuffer:
+            return  # Its finaliser returns the block to the cache.
         if not isinstance(memory, Buffer):
             # Virtual memory is unmapped once the work that its devices have now is done.
             del held, memory
             work(self.sources.session)
-        elif handle is None or (handle or _LEGACY) == memory.stream.handle:
+        elif same or handle is None:
             give_back(memory, thread)
         elif self.sources.session.usable:
             try:

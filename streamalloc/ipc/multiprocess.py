@@ -38,7 +38,6 @@ from typing import Any, NoReturn
 
 from streamalloc.core.internal import (
     BufferView,
-    CachedBuffer,
     ClosedError,
     Event,
     Fd,
@@ -53,6 +52,7 @@ from streamalloc.ipc.exporter.share import Shared, share
 from streamalloc.ipc.importer.open import Imported
 from streamalloc.ipc.importer.open import open as open_shared
 from streamalloc.pool import MemoryPool
+from streamalloc.pool.internal import CachedBuffer
 from streamalloc.vmm import GrowableBuffer, Mapping, PhysicalMemory, RangeView, StripedBuffer
 
 __all__ = ["KINDS", "reduce"]

@@ -23,7 +23,6 @@ from streamalloc.core.internal import (
     MemLocation,
     OutOfMemoryError,
     Session,
-    mend,
     refused,
     size_text,
     watching_of,
@@ -241,7 +240,7 @@ class Account:
                 work(session)
                 for allocator in watching_of(session).allocators():
                     if isinstance(allocator, CachingAllocator) and self.wants(allocator):
-                        mend(allocator)
+                        allocator.collect_dropped()
         # A signal handler that reads in the middle of _enter() gets the account without the open note.
         while self._notes and self._keeper != me:
             self._keep(me)

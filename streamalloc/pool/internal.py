@@ -8,11 +8,21 @@ from typing import Any
 
 from streamalloc.core.internal import Device, Session
 from streamalloc.pool.attributes import ATTRIBUTES
+from streamalloc.pool.cache.blocks import CachedBuffer
 from streamalloc.pool.ending import pools_of
 from streamalloc.pool.pointers import MemoryKind, pointer_attributes
 from streamalloc.pool.pool import MemoryPool
 
-__all__ = ["ATTRIBUTES", "MemoryKind", "known_pools", "pointer_attributes", "raw_pool", "reachable_from", "reading"]
+__all__ = [
+    "ATTRIBUTES",
+    "CachedBuffer",
+    "MemoryKind",
+    "known_pools",
+    "pointer_attributes",
+    "raw_pool",
+    "reachable_from",
+    "reading",
+]
 
 
 def known_pools(session: Session) -> list[MemoryPool]:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 import streamalloc as sa
-from streamalloc.core.cached import mend
 from streamalloc.core.deferred import work
 from streamalloc.core.event import context_event
 from streamalloc.core.session import session_of
@@ -154,7 +153,7 @@ def _cached_memory_of_a_closed_stream(device: sa.Device) -> Steps:
     def drop() -> None:
         nonlocal held
         del held
-        mend(cache)
+        cache.collect_dropped()
         _work(device)()
 
     yield drop

@@ -18,9 +18,10 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc.core import memory as memory_module
 from streamalloc.core.buffer import Allocator
-from streamalloc.core.cached import CachedAllocator, CachedBuffer
 from streamalloc.core.memory import Memory
 from streamalloc.core.session import DIRECT
+from streamalloc.pool.cache.allocator import CachingAllocator
+from streamalloc.pool.cache.blocks import CachedBuffer
 from streamalloc.testing import Gate
 from tests.support import MiB, holds, names, pending, read
 
@@ -120,7 +121,7 @@ class TestOnePattern:
     # Each, and the name of its slow path; by name the driver's function is called where there is nothing to explain.
     PATHS: ClassVar[dict[Any, str]] = {
         Allocator.allocate: "_allocate_slowly",
-        CachedAllocator.allocate: "_allocate_slowly",
+        CachingAllocator.allocate: "_allocate_slowly",
         sa.Buffer.free: "_free_slowly",
         CachedBuffer.free: "_free_slowly",
         Memory.fill: "_fill_slowly",

@@ -167,12 +167,12 @@ class TestOurs:
             cache = resources.enter_context(sa.CachingAllocator(pool))
             prepared = resources.enter_context(traces.prepare(trace, cache, device))
             prepared.run()
-            assert cache.statistics().reserved_high / trace.peak <= min(cupy, pytorch)
+            assert cache.statistics().reserved_high / trace.peak <= 1.1 * min(cupy, pytorch)
             for _ in range(3):
                 prepared.run()
             del driver.calls[:]
             prepared.run()
-            assert len(driver.calls) < len(trace.events) / 5
+            assert len(driver.calls) < len(trace.events) / 10
             assert cache.statistics().reserved_high / trace.peak <= 2
 
     def test_the_raw_calls_have_the_same_figures(self, device: sa.Device) -> None:

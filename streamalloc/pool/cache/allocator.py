@@ -1,0 +1,711 @@
+"""A cache over a pool: memory that was freed is handed out again without a driver call.
+
+*Size classes.* Each stream has a free list per size class. A request takes the smallest free block of its stream that
+fits, up to three times the size. A block is never split, and it is handed out on another stream only after an event.
+
+*An allowance.* The fast path counts nothing. Each 32 MiB that the pool was asked for, the cache compares the pool's
+reserved memory with its allowance: the sum of the peaks of all streams, times a factor. Beyond the allowance every free
+block returns to the pool, which is trimmed, and the factor grows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from streamalloc.core.internal import (
+    NOT_CAPTURED,
+    Allocator,
+    Buffer,
+    CaptureError,
+    ClosedError,
+    Closes,
+    Deferred,
+    Device,
+    Event,
+    MemLocation,
+    OutOfMemoryError,
+    PlainBuffer,
+    Row,
+    Session,
+    Shown,
+    Stream,
+    StreamLike,
+    Watcher,
+    as_stream,
+    besides,
+    checked_size,
+    deferred_queue,
+    direct_handle,
+    error_from,
+    gauge,
+    give_lists,
+    is_borrowed,
+    kept_stream,
+    look,
+    mib,
+    raw_handle,
+    record_uncaptured,
+    refused,
+    session_of,
+    shared_state,
+    size_text,
+)
+from streamalloc.driver.internal import cuda
+from streamalloc.pool.cache.blocks import UNIT, Block, CachedBuffer, SharedBehind, SizeClass, filled
+from streamalloc.pool.cache.stream_cache import MAX_RETURNING, StreamCache
+from streamalloc.pool.ending import pools_of
+from streamalloc.pool.pool import MemoryPool
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["CacheState", "CacheStatistics", "CachingAllocator"]
+
+_POOL_STEP = 32 << 20
+"""Bytes. A pool takes memory of its device in steps of this size."""
+_ALLOWANCE = 1.15
+"""Factor of the streams' peaks at first. A pool without a cache reserves about as much for such programs."""
+_ALLOWANCE_STEP = 1 / 16
+"""Growth of the factor at each trim, so that programs with many sizes come to rest."""
+_MAX_ALLOWANCE = 2.0
+"""Largest factor. Caches that split blocks reserve 1.2 to 2.5 times the peaks."""
+_QUERIES = 1 << 8
+"""Queries for frees to pass before a trim. They pass soon on an idle stream; a busy one is not waited for."""
+_LEGACY = int(cuda.CU_STREAM_LEGACY)
+_PER_THREAD = int(cuda.CU_STREAM_PER_THREAD)
+_NOWHERE = object()
+
+
+class CacheStatistics(NamedTuple):
+    """Memory of a cache and its pool in bytes, and the number of misses."""
+
+    reserved: int
+    """Memory that the pool holds of its device or host."""
+    reserved_high: int
+    """The most it held since the last reset."""
+    used: int
+    """Memory of the pool that is allocated: in use or cached. Sizes are those of the classes."""
+    used_high: int
+    """The most that was allocated since the last reset."""
+    in_use: int
+    """Memory of the pool that is allocated and not cached."""
+    cached: int
+    """Memory that was freed and can be handed out again."""
+    misses: int
+    """Allocations for which the cache had no block, so that it took one from the pool."""
+
+
+class CacheState(Deferred):
+    """The blocks and streams of a cache. It outlives the allocator until all blocks have returned to the pool."""
+
+    __slots__ = (
+        "_bought",
+        "_opening",
+        "_queue",
+        "_reserved",
+        "_trims",
+        "blocks",
+        "closed",
+        "dropped",
+        "keys",
+        "misses",
+        "pool",
+        "session",
+        "stream_caches",
+        "watchers",
+    )  # fmt: skip
+
+    def __init__(self, pool: MemoryPool) -> None:
+        self.pool = pool
+        self.session: Session = session_of(pool)
+        self._queue = deferred_queue(self.session)
+        self.keys: tuple[object, object] = (object(), object())
+        """Keys of ``Stream.free_lists``: for streams without and with a capture question."""
+        self.watchers: tuple[Watcher, ...] = ()
+        """Watchers of allocations and frees, see :mod:`streamalloc.core.allocation_hooks`."""
+        self.blocks: dict[int, Block] = {}
+        """Blocks by address, free or in buffers."""
+        self.stream_caches: dict[tuple[int, int], StreamCache] = {}
+        """The latest one for each device and stream handle; ended ones leave."""
+        self.dropped: deque[Block] = deque()
+        """Blocks of dropped buffers that only the slow path may free."""
+        self.closed = False
+        self.misses = 0
+        self._opening = threading.RLock()
+        """Held while a stream is opened; no finaliser takes it."""
+        self._bought = 0
+        """Bytes bought since the reserved memory was last read."""
+        self._reserved = 0
+        """Bytes that the pool had reserved then."""
+        self._trims = 0
+
+    def attempt(self) -> bool:
+        self.closed = True
+        for block in list(self.blocks.values()):
+            block.home = None
+        self.collect_dropped()
+        for one in list(self.stream_caches.values()):
+            # An ended one is attempted again: buffers may have been dropped since.
+            self._queue.end(one)
+        return not self.blocks
+
+    # -- streams ---------------------------------------------------------------------------------------------
+
+    def known(self, stream: Stream) -> StreamCache | None:
+        """The stream cache of a stream if there is one that has not ended."""
+        found = self.stream_caches.get(_key(stream))
+        if found is None or found.ended:
+            return None
+        owner = found.stream()
+        return found if owner is not None and not owner.closed else None
+
+    def open(self, stream: Stream, *, ask: bool) -> StreamCache:
+        """The stream cache of a stream, whose free lists the fast path finds from now on.
+
+        ``ask``: other code may capture the stream, so that each allocation asks for that first.
+        """
+        found = self.known(stream)
+        if found is None:
+            with self._opening:
+                found = self.known(stream)
+                if found is None:
+                    before = self.stream_caches.get(_key(stream))
+                    if before is not None:
+                        self._queue.submit(before)
+                    found = self.stream_caches[_key(stream)] = StreamCache(self, stream)
+        if ask:
+            give_lists(stream, self.keys[1], (found.lists, raw_handle(stream)))
+        else:
+            give_lists(stream, self.keys[0], found.lists)
+        return found
+
+    def live(self) -> list[StreamCache]:
+        """The stream caches that have not ended."""
+        return [one for one in list(self.stream_caches.values()) if not one.ended]
+
+    # -- blocks ----------------------------------------------------------------------------------------------
+
+    def buy(self, wanted: SizeClass, stream: Stream) -> Block | None:
+        """A new block (``cuMemAllocFromPoolAsync``); None if there is no memory."""
+        pool = self.pool
+        raw = raw_handle(stream)
+        try:
+            with stream.device.current() if stream.is_default else contextlib.nullcontext():
+                result, pointer = besides(pool._alloc, self.watchers)(wanted.nbytes, pool._raw, raw)
+        except OutOfMemoryError:  # the limit of a watcher of the pool
+            return None
+        if result:
+            if result == cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+                return None
+            raise error_from(result, "cuMemAllocFromPoolAsync")
+        address = int(pointer)
+        block = Block(address)
+        block.address = address
+        block.size_class = wanted
+        block.home = wanted.free
+        self.blocks[address] = block
+        wanted.count += 1
+        self.misses += 1
+        return block
+
+    def free_block(self, block: Block, raw: Any, notified: tuple[Watcher, ...] | None = None) -> Any:
+        """Return a block to the pool (``cuMemFreeAsync``): None, or the ``CUresult`` of a refusal.
+
+        ``notified`` are the watchers that have counted it as free already: all of the cache, unless a buffer has it.
+        """
+        address = block.address
+        # Before the call: another thread may get the address at once.
+        self.blocks.pop(address, None)
+        free = besides(self.pool._free, self.watchers if notified is None else notified)
+        refused = free(block, raw)[0]
+        if refused:
+            self.blocks[address] = block
+            return refused
+        block.size_class.count -= 1
+        return None
+
+    def move(self, block: Block, target: SizeClass) -> None:
+        """Let a block that the caller owns belong to a size class of another stream."""
+        block.size_class.count -= 1
+        target.count += 1
+        block.size_class = target
+        block.home = target.free
+
+    def collect_dropped(self) -> None:
+        """Put blocks of dropped buffers into their free lists."""
+        while self.dropped:
+            try:
+                block = self.dropped.popleft()
+            except IndexError:  # another thread took it
+                return
+            for watcher in self.watchers:
+                watcher.freed(block.address, None)
+            block.size_class.owner.put(block)
+
+    @property
+    def cached(self) -> int:
+        """Bytes in free lists and returning."""
+        return sum(one.free_bytes for one in self.live())
+
+    # -- the allowance ---------------------------------------------------------------------------------------
+
+    def check_allowance(self, nbytes: int) -> None:
+        """Count bytes that were bought; once they may have made the pool grow, trim it if it exceeds the allowance.
+
+        Nothing is done while a capture of ours is under way. One of other code is not broken: see
+        ``cuThreadExchangeStreamCaptureMode``.
+        """
+        self._bought += nbytes
+        if self._bought < _POOL_STEP or self._queue.paused:
+            return
+        self._bought = 0
+        with self.session.relaxed():
+            reserved = self.pool.attributes.reserved_mem_current
+            if reserved > self._reserved and reserved > self._allowance():
+                self._trims += 1
+                self.flush()
+                self.pool._call("cuMemPoolTrimTo", self._allowance())
+                reserved = self.pool.attributes.reserved_mem_current
+            self._reserved = reserved
+
+    def _allowance(self) -> int:
+        """Bytes that the pool may reserve: the streams' peaks times the factor, in whole steps of the pool."""
+        peaks = 0
+        for one in self.live():
+            in_use = sum(size.nbytes * (size.count - len(size.free)) for size in list(one.classes.values()))
+            one.peak = max(one.peak, in_use)
+            peaks += one.peak
+        factor = min(_ALLOWANCE + self._trims * _ALLOWANCE_STEP, _MAX_ALLOWANCE)
+        return -(-int(peaks * factor) // _POOL_STEP) * _POOL_STEP
+
+    def forget_peaks(self) -> None:
+        """Begin anew with the allowance."""
+        self._trims = self._reserved = 0
+        for one in self.live():
+            one.peak = 0
+
+    def flush(self) -> bool:
+        """Return all free blocks to the pool; whether there were any. None while a capture is under way.
+
+        The host waits for nothing: it synchronises with the frees that pass at once, so that the driver may hand their
+        memory to any stream.
+        """
+        if self._queue.paused:
+            return False
+        frees: list[Event] = []
+        with self.session.relaxed():
+            for one in self.live():
+                if one.free_bytes:
+                    # A captured stream keeps its blocks.
+                    with contextlib.suppress(CaptureError), one.ordered() as ordered:
+                        one.release(ordered)
+                        event = ordered.record()
+                        # Other code may have begun a capture meanwhile.
+                        if not ordered.capturing:
+                            frees.append(event)
+            for event in frees:
+                with event:
+                    if any(event.query() for _ in range(_QUERIES)):
+                        event.synchronize()
+        return bool(frees)
+
+
+def _key(stream: Stream) -> tuple[int, int]:
+    """Device and handle of a stream. The legacy stream has two handles."""
+    return stream.device.ordinal, int(raw_handle(stream)) or _LEGACY
+
+
+class CachingAllocator(Allocator, Closes, Shown):
+    """A cache of free memory over a pool, for programs that allocate and free all the time.
+
+    Use it like the pool: the same :meth:`allocate`, the same :class:`Buffer`. Memory that was freed or dropped is
+    handed out again on its stream without a driver call: on streams of :meth:`Device.create_stream`, on the legacy
+    default stream, and on streams of PyTorch, CuPy, Numba and cuda.core. On the latter each allocation asks whether
+    the library captures the stream (``cuStreamIsCapturing``). Freed on another stream, memory returns to its own
+    stream after an event.
+
+    Sizes are rounded up to classes: multiples of 512 bytes up to 8 KiB, then eight classes to each power of two, so
+    that at most a ninth of a block is wasted from 4 KiB on. If a class has no free block, the smallest of up to three
+    times the size is handed out. Blocks are never split or merged: the pool does that.
+
+    The allowance bounds the pool's reserved memory: the sum of the most that each stream had in use, times 1.15, in
+    steps of 32 MiB. If the pool exceeds it, every free block returns to the pool, the pool is trimmed, and the factor
+    grows by 1/16, up to 2.
+
+    Some memory comes from the pool directly and returns to it: on the per-thread default stream; in captures, where
+    allocations become nodes of the graph; and all of it with :func:`streamalloc.driver.checked`, which has to see each
+    allocation. A buffer that is shared with other processes leaves the cache for good: its free waits for importers.
+
+    When memory runs out, the cache returns all free blocks and tries again. A stream that is closed or dropped returns
+    its blocks as well. Threads may use one cache at the same time. Handles for other processes, access and attributes
+    are the :attr:`pool`'s.
+
+    Parameters
+    ----------
+    pool
+        The pool of the memory. Give it a release threshold, or it returns memory to the device at every
+        synchronisation; cached memory counts as used there.
+    largest
+        The largest size in bytes that is cached (default: every size).
+    limit
+        The most bytes of the pool that may be used, cached memory included; 0 for no limit but the pool's own
+        ``max_size``. Threads that allocate at the same moment may exceed it by their requests.
+
+    Raises
+    ------
+    TypeError, ValueError
+        ``pool`` is no pool, or a size is none.
+    ClosedError
+        The pool was closed.
+
+    Examples
+    --------
+    >>> cache = sa.CachingAllocator(sa.MemoryPool(device, release_threshold=1 << 40))  # doctest: +SKIP
+    >>> with cache.allocate(4096, stream) as buffer:  # doctest: +SKIP
+    ...     buffer.fill(0)
+    """
+
+    __slots__ = ("_is_capturing", "_key", "_library_key", "_limit", "_state", "dropped", "largest")
+
+    largest: int
+    """The largest size in bytes that is cached."""
+
+    def __init__(self, pool: MemoryPool, *, largest: int = sys.maxsize, limit: int = 0) -> None:
+        if not isinstance(pool, MemoryPool):
+            raise TypeError(f"pool must be a MemoryPool, not {type(pool).__name__} ({pool!r})")
+        self.largest = checked_size("largest", largest)
+        self._limit = checked_size("limit", limit)
+        if pool.closed:
+            raise ClosedError(f"{pool!r} was closed")
+        session = session_of(pool)
+        self._state = CacheState(pool)
+        self._key, self._library_key = self._state.keys
+        self._is_capturing = session.cuStreamIsCapturing
+        self.dropped: deque[Block] = self._state.dropped
+        """Blocks of dropped buffers, see :class:`CacheState`."""
+        self.location: MemLocation = pool.location
+        self._bind(session, None, None)
+        # ``Buffer.free``, called by the name of that class, frees past the cache.
+        self._free = self._free_past
+        deferred_queue(session).end_with(self, self._state)
+        pools_of(session).caches.add(self)
+
+    @property
+    def pool(self) -> MemoryPool:
+        """The pool of the memory."""
+        return self._state.pool
+
+    @property
+    def limit(self) -> int:
+        """The most bytes of the pool that may be used, cached memory included; 0 for none. It can be assigned."""
+        return self._limit
+
+    @limit.setter
+    def limit(self, nbytes: int) -> None:
+        self._limit = checked_size("limit", nbytes)
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called, or the pool was closed."""
+        return self._state.closed
+
+    def allocate(self, nbytes: int, stream: StreamLike) -> Buffer:
+        """Allocate in stream order, from the cache if it has a block: otherwise as :meth:`MemoryPool.allocate`.
+
+        Parameters
+        ----------
+        nbytes
+            Size in bytes; 0 gives a valid empty buffer. Addresses are multiples of 512 bytes.
+        stream
+            The stream that orders the allocation, see :class:`CachingAllocator` for those with cached memory.
+
+        Returns
+        -------
+        Buffer
+            Freed or dropped, its memory returns to the cache. While ``stream`` is being captured, a
+            :class:`GraphBuffer`, which belongs to the graph.
+
+        Raises
+        ------
+        OutOfMemoryError
+            There is no memory, not even after the cache has returned all it has; or the limit does not allow it.
+        TypeError, ValueError
+            The size is no integer or out of range; the stream is none, or of another driver.
+        ClosedError
+            The cache, its pool or the stream was closed.
+        """
+        if type(nbytes) is int:
+            if type(stream) is Stream:
+                try:
+                    block = stream.free_lists[self._key][(nbytes - 1) >> 9].pop()
+                except LookupError:
+                    pass
+                else:
+                    buffer: CachedBuffer = CachedBuffer()
+                    buffer._ptr = block
+                    buffer._nbytes = nbytes
+                    buffer._stream = stream
+                    buffer._allocator = self
+                    buffer._shared = None
+                    return buffer
+            else:
+                kept = kept_stream(stream, self._session)
+                if kept is not None:
+                    try:
+                        lists = kept.free_lists
+                        if self._library_key in lists:
+                            found, raw = lists[self._library_key]
+                            free = found[(nbytes - 1) >> 9] if self._is_capturing(raw) == NOT_CAPTURED else []
+                        else:
+                            free = lists[self._key][(nbytes - 1) >> 9]
+                        block = free.pop()
+                    except LookupError:
+                        pass
+                    else:
+                        buffer = CachedBuffer()
+                        buffer._ptr = block
+                        buffer._nbytes = nbytes
+                        buffer._stream = kept
+                        buffer._allocator = self
+                        buffer._shared = None
+                        buffer._owner = stream
+                        return buffer
+        return self._allocate_slowly(nbytes, stream)
+
+    def statistics(self) -> CacheStatistics:
+        """The pool's own figures, and how much of it is cached and in use."""
+        self.collect_dropped()
+        own = self.pool.statistics()  # first: it attempts frees that were left for later
+        cached = self._state.cached
+        return CacheStatistics(*own, max(own.used - cached, 0), cached, self._state.misses)
+
+    def reset_peaks(self) -> None:
+        """Set the pool's high-water marks to what is reserved and used now."""
+        self.pool.reset_peaks()
+
+    def trim(self, keep: int = 0) -> int:
+        """Return all cached memory to the pool, and trim it (:meth:`MemoryPool.trim`); the bytes that were released.
+
+        The host waits for no stream. Where a stream still has work to do, frees on it are pending, and a
+        :class:`PendingFreesWarning` says so: synchronise with it and trim again.
+        """
+        checked_size("keep", keep)
+        self._check_open()
+        self.collect_dropped()
+        self._state.flush()
+        self._state.forget_peaks()
+        return self.pool.trim(keep)
+
+    def close(self) -> None:
+        """Return all cached memory, and cache nothing any more; idempotent. Live buffers stay, and go to the pool."""
+        if self._state.closed:
+            return
+        self._state.closed = True
+        self.collect_dropped()
+        deferred_queue(self._session).end(self._state)
+
+    def collect_dropped(self) -> None:
+        """Put blocks of dropped buffers into their free lists."""
+        self._state.collect_dropped()
+
+    # -- the slow path ---------------------------------------------------------------------------------------
+
+    def _allocate_slowly(self, nbytes: int, stream: StreamLike) -> Buffer:
+        state = self._state
+        if self.dropped:
+            self.collect_dropped()
+        for watcher in state.watchers:
+            watcher.asked(self, checked_size("nbytes", nbytes))
+        if state.closed:
+            self._check_open()
+        kept, ask = self._cacheable(stream)
+        # A driver that checks uses would not see which of them belong to which allocation.
+        if kept is None or state.session.listener is not None:
+            return self._allocate_past(nbytes, stream)
+        nbytes = checked_size("nbytes", nbytes)
+        if not 0 < nbytes <= self.largest:
+            return self._allocate_past(nbytes, stream)
+        cache = state.open(kept, ask=ask)
+        wanted = cache.class_of.get((nbytes - 1) // UNIT) or cache.size_class(nbytes)
+        block = cache.take(wanted, nbytes)
+        if block is None and not (self._limit and self.pool.attributes.used_mem_current + wanted.nbytes > self._limit):
+            block = state.buy(wanted, kept)
+            if block is not None:
+                state.check_allowance(wanted.nbytes)
+        if block is None:
+            return self._allocate_past(nbytes, stream)
+        buffer: CachedBuffer = filled(CachedBuffer, self, block, nbytes, kept)
+        if kept is not stream:
+            buffer._owner = stream
+        if cache.ended or state.watchers:
+            block.home = None
+            for watcher in state.watchers:
+                watcher.allocated(self, block.address, nbytes, raw_handle(kept))
+        return buffer
+
+    def _cacheable(self, stream: StreamLike) -> tuple[Stream | None, bool]:
+        """The stream whose free lists serve an allocation, or None; and whether each one has to ask for a capture."""
+        session = self._session
+        if type(stream) is Stream:
+            kept: Stream | None = stream
+        else:
+            as_stream(stream, session)
+            kept = kept_stream(stream, session)
+        if kept is None or session_of(kept) is not session or kept.closed:
+            return None, False
+        if kept.is_default:
+            return (None if int(raw_handle(kept)) == _PER_THREAD else kept), False
+        if kept is stream:
+            # Nobody notifies of the end of a stream that was borrowed by its handle.
+            return (None if is_borrowed(kept) or direct_handle(kept, session) is None else kept), False
+        result, status = self._is_capturing(raw_handle(kept))
+        return (None if result or status else kept), True
+
+    def _allocate_past(self, nbytes: int, stream: StreamLike) -> Buffer:
+        """A buffer of the pool. If memory runs out, the cache returns its free blocks first."""
+        state = self._state
+        if self._limit:
+            ordered = as_stream(stream, state.session)
+            if direct_handle(ordered, state.session) is not None or not ordered.capturing:
+                self._keep_limit(checked_size("nbytes", nbytes))
+        try:
+            return state.pool.allocate(nbytes, stream)
+        except OutOfMemoryError:
+            self.collect_dropped()
+            if not state.flush():
+                raise
+        return state.pool.allocate(nbytes, stream)
+
+    def _keep_limit(self, nbytes: int) -> None:
+        attributes = self.pool.attributes
+        if attributes.used_mem_current + nbytes <= self._limit:
+            return
+        self._state.flush()
+        used = attributes.used_mem_current
+        if used + nbytes > self._limit:
+            why = f"the limit of {size_text(self._limit)} leaves no room for {size_text(nbytes)}"
+            error = refused(OutOfMemoryError, "cuMemAllocFromPoolAsync", why)
+            error.requested, error.used, error.limit = nbytes, used, self._limit
+            raise error
+
+    # -- frees that are not plain ----------------------------------------------------------------------------
+
+    def free_elsewhere(self, buffer: CachedBuffer, block: Block, stream: StreamLike) -> bool:
+        """Free a buffer on another stream than its own without the checks; whether that could be done."""
+        if type(stream) is not Stream or direct_handle(stream, self._session) is None:
+            return False
+        found = self._state.known(stream)
+        target = None if found is None else found.classes.get(block.size_class.nbytes)
+        if target is not None:
+            if buffer._ptr is block:
+                buffer._ptr = None
+                self._state.move(block, target)
+                target.free.append(block)
+            return True
+        return self._return_home(buffer, block, stream)
+
+    def _return_home(self, buffer: CachedBuffer, block: Block, stream: Stream) -> bool:
+        """Queue a block for its own stream, behind an event on the stream of the free; whether that could be done."""
+        home = block.size_class.owner
+        if len(home.returning) >= MAX_RETURNING:
+            home.collect()
+        # An event on a default stream would need its context.
+        if home.ended or len(home.returning) >= MAX_RETURNING or stream.is_default:
+            return False
+        plain = direct_handle(stream, self._session) is not None and not is_borrowed(stream)
+        event = stream.record() if plain else record_uncaptured(stream)
+        if event is None:
+            return False
+        if buffer._ptr is block:
+            buffer._ptr = None
+            home.returning.append((event, block))
+            if home.ended:  # by another thread meanwhile
+                deferred_queue(self._session).submit(home)
+        return True
+
+    def free_checked(self, buffer: CachedBuffer, ordered: Stream) -> None:
+        """Free a buffer on a stream that was checked: to a free list, or else to the pool."""
+        state = self._state
+        block, watchers = buffer._ptr, state.watchers
+        found = None if state.closed else state.known(ordered)
+        target = None if found is None else found.classes.get(block.size_class.nbytes)
+        if target is not None:
+            # Before the block has a home: a finaliser that frees the buffer from then on notifies no watcher.
+            for watcher in watchers:
+                watcher.freed(block.address, raw_handle(ordered))
+            if buffer._ptr is block:
+                buffer._ptr = None
+                state.move(block, target)
+                target.owner.put(block)
+            if watchers:
+                look(watchers)
+            return
+        with contextlib.suppress(CaptureError):
+            if not watchers and not state.closed and self._return_home(buffer, block, ordered):
+                return
+        self.leave(buffer).free(ordered)
+
+    def leave(self, buffer: CachedBuffer) -> Buffer:
+        """Move a buffer's memory out of the cache, to a plain buffer that frees it from then on."""
+        state = shared_state(buffer)
+        if isinstance(state, SharedBehind):
+            return state.plain
+        block = buffer._ptr
+        if block is None:
+            return buffer
+        plain: PlainBuffer = filled(PlainBuffer, self.pool, None, buffer._nbytes, buffer.stream)
+        pointer = cuda.CUdeviceptr(block.address)
+        behind = (SharedBehind(plain), pointer)
+        self._state.blocks.pop(block.address, None)
+        if buffer._ptr is block:
+            plain._ptr = pointer
+            buffer._shared = behind
+            buffer._ptr = None
+            block.size_class.count -= 1
+        return plain
+
+    def _free_past(self, block: Block, raw: Any) -> tuple[Any]:
+        return (self._state.free_block(block, raw, notified=()) or cuda.CUresult.CUDA_SUCCESS,)
+
+    # -- as every allocator ----------------------------------------------------------------------------------
+
+    def _watched_by(self, watchers: tuple[Watcher, ...]) -> None:
+        self._state.watchers = watchers
+        # No stream has lists with another key, so that every allocation takes the slow path.
+        self._key, self._library_key = (_NOWHERE, _NOWHERE) if watchers else self._state.keys
+
+    def _check_open(self) -> None:
+        if self._state.closed:
+            raise ClosedError(f"{self!r} was closed")
+
+    def _pool_of(self, buffer: Buffer) -> object:
+        return self.pool
+
+    def _reachable_from(self, device: Device) -> bool:
+        return self.pool._reachable_from(device)
+
+    def _is_managed(self) -> bool:
+        return self.pool.managed
+
+    def __enter__(self) -> Self:
+        self._check_open()
+        return self
+
+    def _about(self) -> Iterator[Row]:
+        self._check_open()
+        now = self.statistics()
+        yield "pool", self.pool
+        yield "in use", gauge(now.in_use, now.reserved)
+        yield "cached", gauge(now.cached, now.reserved)
+        yield "limit", mib(self.limit) if self.limit else "none"
+        yield "misses", now.misses
+
+    def __repr__(self) -> str:
+        if not hasattr(self, "location"):
+            return f"<{type(self).__name__} that could not be made>"
+        return f"<CachingAllocator over {self.pool!r}{' closed' if self.closed else ''}>"

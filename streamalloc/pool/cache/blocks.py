@@ -1,0 +1,152 @@
+"""Blocks of a cache, their size classes, and the buffers that users have of them.
+
+A :class:`Block` is in one place: in a free list, in a buffer, or in the returning queue of a stream. A move between two
+of these is one list or deque operation, which no other thread divides. An exception out of a signal handler may lose
+the one block that was being moved: it stays allocated until the pool ends.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from streamalloc.core.internal import Buffer, PlainBuffer, SharedState, Stream, StreamLike
+from streamalloc.driver.internal import cuda
+
+if TYPE_CHECKING:
+    from streamalloc.core.internal import Allocator, StillImported
+
+__all__ = ["UNIT", "Block", "CachedBuffer", "SharedBehind", "SizeClass", "class_size", "filled"]
+
+B = TypeVar("B", bound=Buffer)
+
+UNIT = 512
+"""Bytes. Pools align allocations to this, so that a smaller block would save nothing."""
+_DEFER: StillImported = "defer"
+
+
+def class_size(nbytes: int) -> int:
+    """Bytes of the blocks for a request: a multiple of 512, and of an eighth of the power of two below it."""
+    bits = (nbytes - 1).bit_length() - 4
+    step = 1 << bits if bits > 9 else UNIT
+    return (nbytes + step - 1) & -step
+
+
+class SizeClass:
+    """The free blocks of one size on one stream."""
+
+    __slots__ = ("count", "fitting", "free", "nbytes", "owner")
+
+    def __init__(self, owner: Any, nbytes: int) -> None:
+        self.owner: Any = owner
+        """StreamCache."""
+        self.nbytes = nbytes
+        self.free: list[Block] = []
+        """Free blocks; the one that was freed last is handed out first."""
+        self.count = 0
+        """Number of blocks, free or in buffers. Concurrent updates may be lost."""
+        self.fitting: tuple[list[Block], ...] = ()
+        """Free lists that serve this size, smallest first; empty if not known."""
+
+
+class Block(cuda.CUdeviceptr):  # type: ignore[misc]  # the bindings have no types
+    """An allocation of the pool that a cache holds, as the driver takes its address."""
+
+    __slots__ = ("address", "home", "size_class")
+
+    address: int
+    """Device address."""
+    home: list[Block] | None
+    """Free list that a free on the block's stream appends to; None for the slow path."""
+    size_class: SizeClass
+
+
+def filled(kind: type[B], allocator: Allocator, pointer: Any, nbytes: int, stream: Stream) -> B:
+    """A new buffer with all its attributes; it owns ``pointer`` from then on."""
+    buffer: B = kind()
+    buffer._nbytes = nbytes
+    buffer._stream = stream
+    buffer._allocator = allocator
+    buffer._shared = None
+    buffer._ptr = pointer
+    return buffer
+
+
+class CachedBuffer(Buffer):
+    """A buffer whose block returns to a cache when the buffer is freed or dropped."""
+
+    __slots__ = ()
+
+    __init__ = object.__init__
+
+    _allocator: Any
+
+    def free(
+        self,
+        stream: StreamLike | None = None,
+        still_imported: StillImported = _DEFER,
+        timeout: float | None = None,
+    ) -> None:
+        """Free the memory in stream order: later work must not use it; earlier work may.
+
+        The cache hands the memory out again on the buffer's stream, in the order of that stream. No driver call is
+        made. A library may be capturing that stream: the order holds in the capture as well.
+
+        Freed on another stream, the memory is for that stream if it has asked for this size before. Otherwise an event
+        is recorded there (``cuEventRecord``), and the memory is for the buffer's own stream once the event has passed.
+        On a stream without a cache it returns to the pool (``cuMemFreeAsync``). Arguments and errors are those of
+        :meth:`Buffer.free`.
+        """
+        block = self._ptr
+        if block is not None and still_imported is _DEFER:
+            home = block.home
+            if home is not None:
+                if stream is None or stream is self._stream:
+                    if self._stream.free_lists:
+                        self._ptr = None
+                        home.append(block)
+                        return
+                elif self._allocator.free_elsewhere(self, block, stream):
+                    return
+        self._free_slowly(stream, still_imported, timeout)
+
+    def __del__(self) -> None:
+        try:
+            block = self._ptr
+        except AttributeError:  # the allocation raised
+            return
+        if block is None:
+            return
+        self._ptr = None
+        if block.home is not None and self._stream.free_lists:
+            block.home.append(block)
+        else:
+            self._allocator.dropped.append(block)
+
+    def _free_on(self, ordered: Stream) -> None:
+        self._allocator.free_checked(self, ordered)
+
+    def _past_caches(self) -> Buffer:
+        plain: Buffer = self._allocator.leave(self)
+        return plain
+
+
+CachedBuffer.__name__ = CachedBuffer.__qualname__ = "Buffer"
+
+
+class SharedBehind(SharedState):
+    """Frees memory that has left the cache through the plain buffer that owns it now."""
+
+    __slots__ = ("plain",)
+
+    def __init__(self, plain: PlainBuffer) -> None:
+        self.plain: Buffer = plain
+
+    def free(self, buffer: Buffer, stream: Stream, still_imported: StillImported, timeout: float | None) -> None:
+        try:
+            self.plain.free(stream, still_imported, timeout)
+        finally:
+            if self.plain.freed:
+                buffer._shared = None
+
+    def drop(self, buffer: Buffer) -> None:
+        """Do nothing: the plain buffer is dropped as well."""

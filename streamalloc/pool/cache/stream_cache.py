@@ -1,0 +1,218 @@
+"""The free blocks of one stream, and their release when the stream ends."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from streamalloc.core.internal import (
+    Deferred,
+    Device,
+    Event,
+    Session,
+    Stream,
+    deferred_queue,
+    direct_handle,
+    end_of,
+    end_with_stream,
+    forbid_lists,
+    free_refused,
+    leave_stream,
+    ordered_after,
+    ordered_after_end,
+    raw_handle,
+    session_of,
+)
+from streamalloc.pool.cache.blocks import UNIT, Block, SizeClass, class_size
+
+__all__ = ["MAX_RETURNING", "StreamCache"]
+
+_LARGEST_FIT = 3
+"""A free block serves a request of at least a third of its size. A smaller factor splits memory among more classes."""
+_MAX_SIZES = 1 << 14
+"""Requested sizes whose free list a stream remembers: 1 MiB of dictionary."""
+MAX_RETURNING = 64
+"""Events per stream for blocks freed elsewhere. Data loaders have a few batches under way at a time."""
+
+
+class Cache(Protocol):
+    """The state that the streams of one cache share."""
+
+    @property
+    def closed(self) -> bool: ...
+
+    @property
+    def keys(self) -> tuple[object, object]: ...
+
+    def free_block(self, block: Block, raw: Any, /) -> Any: ...
+
+    def collect_dropped(self) -> None: ...
+
+
+class StreamCache(Deferred):
+    """The size classes of one stream. It ends when the stream is closed or dropped, or the cache is closed."""
+
+    __slots__ = (
+        "__weakref__",
+        "_last",
+        "cache",
+        "class_of",
+        "classes",
+        "device",
+        "ended",
+        "lists",
+        "number",
+        "peak",
+        "returning",
+        "session",
+        "stream",
+    )  # fmt: skip
+
+    def __init__(self, cache: Cache, stream: Stream) -> None:
+        self.cache = cache
+        self.session: Session = session_of(stream)
+        self.device: Device = stream.device
+        self.stream: weakref.ref[Stream] = weakref.ref(stream)
+        self.number: int = int(raw_handle(stream))
+        """``CUstream`` as a number."""
+        self._last = end_of(stream)
+        self.ended = False
+        self.classes: dict[int, SizeClass] = {}
+        """Size classes by block size in bytes."""
+        self.class_of: dict[int, SizeClass] = {}
+        """Size classes by requested size, in units of 512 bytes."""
+        self.lists: dict[int, list[Block]] = {}
+        """Free lists for the fast path, by requested size in units."""
+        self.returning: deque[tuple[Event, Block]] = deque()
+        """Blocks freed on other streams, each with an event recorded there."""
+        self.peak = 0
+        """Bytes in use at once, at most, when that was last counted."""
+        end_with_stream(stream, self)
+        self.session.shut_with_me(self)
+
+    def size_class(self, nbytes: int) -> SizeClass:
+        """The size class for a request."""
+        size = class_size(nbytes)
+        found = self.classes.get(size)
+        if found is None:
+            found = self.classes.setdefault(size, SizeClass(self, size))
+            for other in list(self.classes.values()):
+                other.fitting = ()
+        if len(self.class_of) >= _MAX_SIZES:
+            self.class_of.clear()
+        self.class_of[(nbytes - 1) // UNIT] = found
+        return found
+
+    def take(self, wanted: SizeClass, nbytes: int) -> Block | None:
+        """Remove the smallest free block that fits; the fast path takes from the same list until it is empty."""
+        self.collect()
+        for free in wanted.fitting or self._find_fitting(wanted):
+            if free:
+                try:
+                    block = free.pop()
+                except IndexError:  # another thread took it
+                    continue
+                break
+        else:
+            block, free = None, wanted.free
+        if not self.ended:
+            if len(self.lists) >= _MAX_SIZES:
+                self.lists.clear()
+            self.lists[(nbytes - 1) // UNIT] = free
+        return block
+
+    def _find_fitting(self, wanted: SizeClass) -> tuple[list[Block], ...]:
+        sizes = sorted(self.classes)
+        some = sizes[bisect_left(sizes, wanted.nbytes) : bisect_left(sizes, _LARGEST_FIT * wanted.nbytes + 1)]
+        wanted.fitting = tuple(self.classes[size].free for size in some)
+        return wanted.fitting
+
+    def collect(self) -> None:
+        """Put blocks freed on other streams into their lists, up to the first whose event has not passed."""
+        while self.returning:
+            try:
+                event, block = self.returning.popleft()
+            except IndexError:  # another thread took it
+                return
+            if not event.query():
+                self.returning.appendleft((event, block))
+                return
+            self.put(block)
+
+    def put(self, block: Block) -> None:
+        """Put a block into the free list of its size class. After the end it is released at a later point of work."""
+        owner = block.size_class
+        if not self.cache.closed:
+            block.home = owner.free
+        owner.free.append(block)
+        if self.ended:
+            deferred_queue(self.session).submit(self)
+
+    def release(self, ordered: Stream) -> None:
+        """Return all free blocks to the pool in the order of ``ordered`` (``cuMemFreeAsync``).
+
+        The device waits for the events of blocks freed on other streams; the host does not.
+        """
+        while self.returning:
+            with contextlib.suppress(IndexError):  # another thread took it
+                event, block = self.returning.popleft()
+                if not event.query():
+                    ordered.wait(event)
+                block.size_class.free.append(block)
+        raw = raw_handle(ordered)
+        context = ordered.device.current() if ordered.is_default else contextlib.nullcontext()
+        with context:
+            for size_class in list(self.classes.values()):
+                while size_class.free:
+                    try:
+                        block = size_class.free.pop()
+                    except IndexError:  # another thread took it
+                        break
+                    refused = self.cache.free_block(block, raw)
+                    if refused:
+                        size_class.free.append(block)
+                        raise free_refused(refused, ordered)
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes in free lists and returning."""
+        free = sum(one.nbytes * len(one.free) for one in list(self.classes.values()))
+        return free + sum(block.size_class.nbytes for _, block in tuple(self.returning))
+
+    def attempt(self) -> bool:
+        self.ended = True
+        self.lists.clear()
+        self.cache.collect_dropped()
+        stream = self.stream()
+        own = stream is None or stream.closed or stream.is_default or direct_handle(stream, self.session) is not None
+        if stream is not None and not own and stream.capturing:
+            return False
+        if self.free_bytes:
+            with self.ordered() as ordered:
+                self.release(ordered)
+        if stream is not None:
+            leave_stream(stream, self.cache.keys, self)
+        if not any(one.count for one in list(self.classes.values())):
+            self._last = []
+        return not self.free_bytes
+
+    @contextlib.contextmanager
+    def ordered(self) -> Iterator[Stream]:
+        """The stream, which no other thread closes meanwhile; after its end a stream that comes after its work."""
+        stream = self.stream()
+        if stream is not None:
+            with ordered_after(stream) as ordered:
+                yield ordered
+            return
+        with ordered_after_end(self.device, self._last) as substitute:
+            yield substitute
+
+    def _shut_after_fork(self) -> None:
+        self.lists.clear()
+        stream = self.stream()
+        if stream is not None:
+            forbid_lists(stream)

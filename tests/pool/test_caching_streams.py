@@ -1,0 +1,239 @@
+"""The cache on each kind of stream: driver calls per operation, captures, and memory freed on another stream."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import streamalloc as sa
+import streamalloc.driver as sd
+from streamalloc import traces
+from streamalloc.core.event import Spares
+from streamalloc.driver.bindings import cuda
+from streamalloc.pool.cache.stream_cache import MAX_RETURNING
+from streamalloc.testing import Gate
+from streamalloc.traces.replaying import prepare
+from tests.support import executed, holds
+
+SIZE = 4096
+
+
+class Theirs:
+    """A stream of another library, which destroys it at the end of its object."""
+
+    def __init__(self, device: sa.Device) -> None:
+        driver: Any = device.driver
+        self._driver = driver
+        with device.current():
+            self.handle = int(driver.cuStreamCreate(1)[1])
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return (0, self.handle)
+
+    def __del__(self) -> None:
+        self._driver.cuStreamDestroy(cuda.CUstream(self.handle))
+
+
+class Null:
+    """The legacy default stream as PyTorch names it."""
+
+    cuda_stream = 0
+    device_index = 0
+
+
+@pytest.fixture
+def traced(machine: Any) -> Any:
+    return sd.traced(machine)
+
+
+@pytest.fixture
+def device_of(traced: Any) -> sa.Device:
+    return sa.Device(0, driver=traced)
+
+
+@pytest.fixture
+def cache(device_of: sa.Device) -> Iterator[sa.CachingAllocator]:
+    with sa.MemoryPool(device_of) as pool, sa.CachingAllocator(pool) as cache:
+        yield cache
+
+
+KINDS: dict[str, tuple[Callable[[sa.Device], Any], list[str]]] = {
+    "own": (lambda device: device.create_stream(), []),
+    "default": (lambda device: device.default_stream, []),
+    "default of a library": (lambda device: Null(), []),
+    "library's": (Theirs, ["cuStreamIsCapturing"]),
+}
+"""A stream of each kind, and the driver calls of an allocation from the cache."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("end", ["free", "drop", "free on its stream"])
+def test_calls_of_a_hit(cache: sa.CachingAllocator, device_of: sa.Device, traced: Any, kind: str, end: str) -> None:
+    make, calls = KINDS[kind]
+    stream = make(device_of)
+    for number in range(4):
+        buffer = cache.allocate(SIZE, stream)
+        if not number:
+            address = buffer.address
+        assert (
+            buffer.address == address and [call.name for call in traced.calls] == calls * bool(number)
+        ) or not number
+        del traced.calls[:]
+        if end == "free":
+            buffer.free()
+        elif end == "drop":
+            del buffer
+        else:
+            buffer.free(buffer.stream if kind == "library's" else stream)
+        assert end == "free on its stream" or traced.calls == []
+        del traced.calls[:]
+    assert cache.statistics().misses == 1
+    buffer = None  # type: ignore[assignment]
+
+
+def test_the_default_stream_has_one_cache_whatever_its_handle(cache: sa.CachingAllocator, device_of: sa.Device) -> None:
+    buffer = cache.allocate(SIZE, Null())
+    address = buffer.address
+    buffer.free()
+    with cache.allocate(SIZE, device_of.default_stream) as again:
+        assert again.address == address
+
+
+def test_no_context_is_needed_for_a_hit(cache: sa.CachingAllocator, device_of: sa.Device, traced: Any) -> None:
+    cache.allocate(SIZE, device_of.default_stream).free()
+    with contextlib.ExitStack() as undo:
+        while int(traced.cuCtxGetCurrent()[1]):
+            undo.callback(traced.cuCtxPushCurrent, traced.cuCtxPopCurrent()[1])
+        del traced.calls[:]
+        cache.allocate(SIZE, device_of.default_stream).free()
+        assert traced.calls == []
+
+
+@pytest.mark.parametrize("begin", ["before the allocation", "before the free"])
+def test_a_stream_that_its_library_captures(cache: sa.CachingAllocator, device_of: sa.Device, begin: str) -> None:
+    """An allocation in the capture is the graph's; memory that is freed meanwhile is not handed out to the graph."""
+    stream, driver = Theirs(device_of), device_of.driver
+    raw, relaxed = cuda.CUstream(stream.handle), cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    buffer = cache.allocate(SIZE, stream)
+    address = buffer.address
+    if begin == "before the allocation":
+        buffer.free()
+    assert not driver.cuStreamBeginCapture(raw, relaxed)[0]
+    if begin == "before the free":
+        buffer.free()
+    inside = cache.allocate(SIZE, stream)
+    assert type(inside) is sa.GraphBuffer and inside.address != address
+    inside.free()
+    result, graph = driver.cuStreamEndCapture(raw)
+    assert not result
+    driver.cuGraphDestroy(graph)
+    with cache.allocate(SIZE, stream) as again:
+        assert again.address == address
+    assert cache.statistics().misses == 1
+
+
+def test_a_library_s_stream_that_has_gone(cache: sa.CachingAllocator, device_of: sa.Device) -> None:
+    """Its blocks return to the pool; a stream with the same handle finds none of them."""
+    stream = Theirs(device_of)
+    cache.allocate(SIZE, stream).free()
+    buffer = cache.allocate(SIZE, stream)
+    del stream
+    gc.collect()
+    buffer.fill(3)  # it keeps its stream
+    assert holds(buffer, 3)
+    buffer.free()
+    del buffer
+    gc.collect()
+    assert cache.statistics()[4:6] == (0, 0)
+    stream = Theirs(device_of)
+    with cache.allocate(SIZE, stream):
+        assert cache.statistics().misses == 2
+
+
+def test_a_block_comes_home_after_its_event(cache: sa.CachingAllocator, device_of: sa.Device, traced: Any) -> None:
+    with device_of.create_stream() as loader, device_of.create_stream() as user, Gate(device_of) as gate:
+        batch = cache.allocate(SIZE, loader)
+        address = batch.address
+        gate.hold(user)
+        batch.free(user)
+        with cache.allocate(SIZE, loader) as other:
+            assert other.address != address
+            assert cache.statistics()[4:6] == (SIZE, SIZE)
+            gate.open()
+            assert executed(user)
+            with cache.allocate(SIZE, loader) as again:
+                assert again.address == address
+
+
+def test_events_are_few_and_used_again(cache: sa.CachingAllocator, device_of: sa.Device, traced: Any) -> None:
+    with device_of.create_stream() as loader, device_of.create_stream() as user, Gate(device_of) as gate:
+        for held in (True, False):
+            batches = [cache.allocate(SIZE, loader) for _ in range(MAX_RETURNING + 8)]
+            if held:
+                gate.hold(user)
+            del traced.calls[:]
+            for batch in batches:
+                batch.free(user)
+            del batch, batches
+            made = [call.name for call in traced.calls]
+            assert made.count("cuEventCreate") == MAX_RETURNING - (0 if held else Spares.most)
+            if held:
+                # The others return to the pool in the order of the stream.
+                assert made.count("cuMemFreeAsync") == 8
+                gate.open()
+                assert executed(user)
+
+
+@pytest.mark.parametrize("end", ["trim", "close", "close of the stream", "out of memory"])
+def test_blocks_on_their_way_home_are_released_after_their_event(device: sa.Device, end: str) -> None:
+    """Nothing waits on the host: the home stream waits for the event before the free."""
+    with (
+        device.create_stream() as user,
+        Gate(device) as gate,
+        sa.MemoryPool(device, max_size=32 << 20) as pool,
+        contextlib.ExitStack() as resources,
+    ):
+        loader = device.create_stream()
+        cache = sa.CachingAllocator(pool)
+        batch = cache.allocate(SIZE, loader)
+        gate.hold(user)
+        batch.free(user)
+        assert cache.statistics().cached == SIZE
+        if end == "trim":
+            with pytest.warns(sa.PendingFreesWarning):
+                cache.trim()
+        elif end == "close":
+            cache.close()
+        elif end == "close of the stream":
+            loader.close()
+        else:
+            pool.attributes.reuse_allow_internal_dependencies = False
+            with pytest.raises(sa.OutOfMemoryError):
+                cache.allocate(32 << 20, loader)
+        assert pool.statistics().used == 0 and cache._state.blocks == {}
+        resources.callback(loader.close)
+        gate.open()
+        device.synchronize()
+
+
+def test_a_loader_asks_the_pool_no_more(device: sa.Device) -> None:
+    """Replays of the made-up traces make no allocation and no free of the driver once the cache has what it needs."""
+    driver = sd.traced(device.driver)
+    traced = sa.Device(0, driver=driver)
+    for name in ("loading", "mixed"):
+        trace = traces.WORKLOADS[name](1)
+        with (
+            sa.MemoryPool(traced, release_threshold=1 << 40) as pool,
+            sa.CachingAllocator(pool) as cache,
+            prepare(trace, cache, traced) as replay,
+        ):
+            for _ in range(6):
+                misses = cache.statistics().misses
+                replay.run()
+                traced.synchronize()
+            assert cache.statistics().misses - misses <= 3
+        del driver.calls[:]
