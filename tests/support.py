@@ -198,6 +198,11 @@ def end_what_was_dropped() -> None:
                 pass
 
 
+def forget_machines() -> None:
+    """Drop the deferred work of simulated machines that earlier tests left, which keeps them and their addresses."""
+    deferred._unfinished.clear()
+
+
 def end_simulated_machines() -> None:
     """Wait for the machines that nobody refers to any more: one with work under way ends in a thread of its own."""
     gc.collect()

@@ -33,6 +33,7 @@ from streamalloc.observing.profiler import Profiler
 from streamalloc.observing.records import Allocation, Happening, Phase, Source, sites
 from streamalloc.observing.report import places
 from streamalloc.pool import CachingAllocator
+from streamalloc.pool.internal import collect_dropped
 from streamalloc.vmm import AddressRange, VirtualBuffer
 from streamalloc.vmm.internal import GenericAllocation, is_counted, unwatch_mappings, watch_mappings
 
@@ -240,7 +241,7 @@ class Account:
                 work(session)
                 for allocator in watching_of(session).allocators():
                     if isinstance(allocator, CachingAllocator) and self.wants(allocator):
-                        allocator.collect_dropped()
+                        collect_dropped(allocator)
         # A signal handler that reads in the middle of _enter() gets the account without the open note.
         while self._notes and self._keeper != me:
             self._keep(me)

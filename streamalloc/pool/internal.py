@@ -8,6 +8,7 @@ from typing import Any
 
 from streamalloc.core.internal import Device, Session
 from streamalloc.pool.attributes import ATTRIBUTES
+from streamalloc.pool.cache.allocator import CachingAllocator
 from streamalloc.pool.cache.blocks import CachedBuffer
 from streamalloc.pool.ending import pools_of
 from streamalloc.pool.pointers import MemoryKind, pointer_attributes
@@ -17,6 +18,7 @@ __all__ = [
     "ATTRIBUTES",
     "CachedBuffer",
     "MemoryKind",
+    "collect_dropped",
     "known_pools",
     "pointer_attributes",
     "raw_pool",
@@ -59,3 +61,8 @@ def raw_pool(pool: MemoryPool) -> Any:
 def reachable_from(pool: MemoryPool, device: Device) -> bool:
     """Whether a device may use a pool's memory (``cuMemPoolGetAccess``)."""
     return pool._reachable_from(device)
+
+
+def collect_dropped(cache: CachingAllocator) -> None:
+    """Put blocks of dropped buffers into the free lists of a cache."""
+    cache._state.collect_dropped()

@@ -153,7 +153,7 @@ def _cached_memory_of_a_closed_stream(device: sa.Device) -> Steps:
     def drop() -> None:
         nonlocal held
         del held
-        cache.collect_dropped()
+        collect_dropped(cache)
         _work(device)()
 
     yield drop

@@ -78,7 +78,7 @@ class RingSlot(SlotMemory):
         self._used = value
 
     def _check_usable(self) -> None:
-        if not self._held or self._deliveries.closed:
+        if not getattr(self, "_held", False) or self._deliveries.closed:
             raise ClosedError(f"slot {self.index} of the ring was handed on, or the ring was closed")
 
     def hand_off(self) -> None:

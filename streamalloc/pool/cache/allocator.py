@@ -479,7 +479,7 @@ class CachingAllocator(Allocator, Closes, Shown):
 
     def statistics(self) -> CacheStatistics:
         """The pool's own figures, and how much of it is cached and in use."""
-        self.collect_dropped()
+        self._state.collect_dropped()
         own = self.pool.statistics()  # first: it attempts frees that were left for later
         cached = self._state.cached
         return CacheStatistics(*own, max(own.used - cached, 0), cached, self._state.misses)
@@ -496,7 +496,7 @@ class CachingAllocator(Allocator, Closes, Shown):
         """
         checked_size("keep", keep)
         self._check_open()
-        self.collect_dropped()
+        self._state.collect_dropped()
         self._state.flush()
         self._state.forget_peaks()
         return self.pool.trim(keep)
@@ -506,19 +506,13 @@ class CachingAllocator(Allocator, Closes, Shown):
         if self._state.closed:
             return
         self._state.closed = True
-        self.collect_dropped()
-        deferred_queue(self._session).end(self._state)
-
-    def collect_dropped(self) -> None:
-        """Put blocks of dropped buffers into their free lists."""
         self._state.collect_dropped()
-
-    # -- the slow path ---------------------------------------------------------------------------------------
+        deferred_queue(self._session).end(self._state)
 
     def _allocate_slowly(self, nbytes: int, stream: StreamLike) -> Buffer:
         state = self._state
         if self.dropped:
-            self.collect_dropped()
+            self._state.collect_dropped()
         for watcher in state.watchers:
             watcher.asked(self, checked_size("nbytes", nbytes))
         if state.closed:
@@ -576,7 +570,7 @@ class CachingAllocator(Allocator, Closes, Shown):
         try:
             return state.pool.allocate(nbytes, stream)
         except OutOfMemoryError:
-            self.collect_dropped()
+            self._state.collect_dropped()
             if not state.flush():
                 raise
         return state.pool.allocate(nbytes, stream)
@@ -595,7 +589,7 @@ class CachingAllocator(Allocator, Closes, Shown):
 
     # -- frees that are not plain ----------------------------------------------------------------------------
 
-    def free_elsewhere(self, buffer: CachedBuffer, block: Block, stream: StreamLike) -> bool:
+    def _free_elsewhere(self, buffer: CachedBuffer, block: Block, stream: StreamLike) -> bool:
         """Free a buffer on another stream than its own without the checks; whether that could be done."""
         if type(stream) is not Stream or direct_handle(stream, self._session) is None:
             return False
@@ -628,7 +622,7 @@ class CachingAllocator(Allocator, Closes, Shown):
                 deferred_queue(self._session).submit(home)
         return True
 
-    def free_checked(self, buffer: CachedBuffer, ordered: Stream) -> None:
+    def _free_checked(self, buffer: CachedBuffer, ordered: Stream) -> None:
         """Free a buffer on a stream that was checked: to a free list, or else to the pool."""
         state = self._state
         block, watchers = buffer._ptr, state.watchers
@@ -648,9 +642,9 @@ class CachingAllocator(Allocator, Closes, Shown):
         with contextlib.suppress(CaptureError):
             if not watchers and not state.closed and self._return_home(buffer, block, ordered):
                 return
-        self.leave(buffer).free(ordered)
+        self._leave_cache(buffer).free(ordered)
 
-    def leave(self, buffer: CachedBuffer) -> Buffer:
+    def _leave_cache(self, buffer: CachedBuffer) -> Buffer:
         """Move a buffer's memory out of the cache, to a plain buffer that frees it from then on."""
         state = shared_state(buffer)
         if isinstance(state, SharedBehind):

@@ -105,7 +105,7 @@ class CachedBuffer(Buffer):
                         self._ptr = None
                         home.append(block)
                         return
-                elif self._allocator.free_elsewhere(self, block, stream):
+                elif self._allocator._free_elsewhere(self, block, stream):
                     return
         self._free_slowly(stream, still_imported, timeout)
 
@@ -123,10 +123,10 @@ class CachedBuffer(Buffer):
             self._allocator.dropped.append(block)
 
     def _free_on(self, ordered: Stream) -> None:
-        self._allocator.free_checked(self, ordered)
+        self._allocator._free_checked(self, ordered)
 
     def _past_caches(self) -> Buffer:
-        plain: Buffer = self._allocator.leave(self)
+        plain: Buffer = self._allocator._leave_cache(self)
         return plain
 
 
