@@ -15,6 +15,7 @@ import streamalloc as sa
 from streamalloc.core.deferred import work
 from streamalloc.core.event import context_event
 from streamalloc.core.session import session_of
+from streamalloc.pool.internal import collect_dropped
 from tests.support import KEEP
 
 MODES = ("global", "thread_local", "relaxed")
