@@ -6,6 +6,7 @@ nothing, it is skipped with that reason.
 
 from __future__ import annotations
 
+import functools
 import time
 from typing import Any
 
@@ -28,6 +29,7 @@ class FreeMemory:
 
     def __init__(self, function: Any) -> None:
         self._function = function
+        functools.update_wrapper(self, function)
 
     def __call__(self) -> Any:
         FreeMemory.calls += 1

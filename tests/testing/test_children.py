@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing.forkserver
+
 import pytest
 
 from tests.testing.conftest import Run
@@ -56,6 +58,8 @@ def imports(monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.processes import ROOT
 
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    # A fork server of an earlier test has the environment of that test.
+    multiprocessing.forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])

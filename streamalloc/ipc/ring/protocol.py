@@ -166,6 +166,8 @@ class SlotMemory(BufferView, Leaves):
         return self
 
     def __repr__(self) -> str:
+        if not hasattr(self, "_held"):
+            return f"<{type(self).__name__} that could not be made>"
         state = f"{size_text(self.nbytes)} at {self._base:#x}" if self._held else "handed on"
         return f"<{type(self).__name__} {self.index}: {state}>"
 
