@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing.forkserver
+from typing import Any
 
 import pytest
 
@@ -59,7 +60,9 @@ def imports(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     # A fork server of an earlier test has the environment of that test.
-    multiprocessing.forkserver._forkserver._stop()  # type: ignore[attr-defined]
+    server: Any = vars(multiprocessing.forkserver)["_forkserver"]
+    for name in ("pid", "alive_fd", "address"):
+        monkeypatch.setattr(server, f"_forkserver_{name}", None)
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
