@@ -377,7 +377,7 @@ def work(session: Session, most: int | None = None) -> int:
     """Attempt the items of a driver's queue, see :meth:`DeferredQueue.work`; the number that ended."""
     later = deferred_queue(session)
     # First, as it costs less than the check of the driver.
-    if not (later.submitted or later._orphaned or later._new or later._waiting) or not session.usable:
+    if not later.has_work() or not session.usable:
         return 0
     return later.work(most)
 

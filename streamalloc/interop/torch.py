@@ -117,7 +117,7 @@ class TorchBridge(Bridge):
             if inner and routes:
                 routes[-1].enter()
 
-        # Of several active pools PyTorch uses the first: leave the outer one while this one is active.
+        # PyTorch uses the first of several active pools: leave the outer one while this one is active.
         if routes:
             routes[-1].leave()
         routes.append(route)
