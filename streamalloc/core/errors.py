@@ -305,8 +305,8 @@ _HINTS = {
     "CUDA_ERROR_SYSTEM_NOT_READY": _FABRIC_MANAGER,
     "CUDA_ERROR_CONTEXT_IS_DESTROYED": "the device's primary context was released or reset by other code",
     "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED": (
-        "this call is not allowed while a stream of this thread captures, and the capture is now invalid; "
-        "capture with mode='relaxed' to allow calls that do not touch the captured streams"
+        "this call is not allowed while this thread captures, or another one in the global mode, and that capture is "
+        "now invalid; capture with mode='relaxed' to allow calls that do not touch the captured streams"
     ),
     "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED": "an earlier call broke the capture; end it and begin again",
     "CUDA_ERROR_STREAM_CAPTURE_UNJOINED": "a stream that joined the capture by an event was not joined back to it",

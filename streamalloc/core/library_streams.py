@@ -3,7 +3,8 @@
 A library's stream is resolved once. The result is found again by the type of the library's object and by the handle
 that the object has now, so that a closed stream is not mistaken for the one that it was. It is valid while the object
 lives: a new stream may have the handle of a destroyed one. PyTorch makes a new object at each call; its entries are
-valid for as long as the process, as PyTorch never destroys a stream of its own.
+valid for as long as the process, as PyTorch never destroys a stream of its own. Weak references to PyTorch's objects
+are never made: PyTorch 2.x frees such an object without clearing them, and the interpreter crashes at its end.
 """
 
 from __future__ import annotations
@@ -113,7 +114,8 @@ _READERS: tuple[tuple[str, Callable[[Any], Hashable]], ...] = (
     ("__cuda_stream__", methodcaller("__cuda_stream__")),
     ("handle", attrgetter("handle.value")),
 )
-# PyTorch's own types, which make an object at each call: objects by identity, and for new objects handle and device.
+# PyTorch's own types, which make an object at each call: one object of each stream is kept and found by identity, all
+# others by handle and device.
 _TORCH: dict[tuple[str, str], Callable[[Any], tuple[int, int]]] = {
     ("torch.cuda.streams", "Stream"): attrgetter("cuda_stream", "device_index"),
     ("torch", "Stream"): lambda stream: (stream.__cuda_stream__()[1], stream.device_index),
@@ -161,20 +163,27 @@ def keep_stream(stream: Any, number: int, found: Any, session: Session) -> None:
         return
     try:
         key = read(stream)
-        owner = weakref.ref(stream, functools.partial(_forget, session.library_streams, kind, key))
         named = (lasting or read)(stream)
-        # PyTorch gives a stream that other code made, and may destroy, its handle as its number.
-        lasts = lasting is not None and not (number and stream.stream_id == number)
+        if not any(base.__module__.partition(".")[0] == "torch" for base in kind.__mro__):
+            owner: Any = weakref.ref(stream, functools.partial(_forget, session.library_streams, kind, key))
+        elif lasting is None or (number and stream.stream_id == number):
+            return  # PyTorch's number for a stream that other code made, and may destroy.
+        else:
+            owner = functools.partial(_itself, stream)
     except Exception:
         return  # It cannot be referenced weakly, or has another form than others of its type.
     if number not in (named if isinstance(named, tuple) else (named,)):
         return
     _, streams, _ = session.library_streams.setdefault(kind, (read, {}, lasting))
     if not found.is_default:
-        found._weak_owner = (lambda: kind) if lasts else owner
-    if lasts:
-        streams[named] = found
+        found._weak_owner = owner
+    if lasting is not None and streams.setdefault(named, found) is not found:
+        return
     streams[key] = found, owner
+
+
+def _itself(stream: Any) -> Any:
+    return stream
 
 
 def _forget(libraries: dict[type, Any], kind: type, key: Hashable, owner: weakref.ref[Any]) -> None:

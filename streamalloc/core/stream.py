@@ -714,7 +714,7 @@ def as_stream(stream: StreamLike, session: Session) -> Stream:
     if number in _DEFAULT_HANDLES:
         # The handle names no device: its library may; else it is the device of the current context.
         named = device_of_library_stream(stream)
-        ordinal = int(session.call("cuCtxGetDevice")) if named is None else Device(named, driver=session.driver).ordinal
+        ordinal = _current_ordinal(session) if named is None else Device(named, driver=session.driver).ordinal
         found = default_stream(Device._of(ordinal, session), number)
         keep_stream(stream, number, found, session)
     else:
@@ -728,6 +728,14 @@ def as_stream(stream: StreamLike, session: Session) -> Stream:
     if not isinstance(stream, cuda.CUstream):
         found._tell_lent(found._raw, used=True)
     return found
+
+
+def _current_ordinal(session: Session) -> int:
+    """The ordinal of the current context's device; 0 in a thread without a context, as in the runtime API."""
+    result, device = session.driver.cuCtxGetDevice()
+    if result == cuda.CUresult.CUDA_ERROR_INVALID_CONTEXT:
+        return 0
+    return int(device) if not result else int(session.call("cuCtxGetDevice"))
 
 
 _default_streams: PerDriver[dict[tuple[int, int], Stream]] = PerDriver(lambda _: {})

@@ -47,6 +47,10 @@ class Torch:
         self.cuda_stream, self.device_index, self.stream_id = handle, device, number
 
 
+class ExternalStream(Torch):
+    """PyTorch's type for streams of other code."""
+
+
 Torch.__module__, Torch.__qualname__ = "torch.cuda.streams", "Stream"
 
 LIBRARIES: dict[str, Callable[[int], Any]] = {"CuPy": CuPy, "protocol": Protocol, "Numba": Numba, "PyTorch": Torch}
@@ -192,12 +196,48 @@ def test_each_object_of_pytorch_is_the_same_stream(scene: Scene) -> None:
 
 
 def test_pytorch_s_object_for_a_stream_of_other_code(scene: Scene) -> None:
-    """That stream may be destroyed: it is known by its object only."""
+    """That stream may be destroyed: it is resolved each time."""
     handle = scene.theirs.handle
-    theirs = Torch(handle, number=handle)
-    scene.pool.allocate(64, theirs).free()
-    session = session_of(scene.device)
-    assert kept_stream(theirs, session) is not None and kept_stream(Torch(handle, number=handle), session) is None
+    for theirs in (Torch(handle, number=handle), ExternalStream(handle, number=handle)):
+        scene.pool.allocate(64, theirs).free()
+        assert kept_stream(theirs, session_of(scene.device)) is None
+
+
+@pytest.mark.parametrize("kind", [Torch, ExternalStream])
+@pytest.mark.parametrize("of_pytorch", [True, False])
+def test_pytorch_s_objects_are_not_referenced_weakly(scene: Scene, kind: type[Torch], of_pytorch: bool) -> None:
+    """PyTorch frees them without clearing weak references, which crashes the collection at the end of a process."""
+    handle = scene.theirs.handle
+    cache = sa.CachingAllocator(scene.pool)
+    for number in (handle, 0):
+        theirs = kind(number, number=3 if of_pytorch else number)
+        for source in (scene.pool, cache, cache):
+            with source.allocate(64, theirs) as buffer:
+                buffer.fill(1)
+                scene.own.wait(theirs)
+        assert weakref.getweakrefcount(theirs) == 0
+    cache.close()
+
+
+@pytest.mark.parametrize("name", NULL)
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_null_stream_in_a_thread_without_a_context(scene: Scene, name: str, cached: bool) -> None:
+    """It is the one of device 0, as in the runtime API."""
+    source = sa.CachingAllocator(scene.pool) if cached else scene.pool
+    found: list[Any] = []
+
+    def allocate() -> None:
+        assert int(scene.driver.cuCtxGetCurrent()[1]) == 0
+        with source.allocate(64, NULL[name](0)) as buffer:
+            buffer.fill(1)
+            found.append(buffer.stream.device)
+
+    thread = threading.Thread(target=allocate)
+    thread.start()
+    thread.join()
+    assert found == [scene.device]
+    if cached:
+        source.close()
 
 
 def test_objects_without_weak_references_are_resolved_each_time(scene: Scene) -> None:
