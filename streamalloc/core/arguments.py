@@ -12,8 +12,6 @@ from streamalloc.driver import default as default_driver
 if TYPE_CHECKING:
     from streamalloc.driver import Driver
 
-__all__ = ["FABRIC_NEEDS", "check_device", "check_location", "location_of", "session_for"]
-
 FABRIC_NEEDS = "fabric handles need a device that offers them and an IMEX channel: see `python -m streamalloc info`"
 
 

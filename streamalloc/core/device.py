@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from streamalloc.core.graph import GraphMemory
     from streamalloc.driver import Driver
 
-__all__ = ["Device", "MemoryInfo"]
-
 
 class MemoryInfo(NamedTuple):
     """A device's memory in bytes, as ``cuMemGetInfo`` gives it."""

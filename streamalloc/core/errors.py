@@ -12,38 +12,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
-__all__ = [
-    "LOST",
-    "AddressSpaceError",
-    "CaptureError",
-    "ClosedError",
-    "CudaError",
-    "DeviceLostError",
-    "EvictedError",
-    "InUseError",
-    "IncompleteTeamError",
-    "InvalidContextError",
-    "InvalidDeviceError",
-    "InvalidHandleError",
-    "InvalidValueError",
-    "NotInitializedError",
-    "NotPermittedError",
-    "NotReadyError",
-    "NotSupportedError",
-    "OutOfMemoryError",
-    "PeerAccessError",
-    "PendingFreesWarning",
-    "StaleDescriptorError",
-    "StillImportedError",
-    "SystemNotReadyError",
-    "attach",
-    "error_from",
-    "refused",
-    "size_text",
-    "undoing",
-]
-
-
 E = TypeVar("E", bound="CudaError")
 
 

@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from streamalloc.driver import Driver
     from streamalloc.driver.internal import Listener
 
-__all__ = ["DIRECT", "NOT_CALLED", "OwnsHandle", "PerDriver", "Session", "refuse_after_fork", "session_of", "sessions"]
-
 T = TypeVar("T")
 
 DIRECT = (

@@ -55,8 +55,6 @@ from streamalloc.pool import MemoryPool
 from streamalloc.pool.internal import CachedBuffer
 from streamalloc.vmm import GrowableBuffer, Mapping, PhysicalMemory, RangeView, StripedBuffer
 
-__all__ = ["KINDS", "reduce"]
-
 KINDS = (
     MemoryPool, PlainBuffer, CachedBuffer, BufferView, TypedView, PhysicalMemory, Mapping, RangeView, GrowableBuffer,
     StripedBuffer, Event, Shared,

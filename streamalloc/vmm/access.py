@@ -16,8 +16,6 @@ from streamalloc.core.internal import (
     session_of,
 )
 
-__all__ = ["Access", "Place", "Rights", "rights_of", "structs_of"]
-
 Place: TypeAlias = Device | MemLocation
 Access: TypeAlias = Place | Iterable[Place] | Mapping[Place, MemAccess] | None
 """Permissions: a device or location, or several, which may read and write; or a permission for each in a mapping."""

@@ -42,16 +42,6 @@ from streamalloc.vmm.release_order import Kind
 from streamalloc.vmm.reservation import MappedBytes, MappedObject, Reservation
 from streamalloc.vmm.synchronization import After, wait_for_users
 
-__all__ = [
-    "AddressRange",
-    "LoneMapping",
-    "Mapping",
-    "RangeView",
-    "drawn",
-    "mappings_text",
-    "rights_text",
-]
-
 GRANULARITY = 2 << 20
 """2 MiB. Driver 580 requires sizes, address hints and mapping offsets of ranges to be multiples of it."""
 

@@ -28,16 +28,6 @@ from streamalloc.core.internal import (
 )
 from streamalloc.vmm.release_order import Kind, Node, ReleaseOrder
 
-__all__ = [
-    "AllocationHandle",
-    "AllocationState",
-    "Allocations",
-    "HandleNode",
-    "MappingWatcher",
-    "OwnsNode",
-    "allocations_of",
-]
-
 
 class AllocationState:
     """State of one physical allocation or multicast object, shared by all objects that hold its driver handle."""

@@ -15,8 +15,6 @@ from streamalloc.vmm.access import Rights
 from streamalloc.vmm.allocation_handles import AllocationHandle, AllocationState, OwnsNode, allocations_of
 from streamalloc.vmm.release_order import Kind
 
-__all__ = ["GenericAllocation"]
-
 
 class GenericAllocation(OwnsNode):
     """Owner of a ``CUmemGenericAllocationHandle``, which :meth:`AddressRange.map` maps.

@@ -25,8 +25,6 @@ from streamalloc.vmm.reservation import MappedBytes
 from streamalloc.vmm.synchronization import After, wait_for_users
 from streamalloc.vmm.virtual_buffer import ChunkSpec, VirtualBuffer, device_rights
 
-__all__ = ["GrowableBuffer", "StripedBuffer", "stripe"]
-
 
 class GrowableBuffer(VirtualBuffer):
     """Device memory that grows and shrinks in place: its address is constant, and no bytes are copied.

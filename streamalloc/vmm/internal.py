@@ -22,36 +22,6 @@ from streamalloc.vmm.remappable import RemappableBuffer
 from streamalloc.vmm.reservation import MappedBytes
 from streamalloc.vmm.synchronization import After, wait
 
-__all__ = [
-    "GRANULARITY",
-    "Access",
-    "After",
-    "AllocationHandle",
-    "AllocationState",
-    "Backup",
-    "BackupRange",
-    "GenericAllocation",
-    "HandleNode",
-    "Kind",
-    "LoneMapping",
-    "Node",
-    "RemappableBuffer",
-    "Rights",
-    "check_mappable",
-    "copying",
-    "covering",
-    "import_memory",
-    "is_counted",
-    "is_imported",
-    "map_alone",
-    "mappings_text",
-    "rights_of",
-    "state_of",
-    "unwatch_mappings",
-    "wait",
-    "watch_mappings",
-]
-
 
 def map_alone(memory: GenericAllocation, alignment: int, rights: Rights) -> tuple[AddressRange, MappedBytes]:
     """Map memory in a separate range; return the arguments of :class:`LoneMapping`."""

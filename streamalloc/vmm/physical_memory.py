@@ -42,8 +42,6 @@ from streamalloc.vmm.generic_allocation import GenericAllocation
 from streamalloc.vmm.release_order import Kind
 from streamalloc.vmm.reservation import MappedBytes
 
-__all__ = ["MemorySpec", "PhysicalMemory", "import_memory"]
-
 _TILE_POOL = 1  # CU_MEM_CREATE_USAGE_TILE_POOL
 _COMPRESSION = 1  # CU_MEM_ALLOCATION_COMP_GENERIC
 _POSIX = MemHandleType.POSIX_FILE_DESCRIPTOR

@@ -12,8 +12,6 @@ from streamalloc.vmm.generic_allocation import GenericAllocation
 from streamalloc.vmm.synchronization import wait_for_users
 from streamalloc.vmm.virtual_buffer import VirtualBuffer
 
-__all__ = ["RemappableBuffer"]
-
 
 class RemappableBuffer(VirtualBuffer):
     """Memory at a constant address; :meth:`set_chunks` replaces the mapped chunks.

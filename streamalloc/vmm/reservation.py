@@ -32,8 +32,6 @@ from streamalloc.vmm.generic_allocation import GenericAllocation
 from streamalloc.vmm.release_order import NOTHING, Kind, Node
 from streamalloc.vmm.synchronization import After, accessing, wait
 
-__all__ = ["MappedBytes", "MappedObject", "Reservation"]
-
 _START, _STOP = attrgetter("offset"), attrgetter("stop")
 
 

@@ -20,8 +20,6 @@ from streamalloc.core.internal import (
     work,
 )
 
-__all__ = ["After", "accessing", "wait", "wait_for_users"]
-
 After: TypeAlias = Event | StreamLike | Iterable[Any] | None
 """Work to wait for: an event, a stream or several; ``()`` for none; None for all work of devices with access."""
 

@@ -47,8 +47,6 @@ from streamalloc.vmm.physical_memory import MemorySpec, PhysicalMemory
 from streamalloc.vmm.reservation import MappedBytes
 from streamalloc.vmm.synchronization import After, wait_for_users
 
-__all__ = ["ChunkSpec", "Eviction", "VirtualBuffer", "copying_stream", "evict_all", "restore_all"]
-
 
 class ChunkSpec(NamedTuple):
     """A chunk of physical memory to create: offset and size in bytes, and its properties."""

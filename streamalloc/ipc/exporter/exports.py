@@ -33,8 +33,6 @@ from streamalloc.pool import MemoryPool
 from streamalloc.pool.internal import raw_pool
 from streamalloc.vmm import PhysicalMemory, VirtualBuffer
 
-__all__ = ["NO_FABRIC_POOLS", "POSIX", "Exports", "Route", "exports_for", "exports_of", "publish", "routes"]
-
 POSIX = MemHandleType.POSIX_FILE_DESCRIPTOR
 _POSIX_MEMBER = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 NO_FABRIC_POOLS = "fabric handles of pools are not supported: a refused export as one damages the process's heap"

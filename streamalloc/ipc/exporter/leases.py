@@ -45,8 +45,6 @@ from streamalloc.ipc.transport.channel import Channel
 from streamalloc.ipc.wire.control_block import SLOTS, WORD, ControlBlock, Mark, SlotWords, fence, reached
 from streamalloc.ipc.wire.descriptor import Head, pack_part
 
-__all__ = ["NOT_EXPORTABLE", "Hold", "Lease", "Leases", "hung_up", "leases_of"]
-
 NOT_EXPORTABLE = (
     "only allocations of pools made with handle_types=POSIX_FILE_DESCRIPTOR can be shared, "
     "by the process that made them"

@@ -60,8 +60,6 @@ from streamalloc.pool.internal import MemoryKind, pointer_attributes
 from streamalloc.vmm import GrowableBuffer, PhysicalMemory, RangeView, VirtualBuffer
 from streamalloc.vmm.internal import covering, is_imported
 
-__all__ = ["Shared", "send", "serve", "share"]
-
 _FABRIC = MemHandleType.FABRIC
 # cuIpcGetMemHandle shares whole blocks of this size, in bytes, with all allocations in them.
 _LEGACY_BLOCK = 2 << 20

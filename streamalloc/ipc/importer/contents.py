@@ -8,8 +8,6 @@ import time
 from streamalloc.core.internal import CaptureError, Memory, Stream, raw_handle
 from streamalloc.ipc.wire.control_block import ControlBlock, reached
 
-__all__ = ["Contents", "await_on", "is_ready", "notify_listener", "wait_until_ready"]
-
 # Seconds between two checks of the host for contents.
 _PAUSE = 0.0002
 

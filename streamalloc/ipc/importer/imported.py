@@ -53,11 +53,6 @@ from streamalloc.ipc.wire.control_block import WORD, ControlBlock, ImporterWords
 from streamalloc.ipc.wire.descriptor import Flags, Foreign, Head, Part
 from streamalloc.vmm.internal import RemappableBuffer, Rights
 
-__all__ = [
-    "Import", "ImportedArray", "ImportedBuffer", "ImportedPool", "ImportedRange", "LegacySource", "PoolHandle",
-    "PoolSource", "open_import",
-]  # fmt: skip
-
 _LAZY_PEER_ACCESS = 1
 _RANGE_SIZE = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_RANGE_SIZE
 _BAD_POINTER = "the owner's process has freed it, or ended"

@@ -32,8 +32,6 @@ from streamalloc.ipc.wire.descriptor import FABRIC, NOWHERE, Chunk, Descriptor, 
 from streamalloc.vmm import PhysicalMemory
 from streamalloc.vmm.internal import import_memory
 
-__all__ = ["DriverVersionWarning", "Handles", "Importer", "importer_of"]
-
 _POSIX_MEMBER = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 _BAD_HANDLE = "the descriptor that came along is no handle of this kind of memory, or of another machine"
 

@@ -46,8 +46,6 @@ from streamalloc.ipc.wire.descriptor import HEAD_BYTES, NOWHERE, Descriptor, Fla
 from streamalloc.vmm import PhysicalMemory
 from streamalloc.vmm.internal import check_mappable
 
-__all__ = ["Imported", "open", "receive"]
-
 Imported: TypeAlias = "ImportedArray | ImportedBuffer | ImportedRange | ImportedPool | PhysicalMemory | Event"
 """The results of :func:`open`."""
 

@@ -41,8 +41,6 @@ from streamalloc.ipc.transport.deadlines import end_of, left, now
 from streamalloc.ipc.transport.packets import Message, PeerGoneError, ProtocolError
 from streamalloc.ipc.wire.control_block import ControlBlock
 
-__all__ = ["RingConsumer", "RingItem"]
-
 # Seconds between two checks whether the producer is alive. Its channel stays open if a forked child has a copy.
 _LIVENESS_SECONDS = 0.25
 

@@ -15,8 +15,6 @@ from streamalloc.ipc.transport.channel import Channel
 from streamalloc.ipc.transport.packets import PeerGoneError
 from streamalloc.ipc.wire.control_block import ControlBlock, ImporterWords, SlotWords
 
-__all__ = ["ConsumerLink", "Deliveries", "RingSlot", "Slot"]
-
 # The socket buffer has room for the packets of all slots, so that a send does not wait in practice.
 _SEND_SECONDS = 10.0
 

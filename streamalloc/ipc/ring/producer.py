@@ -32,8 +32,6 @@ from streamalloc.ipc.transport.packets import Message, ProtocolError
 from streamalloc.ipc.wire.control_block import IMPORTERS
 from streamalloc.pool import MemoryPool
 
-__all__ = ["RingProducer", "RingSlot", "RingStatistics"]
-
 _ALIGNMENT = 512
 # Waiting for a slot, in seconds: polling without a sleep, the longest sleep after that, and between two checks whether
 # the consumers are alive.

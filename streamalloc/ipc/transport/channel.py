@@ -57,8 +57,6 @@ from streamalloc.ipc.transport.socket_address import (
     to_kernel,
 )
 
-__all__ = ["Address", "Channel", "Listener", "Peer"]
-
 # Plain integers: operators of enum members cost more than the rest of a call.
 _DAMAGED = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
 _ALL_BITS = (1 << 32) - 1

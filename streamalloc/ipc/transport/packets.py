@@ -16,12 +16,6 @@ from typing_extensions import Buffer as BytesLike
 
 from streamalloc.core.internal import Fd
 
-__all__ = [
-    "HEADER_BYTES", "MAGIC", "MAX_DATA", "MAX_HANDLES", "PACKET_BYTES", "PACKET_DATA", "PACKET_HANDLES", "VERSION",
-    "Message", "Packet", "Partial", "PeerGoneError", "ProtocolError", "as_bytes", "checked_descriptor", "fault_in",
-    "header", "packets_of", "rights_of", "with_part",
-]  # fmt: skip
-
 PACKET_DATA = 64 * 1024
 """The most bytes of one packet."""
 PACKET_HANDLES = 64

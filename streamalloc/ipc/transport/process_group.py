@@ -21,21 +21,6 @@ from streamalloc.ipc.transport.channel import Channel, Listener
 from streamalloc.ipc.transport.deadlines import end_of, left, milliseconds
 from streamalloc.ipc.transport.packets import PACKET_DATA, PACKET_HANDLES, PeerGoneError, ProtocolError
 
-__all__ = [
-    "Call",
-    "GroupError",
-    "GroupGoneError",
-    "GroupProtocolError",
-    "GroupTimeoutError",
-    "Limit",
-    "Mesh",
-    "by_value",
-    "described",
-    "did_not_come",
-    "listed",
-    "name_of",
-]
-
 
 class Call(enum.IntEnum):
     """A collective call. All ranks make the same calls in the same order."""
