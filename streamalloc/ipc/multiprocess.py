@@ -47,7 +47,7 @@ from streamalloc.core.internal import (
     session_of,
 )
 from streamalloc.driver import default as default_driver
-from streamalloc.ipc.exporter.exports import exports_of
+from streamalloc.ipc.exporter.leases import exports_of
 from streamalloc.ipc.exporter.share import Shared, share
 from streamalloc.ipc.importer.open import Imported
 from streamalloc.ipc.importer.open import open as open_shared

@@ -41,7 +41,7 @@ from streamalloc.core.internal import (
     mib,
     size_text,
 )
-from streamalloc.ipc.transport.packets import Message, ProtocolError
+from streamalloc.ipc.transport.channel import Message, ProtocolError
 from streamalloc.ipc.wire.control_block import SLOTS
 
 MOST_SLOTS = 256

@@ -17,9 +17,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from streamalloc.core.internal import Closes, Fd, close_all, undoing
-from streamalloc.ipc.transport.channel import Channel, Listener
+from streamalloc.ipc.transport.channel import (
+    PACKET_DATA,
+    PACKET_HANDLES,
+    Channel,
+    Listener,
+    PeerGoneError,
+    ProtocolError,
+)
 from streamalloc.ipc.transport.deadlines import end_of, left, milliseconds
-from streamalloc.ipc.transport.packets import PACKET_DATA, PACKET_HANDLES, PeerGoneError, ProtocolError
 
 
 class Call(enum.IntEnum):
