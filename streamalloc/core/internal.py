@@ -14,13 +14,6 @@ from streamalloc.core.allocation_properties import (
     MemAllocFlags,
     MulticastObjectProp,
 )
-from streamalloc.core.arguments import (
-    FABRIC_NEEDS,
-    check_device,
-    check_location,
-    location_of,
-    session_for,
-)
 from streamalloc.core.buffer import (
     Allocator,
     Buffer,
@@ -52,7 +45,14 @@ from streamalloc.core.deferred import (
     queues,
     work,
 )
-from streamalloc.core.device import Device
+from streamalloc.core.device import (
+    FABRIC_NEEDS,
+    Device,
+    check_device,
+    check_location,
+    location_of,
+    session_for,
+)
 from streamalloc.core.errors import (
     LOST,
     AddressSpaceError,

@@ -36,8 +36,7 @@ from streamalloc.core.internal import (
 )
 from streamalloc.driver import Driver
 from streamalloc.vmm.access import Access, After, Place, Rights, rights_of, wait_for_users
-from streamalloc.vmm.allocation_handles import OwnsNode
-from streamalloc.vmm.generic_allocation import GenericAllocation
+from streamalloc.vmm.allocation_handles import GenericAllocation, OwnsNode
 from streamalloc.vmm.release_order import Kind
 from streamalloc.vmm.reservation import MappedBytes, MappedObject, Reservation
 

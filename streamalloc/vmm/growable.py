@@ -22,7 +22,7 @@ from streamalloc.core.internal import (
     undoing,
 )
 from streamalloc.vmm.access import Access, After, Rights, wait_for_users
-from streamalloc.vmm.generic_allocation import GenericAllocation
+from streamalloc.vmm.allocation_handles import GenericAllocation
 from streamalloc.vmm.physical_memory import device_first, properties_for
 from streamalloc.vmm.recycler import MemoryRecycler, RecyclingSpec, spec_for
 from streamalloc.vmm.reservation import MappedBytes

@@ -10,12 +10,12 @@ from streamalloc.vmm.address_range import GRANULARITY, AddressRange, LoneMapping
 from streamalloc.vmm.allocation_handles import (
     AllocationHandle,
     AllocationState,
+    GenericAllocation,
     HandleNode,
     MappingWatcher,
     allocations_of,
 )
 from streamalloc.vmm.backup import Backup, BackupRange, copying
-from streamalloc.vmm.generic_allocation import GenericAllocation
 from streamalloc.vmm.growable import RemappableBuffer
 from streamalloc.vmm.physical_memory import PhysicalMemory, import_memory
 from streamalloc.vmm.release_order import Kind, Node

@@ -27,8 +27,7 @@ from streamalloc.core.internal import (
     undoing,
 )
 from streamalloc.vmm.access import After, Rights, accessing, structs_of, wait
-from streamalloc.vmm.allocation_handles import AllocationState, HandleNode, allocations_of
-from streamalloc.vmm.generic_allocation import GenericAllocation
+from streamalloc.vmm.allocation_handles import AllocationState, GenericAllocation, HandleNode, allocations_of
 from streamalloc.vmm.release_order import NOTHING, Kind, Node
 
 _START, _STOP = attrgetter("offset"), attrgetter("stop")

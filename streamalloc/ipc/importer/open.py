@@ -42,8 +42,8 @@ from streamalloc.driver import Driver
 from streamalloc.driver import default as default_driver
 from streamalloc.driver.internal import cuda, opaque_struct
 from streamalloc.ipc.importer.background import OnceIdle, release_dropped
-from streamalloc.ipc.importer.contents import Contents, await_on, is_ready, notify_listener, wait_until_ready
 from streamalloc.ipc.importer.imported import (
+    Contents,
     Import,
     ImportedArray,
     ImportedBuffer,
@@ -52,7 +52,11 @@ from streamalloc.ipc.importer.imported import (
     LegacySource,
     PoolHandle,
     PoolSource,
+    await_on,
+    is_ready,
+    notify_listener,
     open_import,
+    wait_until_ready,
 )
 from streamalloc.ipc.transport.channel import Channel
 from streamalloc.ipc.transport.handle_server import fetch

@@ -20,8 +20,7 @@ from streamalloc.core.internal import (
 )
 from streamalloc.driver import Driver
 from streamalloc.driver import default as default_driver
-from streamalloc.ipc.importer.contents import await_on
-from streamalloc.ipc.importer.imported import ImportedBuffer
+from streamalloc.ipc.importer.imported import ImportedBuffer, await_on
 from streamalloc.ipc.importer.open import Importer, importer_of
 from streamalloc.ipc.importer.open import open as open_shared
 from streamalloc.ipc.ring.protocol import (
