@@ -22,20 +22,6 @@ from typing import Any, Protocol
 
 from streamalloc.core.session import NOT_CALLED, PerDriver, Session
 
-__all__ = [
-    "Tap",
-    "Watched",
-    "Watcher",
-    "Watching",
-    "bare",
-    "besides",
-    "look",
-    "tap_of",
-    "tell_freed",
-    "watch",
-    "watching_of",
-]
-
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 

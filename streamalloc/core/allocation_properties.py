@@ -23,8 +23,6 @@ from streamalloc.driver.internal import cuda, handle_types_member, read_handle_t
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["MemAllocFlags", "MemAllocationProp", "MulticastObjectProp"]
-
 
 @dataclass(frozen=True, slots=True)
 class MemAllocFlags:

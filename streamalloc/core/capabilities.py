@@ -20,8 +20,6 @@ from streamalloc.core.properties import MemHandleType
 from streamalloc.core.session import Session
 from streamalloc.driver.internal import BINDINGS_VERSION, enum_member, version_that_added
 
-__all__ = ["Capabilities", "address_space_limit", "imex_channels", "query_capabilities"]
-
 
 def _asks(attribute: str, about: str, read: Callable[[int], object] = bool) -> Any:
     """Field with the value of a device attribute; None if bindings or driver do not know the attribute."""

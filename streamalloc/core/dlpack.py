@@ -14,8 +14,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["CPU", "CUDA", "CUDA_HOST", "CUDA_MANAGED", "LEGACY_STREAM", "Window", "cuda_windows", "part"]
-
 # DLDeviceType of dlpack.h.
 CPU, CUDA, CUDA_HOST, CUDA_MANAGED = 1, 2, 3, 13
 LEGACY_STREAM = 1

@@ -9,8 +9,6 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-__all__ = ["Index", "fill_steps", "interface_type", "part_of", "to_element"]
-
 Index: TypeAlias = "int | slice | EllipsisType | tuple[int | slice | EllipsisType | None, ...] | None"
 """A basic index of NumPy."""
 

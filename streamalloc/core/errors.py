@@ -12,38 +12,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
-__all__ = [
-    "LOST",
-    "AddressSpaceError",
-    "CaptureError",
-    "ClosedError",
-    "CudaError",
-    "DeviceLostError",
-    "EvictedError",
-    "InUseError",
-    "IncompleteTeamError",
-    "InvalidContextError",
-    "InvalidDeviceError",
-    "InvalidHandleError",
-    "InvalidValueError",
-    "NotInitializedError",
-    "NotPermittedError",
-    "NotReadyError",
-    "NotSupportedError",
-    "OutOfMemoryError",
-    "PeerAccessError",
-    "PendingFreesWarning",
-    "StaleDescriptorError",
-    "StillImportedError",
-    "SystemNotReadyError",
-    "attach",
-    "error_from",
-    "refused",
-    "size_text",
-    "undoing",
-]
-
-
 E = TypeVar("E", bound="CudaError")
 
 
@@ -148,46 +116,27 @@ class OutOfMemoryError(CudaError, MemoryError):
         The name of the pool; empty if it has none.
     """
 
-    def __init__(
-        self,
-        name: str,
-        code: int,
-        call: str,
-        hint: str = "",
-        *,
-        requested: int | None = None,
-        used: int | None = None,
-        reserved: int | None = None,
-        limit: int | None = None,
-        free: int | None = None,
-        total: int | None = None,
-        pool: str = "",
-    ) -> None:
+    _FIGURES = ("requested", "used", "reserved", "limit", "free", "total")
+    requested: int | None = None
+    used: int | None = None
+    reserved: int | None = None
+    limit: int | None = None
+    free: int | None = None
+    total: int | None = None
+    pool: str = ""
+
+    def __init__(self, name: str, code: int, call: str, hint: str = "", **figures: Any) -> None:
         super().__init__(name, code, call, hint)
-        self.requested = requested
-        self.used = used
-        self.reserved = reserved
-        self.limit = limit
-        self.free = free
-        self.total = total
-        self.pool = pool
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), self.args, {**self._figures(), "pool": self.pool})
-
-    def _figures(self) -> dict[str, int | None]:
-        return {name: getattr(self, name) for name in ("requested", "used", "reserved", "limit", "free", "total")}
+        unknown = figures.keys() - {*self._FIGURES, "pool"}
+        if unknown:
+            raise TypeError(f"{', '.join(sorted(unknown))}: no figures of an {type(self).__name__}")
+        vars(self).update(figures)
 
     def __str__(self) -> str:
-        figures = ", ".join(f"{name} {value:,}" for name, value in self._figures().items() if value is not None)
+        values = {name: getattr(self, name) for name in self._FIGURES}
+        figures = ", ".join(f"{name} {value:,}" for name, value in values.items() if value is not None)
         shown = [f"pool {self.pool!r}"] * bool(self.pool) + [f"bytes: {figures}"] * bool(figures)
         return f"{super().__str__()} [{'; '.join(shown)}]" if shown else super().__str__()
-
-
-def _rebuild(kind: type[OutOfMemoryError], args: tuple[Any, ...], figures: dict[str, Any]) -> OutOfMemoryError:
-    error = kind(*args)
-    vars(error).update(figures)
-    return error
 
 
 class AddressSpaceError(CudaError, MemoryError):
@@ -230,39 +179,27 @@ LOST = (DeviceLostError, InvalidContextError, NotInitializedError)
 
 A release that answers one may have been made, and a second release crashes the driver."""
 
-# Exception classes by answer; CudaError for all others.
-_KINDS: dict[str, type[CudaError]] = {
-    "CUDA_ERROR_INVALID_VALUE": InvalidValueError,
-    "CUDA_ERROR_OUT_OF_MEMORY": OutOfMemoryError,
-    "CUDA_ERROR_NOT_INITIALIZED": NotInitializedError,
-    "CUDA_ERROR_DEINITIALIZED": NotInitializedError,
-    "CUDA_ERROR_INVALID_DEVICE": InvalidDeviceError,
-    "CUDA_ERROR_NO_DEVICE": InvalidDeviceError,
-    "CUDA_ERROR_INVALID_CONTEXT": InvalidContextError,
-    "CUDA_ERROR_CONTEXT_IS_DESTROYED": InvalidContextError,
-    "CUDA_ERROR_INVALID_HANDLE": InvalidHandleError,
-    "CUDA_ERROR_NOT_READY": NotReadyError,
-    "CUDA_ERROR_NOT_SUPPORTED": NotSupportedError,
-    "CUDA_ERROR_NOT_PERMITTED": NotPermittedError,
-    "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED": PeerAccessError,
-    "CUDA_ERROR_PEER_ACCESS_NOT_ENABLED": PeerAccessError,
-    "CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED": PeerAccessError,
-    "CUDA_ERROR_SYSTEM_NOT_READY": SystemNotReadyError,
-    "CUDA_ERROR_ILLEGAL_STATE": SystemNotReadyError,
-    "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED": CaptureError,
-    "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED": CaptureError,
-    "CUDA_ERROR_STREAM_CAPTURE_MERGE": CaptureError,
-    "CUDA_ERROR_STREAM_CAPTURE_UNMATCHED": CaptureError,
-    "CUDA_ERROR_STREAM_CAPTURE_UNJOINED": CaptureError,
-    "CUDA_ERROR_STREAM_CAPTURE_ISOLATION": CaptureError,
-    "CUDA_ERROR_STREAM_CAPTURE_IMPLICIT": CaptureError,
-    "CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD": CaptureError,
-    "CUDA_ERROR_CAPTURED_EVENT": CaptureError,
-    "CUDA_ERROR_ILLEGAL_ADDRESS": DeviceLostError,
-    "CUDA_ERROR_LAUNCH_FAILED": DeviceLostError,
-    "CUDA_ERROR_MISALIGNED_ADDRESS": DeviceLostError,
-    "CUDA_ERROR_ECC_UNCORRECTABLE": DeviceLostError,
+# Answers by exception class, without the prefix; CudaError is for all others.
+_ANSWERS: dict[type[CudaError], str] = {
+    InvalidValueError: "INVALID_VALUE",
+    OutOfMemoryError: "OUT_OF_MEMORY",
+    NotInitializedError: "NOT_INITIALIZED DEINITIALIZED",
+    InvalidDeviceError: "INVALID_DEVICE NO_DEVICE",
+    InvalidContextError: "INVALID_CONTEXT CONTEXT_IS_DESTROYED",
+    InvalidHandleError: "INVALID_HANDLE",
+    NotReadyError: "NOT_READY",
+    NotSupportedError: "NOT_SUPPORTED",
+    NotPermittedError: "NOT_PERMITTED",
+    PeerAccessError: "PEER_ACCESS_UNSUPPORTED PEER_ACCESS_NOT_ENABLED PEER_ACCESS_ALREADY_ENABLED",
+    SystemNotReadyError: "SYSTEM_NOT_READY ILLEGAL_STATE",
+    CaptureError: (
+        "STREAM_CAPTURE_UNSUPPORTED STREAM_CAPTURE_INVALIDATED STREAM_CAPTURE_MERGE STREAM_CAPTURE_UNMATCHED "
+        "STREAM_CAPTURE_UNJOINED STREAM_CAPTURE_ISOLATION STREAM_CAPTURE_IMPLICIT STREAM_CAPTURE_WRONG_THREAD "
+        "CAPTURED_EVENT"
+    ),
+    DeviceLostError: "ILLEGAL_ADDRESS LAUNCH_FAILED MISALIGNED_ADDRESS ECC_UNCORRECTABLE",
 }
+_KINDS = {f"CUDA_ERROR_{name}": kind for kind, names in _ANSWERS.items() for name in names.split()}
 
 _FABRIC_MANAGER = (
     "the GPUs' fabric is not set up: is the fabric manager running on the host (`systemctl status "

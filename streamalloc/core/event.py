@@ -15,18 +15,6 @@ if TYPE_CHECKING:
     from streamalloc.core.device import Device
     from streamalloc.core.graph import Capture
 
-__all__ = [
-    "Event",
-    "EventLike",
-    "Spares",
-    "context_event",
-    "context_events",
-    "destroy_event",
-    "foreign_event",
-    "is_done",
-    "opened_event",
-]
-
 _NOT_READY = cuda.CUresult.CUDA_ERROR_NOT_READY
 
 

@@ -11,8 +11,6 @@ from streamalloc.core.resource import Closes
 if TYPE_CHECKING:
     from streamalloc.core.session import Session
 
-__all__ = ["Fd"]
-
 
 class Fd(Closes):
     """Owns an open file descriptor: closed once, by :meth:`close`, a ``with`` block or when it is dropped.

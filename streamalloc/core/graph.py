@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from streamalloc.core.device import Device
     from streamalloc.core.stream import Stream
 
-__all__ = ["Capture", "CaptureMode", "Graph", "GraphMemory", "GraphMemoryStatistics"]
-
 CaptureMode: TypeAlias = Literal["global", "thread_local", "relaxed"]
 _MODES = ("global", "thread_local", "relaxed")
 

@@ -11,8 +11,6 @@ from typing import Any, TypeAlias
 from streamalloc.core import resource
 from streamalloc.core.properties import MemLocation, MemLocationType
 
-__all__ = ["Drawn", "Html", "Row", "Shown", "code", "color_of", "escape", "gauge", "mib", "place", "strip", "table"]
-
 _DEVICES = ("#3f78b5", "#e0923d", "#8a6fb0", "#c45d7c", "#4a9aa5", "#a3863c", "#7d8794", "#b3563e")
 _HOST = "#5f9467"
 _ELSEWHERE = "#6e7781"

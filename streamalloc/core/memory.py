@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from typing_extensions import Self
 
-__all__ = ["BufferView", "CopySide", "Memory", "TypedView", "check_usable", "copy_bytes", "numpy_interface", "viewed"]
-
 # The pattern widths that the driver can fill with, in bytes, and the function for each.
 _FILLS = {1: "cuMemsetD8Async", 2: "cuMemsetD16Async", 4: "cuMemsetD32Async"}
 

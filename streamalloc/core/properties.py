@@ -24,21 +24,6 @@ from streamalloc.driver.internal import (
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = [
-    "MemAccess",
-    "MemAccessDesc",
-    "MemAllocationType",
-    "MemHandleType",
-    "MemLocality",
-    "MemLocation",
-    "MemLocationType",
-    "MemPoolProps",
-    "as_int",
-    "checked_enum",
-    "checked_size",
-    "refuse_windows",
-]
-
 # A field of CUmemPoolProps that bindings have since 13.4.
 _RDMA = "gpuDirectRDMACapable"
 

@@ -13,8 +13,6 @@ from streamalloc.core.errors import attach
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Closes", "Leaves", "Unique", "close_all", "made_for_sharing"]
-
 reduce_for_processes: Callable[[object], tuple[Any, ...]] | None = None
 """Function that pickles an object for a process of :mod:`multiprocessing`; set by the package."""
 

@@ -34,11 +34,11 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar
 
-from streamalloc.core.errors import LOST, CudaError, attach, error_from, unsupported
+from streamalloc.core.errors import LOST, attach, error_from, undoing, unsupported
 from streamalloc.driver import DriverMisuseError, ForkedProcessError
 from streamalloc.driver.internal import BINDINGS_VERSION, as_asked, cuda, version_that_added
 
@@ -46,75 +46,14 @@ if TYPE_CHECKING:
     from streamalloc.driver import Driver
     from streamalloc.driver.internal import Listener
 
-__all__ = ["DIRECT", "NOT_CALLED", "OwnsHandle", "PerDriver", "Session", "refuse_after_fork", "session_of", "sessions"]
-
 T = TypeVar("T")
 
-DIRECT = (
-    "cuCtxGetCurrent",
-    "cuEventQuery",
-    "cuEventRecord",
-    "cuMemCreate",
-    "cuMemFreeAsync",
-    "cuMemMap",
-    "cuMemPoolExportPointer",
-    "cuMemPoolGetAttribute",
-    "cuMemPoolImportPointer",
-    "cuMemSetAccess",
-    "cuMemUnmap",
-    "cuMemcpyAsync",
-    "cuMemcpyDtoHAsync",
-    "cuMemcpyHtoDAsync",
-    "cuMemsetD8Async",
-    "cuPointerGetAttribute",
-    "cuStreamIsCapturing",
-    "cuStreamQuery",
-    "cuStreamSynchronize",
-    "cuStreamWaitEvent",
-    "cuStreamWaitValue32",
-    "cuStreamWriteValue32",
-    "cuThreadExchangeStreamCaptureMode",
-)
-"""The driver functions that fast paths call; an allocator has its own two."""
 
-NOT_CALLED = (DriverMisuseError, ForkedProcessError)
-"""Exceptions that a driver function raises in place of the call."""
+class _Direct:
+    """The driver functions that fast paths call; an allocator has its own two."""
 
+    __slots__ = ()
 
-class _ShutsAfterFork(Protocol):
-    def _shut_after_fork(self) -> None: ...
-
-
-class OwnsHandle(Protocol):
-    """Owner of a driver handle, which is None once it was released."""
-
-    _raw: Any
-
-
-class Session:
-    """A driver as the facade uses it; one for each driver object (:meth:`of`)."""
-
-    __slots__ = (
-        *DIRECT,
-        "__weakref__",
-        "_contexts",
-        "_hot",
-        "_lock",
-        "_state",
-        "driver",
-        "forked",
-        "library_streams",
-        "listener",
-    )
-
-    driver: Driver
-    """The driver itself, for code that binds its functions."""
-    forked: bool
-    """True in a forked child, in which all calls are refused."""
-    listener: Listener | None
-    """Listener of a driver that checks stream order; it only records."""
-    library_streams: dict[type, tuple[Callable[[Any], Any], dict[Any, Any], Callable[[Any], Any] | None]]
-    """Kept streams by type of a library's stream, see :mod:`streamalloc.core.library_streams`."""
     cuCtxGetCurrent: Any
     cuEventQuery: Any
     cuEventRecord: Any
@@ -138,6 +77,49 @@ class Session:
     cuStreamWaitValue32: Any
     cuStreamWriteValue32: Any
     cuThreadExchangeStreamCaptureMode: Any
+
+
+DIRECT = tuple(_Direct.__annotations__)
+"""Their names."""
+
+NOT_CALLED = (DriverMisuseError, ForkedProcessError)
+"""Exceptions that a driver function raises in place of the call."""
+
+
+class _ShutsAfterFork(Protocol):
+    def _shut_after_fork(self) -> None: ...
+
+
+class OwnsHandle(Protocol):
+    """Owner of a driver handle, which is None once it was released."""
+
+    _raw: Any
+
+
+class Session(_Direct):
+    """A driver as the facade uses it; one for each driver object (:meth:`of`)."""
+
+    __slots__ = (
+        *DIRECT,
+        "__weakref__",
+        "_contexts",
+        "_hot",
+        "_lock",
+        "_state",
+        "driver",
+        "forked",
+        "library_streams",
+        "listener",
+    )
+
+    driver: Driver
+    """The driver itself, for code that binds its functions."""
+    forked: bool
+    """True in a forked child, in which all calls are refused."""
+    listener: Listener | None
+    """Listener of a driver that checks stream order; it only records."""
+    library_streams: dict[type, tuple[Callable[[Any], Any], dict[Any, Any], Callable[[Any], Any] | None]]
+    """Kept streams by type of a library's stream, see :mod:`streamalloc.core.library_streams`."""
 
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
@@ -277,13 +259,19 @@ class Session:
         with _Current(self, context):
             return int(self.call("cuCtxGetDevice"))
 
-    def relaxed(self) -> _Relaxed:
+    @contextlib.contextmanager
+    def relaxed(self) -> Iterator[None]:
         """Block in which calls of this thread break no capture of other streams.
 
         It sets the capture mode of the thread (``cuThreadExchangeStreamCaptureMode``). A call that names a captured
         stream still breaks the capture of that stream.
         """
-        return _Relaxed(self)
+        # A signal handler may raise before the mode is known; every thread's own mode is global.
+        name, mode = "cuThreadExchangeStreamCaptureMode", _GLOBAL
+        with undoing(lambda: self.call(name, mode)):
+            mode = self.call(name, _RELAXED)
+            yield
+        self.call(name, mode)
 
     def shut_with_me(self, holder: _ShutsAfterFork) -> None:
         """Register an object that has bound driver functions, to replace them in a forked child."""
@@ -369,36 +357,6 @@ class _Current:
 
 _RELAXED = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 _GLOBAL = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
-
-
-class _Relaxed:
-    """Set the thread's capture mode to relaxed on entry, and back on exit."""
-
-    __slots__ = ("_mode", "_session")
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._mode: Any = None
-
-    def __enter__(self) -> None:
-        session = self._session
-        try:
-            session.create(self, "_mode", "cuThreadExchangeStreamCaptureMode", _RELAXED)
-        except CudaError:
-            raise
-        except BaseException:
-            # A signal handler has raised, perhaps before the mode was kept; every thread's own mode is global.
-            session.call("cuThreadExchangeStreamCaptureMode", _GLOBAL)
-            raise
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        result = self._session.cuThreadExchangeStreamCaptureMode(self._mode)[0]
-        if result:
-            if error is None:
-                raise error_from(result, "cuThreadExchangeStreamCaptureMode")
-            attach(error, error_from(result, "cuThreadExchangeStreamCaptureMode"))
 
 
 _FORKED = (

@@ -3,10 +3,11 @@
 from streamalloc.core.internal import Fd
 from streamalloc.ipc.exporter.share import Shared, send, serve, share
 from streamalloc.ipc.importer.imported import ImportedArray, ImportedBuffer, ImportedPool, ImportedRange
-from streamalloc.ipc.importer.importer import DriverVersionWarning
-from streamalloc.ipc.importer.open import Imported, open, receive
-from streamalloc.ipc.ring.ring import Ring, RingConsumer, RingItem, RingProducer, RingSlot, RingStatistics
-from streamalloc.ipc.transport.channel import Channel, Listener, Peer
+from streamalloc.ipc.importer.open import DriverVersionWarning, Imported, open, receive
+from streamalloc.ipc.ring.consumer import RingConsumer, RingItem
+from streamalloc.ipc.ring.producer import RingProducer, RingSlot, RingStatistics
+from streamalloc.ipc.ring.ring import Ring
+from streamalloc.ipc.transport.channel import Channel, Listener, Message, PeerGoneError, ProtocolError
 from streamalloc.ipc.transport.communicator import (
     AllgatherCommunicator,
     Communicator,
@@ -20,8 +21,8 @@ from streamalloc.ipc.transport.communicator import (
     TorchGroupLike,
     as_communicator,
 )
-from streamalloc.ipc.transport.packets import Message, PeerGoneError, ProtocolError
 from streamalloc.ipc.transport.process_group import GroupError
+from streamalloc.ipc.transport.socket_address import Peer
 from streamalloc.ipc.wire.descriptor import Chunk, Descriptor, Flags, Mechanism
 
 __all__ = [

@@ -4,5 +4,3 @@ from __future__ import annotations
 
 from streamalloc.ipc.transport.deadlines import end_of, left
 from streamalloc.ipc.transport.process_group import by_value, described, listed
-
-__all__ = ["by_value", "described", "end_of", "left", "listed"]

@@ -47,15 +47,13 @@ from streamalloc.core.internal import (
     session_of,
 )
 from streamalloc.driver import default as default_driver
-from streamalloc.ipc.exporter.exports import exports_of
+from streamalloc.ipc.exporter.leases import exports_of
 from streamalloc.ipc.exporter.share import Shared, share
 from streamalloc.ipc.importer.open import Imported
 from streamalloc.ipc.importer.open import open as open_shared
 from streamalloc.pool import MemoryPool
 from streamalloc.pool.internal import CachedBuffer
 from streamalloc.vmm import GrowableBuffer, Mapping, PhysicalMemory, RangeView, StripedBuffer
-
-__all__ = ["KINDS", "reduce"]
 
 KINDS = (
     MemoryPool, PlainBuffer, CachedBuffer, BufferView, TypedView, PhysicalMemory, Mapping, RangeView, GrowableBuffer,

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from streamalloc.core.internal import Session
 
-__all__ = ["ATTRIBUTES", "PoolAttributes", "PoolStatistics"]
-
 T = TypeVar("T")
 
 

@@ -32,8 +32,6 @@ from streamalloc.pool.lost import free_lost, no_collection_is_left
 if TYPE_CHECKING:
     from streamalloc.core.internal import Allocator
 
-__all__ = ["OverPool", "PoolEnd", "Pools", "existing_pool", "pools_of", "set_current_pool"]
-
 _ATTRIBUTES = cuda.CUmemPool_attribute
 
 

@@ -14,18 +14,6 @@ from streamalloc.pool.ending import pools_of
 from streamalloc.pool.pointers import MemoryKind, pointer_attributes
 from streamalloc.pool.pool import MemoryPool
 
-__all__ = [
-    "ATTRIBUTES",
-    "CachedBuffer",
-    "MemoryKind",
-    "collect_dropped",
-    "known_pools",
-    "pointer_attributes",
-    "raw_pool",
-    "reachable_from",
-    "reading",
-]
-
 
 def known_pools(session: Session) -> list[MemoryPool]:
     """The open pools of a driver that have an object in this process."""

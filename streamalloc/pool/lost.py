@@ -24,8 +24,6 @@ from streamalloc.core.internal import (
 )
 from streamalloc.driver.internal import cuda
 
-__all__ = ["free_lost", "no_collection_is_left"]
-
 _STEP = 512
 """Bytes between the addresses of allocations, at least."""
 _PROBES = 1 << 17

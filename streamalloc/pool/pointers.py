@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from streamalloc.driver import Driver
 
-__all__ = ["MemoryKind", "PointerAttributes", "pointer_attributes"]
-
 
 class MemoryKind(enum.Enum):
     """Kind of the memory at an address."""

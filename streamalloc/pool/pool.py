@@ -54,8 +54,6 @@ if TYPE_CHECKING:
 
     from streamalloc.driver import Driver
 
-__all__ = ["MemoryPool", "allocate"]
-
 OutOfMemoryPolicy = Literal["raise", "sync-trim-retry"]
 _POLICIES = ("raise", "sync-trim-retry")
 

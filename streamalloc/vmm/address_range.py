@@ -35,22 +35,10 @@ from streamalloc.core.internal import (
     table,
 )
 from streamalloc.driver import Driver
-from streamalloc.vmm.access import Access, Place, Rights, rights_of
-from streamalloc.vmm.allocation_handles import OwnsNode
-from streamalloc.vmm.generic_allocation import GenericAllocation
+from streamalloc.vmm.access import Access, After, Place, Rights, rights_of, wait_for_users
+from streamalloc.vmm.allocation_handles import GenericAllocation, OwnsNode
 from streamalloc.vmm.release_order import Kind
 from streamalloc.vmm.reservation import MappedBytes, MappedObject, Reservation
-from streamalloc.vmm.synchronization import After, wait_for_users
-
-__all__ = [
-    "AddressRange",
-    "LoneMapping",
-    "Mapping",
-    "RangeView",
-    "drawn",
-    "mappings_text",
-    "rights_text",
-]
 
 GRANULARITY = 2 << 20
 """2 MiB. Driver 580 requires sizes, address hints and mapping offsets of ranges to be multiples of it."""

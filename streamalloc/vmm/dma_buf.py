@@ -8,8 +8,6 @@ from streamalloc.core.internal import Fd, Memory, check_usable, session_of
 from streamalloc.driver.internal import cuda
 from streamalloc.vmm.allocation_handles import allocations_of
 
-__all__ = ["dma_buf"]
-
 _PAGE = resource.getpagesize()
 
 

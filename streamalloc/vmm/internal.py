@@ -5,52 +5,21 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from streamalloc.core.internal import Session, undoing
-from streamalloc.vmm.access import Access, Rights, rights_of
+from streamalloc.vmm.access import Access, After, Rights, rights_of, wait
 from streamalloc.vmm.address_range import GRANULARITY, AddressRange, LoneMapping, mappings_text
 from streamalloc.vmm.allocation_handles import (
     AllocationHandle,
     AllocationState,
+    GenericAllocation,
     HandleNode,
     MappingWatcher,
     allocations_of,
 )
 from streamalloc.vmm.backup import Backup, BackupRange, copying
-from streamalloc.vmm.generic_allocation import GenericAllocation
+from streamalloc.vmm.growable import RemappableBuffer
 from streamalloc.vmm.physical_memory import PhysicalMemory, import_memory
 from streamalloc.vmm.release_order import Kind, Node
-from streamalloc.vmm.remappable import RemappableBuffer
 from streamalloc.vmm.reservation import MappedBytes
-from streamalloc.vmm.synchronization import After, wait
-
-__all__ = [
-    "GRANULARITY",
-    "Access",
-    "After",
-    "AllocationHandle",
-    "AllocationState",
-    "Backup",
-    "BackupRange",
-    "GenericAllocation",
-    "HandleNode",
-    "Kind",
-    "LoneMapping",
-    "Node",
-    "RemappableBuffer",
-    "Rights",
-    "check_mappable",
-    "copying",
-    "covering",
-    "import_memory",
-    "is_counted",
-    "is_imported",
-    "map_alone",
-    "mappings_text",
-    "rights_of",
-    "state_of",
-    "unwatch_mappings",
-    "wait",
-    "watch_mappings",
-]
 
 
 def map_alone(memory: GenericAllocation, alignment: int, rights: Rights) -> tuple[AddressRange, MappedBytes]:

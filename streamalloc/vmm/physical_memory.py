@@ -37,12 +37,9 @@ from streamalloc.core.internal import (
 from streamalloc.driver import Driver
 from streamalloc.driver.internal import cuda
 from streamalloc.vmm.access import Rights
-from streamalloc.vmm.allocation_handles import AllocationHandle, Allocations, allocations_of
-from streamalloc.vmm.generic_allocation import GenericAllocation
+from streamalloc.vmm.allocation_handles import AllocationHandle, Allocations, GenericAllocation, allocations_of
 from streamalloc.vmm.release_order import Kind
 from streamalloc.vmm.reservation import MappedBytes
-
-__all__ = ["MemorySpec", "PhysicalMemory", "import_memory"]
 
 _TILE_POOL = 1  # CU_MEM_CREATE_USAGE_TILE_POOL
 _COMPRESSION = 1  # CU_MEM_ALLOCATION_COMP_GENERIC

@@ -33,8 +33,6 @@ from streamalloc.vmm.physical_memory import MemorySpec, PhysicalMemory, properti
 from streamalloc.vmm.release_order import Kind
 from streamalloc.vmm.reservation import MappedBytes
 
-__all__ = ["MemoryRecycler", "RecyclerStatistics", "RecyclingSpec", "spec_for"]
-
 _TILE_POOL = 1  # CU_MEM_CREATE_USAGE_TILE_POOL
 
 

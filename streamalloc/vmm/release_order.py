@@ -16,8 +16,6 @@ from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any, Final
 
-__all__ = ["NOTHING", "Kind", "Node", "ReleaseOrder"]
-
 NOTHING: Final[Any] = MappingProxyType({})
 """Empty set of links. A node gets dictionaries of its own with its first link."""
 

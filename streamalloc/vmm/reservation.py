@@ -26,13 +26,9 @@ from streamalloc.core.internal import (
     undo_all,
     undoing,
 )
-from streamalloc.vmm.access import Rights, structs_of
-from streamalloc.vmm.allocation_handles import AllocationState, HandleNode, allocations_of
-from streamalloc.vmm.generic_allocation import GenericAllocation
+from streamalloc.vmm.access import After, Rights, accessing, structs_of, wait
+from streamalloc.vmm.allocation_handles import AllocationState, GenericAllocation, HandleNode, allocations_of
 from streamalloc.vmm.release_order import NOTHING, Kind, Node
-from streamalloc.vmm.synchronization import After, accessing, wait
-
-__all__ = ["MappedBytes", "MappedObject", "Reservation"]
 
 _START, _STOP = attrgetter("offset"), attrgetter("stop")
 

@@ -26,12 +26,10 @@ from streamalloc.core.internal import (
     undoing,
 )
 from streamalloc.pool import MemoryPool
+from streamalloc.vmm.access import After, wait_for_users
 from streamalloc.vmm.backup import Backup, BackupRange
 from streamalloc.vmm.growable import GrowableBuffer
-from streamalloc.vmm.synchronization import After, wait_for_users
 from streamalloc.vmm.virtual_buffer import VirtualBuffer, copying_stream, evict_all, restore_all
-
-__all__ = ["SleepGroup", "Tagged"]
 
 _KEEP_ALL = (1 << 64) - 1  # release threshold in bytes: the pool never releases memory by itself
 _ALIGNMENT = 512  # bytes between the ranges of a backup, as between allocations of a pool

@@ -40,8 +40,6 @@ from streamalloc.vmm.allocation_handles import HandleNode, OwnsNode, allocations
 from streamalloc.vmm.physical_memory import PhysicalMemory
 from streamalloc.vmm.release_order import Kind
 
-__all__ = ["MipTail", "SparseArray", "TilePool"]
-
 _LAYERED, _SPARSE = 0x01, 0x40  # CUDA_ARRAY3D_LAYERED, CUDA_ARRAY3D_SPARSE
 _SINGLE_TAIL = 1  # CU_ARRAY_SPARSE_PROPERTIES_SINGLE_MIPTAIL
 _TILE = 1 << 16  # bytes

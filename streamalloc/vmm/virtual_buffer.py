@@ -37,17 +37,13 @@ from streamalloc.core.internal import (
 )
 from streamalloc.pool import MemoryPool
 from streamalloc.pool.internal import reachable_from
-from streamalloc.vmm.access import Access, Rights, rights_of, structs_of
+from streamalloc.vmm.access import Access, After, Rights, rights_of, structs_of, wait_for_users
 from streamalloc.vmm.address_range import AddressRange, drawn, rights_text
 from streamalloc.vmm.address_range import Mapping as MemoryMapping
-from streamalloc.vmm.allocation_handles import allocations_of
+from streamalloc.vmm.allocation_handles import GenericAllocation, allocations_of
 from streamalloc.vmm.backup import Backup, BackupRange, Copies, copying
-from streamalloc.vmm.generic_allocation import GenericAllocation
 from streamalloc.vmm.physical_memory import MemorySpec, PhysicalMemory
 from streamalloc.vmm.reservation import MappedBytes
-from streamalloc.vmm.synchronization import After, wait_for_users
-
-__all__ = ["ChunkSpec", "Eviction", "VirtualBuffer", "copying_stream", "evict_all", "restore_all"]
 
 
 class ChunkSpec(NamedTuple):

@@ -18,7 +18,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc
 from streamalloc.core.deferred import deferred_queue, work
-from streamalloc.ipc.importer.importer import importer_of
+from streamalloc.ipc.importer.open import importer_of
 from tests.interrupting import since_3_11
 from tests.ipc.support import hold, make_buffer, make_pool
 from tests.processes import SECONDS, Partner, There, eventually

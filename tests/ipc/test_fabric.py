@@ -13,7 +13,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc, vmm
 from streamalloc.ipc import Chunk, Descriptor
-from streamalloc.ipc.transport.packets import PACKET_DATA
+from streamalloc.ipc.transport.channel import PACKET_DATA
 from tests.ipc.exporter.test_foreign import Array
 from tests.ipc.support import PAGE, POSIX, State, busy, hold, idle, no_more, release, state
 from tests.ipc.test_faults import sweep

@@ -15,10 +15,10 @@ from streamalloc.core.resource import Leaves
 from tests.package.test_half_made import classes
 from tests.support import MiB
 
-# Those of the session, between which and the driver nothing may be called.
-OWN_WORDS = {session._Current: "cuCtxPopCurrent", session._Relaxed: "cuThreadExchangeStreamCaptureMode"}
 WITH_BLOCKS = [
-    kind for kind in classes() if getattr(getattr(kind, "__exit__", None), "__module__", "").startswith("streamalloc")
+    kind
+    for kind in classes()
+    if getattr(getattr(kind, "__exit__", None), "__module__", "").startswith("streamalloc") and kind != session._Current
 ]
 
 
@@ -33,18 +33,23 @@ def test_there_are_some() -> None:
     assert {"Stream", "MemoryPool", "AddressRange", "SymmetricMemory", "RingSlot", "Observer", "MadeCurrent"} <= names
 
 
+@pytest.mark.parametrize(
+    ("block", "call", "count"), [("current", "cuCtxPopCurrent", 1), ("relaxed", "cuThreadExchangeStreamCaptureMode", 2)]
+)
+def test_the_error_of_a_session_s_block_stays(machine: Any, block: str, call: str, count: int) -> None:
+    behind = session.session_of(sa.Device(0, driver=sd.faulty(machine, call, count, result="CUDA_ERROR_UNKNOWN")))
+    error = BlockError("of the block")
+    with pytest.raises(BlockError) as caught, behind.current(0) if block == "current" else behind.relaxed():
+        raise error
+    if block == "current":
+        machine.cuCtxPopCurrent()
+    assert caught.value is error
+    assert len(error.__notes__) == 1 and call in error.__notes__[0]
+
+
 @pytest.mark.parametrize("kind", WITH_BLOCKS, ids=lambda kind: kind.__qualname__)
-def test_the_error_of_the_block_stays(machine: Any, kind: Any) -> None:
+def test_the_error_of_the_block_stays(kind: Any) -> None:
     error, later = BlockError("of the block"), sa.CudaError("CUDA_ERROR_UNKNOWN", 999, "cuLeave", "")
-    if kind in OWN_WORDS:
-        driver = sd.faulty(machine, OWN_WORDS[kind], 1 + (kind is session._Relaxed), result="CUDA_ERROR_UNKNOWN")
-        behind = session.session_of(sa.Device(0, driver=driver))
-        with pytest.raises(BlockError) as caught, behind.current(0) if kind is session._Current else behind.relaxed():
-            raise error
-        if kind is session._Current:
-            machine.cuCtxPopCurrent()
-        assert len(caught.value.__notes__) == 1 and OWN_WORDS[kind] in caught.value.__notes__[0]
-        return
     called = []
 
     def leave(*, failed: bool) -> None:

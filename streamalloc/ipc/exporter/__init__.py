@@ -1,3 +1,1 @@
 """The process that owns memory: descriptors, exported handles, and leases that delay a free until importers closed."""
-
-__all__: list[str] = []

@@ -1,4 +1,4 @@
-"""Leases: they delay the free of a shared allocation until its importers have closed it.
+"""Leases, which delay the free of a shared allocation until its importers have closed it, and exported handles.
 
 The free of a shared buffer checks the control block first (:class:`Lease`). The free of other buffers is as before.
 Finalisers take none of the locks here: a dropped lease only releases its slot.
@@ -6,6 +6,8 @@ Finalisers take none of the locks here: a dropped lease only releases its slot.
 
 from __future__ import annotations
 
+import os
+import secrets
 import select
 import threading
 import time
@@ -13,7 +15,7 @@ import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from streamalloc.core.internal import (
     Buffer,
@@ -21,7 +23,10 @@ from streamalloc.core.internal import (
     CudaError,
     Deferred,
     DeferredQueue,
+    Device,
     Fd,
+    MemHandleType,
+    MemLocationType,
     PerDriver,
     Session,
     SharedState,
@@ -33,19 +38,25 @@ from streamalloc.core.internal import (
     error_from,
     free_shared,
     ordered_after,
+    past_caches,
+    pool_of,
     raw_handle,
     refuse_capture,
+    session_of,
     set_shared,
     shared_state,
     take_pointer,
     tell_freed,
+    work,
 )
-from streamalloc.driver.internal import opaque_bytes
+from streamalloc.driver.internal import cuda, opaque_bytes
+from streamalloc.ipc.transport import handle_server
 from streamalloc.ipc.transport.channel import Channel
 from streamalloc.ipc.wire.control_block import SLOTS, WORD, ControlBlock, Mark, SlotWords, fence, reached
-from streamalloc.ipc.wire.descriptor import Head, pack_part
-
-__all__ = ["NOT_EXPORTABLE", "Hold", "Lease", "Leases", "hung_up", "leases_of"]
+from streamalloc.ipc.wire.descriptor import NOWHERE, Chunk, Flags, Head, pack_part
+from streamalloc.pool import MemoryPool
+from streamalloc.pool.internal import raw_pool
+from streamalloc.vmm import PhysicalMemory, VirtualBuffer
 
 NOT_EXPORTABLE = (
     "only allocations of pools made with handle_types=POSIX_FILE_DESCRIPTOR can be shared, "
@@ -429,3 +440,152 @@ class _DeferredFree(Deferred):
 
     def forget(self) -> None:
         self._raw = self._lease = None
+
+
+POSIX = MemHandleType.POSIX_FILE_DESCRIPTOR
+_POSIX_MEMBER = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+NO_FABRIC_POOLS = "fabric handles of pools are not supported: a refused export as one damages the process's heap"
+
+# Handles by id, for processes that received a descriptor without them.
+_published: weakref.WeakValueDictionary[bytes, Fd] = weakref.WeakValueDictionary()
+publish = _published.update
+"""Let the handle server find these handles by their ids."""
+# Endpoint of the handle server, by process: a forked child has none.
+_endpoints: dict[int, bytes] = {}
+_serving = threading.Lock()
+
+
+class Route:
+    """The handle, the id and the descriptor heads of one pool's allocations.
+
+    It exists as long as the pool is open or a lease needs it. Importers see its end by its marks.
+    """
+
+    __slots__ = ("__weakref__", "_marks", "device", "exports", "fd", "heads", "origin", "session")
+
+    def __init__(self, pool: MemoryPool, exports: Exports, device: bytes) -> None:
+        name = "cuMemPoolExportToShareableHandle"
+        self.exports: Exports = exports
+        self.session: Session = session_of(pool)
+        self.fd: Fd = Fd.made_by(self.session, name, raw_pool(pool), _POSIX_MEMBER, 0, hint=NOT_EXPORTABLE)
+        self.origin: bytes = secrets.token_bytes(16)
+        self.device: bytes = device
+        self.heads: dict[tuple[ControlBlock, bytes], tuple[Head, dict[bytes, Fd]]] = {}
+        """The results of :meth:`head`, by control block and endpoint."""
+        self._marks: dict[bytes, Mark] = {}
+
+    def mark(self, block: ControlBlock) -> int:
+        """Return the number of the mark that keeps its value as long as the route exists."""
+        mark = self._marks.get(block.id)
+        if mark is None:
+            mark = self._marks.setdefault(block.id, block.new_mark("pool"))
+        return mark.number
+
+    def head(self, block: ControlBlock) -> tuple[Head, dict[bytes, Fd]]:
+        """Return the descriptors' head, and the handles by id, of allocations with leases in ``block``."""
+        endpoint = self.exports.endpoint
+        found = self.heads.get((block, endpoint))
+        if found is None:
+            ids = (self.device, self.origin, block.id, endpoint)
+            head = Head.of(ids, self.mark(block), Flags.LEASED, self.exports.version, int(POSIX))
+            handles = {self.origin: self.fd, block.id: block.fd}
+            publish(handles)
+            found = self.heads[block, endpoint] = (head, handles)
+        return found
+
+
+routes: dict[weakref.ref[Any], weakref.ref[Route]] = {}
+"""The routes of all pools of this process, by pool: an index for fast paths. :class:`Exports` keeps the routes."""
+
+
+def _forget(pool: weakref.ref[Any]) -> None:
+    routes.pop(pool, None)
+
+
+class Exports:
+    """The handles that one process has exported through one driver."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.leases: Leases = leases_of(session)
+        self.deferred: DeferredQueue = deferred_queue(session)
+        self.endpoint: bytes = NOWHERE
+        """16 bytes: the address of the handle server; zeros before :meth:`serve`."""
+        self.version: int = int(session.call("cuDriverGetVersion"))
+        self._routes: weakref.WeakKeyDictionary[MemoryPool, Route] = weakref.WeakKeyDictionary()
+        self._uuids: dict[int, bytes] = {}
+        self._handles: weakref.WeakKeyDictionary[PhysicalMemory, dict[MemHandleType, Fd | bytes]]
+        self._handles = weakref.WeakKeyDictionary()
+        self._ids: weakref.WeakKeyDictionary[PhysicalMemory | VirtualBuffer, bytes] = weakref.WeakKeyDictionary()
+
+    def serve(self) -> None:
+        """Start the handle server of this process. Descriptors made later carry its address."""
+        if self.endpoint == NOWHERE:
+            with _serving:
+                process = os.getpid()
+                if process not in _endpoints:
+                    _endpoints[process] = handle_server.serve(_published.get)
+                self.endpoint = _endpoints[process]
+
+    def uuid(self, device: Device) -> bytes:
+        """Return the id of a device in descriptors."""
+        uuid = self._uuids.get(device.ordinal)
+        if uuid is None:
+            uuid = self._uuids[device.ordinal] = device.uuid.bytes
+        return uuid
+
+    def lease(self, buffer: Buffer, pointer: Any) -> Lease:
+        """Return the lease of a buffer, which frees it from now on."""
+        buffer = past_caches(buffer)
+        with self.leases.lock:
+            lease = shared_state(buffer)
+            if lease is None:
+                lease = self.leases.add(buffer, pointer, self.route(cast("MemoryPool", pool_of(buffer))))
+            return cast("Lease", lease)
+
+    def route(self, pool: MemoryPool) -> Route:
+        """Return the route of a pool; export the pool first if necessary."""
+        route = self._routes.get(pool)
+        if route is None:
+            if pool.properties is not None and not pool.properties.handle_types & POSIX:
+                raise ValueError(
+                    f"{pool!r} cannot be shared: make it with handle_types=MemHandleType.POSIX_FILE_DESCRIPTOR"
+                    + (f"; {NO_FABRIC_POOLS}" if pool.properties.handle_types else "")
+                )
+            on_device = pool.location.type is MemLocationType.DEVICE
+            device = Device(pool.location.id if on_device else 0, driver=self.session.driver)
+            with self.leases.lock:
+                route = self._routes.get(pool)
+                if route is None:
+                    route = self._routes[pool] = Route(pool, self, self.uuid(device))
+                    routes[weakref.ref(pool, _forget)] = weakref.ref(route)
+            for known in list(self._routes):
+                if known.closed:
+                    self._routes.pop(known, None)
+        return route
+
+    def memory(self, memory: PhysicalMemory, handle_type: MemHandleType) -> tuple[Chunk, Fd | None]:
+        """Return the chunk of a descriptor for physical memory, and the file descriptor of its handle, if it is one."""
+        handles = self._handles.setdefault(memory, {})
+        if handle_type not in handles:
+            handles.setdefault(handle_type, memory.export(handle_type))
+        handle = handles[handle_type]
+        if isinstance(handle, Fd):
+            return Chunk(self.id(memory), memory.nbytes), handle
+        return Chunk(self.id(memory), memory.nbytes, handle), None
+
+    def id(self, thing: PhysicalMemory | VirtualBuffer) -> bytes:
+        """Return the id, 16 bytes, by which importers recognise memory, or a buffer that may grow."""
+        return self._ids.get(thing) or self._ids.setdefault(thing, secrets.token_bytes(16))
+
+
+exports_of: PerDriver[Exports] = PerDriver(Exports)
+"""The exports of this process through a driver."""
+
+
+def exports_for(session: Session) -> Exports:
+    """Check the process, do deferred work, and return the exports of a driver."""
+    if session.forked:
+        session.check_process()
+    work(session)
+    return exports_of(session)

@@ -41,17 +41,19 @@ from streamalloc.core.internal import (
 from streamalloc.driver import Driver
 from streamalloc.driver import default as default_driver
 from streamalloc.driver.internal import cuda, opaque_bytes
-from streamalloc.ipc.exporter.exports import (
+from streamalloc.ipc.exporter.leases import (
     NO_FABRIC_POOLS,
     POSIX,
     Exports,
+    Hold,
+    Lease,
     Route,
     exports_for,
     exports_of,
+    hung_up,
     publish,
     routes,
 )
-from streamalloc.ipc.exporter.leases import Hold, Lease, hung_up
 from streamalloc.ipc.transport.channel import Channel
 from streamalloc.ipc.wire import descriptor as wire
 from streamalloc.ipc.wire.descriptor import MOST_CHUNKS, NOWHERE, Descriptor, Flags, Foreign, Mechanism
@@ -59,8 +61,6 @@ from streamalloc.pool import MemoryPool
 from streamalloc.pool.internal import MemoryKind, pointer_attributes
 from streamalloc.vmm import GrowableBuffer, PhysicalMemory, RangeView, VirtualBuffer
 from streamalloc.vmm.internal import covering, is_imported
-
-__all__ = ["Shared", "send", "serve", "share"]
 
 _FABRIC = MemHandleType.FABRIC
 # cuIpcGetMemHandle shares whole blocks of this size, in bytes, with all allocations in them.

@@ -1,3 +1,1 @@
 """The process that opens memory of another: imported handles, mappings, and their release."""
-
-__all__: list[str] = []

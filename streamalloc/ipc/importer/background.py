@@ -19,8 +19,6 @@ from streamalloc.core.internal import (
     work,
 )
 
-__all__ = ["OnceIdle", "release_dropped"]
-
 # Calls that may wait for the device are tried so often if the driver refuses them.
 _TRIES = 5
 # Seconds until an attempt that found a device at work is repeated.

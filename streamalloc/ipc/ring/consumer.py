@@ -20,9 +20,8 @@ from streamalloc.core.internal import (
 )
 from streamalloc.driver import Driver
 from streamalloc.driver import default as default_driver
-from streamalloc.ipc.importer.contents import await_on
-from streamalloc.ipc.importer.imported import ImportedBuffer
-from streamalloc.ipc.importer.importer import Importer, importer_of
+from streamalloc.ipc.importer.imported import ImportedBuffer, await_on
+from streamalloc.ipc.importer.open import Importer, importer_of
 from streamalloc.ipc.importer.open import open as open_shared
 from streamalloc.ipc.ring.protocol import (
     END,
@@ -36,12 +35,9 @@ from streamalloc.ipc.ring.protocol import (
     SlotMemory,
     answer,
 )  # fmt: skip
-from streamalloc.ipc.transport.channel import Channel
+from streamalloc.ipc.transport.channel import Channel, Message, PeerGoneError, ProtocolError
 from streamalloc.ipc.transport.deadlines import end_of, left, now
-from streamalloc.ipc.transport.packets import Message, PeerGoneError, ProtocolError
 from streamalloc.ipc.wire.control_block import ControlBlock
-
-__all__ = ["RingConsumer", "RingItem"]
 
 # Seconds between two checks whether the producer is alive. Its channel stays open if a forked child has a copy.
 _LIVENESS_SECONDS = 0.25

@@ -1,17 +1,24 @@
-"""The end of a ring that fills slots. :mod:`streamalloc.ipc.ring.protocol` has the protocol."""
+"""The end of a ring that fills slots, and recovers them from consumers that have gone; see the :mod:`.protocol`."""
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple, NoReturn
 
 from streamalloc.core.internal import (
+    Buffer,
+    ClosedError,
     CopySide,
+    CudaError,
     Fd,
     MemLocationType,
     Memory,
     Row,
+    Session,
     Stream,
     StreamLike,
     as_stream,
@@ -22,17 +29,372 @@ from streamalloc.core.internal import (
     size_text,
     undoing,
 )
-from streamalloc.ipc.exporter.leases import leases_of
+from streamalloc.ipc.exporter.leases import Lease, hung_up, leases_of
 from streamalloc.ipc.exporter.share import Shared, share
-from streamalloc.ipc.ring.delivery import ConsumerLink, Deliveries, RingSlot, Slot
-from streamalloc.ipc.ring.protocol import MOST_SLOTS, Introduction, RingEnd, importers_in
-from streamalloc.ipc.transport.channel import Channel
+from streamalloc.ipc.ring.protocol import (
+    END,
+    HALF,
+    ITEM,
+    MASK,
+    MOST_SLOTS,
+    PACKET,
+    Introduction,
+    RingEnd,
+    RingEnding,
+    SlotMemory,
+    importers_in,
+)
+from streamalloc.ipc.transport.channel import Channel, Message, PeerGoneError, ProtocolError
 from streamalloc.ipc.transport.deadlines import end_of, left
-from streamalloc.ipc.transport.packets import Message, ProtocolError
-from streamalloc.ipc.wire.control_block import IMPORTERS
+from streamalloc.ipc.wire.control_block import IMPORTERS, ControlBlock, ImporterWords, SlotWords
 from streamalloc.pool import MemoryPool
 
-__all__ = ["RingProducer", "RingSlot", "RingStatistics"]
+# The socket buffer has room for the packets of all slots, so that a send does not wait in practice.
+_SEND_SECONDS = 10.0
+
+_packed = PACKET.pack
+
+
+class Slot:
+    """One slot of a producer, through all its uses."""
+
+    __slots__ = ("block", "flags", "index", "lease", "number", "ready", "used", "value", "words")
+
+    def __init__(self, index: int, lease: Lease) -> None:
+        self.index: int = index
+        self.lease: Lease = lease
+        self.block: ControlBlock = lease.block
+        self.number: int = lease.slot
+        self.words: SlotWords = lease.words
+        self.ready: int = lease.words.last_announced
+        """Value of the ready flag that means that the contents are complete."""
+        self.used: int = 0
+        """Bytes of the item."""
+        self.flags: ImporterWords | None = None
+        """Flags of the last consumer; None: no consumer to wait for."""
+        self.value: int = 0
+        """Value of these flags after the consumer has opened and closed it."""
+
+
+class RingSlot(SlotMemory):
+    """A slot that the producer fills, made by :meth:`RingProducer.next`.
+
+    The end of its ``with`` block hands the slot to a consumer, in stream order. If the block or the hand-off raises, or
+    if the object is dropped, the slot becomes free again unsent.
+    """
+
+    __slots__ = ("_deliveries", "_slot", "_used")
+
+    def __init__(self, deliveries: Deliveries, slot: Slot) -> None:
+        offset = slot.index * deliveries.stride
+        super().__init__(deliveries.buffer, deliveries.stream, slot.index, offset, deliveries.slot_bytes)
+        self._deliveries = deliveries
+        self._slot = slot
+        self._used = deliveries.slot_bytes
+
+    @property
+    def nbytes_used(self) -> int:
+        """Bytes of the item, from the slot's first byte; default: all bytes of the slot.
+
+        Raises
+        ------
+        TypeError, ValueError
+            Set to no integer, or to more bytes than the slot has.
+        """
+        return self._used
+
+    @nbytes_used.setter
+    def nbytes_used(self, value: int) -> None:
+        if checked_size("nbytes_used", value) > self._nbytes:
+            raise ValueError(f"nbytes_used={value}: the slots of this ring have {size_text(self._nbytes)}")
+        self._used = value
+
+    def _check_usable(self) -> None:
+        if not getattr(self, "_held", False) or self._deliveries.closed:
+            raise ClosedError(f"slot {self.index} of the ring was handed on, or the ring was closed")
+
+    def hand_off(self) -> None:
+        """Hand the slot to a consumer, after the stream's work so far (``cuStreamWriteValue32``).
+
+        Raises
+        ------
+        PeerGoneError
+            No consumer is left. Hand the slot off after one was added, or give it back.
+        ClosedError
+            The slot was handed on already, or the ring was closed.
+        CaptureError
+            The stream is being captured.
+        """
+        self._check_usable()
+        self._deliveries.hand_off(self)
+
+    def give_back(self) -> None:
+        """Free the slot unsent; no effect after :meth:`hand_off`."""
+        if self._held:
+            self._held = False
+            self._deliveries.returned.append(self._slot)
+
+    def __del__(self) -> None:
+        if getattr(self, "_held", False):
+            self._deliveries.returned.append(self._slot)
+
+    def _leave(self, *, failed: bool) -> None:
+        try:
+            if not failed and self._held:
+                self._deliveries.hand_off(self)
+        finally:
+            self.give_back()
+
+
+class ConsumerLink:
+    """The producer's record of a consumer."""
+
+    __slots__ = ("blocks", "channel", "flags", "in_flight", "turn", "unsent")
+
+    def __init__(self, channel: Channel, blocks: dict[ControlBlock, int], flags: list[ImporterWords]) -> None:
+        self.channel: Channel = channel
+        self.blocks: dict[ControlBlock, int] = blocks
+        """Importer number of the consumer, by control block."""
+        self.flags: list[ImporterWords] = flags
+        """Flags of the consumer, by slot."""
+        self.in_flight: dict[Slot, None] = {}
+        """Slots sent to the consumer and not released, oldest first."""
+        self.turn: int = 0
+        """Number of the last item sent to the consumer."""
+        self.unsent: bytes = b""
+        """Last packet, until its send has returned."""
+
+    def send(self) -> None:
+        """Send the last packet if a signal handler may have stopped its send; the consumer ignores a second copy."""
+        if self.unsent:
+            self.channel.send(self.unsent, timeout=_SEND_SECONDS)
+            self.unsent = b""
+
+    def close(self) -> None:
+        # close() alone keeps the connection open if a forked child has a copy.
+        self.channel.shutdown()
+        self.channel.close()
+
+
+def _load(consumer: ConsumerLink) -> tuple[int, int]:
+    return len(consumer.in_flight), consumer.turn
+
+
+def _gone(consumers: Iterable[ConsumerLink]) -> list[ConsumerLink]:
+    """The consumers that have closed their ends, or died."""
+    return [
+        consumer
+        for consumer in consumers
+        if consumer.channel.closed
+        or not all(block.importer_alive(importer) for block, importer in consumer.blocks.items())
+        or hung_up(consumer.channel)
+    ]
+
+
+class Deliveries(RingEnding):
+    """The slots and consumers of a producer. Its close ends when the consumers have released all slots.
+
+    Each slot is in one state: in :attr:`free`, held by the user (:class:`RingSlot`), in :attr:`returned`, ``in_flight``
+    to a consumer, or in :attr:`unsent`.
+    """
+
+    def __init__(self, session: Session, buffer: Buffer, stream: Stream, slot_bytes: int, stride: int) -> None:
+        self.closed = False
+        self.slot_bytes: int = slot_bytes
+        self.stride: int = stride
+        """Bytes from one slot to the next."""
+        self.session: Session = session
+        self.buffer: Buffer = buffer
+        self.stream: Stream = stream
+        self.lock: contextlib.AbstractContextManager[bool] = threading.Lock()
+        self.slots: list[Slot] = []
+        self.free: deque[Slot] = deque()
+        self.returned: deque[Slot] = deque()
+        """Slots that users have returned unsent; appended to without the lock."""
+        self.unsent: dict[Slot, None] = {}
+        """Filled slots whose consumer has gone without opening them."""
+        self.consumers: dict[ConsumerLink, None] = {}
+        self.leaving: dict[ConsumerLink, None] = {}
+        """Consumers that get no more items, and have not released all slots."""
+        self.handed_off: int = 0
+        self.redelivered: int = 0
+        self._end_sent = False
+
+    # -- with the lock held ----------------------------------------------------------------------------------
+
+    def take(self) -> RingSlot | None:
+        """The next free slot, which the stream may fill; None if none is free."""
+        if not self.free and not self.settle():
+            return None
+        if self.closed or not self.consumers:
+            self.refuse()
+        slot = self.free[0]
+        flags = slot.flags
+        if flags is not None and (flags.closed.value - slot.value) & MASK >= HALF:
+            slot.block.wait_closed(self.stream, flags, slot.value)
+        taken = RingSlot(self, slot)
+        del self.free[0]
+        taken._held = True
+        return taken
+
+    def settle(self) -> bool:
+        """Free the slots that consumers have released and users have returned; whether a slot is free."""
+        while self.returned:
+            slot = self.returned[0]
+            del self.returned[0]
+            self.free.appendleft(slot)
+        for consumer in (*self.consumers, *self.leaving):
+            with contextlib.suppress(OSError, ClosedError):
+                consumer.send()
+            for slot in tuple(consumer.in_flight):
+                if slot.flags.closing.value == slot.value:  # type: ignore[union-attr]
+                    del consumer.in_flight[slot]
+                    self.free.append(slot)
+        for consumer in tuple(self.leaving):
+            if not consumer.in_flight:
+                del self.leaving[consumer]
+                consumer.channel.close()
+        return bool(self.free)
+
+    def drop_gone(self) -> None:
+        """Remove consumers that have gone, and send the items that they have not opened to others."""
+        for consumer in _gone(self.consumers):
+            self._drop(consumer)
+        self._take_unopened(self.leaving)
+        self.deliver_unsent()
+
+    def _drop(self, consumer: ConsumerLink) -> None:
+        if consumer in self.consumers:
+            self.leaving[consumer] = None
+            del self.consumers[consumer]
+        consumer.close()
+        self._take_unopened([consumer])
+
+    def _take_unopened(self, consumers: Iterable[ConsumerLink]) -> None:
+        """Move the slots that consumers have not opened to :attr:`unsent`, if the consumers have gone.
+
+        Flags of slots that they have opened are written when they release these, or by the watcher when they die.
+        """
+        self.settle()
+        for consumer in _gone(consumers):
+            for slot in tuple(consumer.in_flight):
+                if slot.flags.opened.value != slot.value:  # type: ignore[union-attr]
+                    slot.flags = None
+                    self.unsent[slot] = None
+                    del consumer.in_flight[slot]
+
+    def deliver_unsent(self) -> None:
+        """Send the items in :attr:`unsent` to the consumers."""
+        while self.unsent and self.consumers:
+            slot = next(iter(self.unsent))
+            self._deliver(slot)
+            self.handed_off -= 1
+            self.redelivered += 1
+
+    def _deliver(self, slot: Slot, holder: RingSlot | None = None) -> None:
+        """Send a filled slot, from :attr:`unsent` or from ``holder``, to the consumer with the fewest slots."""
+        while True:
+            consumer = self._chosen()
+            flags = consumer.flags[slot.index]
+            value = (flags.closing.value + 1) & MASK
+            packet = _packed(ITEM, slot.index, slot.ready, value, slot.used)
+            # In flight before the send: a signal handler may raise after the kernel has the packet.
+            consumer.unsent = packet
+            consumer.in_flight[slot] = None
+            slot.flags = flags
+            slot.value = value
+            if holder is None:
+                del self.unsent[slot]
+            else:
+                holder._held = False
+            self.handed_off = consumer.turn = self.handed_off + 1
+            try:
+                consumer.send()
+                return
+            except (ConnectionError, ClosedError):
+                consumer.unsent = b""
+                self._drop(consumer)
+                if slot not in self.unsent:
+                    return
+                self.handed_off -= 1
+                if holder is not None:
+                    holder._held = True
+                    del self.unsent[slot]
+
+    def _chosen(self) -> ConsumerLink:
+        while self.consumers:
+            if len(self.consumers) > 1:
+                self.settle()
+            consumer = min(self.consumers, key=_load)
+            try:
+                consumer.send()
+                return consumer
+            except (ConnectionError, ClosedError):
+                self._drop(consumer)
+        self.refuse()
+
+    def refuse(self) -> NoReturn:
+        """Raise the reason why no item can be handed off."""
+        self.session.check_process()
+        if self.closed:
+            raise ClosedError("the ring was closed")
+        raise PeerGoneError("the ring has no consumer: none was added, or all have gone; it goes on when one is added")
+
+    # -- without the lock held -------------------------------------------------------------------------------
+
+    def hand_off(self, holder: RingSlot) -> None:
+        """Hand a filled slot to a consumer."""
+        with self.lock:
+            holder._check_usable()
+            if not self.consumers:
+                self.refuse()
+            if self.unsent:
+                self.deliver_unsent()
+            slot = holder._slot
+            words, before = slot.words, slot.ready
+            # Before the write: after an interrupt no later item gets the same value.
+            slot.ready = words.last_announced = words.announced.value = ready = (before + 1) & MASK
+            slot.used = holder._used
+            try:
+                slot.block.write(self.stream, words.ready, ready)
+            except (CudaError, ClosedError):
+                slot.ready = words.last_announced = words.announced.value = before
+                raise
+            self._deliver(slot, holder)
+
+    def attempt(self) -> bool:
+        """Send the end to the consumers, free the memory, and release the flags when no consumer uses them."""
+        with self.lock:
+            if not self._end_sent:
+                self._send_end()
+        self.buffer.close()
+        with self.lock:
+            self._take_unopened(self.leaving)
+            self.settle()
+            if self.leaving:
+                return False
+        for slot in self.slots:
+            slot.lease.release()
+        return True
+
+    def _send_end(self) -> None:
+        with contextlib.suppress(OSError):
+            self.drop_gone()
+        for consumer in tuple(self.consumers):
+            with contextlib.suppress(OSError, ClosedError):
+                consumer.send()
+                consumer.channel.send(END, timeout=_SEND_SECONDS)
+            self.leaving[consumer] = None
+            del self.consumers[consumer]
+        self.unsent.clear()
+        self.free.clear()
+        self._end_sent = True
+
+    def _shut_after_fork(self) -> None:
+        # The parent owns the consumers, and one of its threads may have held the lock.
+        self.lock = threading.Lock()
+        self.consumers, self.leaving = {}, {}
+
 
 _ALIGNMENT = 512
 # Waiting for a slot, in seconds: polling without a sleep, the longest sleep after that, and between two checks whether

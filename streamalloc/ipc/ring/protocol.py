@@ -41,13 +41,8 @@ from streamalloc.core.internal import (
     mib,
     size_text,
 )
-from streamalloc.ipc.transport.packets import Message, ProtocolError
+from streamalloc.ipc.transport.channel import Message, ProtocolError
 from streamalloc.ipc.wire.control_block import SLOTS
-
-__all__ = [
-    "ANSWER", "END", "HALF", "HELLO", "ITEM", "MAGIC", "MASK", "MOST_SLOTS", "PACKET", "VERSION",
-    "Introduction", "RingEnd", "RingEnding", "SlotMemory", "answer", "importers_in",
-]  # fmt: skip
 
 MOST_SLOTS = 256
 """Limit of slots: the packets of all slots fit one socket buffer (278 packets by default on Linux), so that no hand-off

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from streamalloc.core.internal import StreamLike
 from streamalloc.driver import Driver
-from streamalloc.ipc.ring.consumer import RingConsumer, RingItem
-from streamalloc.ipc.ring.producer import RingProducer, RingSlot, RingStatistics
+from streamalloc.ipc.ring.consumer import RingConsumer
+from streamalloc.ipc.ring.producer import RingProducer
 from streamalloc.ipc.transport.channel import Channel
 from streamalloc.pool import MemoryPool
-
-__all__ = ["Ring", "RingConsumer", "RingItem", "RingProducer", "RingSlot", "RingStatistics"]
 
 
 class Ring:

@@ -1,3 +1,1 @@
 """Connections between processes: channels, file descriptors over them, and groups of processes."""
-
-__all__: list[str] = []

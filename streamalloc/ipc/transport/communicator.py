@@ -38,20 +38,6 @@ from streamalloc.ipc.transport.process_group import (
     name_of,
 )
 
-__all__ = [
-    "AllgatherCommunicator",
-    "Communicator",
-    "CommunicatorLike",
-    "MPICommunicator",
-    "MPIGroupLike",
-    "ProcessCommunicator",
-    "ProcessGroupLike",
-    "SelfCommunicator",
-    "TorchCommunicator",
-    "TorchGroupLike",
-    "as_communicator",
-]
-
 
 @runtime_checkable
 class Communicator(Protocol):

@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-__all__ = ["end_of", "left", "milliseconds", "now", "refuse"]
-
 _DAY = 86400.0
 
 now: Callable[[], float] = time.monotonic

@@ -17,8 +17,6 @@ from streamalloc.core.internal import ClosedError, Fd, close_all
 from streamalloc.ipc.transport.channel import Channel, Listener
 from streamalloc.ipc.transport.deadlines import now
 
-__all__ = ["address_of", "fetch", "serve"]
-
 # A client that is silent for so long is dropped, and a request that takes longer fails.
 _SECONDS = 10.0
 _MOST_CLIENTS = 64

@@ -17,24 +17,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from streamalloc.core.internal import Closes, Fd, close_all, undoing
-from streamalloc.ipc.transport.channel import Channel, Listener
+from streamalloc.ipc.transport.channel import (
+    PACKET_DATA,
+    PACKET_HANDLES,
+    Channel,
+    Listener,
+    PeerGoneError,
+    ProtocolError,
+)
 from streamalloc.ipc.transport.deadlines import end_of, left, milliseconds
-from streamalloc.ipc.transport.packets import PACKET_DATA, PACKET_HANDLES, PeerGoneError, ProtocolError
-
-__all__ = [
-    "Call",
-    "GroupError",
-    "GroupGoneError",
-    "GroupProtocolError",
-    "GroupTimeoutError",
-    "Limit",
-    "Mesh",
-    "by_value",
-    "described",
-    "did_not_come",
-    "listed",
-    "name_of",
-]
 
 
 class Call(enum.IntEnum):

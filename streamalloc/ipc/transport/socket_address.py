@@ -10,8 +10,6 @@ import struct
 from pathlib import Path
 from typing import NamedTuple, TypeAlias, Union
 
-__all__ = ["Address", "Peer", "admitted", "check_private", "identity", "peer_of", "shown", "to_kernel"]
-
 Address: TypeAlias = Union[str, bytes, "os.PathLike[str]"]
 """Address of a :class:`Listener`: a path, or an abstract name with ``@`` or a zero byte first."""
 

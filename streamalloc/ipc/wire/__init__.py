@@ -1,3 +1,1 @@
 """Bytes on the wire and words in shared memory: descriptors and control blocks, used by exporter and importer."""
-
-__all__: list[str] = []

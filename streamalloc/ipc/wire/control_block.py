@@ -56,8 +56,6 @@ from streamalloc.core.internal import (
 )
 from streamalloc.driver.internal import cuda
 
-__all__ = ["IMPORTERS", "SLOTS", "WORD", "ControlBlock", "ImporterWords", "Mark", "SlotWords", "fence", "reached"]
-
 SLOTS = 1024
 """Slots of a control block, and marks of each kind."""
 IMPORTERS = 128

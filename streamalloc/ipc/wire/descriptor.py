@@ -14,11 +14,6 @@ import struct
 import zlib
 from typing import NamedTuple
 
-__all__ = [
-    "HEAD_BYTES", "MOST_CHUNKS", "NOWHERE", "PAYLOAD_BYTES", "Chunk", "Descriptor", "Flags", "Foreign", "Head",
-    "Mechanism", "Part", "check_array", "pack_part", "with_array", "with_hold",
-]  # fmt: skip
-
 
 class Mechanism(enum.IntEnum):
     """The driver's mechanism by which memory is shared."""

@@ -1,5 +1,1 @@
-"""A cache over a pool: :class:`CachingAllocator`."""
-
-from streamalloc.pool.cache.allocator import CacheStatistics, CachingAllocator
-
-__all__ = ["CacheStatistics", "CachingAllocator"]
+"""A cache over a pool: :class:`~streamalloc.pool.cache.allocator.CachingAllocator`."""

@@ -64,8 +64,6 @@ from streamalloc.pool.pool import MemoryPool
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["CacheState", "CacheStatistics", "CachingAllocator"]
-
 _POOL_STEP = 32 << 20
 """Bytes. A pool takes memory of its device in steps of this size."""
 _ALLOWANCE = 1.15

@@ -15,8 +15,6 @@ from streamalloc.driver.internal import cuda
 if TYPE_CHECKING:
     from streamalloc.core.internal import Allocator, StillImported
 
-__all__ = ["UNIT", "Block", "CachedBuffer", "SharedBehind", "SizeClass", "class_size", "filled"]
-
 B = TypeVar("B", bound=Buffer)
 
 UNIT = 512

@@ -29,8 +29,6 @@ from streamalloc.core.internal import (
 )
 from streamalloc.pool.cache.blocks import UNIT, Block, SizeClass, class_size
 
-__all__ = ["MAX_RETURNING", "StreamCache"]
-
 _LARGEST_FIT = 3
 """A free block serves a request of at least a third of its size. A smaller factor splits memory among more classes."""
 _MAX_SIZES = 1 << 14

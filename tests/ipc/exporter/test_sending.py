@@ -17,7 +17,7 @@ import streamalloc.driver as sd
 from streamalloc import ipc
 from streamalloc.core.buffer import shared_state
 from streamalloc.ipc.exporter.leases import Lease, leases_of
-from streamalloc.ipc.importer.importer import importer_of
+from streamalloc.ipc.importer.open import importer_of
 from streamalloc.testing import Gate
 from tests.ipc.support import shared_pool
 from tests.support import end_what_was_dropped, executed, filled, names, shows

@@ -16,7 +16,7 @@ import pytest
 import streamalloc as sa
 from streamalloc import ipc, vmm
 from streamalloc.core.session import session_of
-from streamalloc.ipc.importer.importer import importer_of
+from streamalloc.ipc.importer.open import importer_of
 from streamalloc.testing import Gate, settle
 from tests.ipc.support import POSIX, busy, hold, idle, make_buffer, make_growable, make_pool
 from tests.processes import Partner, There, eventually

@@ -28,12 +28,13 @@ import pytest
 
 from streamalloc import ClosedError, Fd
 from streamalloc.ipc.transport import socket_address
-from streamalloc.ipc.transport.channel import Channel, Listener
-from streamalloc.ipc.transport.packets import (
+from streamalloc.ipc.transport.channel import (
     MAX_DATA,
     MAX_HANDLES,
     PACKET_DATA,
     PACKET_HANDLES,
+    Channel,
+    Listener,
     PeerGoneError,
     ProtocolError,
 )
@@ -520,7 +521,7 @@ channel.receive()
         code = """
 import signal
 from streamalloc.ipc.transport.channel import Channel
-from streamalloc.ipc.transport.packets import PeerGoneError
+from streamalloc.ipc.transport.channel import PeerGoneError
 signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 a, b = Channel.pair()
 b.close()

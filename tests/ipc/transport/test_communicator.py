@@ -21,7 +21,7 @@ import pytest
 from typing_extensions import Buffer as BytesLike
 
 from streamalloc import ClosedError, Fd
-from streamalloc.ipc.transport.channel import Channel
+from streamalloc.ipc.transport.channel import Channel, PeerGoneError, ProtocolError
 from streamalloc.ipc.transport.communicator import (
     Communicator,
     ProcessCommunicator,
@@ -29,7 +29,6 @@ from streamalloc.ipc.transport.communicator import (
     _Group,
     as_communicator,
 )
-from streamalloc.ipc.transport.packets import PeerGoneError, ProtocolError
 from streamalloc.ipc.transport.process_group import Call, Limit
 from tests.processes import started
 from tests.support import library, open_descriptors

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import streamalloc as sa
 from streamalloc import ipc
 from streamalloc.ipc import Chunk, Descriptor, Mechanism
-from streamalloc.ipc.importer.importer import importer_of
+from streamalloc.ipc.importer.open import importer_of
 from streamalloc.ipc.wire.control_block import IMPORTERS, SLOTS
 from streamalloc.ipc.wire.descriptor import FABRIC
 from tests.ipc.support import POSIX, State, make_buffer, make_growable, make_pool, state

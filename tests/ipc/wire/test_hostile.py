@@ -22,7 +22,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc
-from streamalloc.ipc.importer.importer import importer_of
+from streamalloc.ipc.importer.open import importer_of
 from streamalloc.ipc.wire import control_block
 from streamalloc.ipc.wire.control_block import IMPORTERS, SLOTS, WORD
 from tests.ipc.support import shared_pool
