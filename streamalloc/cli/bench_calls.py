@@ -15,8 +15,6 @@ from streamalloc.cli.c_loop import c_loop
 from streamalloc.cli.libraries import CudaCore, CuPy, PyTorch, Rmm, library
 from streamalloc.cli.measuring import SIZE, Bench, Call, Row, Setup, Target, fastest
 
-__all__ = ["ROWS"]
-
 RAW = "raw calls"
 OURS = "streamalloc"
 CHECKED = "raw calls, results checked"

@@ -14,8 +14,6 @@ from typing import Any
 from streamalloc.cli.measuring import SIZE, Bench, Row, Setup, Target
 from streamalloc.cli.worker import environment
 
-__all__ = ["ROWS"]
-
 
 class HostMemory:
     """Mean host memory of an object in bytes.

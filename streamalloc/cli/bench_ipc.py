@@ -26,8 +26,6 @@ from streamalloc.cli.measuring import Bench, Call, Row, Setup, Target, Unavailab
 from streamalloc.cli.worker import POSIX, Worker, WorkerBase, can_share_pools, environment
 from streamalloc.driver.internal import cuda
 
-__all__ = ["ROWS", "WorkerActions", "answer_queue"]
-
 SIZE = 1 << 20
 """Bytes in the buffer that is sent: 1 MiB."""
 SLOTS = 8

@@ -7,8 +7,6 @@ import functools
 from streamalloc import traces
 from streamalloc.cli.measuring import Bench, Row, Setup, Target
 
-__all__ = ["ROWS"]
-
 OURS = traces.ALLOCATORS["cached"].title
 OTHERS = tuple(traces.ALLOCATORS[name].title for name in ("pytorch", "cupy"))
 

@@ -17,8 +17,6 @@ from streamalloc.cli.measuring import Bench, Call, Row, Setup, Target, Unavailab
 from streamalloc.core.internal import size_text
 from streamalloc.multicast import SymmetricMemory
 
-__all__ = ["ROWS"]
-
 RAW = "raw calls, results checked"
 OURS = "streamalloc"
 STEPS = 16

@@ -12,8 +12,6 @@ from typing import Any
 
 from streamalloc.cli.measuring import SIZE, Bench, Unavailable
 
-__all__ = ["CLoop", "c_loop", "compiled"]
-
 # The driver functions come as pointers, so the source needs no CUDA header.
 _SOURCE = """
 #include <stddef.h>

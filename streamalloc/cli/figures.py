@@ -9,8 +9,6 @@ from typing import Any
 from streamalloc.cli.measuring import is_library
 from streamalloc.cli.terminal import Terminal
 
-__all__ = ["draw", "missed", "show_row", "show_targets"]
-
 _EXTRA = {
     "first": ("first step", ",.1f"),
     "step": ("median step", ",.1f"),

@@ -8,8 +8,6 @@ from typing import Any
 
 from streamalloc.cli.measuring import SIZE, Bench
 
-__all__ = ["CuPy", "CudaCore", "PyTorch", "Rmm", "library"]
-
 
 class CudaCore:
     """cuda.core with its own device, stream and pool."""

@@ -20,24 +20,6 @@ import numpy as np
 import streamalloc as sa
 from streamalloc.cli.choice import KEEP_ALL, Chosen
 
-__all__ = [
-    "SIZE",
-    "Bench",
-    "Call",
-    "Effort",
-    "Measurable",
-    "Row",
-    "Setup",
-    "Target",
-    "Unavailable",
-    "fastest",
-    "is_library",
-    "measured",
-    "ratio",
-    "step_times",
-    "value_of",
-]
-
 SIZE = 4096
 """Bytes in a buffer of most rows: 4 KiB."""
 

@@ -12,8 +12,6 @@ from matplotlib.patches import Patch, Rectangle
 
 from streamalloc.plots.style import ADDRESSES, GREY, INK, TINT, WIDTH, bare, drawing, end_labels, figure, rows, sizes
 
-__all__ = ["Bar", "Cell", "Mark", "areas", "curves", "grid", "spans"]
-
 _BAR = 0.52
 
 

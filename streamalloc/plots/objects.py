@@ -13,8 +13,6 @@ from streamalloc.plots.ranges import address_range
 from streamalloc.pool import MemoryPool
 from streamalloc.vmm import AddressRange, VirtualBuffer
 
-__all__ = ["draw"]
-
 _FUNCTIONS: dict[type | tuple[type, ...], Any] = {
     MemoryPool: pool,
     (AddressRange, VirtualBuffer): address_range,

@@ -37,8 +37,6 @@ from streamalloc.plots.style import (
 )
 from streamalloc.pool import MemoryPool, PoolStatistics
 
-__all__ = ["Step", "Timeline", "matrix", "pool", "timeline", "usage"]
-
 SETTLE = 0.01
 """Seconds in which an idle stream certainly runs a small fill."""
 

@@ -14,8 +14,6 @@ from streamalloc.core.internal import MemAccess, MemLocation, color_of, place
 from streamalloc.plots.style import GREY, INK, MiB, bare, drawing
 from streamalloc.vmm import AddressRange, PhysicalMemory, VirtualBuffer
 
-__all__ = ["Frame", "Piece", "address_range", "film", "frame"]
-
 
 class Piece(NamedTuple):
     """Memory mapped at an offset of a range."""

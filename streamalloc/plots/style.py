@@ -11,11 +11,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-__all__ = [
-    "ADDRESSES", "GREEN", "GREY", "INK", "LIGHT", "MINUS", "ORANGE", "RED", "RESERVED", "RESERVED_EDGE", "STYLE",
-    "TINT", "USED", "WIDTH", "MiB", "bare", "drawing", "end_labels", "figure", "rows", "sizes", "styled",
-]  # fmt: skip
-
 MiB = 1 << 20
 MINUS = "\N{MINUS SIGN}"
 WIDTH = 9.4

@@ -12,8 +12,6 @@ import pickletools
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["load"]
-
 _KEYS = (str, bytes, int, float, bool, type(None))
 # Opcodes that push their argument.
 _ATOMS = frozenset(

@@ -13,8 +13,6 @@ from streamalloc.driver import Traced
 from streamalloc.driver.internal import cuda
 from streamalloc.pool import CachingAllocator, MemoryPool
 
-__all__ = ["ALLOCATORS", "Entry", "Subject", "of_allocator"]
-
 _KEEP_ALL = 2**64 - 1
 # Initial bytes of RMM's pool; its default is half of the device's memory.
 _RMM_BEGINS = 32 << 20
