@@ -1,4 +1,4 @@
-"""Figures of one notebook each: statistics of pools call by call, timelines of streams, curves and areas.
+"""Figures of one notebook each: pools and ranges call by call, timelines of streams, curves and areas.
 
 All data is measured: the pool's statistics after each step, and the events that each stream has reached.
 """
@@ -17,9 +17,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
+from matplotlib.ticker import MaxNLocator
 
 from streamalloc import Buffer, Event, PoolStatistics, Stream
 from streamalloc.plots import drawing, figure
+from streamalloc.plots.ranges import Piece, pieces_of, strip
 from streamalloc.plots.style import (
     ADDRESSES,
     GREY,
@@ -30,8 +32,10 @@ from streamalloc.plots.style import (
     TINT,
     USED,
     MiB,
+    bare,
     sizes,
 )
+from streamalloc.vmm import AddressRange, PhysicalMemory
 
 MINUS = "\N{MINUS SIGN}"
 SETTLE = 0.01
@@ -390,3 +394,31 @@ def end_labels(ax: Axes, at: float, labels: Mapping[str, tuple[float, str]]) -> 
             name, (at, lowest), (6, 0), xycoords=("data", "axes fraction"), textcoords="offset points", color=color,
             va="center", weight="bold", annotation_clip=False,
         )  # fmt: skip
+
+
+class Frame(NamedTuple):
+    """A call, and the mappings after it."""
+
+    call: str
+    pieces: list[Piece]
+    nbytes: int
+
+
+def frame(call: str, range: AddressRange, names: Mapping[str, PhysicalMemory] | None = None) -> Frame:
+    """Return the current mappings of a range; ``names`` labels the physical memory."""
+    return Frame(call, pieces_of(range, names or {}), range.nbytes)
+
+
+def film(frames: Sequence[Frame], *, ax: Axes | None = None) -> Figure:
+    """Draw a range after each of several calls, one below the other; return the figure."""
+    with drawing(ax, height=0.42 * len(frames) + 0.6) as (made, axes):
+        for row, one in enumerate(frames):
+            strip(axes, row + 0.14, 0.72, one.pieces, one.nbytes)
+        axes.set_xlim(0, max(one.nbytes for one in frames) / MiB)
+        axes.set_ylim(len(frames), 0)
+        axes.set_xlabel("MiB from the beginning of the range")
+        axes.xaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 4, 8, 10], integer=True))
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        bare(axes)
+        axes.set_yticks([row + 0.5 for row in range(len(frames))], [one.call for one in frames], family="monospace")
+    return made

@@ -2,7 +2,6 @@
 
 * Current state: ``pool.plot()``, ``range.plot()``, ``plot()`` of growable memory, and :func:`memory` and :func:`reuse`
   of an observer.
-* :func:`film` of the mappings of a range, call by call.
 * Basic charts: :func:`spans` and :func:`grid`.
 
 Each function returns a figure, or draws into the axes ``ax``.
@@ -13,26 +12,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from streamalloc.plots.charts import Bar, Cell, Mark, grid, spans
-    from streamalloc.plots.objects import draw
+    from streamalloc.plots.objects import draw, pool
     from streamalloc.plots.observed import Life, lives, memory, reuse
-    from streamalloc.plots.pools import pool
-    from streamalloc.plots.ranges import Frame, Piece, address_range, film, frame
+    from streamalloc.plots.ranges import address_range
     from streamalloc.plots.style import STYLE, drawing, figure
 
 __all__ = [
     "STYLE",
     "Bar",
     "Cell",
-    "Frame",
     "Life",
     "Mark",
-    "Piece",
     "address_range",
     "draw",
     "drawing",
     "figure",
-    "film",
-    "frame",
     "grid",
     "lives",
     "memory",
@@ -41,7 +35,7 @@ __all__ = [
     "spans",
 ]
 
-_MODULES = ("charts", "objects", "observed", "pools", "ranges", "style")
+_MODULES = ("charts", "objects", "observed", "ranges", "style")
 """Modules with the public names; imported on use, so this package can be imported without matplotlib."""
 
 

@@ -118,8 +118,8 @@ class TestText:
                 addresses.map(memory, 2 * number * page, access={here: sa.MemAccess(1 + 2 * (number % 3 == 0))})
             addresses.map(stack.enter_context(vmm.PhysicalMemory(here, 2 * MiB)), 30 * page, access=[here, there])
             assert overlaps(addresses.plot()) == []
-            frames = [plots.frame(f"map({number})", addresses) for number in range(5)]
-            assert overlaps(plots.film(frames)) == []
+            frames = [PICTURES.frame(f"map({number})", addresses) for number in range(5)]
+            assert overlaps(PICTURES.film(frames)) == []
             with vmm.GrowableBuffer(here, 64 * page, page) as buffer:
                 assert overlaps(buffer.plot()) == []
             with vmm.AddressRange(40 * page, driver=big) as nothing:
