@@ -16,8 +16,6 @@ from streamalloc.cli.info import add_json_argument, versions, write_json
 from streamalloc.cli.measuring import Bench, Effort, Row, measured
 from streamalloc.cli.terminal import Terminal
 
-__all__ = ["ROWS", "add_arguments", "run"]
-
 FULL = Effort(
     rounds=25, block=0.01, live=(10, 1_000, 100_000, 1_000_000), host_buffers=10_000, imports=15, growths=24,
     whole_devices=6, evictions=9, evicted=8 << 30, replays=9,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import operator
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,6 @@ import streamalloc as sa
 from streamalloc.cli.c_loop import c_loop
 from streamalloc.cli.libraries import CudaCore, CuPy, PyTorch, Rmm, library
 from streamalloc.cli.measuring import SIZE, Bench, Call, Row, Setup, Target, fastest
-
-__all__ = ["ROWS"]
 
 RAW = "raw calls"
 OURS = "streamalloc"
@@ -41,13 +39,8 @@ def with_(kind: Callable[[Bench], Any], make: Callable[[Any], Call]) -> Setup:
 def raw_pair(bench: Bench, pool: Any = None, nbytes: int = SIZE) -> Call:
     """Allocate and free with the bindings' functions and handle objects, results unchecked."""
     allocate, free, stream = bench.driver.cuMemAllocFromPoolAsync, bench.driver.cuMemFreeAsync, bench.raw_stream
-    pool = bench.raw_pool if pool is None else pool
-
-    def pair() -> None:
-        _, pointer = allocate(nbytes, pool, stream)
-        free(pointer, stream)
-
-    return pair
+    pool = pool or bench.raw_pool
+    return lambda: free(allocate(nbytes, pool, stream)[1], stream)
 
 
 def raw_pair_checked(bench: Bench) -> Call:
@@ -83,7 +76,7 @@ def our_pair(kind: str) -> Setup:
 
 def our_drop(kind: str) -> Setup:
     """Allocate with the library; dropping the buffer frees it."""
-    return lambda bench: functools.partial(_allocator(bench, kind, bench.pool).allocate, SIZE, bench.stream)
+    return lambda bench: partial(_allocator(bench, kind, bench.pool).allocate, SIZE, bench.stream)
 
 
 def cuda_core_pair(cuda: CudaCore, *, on_stream: bool) -> Call:
@@ -92,11 +85,6 @@ def cuda_core_pair(cuda: CudaCore, *, on_stream: bool) -> Call:
     if on_stream:
         return lambda: resource.allocate(SIZE, stream=stream).close(stream)
     return lambda: resource.allocate(SIZE, stream=stream).close()
-
-
-def cupy_pair(cupy: CuPy, pool: str) -> Call:
-    """Allocate from a CuPy pool; dropping the memory frees it."""
-    return functools.partial(getattr(cupy.cupy.cuda, pool)().malloc, SIZE)
 
 
 def rmm_pair(rmm: Rmm) -> Call:
@@ -114,15 +102,6 @@ def torch_pair(torch: PyTorch) -> Call:
 # --- work on a stream -----------------------------------------------------------------------------------------------
 
 
-def raw_fill(bench: Bench) -> Call:
-    return functools.partial(bench.driver.cuMemsetD8Async, bench.raw_buffer(), 7, SIZE, bench.raw_stream)
-
-
-def raw_copy(bench: Bench) -> Call:
-    target, source = bench.raw_buffer(), bench.raw_buffer()
-    return functools.partial(bench.driver.cuMemcpyAsync, target, source, SIZE, bench.raw_stream)
-
-
 def raw_host_copy(bench: Bench, *, to_host: bool) -> Call:
     """Copy between a numpy array and the device, with the fastest of the bindings' functions."""
     driver, address, buffer = bench.driver, bench.array.ctypes.data, bench.raw_buffer()
@@ -131,33 +110,19 @@ def raw_host_copy(bench: Bench, *, to_host: bool) -> Call:
     calls = []
     for copy, host in hosts:
         target, source = (host, buffer) if to_host else (buffer, host)
-        calls.append(functools.partial(copy, target, source, SIZE, bench.raw_stream))
+        calls.append(partial(copy, target, source, SIZE, bench.raw_stream))
     return fastest(*calls)
 
 
-def our_copy(bench: Bench, method: str, *, host: bool) -> Call:
-    other = bench.array if host else bench.buffer()
-    return functools.partial(getattr(bench.buffer(), method), other)
-
-
-def cupy_copy(cupy: CuPy, method: str) -> Call:
-    array, host = cupy.array(), np.zeros(SIZE, np.uint8)
-    return functools.partial(array.set, host) if method == "set" else functools.partial(array.get, out=host)
+def cupy_copy(cupy: CuPy) -> Call:
+    target, source = cupy.array().data, cupy.array().data
+    return partial(target.copy_from_device_async, source, SIZE, cupy.stream)
 
 
 def torch_copy(torch: PyTorch, *, to_host: bool) -> Call:
     tensor, host = torch.tensor(), torch.torch.from_numpy(np.zeros(SIZE, np.uint8))
     target, source = (host, tensor) if to_host else (tensor, host)
-    return functools.partial(target.copy_, source)
-
-
-def cuda_core_copy(cuda: CudaCore) -> Call:
-    return functools.partial(cuda.buffer().copy_to, cuda.buffer(), stream=cuda.stream)
-
-
-def cupy_device_copy(cupy: CuPy) -> Call:
-    target, source = cupy.array().data, cupy.array().data
-    return functools.partial(target.copy_from_device_async, source, SIZE, cupy.stream)
+    return partial(target.copy_, source)
 
 
 def raw_order(bench: Bench) -> Call:
@@ -177,14 +142,9 @@ def raw_order(bench: Bench) -> Call:
     return order
 
 
-def our_order(bench: Bench) -> Call:
-    stream, other = bench.stream, bench.new_stream()
-    return lambda: other.wait(stream.record())
-
-
-def library_order(stream: Any, other: Any, record: str, wait: str) -> Call:
-    record_, wait_ = getattr(stream, record), getattr(other, wait)
-    return lambda: wait_(record_())
+def order(record: Callable[[], Any], wait: Callable[[Any], object]) -> Call:
+    """Record an event of a stream, and let another stream wait for it."""
+    return lambda: wait(record())
 
 
 # --- statistics and exchange with libraries -------------------------------------------------------------------------
@@ -199,23 +159,19 @@ def raw_statistics(bench: Bench) -> Call:
     return lambda: (get(pool, a), get(pool, b), get(pool, c), get(pool, d))
 
 
-def cuda_core_statistics(cuda: CudaCore) -> Call:
-    return functools.partial(operator.attrgetter(*_STATISTICS), cuda.resource.attributes)
-
-
 def interface_by_hand(bench: Bench) -> Call:
     """Create the dictionary of version 3 of the interface from constants."""
     data = (bench.buffer().address, False)
     return lambda: {"shape": (SIZE,), "typestr": "|u1", "data": data, "strides": None, "version": 3, "stream": 1}
 
 
-def interface_of(array: Any) -> Call:
-    return lambda: array.__cuda_array_interface__
-
-
 def capsule_of(array: Any) -> Call:
     # A lambda, because functools.partial is slower with keyword arguments.
     return lambda: array.__dlpack__(stream=-1)
+
+
+def interface_of(array: Any) -> Call:
+    return lambda: array.__cuda_array_interface__
 
 
 def view_of(array: Any) -> Call:
@@ -301,8 +257,8 @@ ROWS = (
             C_LOOP: c_loop,
             "cuda.core .close()": with_(CudaCore, lambda cuda: cuda_core_pair(cuda, on_stream=False)),
             "cuda.core .close(stream)": with_(CudaCore, lambda cuda: cuda_core_pair(cuda, on_stream=True)),
-            "CuPy MemoryAsyncPool": with_(CuPy, lambda cupy: cupy_pair(cupy, "MemoryAsyncPool")),
-            CUPY_CACHING: with_(CuPy, lambda cupy: cupy_pair(cupy, "MemoryPool")),
+            "CuPy MemoryAsyncPool": with_(CuPy, lambda cupy: partial(cupy.cupy.cuda.MemoryAsyncPool().malloc, SIZE)),
+            CUPY_CACHING: with_(CuPy, lambda cupy: partial(cupy.cupy.cuda.MemoryPool().malloc, SIZE)),
             "RMM CudaAsyncMemoryResource": with_(Rmm, rmm_pair),
             "PyTorch empty (caching)": with_(PyTorch, torch_pair),
         },
@@ -322,13 +278,13 @@ ROWS = (
         "fill",
         "Fill 4 KiB",
         {
-            RAW: raw_fill,
-            OURS: lambda bench: functools.partial(bench.buffer().fill, 7),
-            "cuda.core": with_(CudaCore, lambda cuda: functools.partial(cuda.buffer().fill, 7, stream=cuda.stream)),
+            RAW: lambda bench: partial(bench.driver.cuMemsetD8Async, bench.raw_buffer(), 7, SIZE, bench.raw_stream),
+            OURS: lambda bench: partial(bench.buffer().fill, 7),
+            "cuda.core": with_(CudaCore, lambda cuda: partial(cuda.buffer().fill, 7, stream=cuda.stream)),
             "CuPy memset_async": with_(
-                CuPy, lambda cupy: functools.partial(cupy.array().data.memset_async, 7, SIZE, cupy.stream)
+                CuPy, lambda cupy: partial(cupy.array().data.memset_async, 7, SIZE, cupy.stream)
             ),
-            "PyTorch fill_ (a kernel)": with_(PyTorch, lambda torch: functools.partial(torch.tensor().fill_, 7)),
+            "PyTorch fill_ (a kernel)": with_(PyTorch, lambda torch: partial(torch.tensor().fill_, 7)),
         },
         (Target(OURS, 1.35, RAW),),
         most=_QUEUED,
@@ -338,22 +294,10 @@ ROWS = (
         "Record an event, and let another stream wait for it",
         {
             RAW: raw_order,
-            OURS: our_order,
-            "cuda.core": with_(
-                CudaCore, lambda cuda: library_order(cuda.stream, cuda.device.create_stream(), "record", "wait")
-            ),
-            "CuPy": with_(
-                CuPy,
-                lambda cupy: library_order(
-                    cupy.stream, cupy.cupy.cuda.Stream(non_blocking=True), "record", "wait_event"
-                ),
-            ),
-            "PyTorch": with_(
-                PyTorch,
-                lambda torch: library_order(
-                    torch.stream, torch.torch.cuda.Stream(torch.device), "record_event", "wait_event"
-                ),
-            ),
+            OURS: lambda bench: order(bench.stream.record, bench.new_stream().wait),
+            "cuda.core": with_(CudaCore, lambda cuda: order(cuda.stream.record, cuda.device.create_stream().wait)),
+            "CuPy": with_(CuPy, lambda cupy: order(cupy.stream.record, cupy.new_stream().wait_event)),
+            "PyTorch": with_(PyTorch, lambda torch: order(torch.stream.record_event, torch.new_stream().wait_event)),
         },
         (Target(OURS, 1.35, RAW),),
         most=_QUEUED,
@@ -364,7 +308,9 @@ ROWS = (
         {
             RAW: raw_statistics,
             OURS: lambda bench: bench.pool.statistics,
-            "cuda.core": with_(CudaCore, cuda_core_statistics),
+            "cuda.core": with_(
+                CudaCore, lambda cuda: partial(operator.attrgetter(*_STATISTICS), cuda.resource.attributes)
+            ),
         },
         (Target(OURS, 1.35, RAW),),
     ),
@@ -372,10 +318,14 @@ ROWS = (
         "copy",
         "Copy 4 KiB to another buffer",
         {
-            RAW: raw_copy,
-            OURS: lambda bench: our_copy(bench, "copy_to", host=False),
-            "cuda.core": with_(CudaCore, cuda_core_copy),
-            "CuPy": with_(CuPy, cupy_device_copy),
+            RAW: lambda bench: partial(
+                bench.driver.cuMemcpyAsync, bench.raw_buffer(), bench.raw_buffer(), SIZE, bench.raw_stream
+            ),
+            OURS: lambda bench: partial(bench.buffer().copy_to, bench.buffer()),
+            "cuda.core": with_(
+                CudaCore, lambda cuda: partial(cuda.buffer().copy_to, cuda.buffer(), stream=cuda.stream)
+            ),
+            "CuPy": with_(CuPy, cupy_copy),
         },
         (Target(OURS, 1.2, RAW),),
         most=_QUEUED,
@@ -384,9 +334,9 @@ ROWS = (
         "to_numpy",
         "Copy 4 KiB to a numpy array, which waits for it",
         {
-            RAW: functools.partial(raw_host_copy, to_host=True),
-            OURS: lambda bench: our_copy(bench, "copy_to", host=True),
-            "CuPy get": with_(CuPy, lambda cupy: cupy_copy(cupy, "get")),
+            RAW: partial(raw_host_copy, to_host=True),
+            OURS: lambda bench: partial(bench.buffer().copy_to, bench.array),
+            "CuPy get": with_(CuPy, lambda cupy: partial(cupy.array().get, out=np.zeros(SIZE, np.uint8))),
             "PyTorch copy_": with_(PyTorch, lambda torch: torch_copy(torch, to_host=True)),
         },
         (Target(OURS, 1.2, RAW), Target(OURS, 1.0, "CuPy get")),
@@ -396,9 +346,9 @@ ROWS = (
         "from_numpy",
         "Copy 4 KiB from a numpy array",
         {
-            RAW: functools.partial(raw_host_copy, to_host=False),
-            OURS: lambda bench: our_copy(bench, "copy_from", host=True),
-            "CuPy set": with_(CuPy, lambda cupy: cupy_copy(cupy, "set")),
+            RAW: partial(raw_host_copy, to_host=False),
+            OURS: lambda bench: partial(bench.buffer().copy_from, bench.array),
+            "CuPy set": with_(CuPy, lambda cupy: partial(cupy.array().set, np.zeros(SIZE, np.uint8))),
             "PyTorch copy_": with_(PyTorch, lambda torch: torch_copy(torch, to_host=False)),
         },
         (Target(OURS, 1.5, RAW), Target(OURS, 1.0, "CuPy set")),
@@ -408,7 +358,7 @@ ROWS = (
         "synchronize",
         "Synchronize a stream that is idle",
         {
-            RAW: lambda bench: functools.partial(bench.driver.cuStreamSynchronize, bench.raw_stream),
+            RAW: lambda bench: partial(bench.driver.cuStreamSynchronize, bench.raw_stream),
             OURS: lambda bench: bench.stream.synchronize,
             "cuda.core": with_(CudaCore, lambda cuda: cuda.stream.sync),
             "CuPy": with_(CuPy, lambda cupy: cupy.stream.synchronize),
@@ -419,7 +369,7 @@ ROWS = (
         "query",
         "Ask whether a stream is idle",
         {
-            RAW: lambda bench: functools.partial(bench.driver.cuStreamQuery, bench.raw_stream),
+            RAW: lambda bench: partial(bench.driver.cuStreamQuery, bench.raw_stream),
             OURS: lambda bench: bench.stream.query,
             "CuPy": with_(CuPy, lambda cupy: lambda: cupy.stream.done),
             "PyTorch": with_(PyTorch, lambda torch: torch.stream.query),
@@ -431,7 +381,7 @@ ROWS = (
         {
             "numpy array": lambda bench: bench.array.__dlpack__,
             **_arrays(capsule_of),
-            "streamalloc, ordered after its stream": lambda bench: functools.partial(
+            "streamalloc, ordered after its stream": lambda bench: partial(
                 bench.buffer().__dlpack__, stream=bench.new_stream().handle
             ),
             "cuda.core": with_(CudaCore, lambda cuda: capsule_of(cuda.buffer())),
@@ -442,7 +392,10 @@ ROWS = (
     Row(
         "interface",
         "CUDA array interface",
-        {"the same dictionary by hand": interface_by_hand, **_arrays(interface_of)},
+        {
+            "the same dictionary by hand": interface_by_hand,
+            **_arrays(interface_of),
+        },
         (Target(OURS, 0.4),),
     ),
     Row(

@@ -11,54 +11,46 @@ import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
-from streamalloc.cli.measuring import SIZE, Bench, Row, Setup, Target
+from streamalloc.cli.measuring import SIZE, Bench, Measured, Row, Setup, Target
 from streamalloc.cli.worker import environment
 
-__all__ = ["ROWS"]
 
-
-class HostMemory:
-    """Mean host memory of an object in bytes.
+def _host_memory(bench: Bench, *parts: tuple[int, Any, Any]) -> Measured:
+    """Return the mean host memory of an object in bytes: the signed sum of parts.
 
     Each part is (sign, function that creates the object, function that releases it).
     """
+    count = bench.effort.host_buffers
 
-    def __init__(self, count: int, settle: Callable[[], object], parts: list[tuple[int, Any, Any]]) -> None:
-        self._count = count
-        self._settle = settle
-        self._parts = parts
-
-    def measure(self, number: int) -> float:
-        """Return the signed sum of the parts in bytes."""
-        return sum(sign * self._measured(make, undo) for sign, make, undo in self._parts)
-
-    def _measured(self, make: Callable[[], Any], undo: Callable[[Any], object]) -> float:
+    def measure(make: Callable[[], Any], undo: Callable[[Any], object]) -> float:
         for _ in range(2):
             # The first pass fills caches and grows tables; only the second one counts.
-            kept: list[Any] = [None] * self._count
+            kept: list[Any] = [None] * count
             gc.collect()
             tracemalloc.start()
             before = tracemalloc.get_traced_memory()[0]
-            for at in range(self._count):
+            for at in range(count):
                 kept[at] = make()
             taken = tracemalloc.get_traced_memory()[0] - before
             tracemalloc.stop()
             for one in kept:
                 undo(one)
-            self._settle()
-        return taken / self._count
+            bench.stream.synchronize()
+        return taken / count
+
+    return Measured(lambda number: sum(sign * measure(make, undo) for sign, make, undo in parts))
 
 
 def _of_pointers(bench: Bench) -> tuple[int, Any, Any]:
     return 1, lambda: bench.driver.CUdeviceptr(1 << 40), lambda _: None
 
 
-def pointer_memory(bench: Bench) -> HostMemory:
+def pointer_memory(bench: Bench) -> Measured:
     """Measure the bindings' pointer object."""
-    return HostMemory(bench.effort.host_buffers, bench.stream.synchronize, [_of_pointers(bench)])
+    return _host_memory(bench, _of_pointers(bench))
 
 
-def buffer_memory(bench: Bench) -> HostMemory:
+def buffer_memory(bench: Bench) -> Measured:
     """Measure the library's buffer object together with the bindings' pointer object.
 
     A simulated driver also keeps records in Python. The same raw allocations are measured and subtracted.
@@ -67,7 +59,7 @@ def buffer_memory(bench: Bench) -> HostMemory:
     pool, stream = bench.raw_pool, bench.raw_stream
     ours = (1, lambda: bench.pool.allocate(SIZE, bench.stream), lambda buffer: buffer.free())
     raw = (-1, lambda: allocate(SIZE, pool, stream)[1], lambda pointer: free(pointer, stream))
-    return HostMemory(bench.effort.host_buffers, bench.stream.synchronize, [ours, raw, _of_pointers(bench)])
+    return _host_memory(bench, ours, raw, _of_pointers(bench))
 
 
 _IMPORT = "import time; start = time.perf_counter(); import {}; print(time.perf_counter() - start)"
@@ -76,26 +68,23 @@ OURS = "import streamalloc; streamalloc.MemoryPool"
 """Names a class, because the package loads modules on first use."""
 
 
-class Import:
-    """Milliseconds of an import in a new process."""
+def _import(statement: str) -> Setup:
+    """Return the milliseconds of an import in a new process."""
 
-    def __init__(self, statement: str, bench: Bench) -> None:
+    def setup(bench: Bench) -> Measured:
         # Byte code goes to a folder of its own, because the environment may forbid writing it elsewhere.
         compiled = bench.resources.enter_context(tempfile.TemporaryDirectory(prefix="streamalloc-bench-"))
-        self._environment = {**environment(bench.chosen.driver), "PYTHONPYCACHEPREFIX": compiled}
-        self._environment.pop("PYTHONDONTWRITEBYTECODE", None)
-        self._command = [sys.executable, "-c", _IMPORT.format(statement.removeprefix("import "))]
+        variables = {**environment(bench.chosen.driver), "PYTHONPYCACHEPREFIX": compiled}
+        variables.pop("PYTHONDONTWRITEBYTECODE", None)
+        command = [sys.executable, "-c", _IMPORT.format(statement.removeprefix("import "))]
+        run = functools.partial(subprocess.run, command, env=variables, capture_output=True, text=True, check=True)
+        # The first import compiles the modules and fills the page cache.
+        return Measured(lambda number: float(run().stdout) * 1e3)
 
-    def measure(self, number: int) -> float:
-        """Import once. The first import compiles the modules and fills the page cache."""
-        done = subprocess.run(self._command, env=self._environment, capture_output=True, text=True, check=True)
-        return float(done.stdout) * 1e3
-
-
-def _imports(*statements: str) -> dict[str, Setup]:
-    return {statement: functools.partial(Import, statement) for statement in statements}
+    return setup
 
 
+_IMPORTS = {statement: _import(statement) for statement in (BASE, OURS)}
 ROWS = (
     Row(
         "host_memory",
@@ -106,5 +95,13 @@ ROWS = (
         unit="bytes",
         rounds="once",
     ),
-    Row("import", "Import, in a new process", _imports(BASE, OURS), (Target(OURS, 1.2, BASE),), 1, "ms", "imports"),
+    Row(
+        "import",
+        "Import, in a new process",
+        {one: _import(one) for one in (BASE, OURS)},
+        (Target(OURS, 1.2, BASE),),
+        1,
+        "ms",
+        "imports",
+    ),
 )

@@ -22,11 +22,9 @@ import streamalloc as sa
 from streamalloc import ipc
 from streamalloc.cli.choice import KEEP_ALL
 from streamalloc.cli.libraries import CudaCore, library
-from streamalloc.cli.measuring import Bench, Call, Row, Setup, Target, Unavailable, step_times, value_of
+from streamalloc.cli.measuring import Bench, Call, Measured, Row, Setup, Target, Unavailable, step_times, value_of
 from streamalloc.cli.worker import POSIX, Worker, WorkerBase, can_share_pools, environment
 from streamalloc.driver.internal import cuda
-
-__all__ = ["ROWS", "WorkerActions", "answer_queue"]
 
 SIZE = 1 << 20
 """Bytes in the buffer that is sent: 1 MiB."""
@@ -47,34 +45,27 @@ _SECONDS = 60.0
 _POSIX = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
 
-@dataclass(frozen=True)
-class Transfers:
-    """Microseconds of one transfer to the other process.
+def _transfers(once: Call, begin: Callable[[int], object], end: Call, streaming: bool = False) -> Measured:
+    """Return the microseconds of one transfer to the other process: the median; if they stream, the mean of more.
 
     ``begin(count)`` and ``end()`` stand around ``count`` calls of ``once``. With ``streaming``, several transfers are
     under way at once, so only their total time is measured.
     """
 
-    once: Call
-    begin: Callable[[int], object]
-    end: Call
-    streaming: bool = False
-
-    def measure(self, number: int) -> float:
-        """Return the median of the transfers; if they stream, the mean of more transfers."""
-        count = max(number, _LEAST)
-        if not self.streaming:
-            self.begin(count)
-            times = step_times(self.once, count)
-            self.end()
+    def measure(number: int) -> float:
+        count = max(number, _LEAST) * (_STREAM if streaming else 1)
+        begin(count)
+        if not streaming:
+            times = step_times(once, count)
+            end()
             return statistics.median(times)
-        count *= _STREAM
-        self.begin(count)
         start = time.perf_counter_ns()
         for _ in range(count):
-            self.once()
-        self.end()
+            once()
+        end()
         return (time.perf_counter_ns() - start) / 1e3 / count
+
+    return Measured(measure)
 
 
 @dataclass(frozen=True)
@@ -92,10 +83,10 @@ class Stage:
         """Resources until the end of the row."""
         return self.bench.resources
 
-    def served(self, once: Call, streaming: bool = False) -> Transfers:
+    def served(self, once: Call, streaming: bool = False) -> Measured:
         """Return a variant whose other half runs in the other process."""
         worker = self.worker
-        return Transfers(once, lambda count: worker.begin("serve", self.variant, count), worker.result, streaming)
+        return _transfers(once, lambda count: worker.begin("serve", self.variant, count), worker.result, streaming)
 
     def pipe(self, *arguments: str, fds: Sequence[ipc.Fd | int] = ()) -> Any:
         """Create a multiprocessing pipe; send one end to the other process and return the other."""
@@ -136,7 +127,7 @@ def _opened(driver: Any, shared: bytes) -> Any:
 # --- the variants, each with the other process's half of a transfer --------------------------------------------------
 
 
-def pipe(stage: Stage) -> Transfers:
+def pipe(stage: Stage) -> Measured:
     """Send 200 bytes to the worker and receive them back, without device memory."""
     ours = stage.pipe()
 
@@ -152,7 +143,7 @@ def _serve_pipe(worker: WorkerBase) -> Call:
     return lambda: connection.send_bytes(connection.recv_bytes())
 
 
-def raw(stage: Stage) -> Transfers:
+def raw(stage: Stage) -> Measured:
     """Share with the driver's functions, two events and a pipe."""
     driver = stage.bench.driver
     pool, stream = driver.CUmemoryPool(stage.pool.handle), stage.bench.raw_stream
@@ -207,7 +198,7 @@ def _serve_raw(worker: WorkerBase, shared: str) -> Call:
     return once
 
 
-def ours(stage: Stage) -> Transfers:
+def ours(stage: Stage) -> Measured:
     """Share with the library: the importer waits for the contents, and the free waits for the importer."""
     channel = stage.channel()
     pool, stream = stage.pool, stage.bench.stream
@@ -232,7 +223,7 @@ def _serve_ours(worker: WorkerBase) -> Call:
     return once
 
 
-def cuda_core_buffer(stage: Stage) -> Transfers:
+def cuda_core_buffer(stage: Stage) -> Measured:
     """Share with cuda.core, its pool sent beforehand. It orders neither the contents nor the free."""
     cuda = library(CudaCore, stage.bench)
     resource = cuda.core.DeviceMemoryResource(cuda.device, cuda.core.DeviceMemoryResourceOptions(ipc_enabled=True))
@@ -265,7 +256,7 @@ def _serve_cuda_core(worker: WorkerBase) -> Call:
     return once
 
 
-def _through_queue(stage: Stage, make: Callable[[], Any]) -> Transfers:
+def _through_queue(stage: Stage, make: Callable[[], Any]) -> Measured:
     """Send objects through a multiprocessing queue, to a process that multiprocessing starts."""
     spawn = multiprocessing.get_context("spawn")
     queue, (replies, theirs) = spawn.SimpleQueue(), spawn.Pipe()
@@ -297,7 +288,7 @@ def _through_queue(stage: Stage, make: Callable[[], Any]) -> Transfers:
         replies.close()
 
     stage.resources.callback(end)
-    return Transfers(once, lambda count: None, lambda: None)
+    return _transfers(once, lambda count: None, lambda: None)
 
 
 def answer_queue(queue: Any, replies: Any) -> None:
@@ -309,12 +300,12 @@ def answer_queue(queue: Any, replies: Any) -> None:
         replies.send_bytes(b"k")
 
 
-def our_queue(stage: Stage) -> Transfers:
+def our_queue(stage: Stage) -> Measured:
     """Send a buffer through a multiprocessing queue."""
     return _through_queue(stage, lambda: stage.pool.allocate(SIZE, stage.bench.stream))
 
 
-def torch_queue(stage: Stage) -> Transfers:
+def torch_queue(stage: Stage) -> Measured:
     """Send a tensor through a torch.multiprocessing queue."""
     torch = importlib.import_module("torch")
     importlib.import_module("torch.multiprocessing")
@@ -339,7 +330,7 @@ def _consumer(worker: WorkerBase) -> ipc.RingConsumer:
     return ipc.Ring.consumer(ipc.Channel.from_fd(worker.handles[0]), stream=worker.stream, timeout=_SECONDS)
 
 
-def ring_item(stage: Stage) -> Transfers:
+def ring_item(stage: Stage) -> Measured:
     """Send one item through a ring, and wait for the consumer's reply."""
     replies, theirs = ipc.Channel.pair()
     stage.resources.enter_context(replies)
@@ -365,7 +356,7 @@ def _serve_ring_item(worker: WorkerBase) -> Call:
     return once
 
 
-def ring_stream(stage: Stage) -> Transfers:
+def ring_stream(stage: Stage) -> Measured:
     """Send items through a ring as fast as the consumer releases the slots."""
     producer = _producer(stage)
 
@@ -392,7 +383,7 @@ TORCH = "PyTorch, multiprocessing queue"
 RING = "streamalloc Ring, one item and a reply"
 STREAMING = f"streamalloc Ring, streaming, {SLOTS} slots"
 
-VARIANTS: dict[str, tuple[Callable[[Stage], Transfers], Callable[..., Call] | None]] = {
+VARIANTS: dict[str, tuple[Callable[[Stage], Measured], Callable[..., Call] | None]] = {
     RAW: (raw, _serve_raw),
     PIPE: (pipe, _serve_pipe),
     OURS: (ours, _serve_ours),
@@ -432,7 +423,7 @@ def _need(bench: Bench) -> None:
 
 
 def _staged(name: str) -> Setup:
-    def setup(bench: Bench) -> Transfers:
+    def setup(bench: Bench) -> Measured:
         worker, pool = bench.sharing
         return VARIANTS[name][0](Stage(bench, worker, pool, name))
 

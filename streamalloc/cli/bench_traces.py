@@ -5,32 +5,22 @@ from __future__ import annotations
 import functools
 
 from streamalloc import traces
-from streamalloc.cli.measuring import Bench, Row, Setup, Target
-
-__all__ = ["ROWS"]
+from streamalloc.cli.measuring import Bench, Measured, Row, Setup, Target
 
 OURS = traces.ALLOCATORS["cached"].title
 OTHERS = tuple(traces.ALLOCATORS[name].title for name in ("pytorch", "cupy"))
 
 
-class Replayed:
-    """Milliseconds of a replay; ``extra`` has the figures of the first one."""
-
-    def __init__(self, replay: traces.Replay, figures: traces.Figures) -> None:
-        self._replay = replay
-        found = {**figures._asdict(), "reserved_over_used": figures.reserved_over_used}
-        self.extra = {name: value for name, value in found.items() if value is not None}
-
-    def measure(self, number: int) -> float:
-        """Replay the trace once."""
-        return self._replay.run() * 1e3
-
-
 def _on(name: str, trace: str) -> Setup:
-    def setup(bench: Bench) -> Replayed:
+    """Return the milliseconds of a replay, with the figures of the first one."""
+
+    def setup(bench: Bench) -> Measured:
         made = _made(trace)
         figures = traces.figures(made, name, bench.device)
-        return Replayed(bench.resources.enter_context(traces.prepare(made, name, bench.device)), figures)
+        found = {**figures._asdict(), "reserved_over_used": figures.reserved_over_used}
+        replay = bench.resources.enter_context(traces.prepare(made, name, bench.device))
+        extra = {name: value for name, value in found.items() if value is not None}
+        return Measured(lambda number: replay.run() * 1e3, extra)
 
     return setup
 

@@ -13,11 +13,9 @@ from typing import Any
 import streamalloc as sa
 from streamalloc import vmm
 from streamalloc.cli.choice import KEEP_ALL, host_pool_location
-from streamalloc.cli.measuring import Bench, Call, Row, Setup, Target, Unavailable, step_times, value_of
+from streamalloc.cli.measuring import Bench, Call, Measured, Row, Setup, Target, Unavailable, step_times, value_of
 from streamalloc.core.internal import size_text
 from streamalloc.multicast import SymmetricMemory
-
-__all__ = ["ROWS"]
 
 RAW = "raw calls, results checked"
 OURS = "streamalloc"
@@ -113,26 +111,19 @@ def copied_growth(bench: Bench, count: int, nbytes: int) -> list[float]:
             driver.cuMemFree(held)
 
 
-class Growth:
-    """Microseconds to grow from nothing in steps; the release is not timed."""
-
-    def __init__(self, steps: Callable[[], list[float]]) -> None:
-        self._steps = steps
-        self.extra: dict[str, float] = {}
-        """Microseconds of the first, median and last step in the last round."""
-
-    def measure(self, number: int) -> float:
-        """Grow once; return the sum of all steps."""
-        found = self._steps()
-        self.extra = {"first": found[0], "step": sorted(found)[len(found) // 2], "last": found[-1]}
-        return sum(found)
-
-
 def _grown(grow: Callable[[Bench, int, int], list[float]], *, whole_device: bool = False) -> Setup:
-    def setup(bench: Bench) -> Growth:
-        if whole_device:
-            return Growth(functools.partial(grow, bench, _device_steps(bench), DEVICE_STEP))
-        return Growth(functools.partial(grow, bench, STEPS, _step(bench)))
+    """Return the microseconds to grow from nothing in steps; the release is not timed."""
+
+    def setup(bench: Bench) -> Measured:
+        steps = (_device_steps(bench), DEVICE_STEP) if whole_device else (STEPS, _step(bench))
+        extra: dict[str, float] = {}
+
+        def measure(number: int) -> float:
+            found = grow(bench, *steps)
+            extra.update(first=found[0], step=sorted(found)[len(found) // 2], last=found[-1])
+            return sum(found)
+
+        return Measured(measure, extra)
 
     return setup
 
@@ -181,30 +172,24 @@ def _regrowth(grow: Call, shrink: Call) -> Call:
 # --- evict and restore ----------------------------------------------------------------------------------------------
 
 
-class Moving:
-    """Milliseconds of a call; ``undo`` reverses it untimed.
+def _moving(call: Call, undo: Call, nbytes: int, scale: float = 1.0) -> Measured:
+    """Return the milliseconds of a call, and its GB per second; ``undo`` reverses it untimed.
 
     ``scale`` multiplies the time, if the call moved fewer bytes than ``nbytes``.
     """
+    extra: dict[str, float] = {}
 
-    def __init__(self, call: Callable[[], object], undo: Callable[[], object], nbytes: int, scale: float = 1.0) -> None:
-        self._call = call
-        self._undo = undo
-        self._nbytes = nbytes
-        self._scale = scale
-        self.extra: dict[str, float] = {}
-        """GB per second in the last round."""
-
-    def measure(self, number: int) -> float:
-        """Make the call once, and undo it."""
-        seconds = timeit.timeit(self._call, number=1) * self._scale
-        self._undo()
-        if self._nbytes:
-            self.extra = {"gb_per_s": self._nbytes / seconds / 1e9}
+    def measure(number: int) -> float:
+        seconds = timeit.timeit(call, number=1) * scale
+        undo()
+        if nbytes:
+            extra["gb_per_s"] = nbytes / seconds / 1e9
         return seconds * 1e3
 
+    return Measured(measure, extra)
 
-def _pinned_copy(bench: Bench, *, to_host: bool) -> Moving:
+
+def _pinned_copy(bench: Bench, *, to_host: bool) -> Measured:
     nbytes = _evicted(bench)
     size = min(nbytes, PINNED)
     driver, stream = bench.driver, bench.raw_stream
@@ -218,10 +203,10 @@ def _pinned_copy(bench: Bench, *, to_host: bool) -> Moving:
         value_of(driver.cuMemcpyAsync(target, source, size, stream))
         value_of(driver.cuStreamSynchronize(stream))
 
-    return Moving(copy, lambda: None, nbytes, nbytes / size)
+    return _moving(copy, lambda: None, nbytes, nbytes / size)
 
 
-def _eviction(bench: Bench, *, restore: bool, keep: bool) -> Moving:
+def _eviction(bench: Bench, *, restore: bool, keep: bool) -> Measured:
     """Evict or restore a buffer, with or without a copy in a warm host pool."""
     location = host_pool_location(bench.device)
     if location is None:
@@ -241,8 +226,7 @@ def _eviction(bench: Bench, *, restore: bool, keep: bool) -> Moving:
 
     if restore:
         evict()
-        return Moving(back, evict, nbytes if keep else 0)
-    return Moving(evict, back, nbytes if keep else 0)
+    return _moving(*((back, evict) if restore else (evict, back)), nbytes if keep else 0)
 
 
 def _evicted(bench: Bench) -> int:

@@ -10,9 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from streamalloc.cli.measuring import SIZE, Bench, Unavailable
-
-__all__ = ["CLoop", "c_loop", "compiled"]
+from streamalloc.cli.measuring import SIZE, Bench, Measured, Unavailable
 
 # The driver functions come as pointers, so the source needs no CUDA header.
 _SOURCE = """
@@ -37,19 +35,16 @@ double pairs(allocate_t allocate, free_t give, void *pool, void *stream, size_t 
 _COMPILERS = ("cc", "gcc", "clang")
 
 
-class CLoop:
-    """Microseconds to allocate and free 4 KiB in a C loop."""
+def loop(pairs: Any, *arguments: Any) -> Measured:
+    """Return the microseconds to allocate and free 4 KiB in a C loop."""
 
-    def __init__(self, pairs: Any, *arguments: Any) -> None:
-        self._pairs = pairs
-        self._arguments = arguments
-
-    def measure(self, number: int) -> float:
-        """Run the loop ``number`` times; return the mean."""
-        total = float(self._pairs(*self._arguments, SIZE, number))
+    def measure(number: int) -> float:
+        total = float(pairs(*arguments, SIZE, number))
         if total < 0:
             raise RuntimeError("the driver answered an error")
         return total / number
+
+    return Measured(measure)
 
 
 @functools.cache
@@ -70,8 +65,8 @@ def compiled() -> Any:
     return pairs
 
 
-def c_loop(bench: Bench) -> CLoop:
+def c_loop(bench: Bench) -> Measured:
     """Set up the loop on the benchmark's pool and stream."""
     pairs, cuda = compiled(), ctypes.CDLL("libcuda.so.1")
     functions = (ctypes.cast(one, ctypes.c_void_p) for one in (cuda.cuMemAllocFromPoolAsync, cuda.cuMemFreeAsync))
-    return CLoop(pairs, *functions, int(bench.raw_pool), int(bench.raw_stream))
+    return loop(pairs, *functions, int(bench.raw_pool), int(bench.raw_stream))

@@ -11,8 +11,6 @@ from streamalloc.core.internal import Device, MemLocation
 from streamalloc.driver import Driver, DriverNotFoundError, default, simulated
 from streamalloc.driver.internal import read_choice
 
-__all__ = ["KEEP_ALL", "Chosen", "UsageError", "choose", "cuda_version", "host_pool_location", "is_simulated", "plural"]
-
 
 class UsageError(Exception):
     """A command cannot run with these arguments; ``main`` prints the message and returns exit code 2."""

@@ -11,8 +11,6 @@ import numpy as np
 from streamalloc.cli.worker import WorkerError
 from streamalloc.core.internal import size_text
 
-__all__ = ["Claim", "at_least", "ends_and_middle", "equal", "every_byte", "raised"]
-
 
 @dataclass(frozen=True)
 class Claim:

@@ -9,8 +9,6 @@ from typing import Any
 from streamalloc.cli.measuring import is_library
 from streamalloc.cli.terminal import Terminal
 
-__all__ = ["draw", "missed", "show_row", "show_targets"]
-
 _EXTRA = {
     "first": ("first step", ",.1f"),
     "step": ("median step", ",.1f"),
@@ -58,14 +56,12 @@ def _figure(row: Mapping[str, Any], key: str) -> str:
 
 def _told(target: Mapping[str, Any], unit: str) -> str:
     """Return a target and its figure as text."""
-    least = "at_least" in target
-    limit = target["at_least" if least else "at_most"]
     figure = _FIGURES.get(target["figure"], "")
     unit = "" if figure else f" {unit}"
     if target["to"]:
         unit = f" times {'that of ' if figure else ''}{target['to']}"
     found = f"{figure}{target['found']:.3g}{unit}"
-    return f"{target['of']}: {found} (target: {'>=' if least else '<='} {limit:.3g})"
+    return f"{target['of']}: {found} (target: <= {target['at_most']:.3g})"
 
 
 def missed(reports: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
@@ -101,8 +97,7 @@ def draw(reports: Sequence[Mapping[str, Any]], path: str, title: str) -> None:
         first = report["rows"][0]["name"]
         for target in report["targets"]:
             if target["to"] == first and not target["figure"]:
-                limit = target.get("at_most", target.get("at_least"))
-                axes.plot(limit, at, "|", color="black", markersize=14, label="target")
+                axes.plot(target["at_most"], at, "|", color="black", markersize=14, label="target")
     axes.axvline(1, color="0.6", linewidth=1, zorder=0)
     axes.set(xscale="log", xlabel="time, as a ratio to the first variant of the row", title=title)
     axes.set_yticks(range(len(shown)), [report["title"] for report in shown])

@@ -22,8 +22,6 @@ from streamalloc.driver import Driver
 from streamalloc.driver.internal import BINDINGS_VERSION
 from streamalloc.pool.internal import ATTRIBUTES
 
-__all__ = ["add_arguments", "add_json_argument", "run", "versions", "write_json"]
-
 _ULIMIT = (
     "ulimit -v limits this process to {limit} of address space. The stream-ordered allocator reserves much more than "
     "it uses, and NVIDIA does not support such a limit: allocations can fail although memory is free. "

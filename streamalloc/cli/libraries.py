@@ -8,8 +8,6 @@ from typing import Any
 
 from streamalloc.cli.measuring import SIZE, Bench
 
-__all__ = ["CuPy", "CudaCore", "PyTorch", "Rmm", "library"]
-
 
 class CudaCore:
     """cuda.core with its own device, stream and pool."""
@@ -33,7 +31,11 @@ class CuPy:
 
     def __init__(self, bench: Bench) -> None:
         self.cupy: Any = importlib.import_module("cupy")
-        self.stream: Any = bench.shared.enter_context(self.cupy.cuda.Stream(non_blocking=True))
+        self.stream: Any = bench.shared.enter_context(self.new_stream())
+
+    def new_stream(self) -> Any:
+        """Create a stream."""
+        return self.cupy.cuda.Stream(non_blocking=True)
 
     def array(self) -> Any:
         """Allocate 4 KiB."""
@@ -48,8 +50,12 @@ class PyTorch:
         if not self.torch.cuda.is_available():
             raise ImportError("torch without CUDA")
         self.device: Any = self.torch.device("cuda", 0)
-        self.stream: Any = self.torch.cuda.Stream(self.device)
+        self.stream: Any = self.new_stream()
         bench.shared.enter_context(self.torch.cuda.stream(self.stream))
+
+    def new_stream(self) -> Any:
+        """Create a stream."""
+        return self.torch.cuda.Stream(self.device)
 
     def tensor(self) -> Any:
         """Allocate 4 KiB."""

@@ -17,8 +17,6 @@ from streamalloc.cli.choice import UsageError, choose
 from streamalloc.cli.terminal import Terminal
 from streamalloc.driver import DriverNotFoundError, use
 
-__all__ = ["main"]
-
 _COMMANDS = {
     "tour": "show the library at work and check each result",
     "info": "print the features that this machine supports or lacks",

@@ -13,30 +13,12 @@ import statistics
 import timeit
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import numpy as np
 
 import streamalloc as sa
 from streamalloc.cli.choice import KEEP_ALL, Chosen
-
-__all__ = [
-    "SIZE",
-    "Bench",
-    "Call",
-    "Effort",
-    "Measurable",
-    "Row",
-    "Setup",
-    "Target",
-    "Unavailable",
-    "fastest",
-    "is_library",
-    "measured",
-    "ratio",
-    "step_times",
-    "value_of",
-]
 
 SIZE = 4096
 """Bytes in a buffer of most rows: 4 KiB."""
@@ -52,21 +34,20 @@ class Unavailable(Exception):
     """A row or variant cannot be measured on this machine; the message gives the reason."""
 
 
-class Measurable(Protocol):
-    """A variant with its own measurement. An attribute ``extra`` may hold further figures by name."""
+@dataclass(frozen=True)
+class Measured:
+    """A variant that measures itself."""
 
-    def measure(self, number: int) -> float:
-        """Run it ``number`` times; return the mean of one run in the row's unit."""
+    measure: Callable[[int], float]
+    """Runs it a number of times; returns the mean of one run in the row's unit."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Further figures by name, of the last run."""
 
 
-class _Timed:
-    """A variant that is one function call; measured in microseconds."""
-
-    def __init__(self, call: Call) -> None:
-        self._timer = timeit.Timer(call)
-
-    def measure(self, number: int) -> float:
-        return self._timer.timeit(number) / number * 1e6
+def _timed(call: Call) -> Measured:
+    """Return a variant that is one function call, measured in microseconds."""
+    timer = timeit.Timer(call)
+    return Measured(lambda number: timer.timeit(number) / number * 1e6)
 
 
 @dataclass(frozen=True)
@@ -98,7 +79,7 @@ class Effort:
 
 @dataclass(frozen=True)
 class Target:
-    """A limit for a figure of variant ``of``. It applies on a GPU, or with ``simulated`` on the simulated driver."""
+    """A maximum for a figure of variant ``of``. It applies on a GPU, or with ``simulated`` on the simulated driver."""
 
     of: str
     limit: float
@@ -106,8 +87,6 @@ class Target:
     """Variant to divide by; empty: the limit is absolute."""
     figure: str = ""
     """Key in ``extra``, or ``"ratio_to_raw"``; empty: the time."""
-    at_least: bool = False
-    """True: the limit is a minimum, otherwise a maximum."""
     simulated: bool = False
 
 
@@ -183,7 +162,7 @@ class Bench:
         return np.zeros(SIZE, np.uint8)
 
 
-Setup: TypeAlias = Callable[[Bench], "Call | Measurable"]
+Setup: TypeAlias = Callable[[Bench], "Call | Measured"]
 
 
 def value_of(answer: Any) -> Any:
@@ -230,18 +209,18 @@ def measured(bench: Bench, row: Row) -> dict[str, Any]:
         for name, variant in ready.items():
             base = row.bases.get(name, next(iter(row.variants)))
             low, middle, high = map(float, np.percentile(times[name], (10, 50, 90)))
-            found[name] = {"name": name, "median": middle, "p10": low, "p90": high, **getattr(variant, "extra", {})}
+            found[name] = {"name": name, "median": middle, "p10": low, "p90": high, **variant.extra}
             if base in times:
                 found[name]["ratio_to_raw"] = ratio(times[name], times[base])
     return {**report, "rows": [*found.values(), *missing], "targets": list(_targets(bench, row, found, times))}
 
 
-def _set_up(bench: Bench, row: Row) -> tuple[dict[str, Measurable], list[dict[str, Any]]]:
+def _set_up(bench: Bench, row: Row) -> tuple[dict[str, Measured], list[dict[str, Any]]]:
     """Set up the variants; return those that work, and report rows with the reason for the others.
 
     A library that is not installed (``ImportError``) gets no report row.
     """
-    ready: dict[str, Measurable] = {}
+    ready: dict[str, Measured] = {}
     missing: list[dict[str, Any]] = []
     for name, setup in row.variants.items():
         library = is_library(name)
@@ -249,7 +228,7 @@ def _set_up(bench: Bench, row: Row) -> tuple[dict[str, Measurable], list[dict[st
             continue
         try:
             made = setup(bench)
-            variant = made if hasattr(made, "measure") else _Timed(made)
+            variant = made if isinstance(made, Measured) else _timed(made)
             variant.measure(1)
         except ImportError:
             continue
@@ -265,7 +244,7 @@ def _set_up(bench: Bench, row: Row) -> tuple[dict[str, Measurable], list[dict[st
     return ready, missing
 
 
-def _times(bench: Bench, row: Row, ready: dict[str, Measurable]) -> dict[str, list[float]]:
+def _times(bench: Bench, row: Row, ready: dict[str, Measured]) -> dict[str, list[float]]:
     """Return the time of each round, by variant."""
     numbers = {name: _calls_per_block(bench, row, variant) for name, variant in ready.items()}
     times: dict[str, list[float]] = {name: [] for name in ready}
@@ -276,7 +255,7 @@ def _times(bench: Bench, row: Row, ready: dict[str, Measurable]) -> dict[str, li
     return times
 
 
-def _calls_per_block(bench: Bench, row: Row, variant: Measurable) -> int:
+def _calls_per_block(bench: Bench, row: Row, variant: Measured) -> int:
     """Return the calls that fill one block of :attr:`Effort.block` seconds."""
     if row.most == 1:
         return 1
@@ -309,8 +288,6 @@ def _targets(
                 found = values[0] / values[1] if target.to else values[0]
         elif all(name in times for name in names):
             found = ratio(times[target.of], times[target.to]) if target.to else rows[target.of]["median"]
-        met = None
-        if found is not None:
-            met = bool(found >= target.limit if target.at_least else found <= target.limit)
-        shown = {"of": target.of, "to": target.to, "figure": target.figure, "found": found, "met": met}
-        yield {**shown, "at_least" if target.at_least else "at_most": target.limit}
+        met = None if found is None else bool(found <= target.limit)
+        asked = {"of": target.of, "to": target.to, "figure": target.figure, "at_most": target.limit}
+        yield {**asked, "found": found, "met": met}

@@ -23,8 +23,6 @@ from streamalloc.cli.info import add_json_argument, write_json
 from streamalloc.cli.terminal import Terminal
 from streamalloc.core.internal import size_text
 
-__all__ = ["add_arguments", "run"]
-
 _LONG = 200_000
 """Events of a replay, at least, for which progress is shown."""
 _INTERVAL = 1.0

@@ -15,8 +15,6 @@ from streamalloc.cli.worker import Worker
 from streamalloc.core.internal import Closes, size_text
 from streamalloc.driver import Driver
 
-__all__ = ["MiB", "Part", "Parts", "Tour", "need", "need_peers"]
-
 MiB = 1 << 20
 
 

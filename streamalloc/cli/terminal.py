@@ -11,8 +11,6 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import TextIO
 
-__all__ = ["Terminal"]
-
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 _GAP = "  "
 _NARROWEST = 24

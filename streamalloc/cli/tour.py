@@ -20,8 +20,6 @@ from streamalloc.core.internal import size_text
 from streamalloc.driver import DriverMisuseError, checked, use
 from streamalloc.testing import Gate
 
-__all__ = ["PARTS", "POOL_PARTS", "TOURS", "add_arguments", "run"]
-
 POOL_PARTS = Parts()
 part = POOL_PARTS.part
 

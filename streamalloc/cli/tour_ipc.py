@@ -15,8 +15,6 @@ from streamalloc.cli.worker import POSIX, Worker, WorkerBase, can_share_pools, r
 from streamalloc.core.internal import size_text
 from streamalloc.testing import Gate
 
-__all__ = ["PARTS", "WorkerActions"]
-
 PARTS = Parts()
 part = PARTS.part
 

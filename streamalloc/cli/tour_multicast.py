@@ -21,8 +21,6 @@ from streamalloc.driver import checked, simulated, traced
 from streamalloc.multicast import MulticastObject, SymmetricMemory
 from streamalloc.testing import multimem_ld_reduce
 
-__all__ = ["PARTS"]
-
 PARTS = Parts()
 part = PARTS.part
 

@@ -12,8 +12,6 @@ from streamalloc.cli.steps import MiB, Parts, Tour, need, need_peers
 from streamalloc.cli.worker import read
 from streamalloc.core.internal import size_text
 
-__all__ = ["PARTS"]
-
 PARTS = Parts()
 part = PARTS.part
 

@@ -21,8 +21,6 @@ from streamalloc.cli.worker import POSIX, Worker, WorkerBase, WorkerError, read
 from streamalloc.core.internal import MemAllocFlags, missing_for, size_text
 from streamalloc.multicast import MulticastObject
 
-__all__ = ["Row", "WorkerActions", "query_multicast", "try_sharing", "try_virtual_memory"]
-
 Row = dict[str, Any]
 
 _MOST_ADDRESSES = 1 << 47

@@ -22,8 +22,6 @@ from streamalloc import ipc
 from streamalloc.core.internal import Closes
 from streamalloc.driver import Driver
 
-__all__ = ["POSIX", "Worker", "WorkerBase", "WorkerError", "can_share_pools", "environment", "main", "read", "start"]
-
 POSIX = sa.MemHandleType.POSIX_FILE_DESCRIPTOR
 
 _SECONDS = 60.0

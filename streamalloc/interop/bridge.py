@@ -62,8 +62,6 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-__all__ = ["Bridge", "FreeAfterAll", "Ledger", "Source", "Sources", "free_after_all", "give_back", "library"]
-
 _RELAXED = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 _PER_THREAD = int(cuda.CU_STREAM_PER_THREAD)
 _LEGACY = int(cuda.CU_STREAM_LEGACY)

@@ -13,8 +13,6 @@ from typing import Any
 
 from streamalloc.core.internal import CaptureError, CudaError, Stream
 
-__all__ = ["is_captured", "library_captures"]
-
 
 def is_captured(stream: Stream | None) -> bool:
     """Whether work queued on a stream would be captured, or would invalidate a capture."""

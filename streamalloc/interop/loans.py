@@ -44,8 +44,6 @@ from streamalloc.driver import Driver
 from streamalloc.driver import default as default_driver
 from streamalloc.interop.captures import library_captures
 
-__all__ = ["Borrowed", "Lent", "borrow", "form"]
-
 _PER_THREAD = 2
 _CUDA = 2
 

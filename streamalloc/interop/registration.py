@@ -12,8 +12,6 @@ from streamalloc.driver import default as default_driver
 from streamalloc.driver.internal import cuda
 from streamalloc.pool.internal import MemoryKind, pointer_attributes
 
-__all__ = ["Answer", "Registration", "registration"]
-
 _PAGE = resource.getpagesize()
 _POSIX, _FABRIC = MemHandleType.POSIX_FILE_DESCRIPTOR, MemHandleType.FABRIC
 

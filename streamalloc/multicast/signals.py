@@ -19,8 +19,6 @@ from streamalloc.core.internal import Event, Stream, refuse_capture, stream_call
 from streamalloc.driver.internal import cuda
 from streamalloc.multicast.setup.plan import CHANNELS, Layout
 
-__all__ = ["Signals"]
-
 _BARRIER, _SIGNAL = 0, 1
 _WRAP = 1 << 32
 """Counters are 32 bits wide; ``CU_STREAM_WAIT_VALUE_GEQ`` compares cyclically."""

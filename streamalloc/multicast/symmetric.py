@@ -57,8 +57,6 @@ from streamalloc.pool import MemoryPool
 from streamalloc.vmm import Mapping, RangeView
 from streamalloc.vmm.internal import Backup, BackupRange, copying
 
-__all__ = ["SymmetricBuffer", "SymmetricMemory", "Tables"]
-
 _SIGNAL_PAD_BYTES = 4096
 _ABANDON_TIMEOUT = 10.0
 """Seconds that ``abandon()`` waits for this process's devices."""

@@ -37,8 +37,6 @@ from streamalloc.pool.internal import collect_dropped
 from streamalloc.vmm import AddressRange, VirtualBuffer
 from streamalloc.vmm.internal import GenericAllocation, is_counted, unwatch_mappings, watch_mappings
 
-__all__ = ["Account", "Hook"]
-
 Hook = Callable[[Allocation], object]
 
 # Kinds of notes.

@@ -14,8 +14,6 @@ from typing import Any
 from streamalloc.core.internal import MemLocationType
 from streamalloc.observing.records import Allocation, Happening, Phase
 
-__all__ = ["save_chrome", "save_pytorch", "save_rmm", "snapshot"]
-
 # Bytes by which a pool grows. Allocations further apart are drawn as separate segments.
 _STEP = 32 << 20
 

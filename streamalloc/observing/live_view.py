@@ -28,8 +28,6 @@ from streamalloc.driver import ForkedProcessError
 from streamalloc.pool import MemoryPool, PoolStatistics
 from streamalloc.pool.internal import known_pools, raw_pool, reading
 
-__all__ = ["LiveView", "PoolFigures", "live"]
-
 _HEAD = ("pool", "used", "reserved", "most used", "most reserved")
 
 

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
     from streamalloc.driver import Driver
 
-__all__ = ["Observer", "observe"]
-
 
 class Observer(Drawn, Leaves):
     """Records which memory is allocated, since when and from which line; made by :func:`observe`.

@@ -6,8 +6,6 @@ import contextlib
 import importlib
 from typing import Any
 
-__all__ = ["Profiler"]
-
 _DOMAIN = "streamalloc"
 
 

@@ -11,8 +11,6 @@ from typing import Literal, NamedTuple
 from streamalloc.core.internal import MemLocation, size_text
 from streamalloc.driver.internal import here, line_of
 
-__all__ = ["Action", "Allocation", "Happening", "Kind", "Phase", "Site", "Source", "sites"]
-
 Kind = Literal["pool", "cache", "mapping"]
 Action = Literal["allocate", "free", "failure"]
 

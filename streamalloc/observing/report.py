@@ -9,8 +9,6 @@ from typing import NamedTuple
 from streamalloc.core.internal import size_text
 from streamalloc.observing.records import Allocation, Site
 
-__all__ = ["LeakError", "LeakReport", "Place", "places"]
-
 
 class LeakError(AssertionError):
     """Memory is still allocated; :attr:`report` has the bytes and the lines."""

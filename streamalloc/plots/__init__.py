@@ -2,8 +2,7 @@
 
 * Current state: ``pool.plot()``, ``range.plot()``, ``plot()`` of growable memory, and :func:`memory` and :func:`reuse`
   of an observer.
-* History of a program, call by call: :func:`usage`, :class:`Timeline` and :func:`film`.
-* Basic charts: :func:`spans`, :func:`grid`, :func:`curves` and :func:`areas`.
+* Basic charts: :func:`spans` and :func:`grid`.
 
 Each function returns a figure, or draws into the axes ``ax``.
 """
@@ -12,51 +11,32 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from streamalloc.plots.charts import Bar, Cell, Mark, areas, curves, grid, spans
-    from streamalloc.plots.objects import draw
+    from streamalloc.plots.charts import Bar, Cell, Mark, grid, spans
+    from streamalloc.plots.objects import draw, pool
     from streamalloc.plots.observed import Life, lives, memory, reuse
-    from streamalloc.plots.pools import Step, Timeline, matrix, pool, timeline, usage
-    from streamalloc.plots.ranges import Frame, Piece, address_range, film, frame
+    from streamalloc.plots.ranges import address_range
     from streamalloc.plots.style import STYLE, drawing, figure
 
 __all__ = [
     "STYLE",
     "Bar",
     "Cell",
-    "Frame",
     "Life",
     "Mark",
-    "Piece",
-    "Step",
-    "Timeline",
     "address_range",
-    "areas",
-    "curves",
     "draw",
     "drawing",
     "figure",
-    "film",
-    "frame",
     "grid",
     "lives",
-    "matrix",
     "memory",
     "pool",
     "reuse",
     "spans",
-    "timeline",
-    "usage",
 ]
 
-_MODULES = {
-    "charts": ("Bar", "Cell", "Mark", "areas", "curves", "grid", "spans"),
-    "objects": ("draw",),
-    "observed": ("Life", "lives", "memory", "reuse"),
-    "pools": ("Step", "Timeline", "matrix", "pool", "timeline", "usage"),
-    "ranges": ("Frame", "Piece", "address_range", "film", "frame"),
-    "style": ("STYLE", "drawing", "figure"),
-}
-"""Public names by module. Modules are imported on use, so this package can be imported without matplotlib."""
+_MODULES = ("charts", "objects", "observed", "ranges", "style")
+"""Modules with the public names; imported on use, so this package can be imported without matplotlib."""
 
 
 def __dir__() -> list[str]:
@@ -64,15 +44,14 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    module = next((module for module, names in _MODULES.items() if name in names), None)
-    if module is None:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        found = importlib.import_module(f"{__name__}.{module}")
+        modules = [vars(importlib.import_module(f"{__name__}.{module}")) for module in _MODULES]
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "matplotlib":
             raise
         why = "matplotlib is not installed: pip install 'streamalloc[plot]'"
         raise ModuleNotFoundError(why, name="matplotlib") from None
-    globals().update({one: getattr(found, one) for one in _MODULES[module]})
+    globals().update({one: module[one] for module in modules for one in __all__ if one in module})
     return globals()[name]

@@ -1,8 +1,7 @@
-"""Basic charts: bars in rows over time, cells in a grid, curves and areas."""
+"""Basic charts: bars in rows over time, cells in a grid."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -10,9 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from streamalloc.plots.style import ADDRESSES, GREY, INK, TINT, WIDTH, bare, drawing, end_labels, figure, rows, sizes
-
-__all__ = ["Bar", "Cell", "Mark", "areas", "curves", "grid", "spans"]
+from streamalloc.plots.style import ADDRESSES, GREY, INK, TINT, WIDTH, bare, drawing, rows
 
 _BAR = 0.52
 
@@ -164,104 +161,3 @@ def grid(
         family: Any = {"family": "monospace"} if monospace else {}
         axes.set_yticks([row + 0.5 for row in range(len(rows))], list(rows), **family)
     return made
-
-
-def curves(
-    panels: Mapping[str, Mapping[str, tuple[Sequence[float], Sequence[float]]]],
-    *,
-    xlabel: str = "",
-    log: Sequence[str] = (),
-    steps: Sequence[str] = (),
-    height: float = 3.5,
-) -> Figure:
-    """Draw named curves in panels, and return the figure. A name has the same colour in all panels.
-
-    Parameters
-    ----------
-    panels
-        By title and name: x values and y values.
-    log, steps
-        Titles of panels with a logarithmic y axis, and of panels drawn as steps.
-    height
-        Height of the figure in inches.
-    """
-    names = list(dict.fromkeys(name for panel in panels.values() for name in panel))
-    colors = dict(zip(names, ("#1f4e86", "#b3402e", *ADDRESSES[1:]), strict=False))
-    made, grid_ = figure(1, len(panels), height=height)
-    for ax, (title, panel) in zip(grid_[0], panels.items(), strict=True):
-        with drawing(ax):
-            ax.set_title(title)
-            for name, (x, y) in panel.items():
-                if title in steps:
-                    ax.step(x, y, color=colors[name], lw=1.8)
-                else:
-                    ax.plot(x, y, "o-" if len(x) < 40 else "-", color=colors[name], ms=4, lw=1.4)
-            ax.set_xlabel(xlabel)
-            ax.set_xlim(0, None)
-            if title in log:
-                ax.set_yscale("log")
-                ax.yaxis.set_major_formatter("{x:g}")
-            else:
-                ax.set_ylim(0, None)
-                ax.yaxis.set_major_formatter("{x:,.4g}")
-    made.draw_without_rendering()
-    for ax, panel in zip(grid_[0], panels.values(), strict=True):
-        with drawing(ax):
-            ends = {name: (float(y[-1]), colors[name]) for name, (_, y) in panel.items()}
-            end_labels(ax, max(float(x[-1]) for x, _ in panel.values()), ends)
-    return made
-
-
-def areas(
-    panels: Mapping[str, Mapping[str, Sequence[float]]],
-    calls: Sequence[str],
-    *,
-    lines: Mapping[str, Sequence[float]] | None = None,
-    height: float = 5.2,
-) -> Figure:
-    """Draw stacked areas over a sequence of calls, in panels, and return the figure.
-
-    Parameters
-    ----------
-    panels
-        By title and name: the values after each call, from the lowest area to the highest.
-    calls
-        Labels of the calls.
-    lines
-        By title: values of a line over the areas.
-    height
-        Height of the figure in inches.
-    """
-    made, axes = figure(len(panels), 1, height=height, sharex=True)
-    end = len(calls)
-    for ax, (title, named) in zip(axes[:, 0], panels.items(), strict=True):
-        with drawing(ax):
-            ax.set_title(title)
-            base = [0.0] * (end + 1)
-            labels = []
-            for (name, values), color in zip(named.items(), ADDRESSES, strict=False):
-                top = [low + value for low, value in zip(base, [*values, values[-1]], strict=True)]
-                ax.fill_between(range(end + 1), base, top, step="post", color=color, alpha=0.85, lw=0)
-                for start, stop in _stretches(base[:-1], top[:-1]):
-                    labels.append(((start + stop) / 2, (base[start] + top[start]) / 2, name))
-                base = top
-            if lines and title in lines:
-                line = [*lines[title], lines[title][-1]]
-                ax.step(range(end + 1), line, where="post", color=INK, lw=1.6)
-            ax.set_xlim(0, end)
-            sizes(ax)
-            for x, y, name in labels:
-                ax.text(x, y, name, color="white", weight="bold", ha="center", va="center")
-            ax.tick_params(axis="x", length=0)
-    axes[-1, 0].set_xticks([at + 0.5 for at in range(end)], calls)
-    return made
-
-
-def _stretches(base: Sequence[float], top: Sequence[float]) -> list[tuple[int, int]]:
-    """Return the index ranges in which an area keeps its base and height, and is not empty."""
-    stretches = []
-    for (low, high), group in itertools.groupby(range(len(base)), key=lambda at: (base[at], top[at])):
-        positions = list(group)
-        if high > low:
-            stretches.append((positions[0], positions[-1] + 1))
-    return stretches

@@ -28,8 +28,6 @@ from streamalloc.plots.style import (
     sizes,
 )
 
-__all__ = ["Life", "lives", "memory", "reuse"]
-
 
 def memory(of: Observer) -> Figure:
     """Draw the allocated bytes over time, with the phases above; return the figure.

@@ -1,4 +1,4 @@
-"""Figures of virtual memory: mappings and access rights, now and call by call."""
+"""Figures of virtual memory: mappings and access rights, now."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ from typing import NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Polygon, Rectangle
-from matplotlib.ticker import MaxNLocator
 
 from streamalloc.core.internal import MemAccess, MemLocation, color_of, place
 from streamalloc.plots.style import GREY, INK, MiB, bare, drawing
 from streamalloc.vmm import AddressRange, PhysicalMemory, VirtualBuffer
-
-__all__ = ["Frame", "Piece", "address_range", "film", "frame"]
 
 
 class Piece(NamedTuple):
@@ -26,27 +23,16 @@ class Piece(NamedTuple):
     location: MemLocation
 
 
-class Frame(NamedTuple):
-    """A call, and the mappings after it."""
-
-    call: str
-    pieces: list[Piece]
-    nbytes: int
-
-
-def frame(call: str, range: AddressRange, names: Mapping[str, PhysicalMemory] | None = None) -> Frame:
+def pieces_of(range: AddressRange, names: Mapping[str, PhysicalMemory]) -> list[Piece]:
     """Return the current mappings of a range; ``names`` labels the physical memory."""
-    pieces = [
-        Piece(_name(one.memory, names or {}), one.offset, one.nbytes, one.memory.location) for one in range.mappings
-    ]
-    return Frame(call, pieces, range.nbytes)
+    return [Piece(_name(one.memory, names), one.offset, one.nbytes, one.memory.location) for one in range.mappings]
 
 
 def _name(memory: object, names: Mapping[str, PhysicalMemory]) -> str:
     return next((name for name, one in names.items() if one is memory), "")
 
 
-def _strip(ax: Axes, y: float, height: float, pieces: Sequence[Piece], nbytes: int) -> None:
+def strip(ax: Axes, y: float, height: float, pieces: Sequence[Piece], nbytes: int) -> None:
     """Draw a range as an empty frame with its pieces."""
     ax.add_patch(Rectangle((0, y), nbytes / MiB, height, fc="white", ec=GREY, lw=1, ls=(0, (2, 1.5))))
     for piece in pieces:
@@ -56,21 +42,6 @@ def _strip(ax: Axes, y: float, height: float, pieces: Sequence[Piece], nbytes: i
         if width > nbytes / MiB / 60:
             middle = start + width / 2, y + height / 2
             ax.text(*middle, piece.name, color="white", ha="center", va="center", weight="bold")
-
-
-def film(frames: Sequence[Frame], *, ax: Axes | None = None) -> Figure:
-    """Draw a range after each of several calls, one below the other; return the figure."""
-    with drawing(ax, height=0.42 * len(frames) + 0.6) as (made, axes):
-        for row, one in enumerate(frames):
-            _strip(axes, row + 0.14, 0.72, one.pieces, one.nbytes)
-        axes.set_xlim(0, max(one.nbytes for one in frames) / MiB)
-        axes.set_ylim(len(frames), 0)
-        axes.set_xlabel("MiB from the beginning of the range")
-        axes.xaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 4, 8, 10], integer=True))
-        axes.xaxis.set_major_formatter("{x:,.0f}")
-        bare(axes)
-        axes.set_yticks([row + 0.5 for row in range(len(frames))], [one.call for one in frames], family="monospace")
-    return made
 
 
 _LEVELS = (4.15, 4.85, 5.55)
@@ -104,8 +75,8 @@ def address_range(
             if size > total / 60:
                 axes.text(at + size / 2, 0.5, name, color="white", ha="center", va="center", weight="bold")
         _below(axes, [(sum(places[name]) - places[name][1] / 2, _size_of(one)) for name, one in names.items()], total)
-        pieces = frame("", addresses, names).pieces
-        _strip(axes, 3, 1, pieces, addresses.nbytes)
+        pieces = pieces_of(addresses, names)
+        strip(axes, 3, 1, pieces, addresses.nbytes)
         above = []
         for piece, mapping in zip(pieces, mappings, strict=True):
             left, right = piece.offset / MiB, (piece.offset + piece.nbytes) / MiB

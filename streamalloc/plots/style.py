@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -11,13 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-__all__ = [
-    "ADDRESSES", "GREEN", "GREY", "INK", "LIGHT", "MINUS", "ORANGE", "RED", "RESERVED", "RESERVED_EDGE", "STYLE",
-    "TINT", "USED", "WIDTH", "MiB", "bare", "drawing", "end_labels", "figure", "rows", "sizes", "styled",
-]  # fmt: skip
-
 MiB = 1 << 20
-MINUS = "\N{MINUS SIGN}"
 WIDTH = 9.4
 """Inches: the width of a figure in a notebook."""
 
@@ -100,18 +94,3 @@ def sizes(ax: Axes) -> None:
     ax.set_ylim(0, 1.08 * ax.get_ylim()[1])
     ax.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 4, 8, 10], integer=True))
     ax.yaxis.set_major_formatter("{x:,.0f}")
-
-
-def end_labels(ax: Axes, at: float, labels: Mapping[str, tuple[float, str]]) -> None:
-    """Write names at the right ends of curves, without overlaps. Set the axis limits first."""
-    height = ax.get_window_extent().height
-    figure_of: Any = ax.figure
-    needed = 1.25 * plt.rcParams["font.size"] * figure_of.dpi / 72 / max(height, 1)
-    lowest = -1.0
-    for name, (value, color) in sorted(labels.items(), key=lambda item: item[1][0]):
-        there = ax.transAxes.inverted().transform(ax.transData.transform((at, value)))[1]
-        lowest = max(there, lowest + needed)
-        ax.annotate(
-            name, (at, lowest), (6, 0), xycoords=("data", "axes fraction"), textcoords="offset points", color=color,
-            va="center", weight="bold", annotation_clip=False,
-        )  # fmt: skip

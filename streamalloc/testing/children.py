@@ -15,8 +15,6 @@ from streamalloc.driver.internal import VARIABLE, ParentTest, configuration
 
 assert multiprocessing.process
 
-__all__ = ["Reports"]
-
 
 class Reports(Leaves):
     """Reports of the processes that are started in a ``with`` block.

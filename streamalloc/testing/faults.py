@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from streamalloc.driver import Driver, Faulty
 
-__all__ = ["Faults"]
-
 if TYPE_CHECKING:
     # A base of type Any has all functions of a driver: without it type checkers take the class for abstract.
     _Functions: Any

@@ -17,8 +17,6 @@ from streamalloc.core.internal import (
 )
 from streamalloc.driver.internal import cuda
 
-__all__ = ["Gate"]
-
 _SIZE = 64
 
 

@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 from streamalloc.driver import Driver
 from streamalloc.driver.internal import COUNTED, Account, Stack, Wrapper, here, lines
 
-__all__ = ["Accounts", "Leak", "descriptor_key", "leak_report"]
-
 
 class Leak(NamedTuple):
     """A driver resource that was made and not released."""

@@ -15,8 +15,6 @@ from streamalloc.driver import Driver, set_default, simulated, use
 from streamalloc.driver.internal import default_of_threads
 from streamalloc.testing.settling import settle
 
-__all__ = ["as_text", "by_default", "describe_real", "lasting", "missing_for", "real", "real_devices", "rest"]
-
 _lasting = functools.cache(simulated)
 
 

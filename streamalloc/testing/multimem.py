@@ -11,8 +11,6 @@ import numpy.typing as npt
 
 from streamalloc.core.internal import Stream, stream_call
 
-__all__ = ["SUPPORTED", "multimem_ld_reduce", "multimem_red", "multimem_st"]
-
 Values: TypeAlias = npt.NDArray[Any]
 AddressLike: TypeAlias = Any
 """A device address, or an object that has one as ``address``."""

@@ -30,8 +30,6 @@ from streamalloc.vmm import GrowableBuffer, SleepGroup, SparseArray
 _LOADED = (RingConsumer, RingProducer, SymmetricMemory, GrowableBuffer, SleepGroup, SparseArray)
 """Classes whose modules have to be imported before a watch begins."""
 
-__all__ = ["Kept", "Watch"]
-
 _DIRECT = (Stream, Event, Graph, MemoryPool, Fd)
 """Classes with one driver handle or descriptor, which is counted itself."""
 _DEPTH = 6  # levels of attributes and containers that are searched for an object's members

@@ -72,8 +72,6 @@ if TYPE_CHECKING:
     from streamalloc.testing import Faults
     from streamalloc.testing.objects import Watch
 
-__all__ = ["driver_under_test"]
-
 _MARK = "streamalloc"
 _FIXTURE = "streamalloc_machine"
 _failed = pytest.StashKey[bool]()

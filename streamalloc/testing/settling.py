@@ -6,8 +6,6 @@ import gc
 
 from streamalloc.core.internal import queues
 
-__all__ = ["settle"]
-
 
 def settle() -> int:
     """Collect garbage and do the deferred work of all drivers that can be done now; the number of items left.

@@ -21,8 +21,6 @@ from streamalloc.driver import traced
 from streamalloc.traces.subjects import ALLOCATORS, Subject, of_allocator
 from streamalloc.traces.trace import Trace
 
-__all__ = ["Figures", "Replay", "Replayed", "figures", "prepare", "replay"]
-
 # Events between two readings of the clock. Progress is reported there, outside of the measured time.
 _CHUNK = 8192
 

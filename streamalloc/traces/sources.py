@@ -15,8 +15,6 @@ from streamalloc.driver import Call
 from streamalloc.traces import plain_pickle
 from streamalloc.traces.trace import FORMAT, Event, Trace, TraceFormatError, content, opened, read_trace, text_lines
 
-__all__ = ["from_calls", "from_pytorch", "from_rmm", "load"]
-
 T = TypeVar("T")
 
 _FAILED = "failed allocations"

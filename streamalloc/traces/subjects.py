@@ -13,8 +13,6 @@ from streamalloc.driver import Traced
 from streamalloc.driver.internal import cuda
 from streamalloc.pool import CachingAllocator, MemoryPool
 
-__all__ = ["ALLOCATORS", "Entry", "Subject", "of_allocator"]
-
 _KEEP_ALL = 2**64 - 1
 # Initial bytes of RMM's pool; its default is half of the device's memory.
 _RMM_BEGINS = 32 << 20
@@ -97,22 +95,16 @@ def _reserved_by(allocator: Any) -> Callable[[], int] | None:
 # --- streamalloc and the driver -------------------------------------------------------------------------------------
 
 
-def _new_pool(device: Device, resources: contextlib.ExitStack) -> MemoryPool:
-    return resources.enter_context(MemoryPool(device, release_threshold=_KEEP_ALL))
-
-
-def _pool(device: Device, streams: int, resources: contextlib.ExitStack) -> Subject:
-    return of_allocator(_new_pool(device, resources), device, streams, resources)
-
-
-def _cached(device: Device, streams: int, resources: contextlib.ExitStack) -> Subject:
-    allocator = resources.enter_context(CachingAllocator(_new_pool(device, resources)))
+def _pool(device: Device, streams: int, resources: contextlib.ExitStack, *, cached: bool = False) -> Subject:
+    allocator: Any = resources.enter_context(MemoryPool(device, release_threshold=_KEEP_ALL))
+    if cached:
+        allocator = resources.enter_context(CachingAllocator(allocator))
     return of_allocator(allocator, device, streams, resources)
 
 
 def _raw(device: Device, streams: int, resources: contextlib.ExitStack) -> Subject:
     """The driver's two functions on a pool, with checked results."""
-    pool_object = _new_pool(device, resources)
+    pool_object = resources.enter_context(MemoryPool(device, release_threshold=_KEEP_ALL))
     found = of_allocator(pool_object, device, streams, resources)
     driver = cast(Any, device.driver)
     allocate_, free_ = driver.cuMemAllocFromPoolAsync, driver.cuMemFreeAsync
@@ -286,7 +278,7 @@ class Entry(NamedTuple):
 ALLOCATORS: dict[str, Entry] = {
     "raw": Entry("raw calls on a pool, results checked", _raw),
     "pool": Entry("streamalloc MemoryPool", _pool),
-    "cached": Entry("streamalloc CachingAllocator", _cached),
+    "cached": Entry("streamalloc CachingAllocator", lambda *all: _pool(*all, cached=True)),
     "cuda.core": Entry("cuda.core DeviceMemoryResource", _cuda_core, other=True),
     "cupy": Entry("CuPy MemoryPool", _cupy, other=True),
     "cupy-async": Entry("CuPy MemoryAsyncPool", lambda *all: _cupy(*all, driver_pool=True), other=True),

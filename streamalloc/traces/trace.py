@@ -24,8 +24,6 @@ from typing import IO, Any, Literal, NamedTuple, TypeAlias
 
 from streamalloc.core.internal import size_text
 
-__all__ = ["FORMAT", "Action", "Event", "Trace", "TraceFormatError", "content", "opened", "read_trace", "text_lines"]
-
 FORMAT = "streamalloc trace"
 VERSION = 1
 # JSON of an event; its action and numbers need no escapes.

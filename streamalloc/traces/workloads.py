@@ -11,8 +11,6 @@ from collections.abc import Callable
 
 from streamalloc.traces.trace import Action, Event, Trace
 
-__all__ = ["WORKLOADS", "loading", "mixed", "serving", "training"]
-
 _KiB = 1 << 10
 _MiB = 1 << 20
 

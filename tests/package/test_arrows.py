@@ -156,7 +156,7 @@ def test_private_names_stay_in_their_area(area: str) -> None:
             if not isinstance(node, ast.Attribute) or not _private(node.attr) or node.attr in own:
                 continue
             text = ast.unparse(node.value)
-            foreign = text.split(".")[0] in ("np", "sys", "ctypes", "threading", "numba", "torch")
+            foreign = text.split(".")[0] in ("np", "sys", "ctypes", "threading", "pickle", "numba", "torch")
             if text not in ("self", "cls", "super()") and not foreign and node.attr not in NAMED_TUPLE:
                 wrong.append(f"{module}:{node.lineno}: {ast.unparse(node)}")
     assert wrong == []

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import runpy
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +23,9 @@ from streamalloc import plots, vmm
 from tests.support import MiB
 
 GiB = 1 << 30
+NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
+# The figures of the notebooks, which are no package.
+PICTURES = SimpleNamespace(**runpy.run_path(str(NOTEBOOKS / "pictures.py"), run_name="pictures"))
 
 
 @pytest.fixture(autouse=True)
@@ -80,11 +86,11 @@ class TestText:
         with sa.MemoryPool(device, release_threshold=2**64 - 1) as pool, device.create_stream() as stream:
             for number in range(9):
                 with pool.allocate(number * unit + 512, stream):
-                    steps.append(plots.Step(f"+{number * unit >> 20}", pool.statistics()))
-                steps.append(plots.Step("sync", pool.statistics()))
+                    steps.append(PICTURES.Step(f"+{number * unit >> 20}", pool.statistics()))
+                steps.append(PICTURES.Step("sync", pool.statistics()))
             assert overlaps(pool.plot()) == []
-        assert overlaps(plots.usage({"one": steps, "two": steps[::-1]}, peaks=True)) == []
-        assert overlaps(plots.usage({"many": steps * 6})) == []
+        assert overlaps(PICTURES.usage({"one": steps, "two": steps[::-1]}, peaks=True)) == []
+        assert overlaps(PICTURES.usage({"many": steps * 6})) == []
 
     def test_of_observers(self, big: Any, unit: int) -> None:
         device = sa.Device(0, driver=big)
@@ -112,8 +118,8 @@ class TestText:
                 addresses.map(memory, 2 * number * page, access={here: sa.MemAccess(1 + 2 * (number % 3 == 0))})
             addresses.map(stack.enter_context(vmm.PhysicalMemory(here, 2 * MiB)), 30 * page, access=[here, there])
             assert overlaps(addresses.plot()) == []
-            frames = [plots.frame(f"map({number})", addresses) for number in range(5)]
-            assert overlaps(plots.film(frames)) == []
+            frames = [PICTURES.frame(f"map({number})", addresses) for number in range(5)]
+            assert overlaps(PICTURES.film(frames)) == []
             with vmm.GrowableBuffer(here, 64 * page, page) as buffer:
                 assert overlaps(buffer.plot()) == []
             with vmm.AddressRange(40 * page, driver=big) as nothing:
@@ -128,7 +134,7 @@ class TestText:
         assert overlaps(plots.grid(cells, ["a", "b", "c"], ["w", "x", "y", "z"])) == []
         x = list(range(20))
         same = {f"curve {number}": (x, [number * 1e-3 + value for value in x]) for number in range(4)}
-        assert overlaps(plots.curves({"linear": same, "log": same}, log=["log"])) == []
+        assert overlaps(PICTURES.curves({"linear": same, "log": same}, log=["log"])) == []
 
 
 class TestLives:

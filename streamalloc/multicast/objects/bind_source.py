@@ -24,8 +24,6 @@ from streamalloc.pool import MemoryPool
 from streamalloc.vmm import AddressRange, PhysicalMemory, RangeView
 from streamalloc.vmm.internal import AllocationState, covering, state_of
 
-__all__ = ["BindSource", "check_multiple"]
-
 
 def check_multiple(name: str, value: int, step: int, *, shown: str = "", hint: str = "") -> None:
     """Raise ``ValueError`` unless ``value`` is a multiple of ``step`` bytes."""

@@ -8,8 +8,6 @@ from streamalloc.core.internal import InvalidValueError
 from streamalloc.multicast.objects.bind_source import BindSource
 from streamalloc.vmm.internal import AllocationHandle, AllocationState, HandleNode, Kind, Node
 
-__all__ = ["BindingNode", "BindingRecord"]
-
 # User objects that have bound memory, by graph node. A global table keeps them out of every reference cycle, so the
 # garbage collector cannot free bound memory before it is unbound.
 _bound_memory: dict[Node, object] = {}

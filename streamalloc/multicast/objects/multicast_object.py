@@ -57,8 +57,6 @@ from streamalloc.vmm.internal import (
     wait,
 )
 
-__all__ = ["Binding", "MulticastObject", "MulticastView"]
-
 
 class MulticastObject(GenericAllocation):
     """Create a multicast object for a team of devices (``cuMulticastCreate``).

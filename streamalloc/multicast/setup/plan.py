@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 from streamalloc.core.internal import FABRIC_NEEDS, MemHandleType, NotSupportedError, refused
 from streamalloc.ipc.internal import by_value, listed
 
-__all__ = ["CHANNELS", "Capabilities", "Layout", "Plan", "RankProfile", "layout_of", "make_plan", "round_up"]
-
 CHANNELS = 16
 """Independent channels for barriers, and for signals between two ranks."""
 

@@ -13,8 +13,6 @@ from streamalloc.core.internal import Fd, close_all, undoing
 from streamalloc.ipc import Communicator, GroupError
 from streamalloc.ipc.internal import described, left
 
-__all__ = ["RankGroup", "SymmetricMemoryError"]
-
 _DONE, _FAILED = b"\0", b"\1"
 _LONGEST_REASON = 2000
 """Bytes of an error text that are sent to other ranks."""

@@ -26,8 +26,6 @@ from streamalloc.multicast.objects.multicast_object import MulticastObject
 from streamalloc.vmm import AddressRange, Mapping, PhysicalMemory
 from streamalloc.vmm.internal import import_memory
 
-__all__ = ["RankResources", "finish_all", "run_until"]
-
 Handle: TypeAlias = Fd | bytes
 
 

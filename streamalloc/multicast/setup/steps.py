@@ -36,8 +36,6 @@ from streamalloc.multicast.setup.rank_group import RankGroup, SymmetricMemoryErr
 from streamalloc.multicast.setup.resources import RankResources
 from streamalloc.vmm import PhysicalMemory
 
-__all__ = ["Arguments", "agree", "check_devices", "check_no_capture", "deadline_or_none", "set_up"]
-
 _NON_BLOCKING = int(cuda.CUstream_flags.CU_STREAM_NON_BLOCKING)
 _HOST_IMAGE = 64 << 10
 """Bytes copied from the host to clear memory, at most: 64 KiB."""

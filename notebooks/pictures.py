@@ -1,4 +1,4 @@
-"""Figures of pools: statistics, now and after each call, and timelines of streams.
+"""Figures of one notebook each: pools and ranges call by call, timelines of streams, curves and areas.
 
 All data is measured: the pool's statistics after each step, and the events that each stream has reached.
 """
@@ -12,57 +12,34 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
+from matplotlib.ticker import MaxNLocator
 
-from streamalloc.core.internal import Buffer, Event, Stream, place
+from streamalloc import Buffer, Event, PoolStatistics, Stream
+from streamalloc.plots import drawing, figure
+from streamalloc.plots.ranges import Piece, pieces_of, strip
 from streamalloc.plots.style import (
     ADDRESSES,
     GREY,
     INK,
-    MINUS,
     RED,
     RESERVED,
     RESERVED_EDGE,
     TINT,
     USED,
     MiB,
-    drawing,
-    end_labels,
-    figure,
-    rows,
+    bare,
     sizes,
 )
-from streamalloc.pool import MemoryPool, PoolStatistics
+from streamalloc.vmm import AddressRange, PhysicalMemory
 
-__all__ = ["Step", "Timeline", "matrix", "pool", "timeline", "usage"]
-
+MINUS = "\N{MINUS SIGN}"
 SETTLE = 0.01
 """Seconds in which an idle stream certainly runs a small fill."""
-
-
-def pool(of: MemoryPool, *, ax: Axes | None = None) -> Figure:
-    """Draw the current statistics of a pool, reserved light and used dark, with the peaks as lines."""
-    now = of.statistics()
-    with drawing(ax, height=1.7) as (made, axes):
-        rows(axes, ["reserved", "used"])
-        for row, (value, peak, color) in enumerate(
-            ((now.reserved, now.reserved_high, RESERVED_EDGE), (now.used, now.used_high, USED))
-        ):
-            axes.barh(row, value / MiB, 0.6, color=color)
-            axes.plot([peak / MiB] * 2, [row - 0.4, row + 0.4], color=RED, lw=1.6)
-            axes.annotate(
-                f"{value / MiB:,.1f}, at most {peak / MiB:,.1f}", (max(value, peak) / MiB, row), (7, 0),
-                textcoords="offset points", va="center",
-            )  # fmt: skip
-        # 35 % more, for the texts.
-        axes.set_xlim(0, max(now.reserved_high, MiB) / MiB * 1.35)
-        axes.xaxis.set_major_formatter("{x:,.0f}")
-        axes.set_xlabel("MiB")
-        axes.set_title(f"Memory pool of {place(of.location)}")
-    return made
 
 
 class Step(NamedTuple):
@@ -123,6 +100,8 @@ def _thin(made: Figure, ax: Axes) -> None:
 
 
 _SHOWN = {"reserved": RESERVED_EDGE, "used": USED}
+
+
 _PEAKS = {"reserved_high": RESERVED_EDGE, "used_high": USED}
 
 
@@ -299,3 +278,147 @@ def _legend() -> list[Patch | Line2D]:
         Line2D([], [], ls="", marker="o", mfc="white", mec=INK, mew=0.5, label="fill has run"),
         Line2D([], [], color=GREY, lw=4, label="stream is blocked"),
     ]
+
+
+def curves(
+    panels: Mapping[str, Mapping[str, tuple[Sequence[float], Sequence[float]]]],
+    *,
+    xlabel: str = "",
+    log: Sequence[str] = (),
+    steps: Sequence[str] = (),
+    height: float = 3.5,
+) -> Figure:
+    """Draw named curves in panels, and return the figure. A name has the same colour in all panels.
+
+    Parameters
+    ----------
+    panels
+        By title and name: x values and y values.
+    log, steps
+        Titles of panels with a logarithmic y axis, and of panels drawn as steps.
+    height
+        Height of the figure in inches.
+    """
+    names = list(dict.fromkeys(name for panel in panels.values() for name in panel))
+    colors = dict(zip(names, ("#1f4e86", "#b3402e", *ADDRESSES[1:]), strict=False))
+    made, grid_ = figure(1, len(panels), height=height)
+    for ax, (title, panel) in zip(grid_[0], panels.items(), strict=True):
+        with drawing(ax):
+            ax.set_title(title)
+            for name, (x, y) in panel.items():
+                if title in steps:
+                    ax.step(x, y, color=colors[name], lw=1.8)
+                else:
+                    ax.plot(x, y, "o-" if len(x) < 40 else "-", color=colors[name], ms=4, lw=1.4)
+            ax.set_xlabel(xlabel)
+            ax.set_xlim(0, None)
+            if title in log:
+                ax.set_yscale("log")
+                ax.yaxis.set_major_formatter("{x:g}")
+            else:
+                ax.set_ylim(0, None)
+                ax.yaxis.set_major_formatter("{x:,.4g}")
+    made.draw_without_rendering()
+    for ax, panel in zip(grid_[0], panels.values(), strict=True):
+        with drawing(ax):
+            ends = {name: (float(y[-1]), colors[name]) for name, (_, y) in panel.items()}
+            end_labels(ax, max(float(x[-1]) for x, _ in panel.values()), ends)
+    return made
+
+
+def areas(
+    panels: Mapping[str, Mapping[str, Sequence[float]]],
+    calls: Sequence[str],
+    *,
+    lines: Mapping[str, Sequence[float]] | None = None,
+    height: float = 5.2,
+) -> Figure:
+    """Draw stacked areas over a sequence of calls, in panels, and return the figure.
+
+    Parameters
+    ----------
+    panels
+        By title and name: the values after each call, from the lowest area to the highest.
+    calls
+        Labels of the calls.
+    lines
+        By title: values of a line over the areas.
+    height
+        Height of the figure in inches.
+    """
+    made, axes = figure(len(panels), 1, height=height, sharex=True)
+    end = len(calls)
+    for ax, (title, named) in zip(axes[:, 0], panels.items(), strict=True):
+        with drawing(ax):
+            ax.set_title(title)
+            base = [0.0] * (end + 1)
+            labels = []
+            for (name, values), color in zip(named.items(), ADDRESSES, strict=False):
+                top = [low + value for low, value in zip(base, [*values, values[-1]], strict=True)]
+                ax.fill_between(range(end + 1), base, top, step="post", color=color, alpha=0.85, lw=0)
+                for start, stop in _stretches(base[:-1], top[:-1]):
+                    labels.append(((start + stop) / 2, (base[start] + top[start]) / 2, name))
+                base = top
+            if lines and title in lines:
+                line = [*lines[title], lines[title][-1]]
+                ax.step(range(end + 1), line, where="post", color=INK, lw=1.6)
+            ax.set_xlim(0, end)
+            sizes(ax)
+            for x, y, name in labels:
+                ax.text(x, y, name, color="white", weight="bold", ha="center", va="center")
+            ax.tick_params(axis="x", length=0)
+    axes[-1, 0].set_xticks([at + 0.5 for at in range(end)], calls)
+    return made
+
+
+def _stretches(base: Sequence[float], top: Sequence[float]) -> list[tuple[int, int]]:
+    """Return the index ranges in which an area keeps its base and height, and is not empty."""
+    stretches = []
+    for (low, high), group in itertools.groupby(range(len(base)), key=lambda at: (base[at], top[at])):
+        positions = list(group)
+        if high > low:
+            stretches.append((positions[0], positions[-1] + 1))
+    return stretches
+
+
+def end_labels(ax: Axes, at: float, labels: Mapping[str, tuple[float, str]]) -> None:
+    """Write names at the right ends of curves, without overlaps. Set the axis limits first."""
+    height = ax.get_window_extent().height
+    figure_of: Any = ax.figure
+    needed = 1.25 * plt.rcParams["font.size"] * figure_of.dpi / 72 / max(height, 1)
+    lowest = -1.0
+    for name, (value, color) in sorted(labels.items(), key=lambda item: item[1][0]):
+        there = ax.transAxes.inverted().transform(ax.transData.transform((at, value)))[1]
+        lowest = max(there, lowest + needed)
+        ax.annotate(
+            name, (at, lowest), (6, 0), xycoords=("data", "axes fraction"), textcoords="offset points", color=color,
+            va="center", weight="bold", annotation_clip=False,
+        )  # fmt: skip
+
+
+class Frame(NamedTuple):
+    """A call, and the mappings after it."""
+
+    call: str
+    pieces: list[Piece]
+    nbytes: int
+
+
+def frame(call: str, range: AddressRange, names: Mapping[str, PhysicalMemory] | None = None) -> Frame:
+    """Return the current mappings of a range; ``names`` labels the physical memory."""
+    return Frame(call, pieces_of(range, names or {}), range.nbytes)
+
+
+def film(frames: Sequence[Frame], *, ax: Axes | None = None) -> Figure:
+    """Draw a range after each of several calls, one below the other; return the figure."""
+    with drawing(ax, height=0.42 * len(frames) + 0.6) as (made, axes):
+        for row, one in enumerate(frames):
+            strip(axes, row + 0.14, 0.72, one.pieces, one.nbytes)
+        axes.set_xlim(0, max(one.nbytes for one in frames) / MiB)
+        axes.set_ylim(len(frames), 0)
+        axes.set_xlabel("MiB from the beginning of the range")
+        axes.xaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 4, 8, 10], integer=True))
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        bare(axes)
+        axes.set_yticks([row + 0.5 for row in range(len(frames))], [one.call for one in frames], family="monospace")
+    return made
