@@ -1,6 +1,7 @@
 """Arguments as the bindings take them: the same conversions, the same Python exceptions.
 
-A parameter of a driver call that is annotated with one of the types here has been converted when the call begins.
+The annotation of a driver call's parameter says what the call gets: a number (``Size``), the object of a handle
+(``Stream``), or a struct or an enum member of the bindings (``cuda.CUmemPoolProps``).
 """
 
 from __future__ import annotations
@@ -11,11 +12,15 @@ from typing import Annotated, Any
 
 from streamalloc.driver.bindings import cuda
 
+from . import arrays, contexts, events, graphs, multicast, timeline
+from . import pool as pools
 from .constants import Place
-from .errors import Fault, NotModelled, Result
+from .errors import Fault, NotModelled, Result, check, need
+from .machine import Machine
 from .memory import view_address
 
 Convert = Callable[[Any], int]
+Find = Callable[[Machine, Any], Any]
 
 
 def _integer(value: Any) -> int:
@@ -118,6 +123,37 @@ def host_pointer(value: Any) -> int:
     )
 
 
+def _device(machine: Machine, ordinal: int) -> contexts.Device:
+    check(0 <= ordinal < len(machine.devices), Result.CUDA_ERROR_INVALID_DEVICE)
+    return machine.devices[ordinal]
+
+
+def _context(machine: Machine, handle: int) -> contexts.Context:
+    found = need(machine.contexts.get(handle), Result.CUDA_ERROR_INVALID_CONTEXT)
+    check(found.alive, Result.CUDA_ERROR_CONTEXT_IS_DESTROYED)
+    return found
+
+
+def _given_or_current(machine: Machine, handle: int) -> contexts.Context:
+    return _context(machine, handle) if handle else machine.current()
+
+
+def _event(machine: Machine, handle: int) -> events.Event:
+    # Seen once on H200, where a destroyed handle can also end the process.
+    return need(machine.events.get(handle), Result.CUDA_ERROR_CONTEXT_IS_DESTROYED)
+
+
+def _array(machine: Machine, handle: int) -> arrays.Array:
+    return need(machine.arrays.arrays.get(handle), "using an array that does not exist")
+
+
+def _mipmapped_array(machine: Machine, handle: int) -> arrays.MipmappedArray:
+    return need(machine.arrays.mipmapped.get(handle), "using a mipmapped array that does not exist")
+
+
+# Kinds of parameters that are numbers.
+UnsignedChar = Annotated[int, unsigned_char]
+UnsignedShort = Annotated[int, unsigned_short]
 UnsignedInt = Annotated[int, unsigned_int]
 UnsignedLongLong = Annotated[int, unsigned_long_long]
 Size = Annotated[int, size_t]
@@ -130,14 +166,54 @@ MemoryHandle = Annotated[int, memory]
 EventHandle = Annotated[int, event]
 PoolHandle = Annotated[int, pool]
 StreamHandle = Annotated[int, stream]
+ContextHandle = Annotated[int, context]
+DeviceNumber = Annotated[int, device]
 HostFunctionHandle = Annotated[int, host_function]
+StreamCallback = Annotated[int, stream_callback]
+
+# Kinds of parameters that are objects: how the handle is read, and how the object is found.
+Device = Annotated[contexts.Device, device, _device]
+Context = Annotated[contexts.Context, context, _context]
+ContextOrCurrent = Annotated[contexts.Context, context, _given_or_current]
+Stream = Annotated[timeline.Stream, stream, Machine.stream]
+Event = Annotated[events.Event, event, _event]
+Pool = Annotated[pools.Pool, pool, lambda machine, handle: machine.pools.get(handle)]
+Graph = Annotated[graphs.Graph, graph, lambda machine, handle: need(machine.graphs.graphs.get(handle))]
+Node = Annotated[graphs.Node, graph_node, lambda machine, handle: need(machine.graphs.nodes.get(handle))]
+GraphExec = Annotated[
+    graphs.GraphExec, graph_exec, lambda machine, handle: need(machine.graphs.executables.get(handle))
+]
+Array = Annotated[arrays.Array, array, _array]
+MipmappedArray = Annotated[arrays.MipmappedArray, mipmapped_array, _mipmapped_array]
+MulticastObject = Annotated[multicast.MulticastObject, memory, lambda machine, handle: machine.multicast.object(handle)]
+
+_NAMES = {
+    "DevicePointer": "dst src dstDevice srcDevice addr dptr",
+    "HostPointer": "dstHost srcHost",
+    "Size": "ByteCount N dstPitch Width Height",
+    "UnsignedChar": "uc",
+    "UnsignedShort": "us",
+    "UnsignedInt": "ui flags Flags",
+    "StreamHandle": "hStream",
+    "Stream": "stream",
+    "Context": "dstContext srcContext",
+    "GraphExec": "hGraphExec",
+    "Node": "hNode",
+}
+BY_NAME = {name: kind for kind, names in _NAMES.items() for name in names.split()}
+"""Kinds of the parameters of calls that have a body in common."""
 
 
-def conversions(method: Callable[..., Any]) -> dict[str, Convert]:
-    """The parameters of a method that are annotated with one of these types, and how each is converted."""
+def kind(name: str, annotation: str) -> tuple[Convert | None, Find | None]:
+    """How a parameter that is annotated so is converted before the call, and found or checked in the call."""
+    if annotation.startswith("cuda."):
+        cls = getattr(cuda, annotation.removeprefix("cuda."), None)
+        check_argument = number if isinstance(cls, type) and issubclass(cls, int) else struct
+        return None, lambda machine, value: check_argument(name, value, cls)
     # looked up by name: typing.get_type_hints takes a tenth of a second for all calls
-    hints: dict[str, Any] = {name: globals().get(annotation) for name, annotation in method.__annotations__.items()}
-    return {name: hint.__metadata__[0] for name, hint in hints.items() if hasattr(hint, "__metadata__")}
+    found: tuple[Any, ...] = getattr(globals().get(annotation), "__metadata__", ())
+    convert, find, *_ = (*found, None, None)
+    return convert, find
 
 
 def member(name: str, value: Any, cls: Any) -> int:

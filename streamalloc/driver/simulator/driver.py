@@ -9,14 +9,9 @@ from typing import Any
 from streamalloc.driver.bindings import cuda
 
 from .calls.arrays import ArrayCalls
-from .calls.attributes import StreamAttributeCalls
-from .calls.batches import BatchCalls
 from .calls.contexts import ContextCalls
-from .calls.copies import CopyCalls
 from .calls.devices import DeviceCalls
-from .calls.graph_updates import GraphUpdateCalls
-from .calls.limits import LimitCalls
-from .calls.managed import ManagedMemoryCalls
+from .calls.graph_nodes import GraphNodeCalls
 from .calls.memory import MemoryCalls
 from .calls.multicast import MulticastCalls
 from .calls.pools import PoolCalls
@@ -31,16 +26,11 @@ from .profiles import MachineSpec
 class SimulatedDriver(
     DeviceCalls,
     ContextCalls,
-    LimitCalls,
     StreamCalls,
-    StreamAttributeCalls,
     MemoryCalls,
-    ManagedMemoryCalls,
-    GraphUpdateCalls,
+    GraphNodeCalls,
     ArrayCalls,
-    BatchCalls,
     MulticastCalls,
-    CopyCalls,
     PoolCalls,
     VirtualMemoryCalls,
     SharingCalls,

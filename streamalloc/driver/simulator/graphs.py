@@ -24,6 +24,8 @@ AUTO_FREE_ON_LAUNCH = 1
 
 Values = dict[str, Any]
 """The parameters of a node: fields of the struct that describes it."""
+Work = dict[str, Any]
+"""Fields of a :class:`Node`: ``operation`` or ``enter``, and ``values``."""
 
 
 @dataclass(eq=False)
@@ -69,10 +71,9 @@ class Graph:
     open: dict[int, Node] = field(default_factory=dict)
     """Allocations that no node frees, by address."""
 
-    def add(
-        self, kind: str, after: list[Node], operation: Operation | None = None, values: Values | None = None
-    ) -> Node:
-        return self.take(Node(kind, self, after, operation, values=values))
+    def add(self, kind: str, after: list[Node], **fields: Any) -> Node:
+        """Add a node with these fields of :class:`Node`."""
+        return self.take(Node(kind, self, after, **fields))
 
     def take(self, node: Node) -> Node:
         self.nodes.append(node)
@@ -305,7 +306,7 @@ class Capture:
     # -- nodes -----------------------------------------------------------------------------------------------
 
     def add(self, kind: str, operation: Operation | None, stream: Stream, values: Values | None = None) -> Node:
-        node = self.graph.add(kind, self._frontier[stream], operation, values)
+        node = self.graph.add(kind, self._frontier[stream], operation=operation, values=values)
         self._frontier[stream] = [node]
         return node
 

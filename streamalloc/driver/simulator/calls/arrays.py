@@ -8,29 +8,17 @@ from typing import Any
 
 from streamalloc.driver.bindings import cuda
 
-from .. import arguments
+from .. import arguments, arrays
 from ..allocations import Allocation
-from ..arguments import UnsignedInt
-from ..arrays import (
-    TAIL,
-    Array,
-    Box,
-    Layout,
-    Linear,
-    MipmappedArray,
-    Remap,
-    Storage,
-    Tile,
-    TileCopy,
-)
+from ..arguments import Array, Device, MipmappedArray, Stream, UnsignedInt
+from ..arrays import TAIL, Box, Layout, Linear, Remap, Storage, Tile, TileCopy
 from ..constants import READ, READ_WRITE, TILE_SIZE
 from ..contexts import Context
 from ..errors import NotModelled, check, need, not_modelled
 from ..memory import view_address
 from ..physical import Memory
-from ..timeline import Stream
-from .copies import ARRAY, DEVICE, OF_HOST
-from .copies_2d import Copy2DCalls
+from .base import call
+from .copies import ARRAY, DEVICE, OF_HOST, CopyCalls
 
 _LAYERED, _GATHER, _SPARSE = 0x01, 0x08, 0x40  # CUDA_ARRAY3D_*
 # Surface, cube map, depth texture, deferred mapping (observed on H200: test_sparse_arrays).
@@ -44,25 +32,24 @@ _MAP, _UNMAP = 1, 2  # CUmemOperationType
 Change = tuple[Storage, Tile, "tuple[Memory, int] | None"]
 
 
-class ArrayCalls(Copy2DCalls):
+class ArrayCalls(CopyCalls):
     """cuArray*, cuMipmappedArray*, cuMemMapArrayAsync, cuMemcpy3D*."""
 
     # -- making and ending -----------------------------------------------------------------------------------
 
-    def cuArray3DCreate(self, pAllocateArray: Any) -> Any:
-        descriptor = arguments.struct("pAllocateArray", pAllocateArray, cuda.CUDA_ARRAY3D_DESCRIPTOR)
-        storage = Storage(self._array_context(), self._layout(descriptor))
-        array = Array(storage)
+    def cuArray3DCreate(self, pAllocateArray: cuda.CUDA_ARRAY3D_DESCRIPTOR) -> Any:
+        array = arrays.Array(Storage(self._array_context(), self._layout(pAllocateArray)))
         self._machine.arrays.arrays[array.handle] = array
         return cuda.CUarray(array.handle)
 
-    def cuMipmappedArrayCreate(self, pMipmappedArrayDesc: Any, numMipmapLevels: UnsignedInt) -> Any:
-        descriptor = arguments.struct("pMipmappedArrayDesc", pMipmappedArrayDesc, cuda.CUDA_ARRAY3D_DESCRIPTOR)
-        layout = self._layout(descriptor)
+    def cuMipmappedArrayCreate(
+        self, pMipmappedArrayDesc: cuda.CUDA_ARRAY3D_DESCRIPTOR, numMipmapLevels: UnsignedInt
+    ) -> Any:
+        layout = self._layout(pMipmappedArrayDesc)
         if layout.solid or not 0 < numMipmapLevels <= max(layout.extent).bit_length():
             raise NotModelled("mipmapped arrays of three dimensions, without levels, or with more than there can be")
         storage = Storage(self._array_context(), replace(layout, levels=numMipmapLevels, mipmapped=True))
-        mipmap = MipmappedArray(storage)
+        mipmap = arrays.MipmappedArray(storage)
         self._machine.arrays.mipmapped[mipmap.handle] = mipmap
         return cuda.CUmipmappedArray(mipmap.handle)
 
@@ -91,64 +78,53 @@ class ArrayCalls(Copy2DCalls):
         element = _BYTES_OF_FORMAT[number] * channels
         return Layout(extent, depth if layered else 0, solid, number, channels, element, flags)
 
-    def _array(self, array: Any) -> Array:
-        return need(self._machine.arrays.arrays.get(arguments.array(array)), "using an array that does not exist")
+    def cuArrayDestroy(self, hArray: Array) -> None:
+        if hArray.mipmap is None:
+            self._check_unused(hArray.storage)
+        self._machine.arrays.destroy(hArray)
 
-    def _mipmapped_array(self, mipmap: Any) -> MipmappedArray:
-        found = self._machine.arrays.mipmapped.get(arguments.mipmapped_array(mipmap))
-        return need(found, "using a mipmapped array that does not exist")
-
-    def cuArrayDestroy(self, hArray: Any) -> None:
-        array = self._array(hArray)
-        if array.mipmap is None:
-            self._check_unused(array.storage)
-        self._machine.arrays.destroy(array)
-
-    def cuMipmappedArrayDestroy(self, hMipmappedArray: Any) -> None:
-        mipmap = self._mipmapped_array(hMipmappedArray)
-        self._check_unused(mipmap.storage)
-        self._machine.arrays.destroy_mipmapped(mipmap)
+    def cuMipmappedArrayDestroy(self, hMipmappedArray: MipmappedArray) -> None:
+        self._check_unused(hMipmappedArray.storage)
+        self._machine.arrays.destroy_mipmapped(hMipmappedArray)
 
     def _check_unused(self, storage: Storage) -> None:
         not_modelled(storage.queued, "destroying an array while work with it is queued")
 
-    def cuMipmappedArrayGetLevel(self, hMipmappedArray: Any, level: UnsignedInt) -> Any:
-        mipmap = self._mipmapped_array(hMipmappedArray)
+    def cuMipmappedArrayGetLevel(self, hMipmappedArray: MipmappedArray, level: UnsignedInt) -> Any:
+        mipmap = hMipmappedArray
         check(level < mipmap.storage.layout.levels)
         array = mipmap.levels.get(level)
         if array is None:
-            array = mipmap.levels[level] = Array(mipmap.storage, level, mipmap)
+            array = mipmap.levels[level] = arrays.Array(mipmap.storage, level, mipmap)
             self._machine.arrays.arrays[array.handle] = array
         return cuda.CUarray(array.handle)
 
     # -- what they are like ----------------------------------------------------------------------------------
 
-    def cuArray3DGetDescriptor(self, hArray: Any) -> Any:
-        array = self._array(hArray)
-        layout = array.storage.layout
-        descriptor = cuda.CUDA_ARRAY3D_DESCRIPTOR()
-        descriptor.Width, descriptor.Height, depth = layout.extent_of(array.level)
-        descriptor.Depth = depth if layout.solid else layout.layers
-        descriptor.Format, descriptor.NumChannels = cuda.CUarray_format(layout.format), layout.channels
+    def cuArray3DGetDescriptor(self, hArray: Array) -> Any:
+        layout, descriptor = hArray.storage.layout, self._descriptor(cuda.CUDA_ARRAY3D_DESCRIPTOR(), hArray)
+        descriptor.Depth = layout.extent_of(hArray.level)[2] if layout.solid else layout.layers
         descriptor.Flags = layout.flags
         return descriptor
 
-    def cuArrayGetDescriptor(self, hArray: Any) -> Any:
-        array = self._array(hArray)
-        layout = array.storage.layout
+    def cuArrayGetDescriptor(self, hArray: Array) -> Any:
+        layout = hArray.storage.layout
         not_modelled(layout.solid or layout.layers, "cuArrayGetDescriptor of an array that is not of two dimensions")
-        descriptor = cuda.CUDA_ARRAY_DESCRIPTOR()
+        return self._descriptor(cuda.CUDA_ARRAY_DESCRIPTOR(), hArray)
+
+    @staticmethod
+    def _descriptor(descriptor: Any, array: Array) -> Any:
+        layout = array.storage.layout
         descriptor.Width, descriptor.Height, _ = layout.extent_of(array.level)
         descriptor.Format, descriptor.NumChannels = cuda.CUarray_format(layout.format), layout.channels
         return descriptor
 
-    def cuArrayGetSparseProperties(self, array: Any) -> Any:
-        found = self._array(array)
-        check(found.mipmap is None)
-        return self._sparse_properties(found.storage.layout)
+    def cuArrayGetSparseProperties(self, array: Array) -> Any:
+        check(array.mipmap is None)
+        return self._sparse_properties(array.storage.layout)
 
-    def cuMipmappedArrayGetSparseProperties(self, mipmap: Any) -> Any:
-        return self._sparse_properties(self._mipmapped_array(mipmap).storage.layout)
+    def cuMipmappedArrayGetSparseProperties(self, mipmap: MipmappedArray) -> Any:
+        return self._sparse_properties(mipmap.storage.layout)
 
     @staticmethod
     def _sparse_properties(layout: Layout) -> Any:
@@ -161,16 +137,15 @@ class ArrayCalls(Copy2DCalls):
             properties.flags = 0 if layout.mipmapped else _ONE_TAIL
         return properties
 
-    def cuMipmappedArrayGetMemoryRequirements(self, mipmap: Any, device: Any) -> Any:
-        self._mipmapped_array(mipmap)
-        self._device(device)
+    def cuMipmappedArrayGetMemoryRequirements(self, mipmap: MipmappedArray, device: Device) -> Any:
         check(False)  # those are for arrays of deferred mapping
 
     # -- tiles and memory ------------------------------------------------------------------------------------
 
     def cuMemMapArrayAsync(self, mapInfoList: Any, count: UnsignedInt, hStream: Any) -> None:
         wanted = arguments.structs("mapInfoList", mapInfoList, cuda.CUarrayMapInfo, count)
-        stream = self._stream_to_launch_in(hStream, "cuMemMapArrayAsync")
+        stream: Stream = self._find(Stream, hStream)
+        self._check_launch(stream, "cuMemMapArrayAsync")
         check(count)
         stream.submit(Remap([change for info in wanted for change in self._changes(info, stream)]))
 
@@ -192,8 +167,9 @@ class ArrayCalls(Copy2DCalls):
 
     def _resource(self, info: Any) -> Storage:
         if arguments.field(info, "resourceType") == _MIPMAPPED_ARRAY:
-            return self._mipmapped_array(info.resource.mipmap).storage
-        array = self._array(info.resource.array)
+            mipmap: MipmappedArray = self._find(MipmappedArray, info.resource.mipmap)
+            return mipmap.storage
+        array: Array = self._find(Array, info.resource.array)
         check(array.mipmap is None)
         return array.storage
 
@@ -234,21 +210,15 @@ class ArrayCalls(Copy2DCalls):
 
     # -- copies ----------------------------------------------------------------------------------------------
 
-    def cuMemcpy3D(self, pCopy: Any) -> None:
-        self._copy_box(pCopy, None)
-
-    def cuMemcpy3DAsync(self, pCopy: Any, hStream: Any) -> None:
-        self._copy_box(pCopy, hStream)
-
-    def _copy_box(self, pCopy: Any, hStream: Any) -> None:
+    def _copy_box(self, copy: Any, hStream: int | None = None) -> None:
         """``hStream`` None: a call that waits."""
-        copy = arguments.struct("pCopy", pCopy, cuda.CUDA_MEMCPY3D)
         kinds = (arguments.number_in(copy, "srcMemoryType"), arguments.number_in(copy, "dstMemoryType"))
         if ARRAY not in kinds:
-            self._copy_rows(copy, hStream, int(copy.Height), int(copy.Depth))
+            self._copy_rows(copy, hStream, int(copy.Depth))
             return
         waits = hStream is None
-        stream = self._stream_to_launch_in(hStream, "cuMemcpy3DAsync")
+        stream = self._machine.stream(hStream or 0)
+        self._check_launch(stream, "cuMemcpy3DAsync")
         if kinds.count(ARRAY) != 1 or not set(kinds) <= {OF_HOST, DEVICE, ARRAY}:
             raise NotModelled("cuMemcpy3D other than between an array and host or device memory")
         into = kinds[1] == ARRAY
@@ -267,8 +237,11 @@ class ArrayCalls(Copy2DCalls):
         if (end is None and not into) or (waits and (end is None or end.on_host)):
             self._finish(stream)
 
+    cuMemcpy3D = call("pCopy:cuda.CUDA_MEMCPY3D", _copy_box)
+    cuMemcpy3DAsync = call("pCopy:cuda.CUDA_MEMCPY3D hStream", _copy_box)
+
     def _box(self, copy: Any, side: str) -> tuple[Array, Box]:
-        array = self._array(getattr(copy, f"{side}Array"))
+        array: Array = self._find(Array, getattr(copy, f"{side}Array"))
         x, y, z = (int(getattr(copy, side + name)) for name in ("XInBytes", "Y", "Z"))
         box = Box(x, y, z, int(copy.WidthInBytes), int(copy.Height), int(copy.Depth))
         if getattr(copy, f"{side}LOD") or not (box.width and box.height and box.depth):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -11,9 +12,7 @@ from typing import Any
 from streamalloc.driver.bindings import cuda
 
 from .. import arguments, call_lock
-from ..contexts import Context, Device
-from ..errors import Fault, Result, check, need, not_modelled
-from ..events import Event
+from ..errors import Fault, Result, check, not_modelled
 from ..machine import Machine
 from ..memory import is_code
 from ..timeline import HostFunction, Operation, Stream
@@ -34,18 +33,37 @@ _HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _BEFORE_INIT = {"cuInit", "cuDriverGetVersion", "cuGetErrorName", "cuGetErrorString"}
 
 
-def driver_call(method: Method) -> Method:
+def call(parameters: str, body: Method, *first: Any) -> Any:
+    """One of several driver calls that have a body in common, which gets ``first`` before the arguments.
+
+    ``parameters`` are names of :data:`.arguments.BY_NAME`, or names with kinds: ``"pCopy:cuda.CUDA_MEMCPY2D hStream"``.
+    """
+
+    def method(self: Calls, *given: Any) -> Any:
+        return body(self, *first, *given)
+
+    pairs = [one.partition(":")[::2] for one in parameters.split()]
+    annotations = {name: kind or arguments.BY_NAME.get(name, "Any") for name, kind in pairs}
+    method.__annotations__ = {**annotations, "return": body.__annotations__["return"]}
+    shown = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("self", *annotations)]
+    setattr(method, "__signature__", inspect.Signature(shown))  # noqa: B010
+    return method
+
+
+def driver_call(name: str, method: Method) -> Method:
     """Make a driver call of a method that returns its results and raises :class:`Fault`.
 
     The call returns a tuple of the result code and the values that the annotation of the method lists, as the bindings
-    do. After a failure each value is None. Arguments are converted as their annotations say.
+    do. After a failure each value is None. Arguments are converted, and objects found, as their annotations say.
     """
-    values = _VALUES.get(method.__name__, _count_values(method.__annotations__["return"]))
-    convert = arguments.conversions(method)
-    names = method.__code__.co_varnames[1 : method.__code__.co_argcount]
-    conversions = [(at, convert[name]) for at, name in enumerate(names) if name in convert]
-    positional = conversions[-1][0] + 1 if conversions else 0
-    before_init = method.__name__ in _BEFORE_INIT
+    annotations = dict(method.__annotations__)
+    returns = annotations.pop("return")
+    values = _VALUES.get(name, _count_values(returns))
+    kinds = [(at, *arguments.kind(*one)) for at, one in enumerate(annotations.items())]
+    conversions = [(at, convert) for at, convert, _ in kinds if convert is not None]
+    finders = [(at, find) for at, _, find in kinds if find is not None]
+    positional = max((at for at, _ in (*conversions, *finders)), default=-1) + 1
+    before_init = name in _BEFORE_INIT
     nothing = (None,) * values
     success, not_initialized = Result.CUDA_SUCCESS, Result.CUDA_ERROR_NOT_INITIALIZED
     deinitialized = Result.CUDA_ERROR_DEINITIALIZED
@@ -53,7 +71,7 @@ def driver_call(method: Method) -> Method:
     exiting = sys.is_finalizing  # kept here: at that time a module's own names may be gone
 
     @functools.wraps(method)
-    def call(self: Calls, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    def checked(self: Calls, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         machine = self._machine
         if not machine.ready:
             machine.check_whole()
@@ -61,17 +79,15 @@ def driver_call(method: Method) -> Method:
                 return (deinitialized if machine.timeline.closed else not_initialized, *nothing)
         if exiting():  # the worker may have been stopped for good while it held the lock
             return (deinitialized, *nothing)
+        if kwargs or len(args) < positional:
+            bound = inspect.signature(method).bind(self, *args, **kwargs)
+            bound.apply_defaults()
+            args = bound.args[1:]
         given: Any = args  # args keep the objects whose addresses the conversions take
-        if conversions:
+        if positional:
             given = list(args)
-            if len(given) >= positional:
-                for at, converted in conversions:
-                    given[at] = converted(given[at])
-            else:
-                for at, converted in conversions:
-                    if at < len(given):
-                        given[at] = converted(given[at])
-                kwargs = {name: convert[name](value) if name in convert else value for name, value in kwargs.items()}
+            for at, converted in conversions:
+                given[at] = converted(given[at])
         try:
             caller = machine.thread.caller
         except AttributeError:
@@ -80,13 +96,15 @@ def driver_call(method: Method) -> Method:
         enter(is_main)
         machine.timeline.caller = caller
         try:
-            value = method(self, *given, **kwargs)
+            for at, find in finders:
+                given[at] = find(machine, given[at])
+            value = method(self, *given)
         except Fault as fault:
             return (fault.code, *nothing)
         except call_lock.WaitEnded as ended:
             raise ended.error from None
         except BaseException as error:
-            machine.cut_short(method.__name__, error)
+            machine.cut_short(name, error)
             raise
         finally:
             leave(is_main)
@@ -94,7 +112,7 @@ def driver_call(method: Method) -> Method:
             return (success, value)
         return (success, *value) if values else (success,)
 
-    return call
+    return checked
 
 
 def _count_values(returns: str) -> int:
@@ -115,27 +133,12 @@ class Calls:
     def __init_subclass__(cls) -> None:
         for name, method in list(vars(cls).items()):
             if name.startswith("cu"):
-                setattr(cls, name, driver_call(method))
+                setattr(cls, name, driver_call(name, method))
 
-    def _device(self, dev: Any) -> Device:
-        ordinal = arguments.device(dev)
-        check(0 <= ordinal < len(self._machine.devices), Result.CUDA_ERROR_INVALID_DEVICE)
-        return self._machine.devices[ordinal]
-
-    def _context(self, ctx: Any) -> Context:
-        return need(self._machine.contexts.get(arguments.context(ctx)), Result.CUDA_ERROR_INVALID_CONTEXT)
-
-    def _alive(self, ctx: Any) -> Context:
-        context = self._context(ctx)
-        check(context.alive, Result.CUDA_ERROR_CONTEXT_IS_DESTROYED)
-        return context
-
-    def _given_or_current(self, ctx: Any) -> Context:
-        return self._alive(ctx) if arguments.context(ctx) else self._machine.current()
-
-    def _event(self, event: Any) -> Event:
-        # Seen once on H200, where a destroyed handle can also end the process.
-        return need(self._machine.events.get(arguments.event(event)), Result.CUDA_ERROR_CONTEXT_IS_DESTROYED)
+    def _find(self, kind: Any, handle: Any) -> Any:
+        """The object of a handle that is no parameter of the call."""
+        convert, find = kind.__metadata__
+        return find(self._machine, convert(handle))
 
     def _host_function(self, address: int, data: int) -> Operation:
         check(address)
@@ -143,14 +146,9 @@ class Calls:
         function = _HOST_FUNCTION(address)
         return HostFunction(self._machine.timeline, lambda: function(data or None))
 
-    def _stream(self, stream: Any) -> Stream:
-        return self._machine.stream(stream if type(stream) is int else arguments.stream(stream))
-
-    def _stream_to_launch_in(self, stream: Any, call: str) -> Stream:
-        """A stream for work that is not modelled during a capture."""
-        found = self._stream(stream)
-        not_modelled(self._machine.graphs.captures and self._captured(found), f"{call} during stream capture")
-        return found
+    def _check_launch(self, stream: Stream, name: str) -> None:
+        """Refuse work that is not modelled during a capture."""
+        not_modelled(self._machine.graphs.captures and self._captured(stream), f"{name} during stream capture")
 
     def _submit(self, stream: Stream, operation: Operation, kind: str) -> None:
         """Put work into a stream, or into the graph that is being captured from it."""

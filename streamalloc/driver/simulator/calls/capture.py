@@ -6,13 +6,12 @@ from typing import Any
 
 from streamalloc.driver.bindings import cuda
 
-from .. import arguments
-from ..arguments import UnsignedLongLong
+from .. import arguments, graphs
+from ..arguments import Device, Graph, GraphExec, Node, Stream, UnsignedLongLong
 from ..constants import PINNED, Location
 from ..contexts import Context
-from ..errors import Fault, Result, check, need, not_modelled
-from ..graphs import AUTO_FREE_ON_LAUNCH, RELAXED, Capture, Graph, GraphExec, Node
-from ..timeline import Stream
+from ..errors import Fault, Result, check, not_modelled
+from ..graphs import AUTO_FREE_ON_LAUNCH, RELAXED, Capture
 from .base import EDGE_DATA
 from .copies import FILL_FIELDS, CopyCalls
 
@@ -23,7 +22,6 @@ _UPLOAD, _DEVICE_LAUNCH, _USE_NODE_PRIORITY = 2, 4, 8  # CUgraphInstantiate_flag
 _LOCAL_MEMORY = 0x10  # CU_CTX_LMEM_RESIZE_TO_MAX
 _SMALL_FILL = 4096
 """Instantiating a graph that fills more bytes sets that flag of the context (observed on H200: test_capture)."""
-_NODE_TYPE = "CU_GRAPH_NODE_TYPE_"
 
 # Fields of DeviceGraphMemory, in the order of CUgraphMem_attribute.
 _MEMORY_ATTRIBUTES = ("used", "used_high", "size", "reserved_high")
@@ -47,31 +45,30 @@ class CaptureCalls(CopyCalls):
 
     # -- capture ---------------------------------------------------------------------------------------------
 
-    def cuStreamBeginCapture(self, hStream: Any, mode: Any) -> None:
-        stream, number = self._stream_to_capture(hStream, mode)
-        Capture(self._machine.graphs, stream, number)
+    def cuStreamBeginCapture(self, hStream: Stream, mode: Any) -> None:
+        Capture(self._machine.graphs, hStream, self._mode_of_capture(hStream, mode))
 
-    def _stream_to_capture(self, hStream: Any, mode: Any) -> tuple[Stream, int]:
-        stream, number = self._stream(hStream), int(mode)
+    def _mode_of_capture(self, stream: Stream, mode: Any) -> int:
+        """The mode of a capture that is to begin in a stream."""
+        number = int(mode)
         check(0 <= number <= RELAXED)
         self._not_behind_captures(stream)
         check(stream.peers is None, Result.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
         check(stream.capture is None, Result.CUDA_ERROR_ILLEGAL_STATE)
-        return stream, number
+        return number
 
-    def cuStreamEndCapture(self, hStream: Any) -> Any:
-        stream = self._stream(hStream)
-        capture = stream.capture
+    def cuStreamEndCapture(self, hStream: Stream) -> Any:
+        capture = hStream.capture
         if capture is None:
-            self._captured(stream)
+            self._captured(hStream)
             raise Fault(Result.CUDA_ERROR_ILLEGAL_STATE)
-        if capture.origin is not stream:
+        if capture.origin is not hStream:
             capture.invalidate()
             raise Fault(Result.CUDA_ERROR_STREAM_CAPTURE_UNMATCHED)
         return cuda.CUgraph(capture.end().handle)
 
-    def cuStreamIsCapturing(self, hStream: Any) -> Any:
-        return self._capture_status(self._stream(hStream))
+    def cuStreamIsCapturing(self, hStream: Stream) -> Any:
+        return self._capture_status(hStream)
 
     @staticmethod
     def _capture_status(stream: Stream) -> Any:
@@ -81,13 +78,12 @@ class CaptureCalls(CopyCalls):
             return _INACTIVE
         return _ACTIVE if stream.capture.valid else _INVALIDATED
 
-    def cuStreamGetCaptureInfo(self, hStream: Any) -> tuple[Any, ...]:
-        stream = self._stream(hStream)
-        status = self._capture_status(stream)
+    def cuStreamGetCaptureInfo(self, hStream: Stream) -> tuple[Any, ...]:
+        status = self._capture_status(hStream)
         number, graph, behind = 0, 0, []
         if status is _ACTIVE:
-            capture: Capture = stream.capture
-            number, graph, behind = capture.id, capture.graph.handle, _nodes(capture.behind(stream))
+            capture: Capture = hStream.capture
+            number, graph, behind = capture.id, capture.graph.handle, _nodes(capture.behind(hStream))
         edges = (_edge_data(len(behind)),) if EDGE_DATA else ()
         return (status, cuda.cuuint64_t(number), cuda.CUgraph(graph), behind, *edges, len(behind))
 
@@ -100,14 +96,8 @@ class CaptureCalls(CopyCalls):
 
     # -- looking at graphs -----------------------------------------------------------------------------------
 
-    def _graph(self, graph: Any) -> Graph:
-        return need(self._machine.graphs.graphs.get(arguments.graph(graph)))
-
-    def _node(self, node: Any) -> Node:
-        return need(self._machine.graphs.nodes.get(arguments.graph_node(node)))
-
-    def cuGraphGetNodes(self, hGraph: Any, numNodes: Any = 0) -> tuple[list[Any], int]:
-        return self._some(self._graph(hGraph).nodes, numNodes)
+    def cuGraphGetNodes(self, hGraph: Graph, numNodes: Any = 0) -> tuple[list[Any], int]:
+        return self._some(hGraph.nodes, numNodes)
 
     @staticmethod
     def _some(nodes: list[Node], count: Any) -> tuple[list[Any], int]:
@@ -115,21 +105,21 @@ class CaptureCalls(CopyCalls):
         wanted = arguments.size_t(count)
         return padded(nodes[:wanted], wanted), min(wanted, len(nodes)) if wanted else len(nodes)
 
-    def cuGraphGetEdges(self, hGraph: Any, numEdges: Any = 0) -> Any:
-        edges = [(before, node) for node in self._graph(hGraph).nodes for before in node.after]
+    def cuGraphGetEdges(self, hGraph: Graph, numEdges: Any = 0) -> Any:
+        edges = [(before, node) for node in hGraph.nodes for before in node.after]
         wanted = arguments.size_t(numEdges)
         some = edges[:wanted]
         data = (_edge_data(wanted),) if EDGE_DATA else ()
         ends = (padded([one for one, _ in some], wanted), padded([two for _, two in some], wanted))
         return (*ends, *data, len(some or edges))
 
-    def cuGraphNodeGetType(self, hNode: Any) -> Any:
-        return getattr(cuda.CUgraphNodeType, _NODE_TYPE + self._node(hNode).kind)
+    def cuGraphNodeGetType(self, hNode: Node) -> Any:
+        return getattr(cuda.CUgraphNodeType, f"CU_GRAPH_NODE_TYPE_{hNode.kind}")
 
-    def cuGraphMemAllocNodeGetParams(self, hNode: Any) -> Any:
-        node = self._node(hNode)
+    def cuGraphMemAllocNodeGetParams(self, hNode: Node) -> Any:
+        node, values = hNode, hNode.values or {}
         check(node.kind == "MEM_ALLOC")
-        location, values = cuda.CUmemLocation(), node.values or {}
+        location = cuda.CUmemLocation()
         location.type, location.id = cuda.CUmemLocationType(Location.DEVICE), node.device
         props = cuda.CUmemPoolProps()
         props.allocType, props.location = cuda.CUmemAllocationType(PINNED), location
@@ -139,27 +129,25 @@ class CaptureCalls(CopyCalls):
         params.poolProps, params.bytesize, params.dptr = props, node.size, cuda.CUdeviceptr(node.address)
         return params
 
-    def cuGraphMemFreeNodeGetParams(self, hNode: Any) -> Any:
-        node = self._node(hNode)
-        check(node.kind == "MEM_FREE")
-        return cuda.CUdeviceptr(node.address)
+    def cuGraphMemFreeNodeGetParams(self, hNode: Node) -> Any:
+        check(hNode.kind == "MEM_FREE")
+        return cuda.CUdeviceptr(hNode.address)
 
-    def cuGraphDestroy(self, hGraph: Any) -> None:
-        self._machine.graphs.destroy(self._graph(hGraph))
+    def cuGraphDestroy(self, hGraph: Graph) -> None:
+        self._machine.graphs.destroy(hGraph)
 
     # -- running them ----------------------------------------------------------------------------------------
 
-    def cuGraphInstantiate(self, hGraph: Any, flags: UnsignedLongLong) -> Any:
-        return self._instantiate(hGraph, flags)
+    def cuGraphInstantiate(self, hGraph: Graph, flags: UnsignedLongLong) -> Any:
+        return cuda.CUgraphExec(self._instantiate(hGraph, flags).handle)
 
-    def cuGraphInstantiateWithParams(self, hGraph: Any, instantiateParams: Any) -> Any:
-        params = arguments.struct("instantiateParams", instantiateParams, cuda.CUDA_GRAPH_INSTANTIATE_PARAMS)
-        flags = int(params.flags)
+    def cuGraphInstantiateWithParams(self, hGraph: Graph, instantiateParams: cuda.CUDA_GRAPH_INSTANTIATE_PARAMS) -> Any:
+        flags = int(instantiateParams.flags)
         made = self._instantiate(hGraph, flags, _UPLOAD)
         if flags & _UPLOAD:
-            self._graph_exec(made).upload(self._stream_to_launch_in(params.hUploadStream, "cuGraphUpload"))
-        params.result_out = cuda.CUgraphInstantiateResult.CUDA_GRAPH_INSTANTIATE_SUCCESS
-        return made
+            self._upload(made, self._find(Stream, instantiateParams.hUploadStream))
+        instantiateParams.result_out = cuda.CUgraphInstantiateResult.CUDA_GRAPH_INSTANTIATE_SUCCESS
+        return cuda.CUgraphExec(made.handle)
 
     def _check_fill_node(self, graph: Graph, values: dict[str, int], context: Context) -> None:
         address, pitch, _, element, width, height = (values[name] for name in FILL_FIELDS)
@@ -171,8 +159,7 @@ class CaptureCalls(CopyCalls):
         else:
             self._check_fill(address, span, context)
 
-    def _instantiate(self, hGraph: Any, flags: int, uploads: int = 0) -> Any:
-        graph = self._graph(hGraph)
+    def _instantiate(self, graph: Graph, flags: int, uploads: int = 0) -> GraphExec:
         self._unsafe_during_capture()
         context = self._machine.current()  # refused where none is current (observed on H200: test_contexts)
         not_modelled(flags & _DEVICE_LAUNCH and flags != _DEVICE_LAUNCH, f"cuGraphInstantiate with flags {flags:#x}")
@@ -187,43 +174,41 @@ class CaptureCalls(CopyCalls):
                     context.implied_flags = _LOCAL_MEMORY
         if context.graph_block is None:
             context.graph_block = context.device.heap.keep()
-        machine = self._machine
-        instance = GraphExec(graph, flags)
-        machine.graphs.executables[instance.handle] = instance
+        instance = graphs.GraphExec(graph, flags)
+        self._machine.graphs.executables[instance.handle] = instance
         instance.hold()
-        return cuda.CUgraphExec(instance.handle)
+        return instance
 
-    def _graph_exec(self, graph_exec: Any) -> GraphExec:
-        return need(self._machine.graphs.executables.get(arguments.graph_exec(graph_exec)))
+    def cuGraphLaunch(self, hGraphExec: GraphExec, hStream: Stream) -> None:
+        self._check_launch(hStream, "cuGraphLaunch")
+        hGraphExec.launch(self._machine.allocations, hStream)
 
-    def cuGraphLaunch(self, hGraphExec: Any, hStream: Any) -> None:
-        instance, stream = self._graph_exec(hGraphExec), self._stream_to_launch_in(hStream, "cuGraphLaunch")
-        instance.launch(self._machine.allocations, stream)
+    def cuGraphUpload(self, hGraphExec: GraphExec, hStream: Stream) -> None:
+        self._upload(hGraphExec, hStream)
 
-    def cuGraphUpload(self, hGraphExec: Any, hStream: Any) -> None:
-        self._graph_exec(hGraphExec).upload(self._stream_to_launch_in(hStream, "cuGraphUpload"))
+    def _upload(self, instance: GraphExec, stream: Stream) -> None:
+        self._check_launch(stream, "cuGraphUpload")
+        instance.upload(stream)
 
-    def cuGraphExecGetFlags(self, hGraphExec: Any) -> Any:
-        return cuda.cuuint64_t(self._graph_exec(hGraphExec).flags & ~_USE_NODE_PRIORITY)
+    def cuGraphExecGetFlags(self, hGraphExec: GraphExec) -> Any:
+        return cuda.cuuint64_t(hGraphExec.flags & ~_USE_NODE_PRIORITY)
 
-    def cuGraphExecDestroy(self, hGraphExec: Any) -> None:
-        instance = self._graph_exec(hGraphExec)
+    def cuGraphExecDestroy(self, hGraphExec: GraphExec) -> None:
         self._unsafe_during_capture()
-        del self._machine.graphs.executables[instance.handle]
-        instance.release()
+        del self._machine.graphs.executables[hGraphExec.handle]
+        hGraphExec.release()
 
     # -- memory of graphs ------------------------------------------------------------------------------------
 
-    def cuDeviceGetGraphMemAttribute(self, device: Any, attr: Any) -> Any:
+    def cuDeviceGetGraphMemAttribute(self, device: Device, attr: Any) -> Any:
         number = arguments.member("attr", attr, cuda.CUgraphMem_attribute)
-        return cuda.cuuint64_t(getattr(self._device(device).graphs, _MEMORY_ATTRIBUTES[number]))
+        return cuda.cuuint64_t(getattr(device.graphs, _MEMORY_ATTRIBUTES[number]))
 
-    def cuDeviceSetGraphMemAttribute(self, device: Any, attr: Any, value: Any) -> None:
-        number = arguments.member("attr", attr, cuda.CUgraphMem_attribute)
+    def cuDeviceSetGraphMemAttribute(self, device: Device, attr: Any, value: Any) -> None:
+        name = _MEMORY_ATTRIBUTES[arguments.member("attr", attr, cuda.CUgraphMem_attribute)]
         value.getPtr()  # the bindings want an object of their own here, and raise AttributeError for others
-        found, name = self._device(device).graphs, _MEMORY_ATTRIBUTES[number]
         check(name in ("used_high", "reserved_high") and int(value) == 0)
-        setattr(found, name, found.used if name == "used_high" else found.size)
+        setattr(device.graphs, name, device.graphs.used if name == "used_high" else device.graphs.size)
 
-    def cuDeviceGraphMemTrim(self, device: Any) -> None:
-        self._device(device).graphs.trim()
+    def cuDeviceGraphMemTrim(self, device: Device) -> None:
+        device.graphs.trim()

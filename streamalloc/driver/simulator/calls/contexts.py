@@ -7,15 +7,24 @@ from typing import Any
 from streamalloc.driver.bindings import cuda
 
 from .. import arguments
-from ..arguments import EventHandle, UnsignedInt
-from ..contexts import Context
-from ..errors import NotModelled, Result, check, need, not_modelled
-from .base import Calls
+from ..arguments import Context, ContextHandle, ContextOrCurrent, Device, Event, Size, UnsignedInt
+from ..blocks import round_up
+from ..constants import BLOCK
+from ..errors import Result, check, need, not_modelled
+from ..profiles import Limit
+from .base import Calls, call
 
-# cuCtxCreate(flags, dev) became cuCtxCreate(params, flags, dev) in the bindings for CUDA 13.
-_CREATE_TAKES_PARAMS = not hasattr(cuda, "cuCtxCreate_v4")
 _SCHEDULE_MASK = 0x07
 _KNOWN_FLAGS = 0x1F
+
+
+_NAMES = {int(limit): limit.name.removeprefix("CU_LIMIT_") for limit in cuda.CUlimit}
+_FIXED = ("SHMEM_SIZE", "CIG_ENABLED")
+_REFUSED = ("MAX_L2_FETCH_GRANULARITY", "PERSISTING_L2_CACHE_SIZE")
+"""Limits that refuse a value above the maximum; the others are set to the maximum."""
+_TOO_LARGE_STACK = 512 << 10
+_CACHE_CONFIGS = range(4)
+_FOUR_BYTE_BANKS = cuda.CUsharedconfig.CU_SHARED_MEM_CONFIG_FOUR_BYTE_BANK_SIZE
 
 
 class ContextCalls(Calls):
@@ -23,45 +32,40 @@ class ContextCalls(Calls):
 
     # -- primary contexts ------------------------------------------------------------------------------------
 
-    def cuDevicePrimaryCtxRetain(self, dev: Any) -> Any:
-        context = self._device(dev).primary
+    def cuDevicePrimaryCtxRetain(self, dev: Device) -> Any:
+        context = dev.primary
         context.alive = True
         context.retained += 1
         return cuda.CUcontext(context.handle)
 
-    def cuDevicePrimaryCtxRelease(self, dev: Any) -> None:
-        context = self._device(dev).primary
+    def cuDevicePrimaryCtxRelease(self, dev: Device) -> None:
+        context = dev.primary
         check(context.retained, Result.CUDA_ERROR_INVALID_CONTEXT)
         context.retained -= 1
         if not context.retained:
             self._end_context(context)
 
-    def cuDevicePrimaryCtxReset(self, dev: Any) -> None:
-        context = self._device(dev).primary
+    def cuDevicePrimaryCtxReset(self, dev: Device) -> None:
+        context = dev.primary
         if context.alive:
             self._end_context(context)
             context.alive = context.retained > 0
 
-    def cuDevicePrimaryCtxGetState(self, dev: Any) -> tuple[int, int]:
-        context = self._device(dev).primary
-        return context.flags, int(context.alive)
+    def cuDevicePrimaryCtxGetState(self, dev: Device) -> tuple[int, int]:
+        return dev.primary.flags, int(dev.primary.alive)
 
     # -- making and ending -----------------------------------------------------------------------------------
 
-    def cuCtxCreate(self, *args: Any, **kwargs: Any) -> Any:
-        if _CREATE_TAKES_PARAMS:
-            return self._create_context(*args, **kwargs)
-        return self._create_context(None, *args, **kwargs)
-
-    def cuCtxCreate_v4(self, ctxCreateParams: Any, flags: Any, dev: Any) -> Any:
-        return self._create_context(ctxCreateParams, flags, dev)
-
-    def _create_context(self, ctxCreateParams: Any, flags: Any, dev: Any) -> Any:
-        if ctxCreateParams is not None:
-            raise NotModelled("cuCtxCreate with parameters")
-        context = self._machine.create_context(self._device(dev), flags=self._context_flags(flags))
+    def cuCtxCreate_v4(self, ctxCreateParams: Any, flags: Any, dev: Device) -> Any:
+        not_modelled(ctxCreateParams is not None, "cuCtxCreate with parameters")
+        context = self._machine.create_context(dev, flags=self._context_flags(flags))
         self._machine.timeline.caller.contexts.append(context)
         return cuda.CUcontext(context.handle)
+
+    # cuCtxCreate(flags, dev) became cuCtxCreate(params, flags, dev) in the bindings for CUDA 13.
+    cuCtxCreate = (
+        call("flags:Any dev:Device", cuCtxCreate_v4, None) if hasattr(cuda, "cuCtxCreate_v4") else cuCtxCreate_v4
+    )
 
     @staticmethod
     def _context_flags(flags: Any) -> int:
@@ -70,12 +74,11 @@ class ContextCalls(Calls):
         not_modelled(value & ~_KNOWN_FLAGS, f"context flags {value:#x}")
         return value
 
-    def cuCtxDestroy(self, ctx: Any) -> None:
-        context = self._alive(ctx)
-        check(not context.primary, Result.CUDA_ERROR_INVALID_CONTEXT)
-        self._end_context(context)
+    def cuCtxDestroy(self, ctx: Context) -> None:
+        check(not ctx.primary, Result.CUDA_ERROR_INVALID_CONTEXT)
+        self._end_context(ctx)
         stack = self._machine.timeline.caller.contexts
-        if stack and stack[-1] is context:
+        if stack and stack[-1] is ctx:
             stack.pop()
 
     def _end_context(self, context: Context) -> None:
@@ -89,16 +92,16 @@ class ContextCalls(Calls):
         context = self._machine.current_or_none()
         return cuda.CUcontext(0 if context is None else context.handle)
 
-    def cuCtxSetCurrent(self, ctx: Any) -> None:
+    def cuCtxSetCurrent(self, ctx: ContextHandle) -> None:
         stack = self._machine.timeline.caller.contexts
-        context = self._alive(ctx) if arguments.context(ctx) else None
+        context = self._find(Context, ctx) if ctx else None
         if stack:
             stack.pop()
         if context is not None:
             stack.append(context)
 
-    def cuCtxPushCurrent(self, ctx: Any) -> None:
-        self._machine.timeline.caller.contexts.append(self._alive(ctx))
+    def cuCtxPushCurrent(self, ctx: Context) -> None:
+        self._machine.timeline.caller.contexts.append(ctx)
 
     def cuCtxPopCurrent(self) -> Any:
         stack = self._machine.timeline.caller.contexts
@@ -111,8 +114,8 @@ class ContextCalls(Calls):
     def cuCtxSynchronize(self) -> None:
         self._synchronize(self._machine.current())
 
-    def cuCtxSynchronize_v2(self, ctx: Any) -> None:
-        self._synchronize(self._given_or_current(ctx))
+    def cuCtxSynchronize_v2(self, ctx: ContextOrCurrent) -> None:
+        self._synchronize(ctx)
 
     def _synchronize(self, context: Context) -> None:
         self._no_stream_captures(context)
@@ -133,35 +136,108 @@ class ContextCalls(Calls):
         usual = self._machine.profile.context_flags if context.primary else 0
         return context.flags | context.implied_flags | usual
 
-    def cuCtxGetApiVersion(self, ctx: Any) -> int:
-        self._given_or_current(ctx)
+    def cuCtxGetApiVersion(self, ctx: ContextOrCurrent) -> int:
         return self._machine.profile.context_api_version
 
-    def cuCtxGetId(self, ctx: Any) -> int:
-        return self._given_or_current(ctx).id
+    def cuCtxGetId(self, ctx: ContextOrCurrent) -> int:
+        return ctx.id
 
     def cuCtxGetStreamPriorityRange(self) -> tuple[int, int]:
         self._machine.current()
         return self._machine.profile.stream_priorities
 
-    def cuCtxRecordEvent(self, hCtx: Any, hEvent: EventHandle) -> None:
-        context = self._given_or_current(hCtx)
-        event = need(self._machine.events.get(hEvent), Result.CUDA_ERROR_CONTEXT_IS_DESTROYED)
-        check(event.context is context, Result.CUDA_ERROR_INVALID_HANDLE)
-        self._no_stream_captures(context)
+    def cuCtxRecordEvent(self, hCtx: ContextOrCurrent, hEvent: Event) -> None:
+        check(hEvent.context is hCtx, Result.CUDA_ERROR_INVALID_HANDLE)
+        self._no_stream_captures(hCtx)
         # Synchronising with it shows no frees (observed on H200: test_reuse), so the record knows of no other stream.
-        event.record_in(context.marks, context.unfinished())
+        hEvent.record_in(hCtx.marks, hCtx.unfinished())
 
     # -- peers -----------------------------------------------------------------------------------------------
 
-    def cuCtxEnablePeerAccess(self, peerContext: Any, Flags: UnsignedInt) -> None:
-        context, peer = self._machine.current(), self._alive(peerContext)
+    def cuCtxEnablePeerAccess(self, peerContext: Context, Flags: UnsignedInt) -> None:
+        context, peer = self._machine.current(), peerContext
         check(Flags == 0)
         check(peer.device is not context.device, Result.CUDA_ERROR_PEER_ACCESS_UNSUPPORTED)
         check(peer.handle not in context.peers, Result.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED)
         context.peers.add(peer.handle)
 
-    def cuCtxDisablePeerAccess(self, peerContext: Any) -> None:
-        context, peer = self._machine.current(), self._alive(peerContext)
-        check(peer.handle in context.peers, Result.CUDA_ERROR_PEER_ACCESS_NOT_ENABLED)
-        context.peers.remove(peer.handle)
+    def cuCtxDisablePeerAccess(self, peerContext: Context) -> None:
+        context = self._machine.current()
+        check(peerContext.handle in context.peers, Result.CUDA_ERROR_PEER_ACCESS_NOT_ENABLED)
+        context.peers.remove(peerContext.handle)
+
+    # -- limits ----------------------------------------------------------------------------------------------
+
+    def _limit(self, limit: Any) -> tuple[str, Limit]:
+        number = int(limit)
+        name = _NAMES.get(number, "MAX")
+        not_modelled(name == "PER_BLOCK_MEMORY_SIZE", "the limit PER_BLOCK_MEMORY_SIZE")
+        check(name != "MAX")
+        return name, need(self._machine.profile.limits.get(name), Result.CUDA_ERROR_UNSUPPORTED_LIMIT)
+
+    def cuCtxGetLimit(self, limit: Any) -> int:
+        context = self._machine.current()
+        name, known = self._limit(limit)
+        return context.limits.get(name, known.default)
+
+    def cuCtxSetLimit(self, limit: Any, value: Size) -> None:
+        context = self._machine.current()
+        self._unsafe_during_capture()
+        name, known = self._limit(limit)
+        check(name not in _FIXED, Result.CUDA_ERROR_NOT_PERMITTED)
+        check(name != "STACK_SIZE" or value < _TOO_LARGE_STACK)
+        not_modelled(name == "STACK_SIZE" and value > known.most, f"a stack of {value} bytes")
+        check(name not in _REFUSED or value <= known.most)
+        value = min(max(round_up(value, known.step), known.least), known.most)
+        if name == "STACK_SIZE":
+            self._resize_stacks(context, context.limits.get(name, known.default), value)
+        context.limits[name] = value
+
+    def _resize_stacks(self, context: Context, before: int, after: int) -> None:
+        """Every thread that can run at a time has a stack (observed on H200: test_limits)."""
+        machine, device = self._machine, context.device
+        streams = context.all_streams()
+        machine.timeline.wait(lambda: all(stream.done >= stream.seq for stream in streams))
+        threads = device.attributes["MULTIPROCESSOR_COUNT"] * device.attributes["MAX_THREADS_PER_MULTIPROCESSOR"]
+        change = (after * threads // BLOCK - before * threads // BLOCK) * BLOCK
+        not_modelled(change > device.bank.free, "stacks that take more memory than there is")
+        device.bank.used += change
+        context.stacks += change
+
+    # -- other settings --------------------------------------------------------------------------------------
+
+    def cuCtxGetCacheConfig(self) -> Any:
+        return cuda.CUfunc_cache(self._machine.current().limits.get("cache", 0))
+
+    def cuCtxSetCacheConfig(self, config: Any) -> None:
+        context = self._machine.current()
+        check(int(config) in _CACHE_CONFIGS)
+        context.limits["cache"] = int(config)
+
+    def cuCtxGetSharedMemConfig(self) -> Any:
+        self._machine.current()
+        return _FOUR_BYTE_BANKS
+
+    def _nothing(self, *unused: Any) -> None:
+        """A call without effect here: no cache, no other device's writes and no profiler are simulated."""
+        self._machine.current()
+
+    cuCtxResetPersistingL2Cache = cuProfilerStart = cuProfilerStop = call("", _nothing)
+    cuFlushGPUDirectRDMAWrites = call("target scope", _nothing)
+
+    # -- events of all streams -------------------------------------------------------------------------------
+
+    def cuCtxWaitEvent(self, hCtx: Context, hEvent: Event) -> None:
+        """All work from now on waits, that of streams that are made later included; a stream without any does not
+        (observed on H200: test_limits).
+        """
+        context, event = hCtx, hEvent
+        self._no_stream_captures(context)
+        not_modelled(event.capture is not None, "waiting in a context for an event that was recorded in a capture")
+        not_modelled(event.elsewhere is not None, "waiting in a context for another process")
+        record = event.record
+        if record is not None and not record.complete:
+            context.awaited.append((record.stream, record.seq))
+            for stream in context.all_streams():
+                if stream is not context.marks:
+                    stream.barrier += ((record.stream, record.seq),)

@@ -8,8 +8,7 @@ from typing import Any
 from streamalloc.driver.bindings import cuda
 
 from .. import arguments
-from ..arguments import Int, UnsignedInt
-from ..contexts import Device
+from ..arguments import Device, Int, UnsignedInt
 from ..errors import Fault, Result, check, need
 from .base import Calls
 
@@ -71,50 +70,45 @@ class DeviceCalls(Calls):
         check(0 <= ordinal < len(self._machine.devices), Result.CUDA_ERROR_INVALID_DEVICE)
         return cuda.CUdevice(ordinal)
 
-    def cuDeviceGetName(self, length: Int, dev: Any) -> bytes:
-        self._device(dev)
+    def cuDeviceGetName(self, length: Int, dev: Device) -> bytes:
         check(length > 0)
         return self._machine.profile.name.encode()[: length - 1].ljust(length, b"\0")
 
-    def cuDeviceGetUuid(self, dev: Any) -> Any:
-        found, uuid = self._device(dev).uuid, cuda.CUuuid()
+    def cuDeviceGetUuid(self, dev: Device) -> Any:
+        found, uuid = dev.uuid, cuda.CUuuid()
         ctypes.memmove(int(uuid.getPtr()), found, len(found))
         return uuid
 
     cuDeviceGetUuid_v2 = cuDeviceGetUuid
 
-    def cuDeviceTotalMem(self, dev: Any) -> int:
-        return self._device(dev).bank.total
+    def cuDeviceTotalMem(self, dev: Device) -> int:
+        return dev.bank.total
 
-    def cuDeviceGetAttribute(self, attrib: Any, dev: Any) -> int:
-        device = self._device(dev)
+    def cuDeviceGetAttribute(self, attrib: Any, dev: Device) -> int:
         number = int(attrib.value) if hasattr(attrib, "value") else arguments.signed_int(attrib)
-        return need(device.attributes.get(_DEVICE_ATTRIBUTES.get(number, "")), Result.CUDA_ERROR_INVALID_VALUE)
+        return need(dev.attributes.get(_DEVICE_ATTRIBUTES.get(number, "")))
 
-    def cuDeviceGetProperties(self, dev: Any) -> Any:
-        attributes, properties = self._device(dev).attributes, cuda.CUdevprop()
+    def cuDeviceGetProperties(self, dev: Device) -> Any:
+        attributes, properties = dev.attributes, cuda.CUdevprop()
         for name, attribute in _PROPERTIES.items():
             setattr(properties, name, attributes[attribute])
         properties.maxThreadsDim = [attributes[f"MAX_BLOCK_DIM_{axis}"] for axis in "XYZ"]
         properties.maxGridSize = [attributes[f"MAX_GRID_DIM_{axis}"] for axis in "XYZ"]
         return properties
 
-    def cuDeviceComputeCapability(self, dev: Any) -> tuple[int, int]:
-        attributes = self._device(dev).attributes
+    def cuDeviceComputeCapability(self, dev: Device) -> tuple[int, int]:
+        attributes = dev.attributes
         return attributes["COMPUTE_CAPABILITY_MAJOR"], attributes["COMPUTE_CAPABILITY_MINOR"]
 
-    def cuDeviceGetPCIBusId(self, length: Int, dev: Any) -> bytes:
-        name = _pci(self._device(dev)).encode()
+    def cuDeviceGetPCIBusId(self, length: Int, dev: Device) -> bytes:
+        name = _pci(dev).encode()
         check(length > len(name))
         # observed on H200 (test_device): one terminating zero, and the rest of the buffer as it was
         return (name + b"\0").ljust(length, b" ")
 
-    def cuDeviceCanAccessPeer(self, dev: Any, peerDev: Any) -> int:
-        return int(self._device(dev) is not self._device(peerDev))
+    def cuDeviceCanAccessPeer(self, dev: Device, peerDev: Device) -> int:
+        return int(dev is not peerDev)
 
-    def cuDeviceGetP2PAttribute(self, attrib: Any, srcDevice: Any, dstDevice: Any) -> int:
-        number = arguments.number("attrib", attrib, cuda.CUdevice_P2PAttribute)
-        check(self._device(srcDevice) is not self._device(dstDevice), Result.CUDA_ERROR_INVALID_DEVICE)
-        return need(
-            self._machine.profile.peer_attributes.get(_PEER_ATTRIBUTES.get(number, "")), Result.CUDA_ERROR_INVALID_VALUE
-        )
+    def cuDeviceGetP2PAttribute(self, attrib: cuda.CUdevice_P2PAttribute, srcDevice: Device, dstDevice: Device) -> int:
+        check(srcDevice is not dstDevice, Result.CUDA_ERROR_INVALID_DEVICE)
+        return need(self._machine.profile.peer_attributes.get(_PEER_ATTRIBUTES.get(attrib, "")))

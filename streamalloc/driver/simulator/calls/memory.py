@@ -10,10 +10,10 @@ from streamalloc.driver.bindings import cuda
 from .. import arguments
 from ..allocations import Allocation, DeviceMemory, GraphAllocation, HostMemory, PoolMemory
 from ..arguments import DevicePointer, HostPointer, Size, UnsignedInt
-from ..constants import CHUNK
-from ..errors import Fault, NotModelled, Result, check, need, not_modelled
+from ..constants import CHUNK, Location
+from ..errors import Fault, Result, check, need, not_modelled
 from ..memory import is_host_memory
-from .base import Calls
+from .base import EDGE_DATA, Calls, call
 from .virtual import mapped_attribute
 
 _HOST_ALLOC_FLAGS = 0x7  # portable, device map, write combined
@@ -21,6 +21,7 @@ _HOST_REGISTER_FLAGS = 0xF
 _HOST_REGISTER_SPECIAL = 0xC  # I/O memory, read only
 _PORTABLE, _DEVICE_MAPPED, _WRITE_COMBINED = 1, 2, 4
 _PITCH = 512
+_SYNC_MEMOPS = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_SYNC_MEMOPS
 
 
 class MemoryCalls(Calls):
@@ -74,13 +75,7 @@ class MemoryCalls(Calls):
 
     # -- host memory -----------------------------------------------------------------------------------------
 
-    def cuMemAllocHost(self, bytesize: Size) -> int:
-        return self._allocate_host(bytesize, 0)
-
-    def cuMemHostAlloc(self, bytesize: Size, Flags: UnsignedInt) -> int:
-        return self._allocate_host(bytesize, Flags)
-
-    def _allocate_host(self, size: int, flags: int) -> int:
+    def _allocate_host(self, size: int, flags: int = 0) -> int:
         context = self._machine.current()
         self._unsafe_during_capture()
         check(flags & ~_HOST_ALLOC_FLAGS == 0)
@@ -92,6 +87,9 @@ class MemoryCalls(Calls):
         flags = combined | portable | _DEVICE_MAPPED
         self._machine.allocations.add(HostMemory(address, size, None, context, block, flags))
         return address
+
+    cuMemAllocHost = call("bytesize:Size", _allocate_host)
+    cuMemHostAlloc = call("bytesize:Size Flags", _allocate_host)
 
     def cuMemFreeHost(self, p: HostPointer) -> None:
         self._unsafe_during_capture()
@@ -142,13 +140,15 @@ class MemoryCalls(Calls):
         self._machine.current()
         allocation = need(self._machine.allocations.find(dptr), Result.CUDA_ERROR_NOT_FOUND)
         check(allocation.known, Result.CUDA_ERROR_NOT_FOUND)
-        mapping = allocation.mapping
-        if mapping is not None and mapping.is_multicast:
-            raise NotModelled("cuMemGetAddressRange of a multicast object")
-        if mapping is not None and not mapped_attribute(self._machine, "ACCESS_FLAGS", mapping, allocation.base):
-            raise Fault(Result.CUDA_ERROR_NOT_FOUND)
-        # of mapped host memory the address is missing (observed on H200: test_host_mappings)
-        base = 0 if mapping is not None and mapping.memory.properties.device is None else allocation.base
+        mapping, base = allocation.mapping, allocation.base
+        if mapping is not None:
+            not_modelled(mapping.is_multicast, "cuMemGetAddressRange of a multicast object")
+            right = mapped_attribute(self._machine, "ACCESS_FLAGS", mapping, base)
+            check(right, Result.CUDA_ERROR_NOT_FOUND)
+            if (
+                mapping.memory.properties.device is None
+            ):  # the address is missing (observed on H200: test_host_mappings)
+                base = 0
         return cuda.CUdeviceptr(base), allocation.size
 
     def cuPointerGetAttribute(self, attribute: Any, ptr: DevicePointer) -> Any:
@@ -170,19 +170,16 @@ class MemoryCalls(Calls):
         if numAttributes > len(wanted):
             raise RuntimeError(f"List is too small: {len(wanted)} < {numAttributes}")
         allocation = self._machine.allocations.find(ptr)
-        values = [self._read_attribute(attribute, allocation, ptr) for attribute in wanted]
-        if self._machine.current_or_none() is None:  # a refusal reads as absent here
-            values = [
-                None if one.name == "CU_POINTER_ATTRIBUTE_DEVICE_POINTER" else value
-                for one, value in zip(wanted, values, strict=True)
-            ]
-        reserved = allocation is None and self._machine.banks.arenas.find(ptr) is not None
-        return [
-            (ptr if reserved and one.name == "CU_POINTER_ATTRIBUTE_HOST_POINTER" else _absent(one))
-            if value is None
-            else value
-            for one, value in zip(wanted, values, strict=True)
-        ]
+        absent = dict(_ABSENT)
+        if allocation is None and self._machine.banks.arenas.find(ptr) is not None:
+            absent["HOST_POINTER"] = ptr
+        values = []
+        for one in wanted:
+            name, value = one.name.removeprefix(_PREFIX), self._read_attribute(one, allocation, ptr)
+            if name == "DEVICE_POINTER" and self._machine.current_or_none() is None:  # a refusal reads as absent here
+                value = None
+            values.append(absent.get(name, 0) if value is None else value)
+        return values
 
     def _read_attribute(self, attribute: Any, allocation: Allocation | None, address: int) -> Any:
         """None where the driver refuses, as it does where there is no allocation."""
@@ -198,6 +195,36 @@ class MemoryCalls(Calls):
             if value is not NotImplemented:
                 return value
         return _POINTER_ATTRIBUTES[name](allocation, address)
+
+    # -- managed memory: there is none, so only the answers for other memory are modelled ---------------------
+
+    def _refuse(self, *given: Any) -> None:
+        """A call for managed memory, with other memory."""
+        for one in given:
+            if isinstance(one, cuda.CUmemLocation):
+                place = arguments.place(one)
+                known = place.type != Location.DEVICE or 0 <= place.id < len(self._machine.devices)
+                check(known, Result.CUDA_ERROR_INVALID_DEVICE)
+        raise Fault(Result.CUDA_ERROR_INVALID_VALUE)
+
+    def _refuse_value(self, *given: Any) -> Any:
+        self._refuse(*given)
+
+    cuStreamAttachMemAsync = call("hStream:Stream dptr length:Size flags", _refuse)
+    cuMemRangeGetAttribute = call("dataSize:Size attribute devPtr:DevicePointer count:Size", _refuse_value)
+    cuMemPrefetchAsync = call("devPtr:DevicePointer count:Size location:cuda.CUmemLocation flags hStream:Any", _refuse)
+    cuMemAdvise = call("devPtr:DevicePointer count:Size advice location:cuda.CUmemLocation", _refuse)
+    if not EDGE_DATA:  # earlier bindings take other arguments
+        del cuMemPrefetchAsync, cuMemAdvise
+
+    def cuPointerSetAttribute(self, value: Any, attribute: Any, ptr: DevicePointer) -> None:
+        """The only attribute that can be set changes nothing that is seen here: copies that the host does not wait for
+        are not waited for with it either (observed on H200: test_pointer_attributes).
+        """
+        check(arguments.member("attribute", attribute, cuda.CUpointer_attribute) == int(_SYNC_MEMOPS))
+        allocation = need(self._machine.allocations.find(ptr))
+        check(allocation.mapping is None, Result.CUDA_ERROR_NOT_SUPPORTED)
+        allocation.waits = bool(value)
 
 
 # -- cuPointerGetAttribute -----------------------------------------------------------------------------------
@@ -254,11 +281,9 @@ def _ordinal(allocation: Allocation) -> int:
     return 0 if allocation.context is None else allocation.context.device.ordinal
 
 
-def _absent(attribute: Any) -> Any:
-    """Value that cuPointerGetAttributes returns for an unknown address: a zero of the right type."""
-    name = attribute.name.removeprefix(_PREFIX)
-    if name in ("DEVICE_POINTER", "RANGE_START_ADDR"):
-        return cuda.CUdeviceptr(0)
-    if name in ("SYNC_MEMOPS", "IS_MANAGED", "IS_LEGACY_CUDA_IPC_CAPABLE", "MAPPED"):
-        return False
-    return {"CONTEXT": cuda.CUcontext, "MEMPOOL_HANDLE": cuda.CUmemoryPool}.get(name, int)(0)
+_ABSENT = {
+    **dict.fromkeys(("DEVICE_POINTER", "RANGE_START_ADDR"), cuda.CUdeviceptr(0)),
+    **dict.fromkeys(("SYNC_MEMOPS", "IS_MANAGED", "IS_LEGACY_CUDA_IPC_CAPABLE", "MAPPED"), False),
+    **{"CONTEXT": cuda.CUcontext(0), "MEMPOOL_HANDLE": cuda.CUmemoryPool(0)},
+}
+"""Values of cuPointerGetAttributes for an unknown address, where that is not the int 0."""

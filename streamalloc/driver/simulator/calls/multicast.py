@@ -8,21 +8,24 @@ from typing import Any
 
 from streamalloc.driver.bindings import cuda
 
-from .. import arguments
+from ..arguments import Device, MulticastObject, Size, Stream
 from ..constants import GRANULARITY, READ, READ_WRITE, STEP, Handle, device_place
 from ..contexts import Context
 from ..copy_operations import Move
-from ..errors import Fault, NotModelled, Result, check, not_modelled
+from ..errors import Fault, Result, check, not_modelled
 from ..machine import Machine
-from ..multicast import Backing, MulticastObject, Segment
+from ..multicast import Backing, Segment
 from ..physical import Memory
-from ..timeline import Stream
-from .base import driver_call
+from .base import Method, call, driver_call
 from .copies import CopyCalls
 
 Apply = Callable[[int, int, int], None]
 Combine = Callable[[list[bytes]], bytes]
 _RECOMMENDED = 1  # CUmulticastGranularity_flags
+# Parameters of bindings.
+_OBJECT = "mcHandle:MulticastObject"
+_MEMORY = "mcOffset:Size memHandle:MemoryHandle memOffset:Size size:Size flags:UnsignedLongLong"
+_ADDRESS = "mcOffset:Size memptr:DevicePointer size:Size flags:UnsignedLongLong"
 
 
 class Update(Move):
@@ -115,22 +118,21 @@ class MulticastCalls(CopyCalls):
 
     # -- objects and teams -----------------------------------------------------------------------------------
 
-    def cuMulticastGetGranularity(self, prop: Any, option: Any) -> int:
+    def cuMulticastGetGranularity(
+        self, prop: cuda.CUmulticastObjectProp, option: cuda.CUmulticastGranularity_flags
+    ) -> int:
         """The size that is asked for is not looked at: users leave it out."""
-        props = arguments.struct("prop", prop, cuda.CUmulticastObjectProp)
-        wanted = arguments.number("option", option, cuda.CUmulticastGranularity_flags)
-        self._multicast_properties(props)
-        return self._machine.profile.multicast_granularity if wanted == _RECOMMENDED else GRANULARITY
+        self._multicast_properties(prop)
+        return self._machine.profile.multicast_granularity if option == _RECOMMENDED else GRANULARITY
 
-    def cuMulticastCreate(self, prop: Any) -> Any:
-        props = arguments.struct("prop", prop, cuda.CUmulticastObjectProp)
-        devices, size, handle_types = self._multicast_properties(props)
+    def cuMulticastCreate(self, prop: cuda.CUmulticastObjectProp) -> Any:
+        devices, size, handle_types = self._multicast_properties(prop)
         check(size and size % GRANULARITY == 0)
         if handle_types & Handle.FABRIC:
             # without an IMEX channel as for memory, where this was observed; the documentation lists the code here too
             check(self._machine.fabric is not None, Result.CUDA_ERROR_NOT_PERMITTED)
-            if not self._machine.fabric:
-                raise NotModelled("cuMulticastCreate with fabric handles where these are not supported")
+            refused = not self._machine.fabric
+            not_modelled(refused, "cuMulticastCreate with fabric handles where these are not supported")
         return cuda.CUmemGenericAllocationHandle(self._machine.multicast.create(devices, size, handle_types).handle)
 
     def _multicast_properties(self, props: Any) -> tuple[int, int, int]:
@@ -139,102 +141,80 @@ class MulticastCalls(CopyCalls):
         check(devices and not int(props.flags) and handle_types & ~(Handle.POSIX_FD | Handle.FABRIC) == 0)
         able = sum(device.attributes["MULTICAST_SUPPORTED"] for device in self._machine.devices)
         check(able, Result.CUDA_ERROR_NOT_SUPPORTED)
-        if devices == 1:
-            # users say that it is refused, but not with which code (InternLM/lmdeploy#4296)
-            raise NotModelled("a multicast object for one device")
+        # users say that it is refused, but not with which code (InternLM/lmdeploy#4296)
+        not_modelled(devices == 1, "a multicast object for one device")
         not_modelled(devices > able, "a multicast object for more devices than this machine has")
         return devices, int(props.size), handle_types
 
-    def _multicast_object(self, handle: Any) -> MulticastObject:
-        return self._machine.multicast.object(arguments.memory(handle))
-
-    def cuMulticastAddDevice(self, mcHandle: Any, dev: Any) -> None:
+    def cuMulticastAddDevice(self, mcHandle: MulticastObject, dev: Device) -> None:
         """The kernel module refuses a device that was added before, and one too many. The driver's result code is
         unknown.
         """
-        found, device = self._multicast_object(mcHandle), self._device(dev)
-        check(device.attributes["MULTICAST_SUPPORTED"], Result.CUDA_ERROR_NOT_SUPPORTED)
-        check(found.table.add(device.ordinal, self._machine.multicast.has_slot))
+        check(dev.attributes["MULTICAST_SUPPORTED"], Result.CUDA_ERROR_NOT_SUPPORTED)
+        check(mcHandle.table.add(dev.ordinal, self._machine.multicast.has_slot))
         self._machine.timeline.announce()  # to threads that wait for the team
 
     # -- bindings --------------------------------------------------------------------------------------------
 
-    def cuMulticastBindMem(
-        self, mcHandle: Any, mcOffset: Any, memHandle: Any, memOffset: Any, size: Any, flags: Any
-    ) -> None:
-        self._bind_memory(mcHandle, None, mcOffset, memHandle, memOffset, size, flags)
-
-    def cuMulticastBindMem_v2(
-        self, mcHandle: Any, dev: Any, mcOffset: Any, memHandle: Any, memOffset: Any, size: Any, flags: Any
-    ) -> None:
-        self._bind_memory(mcHandle, self._device(dev).ordinal, mcOffset, memHandle, memOffset, size, flags)
-
     def _bind_memory(
-        self, mcHandle: Any, device: int | None, mcOffset: Any, memHandle: Any, memOffset: Any, size: Any, flags: Any
+        self, found: MulticastObject, offset: int, handle: int, start: int, size: int, flags: int, device: Any = None
     ) -> None:
-        found, offset, number = self._place(mcHandle, mcOffset, size, flags)
-        start = arguments.size_t(memOffset)
-        handle = arguments.memory(memHandle)
+        self._check_part(found, offset, size, flags)
         memory = self._machine.virtual.memory(handle)
-        check(start % GRANULARITY == 0 and start + number <= memory.size)
+        check(start % GRANULARITY == 0 and start + size <= memory.size)
         self._check_bindable(found, memory, device)
         self._machine.multicast.formed(found, "cuMulticastBindMem")
-        found, memory = self._multicast_object(mcHandle), self._machine.virtual.memory(handle)
-        found.bind(offset, number, Backing(memory.physical, memory.offset + start, memory.properties.device, memory))
-
-    def cuMulticastBindAddr(self, mcHandle: Any, mcOffset: Any, memptr: Any, size: Any, flags: Any) -> None:
-        self._bind_address(mcHandle, None, mcOffset, memptr, size, flags)
-
-    def cuMulticastBindAddr_v2(
-        self, mcHandle: Any, dev: Any, mcOffset: Any, memptr: Any, size: Any, flags: Any
-    ) -> None:
-        self._bind_address(mcHandle, self._device(dev).ordinal, mcOffset, memptr, size, flags)
+        # other threads may have released them meanwhile
+        found, memory = self._machine.multicast.object(found.handle), self._machine.virtual.memory(handle)
+        found.bind(offset, size, Backing(memory.physical, memory.offset + start, memory.properties.device, memory))
 
     def _bind_address(
-        self, mcHandle: Any, device: int | None, mcOffset: Any, memptr: Any, size: Any, flags: Any
+        self, found: MulticastObject, offset: int, address: int, size: int, flags: int, device: Any = None
     ) -> None:
         multicast = self._machine.multicast
-        found, offset, number = self._place(mcHandle, mcOffset, size, flags)
-        address = arguments.device_pointer(memptr)
+        self._check_part(found, offset, size, flags)
         check(address % GRANULARITY == 0)
-        backing = multicast.locate(address, number)
+        backing = multicast.locate(address, size)
         if backing.memory is not None:
             self._check_bindable(found, backing.memory, device)
         else:
-            check(backing.device is not None and device in (None, backing.device))
+            check(backing.device is not None and (device is None or device.ordinal == backing.device))
             assert backing.allocation is not None and backing.allocation.pool is not None
             check(backing.allocation.pool.handle_types or not found.properties.handle_types)
         multicast.formed(found, "cuMulticastBindAddr")
-        self._multicast_object(mcHandle).bind(offset, number, multicast.locate(address, number))
+        multicast.object(found.handle).bind(offset, size, multicast.locate(address, size))
 
-    def _place(self, mcHandle: Any, mcOffset: Any, size: Any, flags: Any) -> tuple[MulticastObject, int, int]:
-        """Multicast object, offset and size in bytes of a binding."""
-        found = self._multicast_object(mcHandle)
-        offset, number = arguments.size_t(mcOffset), arguments.size_t(size)
-        check(arguments.unsigned_long_long(flags) == 0)
-        check(number and number % GRANULARITY == 0 and offset % GRANULARITY == 0 and offset + number <= found.size)
-        return found, offset, number
+    def _on_device(self, bind: Method, found: MulticastObject, device: Device, *rest: Any) -> None:
+        bind(self, found, *rest, device)
+
+    cuMulticastBindMem = call(f"{_OBJECT} {_MEMORY}", _bind_memory)
+    cuMulticastBindMem_v2 = call(f"{_OBJECT} dev:Device {_MEMORY}", _on_device, _bind_memory)
+    cuMulticastBindAddr = call(f"{_OBJECT} {_ADDRESS}", _bind_address)
+    cuMulticastBindAddr_v2 = call(f"{_OBJECT} dev:Device {_ADDRESS}", _on_device, _bind_address)
 
     @staticmethod
-    def _check_bindable(found: MulticastObject, memory: Memory, device: int | None) -> None:
+    def _check_part(found: MulticastObject, offset: int, size: int, flags: int = 0) -> None:
+        check(flags == 0)
+        check(size and size % GRANULARITY == 0 and offset % GRANULARITY == 0 and offset + size <= found.size)
+
+    @staticmethod
+    def _check_bindable(found: MulticastObject, memory: Memory, device: Device | None) -> None:
         properties = memory.properties
-        if memory.bank is None:
-            raise NotModelled("binding memory that was imported")
-        if properties.compression or properties.tile_pool:
-            raise NotModelled("binding memory that is compressible, or for tiles of arrays")
-        if properties.device is None and device is not None:
-            raise NotModelled("binding host memory")
-        check(properties.device is not None and device in (None, properties.device))
+        not_modelled(memory.bank is None, "binding memory that was imported")
+        special = properties.compression or properties.tile_pool
+        not_modelled(special, "binding memory that is compressible, or for tiles of arrays")
+        not_modelled(properties.device is None and device is not None, "binding host memory")
+        check(properties.device is not None and (device is None or device.ordinal == properties.device))
         check(properties.handle_types or not found.properties.handle_types)
 
-    def cuMulticastUnbind(self, mcHandle: Any, dev: Any, mcOffset: Any, size: Any) -> None:
-        found, device = self._multicast_object(mcHandle), self._device(dev).ordinal
-        _, offset, number = self._place(mcHandle, mcOffset, size, 0)
-        check(device in found.table.devices, Result.CUDA_ERROR_INVALID_DEVICE)
-        found.unbind(device, offset, number)
+    def cuMulticastUnbind(self, mcHandle: MulticastObject, dev: Device, mcOffset: Size, size: Size) -> None:
+        self._check_part(mcHandle, mcOffset, size)
+        check(dev.ordinal in mcHandle.table.devices, Result.CUDA_ERROR_INVALID_DEVICE)
+        mcHandle.unbind(dev.ordinal, mcOffset, size)
 
-    @driver_call
-    def multimem_launch(self, hStream: Any, kernel: Callable[[Launch], None]) -> None:
+    def _launch(self, stream: Stream, kernel: Callable[[Launch], None]) -> None:
         """No function of the driver: submit a function that stands for a kernel (:mod:`streamalloc.testing`)."""
         not_modelled(self._machine.graphs.captures, "kernels during a stream capture")
-        kernel(Launch(self, self._stream(hStream)))
+        kernel(Launch(self, stream))
+
+    multimem_launch = driver_call("multimem_launch", call("hStream:Stream kernel", _launch))

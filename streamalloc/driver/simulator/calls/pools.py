@@ -8,7 +8,7 @@ from streamalloc.driver.bindings import cuda, read_handle_types
 
 from .. import arguments
 from ..allocations import DeviceMemory, GraphAllocation, PoolMemory
-from ..arguments import DevicePointer, PoolHandle, Size, StreamHandle
+from ..arguments import Device, DeviceNumber, DevicePointer, PoolHandle, Size, StreamHandle
 from ..constants import MANAGED, NO_ACCESS, PINNED, READ, READ_WRITE, Handle, Location, Place
 from ..errors import Fault, Result, check, not_modelled
 from ..imported_pool import ImportedPool
@@ -38,8 +38,8 @@ class PoolCalls(Calls):
 
     # -- making and ending -----------------------------------------------------------------------------------
 
-    def cuMemPoolCreate(self, poolProps: Any) -> Any:
-        props = arguments.struct("poolProps", poolProps, cuda.CUmemPoolProps)
+    def cuMemPoolCreate(self, poolProps: cuda.CUmemPoolProps) -> Any:
+        props = poolProps
         self._unsafe_during_capture()
         place = arguments.place(props.location)
         kind, handle_types = int(props.allocType), read_handle_types(props)
@@ -62,12 +62,12 @@ class PoolCalls(Calls):
             return 0 <= place.id < self._machine.profile.numa_nodes
         return place.type == Location.HOST
 
-    def cuMemPoolDestroy(self, pool: Any) -> None:
-        imported = self._machine.sharing.pools.get(arguments.pool(pool))
+    def cuMemPoolDestroy(self, pool: PoolHandle) -> None:
+        imported = self._machine.sharing.pools.get(pool)
         if imported is not None:
             self._machine.sharing.destroy_pool(imported)
             return
-        found = self._pool(pool)
+        found = self._machine.pools.get(pool)
         self._unsafe_during_capture()
         check(not found.implicit)
         current = self._machine.pools.current
@@ -75,40 +75,36 @@ class PoolCalls(Calls):
             del current[key]
         found.destroy()
 
-    def _pool(self, pool: Any) -> Pool:
-        return self._machine.pools.get(arguments.pool(pool))
-
-    def _pool_or_import(self, pool: Any) -> Pool | ImportedPool:
-        handle = arguments.pool(pool)
+    def _pool_or_import(self, handle: int) -> Pool | ImportedPool:
         return self._machine.sharing.pools.get(handle) or self._machine.pools.get(handle)
 
     # -- attributes ------------------------------------------------------------------------------------------
 
-    def cuMemPoolGetAttribute(self, pool: Any, attr: Any) -> Any:
+    def cuMemPoolGetAttribute(self, pool: PoolHandle, attr: Any) -> Any:
         arguments.member("attr", attr, cuda.CUmemPool_attribute)
         name = attr.name
         if name not in _SWITCHES and name not in _NUMBERS:
             raise TypeError(f"Unsupported attribute: {name}")
         self._unsafe_during_capture()
-        found = self._pool(pool)
+        found = self._machine.pools.get(pool)
         if name in _SWITCHES:
             return int(getattr(found.policies, _SWITCHES[name]))
         return cuda.cuuint64_t(getattr(found, _NUMBERS[name]))
 
-    def cuMemPoolSetAttribute(self, pool: Any, attr: Any, value: Any) -> None:
+    def cuMemPoolSetAttribute(self, pool: PoolHandle, attr: Any, value: Any) -> None:
         arguments.member("attr", attr, cuda.CUmemPool_attribute)
         name = attr.name
         if name in _SWITCHES:
             switch = int(arguments.signed_int(value) != 0)
             self._unsafe_during_capture()
-            setattr(self._pool(pool).policies, _SWITCHES[name], switch)
+            setattr(self._machine.pools.get(pool).policies, _SWITCHES[name], switch)
             return
         if name not in _NUMBERS:
             raise TypeError(f"Unsupported attribute: {name}")
         value.getPtr()  # the bindings want an object of their own here, and raise AttributeError for others
         number = int(value)
         self._unsafe_during_capture()
-        found = self._pool(pool)
+        found = self._machine.pools.get(pool)
         field = _NUMBERS[name]
         if field == "threshold":
             found.set_threshold(number)
@@ -116,13 +112,13 @@ class PoolCalls(Calls):
         check(field.endswith("_high") and not number)  # the highest so far can be forgotten
         setattr(found, field, getattr(found, field.removesuffix("_high")))
 
-    def cuMemPoolTrimTo(self, pool: Any, minBytesToKeep: Size) -> None:
+    def cuMemPoolTrimTo(self, pool: PoolHandle, minBytesToKeep: Size) -> None:
         self._unsafe_during_capture()
-        self._pool(pool).trim(minBytesToKeep)
+        self._machine.pools.get(pool).trim(minBytesToKeep)
 
     # -- access ----------------------------------------------------------------------------------------------
 
-    def cuMemPoolSetAccess(self, pool: Any, map: Any, count: Size) -> None:
+    def cuMemPoolSetAccess(self, pool: PoolHandle, map: Any, count: Size) -> None:
         descriptors = arguments.structs("map", map, cuda.CUmemAccessDesc, count)
         found = self._pool_or_import(pool)
         check(count)
@@ -152,8 +148,8 @@ class PoolCalls(Calls):
             check(place.type in (Location.HOST, Location.HOST_NUMA))
             check(flags == READ_WRITE, Result.CUDA_ERROR_NOT_SUPPORTED)
 
-    def cuMemPoolGetAccess(self, memPool: Any, location: Any) -> Any:
-        place = arguments.place(arguments.struct("location", location, cuda.CUmemLocation))
+    def cuMemPoolGetAccess(self, memPool: PoolHandle, location: cuda.CUmemLocation) -> Any:
+        place = arguments.place(location)
         pool = self._pool_or_import(memPool)
         self._unsafe_during_capture()
         check(place.type in (Location.DEVICE, Location.HOST, Location.HOST_NUMA))
@@ -164,45 +160,45 @@ class PoolCalls(Calls):
 
     # -- default and current pools ---------------------------------------------------------------------------
 
-    def cuDeviceGetDefaultMemPool(self, dev: Any) -> Any:
-        return cuda.CUmemoryPool(self._machine.pools.default(Place(Location.DEVICE, self._device(dev).ordinal)).handle)
+    def cuDeviceGetDefaultMemPool(self, dev: Device) -> Any:
+        return cuda.CUmemoryPool(self._machine.pools.default(Place(Location.DEVICE, dev.ordinal)).handle)
 
-    def cuDeviceGetMemPool(self, dev: Any) -> Any:
+    def cuDeviceGetMemPool(self, dev: DeviceNumber) -> Any:
         return cuda.CUmemoryPool(self._machine.pools.current_or_default(self._device_place(dev)).handle)
 
-    def cuDeviceSetMemPool(self, dev: Any, pool: Any) -> None:
+    def cuDeviceSetMemPool(self, dev: DeviceNumber, pool: PoolHandle) -> None:
         self._set_current(self._device_place(dev), PINNED, pool)
 
-    def _device_place(self, dev: Any) -> Place:
+    def _device_place(self, ordinal: int) -> Place:
         """Here an unknown device is an invalid value (observed on H200: test_contexts)."""
-        ordinal = arguments.device(dev)
         check(0 <= ordinal < len(self._machine.devices))
         return Place(Location.DEVICE, ordinal)
 
-    def cuMemGetDefaultMemPool(self, location: Any, typename: Any) -> Any:
+    def cuMemGetDefaultMemPool(self, location: cuda.CUmemLocation, typename: cuda.CUmemAllocationType) -> Any:
         place, kind = self._location(location, typename)
         return cuda.CUmemoryPool(self._machine.pools.default(place, kind).handle)
 
-    def cuMemGetMemPool(self, location: Any, typename: Any) -> Any:
+    def cuMemGetMemPool(self, location: cuda.CUmemLocation, typename: cuda.CUmemAllocationType) -> Any:
         place, kind = self._location(location, typename)
         return cuda.CUmemoryPool(self._machine.pools.current_or_default(place, kind).handle)
 
-    def cuMemSetMemPool(self, location: Any, typename: Any, pool: Any) -> None:
-        self._pool(pool)
+    def cuMemSetMemPool(self, location: Any, typename: Any, pool: PoolHandle) -> None:
+        self._machine.pools.get(pool)
         self._unsafe_during_capture()  # before the location is checked (observed on H200: test_current_pools)
-        self._set_current(*self._location(location, typename), pool)
-
-    def _location(self, location: Any, typename: Any) -> tuple[Place, int]:
-        place = arguments.place(arguments.struct("location", location, cuda.CUmemLocation))
+        location = arguments.struct("location", location, cuda.CUmemLocation)
         kind = arguments.number("typename", typename, cuda.CUmemAllocationType)
+        self._set_current(*self._location(location, kind), pool)
+
+    def _location(self, location: Any, kind: int) -> tuple[Place, int]:
+        place = arguments.place(location)
         check(place.type != Location.HOST_NUMA_CURRENT, Result.CUDA_ERROR_NOT_SUPPORTED)
         check(kind in (PINNED, MANAGED))
         check(self._is_place(place) or (place.type == Location.NONE and kind == MANAGED))
         return place, kind
 
-    def _set_current(self, place: Place, kind: int, pool: Any) -> None:
+    def _set_current(self, place: Place, kind: int, pool: int) -> None:
         machine = self._machine
-        found = self._pool(pool)
+        found = self._machine.pools.get(pool)
         self._unsafe_during_capture()
         key = machine.pools.key(place, kind)
         check(machine.pools.key(found.place, found.allocation_type) == key)

@@ -8,12 +8,11 @@ from typing import Any
 
 from streamalloc.driver.bindings import cuda, opaque_bytes, opaque_struct
 
-from .. import arguments
+from .. import arguments, events
 from ..allocations import DeviceMemory, PoolMemory
-from ..arguments import DevicePointer, EventHandle, HostPointer, MemoryHandle, PoolHandle, UnsignedInt, UnsignedLongLong
+from ..arguments import DevicePointer, Event, HostPointer, MemoryHandle, PoolHandle, UnsignedInt, UnsignedLongLong
 from ..constants import HANDLE_BYTES, EventFlag, Handle, device_place
 from ..errors import Fault, NotModelled, Result, check, not_modelled, operating_system
-from ..events import Event
 from ..imported_pool import ImportedPool
 from ..memory import Physical, is_accessible
 from ..multicast import MulticastObject
@@ -63,8 +62,8 @@ class SharingCalls(Calls):
         kind = _handle_type("handleType", handleType, arguments.number)
         self._not_during_capture()
         check(not flags)
-        if kind not in (Handle.POSIX_FD, Handle.FABRIC):
-            raise NotModelled(f"cuMemPoolImportFromShareableHandle of {handleType!r}")
+        known = kind in (Handle.POSIX_FD, Handle.FABRIC)
+        not_modelled(not known, f"cuMemPoolImportFromShareableHandle of {handleType!r}")
         return cuda.CUmemoryPool(self._import("pool", kind, handle).handle)
 
     def cuMemExportToShareableHandle(self, handle: MemoryHandle, handleType: Any, flags: UnsignedLongLong) -> Any:
@@ -75,8 +74,7 @@ class SharingCalls(Calls):
         if isinstance(memory, MulticastObject):
             return self._export_multicast(memory, kind)
         assert isinstance(memory, Memory)
-        if memory.properties.device is None:
-            raise NotModelled("exporting host memory")
+        not_modelled(memory.properties.device is None, "exporting host memory")
         if kind == Handle.FABRIC:
             self._need_channel()
         with operating_system():
@@ -144,20 +142,20 @@ class SharingCalls(Calls):
             raise Fault(Result.CUDA_ERROR_INVALID_VALUE)
         pool = allocation.pool
         check(pool.handle_types)
-        if pool.destroyed or not (pool.handle_types & Handle.POSIX_FD or self._machine.fabric):
-            raise NotModelled("cuMemPoolExportPointer of a pool that can no longer, or not here, be exported itself")
+        exportable = pool.handle_types & Handle.POSIX_FD or self._machine.fabric
+        refused = pool.destroyed or not exportable
+        not_modelled(refused, "cuMemPoolExportPointer of a pool that can no longer, or not here, be exported itself")
         check(pool.space.physical.kept)  # the pool itself has to be exported first (observed on H200: test_sharing)
         data = self._machine.sharing.export_pointer(pool, allocation.block.start, allocation.size)
         return opaque_struct("CUmemPoolPtrExportData", data)
 
-    def cuMemPoolImportPointer(self, pool: PoolHandle, shareData: Any) -> Any:
-        data = arguments.struct("shareData", shareData, cuda.CUmemPoolPtrExportData)
+    def cuMemPoolImportPointer(self, pool: PoolHandle, shareData: cuda.CUmemPoolPtrExportData) -> Any:
         self._not_during_capture()
         found = self._machine.sharing.pools.get(pool)
         if found is None:
             self._machine.pools.get(pool)
             raise NotModelled("importing a pointer into a pool that was not imported")
-        return cuda.CUdeviceptr(self._machine.sharing.import_pointer(found, opaque_bytes(data)))
+        return cuda.CUdeviceptr(self._machine.sharing.import_pointer(found, opaque_bytes(shareData)))
 
     # -- plain memory ----------------------------------------------------------------------------------------
 
@@ -187,13 +185,10 @@ class SharingCalls(Calls):
 
     # -- events ----------------------------------------------------------------------------------------------
 
-    def cuIpcGetEventHandle(self, event: EventHandle) -> Any:
-        found = self._machine.events.get(event)
+    def cuIpcGetEventHandle(self, event: Event) -> Any:
         self._machine.current()
-        if found is None:
-            raise Fault(Result.CUDA_ERROR_CONTEXT_IS_DESTROYED)  # as every call with a destroyed event
-        check(found.flags & EventFlag.INTERPROCESS and not found.opened, Result.CUDA_ERROR_INVALID_HANDLE)
-        return opaque_struct("CUipcEventHandle", self._machine.sharing.event_handle(found))
+        check(event.flags & EventFlag.INTERPROCESS and not event.opened, Result.CUDA_ERROR_INVALID_HANDLE)
+        return opaque_struct("CUipcEventHandle", self._machine.sharing.event_handle(event))
 
     def cuIpcOpenEventHandle(self, handle: Any) -> Any:
         data = opaque_bytes(arguments.struct("handle", handle, cuda.CUipcEventHandle, optional=False))
@@ -201,6 +196,6 @@ class SharingCalls(Calls):
         context = machine.current()
         self._not_during_capture()
         shared = machine.sharing.open_event(data)
-        event = Event(context, EventFlag.DISABLE_TIMING | EventFlag.INTERPROCESS, shared=shared, opened=True)
+        event = events.Event(context, EventFlag.DISABLE_TIMING | EventFlag.INTERPROCESS, shared=shared, opened=True)
         machine.events[event.handle] = event
         return cuda.CUevent(event.handle)

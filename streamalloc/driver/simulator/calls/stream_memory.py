@@ -11,12 +11,12 @@ from streamalloc.driver.bindings import cuda
 
 from .. import arguments
 from ..allocations import GraphAllocation, PoolMemory, is_gone
-from ..arguments import DevicePointer, UnsignedInt, Word32, Word64
+from ..arguments import Stream, UnsignedInt
 from ..constants import READ_WRITE, device_place
 from ..contexts import Context
-from ..errors import NotModelled, Result, check, need, not_modelled
+from ..errors import Result, check, need, not_modelled
 from ..timeline import Call, Operation, Until
-from .base import GONE, Calls
+from .base import GONE, Calls, call
 
 # Comparisons of the value in memory with the given value, by flag.
 _GEQ, _EQ, _AND, _NOR = range(4)
@@ -66,32 +66,23 @@ class Batch(Operation):
 class StreamMemoryCalls(Calls):
     """cuStreamWaitValue*, cuStreamWriteValue*, cuStreamBatchMemOp."""
 
-    def cuStreamWaitValue32(self, stream: Any, addr: DevicePointer, value: Word32, flags: UnsignedInt) -> None:
-        self._one(stream, _WAIT_32, addr, value, flags)
-
-    def cuStreamWaitValue64(self, stream: Any, addr: DevicePointer, value: Word64, flags: UnsignedInt) -> None:
-        self._one(stream, _WAIT_64, addr, value, flags)
-
-    def cuStreamWriteValue32(self, stream: Any, addr: DevicePointer, value: Word32, flags: UnsignedInt) -> None:
-        self._one(stream, _WRITE_32, addr, value, flags)
-
-    def cuStreamWriteValue64(self, stream: Any, addr: DevicePointer, value: Word64, flags: UnsignedInt) -> None:
-        self._one(stream, _WRITE_64, addr, value, flags)
-
-    def _one(self, hStream: Any, kind: int, address: int, value: int, flags: int) -> None:
-        stream = self._stream(hStream)
+    def _one(self, kind: int, stream: Stream, address: int, value: int, flags: int) -> None:
         captured = bool(self._machine.graphs.captures) and self._captured(stream)
         operation = self._word_operation(stream.context, kind, address, value, flags, captured)
         self._submit(stream, operation, "BATCH_MEM_OP")
 
-    def cuStreamBatchMemOp(self, stream: Any, count: UnsignedInt, paramArray: Any, flags: UnsignedInt) -> None:
-        target = self._stream(stream)
-        captured = bool(self._machine.graphs.captures) and self._captured(target)
-        operation = self._batch(target.context, paramArray, count, flags, captured)
+    cuStreamWaitValue32 = call("stream addr value:Word32 flags", _one, _WAIT_32)
+    cuStreamWaitValue64 = call("stream addr value:Word64 flags", _one, _WAIT_64)
+    cuStreamWriteValue32 = call("stream addr value:Word32 flags", _one, _WRITE_32)
+    cuStreamWriteValue64 = call("stream addr value:Word64 flags", _one, _WRITE_64)
+
+    def cuStreamBatchMemOp(self, stream: Stream, count: UnsignedInt, paramArray: Any, flags: UnsignedInt) -> None:
+        captured = bool(self._machine.graphs.captures) and self._captured(stream)
+        operation = self._batch(stream.context, paramArray, count, flags, captured)
         if captured:
-            target.capture.add("BATCH_MEM_OP", operation, target)
+            stream.capture.add("BATCH_MEM_OP", operation, stream)
         elif count:
-            target.submit(operation)
+            stream.submit(operation)
 
     def _batch(self, context: Context, params: Any, count: int, flags: int, in_graph: bool) -> Operation:
         wanted = arguments.structs("paramArray", params, cuda.CUstreamBatchMemOpParams, count)
@@ -115,8 +106,8 @@ class StreamMemoryCalls(Calls):
         bits = 32 if kind in (_WAIT_32, _WRITE_32) else 64
         written = kind in (_WRITE_32, _WRITE_64)
         check(address % (bits // 8) == 0)
-        if in_graph and self._machine.allocations.find(address) is None:
-            raise NotModelled("a word that is not there in a graph: it is the launch that fails")
+        missing = in_graph and self._machine.allocations.find(address) is None
+        not_modelled(missing, "a word that is not there in a graph: it is the launch that fails")
         self._check_word(context, address, bits, written)
         # a queued operation must not keep the driver object alive, whose end closes the machine
         machine, word = self._machine, _WORDS[bits]
@@ -154,7 +145,7 @@ class StreamMemoryCalls(Calls):
             not_modelled(allocation.mapping.is_multicast, "waiting for or writing a word of a multicast object")
             right = allocation.mapping.right(device_place(context.device.ordinal))
             check(right)  # at the call; a later grant has no effect (observed on H200: test_mapped_words)
-            if written and right != READ_WRITE:
-                raise NotModelled("writing a word of memory that may only be read: the context breaks")
+            refused = written and right != READ_WRITE
+            not_modelled(refused, "writing a word of memory that may only be read: the context breaks")
         check(address + bits // 8 <= allocation.base + max(allocation.size, 8))
         not_modelled(is_gone(allocation, address, bits // 8), GONE)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from typing import Any
 
 from streamalloc.driver.bindings import cuda
 
-from .. import arguments
-from ..arguments import HostFunctionHandle, HostPointer, Int, UnsignedInt
+from .. import events
+from ..arguments import Event, HostFunctionHandle, HostPointer, Int, Stream, StreamCallback, UnsignedInt
 from ..constants import LEGACY_STREAM, PER_THREAD_STREAM, EventFlag
 from ..errors import Fault, Result, check, need, not_modelled
-from ..events import Event
-from ..timeline import HostFunction, Stream, Until
-from .base import Calls
+from ..timeline import HostFunction, Until
+from .base import Calls, call
 
 _NON_BLOCKING = 1
 
@@ -27,152 +27,159 @@ _EXTERNAL = 1
 _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
 
 
+# CUstreamAttrID
+_WINDOW, _POLICY, _PRIORITY, _DOMAIN_MAP, _DOMAIN = 1, 3, 8, 9, 10
+_SIZE = 64
+"""Bytes of a CUstreamAttrValue."""
+_NUMBER = struct.Struct("=i")
+_PAIR = struct.Struct("=BB")
+_ACCESS = struct.Struct("=QQfii")
+_PERSISTING = 2  # CUaccessProperty
+_POLICIES = range(1, 5)  # CUsynchronizationPolicy
+_DOMAINS = 4
+
+# Of a stream for which nothing was set (observed on H200: test_stream_attributes).
+_DEFAULTS = {
+    _WINDOW: _ACCESS.pack(0, 0, 0.0, 0, 0),
+    _POLICY: _NUMBER.pack(-1),
+    _DOMAIN_MAP: _PAIR.pack(0, 1),
+    _DOMAIN: _NUMBER.pack(0),
+}
+
+
 class StreamCalls(Calls):
     """cuStream*, cuEvent*, cuLaunchHostFunc."""
 
     # -- streams ---------------------------------------------------------------------------------------------
 
-    def cuStreamCreate(self, Flags: Any) -> Any:
-        return self._create_stream(Flags, 0)
-
-    def cuStreamCreateWithPriority(self, flags: Any, priority: Int) -> Any:
+    def cuStreamCreateWithPriority(self, flags: UnsignedInt, priority: Int) -> Any:
         least, greatest = self._machine.profile.stream_priorities
         return self._create_stream(flags, min(max(priority, greatest), least))
 
-    def _create_stream(self, flags: Any, priority: int) -> Any:
-        value = arguments.unsigned_int(flags)
-        check(value in (0, _NON_BLOCKING))
+    def _create_stream(self, flags: int, priority: int = 0) -> Any:
+        check(flags in (0, _NON_BLOCKING))
         context = self._machine.current()
-        return cuda.CUstream(context.create_stream(value != _NON_BLOCKING, priority).handle)
+        return cuda.CUstream(context.create_stream(flags != _NON_BLOCKING, priority).handle)
 
-    def cuStreamDestroy(self, hStream: Any) -> None:
-        stream = self._stream(hStream)
-        check(stream.handle not in (LEGACY_STREAM, PER_THREAD_STREAM), Result.CUDA_ERROR_INVALID_VALUE)
-        if stream.capture is not None:
-            stream.capture.invalidate()
-            stream.capture.leave(stream)
-        self._machine.destroy_stream(stream)
+    cuStreamCreate = call("Flags", _create_stream)
 
-    def cuStreamQuery(self, hStream: Any) -> None:
-        stream = self._stream(hStream)
-        self._spoil([stream.capture])
-        self._captured(stream)
+    def cuStreamDestroy(self, hStream: Stream) -> None:
+        check(hStream.handle not in (LEGACY_STREAM, PER_THREAD_STREAM), Result.CUDA_ERROR_INVALID_VALUE)
+        if hStream.capture is not None:
+            hStream.capture.invalidate()
+            hStream.capture.leave(hStream)
+        self._machine.destroy_stream(hStream)
+
+    def cuStreamQuery(self, hStream: Stream) -> None:
+        self._spoil([hStream.capture])
+        self._captured(hStream)
         self._unsafe_during_capture()
-        if not stream.idle and not self._machine.timeline.seeded:
+        if not hStream.idle and not self._machine.timeline.seeded:
             self._machine.timeline.pump()
-        check(stream.idle, Result.CUDA_ERROR_NOT_READY)
-        stream.context.check()
+        check(hStream.idle, Result.CUDA_ERROR_NOT_READY)
+        hStream.context.check()
 
-    def cuStreamSynchronize(self, hStream: Any) -> None:
-        stream = self._stream(hStream)
-        self._spoil([stream.capture])
-        self._captured(stream)
+    def cuStreamSynchronize(self, hStream: Stream) -> None:
+        self._spoil([hStream.capture])
+        self._captured(hStream)
         self._unsafe_during_capture()
-        clock = stream.done_with()
-        goals = [(stream, stream.seq)] + [(peer, peer.seq) for peer in stream.peers or ()]
-        told = stream.id in self._machine.timeline.ranks  # pools know the stream (observed on H200: test_placements)
+        clock = hStream.done_with()
+        goals = [(hStream, hStream.seq)] + [(peer, peer.seq) for peer in hStream.peers or ()]
+        told = hStream.id in self._machine.timeline.ranks  # pools know the stream (observed on H200: test_placements)
         self._machine.synchronize(clock, lambda: all(s.done >= seq for s, seq in goals), told)
-        stream.context.check()
+        hStream.context.check()
 
-    def _asked(self, hStream: Any) -> Stream:
-        """A stream that is asked for something. The legacy stream says nothing while a blocking one is captured
-        (observed on H200: test_capture).
-        """
-        stream = self._stream(hStream)
-        self._not_behind_captures(stream)
-        return stream
+    # The legacy stream says nothing while a blocking one is captured (observed on H200: test_capture).
 
-    def cuStreamGetFlags(self, hStream: Any) -> int:
-        stream = self._asked(hStream)
-        self._spoil([stream.capture])  # observed on H200 (test_capture): asking breaks the capture
-        return 0 if stream.blocking else _NON_BLOCKING
+    def cuStreamGetFlags(self, hStream: Stream) -> int:
+        self._not_behind_captures(hStream)
+        self._spoil([hStream.capture])  # observed on H200 (test_capture): asking breaks the capture
+        return 0 if hStream.blocking else _NON_BLOCKING
 
-    def cuStreamGetPriority(self, hStream: Any) -> int:
-        return self._asked(hStream).priority
+    def cuStreamGetPriority(self, hStream: Stream) -> int:
+        self._not_behind_captures(hStream)
+        return hStream.priority
 
-    def cuStreamGetCtx(self, hStream: Any) -> Any:
-        stream = self._asked(hStream)
+    def cuStreamGetCtx(self, hStream: Stream) -> Any:
+        self._not_behind_captures(hStream)
         # it may be captured, but not in vain (observed on H200: test_capture)
-        check(stream.capture is None or stream.capture.valid, Result.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED)
-        return cuda.CUcontext(stream.context.handle)
+        check(hStream.capture is None or hStream.capture.valid, Result.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED)
+        return cuda.CUcontext(hStream.context.handle)
 
-    def cuStreamGetDevice(self, hStream: Any) -> Any:
-        stream = self._asked(hStream)
-        self._spoil([stream.capture])  # as cuStreamGetFlags
-        return cuda.CUdevice(stream.context.device.ordinal)
+    def cuStreamGetDevice(self, hStream: Stream) -> Any:
+        self._not_behind_captures(hStream)
+        self._spoil([hStream.capture])  # as cuStreamGetFlags
+        return cuda.CUdevice(hStream.context.device.ordinal)
 
-    def cuStreamGetId(self, hStream: Any) -> int:
-        stream = self._asked(hStream)
-        self._spoil([stream.capture])  # as cuStreamGetFlags
-        return stream.id
+    def cuStreamGetId(self, hStream: Stream) -> int:
+        self._not_behind_captures(hStream)
+        self._spoil([hStream.capture])  # as cuStreamGetFlags
+        return hStream.id
 
     # -- waiting ---------------------------------------------------------------------------------------------
 
-    def cuStreamWaitEvent(self, hStream: Any, hEvent: Any, Flags: UnsignedInt) -> None:
-        stream, event = self._stream(hStream), self._event(hEvent)
+    def cuStreamWaitEvent(self, hStream: Stream, hEvent: Event, Flags: UnsignedInt) -> None:
         # first of all: also where the event was never recorded (observed on H200: test_capture)
-        captured = self._machine.graphs.captures and self._captured(stream)
+        captured = self._machine.graphs.captures and self._captured(hStream)
         check(Flags in (0, _EXTERNAL))
-        if event.capture is not None and not event.capture.running:
-            self._spoil([stream.capture], Result.CUDA_ERROR_INVALID_VALUE)
+        if hEvent.capture is not None and not hEvent.capture.running:
+            self._spoil([hStream.capture], Result.CUDA_ERROR_INVALID_VALUE)
             raise Fault(Result.CUDA_ERROR_INVALID_VALUE)
         check(not Flags or captured, Result.CUDA_ERROR_ILLEGAL_STATE)
-        if captured and event.flags & EventFlag.INTERPROCESS:
-            stream.capture.invalidate()
+        if captured and hEvent.flags & EventFlag.INTERPROCESS:
+            hStream.capture.invalidate()
             raise Fault(Result.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
         if Flags:
-            stream.capture.add("WAIT_EVENT", Until(lambda: event.complete), stream, {"event": event})
+            hStream.capture.add("WAIT_EVENT", Until(lambda: hEvent.complete), hStream, {"event": hEvent})
             return
-        if event.capture is not None:
-            event.capture.join(stream, event)
+        if hEvent.capture is not None:
+            hEvent.capture.join(hStream, hEvent)
             return
         if captured:
-            if event.record is not None:
+            if hEvent.record is not None:
                 # a graph cannot wait for work outside it
-                stream.capture.invalidate()
+                hStream.capture.invalidate()
                 raise Fault(Result.CUDA_ERROR_STREAM_CAPTURE_ISOLATION)
             return
-        event.hold(stream)
+        hEvent.hold(hStream)
 
-    def cuLaunchHostFunc(self, hStream: Any, fn: HostFunctionHandle, userData: HostPointer) -> None:
-        stream = self._stream(hStream)
-        self._submit(stream, self._host_function(fn, userData), "HOST")
+    def cuLaunchHostFunc(self, hStream: Stream, fn: HostFunctionHandle, userData: HostPointer) -> None:
+        self._submit(hStream, self._host_function(fn, userData), "HOST")
 
-    def cuStreamAddCallback(self, hStream: Any, callback: Any, userData: HostPointer, flags: UnsignedInt) -> None:
-        stream, address = self._stream(hStream), arguments.stream_callback(callback)
+    def cuStreamAddCallback(
+        self, hStream: Stream, callback: StreamCallback, userData: HostPointer, flags: UnsignedInt
+    ) -> None:
         check(not flags)
-        not_modelled(not address, "cuStreamAddCallback without a function: the real driver crashes")
-        self._spoil([stream.capture])
-        function, handle = _CALLBACK(address), stream.handle
-        stream.submit(HostFunction(self._machine.timeline, lambda: function(handle, 0, userData or None)))
+        not_modelled(not callback, "cuStreamAddCallback without a function: the real driver crashes")
+        self._spoil([hStream.capture])
+        function, handle = _CALLBACK(callback), hStream.handle
+        hStream.submit(HostFunction(self._machine.timeline, lambda: function(handle, 0, userData or None)))
 
     # -- events ----------------------------------------------------------------------------------------------
 
     def cuEventCreate(self, Flags: UnsignedInt) -> Any:
         context = self._machine.current()
         check(Flags in _EVENT_FLAGS)
-        event = Event(context, Flags)
+        event = events.Event(context, Flags)
         self._machine.events[event.handle] = event
         return cuda.CUevent(event.handle)
 
-    def cuEventDestroy(self, hEvent: Any) -> None:
-        del self._machine.events[self._event(hEvent).handle]
+    def cuEventDestroy(self, hEvent: Event) -> None:
+        del self._machine.events[hEvent.handle]
 
-    def cuEventRecord(self, hEvent: Any, hStream: Any) -> None:
+    def cuEventRecord(self, hEvent: Event, hStream: Stream) -> None:
         self._record(hEvent, hStream)
 
-    def cuEventRecordWithFlags(self, hEvent: Any, hStream: Any, flags: UnsignedInt) -> None:
+    def cuEventRecordWithFlags(self, hEvent: Event, hStream: Stream, flags: UnsignedInt) -> None:
         check(flags in (0, _EXTERNAL))
         if not flags:
             self._record(hEvent, hStream)
             return
-        event, stream = self._event(hEvent), self._stream(hStream)
-        check(stream.capture is not None, Result.CUDA_ERROR_ILLEGAL_STATE)
-        check(self._captured(stream))
-        stream.capture.add("EVENT_RECORD", None, stream, {"event": event}).enter = event.record_in
+        check(hStream.capture is not None, Result.CUDA_ERROR_ILLEGAL_STATE)
+        check(self._captured(hStream))
+        hStream.capture.add("EVENT_RECORD", None, hStream, {"event": hEvent}).enter = hEvent.record_in
 
-    def _record(self, hEvent: Any, hStream: Any) -> None:
-        event, stream = self._event(hEvent), self._stream(hStream)
+    def _record(self, event: Event, stream: Stream) -> None:
         check(stream.context is event.context, Result.CUDA_ERROR_INVALID_HANDLE)
         if self._machine.graphs.captures and self._captured(stream):
             # unlike waiting for one this does not break the capture (observed on H200: test_capture)
@@ -186,40 +193,76 @@ class StreamCalls(Calls):
         check(event.capture is None or (event.capture.running and event.capture.valid))
         self._spoil([event.capture], Result.CUDA_ERROR_CAPTURED_EVENT)
 
-    def cuEventQuery(self, hEvent: Any) -> None:
-        event = self._event(hEvent)
-        self._check_captured(event)
+    def cuEventQuery(self, hEvent: Event) -> None:
+        self._check_captured(hEvent)
         self._unsafe_during_capture()
-        if not event.complete and not self._machine.timeline.seeded:
+        if not hEvent.complete and not self._machine.timeline.seeded:
             self._machine.timeline.pump()
-        check(event.complete, Result.CUDA_ERROR_NOT_READY)
+        check(hEvent.complete, Result.CUDA_ERROR_NOT_READY)
 
-    def cuEventSynchronize(self, hEvent: Any) -> None:
-        event = self._event(hEvent)
-        self._check_captured(event)
+    def cuEventSynchronize(self, hEvent: Event) -> None:
+        self._check_captured(hEvent)
         self._unsafe_during_capture()
-        elsewhere = event.elsewhere
+        elsewhere = hEvent.elsewhere
         if elsewhere is not None:
             self._machine.timeline.wait(elsewhere.arrival(), polled=True)
             return
-        record = event.record
+        record = hEvent.record
         if record is not None:
-            if event.flags & EventFlag.INTERPROCESS:
+            if hEvent.flags & EventFlag.INTERPROCESS:
                 self._machine.timeline.wait(lambda: record.complete)
             else:
                 self._machine.synchronize(record.clock, lambda: record.complete)
             record.stream.context.check()
 
-    def cuEventElapsedTime(self, hStart: Any, hEnd: Any) -> float:
-        events = (self._event(hStart), self._event(hEnd))
+    def cuEventElapsedTime(self, hStart: Event, hEnd: Event) -> float:
         records = []
-        for event in events:
+        for event in (hStart, hEnd):
             check(event.capture is None or (event.capture.running and event.capture.valid))
             # the capture stays valid (observed on H200: test_capture)
             check(event.capture is None, Result.CUDA_ERROR_CAPTURED_EVENT)
             check(not event.flags & EventFlag.DISABLE_TIMING, Result.CUDA_ERROR_INVALID_HANDLE)
             records.append(need(event.record, Result.CUDA_ERROR_INVALID_HANDLE))
-        check(all(event.complete for event in events), Result.CUDA_ERROR_NOT_READY)
+        check(hStart.complete and hEnd.complete, Result.CUDA_ERROR_NOT_READY)
         return (records[1].when - records[0].when) * 1000
 
     cuEventElapsedTime_v2 = cuEventElapsedTime
+
+    # -- attributes: they are kept, and change nothing but the priority that a stream says it has --------------
+
+    def cuStreamGetAttribute(self, hStream: Stream, attr: Any) -> Any:
+        stream, number = hStream, int(attr)
+        check(number in _DEFAULTS or number == _PRIORITY)
+        kept = {_PRIORITY: _NUMBER.pack(stream.priority), **_DEFAULTS, **stream.attributes}[number]
+        value = cuda.CUstreamAttrValue()
+        ctypes.memmove(int(value.getPtr()), kept, len(kept))
+        return value
+
+    def cuStreamSetAttribute(self, hStream: Stream, attr: Any, value: Any) -> None:
+        stream, number = hStream, int(attr)
+        not_modelled(value is None, "cuStreamSetAttribute of None: the real driver crashes")
+        given = ctypes.string_at(int(value.getPtr()), _SIZE)
+        if number == _PRIORITY:
+            least, greatest = self._machine.profile.stream_priorities
+            stream.priority = min(max(_NUMBER.unpack_from(given)[0], greatest), least)
+            return
+        check(number in _DEFAULTS)
+        self._check(stream, number, given)
+        stream.attributes[number] = given[: len(_DEFAULTS[number])]
+
+    @staticmethod
+    def _check(stream: Stream, number: int, given: bytes) -> None:
+        if number == _POLICY:
+            check(_NUMBER.unpack_from(given)[0] in _POLICIES)
+        elif number == _DOMAIN:
+            check(_NUMBER.unpack_from(given)[0] in (0, 1))
+        elif number == _DOMAIN_MAP:
+            check(max(_PAIR.unpack_from(given)) < _DOMAINS)
+        else:
+            _, size, ratio, _, missing = _ACCESS.unpack_from(given)
+            check(0 <= ratio <= 1 and missing != _PERSISTING)
+            check(size <= stream.context.device.attributes["MAX_ACCESS_POLICY_WINDOW_SIZE"])
+
+    def cuStreamCopyAttributes(self, dst: Stream, src: Stream) -> None:
+        check(dst.context is src.context)
+        dst.attributes, dst.priority = dict(src.attributes), src.priority

@@ -33,10 +33,9 @@ class VirtualMemoryCalls(Calls):
 
     # -- physical memory -------------------------------------------------------------------------------------
 
-    def cuMemCreate(self, size: Size, prop: Any, flags: UnsignedLongLong) -> Any:
-        props = arguments.struct("prop", prop, cuda.CUmemAllocationProp)
+    def cuMemCreate(self, size: Size, prop: cuda.CUmemAllocationProp, flags: UnsignedLongLong) -> Any:
         check(not flags)
-        properties = self._properties(props)
+        properties = self._properties(prop)
         check(size and size % GRANULARITY == 0)
         return cuda.CUmemGenericAllocationHandle(self._machine.virtual.create(size, properties).handle)
 
@@ -56,25 +55,21 @@ class VirtualMemoryCalls(Calls):
             place = Place(Location.HOST_NUMA, 0)
         tile_pool = bool(usage & _TILE_POOL)
         check(not (tile_pool and (compression or handle_types)))
-        if tile_pool and (rdma or wanted == Location.HOST_NUMA):
-            raise NotModelled("cuMemCreate of memory for tiles that is RDMA-capable or of a HOST_NUMA")
+        special = tile_pool and (rdma or wanted == Location.HOST_NUMA)
+        not_modelled(special, "cuMemCreate of memory for tiles that is RDMA-capable or of a HOST_NUMA")
         if handle_types & Handle.FABRIC:
-            self._check_fabric(place)
+            # By default a machine is like the one that was observed: the devices can, but there is no IMEX channel.
+            check(self._machine.fabric is not None, Result.CUDA_ERROR_NOT_PERMITTED)
+            able = self._machine.fabric and place.type == Location.DEVICE
+            not_modelled(not able, "cuMemCreate of memory with fabric handles where these are not supported")
         return Properties(place, handle_types, 0 if rdma else compression, rdma, tile_pool)
-
-    def _check_fabric(self, place: Place) -> None:
-        """By default a machine is like the one that was observed: the devices can, but there is no IMEX channel."""
-        check(self._machine.fabric is not None, Result.CUDA_ERROR_NOT_PERMITTED)
-        if not self._machine.fabric or place.type != Location.DEVICE:
-            raise NotModelled("cuMemCreate of memory with fabric handles where these are not supported")
 
     def cuMemRelease(self, handle: MemoryHandle) -> None:
         self._machine.virtual.release(handle)
 
     def cuMemRetainAllocationHandle(self, addr: HostPointer) -> Any:
         virtual = self._machine.virtual
-        mapping = virtual.mapping_at(addr)
-        return cuda.CUmemGenericAllocationHandle(virtual.retain(mapping.memory))
+        return cuda.CUmemGenericAllocationHandle(virtual.retain(virtual.mapping_at(addr).memory))
 
     def cuMemGetAllocationPropertiesFromHandle(self, handle: MemoryHandle) -> Any:
         named = self._machine.virtual.named_or_mapped(handle)
@@ -89,9 +84,9 @@ class VirtualMemoryCalls(Calls):
         props.allocFlags.gpuDirectRDMACapable = properties.rdma
         return props
 
-    def cuMemGetAllocationGranularity(self, prop: Any, option: Any) -> int:
-        arguments.struct("prop", prop, cuda.CUmemAllocationProp)
-        arguments.number("option", option, cuda.CUmemAllocationGranularity_flags)
+    def cuMemGetAllocationGranularity(
+        self, prop: cuda.CUmemAllocationProp, option: cuda.CUmemAllocationGranularity_flags
+    ) -> int:
         return GRANULARITY  # for all properties, invalid ones included (H200: test_physical_memory)
 
     # -- addresses and mappings ------------------------------------------------------------------------------
@@ -126,8 +121,8 @@ class VirtualMemoryCalls(Calls):
         wanted = [self._wanted(arguments.place(one.location), int(one.flags)) for one in descriptors]
         self._check_teams(mappings, wanted)
         losing = any(flags < mapping.right(place) for mapping in mappings for place, flags in wanted)
-        if losing and self._is_in_use(ptr, ptr + size):
-            raise NotModelled("taking access away while work on the memory is queued")
+        in_use = losing and self._is_in_use(ptr, ptr + size)
+        not_modelled(in_use, "taking access away while work on the memory is queued")
         for mapping in mappings:
             for place, flags in wanted:
                 # the host cannot access device memory; access before this entry stays set (observed on H200:
@@ -162,8 +157,8 @@ class VirtualMemoryCalls(Calls):
         # a memory node that is not there is no mistake (observed on H200: test_host_mappings)
         return (place if place.type == Location.HOST_NUMA and place.id else HOST), flags
 
-    def cuMemGetAccess(self, location: Any, ptr: DevicePointer) -> int:
-        place = arguments.place(arguments.struct("location", location, cuda.CUmemLocation))
+    def cuMemGetAccess(self, location: cuda.CUmemLocation, ptr: DevicePointer) -> int:
+        place = arguments.place(location)
         if place.type == Location.DEVICE:
             check(0 <= place.id < len(self._machine.devices), Result.CUDA_ERROR_INVALID_DEVICE)
         else:
@@ -176,18 +171,17 @@ class VirtualMemoryCalls(Calls):
     # -- handles of address ranges ---------------------------------------------------------------------------
 
     def cuMemGetHandleForAddressRange(
-        self, dptr: DevicePointer, size: Size, handleType: Any, flags: UnsignedLongLong
+        self, dptr: DevicePointer, size: Size, handleType: cuda.CUmemRangeHandleType, flags: UnsignedLongLong
     ) -> int:
         """A file of the right size, without the bytes: the devices that can use it are not simulated."""
-        kind = arguments.number("handleType", handleType, cuda.CUmemRangeHandleType)
-        not_modelled(kind != _DMA_BUF, f"cuMemGetHandleForAddressRange of {handleType!r}")
+        not_modelled(handleType != _DMA_BUF, f"cuMemGetHandleForAddressRange of {handleType!r}")
         check(flags in (0, _PCIE_MAPPING))
         check(size and dptr % _PAGE == 0 and size % _PAGE == 0)
         self._machine.current()
         allocation = need(self._machine.allocations.find(dptr))
-        if allocation.mapping is not None and allocation.mapping.is_multicast:
-            raise NotModelled("cuMemGetHandleForAddressRange of a multicast object")
         if allocation.mapping is not None:
+            refused = allocation.mapping.is_multicast
+            not_modelled(refused, "cuMemGetHandleForAddressRange of a multicast object")
             devices = [mapping.memory.properties.device for mapping in self._machine.virtual.span(dptr, size)]
         else:
             devices = [allocation.device]
