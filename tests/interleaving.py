@@ -69,6 +69,7 @@ def _run(
         return trace
 
     def traced() -> None:
+        sys._getframe().f_trace_opcodes = True  # sys.settrace of Python 3.12 asks whether any frame has set it
         sys.settrace(trace)
         try:
             guarded(first)

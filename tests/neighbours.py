@@ -1,7 +1,8 @@
-"""Other processes on the GPU under test: a test that reads the free memory of the device counts theirs, too.
+"""Other processes on the GPU under test, which change its free memory and may leave too little.
 
-Such a test runs again where it fails. If it fails each time, and the free memory changes while the test process does
-nothing, it is skipped with that reason.
+A test that has read the free memory, or found none, runs again where it fails. If it fails each time, and the free
+memory changes while the test process does nothing, it is skipped with that reason. Tests of what this process holds
+read no free memory: pools have statistics, and :class:`tests.support.Account` counts physical memory.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
         before = FreeMemory.calls
         reports = runtestprotocol(item, log=False, nextitem=nextitem)
         failed = [report for report in reports if report.failed]
-        if not failed or FreeMemory.calls == before or any("AssertionError" not in str(one.longrepr) for one in failed):
+        none_left = any("OUT_OF_MEMORY" in str(report.longrepr) for report in failed)
+        if not failed or not (none_left or FreeMemory.calls > before):
             break
     else:
         if _changes():

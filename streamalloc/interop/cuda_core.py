@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from streamalloc.core.internal import Memory, OutOfMemoryError, StreamLike
@@ -57,7 +58,8 @@ class CudaCoreBridge(Bridge):
         for ordinal in self.sources.by_device:
             device = core.Device(ordinal)
             device.set_current()
-            before = device.memory_resource
+            with _threshold_kept(MemoryPool.current(self.sources.device(ordinal))):
+                before = device.memory_resource
             device.memory_resource = _resource(self.sources, ordinal, self._callbacks)
             undo.callback(setattr, device, "memory_resource", before)
 
@@ -67,9 +69,19 @@ def _resource(sources: Sources, ordinal: int, callbacks: bool) -> Any:
     source = sources.by_device[ordinal]
     if isinstance(source, MemoryPool) and not callbacks:
         # DeviceMemoryResource() takes the handle of the device's current pool.
-        with source.make_current():
+        with source.make_current(), _threshold_kept(source):
             return core.DeviceMemoryResource(core.Device(ordinal))
     return resource_class(core)(sources, ordinal)
+
+
+@contextlib.contextmanager
+def _threshold_kept(pool: MemoryPool) -> Iterator[None]:
+    """Restore the release threshold of a pool, which ``DeviceMemoryResource()`` raises from 0 to all memory."""
+    before = pool.attributes.release_threshold
+    try:
+        yield
+    finally:
+        pool.attributes.release_threshold = before
 
 
 def resource_class(core: Any) -> Any:

@@ -584,6 +584,9 @@ def cuda_core(driver: Any) -> dict[str, ModuleType]:
         def __init__(self, device: Any) -> None:
             self.handle = calls("cuDeviceGetMemPool", device.device_id)
             self.is_handle_owned = False
+            attribute = driver.CUmemPool_attribute.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
+            if not int(calls("cuMemPoolGetAttribute", self.handle, attribute)):
+                calls("cuMemPoolSetAttribute", self.handle, attribute, driver.cuuint64_t((1 << 64) - 1))
 
         def allocate(self, size: int, *, stream: Any) -> Buffer:
             try:
@@ -608,7 +611,9 @@ def cuda_core(driver: Any) -> dict[str, ModuleType]:
 
         @property
         def memory_resource(self) -> Any:
-            return resources.setdefault(self.device_id, DeviceMemoryResource(self))
+            if self.device_id not in resources:
+                resources[self.device_id] = DeviceMemoryResource(self)
+            return resources[self.device_id]
 
         @memory_resource.setter
         def memory_resource(self, resource: Any) -> None:

@@ -110,15 +110,20 @@ class TestStartAndStop:
         gc.collect()
         device.synchronize()
 
-    def test_pools_are_as_before(self, get: Get, pool: sa.MemoryPool, device: sa.Device) -> None:
-        library = get("cupy")
-        pool.attributes.release_threshold = 5 * MiB
+    @pytest.mark.parametrize("threshold", [0, 5 * MiB])
+    @pytest.mark.parametrize("name", ["cupy", "cuda_core"])
+    def test_pools_are_as_before(
+        self, get: Get, pool: sa.MemoryPool, device: sa.Device, name: str, threshold: int
+    ) -> None:
+        """Both libraries raise the release threshold of the pools that they are given, and of current ones."""
+        library = get(name)
+        pool.attributes.release_threshold = threshold
         current = sa.MemoryPool.current(device)
-        threshold = current.attributes.release_threshold
+        before = current.attributes.release_threshold
         with library.use(pool, callbacks=False):
-            assert sa.MemoryPool.current(device) is pool
-        assert pool.attributes.release_threshold == 5 * MiB
-        assert sa.MemoryPool.current(device) is current and current.attributes.release_threshold == threshold
+            assert (sa.MemoryPool.current(device) is pool) == (name == "cupy")
+        assert pool.attributes.release_threshold == threshold
+        assert sa.MemoryPool.current(device) is current and current.attributes.release_threshold == before
 
     def test_inside_each_other(self, library: Library, device: sa.Device) -> None:
         with sa.MemoryPool(device) as one, sa.MemoryPool(device) as two:

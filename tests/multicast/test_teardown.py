@@ -87,14 +87,12 @@ class TestGarbage:
 
     def test_a_cycle_of_everything(self, machine: Any) -> None:
         account = Account(machine)
-        before = [device.memory_info().free for device in sa.Device.all(account.driver)]
         things = [*parts(account.driver), account.driver]
         begun = len(account.traced.calls)
         things.append(things)
         del things
         gc.collect()
         assert account.left == {} and misorders(account.traced.calls, begun) == []
-        assert [device.memory_info().free for device in sa.Device.all(account.driver)] == before
 
     @pytest.mark.parametrize("reverse", [False, True])
     def test_a_cycle_in_the_order_in_which_it_was_made(self, machine: Any, reverse: bool) -> None:

@@ -45,12 +45,10 @@ def test_at_once_where_nothing_was_allocated(driver: Any, pool: sa.MemoryPool) -
 
 
 def test_at_once_where_the_host_has_seen_all_frees(driver: Any, pool: sa.MemoryPool, stream: sa.Stream) -> None:
-    free = stream.device.memory_info().free
     pool.allocate(40 * MiB, stream).free()
     stream.synchronize()
     pool.close()
     assert names(driver, DESTROY) == [DESTROY]
-    assert stream.device.memory_info().free >= free
 
 
 def test_not_while_an_allocation_lives(driver: Any, pool: sa.MemoryPool, stream: sa.Stream) -> None:

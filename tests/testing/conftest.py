@@ -23,6 +23,13 @@ import streamalloc.driver as sd
 
 
 @pytest.fixture
+def pytester(pytester: pytest.Pytester) -> pytest.Pytester:
+    """A folder with a configuration of its own, so that pytest reads none of a folder above."""
+    (pytester.path / "pytest.ini").touch()
+    return pytester
+
+
+@pytest.fixture
 def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Run a file of tests as a project of its own."""
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)

