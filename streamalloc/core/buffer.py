@@ -309,7 +309,8 @@ class Buffer(Memory, Closes):
     @property
     def address(self) -> int:
         """Address of the first byte; 0 for an empty buffer."""
-        return int(self._live())
+        ptr = self._ptr
+        return int(self._live() if ptr is None else ptr)
 
     @property
     def nbytes(self) -> int:
