@@ -157,30 +157,38 @@ class Allocator(Unique):
         ClosedError
             The pool or the stream was closed.
         """
-        session = self._session
-        kept = stream if type(stream) is Stream else kept_stream(stream, session)
-        if kept is None:
-            return self._allocate_slowly(nbytes, stream)
+        if type(stream) is Stream:
+            kept = stream
+        else:
+            kept = kept_stream(stream, self._session)
+            if kept is None:
+                return self._allocate_slowly(nbytes, stream)
         handle = kept._handle
-        if kept._direct is not session:
-            if handle is None and kept._current is not None and session.cuCtxGetCurrent() == kept._current:
-                handle = kept._raw
+        if kept._direct is not self._session:
+            session = self._session
+            if handle is None and kept._current is not None:
+                # A function in a slot is called faster by a local name.
+                current = session.cuCtxGetCurrent
+                if current() == kept._current:
+                    handle = kept._raw
+            if handle is None or kept._session is not session:
+                return self._allocate_slowly(nbytes, stream)
             # Memory that is allocated in a capture belongs to the graph.
-            if kept._session is not session or (
-                handle is not None and kept._foreign_captures and session.cuStreamIsCapturing(handle) != NOT_CAPTURED
-            ):
-                handle = None
-        if handle is None or type(nbytes) is not int:
+            if kept._foreign_captures:
+                is_capturing = session.cuStreamIsCapturing
+                if is_capturing(handle) != NOT_CAPTURED:
+                    return self._allocate_slowly(nbytes, stream)
+        if type(nbytes) is not int:
             return self._allocate_slowly(nbytes, stream)
         buffer: Buffer = PlainBuffer()
         buffer._nbytes = nbytes
         buffer._stream = kept
         buffer._allocator = self
         buffer._shared = None
-        if kept is not stream:
-            buffer._owner = stream
+        buffer._owner = stream
+        alloc = self._alloc
         try:
-            result, buffer._ptr = self._alloc(nbytes, self._raw, handle)
+            result, buffer._ptr = alloc(nbytes, self._raw, handle)
         except OverflowError:
             checked_size("nbytes", nbytes)
             raise
@@ -289,7 +297,7 @@ class Buffer(Memory, Closes):
     """State of shared memory and its ``CUdeviceptr``; else None."""
     _stream: Stream
     _owner: object
-    """The library's stream, which the kept stream in ``_stream`` does not keep alive; else unset."""
+    """Stream of the caller: that of a library is not kept alive by ``_stream``. May be unset."""
 
     @property
     def _home(self) -> int | None:  # type: ignore[override]
@@ -301,7 +309,8 @@ class Buffer(Memory, Closes):
     @property
     def address(self) -> int:
         """Address of the first byte; 0 for an empty buffer."""
-        return int(self._live())
+        ptr = self._ptr
+        return int(self._live() if ptr is None else ptr)
 
     @property
     def nbytes(self) -> int:
@@ -371,25 +380,30 @@ class Buffer(Memory, Closes):
             Another process has it open, with ``"raise"`` at once, with ``"wait"`` after ``timeout``. The buffer lives.
         """
         ptr = self._ptr
-        if stream is None:
-            kept = self._stream
-            handle = kept._handle
-            if handle is None and kept._current is not None and kept._session.cuCtxGetCurrent() == kept._current:
-                handle = kept._raw
-        else:
-            handle = queue_handle(stream, self._allocator._session)
-        if ptr is None or handle is None or still_imported is not _DEFER:
-            shared = self._shared
-            ordered = self._stream if stream is None else stream
+        if ptr is None or still_imported is not _DEFER:
+            shared, ordered = self._shared, self._stream if stream is None else stream
             direct = shared is not None and direct_handle(ordered, self._allocator._session) is not None
             if shared is not None and direct and still_imported is _DEFER:
                 # ``free`` makes the checks of the slow path itself.
                 return shared[0].free(self, ordered, still_imported, timeout)  # type: ignore[arg-type]
             return self._free_slowly(stream, still_imported, timeout)
+        if stream is None:
+            handle = self._stream._handle
+            if handle is None:
+                kept = self._stream
+                current = kept._session.cuCtxGetCurrent
+                if kept._current is None or current() != kept._current:
+                    return self._free_slowly(stream, still_imported, timeout)
+                handle = kept._raw
+        else:
+            handle = queue_handle(stream, self._allocator._session)
+            if handle is None:
+                return self._free_slowly(stream, still_imported, timeout)
         # Taken first, so that two threads do not both free the memory.
         self._ptr = None
+        free = self._allocator._free
         try:
-            result = self._allocator._free(ptr, handle)[0]
+            result = free(ptr, handle)[0]
         except NOT_CALLED:
             self._ptr = ptr
             raise
@@ -494,10 +508,12 @@ class PlainBuffer(Buffer):
             return
         # Another finaliser of the same garbage cycle may still use the buffer.
         self._ptr = None
-        session, stream = self._allocator._session, self._stream
-        if session.forked or session._exiting():
+        allocator, stream = self._allocator, self._stream
+        session = allocator._session
+        exiting = session.exiting
+        if session.forked or exiting():
             return
-        exchange, dropping = session.cuThreadExchangeStreamCaptureMode, stream._dropping
+        exchange, free, dropping = session.cuThreadExchangeStreamCaptureMode, allocator._free, stream._dropping
         mode = _GLOBAL
         dropping.append(None)
         try:
@@ -509,7 +525,7 @@ class PlainBuffer(Buffer):
             if refused:
                 mode = _GLOBAL
             elif handle is not None:
-                refused = self._allocator._free(ptr, handle)[0]
+                refused = free(ptr, handle)[0]
         finally:
             exchange(mode)
             dropping.pop()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Hashable
-from operator import attrgetter, methodcaller
+from operator import attrgetter
 from typing import Any, Protocol
 
 from streamalloc.core.session import Session
@@ -107,12 +107,13 @@ def device_of_library_stream(stream: object) -> int | None:
 
 # -- the stream that is kept for a library's -----------------------------------------------------------------
 
-# Attributes that hold a handle, the one that is read fastest first. A reader's result has the handle in it.
-_READERS: tuple[tuple[str, Callable[[Any], Hashable]], ...] = (
-    ("ptr", attrgetter("ptr")),
-    ("cuda_stream", attrgetter("cuda_stream")),
-    ("__cuda_stream__", methodcaller("__cuda_stream__")),
-    ("handle", attrgetter("handle.value")),
+# Attributes that hold a handle, the one that is read fastest first, and the reader of each for a type of streams. Its
+# result has the handle in it.
+_READERS: tuple[tuple[str, Callable[[Any], Callable[[Any], Hashable]]], ...] = (
+    ("ptr", lambda kind: attrgetter("ptr")),
+    ("cuda_stream", lambda kind: attrgetter("cuda_stream")),
+    ("__cuda_stream__", attrgetter("__cuda_stream__")),  # the type's function: faster than the object's method
+    ("handle", lambda kind: attrgetter("handle.value")),
 )
 # PyTorch's own types, which make an object at each call: one object of each stream is kept and found by identity, all
 # others by handle and device.
@@ -158,10 +159,11 @@ def keep_stream(stream: Any, number: int, found: Any, session: Session) -> None:
     """
     kind = type(stream)
     lasting = _TORCH.get((kind.__module__, kind.__qualname__))
-    read = id if lasting else next((read for attribute, read in _READERS if hasattr(stream, attribute)), None)
-    if read is None or session.listener is not None:
+    attribute = next((one for one, _ in _READERS if hasattr(stream, one)), None)
+    if attribute is None or session.listener is not None:
         return
     try:
+        read = id if lasting else dict(_READERS)[attribute](kind)
         key = read(stream)
         named = (lasting or read)(stream)
         if not any(base.__module__.partition(".")[0] == "torch" for base in kind.__mro__):

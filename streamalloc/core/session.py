@@ -107,6 +107,7 @@ class Session(_Direct):
         "_lock",
         "_state",
         "driver",
+        "exiting",
         "forked",
         "library_streams",
         "listener",
@@ -114,6 +115,8 @@ class Session(_Direct):
 
     driver: Driver
     """The driver itself, for code that binds its functions."""
+    exiting: Callable[[], bool]
+    """Whether the interpreter shuts down."""
     forked: bool
     """True in a forked child, in which all calls are refused."""
     listener: Listener | None
@@ -123,6 +126,8 @@ class Session(_Direct):
 
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
+        # Kept here: the globals of this module may be gone when the last finalisers run.
+        self.exiting = sys.is_finalizing
         self.forked = False
         self.listener = getattr(driver, "listener", None)
         self.library_streams = {}
@@ -154,13 +159,10 @@ class Session(_Direct):
                     _kept.append(session)
             return session
 
-    # In the class: the globals of this module may be gone when the last finalisers run.
-    _exiting = staticmethod(sys.is_finalizing)
-
     @property
     def usable(self) -> bool:
         """Whether a finaliser may call the driver: not in a forked child, not while the interpreter shuts down."""
-        return not self.forked and not self._exiting()
+        return not self.forked and not self.exiting()
 
     def call(self, name: str, *args: Any, hint: str | Callable[[], str] = "") -> Any:
         """Call driver function ``name`` and return the rest of its answer: None, a value, or a tuple.

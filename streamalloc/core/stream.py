@@ -243,15 +243,16 @@ class Stream(Closes):
             self._direct = self._session
 
     def _forbid_direct(self) -> None:
+        # Allocations read the handle first, so that the session promises one.
+        self._direct = None
         self._handle = None
         self._current = None
-        self._direct = None
         self.free_lists = _NO_LISTS
 
     def _handle_in_context(self) -> Any | None:
         """``CUstream`` of a default stream if its context is the thread's current one (``cuCtxGetCurrent``)."""
-        current = self._current
-        return self._raw if current is not None and self._session.cuCtxGetCurrent() == current else None
+        current, get_current = self._current, self._session.cuCtxGetCurrent
+        return self._raw if current is not None and get_current() == current else None
 
     def _drop_handle(self) -> Any | None:
         """``CUstream`` of a default stream if a finaliser may free memory on it now.
@@ -259,10 +260,11 @@ class Stream(Closes):
         A free on the legacy stream would break the capture of a blocking stream; ``cuStreamIsCapturing`` answers an
         error then. The handle of a per-thread stream stands for another stream on each thread.
         """
-        current, session = self._current, self._session
-        if current is None or self._number == _PER_THREAD or session.cuCtxGetCurrent() != current:
+        current, raw, session = self._current, self._raw, self._session
+        get_current, is_capturing = session.cuCtxGetCurrent, session.cuStreamIsCapturing
+        if current is None or self._number == _PER_THREAD or get_current() != current:
             return None
-        return None if session.cuStreamIsCapturing(self._raw)[0] else self._raw
+        return None if is_capturing(raw)[0] else raw
 
     def _outlived(self) -> None:
         """Close a kept stream whose library's object has died, and with it the driver's stream."""

@@ -165,7 +165,7 @@ class Sources:
         A source is no allocator of device memory, or two are of one device or of different drivers.
     """
 
-    __slots__ = ("_capturing", "_last", "_streams", "by_device", "exchange", "session")
+    __slots__ = ("_capturing", "_last", "_streams", "by_device", "exchange", "latest", "session")
 
     def __init__(self, sources: Iterable[Source]) -> None:
         self.by_device: dict[int, Source] = {}
@@ -191,6 +191,9 @@ class Sources:
         # One Stream for each that the library uses now; the last of each device stays, to be found at once.
         self._streams: weakref.WeakValueDictionary[tuple[int, int], Stream] = weakref.WeakValueDictionary()
         self._last: dict[int, _Used] = {}
+        self.latest: dict[int, tuple[object, Callable[[int, Any], Memory], Any]] = {}
+        """By device: the library's object of the stream that it used last, and what :meth:`allocate` would do for that:
+        the source's ``allocate`` with this stream."""
 
     @property
     def pools(self) -> dict[int, MemoryPool] | None:
@@ -269,6 +272,7 @@ class Sources:
                 named = owner if raw_handle(as_stream(cast("Any", owner), self.session)) else stream
         raw = raw_handle(stream) if isinstance(source, MemoryPool) and not stream.is_default else None
         used = self._last[ordinal] = handle, stream, raw, source.allocate, named
+        self.latest[ordinal] = (owner if raw is None else None), source.allocate, named
         return used
 
     def __repr__(self) -> str:

@@ -9,10 +9,17 @@ from typing import Any
 import numpy.typing as npt
 
 from streamalloc.core.internal import Memory, OutOfMemoryError, StreamLike
+from streamalloc.driver.internal import cuda
 from streamalloc.interop.bridge import Bridge, Source, Sources, library
 from streamalloc.interop.loans import Borrowed, Lent, borrow, form
+from streamalloc.pool.internal import CachedBuffer
 
 __all__ = ["CuPyCallback", "CuPyHandles", "array", "memory", "use"]
+
+_RELAXED = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+_GLOBAL = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
+# Release threshold of a pool for which CuPy has no limit.
+_NO_LIMIT = (1 << 64) - 1
 
 
 def use(*sources: Source, callbacks: bool = False) -> Bridge:
@@ -46,9 +53,8 @@ class CuPyHandles(Bridge):
     never release). It does so on every device, also for the current pools of devices without a source. :meth:`stop`
     restores the current pools and their thresholds.
 
-    CuPy queries the pool before each allocation (``cuMemPoolGetAttribute``), which invalidates a capture of another
-    mode than relaxed. So allocations are made in relaxed mode (``cuThreadExchangeStreamCaptureMode``). Memory that is
-    allocated on a captured stream, as inside ``torch.cuda.graph``, belongs to the graph; on other streams it is
+    Allocations are made in relaxed mode (``cuThreadExchangeStreamCaptureMode``), which invalidates no capture. Memory
+    that is allocated on a captured stream, as inside ``torch.cuda.graph``, belongs to the graph; on other streams it is
     ordinary memory. CuPy frees in the thread's own mode: dropping an array of another stream invalidates a capture in
     global mode. :class:`CuPyCallback` has no such limit.
 
@@ -68,18 +74,30 @@ class CuPyHandles(Bridge):
             undo.callback(setattr, pool.attributes, "release_threshold", pool.attributes.release_threshold)
             undo.enter_context(pool.make_current())
             current.append(pool.handle)
+        malloc = cupy.cuda.MemoryAsyncPool(pool_handles=current).malloc
+        limited = any(pool.attributes.release_threshold != _NO_LIMIT for pool in pools.values())
         before = cupy.cuda.get_allocator()
-        cupy.cuda.set_allocator(_in_relaxed_mode(self.sources, cupy.cuda.MemoryAsyncPool(pool_handles=current).malloc))
+        cupy.cuda.set_allocator(_in_relaxed_mode(self.sources, malloc if limited else cupy.cuda.malloc_async, malloc))
         undo.callback(cupy.cuda.set_allocator, before)
 
 
-def _in_relaxed_mode(sources: Sources, malloc: Callable[[int], Any]) -> Callable[[int], Any]:
-    """CuPy's allocation in relaxed mode, in which its queries invalidate no capture."""
-    relaxed = sources.session.relaxed
+def _in_relaxed_mode(sources: Sources, first: Callable[[int], Any], then: Callable[[int], Any]) -> Callable[[int], Any]:
+    """Allocation by ``first``, or where it fails by ``then``, in relaxed mode.
+
+    CuPy's pool asks for three figures before each allocation, to check a limit.
+    """
+    exchange = sources.exchange
 
     def allocate(nbytes: int) -> Any:
-        with relaxed():
-            return malloc(nbytes)
+        mode = _GLOBAL
+        try:
+            _, mode = exchange(_RELAXED)
+            try:
+                return first(nbytes)
+            except Exception:  # the pool synchronises and tries again, or explains
+                return then(nbytes)
+        finally:
+            exchange(mode)
 
     return allocate
 
@@ -99,21 +117,29 @@ class CuPyCallback(Bridge):
 def _allocator(cupy: Any, sources: Sources) -> Any:
     get_stream, get_device = cupy.cuda.get_current_stream, cupy.cuda.device.get_device_id
     pointer, unowned = cupy.cuda.MemoryPointer, cupy.cuda.UnownedMemory
-    hold, own = sources.hold, cupy.cuda.Stream
+    hold, own, latest = sources.hold, cupy.cuda.Stream, sources.latest
 
     def allocate(nbytes: int) -> Any:
         stream = get_stream()
         ordinal = get_device()
         try:
-            # A stream that CuPy did not make may be destroyed although its object is kept.
-            owned = type(stream) is own and getattr(stream, "_foreign_stream_ref", None) is None
-            memory = sources.allocate(nbytes, ordinal, stream.ptr, stream if owned else None)
+            known, take, named = latest.get(ordinal, _NONE)
+            if known is stream:
+                memory = take(nbytes, named)
+            else:
+                # A stream that CuPy did not make may be destroyed although its object is kept.
+                owned = type(stream) is own and getattr(stream, "_foreign_stream_ref", None) is None
+                memory = sources.allocate(nbytes, ordinal, stream.ptr, stream if owned else None)
         except OutOfMemoryError as error:
             total = -1 if error.used is None else error.used
             raise cupy.cuda.memory.OutOfMemoryError(nbytes, total, error.limit or 0) from error
-        return pointer(unowned(memory.address, nbytes, hold(memory), ordinal), 0)
+        held = memory if type(memory) is CachedBuffer else hold(memory)
+        return pointer(unowned(memory.address, nbytes, held, ordinal), 0)
 
     return allocate
+
+
+_NONE: tuple[Any, Any, Any] = (None, None, None)
 
 
 def array(

@@ -174,9 +174,12 @@ def cupy(driver: Any) -> dict[str, ModuleType]:
             if held - self.figure("USED_MEM_CURRENT") < size and self.figure("RELEASE_THRESHOLD") < held + size:
                 raise OutOfMemoryError(size, held)
             try:
-                return MemoryPointer(MemoryAsync(-(-size // 512) * 512, get_current_stream()), 0)
+                return malloc_async(-(-size // 512) * 512)
             except RuntimeError as error:
                 raise OutOfMemoryError(size, 0) from error
+
+    def malloc_async(size: int) -> Any:
+        return MemoryPointer(MemoryAsync(size, get_current_stream()), 0)
 
     def malloc(size: int) -> Any:
         pointer = int(calls.here("cuMemAlloc", size)) if size else 0
@@ -213,8 +216,9 @@ def cupy(driver: Any) -> dict[str, ModuleType]:
     module.uint8, module.empty, module.ndarray = np.uint8, empty, NdArray
     module.cuda = SimpleNamespace(
         Stream=Stream, Device=Device, get_current_stream=get_current_stream, MemoryPointer=MemoryPointer,
-        UnownedMemory=UnownedMemory, MemoryAsyncPool=MemoryAsyncPool, set_allocator=set_allocator,
-        get_allocator=lambda: state.allocator, device=SimpleNamespace(get_device_id=lambda: calls.device),
+        UnownedMemory=UnownedMemory, MemoryAsyncPool=MemoryAsyncPool, malloc_async=malloc_async,
+        set_allocator=set_allocator, get_allocator=lambda: state.allocator,
+        device=SimpleNamespace(get_device_id=lambda: calls.device),
         memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
         runtime=SimpleNamespace(getDeviceCount=lambda: int(calls("cuDeviceGetCount"))),
     )  # fmt: skip

@@ -453,14 +453,16 @@ class TestKindsOfMemory:
         with sa.MemoryPool(device, release_threshold=KEEP) as pool, sa.CachingAllocator(pool) as cache:
             library = get("cupy")
             with library.use(cache, callbacks=False):
-                stream = library.stream()
-                addresses = set()
-                for _ in range(5):
+                for stream, asks in ((library.stream(), ["cuStreamIsCapturing"]), (None, [])):
+                    library.make(100_000, stream)
+                    for _ in range(2):
+                        library.make(100_000, stream)
+                        del traced.calls[:]
                     array = library.make(100_000, stream)
-                    addresses.add(array.data.ptr)
+                    address = array.data.ptr
                     del array
-            assert len(addresses) == 1
-            assert [call.name for call in traced.calls].count("cuMemAllocFromPoolAsync") == 1
+                    assert library.make(100_000, stream).data.ptr == address
+                    assert [call.name for call in traced.calls] == 2 * asks
 
     def test_virtual_memory(self, library: Library, device: sa.Device) -> None:
         group = vmm.SleepGroup(device)

@@ -458,7 +458,8 @@ class CachingAllocator(Allocator, Closes, Shown):
                         lists = kept.free_lists
                         if self._library_key in lists:
                             found, raw = lists[self._library_key]
-                            free = found[(nbytes - 1) >> 9] if self._is_capturing(raw) == NOT_CAPTURED else []
+                            is_capturing = self._is_capturing
+                            free = found[(nbytes - 1) >> 9] if is_capturing(raw) == NOT_CAPTURED else []
                         else:
                             free = lists[self._key][(nbytes - 1) >> 9]
                         block = free.pop()

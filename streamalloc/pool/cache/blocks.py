@@ -78,6 +78,12 @@ class CachedBuffer(Buffer):
 
     _allocator: Any
 
+    @property
+    def address(self) -> int:
+        """Address of the first byte."""
+        block = self._ptr
+        return int(self._live()) if block is None else block.address
+
     def free(
         self,
         stream: StreamLike | None = None,
