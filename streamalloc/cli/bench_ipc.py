@@ -14,9 +14,10 @@ import os
 import pickle
 import statistics
 import time
+import unittest.mock
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import streamalloc as sa
 from streamalloc import ipc
@@ -25,6 +26,8 @@ from streamalloc.cli.libraries import CudaCore, library
 from streamalloc.cli.measuring import Bench, Call, Measured, Row, Setup, Target, Unavailable, step_times, value_of
 from streamalloc.cli.worker import POSIX, Worker, WorkerBase, can_share_pools, environment
 from streamalloc.driver.internal import cuda
+
+T = TypeVar("T")
 
 SIZE = 1 << 20
 """Bytes in the buffer that is sent: 1 MiB."""
@@ -88,20 +91,12 @@ class Stage:
         worker = self.worker
         return _transfers(once, lambda count: worker.begin("serve", self.variant, count), worker.result, streaming)
 
-    def pipe(self, *arguments: str, fds: Sequence[ipc.Fd | int] = ()) -> Any:
-        """Create a multiprocessing pipe; send one end to the other process and return the other."""
-        ours, theirs = multiprocessing.Pipe()
-        self.resources.enter_context(ours)
+    def connect(self, ends: tuple[T, Any], *arguments: str, fds: Sequence[ipc.Fd | int] = ()) -> T:
+        """Send one end of a pipe or channel to the other process and return the other end."""
+        ours, theirs = ends
+        self.resources.enter_context(cast(Any, ours))
         with theirs:
             self.worker.ask("set_up", self.variant, *arguments, fds=[theirs.fileno(), *fds])
-        return ours
-
-    def channel(self) -> ipc.Channel:
-        """Create a channel; send one end to the other process and return the other."""
-        ours, theirs = ipc.Channel.pair()
-        self.resources.enter_context(ours)
-        with theirs:
-            self.worker.ask("set_up", self.variant, fds=[theirs.fileno()])
         return ours
 
 
@@ -129,7 +124,7 @@ def _opened(driver: Any, shared: bytes) -> Any:
 
 def pipe(stage: Stage) -> Measured:
     """Send 200 bytes to the worker and receive them back, without device memory."""
-    ours = stage.pipe()
+    ours = stage.connect(multiprocessing.Pipe())
 
     def once() -> None:
         ours.send_bytes(MESSAGE)
@@ -150,7 +145,7 @@ def raw(stage: Stage) -> Measured:
     ready, shared = _event(driver)
     stage.resources.callback(driver.cuEventDestroy, ready)
     with ipc.Fd(value_of(driver.cuMemPoolExportToShareableHandle(pool, _POSIX, 0))) as fd:
-        ours = stage.pipe(shared.hex(), fds=[fd])
+        ours = stage.connect(multiprocessing.Pipe(), shared.hex(), fds=[fd])
     done = _opened(driver, ours.recv_bytes())
     stage.resources.callback(driver.cuEventDestroy, done)
     allocate, export, record = driver.cuMemAllocFromPoolAsync, driver.cuMemPoolExportPointer, driver.cuEventRecord
@@ -200,7 +195,7 @@ def _serve_raw(worker: WorkerBase, shared: str) -> Call:
 
 def ours(stage: Stage) -> Measured:
     """Share with the library: the importer waits for the contents, and the free waits for the importer."""
-    channel = stage.channel()
+    channel = stage.connect(ipc.Channel.pair())
     pool, stream = stage.pool, stage.bench.stream
 
     def once() -> None:
@@ -229,7 +224,7 @@ def cuda_core_buffer(stage: Stage) -> Measured:
     resource = cuda.core.DeviceMemoryResource(cuda.device, cuda.core.DeviceMemoryResourceOptions(ipc_enabled=True))
     stream = cuda.stream
     stage.resources.callback(resource.close)
-    ours = stage.pipe(fds=[int(resource.allocation_handle)])
+    ours = stage.connect(multiprocessing.Pipe(), fds=[int(resource.allocation_handle)])
 
     def once() -> None:
         buffer = resource.allocate(SIZE, stream=stream)
@@ -262,14 +257,8 @@ def _through_queue(stage: Stage, make: Callable[[], Any]) -> Measured:
     queue, (replies, theirs) = spawn.SimpleQueue(), spawn.Pipe()
     process = spawn.Process(target=answer_queue, args=(queue, theirs), daemon=True)
     # multiprocessing passes on the environment of this process.
-    before = dict(os.environ)
-    os.environ.update(environment(stage.bench.chosen.driver))
-    try:
+    with unittest.mock.patch.dict(os.environ, environment(stage.bench.chosen.driver)), theirs:
         process.start()
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-        theirs.close()
 
     def once() -> None:
         sent = make()
@@ -298,11 +287,6 @@ def answer_queue(queue: Any, replies: Any) -> None:
             received.close()
         del received
         replies.send_bytes(b"k")
-
-
-def our_queue(stage: Stage) -> Measured:
-    """Send a buffer through a multiprocessing queue."""
-    return _through_queue(stage, lambda: stage.pool.allocate(SIZE, stage.bench.stream))
 
 
 def torch_queue(stage: Stage) -> Measured:
@@ -388,7 +372,7 @@ VARIANTS: dict[str, tuple[Callable[[Stage], Measured], Callable[..., Call] | Non
     PIPE: (pipe, _serve_pipe),
     OURS: (ours, _serve_ours),
     CUDA_CORE: (cuda_core_buffer, _serve_cuda_core),
-    QUEUE: (our_queue, None),
+    QUEUE: (lambda stage: _through_queue(stage, lambda: stage.pool.allocate(SIZE, stage.bench.stream)), None),
     TORCH: (torch_queue, None),
     RING: (ring_item, _serve_ring_item),
     STREAMING: (ring_stream, _serve_ring_stream),

@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
     """Print the report as tables, as JSON, or both."""
     found = report(chosen)
-    _Tables(terminal, found).show(chosen)
+    _show(terminal, found, chosen)
     write_json(found, options.json)
     return 0
 
@@ -130,133 +130,129 @@ def unreadable_attributes(driver: Driver) -> dict[str, str]:
     return found
 
 
-class _Tables:
-    """Output of the report in a terminal."""
-
-    def __init__(self, terminal: Terminal, found: dict[str, Any]) -> None:
-        self.terminal = terminal
-        self.found = found
-
-    def show(self, chosen: Chosen) -> None:
-        """Print the whole report."""
-        terminal, found = self.terminal, self.found
-        terminal.line(terminal.bold(found["headline"]))
-        if found["driver_not_found"]:
-            terminal.line()
-            terminal.paragraph(found["driver_not_found"])
-
-        terminal.heading("Versions")
-        version = {name.replace("_", "-"): number for name, number in found["versions"].items()}
-        version["python"] += f" ({sys.executable})"
-        version["driver"] = f"{'simulated' if found['simulated'] else 'NVIDIA'}, {chosen.version}"
-        del version["cuda"]  # part of the driver's version
-        terminal.table(version.items())
-        for device in found["devices"]:
-            self._device(device, sa.Device(device["ordinal"], driver=chosen.driver).supports)
-        if len(found["devices"]) > 1:
-            self._peers(found["peer_access"])
-
-        terminal.heading("Sharing between processes")
-        rows = ((one["what"], one["how"], self._found(one)) for one in found["sharing"])
-        terminal.table(rows, header=("", "by", "tried, on device 0"))
-        self._imex(found["imex_channels"])
-        self._multicast(found["multicast"])
-
-        terminal.heading("Pool attributes that cannot be read")
-        for reason, names in _by_reason(found["unreadable_pool_attributes"]).items():
-            terminal.paragraph(", ".join(names))
-            terminal.paragraph(reason, indent=4)
-
-        limit = found["address_space_limit"]
-        if limit is not None:
-            terminal.line()
-            terminal.paragraph(_ULIMIT.format(limit=size_text(limit)), indent=9, first=terminal.warning("Warning: "))
-
-    def _found(self, trial: dict[str, Any]) -> str:
-        found: str = trial["found"]
-        return found if trial.get("works") else self.terminal.warning(found)
-
-    def _answer(self, answer: str) -> str:
-        colours = {"yes": self.terminal.good, "no": self.terminal.dim, "unknown": self.terminal.warning}
-        return colours.get(answer, str)(answer)
-
-    def _device(self, device: dict[str, Any], supports: sa.Capabilities) -> None:
-        terminal = self.terminal
-        terminal.heading(f"Device {device['ordinal']}: {device['name']}")
-        facts = {
-            "memory": f"{device['total_memory'] / (1 << 30):,.1f} GiB",
-            "compute capability": ".".join(map(str, device["compute_capability"])),
-            "UUID": device["uuid"],
-            "PCI bus": device["pci_bus_id"],
-        }
-        terminal.table(facts.items())
+def _show(terminal: Terminal, found: dict[str, Any], chosen: Chosen) -> None:
+    """Print the whole report."""
+    terminal.line(terminal.bold(found["headline"]))
+    if found["driver_not_found"]:
         terminal.line()
-        rows = []
-        for name, answer, about in supports.rows():
-            # One line for each handle type keeps the column narrow.
-            first, *others = answer.split(" | ")
-            rows.append((name, self._answer(first), about))
-            rows += [("", other, "") for other in others]
-        terminal.table(rows)
-        if device["virtual_memory"]:
-            self._granularities("virtual memory", "one granule, tried", device["virtual_memory"])
-        if device["missing"]:
-            terminal.line()
-            terminal.line("  " + terminal.bold("Missing requirements"))
-            for line in device["missing"]:
-                terminal.paragraph(line, indent=4, first="  - ")
+        terminal.paragraph(found["driver_not_found"])
 
-    def _granularities(self, what: str, found: str, rows: list[dict[str, Any]]) -> None:
-        """Print a table of granularities."""
-        cells = []
-        for row in rows:
-            sizes = ("" if row[key] is None else size_text(row[key]) for key in ("granularity", "recommended"))
-            cells.append((row["what"], *sizes, self._found(row)))
-        self.terminal.line()
-        self.terminal.table(cells, header=(what, "granularity", "recommended", found), align="lrrl")
+    terminal.heading("Versions")
+    version = {name.replace("_", "-"): number for name, number in found["versions"].items()}
+    version["python"] += f" ({sys.executable})"
+    version["driver"] = f"{'simulated' if found['simulated'] else 'NVIDIA'}, {chosen.version}"
+    del version["cuda"]  # part of the driver's version
+    terminal.table(version.items())
+    for device in found["devices"]:
+        _device(terminal, device, sa.Device(device["ordinal"], driver=chosen.driver).supports)
+    if len(found["devices"]) > 1:
+        _peers(terminal, found["peer_access"])
 
-    def _peers(self, peer_access: list[list[bool]]) -> None:
-        self.terminal.heading("Peer access")
-        self.terminal.paragraph("Access of the row's device to the memory of the column's device.")
-        rows = [
-            [f"device {here}", *("own" if here == there else _ANSWERS[can] for there, can in enumerate(row))]
-            for here, row in enumerate(peer_access)
-        ]
-        self.terminal.table(rows, header=["", *map(str, range(len(rows)))], align="l" + "r" * len(rows))
+    terminal.heading("Sharing between processes")
+    rows = ((one["what"], one["how"], _found(terminal, one)) for one in found["sharing"])
+    terminal.table(rows, header=("", "by", "tried, on device 0"))
+    _imex(terminal, found["imex_channels"], found["devices"][0]["missing"])
+    _multicast(terminal, found["multicast"])
 
-    def _imex(self, channels: list[dict[str, Any]]) -> None:
-        """Print the channels, and the requirements of fabric handles."""
-        terminal = self.terminal
-        terminal.heading("IMEX channels")
-        terminal.table(
-            (one["path"], terminal.good("may be opened") if one["permitted"] else terminal.warning("may not be opened"))
-            for one in channels
-        )
-        if not channels:
-            terminal.paragraph("none: /dev/nvidia-caps-imex-channels is absent or empty")
-        for line in self.found["devices"][0]["missing"]:
-            if line.startswith("fabric handles"):
-                terminal.paragraph(line)
+    terminal.heading("Pool attributes that cannot be read")
+    for reason, names in _by_reason(found["unreadable_pool_attributes"]).items():
+        terminal.paragraph(", ".join(names))
+        terminal.paragraph(reason, indent=4)
 
-    def _multicast(self, found: dict[str, Any]) -> None:
-        terminal, count = self.terminal, found["largest_team"]
-        terminal.heading("Multicast")
-        terminal.table(
-            (f"device {one['ordinal']}", self._answer(_ANSWERS[one["supported"]]), "supports multicast objects")
-            for one in found["devices"]
-        )
-        if count:
-            ways = found["granularity"]
-            how = [{**one, "what": _SHARED[one["handle_type"]], "granularity": one["minimum"]} for one in ways]
-            self._granularities(f"shared, {plural(count, 'device')}", "", how)
-            terminal.line()
-            terminal.paragraph(
-                f"A team has up to {count} devices of this process, plus those that other processes add. With fabric "
-                "handles (see IMEX channels), these can run on other machines. The driver does not report how many "
-                "objects fit into the switches, and no object was created to find out."
-            )
-        for line in found["needs"]:
+    if (limit := found["address_space_limit"]) is not None:
+        terminal.line()
+        terminal.paragraph(_ULIMIT.format(limit=size_text(limit)), indent=9, first=terminal.warning("Warning: "))
+
+
+def _found(terminal: Terminal, trial: dict[str, Any]) -> str:
+    found: str = trial["found"]
+    return found if trial.get("works") else terminal.warning(found)
+
+
+def _answer(terminal: Terminal, answer: str) -> str:
+    colours = {"yes": terminal.good, "no": terminal.dim, "unknown": terminal.warning}
+    return colours.get(answer, str)(answer)
+
+
+def _device(terminal: Terminal, device: dict[str, Any], supports: sa.Capabilities) -> None:
+    terminal.heading(f"Device {device['ordinal']}: {device['name']}")
+    facts = {
+        "memory": f"{device['total_memory'] / (1 << 30):,.1f} GiB",
+        "compute capability": ".".join(map(str, device["compute_capability"])),
+        "UUID": device["uuid"],
+        "PCI bus": device["pci_bus_id"],
+    }
+    terminal.table(facts.items())
+    terminal.line()
+    rows = []
+    for name, answer, about in supports.rows():
+        # One line for each handle type keeps the column narrow.
+        first, *others = answer.split(" | ")
+        rows.append((name, _answer(terminal, first), about))
+        rows += [("", other, "") for other in others]
+    terminal.table(rows)
+    if device["virtual_memory"]:
+        _granularities(terminal, "virtual memory", "one granule, tried", device["virtual_memory"])
+    if device["missing"]:
+        terminal.line()
+        terminal.line("  " + terminal.bold("Missing requirements"))
+        for line in device["missing"]:
+            terminal.paragraph(line, indent=4, first="  - ")
+
+
+def _granularities(terminal: Terminal, what: str, found: str, rows: list[dict[str, Any]]) -> None:
+    """Print a table of granularities."""
+    cells = []
+    for row in rows:
+        sizes = ("" if row[key] is None else size_text(row[key]) for key in ("granularity", "recommended"))
+        cells.append((row["what"], *sizes, _found(terminal, row)))
+    terminal.line()
+    terminal.table(cells, header=(what, "granularity", "recommended", found), align="lrrl")
+
+
+def _peers(terminal: Terminal, peer_access: list[list[bool]]) -> None:
+    terminal.heading("Peer access")
+    terminal.paragraph("Access of the row's device to the memory of the column's device.")
+    rows = [
+        [f"device {here}", *("own" if here == there else _ANSWERS[can] for there, can in enumerate(row))]
+        for here, row in enumerate(peer_access)
+    ]
+    terminal.table(rows, header=["", *map(str, range(len(rows)))], align="l" + "r" * len(rows))
+
+
+def _imex(terminal: Terminal, channels: list[dict[str, Any]], missing: list[str]) -> None:
+    """Print the channels, and the requirements of fabric handles."""
+    terminal.heading("IMEX channels")
+    terminal.table(
+        (one["path"], terminal.good("may be opened") if one["permitted"] else terminal.warning("may not be opened"))
+        for one in channels
+    )
+    if not channels:
+        terminal.paragraph("none: /dev/nvidia-caps-imex-channels is absent or empty")
+    for line in missing:
+        if line.startswith("fabric handles"):
             terminal.paragraph(line)
+
+
+def _multicast(terminal: Terminal, found: dict[str, Any]) -> None:
+    count = found["largest_team"]
+    terminal.heading("Multicast")
+    terminal.table(
+        (f"device {one['ordinal']}", _answer(terminal, _ANSWERS[one["supported"]]), "supports multicast objects")
+        for one in found["devices"]
+    )
+    if count:
+        ways = found["granularity"]
+        how = [{**one, "what": _SHARED[one["handle_type"]], "granularity": one["minimum"]} for one in ways]
+        _granularities(terminal, f"shared, {plural(count, 'device')}", "", how)
+        terminal.line()
+        terminal.paragraph(
+            f"A team has up to {count} devices of this process, plus those that other processes add. With fabric "
+            "handles (see IMEX channels), these can run on other machines. The driver does not report how many "
+            "objects fit into the switches, and no object was created to find out."
+        )
+    for line in found["needs"]:
+        terminal.paragraph(line)
 
 
 def _by_reason(unreadable: dict[str, str]) -> dict[str, list[str]]:

@@ -9,9 +9,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import importlib
+import importlib.util
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,6 @@ from streamalloc.core.internal import size_text
 
 _LONG = 200_000
 """Events of a replay, at least, for which progress is shown."""
-_INTERVAL = 1.0
-"""Seconds between updates of the progress."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,25 +82,11 @@ def _replayed(chosen: Chosen, trace: traces.Trace, name: str, options: argparse.
 
 @contextlib.contextmanager
 def _progress(total: int, title: str) -> Iterator[Callable[[int], object] | None]:
-    """Show the progress of a long replay on an error output that is a terminal; use tqdm if installed."""
-    if total < _LONG or not sys.stderr.isatty():
+    """Show the progress of a long replay on an error output that is a terminal, by tqdm if installed."""
+    if total < _LONG or not sys.stderr.isatty() or importlib.util.find_spec("tqdm") is None:
         yield None
         return
-    try:
-        bar = importlib.import_module("tqdm").tqdm(total=total, desc=title, unit=" events", leave=False)
-    except ImportError:
-        done, shown = 0, time.monotonic()
-
-        def line(events: int) -> None:
-            nonlocal done, shown
-            done += events
-            if time.monotonic() - shown > _INTERVAL:
-                shown = time.monotonic()
-                print(f"\r{title}: {done / total:.0%}", end="", file=sys.stderr, flush=True)
-
-        yield line
-        print("\r" + " " * (len(title) + 6) + "\r", end="", file=sys.stderr, flush=True)
-        return
+    bar = importlib.import_module("tqdm").tqdm(total=total, desc=title, unit=" events", leave=False)
     with bar:
         yield bar.update
 

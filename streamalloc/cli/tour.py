@@ -12,8 +12,7 @@ import numpy as np
 import streamalloc as sa
 from streamalloc.cli import tour_ipc, tour_multicast, tour_vmm
 from streamalloc.cli.choice import KEEP_ALL, Chosen, plural
-from streamalloc.cli.claims import Claim, at_least, equal, every_byte, raised
-from streamalloc.cli.steps import MiB, Part, Parts, Tour, need_peers
+from streamalloc.cli.steps import Claim, MiB, Part, Parts, Tour, at_least, equal, every_byte, need_peers, raised
 from streamalloc.cli.terminal import Terminal
 from streamalloc.cli.worker import read
 from streamalloc.core.internal import size_text

@@ -9,8 +9,7 @@ import numpy as np
 import streamalloc as sa
 from streamalloc import ipc, vmm
 from streamalloc.cli.choice import KEEP_ALL
-from streamalloc.cli.claims import Claim, ends_and_middle, equal, raised
-from streamalloc.cli.steps import MiB, Parts, Tour, need
+from streamalloc.cli.steps import Claim, MiB, Parts, Tour, ends_and_middle, equal, need, raised
 from streamalloc.cli.worker import POSIX, Worker, WorkerBase, can_share_pools, read
 from streamalloc.core.internal import size_text
 from streamalloc.testing import Gate

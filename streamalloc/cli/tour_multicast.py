@@ -13,8 +13,7 @@ import numpy as np
 import streamalloc as sa
 from streamalloc import vmm
 from streamalloc.cli.choice import is_simulated, plural
-from streamalloc.cli.claims import equal, every_byte, raised
-from streamalloc.cli.steps import Parts, Tour, need, need_peers
+from streamalloc.cli.steps import Parts, Tour, equal, every_byte, need, need_peers, raised
 from streamalloc.cli.worker import read
 from streamalloc.core.internal import size_text
 from streamalloc.driver import checked, simulated, traced

@@ -7,8 +7,7 @@ import numpy as np
 import streamalloc as sa
 from streamalloc import vmm
 from streamalloc.cli.choice import KEEP_ALL
-from streamalloc.cli.claims import Claim, ends_and_middle, equal, every_byte, raised
-from streamalloc.cli.steps import MiB, Parts, Tour, need, need_peers
+from streamalloc.cli.steps import Claim, MiB, Parts, Tour, ends_and_middle, equal, every_byte, need, need_peers, raised
 from streamalloc.cli.worker import read
 from streamalloc.core.internal import size_text
 

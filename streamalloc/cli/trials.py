@@ -22,6 +22,7 @@ from streamalloc.core.internal import MemAllocFlags, missing_for, size_text
 from streamalloc.multicast import MulticastObject
 
 Row = dict[str, Any]
+_Verify = Callable[[vmm.PhysicalMemory], str]
 
 _MOST_ADDRESSES = 1 << 47
 """Bytes of a process's address space: 128 TiB."""
@@ -66,40 +67,31 @@ def try_virtual_memory(device: sa.Device) -> list[Row]:
         return []
     node = max(device.supports.host_numa_id or 0, 0)
     here, rdma = device.location, "gpu_direct_rdma_capable"
-    kinds: tuple[tuple[str, sa.MemLocation, dict[str, Any], Callable[[vmm.PhysicalMemory], str]], ...] = (
+    kinds: tuple[tuple[str, sa.MemLocation, dict[str, Any], _Verify], ...] = (
         ("device memory", here, {}, lambda memory: "allocated"),
         ("compressible", here, {"compression_type": 1}, lambda memory: _confirmed(memory.compressible, "compressible")),
         ("GPUDirect RDMA", here, {rdma: True}, lambda memory: _confirmed(_flag(memory, rdma), "for RDMA")),
         ("host memory", sa.MemLocation.host(), {}, _node),
         (f"host NUMA node {node}", sa.MemLocation.host_numa(node), {}, _node),
     )
-    rows = [_memory(what, device, location, flags, verify) for what, location, flags, verify in kinds]
-    for what, trial in (("DMA-BUF", _dma_buf), ("address range", _addresses)):
-        rows.append(_tried({"what": what, "granularity": None, "recommended": None}, trial, device))
-    return rows
+    trials: dict[str, Callable[[Row], str]] = {
+        what: functools.partial(_memory, device, location, flags, verify) for what, location, flags, verify in kinds
+    }
+    trials |= {"DMA-BUF": lambda row: _dma_buf(device), "address range": lambda row: _addresses(device)}
+    rows: list[Row] = [{"what": what, "granularity": None, "recommended": None} for what in trials]
+    return [_tried(row, trials[row["what"]], row) for row in rows]
 
 
 def _flag(memory: vmm.PhysicalMemory, name: str) -> bool:
     return bool(getattr(memory.query().alloc_flags, name))
 
 
-def _memory(
-    what: str,
-    device: sa.Device,
-    location: sa.MemLocation,
-    flags: dict[str, Any],
-    verify: Callable[[vmm.PhysicalMemory], str],
-) -> Row:
+def _memory(device: sa.Device, location: sa.MemLocation, flags: dict[str, Any], verify: _Verify, row: Row) -> str:
     prop = sa.MemAllocationProp(location=location, alloc_flags=MemAllocFlags(**flags))
-    row: Row = {"what": what, "granularity": None, "recommended": None}
-
-    def trial() -> str:
-        row["granularity"] = vmm.PhysicalMemory.granularity(prop, driver=device.driver)
-        row["recommended"] = vmm.PhysicalMemory.granularity(prop, recommended=True, driver=device.driver)
-        with vmm.PhysicalMemory(prop, row["granularity"], driver=device.driver) as memory:
-            return verify(memory)
-
-    return _tried(row, trial)
+    row["granularity"] = vmm.PhysicalMemory.granularity(prop, driver=device.driver)
+    row["recommended"] = vmm.PhysicalMemory.granularity(prop, recommended=True, driver=device.driver)
+    with vmm.PhysicalMemory(prop, row["granularity"], driver=device.driver) as memory:
+        return verify(memory)
 
 
 def _confirmed(has_flag: bool, flag: str) -> str:

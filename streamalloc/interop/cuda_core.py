@@ -91,38 +91,25 @@ def resource_class(core: Any) -> Any:
     class Resource(base):  # type: ignore[misc]
         """Device memory resource that allocates by callbacks."""
 
+        is_device_accessible, is_host_accessible, is_managed = True, False, False
+        device_id = 0
+
         def __init__(self, sources: Sources, ordinal: int) -> None:
             self._ledger = Ledger(sources)
-            self._ordinal = ordinal
+            self.device_id = ordinal
 
         def allocate(self, size: int, *, stream: Any) -> Any:
             """Allocate a cuda.core buffer in stream order."""
             handle = int(stream.__cuda_stream__()[1])
             try:
-                address = self._ledger.allocate(size, self._ordinal, handle, stream)
+                address = self._ledger.allocate(size, self.device_id, handle, stream)
             except OutOfMemoryError as error:
                 raise _error(error) from error
             return core.Buffer.from_handle(address, size, mr=self, stream=stream)
 
         def deallocate(self, ptr: Any, size: int, *, stream: Any) -> None:
             """Free in stream order; cuda.core calls this when a buffer is closed or dropped."""
-            self._ledger.free(int(ptr), self._ordinal, int(stream.__cuda_stream__()[1]))
-
-        @property
-        def is_device_accessible(self) -> bool:
-            return True
-
-        @property
-        def is_host_accessible(self) -> bool:
-            return False
-
-        @property
-        def is_managed(self) -> bool:
-            return False
-
-        @property
-        def device_id(self) -> int:
-            return self._ordinal
+            self._ledger.free(int(ptr), self.device_id, int(stream.__cuda_stream__()[1]))
 
     return Resource
 

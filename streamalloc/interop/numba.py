@@ -86,6 +86,8 @@ def manager_class(sources_of: Callable[[Any], Sources]) -> Any:
     class Manager(base):  # type: ignore[misc]
         """Allocates device memory from the sources; Numba allocates pinned host memory itself."""
 
+        interface_version = 1
+
         def initialize(self) -> None:
             """Part of Numba's interface; does nothing."""
 
@@ -112,10 +114,6 @@ def manager_class(sources_of: Callable[[Any], Sources]) -> Any:
             """Free and total bytes of the device; memory that pools reserve counts as used."""
             info = sources_of(self.context).device(int(self.context.device.id)).memory_info()
             return cuda.MemoryInfo(free=info.free, total=info.total)
-
-        @property
-        def interface_version(self) -> int:
-            return 1
 
     return Manager
 

@@ -89,25 +89,21 @@ class TorchBridge(Bridge):
     def _prepare(self) -> Any:
         torch = library("torch")
         if not self.pools:
-            allocator = self._allocator_of_rmm() if self._rmm else self._allocator_of_callbacks(torch)
+            if self._rmm:
+                _immortal(RMMBridge(self.sources).start())
+                allocator = library("rmm.allocators.torch").rmm_torch_allocator.allocator()
+            else:
+                _release_lock(torch)
+                self._callbacks = self._callbacks or _immortal(Callbacks(Ledger(self.sources)))
+                allocator = _immortal(torch._C._cuda_customAllocator(*self._callbacks.pointers))
             for ordinal in self.sources.by_device:
                 with torch.cuda.device(ordinal):
                     # Its destructor calls Python: it must not run when the interpreter has ended.
                     self.pools[ordinal] = _immortal(torch.cuda.MemPool(allocator))
         return torch
 
-    def _allocator_of_callbacks(self, torch: Any) -> Any:
-        _release_lock(torch)
-        if self._callbacks is None:
-            self._callbacks = _immortal(Callbacks(Ledger(self.sources)))
-        return _immortal(torch._C._cuda_customAllocator(*self._callbacks.pointers))
-
-    def _allocator_of_rmm(self) -> Any:
-        _immortal(RMMBridge(self.sources).start())
-        return library("rmm.allocators.torch").rmm_torch_allocator.allocator()
-
     def _install(self, undo: contextlib.ExitStack) -> None:
-        routes = _routes.all
+        routes: list[_Route] = vars(_routes).setdefault("all", [])
         route = _Route(self._prepare(), self.pools)
 
         def end() -> None:
@@ -174,17 +170,11 @@ def _end_pools() -> None:
     while _ended and not _active:
         pool = _ended.pop()
         if not any(segment["allocated_size"] for segment in pool.snapshot(include_traces=False)):
-            _mortal(pool)
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(pool))  # of _immortal()
 
 
-class _Routes(threading.local):
-    """The routes of a thread, outermost first."""
-
-    def __init__(self) -> None:
-        self.all: list[_Route] = []
-
-
-_routes = _Routes()
+_routes = threading.local()
+"""The routes of a thread, outermost first, as its attribute ``all``."""
 
 
 class Callbacks:
@@ -286,7 +276,3 @@ def _immortal(thing: Any) -> Any:
     """Keep an object until the process ends, also after the interpreter's shutdown (one extra reference)."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
     return thing
-
-
-def _mortal(thing: Any) -> None:
-    ctypes.pythonapi.Py_DecRef(ctypes.py_object(thing))

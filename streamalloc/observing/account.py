@@ -309,10 +309,9 @@ class Account:
 
 def _spans(target: object) -> list[tuple[int, int]]:
     """The ranges of addresses in which an object maps memory: start and end."""
-    if isinstance(target, VirtualBuffer):
-        return [(target.range.address, target.range.address + target.range.nbytes)]
-    if isinstance(target, AddressRange):
-        return [(target.address, target.address + target.nbytes)]
+    if isinstance(target, (VirtualBuffer, AddressRange)):
+        range = target if isinstance(target, AddressRange) else target.range
+        return [(range.address, range.address + range.nbytes)]
     if isinstance(target, SymmetricMemory):
         begins = target.addresses
         return [(int(begins[rank]), int(begins[rank]) + target.physical_bytes) for rank in target.ranks]
@@ -326,8 +325,8 @@ def _mapped_in(target: object) -> list[tuple[int, int, Source]]:
             (one.address, one.nbytes, Source("mapping", one.memory.location, repr(target))) for one in target.mappings
         ]
     if isinstance(target, SymmetricMemory):
-        places_ = zip(_spans(target), target.devices, strict=True)
         return [
-            (start, stop - start, Source("mapping", device.location, repr(target))) for (start, stop), device in places_
+            (start, stop - start, Source("mapping", device.location, repr(target)))
+            for (start, stop), device in zip(_spans(target), target.devices, strict=True)
         ]
     return []

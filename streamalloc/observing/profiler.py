@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from typing import Any
+from typing import Any, cast
 
 _DOMAIN = "streamalloc"
 
@@ -31,8 +31,7 @@ class Profiler:
 
     def range(self, name: str) -> contextlib.AbstractContextManager[object]:
         """A range for a ``with`` block."""
-        found: contextlib.AbstractContextManager[object] = self._annotate(message=name, domain=_DOMAIN)
-        return found
+        return cast("contextlib.AbstractContextManager[object]", self._annotate(message=name, domain=_DOMAIN))
 
     def sample(self, nbytes: int) -> None:
         """Record the bytes that are allocated now."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from html import escape
 from typing import NamedTuple
 
-from streamalloc.core.internal import size_text
+from streamalloc.core.internal import code, mib, size_text, table
 from streamalloc.observing.records import Allocation, Site
 
 
@@ -33,9 +32,8 @@ class Place(NamedTuple):
         return sum(one.nbytes for one in self.allocations)
 
     def __str__(self) -> str:
-        count = f"{len(self.allocations)} allocation{'s' if len(self.allocations) > 1 else ''}"
         words = "".join(f", {name} {word!r}" for name, word in (("tag", self.tag), ("phase", self.phase)) if word)
-        return f"{size_text(self.nbytes)} in {count} from {self.site or 'before the observer'}{words}"
+        return f"{_amount(self)} from {self.site or 'before the observer'}{words}"
 
 
 def places(allocations: Iterable[Allocation]) -> list[Place]:
@@ -50,6 +48,11 @@ def places(allocations: Iterable[Allocation]) -> list[Place]:
         for group in found.values()
     ]
     return sorted(made, key=lambda place: -place.nbytes)
+
+
+def _amount(of: Place | LeakReport) -> str:
+    count = len(of.allocations)
+    return f"{size_text(of.nbytes)} in {count} allocation{'s' if count > 1 else ''}"
 
 
 class LeakReport:
@@ -76,9 +79,7 @@ class LeakReport:
     def __str__(self) -> str:
         if not self:
             return "nothing is allocated"
-        count = f"{len(self.allocations)} allocation{'s' if len(self.allocations) > 1 else ''}"
-        head = f"{size_text(self.nbytes)} in {count} still allocated"
-        return "\n".join([f"{head}:", *(f"  {place}" for place in self.places)])
+        return "\n".join([f"{_amount(self)} still allocated:", *(f"  {place}" for place in self.places)])
 
     def __repr__(self) -> str:
         return f"<LeakReport: {str(self).splitlines()[0].rstrip(':')}>"
@@ -86,11 +87,8 @@ class LeakReport:
     def _repr_html_(self) -> str:
         if not self:
             return "nothing is allocated"
-        rows = "".join(
-            f"<tr><td style='text-align:right'>{place.nbytes / 2**20:,.1f} MiB</td><td>{len(place.allocations)}</td>"
-            f"<td style='text-align:left'><code>{escape(str(place.site or 'before the observer'))}</code></td>"
-            f"<td>{escape(place.tag)}</td><td>{escape(place.phase)}</td></tr>"
-            for place in self.places
+        rows = (
+            (mib(one.nbytes), len(one.allocations), code(str(one.site or "before the observer")), one.tag, one.phase)
+            for one in self.places
         )
-        head = "".join(f"<th>{name}</th>" for name in ("still allocated", "allocations", "from", "tag", "phase"))
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+        return table(("still allocated", "allocations", "from", "tag", "phase"), rows)

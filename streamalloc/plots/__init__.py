@@ -1,9 +1,6 @@
 """Figures of memory, drawn with matplotlib: contents of pools, reuse of memory, mappings of address ranges.
 
-* Current state: ``pool.plot()``, ``range.plot()``, ``plot()`` of growable memory, and :func:`memory` and :func:`reuse`
-  of an observer.
-* Basic charts: :func:`spans` and :func:`grid`.
-
+``pool.plot()``, ``range.plot()``, ``plot()`` of growable memory, and :func:`memory` and :func:`reuse` of an observer.
 Each function returns a figure, or draws into the axes ``ax``.
 """
 
@@ -11,7 +8,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from streamalloc.plots.charts import Bar, Cell, Mark, grid, spans
     from streamalloc.plots.objects import draw, pool
     from streamalloc.plots.observed import Life, lives, memory, reuse
     from streamalloc.plots.ranges import address_range
@@ -19,23 +15,18 @@ if TYPE_CHECKING:
 
 __all__ = [
     "STYLE",
-    "Bar",
-    "Cell",
     "Life",
-    "Mark",
     "address_range",
     "draw",
     "drawing",
     "figure",
-    "grid",
     "lives",
     "memory",
     "pool",
     "reuse",
-    "spans",
 ]
 
-_MODULES = ("charts", "objects", "observed", "ranges", "style")
+_MODULES = ("objects", "observed", "ranges", "style")
 """Modules with the public names; imported on use, so this package can be imported without matplotlib."""
 
 

@@ -12,7 +12,6 @@ from matplotlib.patches import Patch, Rectangle
 
 from streamalloc.driver import Call
 from streamalloc.observing import Happening, Observer, Phase
-from streamalloc.plots.charts import Bar, spans
 from streamalloc.plots.style import (
     ADDRESSES,
     GREY,
@@ -25,6 +24,7 @@ from streamalloc.plots.style import (
     bare,
     drawing,
     figure,
+    inside,
     sizes,
 )
 
@@ -70,28 +70,22 @@ def memory(of: Observer) -> Figure:
     if phases:
         axes[0, 0].set_xlim(0, x[-1] or 1)
         with drawing(axes[0, 0]):
-            _phases(axes[0, 0], phases, zero)
+            _phases(made, axes[0, 0], phases, zero)
     return made
 
 
-def _phases(ax: Axes, phases: Sequence[Phase], zero: int) -> None:
-    bars = [
-        Bar(
-            str(one.path.count("/")),
-            (one.began - zero) / 1e6,
-            ((one.ended or one.began) - zero) / 1e6,
-            (RESERVED, TINT)[number % 2] if one.path.count("/") else "#b9c9dc",
-            f"{one.name}: {one.peak / MiB:,.0f} MiB",
-            INK,
-        )
-        for number, one in enumerate(phases)
-    ]
-    names = sorted({one.row for one in bars})
-    spans(bars, names=names, thickness=0.88, ax=ax)
+def _phases(made: Figure, ax: Axes, phases: Sequence[Phase], zero: int) -> None:
+    texts = []
+    for number, one in enumerate(phases):
+        row = one.path.count("/")
+        start, stop = ((at - zero) / 1e6 for at in (one.began, one.ended or one.began))
+        ax.barh(row, stop - start, 0.88, left=start, color=(RESERVED, TINT)[number % 2] if row else "#b9c9dc")
+        texts.append((start, stop, row, f"{one.name}: {one.peak / MiB:,.0f} MiB", INK))
     bare(ax)
-    ax.set_ylim(len(names) - 0.5, -0.5)
+    ax.set_ylim(max(row for _, _, row, *_ in texts) + 0.5, -0.5)
     ax.tick_params(labelbottom=False)
     ax.set_title("Phases, and the most that was allocated during each")
+    inside(made, ax, texts)
 
 
 class Life(NamedTuple):

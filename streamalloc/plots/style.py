@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -94,3 +94,15 @@ def sizes(ax: Axes) -> None:
     ax.set_ylim(0, 1.08 * ax.get_ylim()[1])
     ax.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 4, 8, 10], integer=True))
     ax.yaxis.set_major_formatter("{x:,.0f}")
+
+
+def inside(made: Figure, ax: Axes, texts: Iterable[tuple[float, float, float, str, str]]) -> None:
+    """Write texts into those bars that are wide enough."""
+    made.draw_without_rendering()
+    for start, stop, row, text, ink in texts:
+        if text:
+            label = ax.text((start + stop) / 2, row, text, color=ink, ha="center", va="center", weight="bold")
+            label.set_in_layout(False)
+            left, right = (ax.transData.transform((x, 0))[0] for x in (start, stop))
+            if label.get_window_extent().width > right - left:
+                label.remove()

@@ -15,12 +15,8 @@ from streamalloc.driver import Driver, set_default, simulated, use
 from streamalloc.driver.internal import default_of_threads
 from streamalloc.testing.settling import settle
 
-_lasting = functools.cache(simulated)
-
-
-def lasting(**settings: Any) -> Driver:
-    """The simulated machine of this process with these settings; made at the first call."""
-    return _lasting(**settings)
+lasting = functools.cache(simulated)
+"""Returns the simulated machine of this process with these settings; made at the first call."""
 
 
 def as_text(settings: dict[str, Any]) -> str:

@@ -62,7 +62,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -125,7 +125,7 @@ def _choice(config: pytest.Config) -> tuple[str, dict[str, Any]]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    arguments = ", ".join(f"{name}=..." for name in _TYPES)
+    arguments = ", ".join(f"{name}=..." for name in _ARGUMENTS)
     config.addinivalue_line(
         "markers", f"{_MARK}({arguments}): what a test of GPU memory needs (streamalloc.testing.plugin)"
     )
@@ -152,30 +152,24 @@ def pytest_report_header(config: pytest.Config) -> str:
 # --- what tests need
 
 
-@dataclass(frozen=True)
-class Needs:
-    """The arguments of the mark."""
+class Needs(SimpleNamespace):
+    """The arguments of the mark, with their defaults."""
 
-    devices: int | None = None
-    fabric: bool = False
-    managed: bool = False
-    multicast: bool = False
-    simulated_only: str = ""
-    machine: dict[str, Any] = field(default_factory=dict)
-    leaks: bool | None = None
-    check: bool | None = None
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**{name: default for name, (_, default) in _ARGUMENTS.items()} | given)
 
 
-_TYPES: dict[str, type] = {
-    "devices": int,
-    "fabric": bool,
-    "managed": bool,
-    "multicast": bool,
-    "simulated_only": str,
-    "machine": dict,
-    "leaks": bool,
-    "check": bool,
+_ARGUMENTS: dict[str, tuple[type, Any]] = {
+    "devices": (int, None),
+    "fabric": (bool, False),
+    "managed": (bool, False),
+    "multicast": (bool, False),
+    "simulated_only": (str, ""),
+    "machine": (dict, {}),
+    "leaks": (bool, None),
+    "check": (bool, None),
 }
+"""Type and default of each argument of the mark."""
 
 
 def _needs(node: pytest.Item | pytest.Collector) -> Needs:
@@ -183,9 +177,9 @@ def _needs(node: pytest.Item | pytest.Collector) -> Needs:
     found: dict[str, Any] = {}
     for mark in node.iter_markers(_MARK):
         for name, value in mark.kwargs.items():
-            kind = _TYPES.get(name)
-            if kind is None:
-                raise pytest.UsageError(f"{node.nodeid}: {_MARK}({name}=...): allowed are {', '.join(_TYPES)}")
+            if name not in _ARGUMENTS:
+                raise pytest.UsageError(f"{node.nodeid}: {_MARK}({name}=...): allowed are {', '.join(_ARGUMENTS)}")
+            kind, _ = _ARGUMENTS[name]
             if not isinstance(value, kind) or (isinstance(value, int) and kind is int and value < 1):
                 wanted = "a number of at least 1" if name == "devices" else f"of type {kind.__name__}"
                 raise pytest.UsageError(f"{node.nodeid}: {_MARK}({name}={value!r}): must be {wanted}")

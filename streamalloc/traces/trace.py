@@ -170,13 +170,6 @@ class _Rules:
             raise ValueError(f"a free of {nbytes} bytes, but allocation {number} has {allocated}")
 
 
-def _event_of(value: Any) -> Event:
-    """The event of one line of a file; ``ValueError`` if the line is none."""
-    if type(value) is not list or len(value) != len(Event._fields):
-        raise ValueError(f"an event is a list of {', '.join(Event._fields)}")
-    return Event(*value)
-
-
 def read_trace(lines: Iterable[str], file: str = "") -> Trace:
     """The trace in the lines of a file."""
     numbered = enumerate(lines, 1)
@@ -184,7 +177,10 @@ def read_trace(lines: Iterable[str], file: str = "") -> Trace:
     rules, events = _Rules(), []
     for number, line in numbered:
         try:
-            event = _event_of(json.loads(line))
+            value = json.loads(line)
+            if type(value) is not list or len(value) != len(Event._fields):
+                raise ValueError(f"an event is a list of {', '.join(Event._fields)}")
+            event = Event(*value)
             rules.take(event)
         except (ValueError, RecursionError) as error:
             raise TraceFormatError(str(error), file, number) from None

@@ -126,12 +126,13 @@ class TestText:
                 assert overlaps(nothing.plot()) == []
 
     def test_of_charts(self) -> None:
-        bars = [plots.Bar("one", 0, 3, text="fits"), plots.Bar("two", 3, 3.1, text="does not fit in there")]
-        made = plots.spans(bars, [plots.Mark("one", 4, "here", to="two")], legend={"what": "#123456"}, xlabel="ms")
+        bars = [PICTURES.Bar("one", 0, 3, text="fits"), PICTURES.Bar("two", 3, 3.1, text="does not fit in there")]
+        mark = PICTURES.Mark("one", 4, "here", to="two")
+        made = PICTURES.spans(bars, [mark], legend={"what": "#123456"}, xlabel="ms")
         assert overlaps(made) == []
         assert "does not fit in there" not in {text.get_text() for text in made.findobj(matplotlib.text.Text)}
-        cells = [plots.Cell(row, column, "yes") for row in range(3) for column in range(4)]
-        assert overlaps(plots.grid(cells, ["a", "b", "c"], ["w", "x", "y", "z"])) == []
+        cells = [PICTURES.Cell(row, column, "yes") for row in range(3) for column in range(4)]
+        assert overlaps(PICTURES.grid(cells, ["a", "b", "c"], ["w", "x", "y", "z"])) == []
         x = list(range(20))
         same = {f"curve {number}": (x, [number * 1e-3 + value for value in x]) for number in range(4)}
         assert overlaps(PICTURES.curves({"linear": same, "log": same}, log=["log"])) == []

@@ -1,3 +1,1 @@
 """Multicast objects and their bindings."""
-
-__all__: list[str] = []

@@ -39,8 +39,7 @@ from streamalloc.core.internal import (
 )
 from streamalloc.driver import Driver
 from streamalloc.driver.internal import cuda
-from streamalloc.multicast.objects.bind_source import BindSource, check_multiple
-from streamalloc.multicast.objects.binding_node import BindingNode, BindingRecord
+from streamalloc.multicast.objects.bindings import BindingNode, BindingRecord, BindSource, check_multiple
 from streamalloc.vmm import PhysicalMemory
 from streamalloc.vmm.internal import (
     GRANULARITY,

@@ -1,3 +1,1 @@
 """Set-up of symmetric memory over several processes: it succeeds on all ranks, or fails on all."""
-
-__all__: list[str] = []

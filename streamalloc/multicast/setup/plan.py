@@ -127,7 +127,10 @@ def make_plan(profiles: Sequence[RankProfile], *, one_process: bool) -> Plan:
         The requested multicast or handle type does not work, or no handle type does; the message gives the reason.
     """
     for name in ("nbytes", "signal_pad_bytes", "multicast", "handle_type"):
-        _check_same(name, profiles)
+        values = [getattr(profile, name) for profile in profiles]
+        if any(value != values[0] for value in values):
+            given = by_value([_shown(name, value) for value in values], "gave {}")
+            raise ValueError(f"{name} must be the same on all ranks: {given}")
     first = profiles[0]
     obstacle = _multicast_obstacle(profiles)
     if first.multicast and obstacle:
@@ -141,13 +144,6 @@ def make_plan(profiles: Sequence[RankProfile], *, one_process: bool) -> Plan:
             granularities += [profile.multicast_granularity[str(int(kind))] for profile in profiles]
         physical_bytes[kind] = round_up(layout.total, max(granularities))
     return Plan(layout, multicast, physical_bytes)
-
-
-def _check_same(name: str, profiles: Sequence[RankProfile]) -> None:
-    values = [getattr(profile, name) for profile in profiles]
-    if any(value != values[0] for value in values):
-        given = by_value([_shown(name, value) for value in values], "gave {}")
-        raise ValueError(f"{name} must be the same on all ranks: {given}")
 
 
 def _shown(name: str, value: Any) -> str:
