@@ -190,11 +190,10 @@ class CacheState(Deferred):
 
     def buy(self, wanted: SizeClass, stream: Stream) -> Block | None:
         """A new block (``cuMemAllocFromPoolAsync``); None if there is no memory."""
-        pool = self.pool
-        raw = raw_handle(stream)
+        below, raw = self.pool, raw_handle(stream)
         try:
             with stream.device.current() if stream.is_default else contextlib.nullcontext():
-                result, pointer = besides(pool._alloc, self.watchers)(wanted.nbytes, pool._raw, raw)
+                result, pointer = besides(below._alloc, self.watchers)(wanted.nbytes, below._raw, raw)
         except OutOfMemoryError:  # the limit of a watcher of the pool
             return None
         if result:
