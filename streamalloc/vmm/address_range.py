@@ -279,8 +279,12 @@ class AddressRange(OwnsNode):
         """Map memory and set its permissions: both, or neither."""
         node, raw, stop = self._node, memory._checked_raw(), offset + memory.nbytes
         granularity = memory._granularity
-        if offset % granularity or self.address % granularity or stop > self.nbytes:
-            self._check_fits(memory, offset)
+        if offset % granularity:
+            raise ValueError(f"offset={offset}: allowed are multiples of the granularity, {size_text(granularity)}")
+        if self.address % granularity:
+            raise ValueError(f"{self!r} is not aligned for {memory!r}: reserve it with alignment={granularity}")
+        if stop > self.nbytes:
+            raise ValueError(f"offset={offset}: {size_text(memory.nbytes)} end outside of {self!r}")
         for other in node.touching(offset, stop):
             raise ValueError(f"offset={offset}: {other.memory!r} is mapped at {self!r} there")
         kind = MappedObject if memory._node.kind is Kind.OBJECT else MappedBytes
@@ -294,15 +298,6 @@ class AddressRange(OwnsNode):
             entry.undo(first)
             raise
         return entry
-
-    def _check_fits(self, memory: GenericAllocation, offset: int) -> None:
-        """Raise the error for memory that cannot be mapped at an offset of this range."""
-        granularity = memory._granularity
-        if offset % granularity:
-            raise ValueError(f"offset={offset}: allowed are multiples of the granularity, {size_text(granularity)}")
-        if self.address % granularity:
-            raise ValueError(f"{self!r} is not aligned for {memory!r}: reserve it with alignment={granularity}")
-        raise ValueError(f"offset={offset}: {size_text(memory.nbytes)} end outside of {self!r}")
 
     def _covering(self, start: int, stop: int) -> list[MappedBytes]:
         """Return the mappings that overlap a part; ``ValueError`` if it has a hole."""

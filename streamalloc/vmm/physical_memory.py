@@ -298,13 +298,8 @@ class PhysicalMemory(GenericAllocation):
 
     def _make(self, spec: MemorySpec, nbytes: int) -> None:
         self._belong(spec, nbytes)
-        handle = self._node
-        spec.obtain(handle, nbytes)
-        # The work of known() in the usual case: no other object holds the handle.
-        state = handle.state
-        number = state.handle = int(handle._raw)
-        if spec.allocations.by_handle.setdefault(number, state) is not state:
-            handle.known()
+        spec.obtain(self._node, nbytes)
+        self._node.known()
 
     @staticmethod
     def granularity(
