@@ -10,30 +10,12 @@ from collections.abc import Iterator, Sequence
 
 from typing_extensions import Self
 
-from streamalloc.core.internal import (
-    AddressSpaceError,
-    ClosedError,
-    Closes,
-    Device,
-    Html,
-    MemAccess,
-    MemLocation,
-    MemLocationType,
-    Memory,
-    OutOfMemoryError,
-    Row,
-    Session,
-    Stream,
-    address_space_limit,
-    checked_size,
-    location_of,
-    mib,
-    place,
-    session_for,
-    size_text,
-    strip,
-    table,
-)
+from streamalloc.core.errors import AddressSpaceError, ClosedError, OutOfMemoryError, size_text
+from streamalloc.core.html import Html, Row, mib, place, strip, table
+from streamalloc.core.internal import Device, Memory, Stream, address_space_limit, location_of, session_for
+from streamalloc.core.properties import MemAccess, MemLocation, MemLocationType, checked_size
+from streamalloc.core.resource import Closes
+from streamalloc.core.session import Session
 from streamalloc.driver import Driver
 from streamalloc.vmm.access import Access, After, Place, Rights, rights_of, wait_for_users
 from streamalloc.vmm.allocation_handles import GenericAllocation, OwnsNode

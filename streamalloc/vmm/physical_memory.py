@@ -7,33 +7,21 @@ import warnings
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
-from streamalloc.core.internal import (
-    FABRIC_NEEDS,
+from streamalloc.core.allocation_properties import MemAllocationProp, MemAllocFlags
+from streamalloc.core.errors import (
     CudaError,
-    Device,
-    Fd,
-    MemAllocationProp,
-    MemAllocFlags,
-    MemHandleType,
-    MemLocation,
-    MemLocationType,
     NotSupportedError,
     OutOfMemoryError,
-    OwnsHandle,
-    Row,
-    Session,
-    check_location,
-    checked_size,
     error_from,
-    location_of,
-    made_for_sharing,
-    mib,
-    place,
     refused,
-    session_for,
     size_text,
     undoing,
 )
+from streamalloc.core.html import Row, mib, place
+from streamalloc.core.internal import FABRIC_NEEDS, Device, Fd, check_location, location_of, session_for
+from streamalloc.core.properties import MemHandleType, MemLocation, MemLocationType, checked_size
+from streamalloc.core.resource import made_for_sharing
+from streamalloc.core.session import OwnsHandle, Session
 from streamalloc.driver import Driver
 from streamalloc.driver.internal import cuda
 from streamalloc.vmm.access import Rights

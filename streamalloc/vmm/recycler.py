@@ -10,23 +10,12 @@ from typing import ClassVar, NamedTuple
 
 from typing_extensions import Self
 
-from streamalloc.core.internal import (
-    ClosedError,
-    Closes,
-    CudaError,
-    Device,
-    HandleEnd,
-    MemAllocationProp,
-    MemHandleType,
-    MemLocation,
-    OwnsHandle,
-    Session,
-    checked_size,
-    deferred_queue,
-    session_for,
-    size_text,
-    undo_all,
-)
+from streamalloc.core.allocation_properties import MemAllocationProp
+from streamalloc.core.errors import ClosedError, CudaError, size_text, undo_all
+from streamalloc.core.internal import Device, HandleEnd, deferred_queue, session_for
+from streamalloc.core.properties import MemHandleType, MemLocation, checked_size
+from streamalloc.core.resource import Closes
+from streamalloc.core.session import OwnsHandle, Session
 from streamalloc.driver import Driver
 from streamalloc.vmm.allocation_handles import AllocationHandle
 from streamalloc.vmm.physical_memory import MemorySpec, PhysicalMemory, properties_for

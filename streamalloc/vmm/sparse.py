@@ -15,26 +15,20 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from streamalloc.core.errors import ClosedError, CudaError, OutOfMemoryError, refused, size_text, undoing, unsupported
 from streamalloc.core.internal import (
-    ClosedError,
-    Closes,
-    CudaError,
     Device,
     Event,
-    OutOfMemoryError,
     Stream,
     StreamLike,
     as_stream,
     check_device,
-    checked_size,
     raw_handle,
     refuse_capture,
-    refused,
-    session_of,
-    size_text,
-    undoing,
-    unsupported,
 )
+from streamalloc.core.properties import checked_size
+from streamalloc.core.resource import Closes
+from streamalloc.core.session import session_of
 from streamalloc.driver.internal import cuda
 from streamalloc.vmm.allocation_handles import HandleNode, OwnsNode, allocations_of
 from streamalloc.vmm.physical_memory import PhysicalMemory

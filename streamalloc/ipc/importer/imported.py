@@ -16,39 +16,39 @@ from contextlib import AbstractContextManager
 from queue import SimpleQueue
 from typing import Any
 
-from streamalloc.core.internal import (
+from streamalloc.core.errors import (
     LOST,
     CaptureError,
     ClosedError,
-    Closes,
     CudaError,
+    StaleDescriptorError,
+    attach,
+    error_from,
+    size_text,
+)
+from streamalloc.core.html import Row
+from streamalloc.core.internal import (
     Deferred,
     DeferredQueue,
     Device,
     Event,
-    MemAccess,
-    MemAccessDesc,
-    MemLocation,
     Memory,
-    Row,
-    Session,
-    StaleDescriptorError,
     Stream,
     StreamLike,
     TypedView,
     as_stream,
-    attach,
     context_events,
     deferred_queue,
     direct_handle,
     direct_view,
-    error_from,
     ordered_after,
     raw_handle,
     refuse_capture,
     sees_all_work,
-    size_text,
 )
+from streamalloc.core.properties import MemAccess, MemAccessDesc, MemLocation
+from streamalloc.core.resource import Closes
+from streamalloc.core.session import Session
 from streamalloc.driver.internal import OpaqueStruct, cuda, opaque_struct
 from streamalloc.ipc.importer.background import OnceIdle
 from streamalloc.ipc.wire.control_block import WORD, ControlBlock, ImporterWords, fence, reached

@@ -18,16 +18,12 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from typing_extensions import TypeVar
 
+from streamalloc.core.errors import CaptureError, StaleDescriptorError, undoing
 from streamalloc.core.internal import (
-    CaptureError,
     DeferredQueue,
     Device,
     Event,
     Fd,
-    MemAccess,
-    PerDriver,
-    Session,
-    StaleDescriptorError,
     Stream,
     StreamLike,
     as_stream,
@@ -35,9 +31,9 @@ from streamalloc.core.internal import (
     direct_handle,
     opened_event,
     refuse_capture,
-    session_of,
-    undoing,
 )
+from streamalloc.core.properties import MemAccess
+from streamalloc.core.session import PerDriver, Session, session_of
 from streamalloc.driver import Driver
 from streamalloc.driver import default as default_driver
 from streamalloc.driver.internal import cuda, opaque_struct

@@ -27,7 +27,9 @@ from typing import Any, NamedTuple, TypeAlias, Union
 
 from typing_extensions import Buffer as BytesLike
 
-from streamalloc.core.internal import ClosedError, Closes, Fd, close_all, undoing
+from streamalloc.core.errors import ClosedError, undoing
+from streamalloc.core.internal import Fd
+from streamalloc.core.resource import Closes, close_all
 from streamalloc.ipc.transport.deadlines import end_of, left, milliseconds, refuse
 
 Address: TypeAlias = Union[str, bytes, "os.PathLike[str]"]
