@@ -319,11 +319,10 @@ class AddressRange(OwnsNode):
             self.unmap()
         self.close()
 
-    def __repr__(self) -> str:
-        size = size_text(getattr(self, "nbytes", 0))
-        if not hasattr(self, "_node") or self.closed:
-            return f"<{type(self).__name__} of {size}, closed>"
-        return f"<{type(self).__name__} of {size} at {self.address:#x} [{self.draw(16)}]>"
+    def _text(self) -> str:
+        return (
+            f" of {size_text(self.nbytes)}{', closed' if self.closed else f' at {self.address:#x} [{self.draw(16)}]'}"
+        )
 
 
 def rights_text(rights: Rights) -> str:
@@ -433,8 +432,8 @@ class RangeView(Memory):
             return f"{where} has no access to all of {self!r}: set_access(device) gives it"
         return f"{where} may only read from {self!r}" if MemAccess.READ in allowed else ""
 
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} of bytes {self._start}:{self._stop} of {self.range!r}>"
+    def _text(self) -> str:
+        return f" of bytes {self._start}:{self._stop} of {self.range!r}"
 
 
 class Mapping(RangeView, Closes):
@@ -528,9 +527,9 @@ class Mapping(RangeView, Closes):
     def __hash__(self) -> int:
         return hash(id(self._mapped))
 
-    def __repr__(self) -> str:
+    def _text(self) -> str:
         state = "" if self._mapped.live else ", unmapped"
-        return f"<{type(self).__name__} of {self._mapped.memory!r} at offset {self._start}{state}>"
+        return f" of {self._mapped.memory!r} at offset {self._start}{state}"
 
 
 class LoneMapping(Mapping):

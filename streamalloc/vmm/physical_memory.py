@@ -381,10 +381,8 @@ class PhysicalMemory(GenericAllocation):
         can = self.properties.requested_handle_types
         yield "shared", "exported: other processes may hold it" if self.exported else f"no; can be by {can.name}"
 
-    def __repr__(self) -> str:
-        if not hasattr(self, "_node") or not hasattr(self, "_spec"):
-            return f"<{type(self).__name__} that could not be made>"
-        return f"<{type(self).__name__} of {size_text(self.nbytes)}, {self.location}, {self._handle_text()}>"
+    def _text(self) -> str:
+        return f" of {size_text(self.nbytes)}, {self.location}, {self._handle_text()}"
 
 
 def import_memory(session: Session, handle: Fd | int | bytes, nbytes: int) -> PhysicalMemory:

@@ -183,12 +183,10 @@ class MemoryRecycler(Closes):
             raise ClosedError(f"{self!r} was closed")
         return self
 
-    def __repr__(self) -> str:
-        spec = getattr(self, "_spec", None)
-        if spec is None:
-            return f"<{type(self).__name__} that could not be made>"
+    def _text(self) -> str:
+        spec = self._spec
         state = "closed" if spec.closed else f"{size_text(spec.kept)} of at most {size_text(spec.limit)}"
-        return f"<{type(self).__name__} of {spec.prop.location}, {state}>"
+        return f" of {spec.prop.location}, {state}"
 
 
 class Kept(HandleEnd):

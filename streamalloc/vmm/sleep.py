@@ -332,14 +332,12 @@ class SleepGroup(Closes):
     def _session(self) -> Session:
         return session_of(self.device)
 
-    def __repr__(self) -> str:
-        if not hasattr(self, "_members"):
-            return f"<{type(self).__name__} that could not be made>"
+    def _text(self) -> str:
         if self.closed:
-            return f"<{type(self).__name__}, closed>"
+            return ", closed"
         buffers = self.buffers
         state = f"{sum(buffer.evicted for buffer in buffers)} asleep, {size_text(self.mapped_bytes)} mapped"
-        return f"<{type(self).__name__} of {len(buffers)} buffers, {state}>"
+        return f" of {len(buffers)} buffers, {state}"
 
 
 class Tagged:

@@ -143,10 +143,8 @@ class TilePool(Closes):
         """Undo :meth:`_take`."""
         self._free.extendleft(reversed(taken))
 
-    def __repr__(self) -> str:
-        if not hasattr(self, "_free"):
-            return f"<{type(self).__name__} that could not be made>"
-        return f"<{type(self).__name__} of {self.tiles} tiles on device {self.device.ordinal}, {len(self._free)} free>"
+    def _text(self) -> str:
+        return f" of {self.tiles} tiles on device {self.device.ordinal}, {len(self._free)} free"
 
 
 class _FreeTile(NamedTuple):
@@ -600,9 +598,6 @@ class SparseArray(OwnsNode):
         refuse_capture(ordered, "cuMemMapArrayAsync", "tiles cannot be mapped, and arrays not be copied, in a capture")
         return ordered
 
-    def __repr__(self) -> str:
-        shape = " x ".join(map(str, getattr(self, "shape", ())))
-        there = hasattr(self, "_node") and self._node.raw is not None
-        state = f"{size_text(self.mapped_bytes)} mapped" if there else "closed"
-        element = f"{getattr(self, 'channels', 0)} x {getattr(self, 'dtype', '?')}"
-        return f"<{type(self).__name__} {shape} of {element}, {state}>"
+    def _text(self) -> str:
+        state = "closed" if self._node.raw is None else f"{size_text(self.mapped_bytes)} mapped"
+        return f" {' x '.join(map(str, self.shape))} of {self.channels} x {self.dtype}, {state}"

@@ -488,13 +488,12 @@ class VirtualBuffer(Memory, Closes, Drawn):
         self._check_open()
         return self
 
-    def __repr__(self) -> str:
-        range_ = getattr(self, "range", None)
-        if range_ is None or range_.closed:
-            return f"<{type(self).__name__}, closed>"
+    def _text(self) -> str:
+        if self.range.closed:
+            return ", closed"
         state = "evicted" if self._evicted else f"{size_text(self._mapped)} mapped"
-        room = f"{state} of {size_text(self.capacity)} [{range_.draw(16)}]"
-        return f"<{type(self).__name__} of {size_text(self._nbytes)} at {self._at:#x}, {room}>"
+        room = f"{state} of {size_text(self.capacity)} [{self.range.draw(16)}]"
+        return f" of {size_text(self._nbytes)} at {self._at:#x}, {room}"
 
 
 def _spec_of(entry: MappedBytes) -> MemorySpec:

@@ -609,11 +609,9 @@ class ImportedBuffer(Memory, Closes, Foreign):
             source.deferred.submit(_DroppedImport(held, self._stream))
             source.dropped.put(True)
 
-    def __repr__(self) -> str:
-        if not hasattr(self, "_held"):
-            return f"<{type(self).__name__} that could not be opened>"
+    def _text(self) -> str:
         where = "closed" if self._held is None else f"at {self._at:#x}, {self.location}"
-        return f"<{type(self).__name__} of {self._nbytes} bytes {where}>"
+        return f" of {self._nbytes} bytes {where}"
 
 
 class ImportedArray(TypedView[Any], Closes):

@@ -150,11 +150,8 @@ class SlotMemory(BufferView, Leaves):
     def __enter__(self) -> Self:
         return self
 
-    def __repr__(self) -> str:
-        if not hasattr(self, "_held"):
-            return f"<{type(self).__name__} that could not be made>"
-        state = f"{size_text(self.nbytes)} at {self._base:#x}" if self._held else "handed on"
-        return f"<{type(self).__name__} {self.index}: {state}>"
+    def _text(self) -> str:
+        return f" {self.index}: {f'{size_text(self.nbytes)} at {self._base:#x}' if self._held else 'handed on'}"
 
 
 class RingEnding(Deferred):
@@ -225,8 +222,6 @@ class RingEnd(Closes, Shown):
         yield "slots", f"{self.slots} of {mib(self.slot_bytes)}"
         yield "state", self._state()
 
-    def __repr__(self) -> str:
-        if getattr(self, "slots", None) is None:
-            return f"<{type(self).__name__} that could not be made>"
-        size = size_text(self.slot_bytes)
-        return f"<{type(self).__name__} of {self.slots} slots of {size}, {'closed' if self._closed else self._state()}>"
+    def _text(self) -> str:
+        state = "closed" if self._closed else self._state()
+        return f" of {self.slots} slots of {size_text(self.slot_bytes)}, {state}"

@@ -661,10 +661,8 @@ class Channel(_SocketOwner):
         self._socket.close()
         self._drop_partial()
 
-    def __repr__(self) -> str:
-        if not hasattr(self, "peer"):
-            return "<Channel that could not be made>"
-        return f"<Channel closed ({self._who})>" if self.closed else f"<Channel to {self._who}>"
+    def _text(self) -> str:
+        return f" closed ({self._who})" if self.closed else f" to {self._who}"
 
 
 class Listener(_SocketOwner):
@@ -751,10 +749,8 @@ class Listener(_SocketOwner):
         if getattr(self, "_socket", None) is not None:
             self.close()
 
-    def __repr__(self) -> str:
-        if not hasattr(self, "address"):
-            return "<Listener that could not be made>"
-        return f"<Listener at {self.address}{' (closed)' if self.closed else ''}>"
+    def _text(self) -> str:
+        return f" at {self.address}{' (closed)' if self.closed else ''}"
 
 
 def _handles_in(extra: list[tuple[int, int, bytes]]) -> tuple[Fd, ...]:
