@@ -161,63 +161,31 @@ streamalloc.core.resource.draw = _draw
 
 # Imported when first used: whoever only allocates does not wait for the rest, and who tests other things for nothing.
 _PACKAGES = ("driver", "interop", "ipc", "multicast", "observing", "plots", "testing", "traces", "vmm")
-_LATER = {
-    **dict.fromkeys(("Buffer", "GraphBuffer"), "core.buffer"),
-    "Capabilities": "core.capabilities",
-    **dict.fromkeys(("Device", "MemoryInfo"), "core.device"),
-    **dict.fromkeys(
-        (
-            "AddressSpaceError",
-            "CaptureError",
-            "ClosedError",
-            "CudaError",
-            "DeviceLostError",
-            "EvictedError",
-            "InUseError",
-            "IncompleteTeamError",
-            "InvalidContextError",
-            "InvalidDeviceError",
-            "InvalidHandleError",
-            "InvalidValueError",
-            "NotInitializedError",
-            "NotPermittedError",
-            "NotReadyError",
-            "NotSupportedError",
-            "OutOfMemoryError",
-            "PeerAccessError",
-            "PendingFreesWarning",
-            "StaleDescriptorError",
-            "StillImportedError",
-            "SystemNotReadyError",
-        ),
-        "core.errors",
+_NAMES_BY_MODULE = {
+    "core.buffer": "Buffer GraphBuffer",
+    "core.capabilities": "Capabilities",
+    "core.device": "Device MemoryInfo",
+    "core.errors": (
+        "AddressSpaceError CaptureError ClosedError CudaError DeviceLostError EvictedError InUseError "
+        "IncompleteTeamError InvalidContextError InvalidDeviceError InvalidHandleError InvalidValueError "
+        "NotInitializedError NotPermittedError NotReadyError NotSupportedError OutOfMemoryError PeerAccessError "
+        "PendingFreesWarning StaleDescriptorError StillImportedError SystemNotReadyError"
     ),
-    "Fd": "core.fd",
-    **dict.fromkeys(("Graph", "GraphMemory", "GraphMemoryStatistics"), "core.graph"),
-    **dict.fromkeys(("BufferView", "Memory", "TypedView"), "core.memory"),
-    **dict.fromkeys(("MemAllocFlags", "MemAllocationProp", "MulticastObjectProp"), "core.allocation_properties"),
-    **dict.fromkeys(
-        (
-            "MemAccess",
-            "MemAccessDesc",
-            "MemAllocationType",
-            "MemHandleType",
-            "MemLocality",
-            "MemLocation",
-            "MemLocationType",
-            "MemPoolProps",
-        ),
-        "core.properties",
+    "core.fd": "Fd",
+    "core.graph": "Graph GraphMemory GraphMemoryStatistics",
+    "core.memory": "BufferView Memory TypedView",
+    "core.allocation_properties": "MemAllocFlags MemAllocationProp MulticastObjectProp",
+    "core.properties": (
+        "MemAccess MemAccessDesc MemAllocationType MemHandleType MemLocality MemLocation MemLocationType MemPoolProps"
     ),
-    "Event": "core.event",
-    **dict.fromkeys(("Stream", "StreamLike"), "core.stream"),
-    **dict.fromkeys(("DriverNotFoundError", "ForkedProcessError"), "driver"),
-    **dict.fromkeys(("Observer", "observe"), "observing"),
-    **dict.fromkeys(
-        ("CacheStatistics", "CachingAllocator", "MemoryPool", "PoolAttributes", "PoolStatistics", "allocate"), "pool"
-    ),
-    **dict.fromkeys(("MemoryKind", "PointerAttributes", "pointer_attributes"), "pool.pointers"),
+    "core.event": "Event",
+    "core.stream": "Stream StreamLike",
+    "driver": "DriverNotFoundError ForkedProcessError",
+    "observing": "Observer observe",
+    "pool": "CacheStatistics CachingAllocator MemoryPool PoolAttributes PoolStatistics allocate",
+    "pool.pointers": "MemoryKind PointerAttributes pointer_attributes",
 }
+_LATER = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
 
 
 def __dir__() -> list[str]:

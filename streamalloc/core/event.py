@@ -193,11 +193,8 @@ class Event(Closes):
         self._raw = None
         destroy_event(self._session, raw)
 
-    def __repr__(self) -> str:
-        raw = getattr(self, "_raw", None)
-        if not hasattr(self, "device"):
-            return "<Event that could not be made>"
-        return f"<Event {'closed' if raw is None else hex(int(raw))} of device {self.device.ordinal}>"
+    def _text(self) -> str:
+        return f" {'closed' if self._raw is None else hex(int(self._raw))} of device {self.device.ordinal}"
 
 
 def is_done(result: Any, call: str) -> bool:

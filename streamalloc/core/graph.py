@@ -128,10 +128,8 @@ class Graph(Closes):
             later.submit(executable)
             later.submit(self._handle)
 
-    def __repr__(self) -> str:
-        if not hasattr(self, "_executable"):
-            return "<Graph that could not be made>"
-        return f"<Graph of device {self.device.ordinal}, {'complete' if self.complete else 'without nodes'}>"
+    def _text(self) -> str:
+        return f" of device {self.device.ordinal}, {'complete' if self.complete else 'without nodes'}"
 
 
 class Capture:

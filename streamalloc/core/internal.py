@@ -1,4 +1,7 @@
-"""Names that the areas above take of core, the public ones among them."""
+"""Names that the areas above take of core, the public ones among them.
+
+The modules of its vocabulary (errors, html, properties, resource, session) are faces of their own.
+"""
 
 from __future__ import annotations
 

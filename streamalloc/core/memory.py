@@ -553,8 +553,8 @@ class BufferView(Memory):
         yield from super()._about()
         yield "part", f"bytes {self._offset:,} to {self._offset + self._nbytes:,} of {self._parent!r}"
 
-    def __repr__(self) -> str:
-        return f"<BufferView of bytes {self._offset}:{self._offset + self._nbytes} of {self._parent!r}>"
+    def _text(self) -> str:
+        return f" of bytes {self._offset}:{self._offset + self._nbytes} of {self._parent!r}"
 
 
 class HasCudaArrayInterface(Protocol):
@@ -758,8 +758,8 @@ class TypedView(BufferView, Generic[ScalarT]):
         form = (self.dtype, self.shape) if dtype is None and shape is None else (dtype or self.dtype, shape)
         return self._parent.as_array(*form)
 
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.dtype} {self.shape} of {self._parent!r}>"
+    def _text(self) -> str:
+        return f" {self.dtype} {self.shape} of {self._parent!r}"
 
 
 def _form_of(other: Any) -> tuple[np.dtype[Any], tuple[int, ...]] | None:

@@ -36,6 +36,16 @@ class Unique:
 
     __slots__ = ()
 
+    def _text(self) -> str:
+        """The rest of the object's ``repr``, after the name of its class."""
+        return ""
+
+    def __repr__(self) -> str:
+        try:
+            return f"<{type(self).__name__}{self._text()}>"
+        except AttributeError:  # its making has raised
+            return f"<{type(self).__name__} that could not be made>"
+
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         if reduce_for_processes is not None and _called_by_multiprocessing(sys._getframe(1)):
             return reduce_for_processes(self)

@@ -7,7 +7,7 @@ from streamalloc.ipc.importer.open import DriverVersionWarning, Imported, open, 
 from streamalloc.ipc.ring.consumer import RingConsumer, RingItem
 from streamalloc.ipc.ring.producer import RingProducer, RingSlot, RingStatistics
 from streamalloc.ipc.ring.ring import Ring
-from streamalloc.ipc.transport.channel import Channel, Listener, Message, PeerGoneError, ProtocolError
+from streamalloc.ipc.transport.channel import Channel, Listener, Message, Peer, PeerGoneError, ProtocolError
 from streamalloc.ipc.transport.communicator import (
     AllgatherCommunicator,
     Communicator,
@@ -22,7 +22,6 @@ from streamalloc.ipc.transport.communicator import (
     as_communicator,
 )
 from streamalloc.ipc.transport.process_group import GroupError
-from streamalloc.ipc.transport.socket_address import Peer
 from streamalloc.ipc.wire.descriptor import Chunk, Descriptor, Flags, Mechanism
 
 __all__ = [

@@ -36,16 +36,10 @@ from multiprocessing.queues import JoinableQueue, Queue
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NoReturn
 
-from streamalloc.core.internal import (
-    BufferView,
-    ClosedError,
-    Event,
-    Fd,
-    PlainBuffer,
-    TypedView,
-    Unique,
-    session_of,
-)
+from streamalloc.core.errors import ClosedError
+from streamalloc.core.internal import BufferView, Event, Fd, PlainBuffer, TypedView
+from streamalloc.core.resource import Unique
+from streamalloc.core.session import session_of
 from streamalloc.driver import default as default_driver
 from streamalloc.ipc.exporter.leases import exports_of
 from streamalloc.ipc.exporter.share import Shared, share

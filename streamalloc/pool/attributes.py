@@ -8,24 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar, overload
 
-from streamalloc.core.internal import (
-    InvalidValueError,
-    MemAllocationType,
-    MemHandleType,
-    MemLocationType,
-    NotSupportedError,
-    checked_size,
-    code,
-    gauge,
-    table,
-    unsupported,
-)
+from streamalloc.core.errors import InvalidValueError, NotSupportedError, unsupported
+from streamalloc.core.html import code, gauge, table
+from streamalloc.core.properties import MemAllocationType, MemHandleType, MemLocationType, checked_size
 from streamalloc.driver.internal import BINDINGS_VERSION, cuda, enum_member, version_that_added
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from streamalloc.core.internal import Session
+    from streamalloc.core.session import Session
 
 T = TypeVar("T")
 

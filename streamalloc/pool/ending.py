@@ -12,20 +12,10 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from streamalloc.core.internal import (
-    CudaError,
-    Deferred,
-    Event,
-    InvalidValueError,
-    MemAllocationType,
-    MemLocation,
-    MemLocationType,
-    PerDriver,
-    Session,
-    deferred_queue,
-    events_of_all,
-    unsupported,
-)
+from streamalloc.core.errors import CudaError, InvalidValueError, unsupported
+from streamalloc.core.internal import Deferred, Event, deferred_queue, events_of_all
+from streamalloc.core.properties import MemAllocationType, MemLocation, MemLocationType
+from streamalloc.core.session import PerDriver, Session
 from streamalloc.driver.internal import BINDINGS_VERSION, cuda, enum_member, version_that_added
 from streamalloc.pool.lost import free_lost, no_collection_is_left
 

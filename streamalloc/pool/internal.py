@@ -6,7 +6,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from streamalloc.core.internal import Device, Session
+from streamalloc.core.internal import Device
+from streamalloc.core.session import Session
 from streamalloc.pool.attributes import ATTRIBUTES
 from streamalloc.pool.cache.allocator import CachingAllocator
 from streamalloc.pool.cache.blocks import CachedBuffer

@@ -12,16 +12,9 @@ from __future__ import annotations
 import gc
 from typing import Any
 
-from streamalloc.core.internal import (
-    Device,
-    Event,
-    MemLocation,
-    MemLocationType,
-    Session,
-    events_of_all,
-    raw_handle,
-    tell_freed,
-)
+from streamalloc.core.internal import Device, Event, events_of_all, raw_handle, tell_freed
+from streamalloc.core.properties import MemLocation, MemLocationType
+from streamalloc.core.session import Session
 from streamalloc.driver.internal import cuda
 
 _STEP = 512

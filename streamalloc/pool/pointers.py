@@ -6,16 +6,10 @@ import enum
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from streamalloc.core.internal import (
-    Device,
-    InvalidDeviceError,
-    InvalidValueError,
-    MemAccess,
-    MemAllocationType,
-    MemHandleType,
-    MemLocation,
-    Session,
-)
+from streamalloc.core.errors import InvalidDeviceError, InvalidValueError
+from streamalloc.core.internal import Device
+from streamalloc.core.properties import MemAccess, MemAllocationType, MemHandleType, MemLocation
+from streamalloc.core.session import Session
 from streamalloc.driver import default as default_driver
 from streamalloc.driver.internal import cuda
 from streamalloc.pool.pool import MemoryPool

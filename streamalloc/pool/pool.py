@@ -7,15 +7,32 @@ from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+from streamalloc.core.errors import (
+    ClosedError,
+    PeerAccessError,
+    PendingFreesWarning,
+    error_from,
+    refused,
+    size_text,
+    undoing,
+)
+from streamalloc.core.html import Drawn, escape, place
 from streamalloc.core.internal import (
     FABRIC_NEEDS,
     Allocator,
     Buffer,
-    ClosedError,
-    Closes,
     Device,
-    Drawn,
-    Leaves,
+    Stream,
+    StreamLike,
+    as_stream,
+    check_location,
+    deferred_queue,
+    location_of,
+    read_or_none,
+    session_for,
+    work,
+)
+from streamalloc.core.properties import (
     MemAccess,
     MemAccessDesc,
     MemAllocationType,
@@ -23,27 +40,10 @@ from streamalloc.core.internal import (
     MemLocation,
     MemLocationType,
     MemPoolProps,
-    PeerAccessError,
-    PendingFreesWarning,
-    Session,
-    Stream,
-    StreamLike,
-    as_stream,
-    check_location,
     checked_size,
-    deferred_queue,
-    error_from,
-    escape,
-    location_of,
-    made_for_sharing,
-    place,
-    read_or_none,
-    refused,
-    session_for,
-    size_text,
-    undoing,
-    work,
 )
+from streamalloc.core.resource import Closes, Leaves, made_for_sharing
+from streamalloc.core.session import Session
 from streamalloc.driver import default as default_driver
 from streamalloc.driver.internal import cuda
 from streamalloc.pool.attributes import PoolAttributes, PoolStatistics

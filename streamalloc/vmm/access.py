@@ -8,24 +8,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
+from streamalloc.core.errors import CaptureError, refused
 from streamalloc.core.internal import (
-    CaptureError,
     Device,
     Event,
-    MemAccess,
-    MemAccessDesc,
-    MemLocation,
-    MemLocationType,
-    Session,
     StreamLike,
     as_stream,
     check_location,
     deferred_queue,
     location_of,
-    refused,
-    session_of,
     work,
 )
+from streamalloc.core.properties import MemAccess, MemAccessDesc, MemLocation, MemLocationType
+from streamalloc.core.session import Session, session_of
 
 Place: TypeAlias = Device | MemLocation
 Access: TypeAlias = Place | Iterable[Place] | Mapping[Place, MemAccess] | None

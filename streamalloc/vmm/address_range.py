@@ -10,30 +10,12 @@ from collections.abc import Iterator, Sequence
 
 from typing_extensions import Self
 
-from streamalloc.core.internal import (
-    AddressSpaceError,
-    ClosedError,
-    Closes,
-    Device,
-    Html,
-    MemAccess,
-    MemLocation,
-    MemLocationType,
-    Memory,
-    OutOfMemoryError,
-    Row,
-    Session,
-    Stream,
-    address_space_limit,
-    checked_size,
-    location_of,
-    mib,
-    place,
-    session_for,
-    size_text,
-    strip,
-    table,
-)
+from streamalloc.core.errors import AddressSpaceError, ClosedError, OutOfMemoryError, size_text
+from streamalloc.core.html import Html, Row, mib, place, strip, table
+from streamalloc.core.internal import Device, Memory, Stream, address_space_limit, location_of, session_for
+from streamalloc.core.properties import MemAccess, MemLocation, MemLocationType, checked_size
+from streamalloc.core.resource import Closes
+from streamalloc.core.session import Session
 from streamalloc.driver import Driver
 from streamalloc.vmm.access import Access, After, Place, Rights, rights_of, wait_for_users
 from streamalloc.vmm.allocation_handles import GenericAllocation, OwnsNode
@@ -279,8 +261,12 @@ class AddressRange(OwnsNode):
         """Map memory and set its permissions: both, or neither."""
         node, raw, stop = self._node, memory._checked_raw(), offset + memory.nbytes
         granularity = memory._granularity
-        if offset % granularity or self.address % granularity or stop > self.nbytes:
-            self._check_fits(memory, offset)
+        if offset % granularity:
+            raise ValueError(f"offset={offset}: allowed are multiples of the granularity, {size_text(granularity)}")
+        if self.address % granularity:
+            raise ValueError(f"{self!r} is not aligned for {memory!r}: reserve it with alignment={granularity}")
+        if stop > self.nbytes:
+            raise ValueError(f"offset={offset}: {size_text(memory.nbytes)} end outside of {self!r}")
         for other in node.touching(offset, stop):
             raise ValueError(f"offset={offset}: {other.memory!r} is mapped at {self!r} there")
         kind = MappedObject if memory._node.kind is Kind.OBJECT else MappedBytes
@@ -294,15 +280,6 @@ class AddressRange(OwnsNode):
             entry.undo(first)
             raise
         return entry
-
-    def _check_fits(self, memory: GenericAllocation, offset: int) -> None:
-        """Raise the error for memory that cannot be mapped at an offset of this range."""
-        granularity = memory._granularity
-        if offset % granularity:
-            raise ValueError(f"offset={offset}: allowed are multiples of the granularity, {size_text(granularity)}")
-        if self.address % granularity:
-            raise ValueError(f"{self!r} is not aligned for {memory!r}: reserve it with alignment={granularity}")
-        raise ValueError(f"offset={offset}: {size_text(memory.nbytes)} end outside of {self!r}")
 
     def _covering(self, start: int, stop: int) -> list[MappedBytes]:
         """Return the mappings that overlap a part; ``ValueError`` if it has a hole."""
@@ -342,11 +319,10 @@ class AddressRange(OwnsNode):
             self.unmap()
         self.close()
 
-    def __repr__(self) -> str:
-        size = size_text(getattr(self, "nbytes", 0))
-        if not hasattr(self, "_node") or self.closed:
-            return f"<{type(self).__name__} of {size}, closed>"
-        return f"<{type(self).__name__} of {size} at {self.address:#x} [{self.draw(16)}]>"
+    def _text(self) -> str:
+        return (
+            f" of {size_text(self.nbytes)}{', closed' if self.closed else f' at {self.address:#x} [{self.draw(16)}]'}"
+        )
 
 
 def rights_text(rights: Rights) -> str:
@@ -456,8 +432,8 @@ class RangeView(Memory):
             return f"{where} has no access to all of {self!r}: set_access(device) gives it"
         return f"{where} may only read from {self!r}" if MemAccess.READ in allowed else ""
 
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} of bytes {self._start}:{self._stop} of {self.range!r}>"
+    def _text(self) -> str:
+        return f" of bytes {self._start}:{self._stop} of {self.range!r}"
 
 
 class Mapping(RangeView, Closes):
@@ -551,9 +527,9 @@ class Mapping(RangeView, Closes):
     def __hash__(self) -> int:
         return hash(id(self._mapped))
 
-    def __repr__(self) -> str:
+    def _text(self) -> str:
         state = "" if self._mapped.live else ", unmapped"
-        return f"<{type(self).__name__} of {self._mapped.memory!r} at offset {self._start}{state}>"
+        return f" of {self._mapped.memory!r} at offset {self._start}{state}"
 
 
 class LoneMapping(Mapping):

@@ -15,26 +15,21 @@ from collections.abc import Iterable
 from operator import attrgetter
 from typing import Any, ClassVar, Protocol
 
+from streamalloc.core.errors import ClosedError, DeviceLostError, InvalidContextError, undo_all
+from streamalloc.core.html import Drawn
 from streamalloc.core.internal import (
     FABRIC_NEEDS,
-    ClosedError,
-    Closes,
     Deferred,
     DeferredQueue,
-    DeviceLostError,
-    Drawn,
     Event,
     Fd,
-    InvalidContextError,
-    MemHandleType,
-    MemLocation,
-    PerDriver,
-    Session,
     context_events,
     deferred_queue,
-    undo_all,
     work,
 )
+from streamalloc.core.properties import MemHandleType, MemLocation
+from streamalloc.core.resource import Closes
+from streamalloc.core.session import PerDriver, Session
 from streamalloc.driver import Driver
 from streamalloc.driver.internal import cuda, opaque_struct
 from streamalloc.vmm.access import Rights

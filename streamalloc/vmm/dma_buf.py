@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import resource
 
-from streamalloc.core.internal import Fd, Memory, check_usable, session_of
+from streamalloc.core.internal import Fd, Memory, check_usable
+from streamalloc.core.session import session_of
 from streamalloc.driver.internal import cuda
 from streamalloc.vmm.allocation_handles import allocations_of
 

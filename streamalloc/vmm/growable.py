@@ -6,21 +6,12 @@ import itertools
 import threading
 from collections.abc import Callable, Hashable, Sequence
 
-from streamalloc.core.internal import (
-    Device,
-    MemAllocationProp,
-    MemHandleType,
-    PeerAccessError,
-    StreamLike,
-    check_device,
-    checked_size,
-    close_all,
-    error_from,
-    refused,
-    session_of,
-    size_text,
-    undoing,
-)
+from streamalloc.core.allocation_properties import MemAllocationProp
+from streamalloc.core.errors import PeerAccessError, error_from, refused, size_text, undoing
+from streamalloc.core.internal import Device, StreamLike, check_device
+from streamalloc.core.properties import MemHandleType, checked_size
+from streamalloc.core.resource import close_all
+from streamalloc.core.session import session_of
 from streamalloc.vmm.access import Access, After, Rights, wait_for_users
 from streamalloc.vmm.allocation_handles import GenericAllocation
 from streamalloc.vmm.physical_memory import device_first, properties_for

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from streamalloc.core.internal import Session, undoing
+from streamalloc.core.errors import undoing
+from streamalloc.core.session import Session
 from streamalloc.vmm.access import Access, After, Rights, rights_of, wait
 from streamalloc.vmm.address_range import GRANULARITY, AddressRange, LoneMapping, mappings_text
 from streamalloc.vmm.allocation_handles import (

@@ -7,33 +7,21 @@ import warnings
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
-from streamalloc.core.internal import (
-    FABRIC_NEEDS,
+from streamalloc.core.allocation_properties import MemAllocationProp, MemAllocFlags
+from streamalloc.core.errors import (
     CudaError,
-    Device,
-    Fd,
-    MemAllocationProp,
-    MemAllocFlags,
-    MemHandleType,
-    MemLocation,
-    MemLocationType,
     NotSupportedError,
     OutOfMemoryError,
-    OwnsHandle,
-    Row,
-    Session,
-    check_location,
-    checked_size,
     error_from,
-    location_of,
-    made_for_sharing,
-    mib,
-    place,
     refused,
-    session_for,
     size_text,
     undoing,
 )
+from streamalloc.core.html import Row, mib, place
+from streamalloc.core.internal import FABRIC_NEEDS, Device, Fd, check_location, location_of, session_for
+from streamalloc.core.properties import MemHandleType, MemLocation, MemLocationType, checked_size
+from streamalloc.core.resource import made_for_sharing
+from streamalloc.core.session import OwnsHandle, Session
 from streamalloc.driver import Driver
 from streamalloc.driver.internal import cuda
 from streamalloc.vmm.access import Rights
@@ -298,13 +286,8 @@ class PhysicalMemory(GenericAllocation):
 
     def _make(self, spec: MemorySpec, nbytes: int) -> None:
         self._belong(spec, nbytes)
-        handle = self._node
-        spec.obtain(handle, nbytes)
-        # The work of known() in the usual case: no other object holds the handle.
-        state = handle.state
-        number = state.handle = int(handle._raw)
-        if spec.allocations.by_handle.setdefault(number, state) is not state:
-            handle.known()
+        spec.obtain(self._node, nbytes)
+        self._node.known()
 
     @staticmethod
     def granularity(
@@ -398,10 +381,8 @@ class PhysicalMemory(GenericAllocation):
         can = self.properties.requested_handle_types
         yield "shared", "exported: other processes may hold it" if self.exported else f"no; can be by {can.name}"
 
-    def __repr__(self) -> str:
-        if not hasattr(self, "_node") or not hasattr(self, "_spec"):
-            return f"<{type(self).__name__} that could not be made>"
-        return f"<{type(self).__name__} of {size_text(self.nbytes)}, {self.location}, {self._handle_text()}>"
+    def _text(self) -> str:
+        return f" of {size_text(self.nbytes)}, {self.location}, {self._handle_text()}"
 
 
 def import_memory(session: Session, handle: Fd | int | bytes, nbytes: int) -> PhysicalMemory:

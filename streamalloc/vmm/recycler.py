@@ -10,23 +10,12 @@ from typing import ClassVar, NamedTuple
 
 from typing_extensions import Self
 
-from streamalloc.core.internal import (
-    ClosedError,
-    Closes,
-    CudaError,
-    Device,
-    HandleEnd,
-    MemAllocationProp,
-    MemHandleType,
-    MemLocation,
-    OwnsHandle,
-    Session,
-    checked_size,
-    deferred_queue,
-    session_for,
-    size_text,
-    undo_all,
-)
+from streamalloc.core.allocation_properties import MemAllocationProp
+from streamalloc.core.errors import ClosedError, CudaError, size_text, undo_all
+from streamalloc.core.internal import Device, HandleEnd, deferred_queue, session_for
+from streamalloc.core.properties import MemHandleType, MemLocation, checked_size
+from streamalloc.core.resource import Closes
+from streamalloc.core.session import OwnsHandle, Session
 from streamalloc.driver import Driver
 from streamalloc.vmm.allocation_handles import AllocationHandle
 from streamalloc.vmm.physical_memory import MemorySpec, PhysicalMemory, properties_for
@@ -194,12 +183,10 @@ class MemoryRecycler(Closes):
             raise ClosedError(f"{self!r} was closed")
         return self
 
-    def __repr__(self) -> str:
-        spec = getattr(self, "_spec", None)
-        if spec is None:
-            return f"<{type(self).__name__} that could not be made>"
+    def _text(self) -> str:
+        spec = self._spec
         state = "closed" if spec.closed else f"{size_text(spec.kept)} of at most {size_text(spec.limit)}"
-        return f"<{type(self).__name__} of {spec.prop.location}, {state}>"
+        return f" of {spec.prop.location}, {state}"
 
 
 class Kept(HandleEnd):

@@ -13,19 +13,10 @@ from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
-from streamalloc.core.internal import (
-    CudaError,
-    HandleEnd,
-    InvalidValueError,
-    MemAccess,
-    Session,
-    attach,
-    checked_size,
-    error_from,
-    size_text,
-    undo_all,
-    undoing,
-)
+from streamalloc.core.errors import CudaError, InvalidValueError, attach, error_from, size_text, undo_all, undoing
+from streamalloc.core.internal import HandleEnd
+from streamalloc.core.properties import MemAccess, checked_size
+from streamalloc.core.session import Session
 from streamalloc.vmm.access import After, Rights, accessing, structs_of, wait
 from streamalloc.vmm.allocation_handles import AllocationState, GenericAllocation, HandleNode, allocations_of
 from streamalloc.vmm.release_order import NOTHING, Kind, Node

@@ -6,25 +6,11 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
 
-from streamalloc.core.internal import (
-    ClosedError,
-    Closes,
-    Device,
-    EvictedError,
-    InUseError,
-    MemAccess,
-    MemHandleType,
-    MemLocation,
-    Session,
-    Stream,
-    StreamLike,
-    check_device,
-    checked_size,
-    session_of,
-    size_text,
-    undo_all,
-    undoing,
-)
+from streamalloc.core.errors import ClosedError, EvictedError, InUseError, size_text, undo_all, undoing
+from streamalloc.core.internal import Device, Stream, StreamLike, check_device
+from streamalloc.core.properties import MemAccess, MemHandleType, MemLocation, checked_size
+from streamalloc.core.resource import Closes
+from streamalloc.core.session import Session, session_of
 from streamalloc.pool import MemoryPool
 from streamalloc.vmm.access import After, wait_for_users
 from streamalloc.vmm.backup import Backup, BackupRange
@@ -346,14 +332,12 @@ class SleepGroup(Closes):
     def _session(self) -> Session:
         return session_of(self.device)
 
-    def __repr__(self) -> str:
-        if not hasattr(self, "_members"):
-            return f"<{type(self).__name__} that could not be made>"
+    def _text(self) -> str:
         if self.closed:
-            return f"<{type(self).__name__}, closed>"
+            return ", closed"
         buffers = self.buffers
         state = f"{sum(buffer.evicted for buffer in buffers)} asleep, {size_text(self.mapped_bytes)} mapped"
-        return f"<{type(self).__name__} of {len(buffers)} buffers, {state}>"
+        return f" of {len(buffers)} buffers, {state}"
 
 
 class Tagged:

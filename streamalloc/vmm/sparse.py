@@ -15,26 +15,20 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from streamalloc.core.errors import ClosedError, CudaError, OutOfMemoryError, refused, size_text, undoing, unsupported
 from streamalloc.core.internal import (
-    ClosedError,
-    Closes,
-    CudaError,
     Device,
     Event,
-    OutOfMemoryError,
     Stream,
     StreamLike,
     as_stream,
     check_device,
-    checked_size,
     raw_handle,
     refuse_capture,
-    refused,
-    session_of,
-    size_text,
-    undoing,
-    unsupported,
 )
+from streamalloc.core.properties import checked_size
+from streamalloc.core.resource import Closes
+from streamalloc.core.session import session_of
 from streamalloc.driver.internal import cuda
 from streamalloc.vmm.allocation_handles import HandleNode, OwnsNode, allocations_of
 from streamalloc.vmm.physical_memory import PhysicalMemory
@@ -149,10 +143,8 @@ class TilePool(Closes):
         """Undo :meth:`_take`."""
         self._free.extendleft(reversed(taken))
 
-    def __repr__(self) -> str:
-        if not hasattr(self, "_free"):
-            return f"<{type(self).__name__} that could not be made>"
-        return f"<{type(self).__name__} of {self.tiles} tiles on device {self.device.ordinal}, {len(self._free)} free>"
+    def _text(self) -> str:
+        return f" of {self.tiles} tiles on device {self.device.ordinal}, {len(self._free)} free"
 
 
 class _FreeTile(NamedTuple):
@@ -606,9 +598,6 @@ class SparseArray(OwnsNode):
         refuse_capture(ordered, "cuMemMapArrayAsync", "tiles cannot be mapped, and arrays not be copied, in a capture")
         return ordered
 
-    def __repr__(self) -> str:
-        shape = " x ".join(map(str, getattr(self, "shape", ())))
-        there = hasattr(self, "_node") and self._node.raw is not None
-        state = f"{size_text(self.mapped_bytes)} mapped" if there else "closed"
-        element = f"{getattr(self, 'channels', 0)} x {getattr(self, 'dtype', '?')}"
-        return f"<{type(self).__name__} {shape} of {element}, {state}>"
+    def _text(self) -> str:
+        state = "closed" if self._node.raw is None else f"{size_text(self.mapped_bytes)} mapped"
+        return f" {' x '.join(map(str, self.shape))} of {self.channels} x {self.dtype}, {state}"

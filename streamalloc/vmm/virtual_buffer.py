@@ -9,32 +9,12 @@ from typing import NamedTuple
 
 from typing_extensions import Self
 
-from streamalloc.core.internal import (
-    ClosedError,
-    Closes,
-    CopySide,
-    CudaError,
-    Device,
-    Drawn,
-    EvictedError,
-    Html,
-    InUseError,
-    MemAccess,
-    MemLocation,
-    MemLocationType,
-    Memory,
-    Row,
-    Session,
-    Stream,
-    StreamLike,
-    as_stream,
-    gauge,
-    refuse_capture,
-    session_of,
-    size_text,
-    undo_all,
-    undoing,
-)
+from streamalloc.core.errors import ClosedError, CudaError, EvictedError, InUseError, size_text, undo_all, undoing
+from streamalloc.core.html import Drawn, Html, Row, gauge
+from streamalloc.core.internal import CopySide, Device, Memory, Stream, StreamLike, as_stream, refuse_capture
+from streamalloc.core.properties import MemAccess, MemLocation, MemLocationType
+from streamalloc.core.resource import Closes
+from streamalloc.core.session import Session, session_of
 from streamalloc.pool import MemoryPool
 from streamalloc.pool.internal import reachable_from
 from streamalloc.vmm.access import Access, After, Rights, rights_of, structs_of, wait_for_users
@@ -508,13 +488,12 @@ class VirtualBuffer(Memory, Closes, Drawn):
         self._check_open()
         return self
 
-    def __repr__(self) -> str:
-        range_ = getattr(self, "range", None)
-        if range_ is None or range_.closed:
-            return f"<{type(self).__name__}, closed>"
+    def _text(self) -> str:
+        if self.range.closed:
+            return ", closed"
         state = "evicted" if self._evicted else f"{size_text(self._mapped)} mapped"
-        room = f"{state} of {size_text(self.capacity)} [{range_.draw(16)}]"
-        return f"<{type(self).__name__} of {size_text(self._nbytes)} at {self._at:#x}, {room}>"
+        room = f"{state} of {size_text(self.capacity)} [{self.range.draw(16)}]"
+        return f" of {size_text(self._nbytes)} at {self._at:#x}, {room}"
 
 
 def _spec_of(entry: MappedBytes) -> MemorySpec:

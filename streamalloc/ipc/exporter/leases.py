@@ -17,38 +17,32 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, cast
 
+from streamalloc.core.errors import ClosedError, CudaError, StillImportedError, error_from
 from streamalloc.core.internal import (
     Buffer,
-    ClosedError,
-    CudaError,
     Deferred,
     DeferredQueue,
     Device,
     Fd,
-    MemHandleType,
-    MemLocationType,
-    PerDriver,
-    Session,
     SharedState,
     StillImported,
-    StillImportedError,
     Stream,
     deferred_queue,
     direct_handle,
-    error_from,
     free_shared,
     ordered_after,
     past_caches,
     pool_of,
     raw_handle,
     refuse_capture,
-    session_of,
     set_shared,
     shared_state,
     take_pointer,
     tell_freed,
     work,
 )
+from streamalloc.core.properties import MemHandleType, MemLocationType
+from streamalloc.core.session import PerDriver, Session, session_of
 from streamalloc.driver.internal import cuda, opaque_bytes
 from streamalloc.ipc.transport import handle_server
 from streamalloc.ipc.transport.channel import Channel

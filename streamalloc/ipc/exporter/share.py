@@ -9,6 +9,8 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from streamalloc.core.errors import size_text
+from streamalloc.core.html import Row, Shown, mib
 from streamalloc.core.internal import (
     Buffer,
     BufferView,
@@ -17,27 +19,21 @@ from streamalloc.core.internal import (
     Event,
     Fd,
     GraphBuffer,
-    MemHandleType,
-    MemLocationType,
     PlainBuffer,
-    Row,
-    Session,
-    Shown,
     Stream,
     StreamLike,
     TypedView,
-    Unique,
     as_stream,
     check_usable,
     direct_view,
-    mib,
     plain_parts,
     raw_handle,
     refuse_capture,
-    session_of,
-    size_text,
     viewed,
 )
+from streamalloc.core.properties import MemHandleType, MemLocationType
+from streamalloc.core.resource import Unique
+from streamalloc.core.session import Session, session_of
 from streamalloc.driver import Driver
 from streamalloc.driver import default as default_driver
 from streamalloc.driver.internal import cuda, opaque_bytes

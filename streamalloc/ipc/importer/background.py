@@ -9,15 +9,9 @@ import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
 
-from streamalloc.core.internal import (
-    CaptureError,
-    CudaError,
-    Deferred,
-    Session,
-    context_events,
-    deferred_queue,
-    work,
-)
+from streamalloc.core.errors import CaptureError, CudaError
+from streamalloc.core.internal import Deferred, context_events, deferred_queue, work
+from streamalloc.core.session import Session
 
 # Calls that may wait for the device are tried so often if the driver refuses them.
 _TRIES = 5

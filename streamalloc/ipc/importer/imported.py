@@ -16,39 +16,39 @@ from contextlib import AbstractContextManager
 from queue import SimpleQueue
 from typing import Any
 
-from streamalloc.core.internal import (
+from streamalloc.core.errors import (
     LOST,
     CaptureError,
     ClosedError,
-    Closes,
     CudaError,
+    StaleDescriptorError,
+    attach,
+    error_from,
+    size_text,
+)
+from streamalloc.core.html import Row
+from streamalloc.core.internal import (
     Deferred,
     DeferredQueue,
     Device,
     Event,
-    MemAccess,
-    MemAccessDesc,
-    MemLocation,
     Memory,
-    Row,
-    Session,
-    StaleDescriptorError,
     Stream,
     StreamLike,
     TypedView,
     as_stream,
-    attach,
     context_events,
     deferred_queue,
     direct_handle,
     direct_view,
-    error_from,
     ordered_after,
     raw_handle,
     refuse_capture,
     sees_all_work,
-    size_text,
 )
+from streamalloc.core.properties import MemAccess, MemAccessDesc, MemLocation
+from streamalloc.core.resource import Closes
+from streamalloc.core.session import Session
 from streamalloc.driver.internal import OpaqueStruct, cuda, opaque_struct
 from streamalloc.ipc.importer.background import OnceIdle
 from streamalloc.ipc.wire.control_block import WORD, ControlBlock, ImporterWords, fence, reached
@@ -218,10 +218,14 @@ class _Source:
 
     waits = False
     """True if the release of an import may wait for a stream."""
+    leasable = False
+    """True if allocations can have leases."""
 
     def __init__(
         self, session: Session, device: Device, block: ControlBlock | None, dropped: SimpleQueue[bool], flags: int
     ) -> None:
+        if flags & (Flags.LEASED | Flags.HELD) and not (self.leasable and block is not None and flags & Flags.LEASED):
+            raise ValueError(_BAD_LEASE)
         self.session: Session = session
         self.deferred: DeferredQueue = deferred_queue(session)
         self.device: Device = device
@@ -250,33 +254,30 @@ class _Source:
 class PoolSource(_Source):
     """A pool of another process, for allocations with leases in one control block."""
 
-    __slots__ = ("_struct", "head", "origin", "pool")
+    __slots__ = ("_struct", "handle", "head")
+
+    leasable = True
 
     def __init__(
         self,
         head: Head,
-        origin: bytes,
-        pool: PoolHandle,
+        handle: PoolHandle,
         device: Device,
         block: ControlBlock | None,
         dropped: SimpleQueue[bool],
         imports: dict[bytes, Import],
     ) -> None:
-        if head.flags & (Flags.LEASED | Flags.HELD) and (block is None or not head.flags & Flags.LEASED):
-            raise ValueError(_BAD_LEASE)
-        super().__init__(pool.session, device, block, dropped, head.flags)
+        super().__init__(handle.session, device, block, dropped, head.flags)
         self.head: Head = head
-        self.origin: bytes = origin
-        """16 bytes, the pool's id."""
-        self.pool: PoolHandle = pool
-        self.lock = pool.lock
+        self.handle: PoolHandle = handle
+        self.lock = handle.lock
         self.imports = imports
         # One struct for all, as ``acquire`` is called under the lock.
         self._struct = OpaqueStruct("CUmemPoolPtrExportData")
 
     def acquire(self, held: Import) -> None:
         """Import an allocation (``cuMemPoolImportPointer``)."""
-        result, held._raw = self.session.cuMemPoolImportPointer(self.pool._raw, self._struct.filled(held.key))
+        result, held._raw = self.session.cuMemPoolImportPointer(self.handle._raw, self._struct.filled(held.key))
         if result:
             held._raw = None
             raise error_from(result, "cuMemPoolImportPointer", _BAD_POINTER)
@@ -297,13 +298,6 @@ class LegacySource(_Source):
     __slots__ = ()
 
     waits = True
-
-    def __init__(
-        self, session: Session, device: Device, block: ControlBlock | None, dropped: SimpleQueue[bool], flags: int
-    ) -> None:
-        if flags & (Flags.LEASED | Flags.HELD):
-            raise ValueError(_BAD_LEASE)
-        super().__init__(session, device, block, dropped, flags)
 
     def acquire(self, held: Import) -> None:
         """Open the block (``cuIpcOpenMemHandle``)."""
@@ -615,11 +609,9 @@ class ImportedBuffer(Memory, Closes, Foreign):
             source.deferred.submit(_DroppedImport(held, self._stream))
             source.dropped.put(True)
 
-    def __repr__(self) -> str:
-        if not hasattr(self, "_held"):
-            return f"<{type(self).__name__} that could not be opened>"
+    def _text(self) -> str:
         where = "closed" if self._held is None else f"at {self._at:#x}, {self.location}"
-        return f"<{type(self).__name__} of {self._nbytes} bytes {where}>"
+        return f" of {self._nbytes} bytes {where}"
 
 
 class ImportedArray(TypedView[Any], Closes):

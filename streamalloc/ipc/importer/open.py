@@ -18,16 +18,12 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from typing_extensions import TypeVar
 
+from streamalloc.core.errors import CaptureError, StaleDescriptorError, undoing
 from streamalloc.core.internal import (
-    CaptureError,
     DeferredQueue,
     Device,
     Event,
     Fd,
-    MemAccess,
-    PerDriver,
-    Session,
-    StaleDescriptorError,
     Stream,
     StreamLike,
     as_stream,
@@ -35,9 +31,9 @@ from streamalloc.core.internal import (
     direct_handle,
     opened_event,
     refuse_capture,
-    session_of,
-    undoing,
 )
+from streamalloc.core.properties import MemAccess
+from streamalloc.core.session import PerDriver, Session, session_of
 from streamalloc.driver import Driver
 from streamalloc.driver import default as default_driver
 from streamalloc.driver.internal import cuda, opaque_struct
@@ -232,10 +228,10 @@ class Importer:
 
     def _import(self, fd: Fd) -> PoolHandle:
         """Import a pool (``cuMemPoolImportFromShareableHandle``). :attr:`lock` is held."""
-        pool = PoolHandle(self.session, self.handles, self.lock)
+        handle = PoolHandle(self.session, self.handles, self.lock)
         name = "cuMemPoolImportFromShareableHandle"
-        self.session.create(pool, "_raw", name, fd.fileno(), _POSIX_MEMBER, 0, hint=_BAD_HANDLE)
-        return self.handles.setdefault(int(pool._raw), pool)
+        self.session.create(handle, "_raw", name, fd.fileno(), _POSIX_MEMBER, 0, hint=_BAD_HANDLE)
+        return self.handles.setdefault(int(handle._raw), handle)
 
     def watch(self, described: Descriptor, handles: Handles, pool: PoolHandle) -> ControlBlock | None:
         """Note the mark of a pool's owner, which shows when the pool has ended; the owner's control block."""
@@ -250,7 +246,7 @@ class Importer:
         pool = self.pool(described, handles)
         block = self.watch(described, handles, pool)
         self._start_thread()
-        return PoolSource(head, described.origin, pool, device, block, self.dropped, self.imports)
+        return PoolSource(head, pool, device, block, self.dropped, self.imports)
 
     def legacy_source(self, described: Descriptor, handles: Handles, device: Device) -> LegacySource:
         """Return the source of a block of ``cuMemAlloc``."""
@@ -282,13 +278,13 @@ class Importer:
             for held in self.imports.values():
                 used.add(held.source.block)
                 if isinstance(held.source, PoolSource):
-                    used.add(held.source.pool)
+                    used.add(held.source.handle)
             for number, pool in list(self.handles.items()):
                 if pool not in used and not pool.users and pool.ended():
                     # No descriptor finds the pool from here on.
                     for name in [name for name, known in self.pools.items() if known is pool]:
                         del self.pools[name]
-                    for data in [data for data, source in self.sources.items() if source.pool is pool]:
+                    for data in [data for data, source in self.sources.items() if source.handle is pool]:
                         del self.sources[data]
                     self.deferred.submit(pool)
                     del self.handles[number]

@@ -7,17 +7,9 @@ from typing import Any, NoReturn
 
 from typing_extensions import Self
 
-from streamalloc.core.internal import (
-    ClosedError,
-    Session,
-    Stream,
-    StreamLike,
-    as_stream,
-    ordered_after,
-    refuse_after_fork,
-    session_of,
-    undoing,
-)
+from streamalloc.core.errors import ClosedError, undoing
+from streamalloc.core.internal import Stream, StreamLike, as_stream, ordered_after
+from streamalloc.core.session import Session, refuse_after_fork, session_of
 from streamalloc.driver import Driver
 from streamalloc.driver import default as default_driver
 from streamalloc.ipc.importer.imported import ImportedBuffer, await_on

@@ -9,26 +9,21 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, NoReturn
 
+from streamalloc.core.errors import ClosedError, CudaError, size_text, undoing
+from streamalloc.core.html import Row
 from streamalloc.core.internal import (
     Buffer,
-    ClosedError,
     CopySide,
-    CudaError,
     Fd,
-    MemLocationType,
     Memory,
-    Row,
-    Session,
     Stream,
     StreamLike,
     as_stream,
-    checked_size,
     copy_bytes,
     refuse_capture,
-    session_of,
-    size_text,
-    undoing,
 )
+from streamalloc.core.properties import MemLocationType, checked_size
+from streamalloc.core.session import Session, session_of
 from streamalloc.ipc.exporter.leases import Lease, hung_up, leases_of
 from streamalloc.ipc.exporter.share import Shared, share
 from streamalloc.ipc.ring.protocol import (

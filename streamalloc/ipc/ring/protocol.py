@@ -26,21 +26,11 @@ from typing import NamedTuple
 
 from typing_extensions import Self
 
-from streamalloc.core.internal import (
-    BufferView,
-    ClosedError,
-    Closes,
-    Deferred,
-    Leaves,
-    Memory,
-    Row,
-    Session,
-    Shown,
-    Stream,
-    deferred_queue,
-    mib,
-    size_text,
-)
+from streamalloc.core.errors import ClosedError, size_text
+from streamalloc.core.html import Row, Shown, mib
+from streamalloc.core.internal import BufferView, Deferred, Memory, Stream, deferred_queue
+from streamalloc.core.resource import Closes, Leaves
+from streamalloc.core.session import Session
 from streamalloc.ipc.transport.channel import Message, ProtocolError
 from streamalloc.ipc.wire.control_block import SLOTS
 
@@ -160,11 +150,8 @@ class SlotMemory(BufferView, Leaves):
     def __enter__(self) -> Self:
         return self
 
-    def __repr__(self) -> str:
-        if not hasattr(self, "_held"):
-            return f"<{type(self).__name__} that could not be made>"
-        state = f"{size_text(self.nbytes)} at {self._base:#x}" if self._held else "handed on"
-        return f"<{type(self).__name__} {self.index}: {state}>"
+    def _text(self) -> str:
+        return f" {self.index}: {f'{size_text(self.nbytes)} at {self._base:#x}' if self._held else 'handed on'}"
 
 
 class RingEnding(Deferred):
@@ -235,8 +222,6 @@ class RingEnd(Closes, Shown):
         yield "slots", f"{self.slots} of {mib(self.slot_bytes)}"
         yield "state", self._state()
 
-    def __repr__(self) -> str:
-        if getattr(self, "slots", None) is None:
-            return f"<{type(self).__name__} that could not be made>"
-        size = size_text(self.slot_bytes)
-        return f"<{type(self).__name__} of {self.slots} slots of {size}, {'closed' if self._closed else self._state()}>"
+    def _text(self) -> str:
+        state = "closed" if self._closed else self._state()
+        return f" of {self.slots} slots of {size_text(self.slot_bytes)}, {state}"

@@ -16,27 +16,94 @@ import errno
 import os
 import select
 import socket
+import stat
 import struct
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from multiprocessing.reduction import DupFd, ForkingPickler
+from pathlib import Path
 from secrets import token_hex
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, Union
 
 from typing_extensions import Buffer as BytesLike
 
-from streamalloc.core.internal import ClosedError, Closes, Fd, close_all, undoing
+from streamalloc.core.errors import ClosedError, undoing
+from streamalloc.core.internal import Fd
+from streamalloc.core.resource import Closes, close_all
 from streamalloc.ipc.transport.deadlines import end_of, left, milliseconds, refuse
-from streamalloc.ipc.transport.socket_address import (
-    Address,
-    Peer,
-    admitted,
-    check_private,
-    identity,
-    peer_of,
-    shown,
-    to_kernel,
-)
+
+Address: TypeAlias = Union[str, bytes, "os.PathLike[str]"]
+"""Address of a :class:`Listener`: a path, or an abstract name with ``@`` or a zero byte first."""
+
+
+class Peer(NamedTuple):
+    """The process that made the other end of a channel, as the kernel reports it.
+
+    For both ends of :meth:`Channel.pair` this is the process that called it, also after an end was passed to another
+    process. ``pid`` is 0 for a process of another PID namespace (a container).
+    """
+
+    pid: int
+    uid: int
+    gid: int
+
+
+_CREDENTIALS = struct.Struct("3i")
+_LONGEST_PATH = 107  # bytes: sun_path without its zero at the end
+
+
+def to_kernel(address: Address) -> str | bytes:
+    """An address for the socket functions: bytes with a zero first for an abstract name, else a path."""
+    name = os.fsdecode(address)
+    found = b"\0" + os.fsencode(name[1:]) if name.startswith(("@", "\0")) else name
+    if len(os.fsencode(found)) > _LONGEST_PATH or len(found) < 2:
+        raise ValueError(f"{shown(address)!r} is no address: one has 2 to {_LONGEST_PATH} bytes")
+    return found
+
+
+def shown(address: Address) -> str:
+    """An address for messages: an abstract name has ``@`` first."""
+    name = os.fsdecode(address)
+    return "@" + name[1:] if name.startswith("\0") else name
+
+
+def check_private(path: str) -> None:
+    """Raise ``ValueError`` for a path in a directory that other users may enter."""
+    directory = Path(path).absolute().parent
+    found = os.stat(directory)
+    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise ValueError(
+            f"{path}: others may enter {directory} and put a socket of their own there: use a directory of mode 700 "
+            "that belongs to this user, or no path, for an abstract socket"
+        )
+
+
+def identity(path: str) -> tuple[int, int] | None:
+    """Device and inode number of a file, without following a link; None if no file has this path."""
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def peer_of(connection: socket.socket) -> Peer:
+    """The process that made the other end (``SO_PEERCRED``)."""
+    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return Peer(*_CREDENTIALS.unpack(found))
+
+
+def admitted(connection: socket.socket) -> Peer:
+    """The process that made the other end; ``PermissionError`` if it belongs to another user."""
+    peer = peer_of(connection)
+    if peer.uid != os.geteuid():
+        raise PermissionError(
+            errno.EPERM,
+            f"the other end belongs to user {peer.uid} (process {peer.pid}): channels are for processes of one user, "
+            f"here {os.geteuid()}",
+        )
+    return peer
+
 
 PACKET_DATA = 64 * 1024
 """The most bytes of one packet."""
@@ -594,10 +661,8 @@ class Channel(_SocketOwner):
         self._socket.close()
         self._drop_partial()
 
-    def __repr__(self) -> str:
-        if not hasattr(self, "peer"):
-            return "<Channel that could not be made>"
-        return f"<Channel closed ({self._who})>" if self.closed else f"<Channel to {self._who}>"
+    def _text(self) -> str:
+        return f" closed ({self._who})" if self.closed else f" to {self._who}"
 
 
 class Listener(_SocketOwner):
@@ -684,10 +749,8 @@ class Listener(_SocketOwner):
         if getattr(self, "_socket", None) is not None:
             self.close()
 
-    def __repr__(self) -> str:
-        if not hasattr(self, "address"):
-            return "<Listener that could not be made>"
-        return f"<Listener at {self.address}{' (closed)' if self.closed else ''}>"
+    def _text(self) -> str:
+        return f" at {self.address}{' (closed)' if self.closed else ''}"
 
 
 def _handles_in(extra: list[tuple[int, int, bytes]]) -> tuple[Fd, ...]:

@@ -22,7 +22,9 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from typing_extensions import Buffer as BytesLike
 
-from streamalloc.core.internal import ClosedError, Closes, Fd
+from streamalloc.core.errors import ClosedError
+from streamalloc.core.internal import Fd
+from streamalloc.core.resource import Closes
 from streamalloc.ipc.transport.channel import Channel
 from streamalloc.ipc.transport.deadlines import left
 from streamalloc.ipc.transport.process_group import (

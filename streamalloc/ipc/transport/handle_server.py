@@ -13,7 +13,9 @@ import threading
 import time
 from collections.abc import Callable
 
-from streamalloc.core.internal import ClosedError, Fd, close_all
+from streamalloc.core.errors import ClosedError
+from streamalloc.core.internal import Fd
+from streamalloc.core.resource import close_all
 from streamalloc.ipc.transport.channel import Channel, Listener
 from streamalloc.ipc.transport.deadlines import now
 

@@ -16,7 +16,9 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from streamalloc.core.internal import Closes, Fd, close_all, undoing
+from streamalloc.core.errors import undoing
+from streamalloc.core.internal import Fd
+from streamalloc.core.resource import Closes, close_all
 from streamalloc.ipc.transport.channel import (
     PACKET_DATA,
     PACKET_HANDLES,

@@ -41,19 +41,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from streamalloc.core.errors import CudaError, error_from
 from streamalloc.core.internal import (
-    CudaError,
     Fd,
-    Session,
     Stream,
     direct_handle,
     direct_view,
-    error_from,
     raw_handle,
     refuse_capture,
     sees_all_work,
     stream_call,
 )
+from streamalloc.core.session import Session
 from streamalloc.driver.internal import cuda
 
 SLOTS = 1024

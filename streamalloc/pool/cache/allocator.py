@@ -17,44 +17,34 @@ from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from streamalloc.core.errors import CaptureError, ClosedError, OutOfMemoryError, error_from, refused, size_text
+from streamalloc.core.html import Row, Shown, gauge, mib
 from streamalloc.core.internal import (
     NOT_CAPTURED,
     Allocator,
     Buffer,
-    CaptureError,
-    ClosedError,
-    Closes,
     Deferred,
     Device,
     Event,
-    MemLocation,
-    OutOfMemoryError,
     PlainBuffer,
-    Row,
-    Session,
-    Shown,
     Stream,
     StreamLike,
     Watcher,
     as_stream,
     besides,
-    checked_size,
     deferred_queue,
     direct_handle,
-    error_from,
-    gauge,
     give_lists,
     is_borrowed,
     kept_stream,
     look,
-    mib,
     raw_handle,
     record_uncaptured,
-    refused,
-    session_of,
     shared_state,
-    size_text,
 )
+from streamalloc.core.properties import MemLocation, checked_size
+from streamalloc.core.resource import Closes
+from streamalloc.core.session import Session, session_of
 from streamalloc.driver.internal import cuda
 from streamalloc.pool.cache.blocks import UNIT, Block, CachedBuffer, SharedBehind, SizeClass, filled
 from streamalloc.pool.cache.stream_cache import MAX_RETURNING, StreamCache
@@ -190,11 +180,10 @@ class CacheState(Deferred):
 
     def buy(self, wanted: SizeClass, stream: Stream) -> Block | None:
         """A new block (``cuMemAllocFromPoolAsync``); None if there is no memory."""
-        pool = self.pool
-        raw = raw_handle(stream)
+        below, raw = self.pool, raw_handle(stream)
         try:
             with stream.device.current() if stream.is_default else contextlib.nullcontext():
-                result, pointer = besides(pool._alloc, self.watchers)(wanted.nbytes, pool._raw, raw)
+                result, pointer = besides(below._alloc, self.watchers)(wanted.nbytes, below._raw, raw)
         except OutOfMemoryError:  # the limit of a watcher of the pool
             return None
         if result:

@@ -13,7 +13,6 @@ from streamalloc.core.internal import (
     Deferred,
     Device,
     Event,
-    Session,
     Stream,
     deferred_queue,
     direct_handle,
@@ -25,8 +24,8 @@ from streamalloc.core.internal import (
     ordered_after,
     ordered_after_end,
     raw_handle,
-    session_of,
 )
+from streamalloc.core.session import Session, session_of
 from streamalloc.pool.cache.blocks import UNIT, Block, SizeClass, class_size
 
 _LARGEST_FIT = 3

@@ -27,7 +27,7 @@ import numpy as np
 import pytest
 
 from streamalloc import ClosedError, Fd
-from streamalloc.ipc.transport import socket_address
+from streamalloc.ipc.transport import channel as channel_module
 from streamalloc.ipc.transport.channel import (
     MAX_DATA,
     MAX_HANDLES,
@@ -641,7 +641,7 @@ class TestStrangers:
     def another_user(self, monkeypatch: pytest.MonkeyPatch) -> int:
         """Makes all peers look like processes of another user, whose number this is."""
         uid = os.geteuid() + 1
-        monkeypatch.setattr(socket_address, "peer_of", lambda _: socket_address.Peer(4711, uid, 5))
+        monkeypatch.setattr(channel_module, "peer_of", lambda _: channel_module.Peer(4711, uid, 5))
         return uid
 
     def test_of_another_user(self, another_user: int) -> None:
