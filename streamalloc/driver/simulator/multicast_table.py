@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from .file_locks import is_locked, lock
+from .files import is_locked, lock
 from .memory import Physical
 
 WAITING, FORMED, NO_SLOT = 0, 1, 2

@@ -21,13 +21,10 @@ from .blocks import USED, Block
 from .constants import BLOCK, HANDLE_BYTES, Location, Place
 from .contexts import Context, Device
 from .errors import Fault, NotModelled, Result, check, need, not_modelled, operating_system
-from .events import Event
-from .file_locks import is_locked, lock
-from .files import Label, Names, has_ended, reach, recognise
-from .imported_pool import ImportedPool
+from .events import TABLE_BYTES, Event, EventTable, SharedEvent
+from .files import Label, Names, has_ended, is_locked, lock, reach, recognise
 from .memory import Physical, Reservation
-from .pool import Pool
-from .shared_events import TABLE_BYTES, EventTable, SharedEvent
+from .pool import ImportedPool, Pool
 from .timeline import Timeline
 
 _INVALID_DEVICE = -2  # CU_DEVICE_INVALID

@@ -160,8 +160,7 @@ class ArrayCalls(CopyCalls):
             return [(storage, tile, None) for tile in tiles]
         memory, offset = self._tile_memory(info), int(info.offset)
         check(memory.properties.tile_pool and memory.properties.device in (device, None))
-        if memory.properties.device is None:
-            raise NotModelled("host memory for tiles of arrays")
+        not_modelled(memory.properties.device is None, "host memory for tiles of arrays")
         check(offset % TILE_SIZE == 0 and offset + len(tiles) * TILE_SIZE <= memory.size)
         return [(storage, tile, (memory, offset + at * TILE_SIZE)) for at, tile in enumerate(tiles)]
 
@@ -174,7 +173,7 @@ class ArrayCalls(CopyCalls):
         return array.storage
 
     def _tile_memory(self, info: Any) -> Memory:
-        handle = arguments.memory(info.memHandle.memHandle)
+        handle = int(info.memHandle.memHandle)
         not_modelled(not handle, "mapping tiles without memory: the real driver crashes")
         return self._machine.virtual.memory(handle)
 

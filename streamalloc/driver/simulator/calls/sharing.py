@@ -13,11 +13,10 @@ from ..allocations import DeviceMemory, PoolMemory
 from ..arguments import DevicePointer, Event, HostPointer, MemoryHandle, PoolHandle, UnsignedInt, UnsignedLongLong
 from ..constants import HANDLE_BYTES, EventFlag, Handle, device_place
 from ..errors import Fault, NotModelled, Result, check, not_modelled, operating_system
-from ..imported_pool import ImportedPool
 from ..memory import Physical, is_accessible
 from ..multicast import MulticastObject
 from ..physical import Memory, Properties
-from ..pool import Pool
+from ..pool import ImportedPool, Pool
 from .base import Calls
 
 _HANDLE_TYPES = (Handle.NONE, Handle.POSIX_FD, Handle.WIN32, Handle.WIN32_KMT, Handle.FABRIC)
