@@ -77,10 +77,10 @@ def parameters(name: str) -> tuple[str, ...]:
 def value_count(name: str) -> int:
     """The number of values that a driver function returns after the result code, from its documentation."""
     doc = getattr(getattr(cuda, name, None), "__doc__", None) or ""
-    listed = re.split(r"\n\s*Returns\n\s*-+\n", doc)[-1] if "Returns\n" in doc else ""
-    lines = [line for line in re.split(r"\n\s*\n\s*(?:See Also|Notes|Raises)", listed)[0].split("\n") if line.strip()]
-    depths = [len(line) - len(line.lstrip()) for line in lines]
-    return max(depths.count(min(depths, default=0)) - 1, 0)
+    listed = doc.partition("\nReturns\n-------\n")[2]
+    for heading in ("See Also", "Notes", "Raises"):
+        listed = listed.partition(f"\n\n{heading}\n")[0]
+    return max(sum(bool(line[:1].strip()) for line in listed.split("\n")) - 1, 0)
 
 
 def handle_types_member(value: int) -> Any:

@@ -265,6 +265,7 @@ class ImportedPool(Accessible):
     """A pool of another process. Its allocations have the same offsets here, at addresses of this process."""
 
     managed = False
+    granted = True  # it is device memory
     handle_types = Handle.NONE  # an imported pool cannot be exported again (observed on H200: test_sharing)
 
     def __init__(self, banks: Banks, label: Label, fd: int) -> None:
@@ -276,7 +277,7 @@ class ImportedPool(Accessible):
         self.access: dict[int, int] = {}
         self.imports: int = 0
         """Allocations of it that are imported now."""
-        self._freed: dict[int, tuple[Stream, int]] = {}
+        self.freed: dict[int, tuple[Stream, int]] = {}
         """By stream: the last free of an import."""
         physical = Physical.adopt(os.dup(fd))
         self._whole = physical.size
@@ -300,23 +301,14 @@ class ImportedPool(Accessible):
             self._arenas.add(view)
         return next(view for view in self._views if offset + size <= view.size).base + offset
 
-    @property
-    def granted(self) -> bool:
-        return True  # it is device memory
-
     def give_back(self, block: Block, size: int, stream: Stream) -> None:
         """Free an imported allocation, in stream order, in this process only."""
         self.imports -= 1
-        self._freed[stream.id] = (stream, stream.submit(Operation()))
+        self.freed[stream.id] = (stream, stream.submit(Operation()))
 
     def give_back_now(self, block: Block) -> None:
         """The same as cuMemFree does it."""
         self.imports -= 1
-
-    @property
-    def is_touched(self) -> bool:
-        """Whether queued work may use an imported allocation."""
-        return any(stream.done < seq for stream, seq in self._freed.values())
 
     def close(self) -> None:
         for view in self._views:

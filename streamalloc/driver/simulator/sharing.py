@@ -146,7 +146,7 @@ class Sharing:
     def destroy_pool(self, pool: ImportedPool) -> None:
         """Waits for the work before the last frees of imported allocations."""
         check(not pool.imports)
-        self.timeline.wait(lambda: not pool.is_touched)
+        self.timeline.wait(lambda: all(stream.done >= seq for stream, seq in pool.freed.values()))
         check(not pool.imports and self.pools.pop(pool.handle, None))  # other threads may have been here meanwhile
         pool.close()
 
