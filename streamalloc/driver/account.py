@@ -6,8 +6,6 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["ENDERS", "MAKERS", "SETTLERS", "Account"]
-
 SETTLERS: list[Callable[[], object]] = []
 """Functions of the facade that attempt deferred releases; called before leaks are reported."""
 

@@ -14,17 +14,6 @@ from typing import Any
 from cuda.bindings import __version__ as _version
 from cuda.bindings import driver as cuda
 
-__all__ = [
-    "BINDINGS_VERSION",
-    "check_name",
-    "cuda",
-    "enum_member",
-    "handle_types_member",
-    "parameters",
-    "read_handle_types",
-    "version_that_added",
-]
-
 BINDINGS_VERSION: str = _version
 
 # First version of the bindings with a name that the oldest supported version (12.9) lacks. For error messages only.
@@ -82,6 +71,16 @@ def parameters(name: str) -> tuple[str, ...]:
     head = (getattr(getattr(cuda, name, None), "__doc__", None) or "").split("\n")[0]
     inside = re.sub(r"\[[^]]*\]", "", head.partition("(")[2].rpartition(")")[0])
     return tuple(re.split("[:=]", one)[0].split()[-1].lstrip("*") for one in inside.split(",") if one.strip())
+
+
+@functools.cache
+def value_count(name: str) -> int:
+    """The number of values that a driver function returns after the result code, from its documentation."""
+    doc = getattr(getattr(cuda, name, None), "__doc__", None) or ""
+    listed = doc.partition("\nReturns\n-------\n")[2]
+    for heading in ("See Also", "Notes", "Raises"):
+        listed = listed.partition(f"\n\n{heading}\n")[0]
+    return max(sum(bool(line[:1].strip()) for line in listed.split("\n")) - 1, 0)
 
 
 def handle_types_member(value: int) -> Any:

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from streamalloc.driver.checker.reports import Hazard
 
-__all__ = ["DriverMisuseError", "DriverNotFoundError", "ForkedProcessError"]
-
 
 class DriverMisuseError(AssertionError):
     """A hazard, a double release, a leak, or a broken return convention, found by :func:`checked`.

@@ -24,35 +24,6 @@ if TYPE_CHECKING:
     from streamalloc.driver.listener import Listener
     from streamalloc.driver.wrappers import Wrapper
 
-__all__ = [
-    "BINDINGS_VERSION",
-    "COUNTED",
-    "SETTLERS",
-    "VARIABLE",
-    "Account",
-    "Listener",
-    "OpaqueStruct",
-    "ParentTest",
-    "Stack",
-    "Wrapper",
-    "as_asked",
-    "check_name",
-    "configuration",
-    "cuda",
-    "default_of_threads",
-    "enum_member",
-    "handle_types_member",
-    "here",
-    "line_of",
-    "lines",
-    "opaque_bytes",
-    "opaque_struct",
-    "read_choice",
-    "read_handle_types",
-    "version_that_added",
-]
-
-
 # Modules that are imported on first use, to keep the import of the package fast.
 _LATER = {
     "Listener": "listener",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-__all__ = ["Listener"]
-
 
 class Listener(Protocol):
     """An object that the facade notifies of memory uses which are no driver calls.

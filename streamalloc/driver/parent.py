@@ -12,8 +12,6 @@ import stat
 import sys
 from typing import Any, NamedTuple
 
-__all__ = ["VARIABLE", "ParentTest", "configuration", "parent_test"]
-
 VARIABLE = "STREAMALLOC_TEST"
 """The environment variable, and the key in the configuration of multiprocessing."""
 

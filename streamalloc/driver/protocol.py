@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
-__all__ = ["FUNCTIONS", "Driver"]
-
 Status: TypeAlias = "tuple[Any]"
 Answer: TypeAlias = "tuple[Any, Any]"
 

@@ -11,8 +11,6 @@ from streamalloc.driver.errors import DriverNotFoundError
 if TYPE_CHECKING:
     from streamalloc.driver.protocol import Driver
 
-__all__ = ["real"]
-
 
 @functools.cache
 def real() -> Driver:

@@ -15,8 +15,6 @@ from streamalloc.driver.real import real
 if TYPE_CHECKING:
     from streamalloc.driver.protocol import Driver
 
-__all__ = ["as_asked", "default", "default_of_threads", "read_choice", "set_default", "simulated", "use"]
-
 _in_use: contextvars.ContextVar[Driver | None] = contextvars.ContextVar("streamalloc_driver", default=None)
 _for_all_threads: Driver | None = None
 

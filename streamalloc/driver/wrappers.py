@@ -12,15 +12,12 @@ from dataclasses import dataclass, field
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, TextIO
 
-from streamalloc.driver.account import MAKERS
-from streamalloc.driver.bindings import cuda, parameters
+from streamalloc.driver.bindings import cuda, parameters, value_count
 
 if TYPE_CHECKING:
     from streamalloc.driver.protocol import Driver as _Interface
 else:
     _Interface = object
-
-__all__ = ["Call", "Faulty", "Function", "Traced", "Wrapper", "faulty", "traced"]
 
 Function = Callable[..., tuple[Any, ...]]
 
@@ -145,32 +142,8 @@ class Faulty(Wrapper):
             return function(*args)
         if first <= number < first + self._times:
             self.failed.append(name)
-            return (self._result, *(None for _ in range(_VALUES.get(name, _guess_values(name)))))
+            return (self._result, *(None for _ in range(value_count(name))))
         return function(*args)
-
-
-# Values after the CUresult, where the name does not tell (one for makers and getters, none for others).
-_VALUES = {
-    "cuMemGetInfo": 2,
-    "cuMemGetAddressRange": 2,
-    "cuGraphGetNodes": 2,
-    "cuCtxGetStreamPriorityRange": 2,
-    "cuDevicePrimaryCtxGetState": 2,
-    "cuMemAllocPitch": 2,
-    "cuCtxPopCurrent": 1,
-    "cuDevicePrimaryCtxRetain": 1,
-    "cuDeviceTotalMem": 1,
-    "cuDeviceCanAccessPeer": 1,
-    "cuStreamIsCapturing": 1,
-    "cuStreamEndCapture": 1,
-    "cuGraphInstantiate": 1,
-    "cuEventElapsedTime": 1,
-    "cuThreadExchangeStreamCaptureMode": 1,
-}
-
-
-def _guess_values(name: str) -> int:
-    return int(name in MAKERS or any(word in name for word in ("Get", "Retain", "Import", "Export")))
 
 
 def faulty(

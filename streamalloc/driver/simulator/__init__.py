@@ -8,8 +8,8 @@ the state. The parts of the state do not refer to the machine:
   addresses in a :mod:`.pool`, :mod:`.heap` for cuMemAlloc; :mod:`.allocations` lists the live ones.
 * :mod:`.copy_operations` has copies and fills, :mod:`.graphs` and :mod:`.graph_memory` graphs.
 * :mod:`.virtual` maps :mod:`.physical` memory; :mod:`.arrays` has sparse arrays.
-* :mod:`.files`, :mod:`.file_locks`, :mod:`.sharing`, :mod:`.imported_pool` and :mod:`.shared_events` have the objects
-  of several processes; :mod:`.multicast` and :mod:`.multicast_table` those of several devices.
+* :mod:`.files` and :mod:`.sharing` have the objects of several processes; :mod:`.multicast` and
+  :mod:`.multicast_table` those of several devices.
 
 A comment that says ``observed on H200`` names the test of ``tests/facts`` that holds the reading.
 """

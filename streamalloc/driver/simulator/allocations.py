@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from .blocks import Block
 from .contexts import Context
 from .graph_memory import GraphMemory
-from .imported_pool import ImportedPool
 from .memory import AddressMap, is_accessible
 from .physical import Mapping
-from .pool import Pool
+from .pool import ImportedPool, Pool
 
 
 class _Defaults:

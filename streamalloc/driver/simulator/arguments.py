@@ -13,7 +13,6 @@ from typing import Annotated, Any
 from streamalloc.driver.bindings import cuda
 
 from . import arrays, contexts, events, graphs, multicast, timeline
-from . import pool as pools
 from .constants import Place
 from .errors import Fault, NotModelled, Result, check, need
 from .machine import Machine
@@ -50,12 +49,6 @@ def _unsigned(bits: int, name: str, too_large: str) -> Callable[[Any], int]:
 
 
 _TOO_LARGE = "Python int too large to convert to C unsigned long"
-unsigned_char: Convert = _unsigned(8, "unsigned char", "value too large to convert to unsigned char")
-unsigned_short: Convert = _unsigned(16, "unsigned short", "value too large to convert to unsigned short")
-unsigned_int: Convert = _unsigned(32, "unsigned int", "value too large to convert to unsigned int")
-uint32: Convert = _unsigned(32, "uint32_t", "value too large to convert to uint32_t")
-uint64: Convert = _unsigned(64, "uint64_t", _TOO_LARGE)
-unsigned_long_long: Convert = _unsigned(64, "unsigned PY_LONG_LONG", _TOO_LARGE)
 _any_size = _unsigned(64, "size_t", _TOO_LARGE)
 
 
@@ -81,28 +74,14 @@ def _handle(cls: Any) -> Callable[[Any], int]:
     return convert
 
 
-device: Convert = _handle(cuda.CUdevice)
-memory: Convert = _handle(cuda.CUmemGenericAllocationHandle)
 device_pointer: Convert = _handle(cuda.CUdeviceptr)
 context: Convert = _handle(cuda.CUcontext)
 stream: Convert = _handle(cuda.CUstream)
 event: Convert = _handle(cuda.CUevent)
-pool: Convert = _handle(cuda.CUmemoryPool)
-array: Convert = _handle(cuda.CUarray)
-mipmapped_array: Convert = _handle(cuda.CUmipmappedArray)
-graph: Convert = _handle(cuda.CUgraph)
-graph_exec: Convert = _handle(cuda.CUgraphExec)
-graph_node: Convert = _handle(cuda.CUgraphNode)
-host_function: Convert = _handle(cuda.CUhostFn)
-stream_callback: Convert = _handle(cuda.CUstreamCallback)
 
 
-def word32(value: Any) -> int:
-    return 0 if value is None else uint32(int(value) if type(value) is cuda.cuuint32_t else value)
-
-
-def word64(value: Any) -> int:
-    return 0 if value is None else uint64(int(value) if type(value) is cuda.cuuint64_t else value)
+def _word(cls: Any, convert: Convert) -> Convert:
+    return lambda value: 0 if value is None else convert(int(value) if type(value) is cls else value)
 
 
 def host_pointer(value: Any) -> int:
@@ -152,55 +131,52 @@ def _mipmapped_array(machine: Machine, handle: int) -> arrays.MipmappedArray:
 
 
 # Kinds of parameters that are numbers.
-UnsignedChar = Annotated[int, unsigned_char]
-UnsignedShort = Annotated[int, unsigned_short]
-UnsignedInt = Annotated[int, unsigned_int]
-UnsignedLongLong = Annotated[int, unsigned_long_long]
+UnsignedChar = Annotated[int, _unsigned(8, "unsigned char", "value too large to convert to unsigned char")]
+UnsignedShort = Annotated[int, _unsigned(16, "unsigned short", "value too large to convert to unsigned short")]
+UnsignedInt = Annotated[int, _unsigned(32, "unsigned int", "value too large to convert to unsigned int")]
+UnsignedLongLong = Annotated[int, _unsigned(64, "unsigned PY_LONG_LONG", _TOO_LARGE)]
 Size = Annotated[int, size_t]
 Int = Annotated[int, signed_int]
-Word32 = Annotated[int, word32]
-Word64 = Annotated[int, word64]
+Word32 = Annotated[int, _word(cuda.cuuint32_t, _unsigned(32, "uint32_t", "value too large to convert to uint32_t"))]
+Word64 = Annotated[int, _word(cuda.cuuint64_t, _unsigned(64, "uint64_t", _TOO_LARGE))]
 HostPointer = Annotated[int, host_pointer]
 DevicePointer = Annotated[int, device_pointer]
-MemoryHandle = Annotated[int, memory]
-EventHandle = Annotated[int, event]
-PoolHandle = Annotated[int, pool]
+MemoryHandle = Annotated[int, _handle(cuda.CUmemGenericAllocationHandle)]
+PoolHandle = Annotated[int, _handle(cuda.CUmemoryPool)]
 StreamHandle = Annotated[int, stream]
 ContextHandle = Annotated[int, context]
-DeviceNumber = Annotated[int, device]
-HostFunctionHandle = Annotated[int, host_function]
-StreamCallback = Annotated[int, stream_callback]
+DeviceNumber = Annotated[int, _handle(cuda.CUdevice)]
+HostFunctionHandle = Annotated[int, _handle(cuda.CUhostFn)]
+StreamCallback = Annotated[int, _handle(cuda.CUstreamCallback)]
 
 # Kinds of parameters that are objects: how the handle is read, and how the object is found.
-Device = Annotated[contexts.Device, device, _device]
+Device = Annotated[contexts.Device, _handle(cuda.CUdevice), _device]
 Context = Annotated[contexts.Context, context, _context]
 ContextOrCurrent = Annotated[contexts.Context, context, _given_or_current]
 Stream = Annotated[timeline.Stream, stream, Machine.stream]
 Event = Annotated[events.Event, event, _event]
-Pool = Annotated[pools.Pool, pool, lambda machine, handle: machine.pools.get(handle)]
-Graph = Annotated[graphs.Graph, graph, lambda machine, handle: need(machine.graphs.graphs.get(handle))]
-Node = Annotated[graphs.Node, graph_node, lambda machine, handle: need(machine.graphs.nodes.get(handle))]
+Graph = Annotated[graphs.Graph, _handle(cuda.CUgraph), lambda machine, at: need(machine.graphs.graphs.get(at))]
+Node = Annotated[graphs.Node, _handle(cuda.CUgraphNode), lambda machine, at: need(machine.graphs.nodes.get(at))]
 GraphExec = Annotated[
-    graphs.GraphExec, graph_exec, lambda machine, handle: need(machine.graphs.executables.get(handle))
+    graphs.GraphExec, _handle(cuda.CUgraphExec), lambda machine, at: need(machine.graphs.executables.get(at))
 ]
-Array = Annotated[arrays.Array, array, _array]
-MipmappedArray = Annotated[arrays.MipmappedArray, mipmapped_array, _mipmapped_array]
-MulticastObject = Annotated[multicast.MulticastObject, memory, lambda machine, handle: machine.multicast.object(handle)]
+Array = Annotated[arrays.Array, _handle(cuda.CUarray), _array]
+MipmappedArray = Annotated[arrays.MipmappedArray, _handle(cuda.CUmipmappedArray), _mipmapped_array]
+MulticastObject = Annotated[
+    multicast.MulticastObject,
+    _handle(cuda.CUmemGenericAllocationHandle),
+    lambda machine, handle: machine.multicast.object(handle),
+]
 
-_NAMES = {
-    "DevicePointer": "dst src dstDevice srcDevice addr dptr",
-    "HostPointer": "dstHost srcHost",
-    "Size": "ByteCount N dstPitch Width Height",
-    "UnsignedChar": "uc",
-    "UnsignedShort": "us",
-    "UnsignedInt": "ui flags Flags",
-    "StreamHandle": "hStream",
-    "Stream": "stream",
-    "Context": "dstContext srcContext",
-    "GraphExec": "hGraphExec",
-    "Node": "hNode",
+
+BY_NAME = {
+    **dict.fromkeys(["dst", "src", "dstDevice", "srcDevice", "addr", "dptr"], "DevicePointer"),
+    **dict.fromkeys(["dstHost", "srcHost"], "HostPointer"),
+    **dict.fromkeys(["ByteCount", "N", "dstPitch", "Width", "Height"], "Size"),
+    **{"uc": "UnsignedChar", "us": "UnsignedShort", **dict.fromkeys(["ui", "flags", "Flags"], "UnsignedInt")},
+    **{"hStream": "StreamHandle", "stream": "Stream", "hGraphExec": "GraphExec", "hNode": "Node"},
+    **dict.fromkeys(["dstContext", "srcContext"], "Context"),
 }
-BY_NAME = {name: kind for kind, names in _NAMES.items() for name in names.split()}
 """Kinds of the parameters of calls that have a body in common."""
 
 

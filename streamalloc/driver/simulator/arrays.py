@@ -49,11 +49,8 @@ class Layout:
     layers: int
     solid: bool
     """Three-dimensional."""
-    format: int
-    channels: int
     element: int
     """Bytes."""
-    flags: int
     levels: int = 1
     mipmapped: bool = False
 
@@ -256,7 +253,7 @@ class TileCopy(Operation):
                     part[:] = 0
                 continue
             memory, start = backing
-            stored = _rows(memory.window().address + start + offset, pitch, shape)
+            stored = _rows(memory.window.address + start + offset, pitch, shape)
             if self._into:
                 stored[:] = part
             else:

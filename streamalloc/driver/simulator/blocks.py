@@ -35,10 +35,6 @@ class Block:
     def end(self) -> int:
         return self.start + self.size
 
-    def __repr__(self) -> str:
-        owner = {USED: "used", HEAP: "free"}.get(self.owner, f"left by {self.owner}@{self.seq}")
-        return f"<Block {self.start:#x}+{self.size:#x} {owner}>"
-
 
 class Shelf:
     """Free blocks of one owner, by size, then by time on the shelf, the oldest first."""
@@ -53,9 +49,6 @@ class Shelf:
     def __iter__(self) -> Iterator[Block]:
         """In the order in which they were put here."""
         return iter(self._blocks.values())
-
-    def __reversed__(self) -> Iterator[Block]:
-        return reversed(self._blocks.values())
 
     def put(self, block: Block, stamp: int) -> None:
         block.stamp = stamp

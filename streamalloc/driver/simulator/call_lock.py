@@ -21,8 +21,6 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Caller", "WaitEnded", "enter", "is_mine", "leave", "sleep"]
-
 _SIGNALS = [int(getattr(signal, name)) for name in ["SIGHUP", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGTERM"]]
 """The signals whose handlers wait. A handler of another signal that raises in a call breaks the machine."""
 

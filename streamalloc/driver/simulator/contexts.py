@@ -11,7 +11,7 @@ from .errors import Fault
 from .graph_memory import DeviceGraphMemory
 from .heap import Heap, Regions
 from .memory import Bank
-from .timeline import Clock, Operation, Stream, Timeline, merge
+from .timeline import Clock, Operation, Stream, Timeline, learn, merge
 
 
 @dataclass(eq=False)
@@ -118,7 +118,7 @@ class Context:
         self.retired[stream.id] = stream.seq
         merge(self.retired, stream.clock)
         if stream.legacy is not None and stream.legacy.peers is not None:
-            stream.legacy.learn(stream)
+            learn(stream.legacy.clock, stream)
             if stream.queue:
                 # the legacy stream is still ordered after the queued work
                 stream.legacy.submit(Operation(), ((stream, stream.seq),))

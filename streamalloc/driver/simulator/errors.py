@@ -55,6 +55,11 @@ def need(value: T | None, code: Any = Result.CUDA_ERROR_INVALID_VALUE) -> T:
     return value
 
 
+def need_a(cls: type[T], value: object, code: Any = Result.CUDA_ERROR_INVALID_VALUE) -> T:
+    """The value, as :func:`need` does it, where it has this class."""
+    return need(value if isinstance(value, cls) else None, code)
+
+
 @contextlib.contextmanager
 def operating_system(only_memory: bool = False) -> Iterator[None]:
     """Turn an OSError in the block into a :class:`Fault`; with ``only_memory``, only ENOMEM."""

@@ -179,7 +179,7 @@ class GraphMemory:
         shared.banks.arenas.add(self._reservation)
         self._size = 0
         self._reserved = 0
-        self._holes: list[Hole] = []
+        self.holes: list[Hole] = []
         """In the order in which they were left."""
         self._slab: Slab | None = None
         self._mapped: tuple[Slab, int] | None = None  # in stream order, for launches that are queued
@@ -194,21 +194,17 @@ class GraphMemory:
     def holds(self, address: int) -> bool:
         return 0 <= address - self._reservation.base < self._size
 
-    @property
-    def has_holes(self) -> bool:
-        return bool(self._holes)
-
     def place(self, size: int, earlier: Container[object]) -> int:
         """An address for an allocation node: the smallest hole that ``earlier`` nodes left, if any will do; of equal
         ones that which has been there longest (observed on H200: test_graph_memory, test_graph_nodes).
         """
         rounded = round_up(size, ALIGNMENT)
-        fitting = (hole for hole in self._holes if hole.size >= rounded and hole.freed_by in earlier)
+        fitting = (hole for hole in self.holes if hole.size >= rounded and hole.freed_by in earlier)
         hole = min(fitting, key=lambda one: one.size, default=None)
         if hole is not None:
             rest = Hole(hole.size - rounded, hole.address + rounded, hole.freed_by)
-            at = self._holes.index(hole)
-            self._holes[at : at + 1] = [rest] if rest.size else []
+            at = self.holes.index(hole)
+            self.holes[at : at + 1] = [rest] if rest.size else []
             return hole.address
         # the graphs of a device share as many addresses as a pool has; whether there is memory for what a graph
         # allocates shows when it is launched (observed on H200: test_graph_nodes)
@@ -226,14 +222,14 @@ class GraphMemory:
         """
         start, end = address, address + round_up(size, ALIGNMENT)
         kept = []
-        for hole in self._holes:
+        for hole in self.holes:
             if hole.end == start and hole.freed_by in earlier:
                 start = hole.address
             elif hole.address == end and hole.freed_by in earlier:
                 end = hole.end
             else:
                 kept.append(hole)
-        self._holes = [*kept, Hole(end - start, start, freed_by)]
+        self.holes = [*kept, Hole(end - start, start, freed_by)]
 
     # -- launches --------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import copy
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 from .allocations import Allocations, GraphAllocation
 from .call_lock import Caller
@@ -133,7 +133,7 @@ class Graph:
         memory = self.memories.get(device)
         if memory is None:
             memory = self.memories[device] = GraphMemory(self.graphs.devices[device].graphs)
-        earlier = ancestors(after) if memory.has_holes else ()
+        earlier = ancestors(after) if memory.holes else ()
         address = memory.place(size, earlier)
         node = self.add("MEM_ALLOC", after, values=values)
         node.address, node.size, node.device = address, size, device
@@ -154,7 +154,7 @@ class Graph:
         node = self.add("MEM_FREE", after)
         node.address = address
         memory = self.memories[allocation.device]
-        memory.leave(address, allocation.size, node, ancestors(after) if memory.has_holes else ())
+        memory.leave(address, allocation.size, node, ancestors(after) if memory.holes else ())
         return node
 
     def unfreed(self) -> list[Node]:
@@ -287,8 +287,10 @@ class Capture:
             return True
         return caller.capture_mode == GLOBAL and self.mode == GLOBAL
 
-    def invalidate(self) -> None:
+    def fail(self, code: Any) -> NoReturn:
+        """Invalidate the capture, and fail with ``code``."""
         self.valid = False
+        raise Fault(code)
 
     @property
     def running(self) -> bool:
@@ -332,12 +334,10 @@ class Capture:
         check(self.valid or stream.capture is self)
         check(self.valid, Result.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED)
         if stream.capture is not None and stream.capture is not self:
-            stream.capture.invalidate()
-            self.invalidate()
-            raise Fault(Result.CUDA_ERROR_STREAM_CAPTURE_MERGE)
+            stream.capture.valid = False
+            self.fail(Result.CUDA_ERROR_STREAM_CAPTURE_MERGE)
         if stream.peers is not None:
-            self.invalidate()
-            raise Fault(Result.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT)
+            self.fail(Result.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT)
         stream.capture = self
         nodes = self._frontier.setdefault(stream, [])
         self._frontier[stream] = nodes + [node for node in event.nodes if node not in nodes]
@@ -360,11 +360,8 @@ class Capture:
         self._finish()
         if not self.valid or unjoined:
             self.discard()
-            raise Fault(
-                Result.CUDA_ERROR_STREAM_CAPTURE_UNJOINED
-                if self.valid
-                else Result.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED
-            )
+            check(not self.valid, Result.CUDA_ERROR_STREAM_CAPTURE_UNJOINED)
+            raise Fault(Result.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED)
         return self.graph
 
     def _finish(self) -> None:

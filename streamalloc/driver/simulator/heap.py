@@ -9,6 +9,8 @@ which has been free longest. Blocks and regions of which nothing is used any mor
 
 from __future__ import annotations
 
+import functools
+
 from .banks import Banks
 from .blocks import HEAP, USED, Block, Shelf, round_up
 from .constants import ALIGNMENT, BLOCK
@@ -85,14 +87,12 @@ class Regions:
         """The newest last."""
         for left in _LEFT_BY_CONTEXT:
             self._new_region(_REGION).take(_REGION - left)
-        self._reservation: Reservation | None = None
 
-    @property
+    @functools.cached_property
     def reservation(self) -> Reservation:
-        if self._reservation is None:
-            self._reservation = Reservation(self.size, BLOCK)
-            self._banks.arenas.add(self._reservation)
-        return self._reservation
+        made = Reservation(self.size, BLOCK)
+        self._banks.arenas.add(made)
+        return made
 
     def take(self, size: int) -> Block:
         found = (block for _, pieces in reversed(self._regions) if (block := pieces.take(size)) is not None)
@@ -116,10 +116,10 @@ class Regions:
         return pieces
 
     def close(self) -> None:
-        if self._reservation is not None:
-            self._banks.arenas.remove(self._reservation)
-            self._reservation.close()
-            self._reservation = None
+        if "reservation" in vars(self):
+            self._banks.arenas.remove(self.reservation)
+            self.reservation.close()
+            del self.reservation
 
 
 class Heap:
@@ -131,17 +131,14 @@ class Heap:
         self._bank = bank
         self._regions = regions
         self._used = 0
-        self._file: Physical | None = None
         self._small: dict[int, Pieces] = {}
         """Allocations that share blocks, by kind."""
         self._blocks: dict[int, tuple[Block, int, int]] = {}
         """The blocks that are shared, by their beginnings: with their kind, and the flags of their first allocation."""
 
-    @property
+    @functools.cached_property
     def _physical(self) -> Physical:
-        if self._file is None:
-            self._file = Physical(self._name, self._regions.size)
-        return self._file
+        return Physical(self._name, self._regions.size)
 
     def allocate(self, size: int, kind: int = 0, flags: int = 0) -> tuple[int, Block, int] | None:
         """The address, the piece to free, and the flags of a new allocation; None without enough memory. Only
@@ -184,9 +181,9 @@ class Heap:
 
     def close(self) -> None:
         self._bank.used -= self._used
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        if "_physical" in vars(self):
+            self._physical.close()
+            del self._physical
 
     # -- large pieces ----------------------------------------------------------------------------------------
 

@@ -79,7 +79,8 @@ class Machine:
 
     def _device(self, names: Names, ordinal: int, bank: Bank) -> Device:
         attributes = dict(self.profile.attributes)
-        attributes["MULTICAST_SUPPORTED"] = int(self.spec.has_multicast)
+        wanted = self.spec.multicast  # by default as on hardware, where it needs two devices
+        attributes["MULTICAST_SUPPORTED"] = int(self.spec.devices > 1 if wanted is None else wanted)
         if self.fabric is not None:
             attributes["HANDLE_TYPE_FABRIC_SUPPORTED"] = int(self.fabric)
         attributes["PCI_DEVICE_ID"] += ordinal

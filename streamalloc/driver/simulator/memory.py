@@ -429,13 +429,10 @@ class Arena:
         """All that was ever backed is below."""
         self.reservation: Reservation = Reservation(size, alignment, low)
         self.base: int = self.reservation.base
-        self._physical: Physical | None = None
 
-    @property
+    @functools.cached_property
     def physical(self) -> Physical:
-        if self._physical is None:
-            self._physical = Physical(self._name, self.reservation.size)
-        return self._physical
+        return Physical(self._name, self.reservation.size)
 
     def back(self, offset: int, size: int) -> None:
         self.reservation.map(self.base + offset, size, self.physical, offset)
@@ -449,8 +446,8 @@ class Arena:
 
     def close(self) -> None:
         self.reservation.close(self._used if self._on_host else 0)
-        if self._physical is not None:
-            self._physical.close()
+        if "physical" in vars(self):
+            self.physical.close()
 
 
 class Bank:

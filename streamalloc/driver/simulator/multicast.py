@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from .allocations import Allocation, Allocations
 from .constants import GRANULARITY, NOWHERE, Location, Place
-from .errors import DeadlockError, Fault, NotModelled, Result, check, need, not_modelled
+from .errors import DeadlockError, Fault, Result, check, need, need_a, not_modelled
 from .files import Label, Names, reach
 from .memory import AddressRange, Physical, Window
 from .multicast_table import FORMED, NO_SLOT, WAITING, Binding, MulticastTable
@@ -119,8 +119,8 @@ class MulticastObject(Mappable):
         """
         there = need(next((one for one in self.table.bindings() if (one.device, one.offset) == (device, offset)), None))
         not_modelled(there.size != size, "cuMulticastUnbind of another size than was bound")
-        if there.number not in self._bound:
-            raise NotModelled("cuMulticastUnbind of what was bound by another process or another handle")
+        elsewhere = there.number not in self._bound
+        not_modelled(elsewhere, "cuMulticastUnbind of what was bound by another process or another handle")
         self.table.unbind(there.number)
         self._release(there.number)
 
@@ -214,10 +214,8 @@ class Multicast:
         return made
 
     def object(self, handle: int) -> MulticastObject:
-        found = self.virtual.named(handle)
-        if not isinstance(found, MulticastObject):
-            raise NotModelled("a handle of physical memory where a multicast object is expected")
-        return found
+        what = "a handle of physical memory where a multicast object is expected"
+        return need_a(MulticastObject, self.virtual.named(handle), what)
 
     # -- waiting for the team --------------------------------------------------------------------------------
 
@@ -272,17 +270,13 @@ class Multicast:
         allocation = need(self.allocations.find(address))
         mapping, pool = allocation.mapping, allocation.pool
         if mapping is not None:
-            memory = mapping.memory
-            if not isinstance(memory, Memory):
-                raise NotModelled("binding a multicast object to another")
+            memory = need_a(Memory, mapping.memory, "binding a multicast object to another")
             not_modelled(len(self.virtual.span(address, size)) > 1, "cuMulticastBindAddr of more than one mapping")
             start = memory.offset + address - mapping.base
             return Backing(memory.physical, start, memory.properties.device, memory)
         check(address + size <= allocation.base + allocation.size)
-        if not isinstance(pool, Pool):
-            # the documentation wants memory of cuMemCreate or of a pool
-            check(pool is not None)
-            raise NotModelled("cuMulticastBindAddr of another process's pool memory")
+        check(pool is not None)  # the documentation wants memory of cuMemCreate or of a pool
+        pool = need_a(Pool, pool, "cuMulticastBindAddr of another process's pool memory")
         return Backing(pool.space.physical, address - pool.space.base, pool.device, allocation=allocation)
 
     # -- work on mapped objects ------------------------------------------------------------------------------

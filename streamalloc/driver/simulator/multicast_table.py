@@ -14,9 +14,9 @@ import fcntl
 import mmap
 import os
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from .file_locks import is_locked, lock
+from .files import is_locked, lock
 from .memory import Physical
 
 WAITING, FORMED, NO_SLOT = 0, 1, 2
@@ -55,6 +55,10 @@ class Binding(NamedTuple):
     @property
     def end(self) -> int:
         return self.offset + self.size
+
+
+def _word(number: int) -> Any:
+    return property(lambda table: table._words[number])
 
 
 class MulticastTable:
@@ -119,22 +123,11 @@ class MulticastTable:
 
     # -- devices ---------------------------------------------------------------------------------------------
 
-    @property
-    def device_count(self) -> int:
-        """The number of devices of the team, added or not."""
-        return self._words[_DEVICES]
-
-    @property
-    def size(self) -> int:
-        return self._words[_SIZE]
-
-    @property
-    def handle_types(self) -> int:
-        return self._words[_HANDLE_TYPES]
-
-    @property
-    def state(self) -> int:
-        return self._words[_STATE]
+    device_count = _word(_DEVICES)
+    """The number of devices of the team, added or not."""
+    size = _word(_SIZE)
+    handle_types = _word(_HANDLE_TYPES)
+    state = _word(_STATE)
 
     @property
     def devices(self) -> tuple[int, ...]:

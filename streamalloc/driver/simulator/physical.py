@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -84,18 +85,16 @@ class Memory(Mappable):
         """To multicast objects."""
         self.tiles = 0
         """Tiles of arrays that have their memory here, or will once queued work is done."""
-        self._window: Window | None = None
 
+    @functools.cached_property
     def window(self) -> Window:
-        """The address of a mapping of the whole memory, for work without addresses."""
-        if self._window is None:
-            self._window = Window(self.physical, self.offset, self.size)
-        return self._window
+        """A mapping of the whole memory, for work without addresses."""
+        return Window(self.physical, self.offset, self.size)
 
     def close_window(self) -> None:
-        if self._window is not None:
-            self._window.close()
-            self._window = None
+        if "window" in vars(self):
+            self.window.close()
+            del self.window
 
     def check_part(self, offset: int, size: int) -> None:
         check(size == self.size and not offset, Result.CUDA_ERROR_NOT_SUPPORTED)

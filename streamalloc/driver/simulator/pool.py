@@ -5,19 +5,22 @@ rights.
 from __future__ import annotations
 
 import errno
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
 from .allocator import Line
 from .banks import Banks, Space
 from .blocks import HEAP, Block, round_up
-from .constants import ALIGNMENT, CHUNK, PINNED, READ_WRITE, Location, Place, new_handle
-from .errors import Fault, Result
+from .constants import ALIGNMENT, CHUNK, PINNED, READ_WRITE, Handle, Location, Place, new_handle
+from .errors import Fault, Result, check, operating_system
 from .files import Label, Names
-from .memory import Physical
+from .memory import Physical, Reservation
 from .timeline import Clock, Operation, Stream, Timeline
 
 _MOST_KEPT = (1 << 64) - CHUNK
+_VIEW = 16 << 30
+"""Bytes of another process's pool that get addresses at first."""
 
 
 @dataclass
@@ -48,8 +51,19 @@ class Freed(Operation):
         return True
 
 
+class Accessible:
+    """A pool, of this process or of another one."""
+
+    device: int | None
+    access: dict[int, int]
+
+    def accessible(self, device: int) -> bool:
+        """Whether work of ``device`` may touch this memory."""
+        return device == self.device or self.access.get(device, 0) == READ_WRITE
+
+
 @dataclass(eq=False)
-class Pool:
+class Pool(Accessible):
     """One memory pool. ``device`` is None where the memory is the host's."""
 
     owner: Pools
@@ -239,18 +253,67 @@ class Pool:
         physical.seal()
         return physical
 
-    # -- access ----------------------------------------------------------------------------------------------
-
-    def accessible(self, device: int) -> bool:
-        """Whether work of ``device`` may touch this memory."""
-        return device == self.device or self.access.get(device, 0) == READ_WRITE
-
     @property
     def granted(self) -> bool:
         """Whether any device was given access; ungranted host memory is to the driver like any other host
         memory.
         """
         return READ_WRITE in self.access.values()
+
+
+class ImportedPool(Accessible):
+    """A pool of another process. Its allocations have the same offsets here, at addresses of this process."""
+
+    managed = False
+    granted = True  # it is device memory
+    handle_types = Handle.NONE  # an imported pool cannot be exported again (observed on H200: test_sharing)
+
+    def __init__(self, banks: Banks, label: Label, fd: int) -> None:
+        self._arenas = banks.arenas
+        self.handle: int = new_handle()
+        self.serial: int = int(label.serial, 16)
+        self.place: Place = label.place
+        self.device: int = label.place.id
+        self.access: dict[int, int] = {}
+        self.imports: int = 0
+        """Allocations of it that are imported now."""
+        self.freed: dict[int, tuple[Stream, int]] = {}
+        """By stream: the last free of an import."""
+        physical = Physical.adopt(os.dup(fd))
+        self._whole = physical.size
+        try:
+            # The file is sparse, and what the owner's pool grows by is there. Most pools are far smaller than their
+            # device, and a process has addresses for some hundred of these only.
+            self._views = [Reservation(min(self._whole, _VIEW), CHUNK)]
+            self._views[0].map(self._views[0].base, self._views[0].size, physical, 0)
+        finally:
+            physical.close()
+        self._arenas.add(self._views[0])
+
+    def address(self, offset: int, size: int) -> int:
+        """Always the same address for the same memory."""
+        check(offset + size <= self._whole)
+        if offset + size > self._views[-1].size:
+            with operating_system():
+                view = Reservation(self._whole, CHUNK)
+                view.map_again(self._views[0])
+            self._views.append(view)
+            self._arenas.add(view)
+        return next(view for view in self._views if offset + size <= view.size).base + offset
+
+    def give_back(self, block: Block, size: int, stream: Stream) -> None:
+        """Free an imported allocation, in stream order, in this process only."""
+        self.imports -= 1
+        self.freed[stream.id] = (stream, stream.submit(Operation()))
+
+    def give_back_now(self, block: Block) -> None:
+        """The same as cuMemFree does it."""
+        self.imports -= 1
+
+    def close(self) -> None:
+        for view in self._views:
+            self._arenas.remove(view)
+            view.close()
 
 
 @dataclass(eq=False)

@@ -91,11 +91,6 @@ class MachineSpec:
         return PROFILES[self.profile_name]
 
     @property
-    def has_multicast(self) -> bool:
-        """By default as on hardware, where it needs two devices."""
-        return self.devices > 1 if self.multicast is None else self.multicast
-
-    @property
     def identity(self) -> str:
         """Machines of the same name, or made by the same arguments where they have none, are the same one."""
         named = self.name or os.environ.get("STREAMALLOC_MACHINE")

@@ -21,13 +21,10 @@ from .blocks import USED, Block
 from .constants import BLOCK, HANDLE_BYTES, Location, Place
 from .contexts import Context, Device
 from .errors import Fault, NotModelled, Result, check, need, not_modelled, operating_system
-from .events import Event
-from .file_locks import is_locked, lock
-from .files import Label, Names, has_ended, reach, recognise
-from .imported_pool import ImportedPool
+from .events import TABLE_BYTES, Event, EventTable, SharedEvent
+from .files import Label, Names, has_ended, is_locked, lock, reach, recognise
 from .memory import Physical, Reservation
-from .pool import Pool
-from .shared_events import TABLE_BYTES, EventTable, SharedEvent
+from .pool import ImportedPool, Pool
 from .timeline import Timeline
 
 _INVALID_DEVICE = -2  # CU_DEVICE_INVALID
@@ -149,7 +146,7 @@ class Sharing:
     def destroy_pool(self, pool: ImportedPool) -> None:
         """Waits for the work before the last frees of imported allocations."""
         check(not pool.imports)
-        self.timeline.wait(lambda: not pool.is_touched)
+        self.timeline.wait(lambda: all(stream.done >= seq for stream, seq in pool.freed.values()))
         check(not pool.imports and self.pools.pop(pool.handle, None))  # other threads may have been here meanwhile
         pool.close()
 

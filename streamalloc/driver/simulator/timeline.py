@@ -14,11 +14,12 @@ from __future__ import annotations
 import _thread
 import contextlib
 import heapq
+import itertools
 import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from . import call_lock
@@ -126,7 +127,7 @@ class Stream:
 
     def __init__(self, timeline: Timeline, handle: int, context: Any, blocking: bool, priority: int) -> None:
         self.timeline = timeline
-        self.id: int = timeline.next_id()
+        self.id: int = next(timeline.ids)
         self.handle = handle
         self.context = context
         self.blocking = blocking
@@ -147,9 +148,6 @@ class Stream:
         """Bytes of stream attributes without effect here, by number."""
         self.destroyed = False
 
-    def __repr__(self) -> str:
-        return f"<Stream {self.id} {self.done}/{self.seq}>"
-
     @property
     def idle(self) -> bool:
         """Whether all work is done. For the legacy stream, that of blocking streams counts too."""
@@ -169,11 +167,6 @@ class Stream:
         head = queue[0]
         reached = head.is_command and all(other.done >= seq for other, seq in head.after)
         return self.done if reached else self.marked
-
-    def now(self) -> Clock:
-        """The clock of all work that precedes the next submission."""
-        self.catch_up()
-        return self.done_with()
 
     def comes_after(self, other: int) -> int:
         """Sequence number of another stream up to which this stream is ordered after it."""
@@ -203,7 +196,7 @@ class Stream:
             return ()
         pending = []
         for other in others:
-            _learn(clock, other)
+            learn(clock, other)
             if other.done < other.seq:
                 pending.append((other, other.seq))
         return tuple(pending)
@@ -219,10 +212,6 @@ class Stream:
                 self.queue[-1].seq = self.seq
             else:
                 self.done = self.seq
-
-    def learn(self, other: Stream) -> None:
-        """Merge the clock of ``other`` and all its operations into the own clock."""
-        _learn(self.clock, other)
 
     def submit(
         self,
@@ -258,7 +247,8 @@ class Stream:
         return self.seq
 
 
-def _learn(clock: Clock, other: Stream) -> None:
+def learn(clock: Clock, other: Stream) -> None:
+    """Merge the clock of ``other`` and all its operations into ``clock``."""
     if clock.get(other.id, 0) < other.seq:
         merge(clock, other.clock)
         clock[other.id] = other.seq
@@ -284,14 +274,10 @@ class Timeline:
         when it first uses any pool, also in a capture; one that takes turns with the legacy stream already with its
         first work or wait, where that has a place (observed on H200: test_placements)."""
         self._free_ranks: list[int] = []
-        self._last_id = 0
+        self.ids: Iterator[int] = itertools.count(1)
         self._worker: threading.Thread | None = None
         self._random = None if seed is None else random.Random(seed)
         self.seeded: bool = seed is not None
-
-    def next_id(self) -> int:
-        self._last_id += 1
-        return self._last_id
 
     def adopt(self, stream: Stream) -> Stream:
         """Register a stream."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from .allocations import Allocations, MappedMemory
 from .banks import Banks
 from .constants import GRANULARITY
-from .errors import Fault, NotModelled, Result, check, need, not_modelled, operating_system
+from .errors import Fault, NotModelled, Result, check, need, need_a, not_modelled, operating_system
 from .files import Names
 from .memory import AddressMap, AddressRange, Bank, Physical
 from .physical import Mappable, Mapping, Memory, Properties
@@ -67,10 +67,7 @@ class VirtualMemory:
         return memory
 
     def memory(self, handle: int) -> Memory:
-        found = self.named(handle)
-        if not isinstance(found, Memory):
-            raise NotModelled("a handle of a multicast object where physical memory is expected")
-        return found
+        return need_a(Memory, self.named(handle), "a handle of a multicast object where physical memory is expected")
 
     # -- handles, of physical memory and of multicast objects ------------------------------------------------
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from streamalloc.driver.simulator.shared_events import TABLE_EVENTS
+from streamalloc.driver.simulator.events import TABLE_EVENTS
 from tests.driver.simulator.support import new_rig
 from tests.facts.support import (
     DEVICE,

@@ -76,7 +76,7 @@ class ArrayCalls(CopyCalls):
             raise NotModelled(f"a sparse array of {width} x {height} x {depth} with flags {flags:#x}")
         extent = (width, height, depth if solid else 1)
         element = _BYTES_OF_FORMAT[number] * channels
-        return Layout(extent, depth if layered else 0, solid, number, channels, element, flags)
+        return Layout(extent, depth if layered else 0, solid, element)
 
     def cuArrayDestroy(self, hArray: Array) -> None:
         if hArray.mipmap is None:
@@ -100,24 +100,6 @@ class ArrayCalls(CopyCalls):
         return cuda.CUarray(array.handle)
 
     # -- what they are like ----------------------------------------------------------------------------------
-
-    def cuArray3DGetDescriptor(self, hArray: Array) -> Any:
-        layout, descriptor = hArray.storage.layout, self._descriptor(cuda.CUDA_ARRAY3D_DESCRIPTOR(), hArray)
-        descriptor.Depth = layout.extent_of(hArray.level)[2] if layout.solid else layout.layers
-        descriptor.Flags = layout.flags
-        return descriptor
-
-    def cuArrayGetDescriptor(self, hArray: Array) -> Any:
-        layout = hArray.storage.layout
-        not_modelled(layout.solid or layout.layers, "cuArrayGetDescriptor of an array that is not of two dimensions")
-        return self._descriptor(cuda.CUDA_ARRAY_DESCRIPTOR(), hArray)
-
-    @staticmethod
-    def _descriptor(descriptor: Any, array: Array) -> Any:
-        layout = array.storage.layout
-        descriptor.Width, descriptor.Height, _ = layout.extent_of(array.level)
-        descriptor.Format, descriptor.NumChannels = cuda.CUarray_format(layout.format), layout.channels
-        return descriptor
 
     def cuArrayGetSparseProperties(self, array: Array) -> Any:
         check(array.mipmap is None)
@@ -160,8 +142,7 @@ class ArrayCalls(CopyCalls):
             return [(storage, tile, None) for tile in tiles]
         memory, offset = self._tile_memory(info), int(info.offset)
         check(memory.properties.tile_pool and memory.properties.device in (device, None))
-        if memory.properties.device is None:
-            raise NotModelled("host memory for tiles of arrays")
+        not_modelled(memory.properties.device is None, "host memory for tiles of arrays")
         check(offset % TILE_SIZE == 0 and offset + len(tiles) * TILE_SIZE <= memory.size)
         return [(storage, tile, (memory, offset + at * TILE_SIZE)) for at, tile in enumerate(tiles)]
 
@@ -174,7 +155,7 @@ class ArrayCalls(CopyCalls):
         return array.storage
 
     def _tile_memory(self, info: Any) -> Memory:
-        handle = arguments.memory(info.memHandle.memHandle)
+        handle = int(info.memHandle.memHandle)
         not_modelled(not handle, "mapping tiles without memory: the real driver crashes")
         return self._machine.virtual.memory(handle)
 

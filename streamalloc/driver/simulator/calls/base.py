@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from streamalloc.driver.bindings import cuda
+from streamalloc.driver.bindings import cuda, value_count
 
 from .. import arguments, call_lock
 from ..errors import Fault, Result, check, not_modelled
@@ -22,12 +22,6 @@ Method = Callable[..., Any]
 
 EDGE_DATA: bool = hasattr(cuda, "cuMemGetDefaultMemPool")
 """Bindings for CUDA 13, which return edge data in more calls."""
-_VALUES = {
-    "cuStreamGetCaptureInfo": 5 + EDGE_DATA,
-    "cuGraphGetEdges": 3 + EDGE_DATA,
-    "cuGraphNodeGetDependencies": 2 + EDGE_DATA,
-    "cuGraphNodeGetDependentNodes": 2 + EDGE_DATA,
-}
 GONE = "using registered memory that the host has unmapped"
 _HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _BEFORE_INIT = {"cuInit", "cuDriverGetVersion", "cuGetErrorName", "cuGetErrorString"}
@@ -44,7 +38,7 @@ def call(parameters: str, body: Method, *first: Any) -> Any:
 
     pairs = [one.partition(":")[::2] for one in parameters.split()]
     annotations = {name: kind or arguments.BY_NAME.get(name, "Any") for name, kind in pairs}
-    method.__annotations__ = {**annotations, "return": body.__annotations__["return"]}
+    method.__annotations__ = annotations
     shown = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("self", *annotations)]
     setattr(method, "__signature__", inspect.Signature(shown))  # noqa: B010
     return method
@@ -53,13 +47,12 @@ def call(parameters: str, body: Method, *first: Any) -> Any:
 def driver_call(name: str, method: Method) -> Method:
     """Make a driver call of a method that returns its results and raises :class:`Fault`.
 
-    The call returns a tuple of the result code and the values that the annotation of the method lists, as the bindings
-    do. After a failure each value is None. Arguments are converted, and objects found, as their annotations say.
+    The call returns a tuple of the result code and as many values as the bindings document; after a failure each value
+    is None. Arguments are converted, and objects found, as their annotations say.
     """
-    annotations = dict(method.__annotations__)
-    returns = annotations.pop("return")
-    values = _VALUES.get(name, _count_values(returns))
-    kinds = [(at, *arguments.kind(*one)) for at, one in enumerate(annotations.items())]
+    values = value_count(name)
+    annotations = [one for one in method.__annotations__.items() if one[0] != "return"]
+    kinds = [(at, *arguments.kind(*one)) for at, one in enumerate(annotations)]
     conversions = [(at, convert) for at, convert, _ in kinds if convert is not None]
     finders = [(at, find) for at, _, find in kinds if find is not None]
     positional = max((at for at, _ in (*conversions, *finders)), default=-1) + 1
@@ -113,13 +106,6 @@ def driver_call(name: str, method: Method) -> Method:
         return (success, *value) if values else (success,)
 
     return checked
-
-
-def _count_values(returns: str) -> int:
-    """The number of values after the result code, from the annotation of a method."""
-    if returns == "None":
-        return 0
-    return returns.count(",") + 1 if returns.startswith("tuple[") else 1
 
 
 class Calls:
@@ -182,5 +168,5 @@ class Calls:
         """End captures that a call may not be made during; the call fails where there is any."""
         running = [capture for capture in captures if capture is not None]
         for capture in running:
-            capture.invalidate()
+            capture.valid = False
         check(not running, code)

@@ -63,8 +63,7 @@ class CaptureCalls(CopyCalls):
             self._captured(hStream)
             raise Fault(Result.CUDA_ERROR_ILLEGAL_STATE)
         if capture.origin is not hStream:
-            capture.invalidate()
-            raise Fault(Result.CUDA_ERROR_STREAM_CAPTURE_UNMATCHED)
+            capture.fail(Result.CUDA_ERROR_STREAM_CAPTURE_UNMATCHED)
         return cuda.CUgraph(capture.end().handle)
 
     def cuStreamIsCapturing(self, hStream: Stream) -> Any:

@@ -6,7 +6,6 @@ from typing import Any
 
 from streamalloc.driver.bindings import cuda
 
-from .. import arguments
 from ..arguments import Context, ContextHandle, ContextOrCurrent, Device, Event, Size, UnsignedInt
 from ..blocks import round_up
 from ..constants import BLOCK
@@ -56,23 +55,16 @@ class ContextCalls(Calls):
 
     # -- making and ending -----------------------------------------------------------------------------------
 
-    def cuCtxCreate_v4(self, ctxCreateParams: Any, flags: Any, dev: Device) -> Any:
+    def cuCtxCreate_v4(self, ctxCreateParams: Any, flags: UnsignedInt, dev: Device) -> Any:
         not_modelled(ctxCreateParams is not None, "cuCtxCreate with parameters")
-        context = self._machine.create_context(dev, flags=self._context_flags(flags))
+        check(flags < 0x100 and flags & _SCHEDULE_MASK in (0, 1, 2, 4))
+        not_modelled(flags & ~_KNOWN_FLAGS, f"context flags {flags:#x}")
+        context = self._machine.create_context(dev, flags=flags)
         self._machine.timeline.caller.contexts.append(context)
         return cuda.CUcontext(context.handle)
 
     # cuCtxCreate(flags, dev) became cuCtxCreate(params, flags, dev) in the bindings for CUDA 13.
-    cuCtxCreate = (
-        call("flags:Any dev:Device", cuCtxCreate_v4, None) if hasattr(cuda, "cuCtxCreate_v4") else cuCtxCreate_v4
-    )
-
-    @staticmethod
-    def _context_flags(flags: Any) -> int:
-        value = arguments.unsigned_int(flags)
-        check(value < 0x100 and value & _SCHEDULE_MASK in (0, 1, 2, 4))
-        not_modelled(value & ~_KNOWN_FLAGS, f"context flags {value:#x}")
-        return value
+    cuCtxCreate = call("flags dev:Device", cuCtxCreate_v4, None) if hasattr(cuda, "cuCtxCreate_v4") else cuCtxCreate_v4
 
     def cuCtxDestroy(self, ctx: Context) -> None:
         check(not ctx.primary, Result.CUDA_ERROR_INVALID_CONTEXT)
@@ -94,11 +86,8 @@ class ContextCalls(Calls):
 
     def cuCtxSetCurrent(self, ctx: ContextHandle) -> None:
         stack = self._machine.timeline.caller.contexts
-        context = self._find(Context, ctx) if ctx else None
-        if stack:
-            stack.pop()
-        if context is not None:
-            stack.append(context)
+        pushed = [self._find(Context, ctx)] if ctx else []
+        stack[-1:] = pushed
 
     def cuCtxPushCurrent(self, ctx: Context) -> None:
         self._machine.timeline.caller.contexts.append(ctx)

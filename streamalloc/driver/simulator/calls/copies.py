@@ -292,8 +292,7 @@ class CopyCalls(Calls):
         check(not (must_be_device and allocation.pool is not None and allocation.on_host))
         check(address + size <= allocation.base + allocation.size)
         check(not (no_host_pool and allocation.pool is not None and allocation.on_host))
-        if allocation.pool is not None:
-            check(_accessible(allocation, context))
+        check(allocation.pool is None or allocation.pool.accessible(context.device.ordinal))
         return allocation
 
     def _lost(self, address: int, size: int, end: Allocation | None, write: bool, now: bool = True) -> str:
@@ -434,17 +433,12 @@ def _values_of_row(target: int, source: int, size: int, device: str) -> Values:
     return values
 
 
-def _accessible(allocation: Allocation, context: Context) -> bool:
-    pool = allocation.pool
-    return pool is None or pool.accessible(context.device.ordinal)
-
-
 def _reachable(allocation: Allocation, context: Context) -> bool:
     """Whether work in ``context`` may touch the memory directly: its own, the host's, a peer's that was
     enabled.
     """
-    if allocation.pool is not None or allocation.device is None:
-        return _accessible(allocation, context)
-    if allocation.device == context.device.ordinal:
-        return True
-    return allocation.context is not None and allocation.context.handle in context.peers
+    ordinal = context.device.ordinal
+    if allocation.pool is not None:
+        return allocation.pool.accessible(ordinal)
+    peer = allocation.context is not None and allocation.context.handle in context.peers
+    return allocation.device in (None, ordinal) or peer

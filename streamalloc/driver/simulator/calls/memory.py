@@ -11,7 +11,7 @@ from .. import arguments
 from ..allocations import Allocation, DeviceMemory, GraphAllocation, HostMemory, PoolMemory
 from ..arguments import DevicePointer, HostPointer, Size, UnsignedInt
 from ..constants import CHUNK, Location
-from ..errors import Fault, Result, check, need, not_modelled
+from ..errors import Fault, Result, check, need, need_a, not_modelled
 from ..memory import is_host_memory
 from .base import EDGE_DATA, Calls, call
 from .virtual import mapped_attribute
@@ -131,8 +131,7 @@ class MemoryCalls(Calls):
         return self._host(p).flags
 
     def _host(self, address: int) -> HostMemory:
-        allocation = self._machine.allocations.find(address)
-        return need(allocation if isinstance(allocation, HostMemory) else None)
+        return need_a(HostMemory, self._machine.allocations.find(address))
 
     # -- asking about an address -----------------------------------------------------------------------------
 
@@ -207,11 +206,8 @@ class MemoryCalls(Calls):
                 check(known, Result.CUDA_ERROR_INVALID_DEVICE)
         raise Fault(Result.CUDA_ERROR_INVALID_VALUE)
 
-    def _refuse_value(self, *given: Any) -> Any:
-        self._refuse(*given)
-
     cuStreamAttachMemAsync = call("hStream:Stream dptr length:Size flags", _refuse)
-    cuMemRangeGetAttribute = call("dataSize:Size attribute devPtr:DevicePointer count:Size", _refuse_value)
+    cuMemRangeGetAttribute = call("dataSize:Size attribute devPtr:DevicePointer count:Size", _refuse)
     cuMemPrefetchAsync = call("devPtr:DevicePointer count:Size location:cuda.CUmemLocation flags hStream:Any", _refuse)
     cuMemAdvise = call("devPtr:DevicePointer count:Size advice location:cuda.CUmemLocation", _refuse)
     if not EDGE_DATA:  # earlier bindings take other arguments

@@ -11,8 +11,7 @@ from ..allocations import DeviceMemory, GraphAllocation, PoolMemory
 from ..arguments import Device, DeviceNumber, DevicePointer, PoolHandle, Size, StreamHandle
 from ..constants import MANAGED, NO_ACCESS, PINNED, READ, READ_WRITE, Handle, Location, Place
 from ..errors import Fault, Result, check, not_modelled
-from ..imported_pool import ImportedPool
-from ..pool import Pool
+from ..pool import ImportedPool, Pool
 from ..timeline import Operation, Stream
 from .base import Calls
 

@@ -12,12 +12,11 @@ from .. import arguments, events
 from ..allocations import DeviceMemory, PoolMemory
 from ..arguments import DevicePointer, Event, HostPointer, MemoryHandle, PoolHandle, UnsignedInt, UnsignedLongLong
 from ..constants import HANDLE_BYTES, EventFlag, Handle, device_place
-from ..errors import Fault, NotModelled, Result, check, not_modelled, operating_system
-from ..imported_pool import ImportedPool
+from ..errors import NotModelled, Result, check, need_a, not_modelled, operating_system
 from ..memory import Physical, is_accessible
 from ..multicast import MulticastObject
 from ..physical import Memory, Properties
-from ..pool import Pool
+from ..pool import ImportedPool, Pool
 from .base import Calls
 
 _HANDLE_TYPES = (Handle.NONE, Handle.POSIX_FD, Handle.WIN32, Handle.WIN32_KMT, Handle.FABRIC)
@@ -73,7 +72,7 @@ class SharingCalls(Calls):
         check(kind & memory.properties.handle_types and not flags)
         if isinstance(memory, MulticastObject):
             return self._export_multicast(memory, kind)
-        assert isinstance(memory, Memory)
+        memory = need_a(Memory, memory)
         not_modelled(memory.properties.device is None, "exporting host memory")
         if kind == Handle.FABRIC:
             self._need_channel()
@@ -138,9 +137,8 @@ class SharingCalls(Calls):
     def cuMemPoolExportPointer(self, ptr: DevicePointer) -> Any:
         allocation = self._machine.allocations.at.get(ptr)
         self._unsafe_during_capture()
-        if not isinstance(allocation, PoolMemory) or not isinstance(allocation.pool, Pool):
-            raise Fault(Result.CUDA_ERROR_INVALID_VALUE)
-        pool = allocation.pool
+        allocation = need_a(PoolMemory, allocation)
+        pool = need_a(Pool, allocation.pool)
         check(pool.handle_types)
         exportable = pool.handle_types & Handle.POSIX_FD or self._machine.fabric
         refused = pool.destroyed or not exportable
@@ -163,9 +161,8 @@ class SharingCalls(Calls):
         allocation = self._machine.allocations.find(dptr)
         self._machine.current()
         self._not_during_capture()
-        if not isinstance(allocation, DeviceMemory):
-            raise Fault(Result.CUDA_ERROR_INVALID_VALUE)
-        return opaque_struct("CUipcMemHandle", self._machine.sharing.memory_handle(allocation))
+        plain = need_a(DeviceMemory, allocation)
+        return opaque_struct("CUipcMemHandle", self._machine.sharing.memory_handle(plain))
 
     def cuIpcOpenMemHandle(self, handle: Any, Flags: UnsignedInt) -> Any:
         data = opaque_bytes(arguments.struct("handle", handle, cuda.CUipcMemHandle, optional=False))

@@ -66,7 +66,7 @@ class StreamCalls(Calls):
     def cuStreamDestroy(self, hStream: Stream) -> None:
         check(hStream.handle not in (LEGACY_STREAM, PER_THREAD_STREAM), Result.CUDA_ERROR_INVALID_VALUE)
         if hStream.capture is not None:
-            hStream.capture.invalidate()
+            hStream.capture.valid = False
             hStream.capture.leave(hStream)
         self._machine.destroy_stream(hStream)
 
@@ -127,8 +127,7 @@ class StreamCalls(Calls):
             raise Fault(Result.CUDA_ERROR_INVALID_VALUE)
         check(not Flags or captured, Result.CUDA_ERROR_ILLEGAL_STATE)
         if captured and hEvent.flags & EventFlag.INTERPROCESS:
-            hStream.capture.invalidate()
-            raise Fault(Result.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
+            hStream.capture.fail(Result.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
         if Flags:
             hStream.capture.add("WAIT_EVENT", Until(lambda: hEvent.complete), hStream, {"event": hEvent})
             return
@@ -138,8 +137,7 @@ class StreamCalls(Calls):
         if captured:
             if hEvent.record is not None:
                 # a graph cannot wait for work outside it
-                hStream.capture.invalidate()
-                raise Fault(Result.CUDA_ERROR_STREAM_CAPTURE_ISOLATION)
+                hStream.capture.fail(Result.CUDA_ERROR_STREAM_CAPTURE_ISOLATION)
             return
         hEvent.hold(hStream)
 

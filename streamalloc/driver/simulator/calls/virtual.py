@@ -16,7 +16,7 @@ from ..arguments import DevicePointer, HostPointer, MemoryHandle, Size, Unsigned
 from ..arrays import TileCopy
 from ..constants import CHUNK, GRANULARITY, HOST, PINNED, Handle, Location, Place, device_place
 from ..copy_operations import Move, Rows
-from ..errors import Fault, NotModelled, Result, check, need, not_modelled
+from ..errors import Fault, Result, check, need, need_a, not_modelled
 from ..machine import Machine
 from ..multicast import MulticastObject
 from ..physical import Mapping, Memory, Properties, connected
@@ -73,9 +73,7 @@ class VirtualMemoryCalls(Calls):
 
     def cuMemGetAllocationPropertiesFromHandle(self, handle: MemoryHandle) -> Any:
         named = self._machine.virtual.named_or_mapped(handle)
-        if not isinstance(named, Memory):
-            raise NotModelled("cuMemGetAllocationPropertiesFromHandle of a multicast object")
-        properties = named.properties
+        properties = need_a(Memory, named, "cuMemGetAllocationPropertiesFromHandle of a multicast object").properties
         props, location = cuda.CUmemAllocationProp(), cuda.CUmemLocation()
         location.type, location.id = cuda.CUmemLocationType(properties.place.type), properties.place.id
         props.type, props.location = cuda.CUmemAllocationType(PINNED), location
