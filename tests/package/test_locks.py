@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -14,9 +15,13 @@ import streamalloc.core.session as sessions_module
 import streamalloc.driver as sd
 from streamalloc.core.allocation_hooks import Watching, tap_of, watching_of
 from streamalloc.core.session import Session, session_of, sessions
+from streamalloc.core.stream import may_queue
 from streamalloc.driver.checker.driver import Checked
+from streamalloc.vmm.allocation_handles import allocations_of
+from streamalloc.vmm.internal import unwatch_mappings, watch_mappings
 from streamalloc.vmm.release_order import Kind, Node, ReleaseOrder
 from tests.interleaving import interleaved
+from tests.support import names
 
 
 class TestReleaseOrder:
@@ -147,3 +152,74 @@ class TestSessions:
         listed: Any = weakref.WeakValueDictionary.values
         for _ in interleaved(listed, make, lambda _: sessions(), make_another):
             assert {*made} == {*sessions()}
+
+
+class TestStreams:
+    """What a block of :func:`may_queue` says of its stream holds to its end, whatever another thread does."""
+
+    class State(NamedTuple):
+        stream: sa.Stream
+        other: sa.Stream
+        entered: contextlib.ExitStack
+        found: list[tuple[bool, bool]]
+        """Whether the block may queue work, and whether the stream could take it at the end of the block."""
+
+    @staticmethod
+    def begin(state: State) -> None:
+        state.entered.enter_context(state.stream.capture("relaxed"))
+
+    @staticmethod
+    def join(state: State) -> None:
+        state.stream.wait(state.other.record())  # which is in a capture
+
+    @staticmethod
+    def close(state: State) -> None:
+        state.stream.close()
+
+    @pytest.mark.parametrize("act", ["begin", "join", "close"])
+    def test_a_block_that_may_queue(self, act: str) -> None:
+        device = sa.Device(0, driver=sd.simulated())
+
+        def make() -> TestStreams.State:
+            state = self.State(device.create_stream(), device.create_stream(), contextlib.ExitStack(), [])
+            if act == "join":
+                state.entered.enter_context(state.other.capture("relaxed"))
+            return state
+
+        def queue(state: TestStreams.State) -> None:
+            with may_queue(state.stream) as may:
+                state.found.append((may, may and not state.stream.capturing))
+
+        for state in interleaved(queue, make, queue, getattr(self, act)):
+            assert state.found in ([(True, True)], [(False, False)])
+            with contextlib.suppress(sa.CudaError):  # a capture that is not joined
+                state.entered.close()
+            state.stream.close()
+            state.other.close()
+
+    def test_two_threads_close_one(self) -> None:
+        driver: Any = sd.traced(sd.simulated())
+        device = sa.Device(0, driver=driver)
+        for _ in interleaved(sa.Stream.close, device.create_stream, sa.Stream.close, sa.Stream.close):
+            assert names(driver, "cuStreamDestroy") == ["cuStreamDestroy"]
+            driver.calls.clear()
+
+
+class TestMappingWatchers:
+    @pytest.mark.parametrize("function", [watch_mappings, unwatch_mappings])
+    def test_none_is_lost(self, function: Any) -> None:
+        session = session_of(sa.Device(0, driver=sd.simulated()))
+        allocations = allocations_of(session)
+        one, other = object(), object()
+
+        def make() -> None:
+            allocations.watchers = () if function is watch_mappings else (one,)
+
+        left = {one, other} if function is watch_mappings else {other}
+        for _ in interleaved(
+            function,
+            make,
+            lambda _: function(session, one),
+            lambda _: watch_mappings(session, other),  # type: ignore[arg-type]
+        ):
+            assert {*allocations.watchers} == left
