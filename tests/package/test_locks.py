@@ -13,15 +13,18 @@ import pytest
 import streamalloc as sa
 import streamalloc.core.session as sessions_module
 import streamalloc.driver as sd
+from streamalloc import vmm
 from streamalloc.core.allocation_hooks import Watching, tap_of, watching_of
 from streamalloc.core.session import Session, session_of, sessions
 from streamalloc.core.stream import may_queue
 from streamalloc.driver.checker.driver import Checked
 from streamalloc.vmm.allocation_handles import allocations_of
 from streamalloc.vmm.internal import unwatch_mappings, watch_mappings
+from streamalloc.vmm.physical_memory import MemorySpec
 from streamalloc.vmm.release_order import Kind, Node, ReleaseOrder
 from tests.interleaving import interleaved
 from tests.support import names
+from tests.vmm.support import PAGE
 
 
 class TestReleaseOrder:
@@ -35,6 +38,51 @@ class TestReleaseOrder:
             ReleaseOrder.relate, make, lambda it: it[0].relate(it[1], it[2]), lambda it: it[0].relate(it[1], it[3])
         ):
             assert set(order.after(mapping, Kind.RESERVATION)) == {one, other}
+
+    @pytest.mark.parametrize("read", [ReleaseOrder.before, ReleaseOrder.after])
+    def test_links_are_read_while_another_comes(self, read: Any) -> None:
+        """The list is that from before or after the change; the loop over the links does not fail."""
+        before = read is ReleaseOrder.before
+        kind = Kind.MAPPING if before else Kind.RESERVATION
+        found: list[list[Node]] = []
+
+        def make() -> tuple[ReleaseOrder, Node, Node, Node]:
+            order, node = ReleaseOrder(), Node(Kind.RESERVATION if before else Kind.MAPPING)
+            one, other = Node(kind), Node(kind)
+            order.relate(node, one)
+            return order, node, one, other
+
+        for _, _, one, other in interleaved(
+            read, make, lambda it: found.append(read(it[0], it[1], kind)), lambda it: it[0].relate(it[1], it[3])
+        ):
+            assert found.pop() in ([one], [one, other])
+
+    def test_a_link_is_removed_by_two_threads(self) -> None:
+        """What waited is ready once."""
+
+        def make() -> tuple[ReleaseOrder, Node, Node]:
+            order, mapping, range_ = ReleaseOrder(), Node(Kind.MAPPING), Node(Kind.RESERVATION)
+            order.relate(mapping, range_)
+            return order, mapping, range_
+
+        for order, mapping, range_ in interleaved(
+            ReleaseOrder._unlink, make, lambda it: it[0].unrelate(it[1], it[2]), lambda it: it[0].cut(it[1])
+        ):
+            assert order.after(mapping, Kind.RESERVATION) == order.before(range_, Kind.MAPPING) == []
+
+    def test_what_is_ready_is_passed_on_once(self) -> None:
+        passed: list[Node] = []
+
+        def make() -> ReleaseOrder:
+            order = ReleaseOrder()
+            order._ready[Node(Kind.MEMORY)] = None
+            return order
+
+        for order in interleaved(
+            ReleaseOrder.pass_on, make, lambda it: it.pass_on(passed.append), lambda it: it.pass_on(passed.append)
+        ):
+            assert len(passed) == 1 and not order.ready
+            passed.clear()
 
     def test_a_node_is_released_by_one_of_two_threads(self) -> None:
         released: list[Node] = []
@@ -223,3 +271,16 @@ class TestMappingWatchers:
             lambda _: watch_mappings(session, other),  # type: ignore[arg-type]
         ):
             assert {*allocations.watchers} == left
+
+
+def test_memory_of_a_mapping_becomes_one_object() -> None:
+    found: list[object] = []
+    device = sa.Device(0, driver=sd.simulated())
+
+    def adopt(buffer: vmm.GrowableBuffer) -> None:
+        found.append(buffer.mappings[0].memory)
+
+    for buffer in interleaved(MemorySpec.adopt, lambda: vmm.GrowableBuffer(device, PAGE, PAGE), adopt, adopt):
+        assert found[0] is found[1] is buffer.mappings[0].memory
+        found.clear()
+        buffer.close()
