@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
 import streamalloc as sa
 import streamalloc.driver as sd
-from streamalloc.core import memory as memory_module
-from streamalloc.core.buffer import Allocator
-from streamalloc.core.memory import Memory
 from streamalloc.core.session import DIRECT
-from streamalloc.pool.cache.allocator import CachingAllocator
-from streamalloc.pool.cache.blocks import CachedBuffer
 from streamalloc.testing import Gate
 from tests.support import MiB, holds, names, pending, read
 
@@ -115,39 +109,9 @@ class TestPlainCase:
         assert np.array_equal(read(other), np.repeat(np.array([2, 1], np.uint8), [3072, 1024]))
 
 
-class TestOnePattern:
-    """What :mod:`streamalloc.core.session` says of fast paths, as their code has it."""
-
-    # Each, and the name of its slow path; by name the driver's function is called where there is nothing to explain.
-    PATHS: ClassVar[dict[Any, str]] = {
-        Allocator.allocate: "_allocate_slowly",
-        CachingAllocator.allocate: "_allocate_slowly",
-        sa.Buffer.free: "_free_slowly",
-        CachedBuffer.free: "_free_slowly",
-        Memory.fill: "_fill_slowly",
-        Memory.copy_to: "_copy_slowly",
-        Memory.copy_from: "_copy_slowly",
-        Memory.__getitem__: "_view_slowly",
-        vars(Memory)["__cuda_array_interface__"].fget: "_cuda_interface_slowly",
-        sa.Stream.record: "_record_slowly",
-        sa.Stream.wait: "_wait_slowly",
-        sa.Stream.query: "_query_slowly",
-        sa.Stream.synchronize: "_call",
-        sa.vmm.GrowableBuffer.resize: "_resize_slowly",
-    }
-
-    @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.__qualname__)
-    def test_ends_in_its_slow_path(self, path: Any) -> None:
-        assert self.PATHS[path] in path.__code__.co_names
-
-    @pytest.mark.parametrize("path", [*PATHS, memory_module._copied], ids=lambda path: path.__qualname__)
-    def test_calls_what_was_bound_beforehand(self, path: Any) -> None:
-        called = {name for name in path.__code__.co_names if re.match("cu[A-Z]", name)}
-        assert called <= set(DIRECT)
-
-    def test_what_is_bound_is_used(self) -> None:
-        code = "".join(file.read_text() for file in Path(sa.__file__).parent.rglob("*.py"))
-        assert [name for name in DIRECT if f".{name}" not in code] == []
+def test_what_is_bound_is_used() -> None:
+    code = "".join(file.read_text() for file in Path(sa.__file__).parent.rglob("*.py"))
+    assert [name for name in DIRECT if f".{name}" not in code] == []
 
 
 class TestNotPlain:

@@ -53,7 +53,7 @@ def run(asked: str | None) -> subprocess.CompletedProcess[str]:
     return finished([sys.executable, "-W", "error", EXAMPLE], STREAMALLOC_TEST_MULTICAST=asked)
 
 
-@pytest.mark.parametrize("asked", [None, "", "0"])
+@pytest.mark.parametrize("asked", [None, "0"])
 def test_runs_only_where_it_is_asked_for(asked: str | None) -> None:
     done = run(asked)
     assert (done.returncode, done.stderr) == (0, "")

@@ -109,7 +109,7 @@ def test_two_calls_fail(machine: Any, step: str) -> None:
             outer = kind(inner := kind(account.driver))
             device = sa.Device(0, driver=outer)
             pool = backup_for([device])
-            memory = SymmetricMemory.local([device], NBYTES, multicast=False)
+            memory = SymmetricMemory.local([device], 5000, multicast=False)
             filled(memory.buffers[0], 3)
             device.synchronize()
             if step == "wake":

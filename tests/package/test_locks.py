@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
+import pytest
+
+import streamalloc as sa
+import streamalloc.core.session as sessions_module
 import streamalloc.driver as sd
-from streamalloc.core.session import Session
+from streamalloc import vmm
+from streamalloc.core.allocation_hooks import Watching, tap_of, watching_of
+from streamalloc.core.session import Session, session_of, sessions
+from streamalloc.core.stream import may_queue
 from streamalloc.driver.checker.driver import Checked
+from streamalloc.vmm.allocation_handles import allocations_of
+from streamalloc.vmm.internal import unwatch_mappings, watch_mappings
+from streamalloc.vmm.physical_memory import MemorySpec
 from streamalloc.vmm.release_order import Kind, Node, ReleaseOrder
 from tests.interleaving import interleaved
+from tests.support import names
+from tests.vmm.support import PAGE
 
 
 class TestReleaseOrder:
@@ -23,6 +38,51 @@ class TestReleaseOrder:
             ReleaseOrder.relate, make, lambda it: it[0].relate(it[1], it[2]), lambda it: it[0].relate(it[1], it[3])
         ):
             assert set(order.after(mapping, Kind.RESERVATION)) == {one, other}
+
+    @pytest.mark.parametrize("read", [ReleaseOrder.before, ReleaseOrder.after])
+    def test_links_are_read_while_another_comes(self, read: Any) -> None:
+        """The list is that from before or after the change; the loop over the links does not fail."""
+        before = read is ReleaseOrder.before
+        kind = Kind.MAPPING if before else Kind.RESERVATION
+        found: list[list[Node]] = []
+
+        def make() -> tuple[ReleaseOrder, Node, Node, Node]:
+            order, node = ReleaseOrder(), Node(Kind.RESERVATION if before else Kind.MAPPING)
+            one, other = Node(kind), Node(kind)
+            order.relate(node, one)
+            return order, node, one, other
+
+        for _, _, one, other in interleaved(
+            read, make, lambda it: found.append(read(it[0], it[1], kind)), lambda it: it[0].relate(it[1], it[3])
+        ):
+            assert found.pop() in ([one], [one, other])
+
+    def test_a_link_is_removed_by_two_threads(self) -> None:
+        """What waited is ready once."""
+
+        def make() -> tuple[ReleaseOrder, Node, Node]:
+            order, mapping, range_ = ReleaseOrder(), Node(Kind.MAPPING), Node(Kind.RESERVATION)
+            order.relate(mapping, range_)
+            return order, mapping, range_
+
+        for order, mapping, range_ in interleaved(
+            ReleaseOrder._unlink, make, lambda it: it[0].unrelate(it[1], it[2]), lambda it: it[0].cut(it[1])
+        ):
+            assert order.after(mapping, Kind.RESERVATION) == order.before(range_, Kind.MAPPING) == []
+
+    def test_what_is_ready_is_passed_on_once(self) -> None:
+        passed: list[Node] = []
+
+        def make() -> ReleaseOrder:
+            order = ReleaseOrder()
+            order._ready[Node(Kind.MEMORY)] = None
+            return order
+
+        for order in interleaved(
+            ReleaseOrder.pass_on, make, lambda it: it.pass_on(passed.append), lambda it: it.pass_on(passed.append)
+        ):
+            assert len(passed) == 1 and not order.ready
+            passed.clear()
 
     def test_a_node_is_released_by_one_of_two_threads(self) -> None:
         released: list[Node] = []
@@ -78,3 +138,149 @@ def test_a_hazard_that_two_threads_deliver_is_kept_once() -> None:
     for checked in interleaved(Checked._move_found, make, keep, keep):
         assert sum(map(len, kept)) == len(checked.hazards) == len({id(hazard) for hazard in checked.hazards}) > 0
         kept.clear()
+
+
+class TestWatching:
+    """Watchers of allocators, which are added and removed in two threads."""
+
+    class Watcher:
+        def wants(self, allocator: object) -> bool:
+            return True
+
+    @pytest.fixture
+    def world(self) -> Iterator[tuple[Watching, sa.MemoryPool]]:
+        device = sa.Device(0, driver=sd.simulated())
+        with sa.MemoryPool(device) as pool:
+            yield watching_of(session_of(device)), pool
+
+    @pytest.mark.parametrize("function", [Watching.add, Watching.remove, Watching._watch])
+    def test_none_is_lost(self, world: tuple[Watching, sa.MemoryPool], function: Any) -> None:
+        watching, pool = world
+        one, other = self.Watcher(), self.Watcher()
+        first: dict[Any, Callable[[Any], object]] = {
+            Watching.add: lambda _: watching.add(one),  # type: ignore[arg-type]
+            Watching.remove: lambda _: watching.remove(one),  # type: ignore[arg-type]
+            Watching._watch: lambda _: watching.bound(pool),
+        }
+
+        def make() -> None:
+            watching.remove(other)  # type: ignore[arg-type]
+            watching.remove(one)  # type: ignore[arg-type]
+            if function is not Watching.add:
+                watching.add(one)  # type: ignore[arg-type]
+
+        left = {other} if function is Watching.remove else {one, other}
+        for _ in interleaved(function, make, first[function], lambda _: watching.add(other)):  # type: ignore[arg-type]
+            tap = tap_of(pool)
+            assert tap is not None and set(tap.watchers) == set(watching.watchers) == left
+
+
+class TestSessions:
+    def test_a_driver_has_one(self) -> None:
+        found: list[Session] = []
+
+        def find(driver: Any) -> None:
+            found.append(Session.of(driver))
+
+        for driver in interleaved(Session.of, sd.simulated, find, find):
+            assert found[0] is found[1] is Session.of(driver)
+            found.clear()
+
+    def test_they_are_listed_while_one_is_made(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        first, second = sd.simulated(), sd.simulated()
+        made: list[Session] = []
+
+        def make() -> None:
+            monkeypatch.setattr(sessions_module, "_sessions", weakref.WeakValueDictionary())
+            made[:] = [Session.of(first)]
+
+        def make_another(_: None) -> None:
+            made.append(Session.of(second))
+
+        listed: Any = weakref.WeakValueDictionary.values
+        for _ in interleaved(listed, make, lambda _: sessions(), make_another):
+            assert {*made} == {*sessions()}
+
+
+class TestStreams:
+    """What a block of :func:`may_queue` says of its stream holds to its end, whatever another thread does."""
+
+    class State(NamedTuple):
+        stream: sa.Stream
+        other: sa.Stream
+        entered: contextlib.ExitStack
+        found: list[tuple[bool, bool]]
+        """Whether the block may queue work, and whether the stream could take it at the end of the block."""
+
+    @staticmethod
+    def begin(state: State) -> None:
+        state.entered.enter_context(state.stream.capture("relaxed"))
+
+    @staticmethod
+    def join(state: State) -> None:
+        state.stream.wait(state.other.record())  # which is in a capture
+
+    @staticmethod
+    def close(state: State) -> None:
+        state.stream.close()
+
+    @pytest.mark.parametrize("act", ["begin", "join", "close"])
+    def test_a_block_that_may_queue(self, act: str) -> None:
+        device = sa.Device(0, driver=sd.simulated())
+
+        def make() -> TestStreams.State:
+            state = self.State(device.create_stream(), device.create_stream(), contextlib.ExitStack(), [])
+            if act == "join":
+                state.entered.enter_context(state.other.capture("relaxed"))
+            return state
+
+        def queue(state: TestStreams.State) -> None:
+            with may_queue(state.stream) as may:
+                state.found.append((may, may and not state.stream.capturing))
+
+        for state in interleaved(queue, make, queue, getattr(self, act)):
+            assert state.found in ([(True, True)], [(False, False)])
+            with contextlib.suppress(sa.CudaError):  # a capture that is not joined
+                state.entered.close()
+            state.stream.close()
+            state.other.close()
+
+    def test_two_threads_close_one(self) -> None:
+        driver: Any = sd.traced(sd.simulated())
+        device = sa.Device(0, driver=driver)
+        for _ in interleaved(sa.Stream.close, device.create_stream, sa.Stream.close, sa.Stream.close):
+            assert names(driver, "cuStreamDestroy") == ["cuStreamDestroy"]
+            driver.calls.clear()
+
+
+class TestMappingWatchers:
+    @pytest.mark.parametrize("function", [watch_mappings, unwatch_mappings])
+    def test_none_is_lost(self, function: Any) -> None:
+        session = session_of(sa.Device(0, driver=sd.simulated()))
+        allocations = allocations_of(session)
+        one, other = object(), object()
+
+        def make() -> None:
+            allocations.watchers = () if function is watch_mappings else (one,)
+
+        left = {one, other} if function is watch_mappings else {other}
+        for _ in interleaved(
+            function,
+            make,
+            lambda _: function(session, one),
+            lambda _: watch_mappings(session, other),  # type: ignore[arg-type]
+        ):
+            assert {*allocations.watchers} == left
+
+
+def test_memory_of_a_mapping_becomes_one_object() -> None:
+    found: list[object] = []
+    device = sa.Device(0, driver=sd.simulated())
+
+    def adopt(buffer: vmm.GrowableBuffer) -> None:
+        found.append(buffer.mappings[0].memory)
+
+    for buffer in interleaved(MemorySpec.adopt, lambda: vmm.GrowableBuffer(device, PAGE, PAGE), adopt, adopt):
+        assert found[0] is found[1] is buffer.mappings[0].memory
+        found.clear()
+        buffer.close()

@@ -397,9 +397,8 @@ class Leases:
 
     def _add_block(self) -> None:
         block = ControlBlock.create(self.session)
-        with self._lock:
-            self.blocks.append(block)
-            self._free += [(block, slot) for slot in reversed(range(SLOTS))]
+        self.blocks.append(block)
+        self._free.extend([(block, slot) for slot in reversed(range(SLOTS))])
 
 
 leases_of: PerDriver[Leases] = PerDriver(Leases)
