@@ -20,7 +20,7 @@ import weakref
 from pathlib import Path
 from typing import NamedTuple
 
-from streamalloc.driver.checker.open_imports import directory
+from streamalloc.driver.checker.open_imports import alive, directory
 
 __all__ = ["Announced", "Board", "Entry", "event_of", "post_of", "posts_of"]
 
@@ -141,7 +141,7 @@ class Announced(NamedTuple):
     def over(self) -> bool:
         """Whether the exporter has removed the post or has ended."""
         name = self.post.board[self.post.at : self.post.at + _NAME]
-        return bytes(name) != self.post.name or not Path(f"/proc/{self.post.process}").exists()
+        return bytes(name) != self.post.name or not alive(self.post.process)
 
 
 _boards: dict[str, mmap.mmap] = {}
@@ -162,7 +162,7 @@ def _look() -> None:
         if process == str(os.getpid()):
             continue
         with contextlib.suppress(OSError, ValueError):
-            if not Path(f"/proc/{process}").exists():
+            if not alive(int(process)):
                 path.unlink()
             elif path.name in _boards or path.stat().st_size == _BYTES:
                 if path.name not in _boards:

@@ -101,8 +101,18 @@ class Judge:
 
     # -- use -------------------------------------------------------------------------------------------------
 
-    def use(self, pieces: Iterable[Piece], access: Access, clock: Clock, device: int | None = None) -> None:
-        """Record a read or write of addresses; ``device`` is given where only the checker checks its rights."""
+    def use(
+        self,
+        pieces: Iterable[Piece],
+        access: Access,
+        clock: Clock,
+        device: int | None = None,
+        races: bool = True,
+    ) -> None:
+        """Record a read or write of addresses; ``device`` is given where only the checker checks its rights.
+
+        ``races`` is False for a use that has an order with other uses by its value.
+        """
         actor, number, order = access.actor, access.actor.number, self.timeline.order
         for range_, low, high in pieces:
             if range_.ended is not None:
@@ -129,6 +139,8 @@ class Judge:
             range_.last[number] = access
             if len(range_.last) > MANY_USERS:
                 self._forget(range_.last)
+            if not races:
+                continue
             for memory, start, end in range_.physical(low, high):
                 for before, ordered in memory.touch(start, end, access, clock, order, self._forget):
                     if not (access.atomic and before.atomic) and not self._is_open(range_, before):

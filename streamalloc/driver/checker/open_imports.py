@@ -13,7 +13,7 @@ import os
 import tempfile
 from pathlib import Path
 
-__all__ = ["close_import", "directory", "importers", "open_import"]
+__all__ = ["alive", "close_import", "directory", "importers", "open_import"]
 
 _numbers = itertools.count()
 
@@ -53,8 +53,18 @@ def importers(exported: bytes) -> list[int]:
         process = int(entry.name.split("-")[1])
         if process == os.getpid():
             continue
-        if Path(f"/proc/{process}").exists():
+        if alive(process):
             found.append(process)
         else:
             close_import(entry)
     return sorted(set(found))
+
+
+def alive(process: int) -> bool:
+    """Whether a process runs; one that has ended and that its parent has not waited for does not."""
+    try:
+        state = Path(f"/proc/{process}/stat").read_bytes()
+    except OSError:
+        return False
+    # The name before the state may contain anything.
+    return state.rpartition(b")")[2].split()[0] not in (b"Z", b"X")

@@ -10,7 +10,7 @@ from streamalloc.driver.bindings import cuda
 from streamalloc.driver.checker.capture import Capture, Graph, Node
 from streamalloc.driver.checker.ranges import Range
 from streamalloc.driver.checker.rules.order import batch_of_values
-from streamalloc.driver.checker.rules.rule import After, Answer, Arguments, rules
+from streamalloc.driver.checker.rules.rule import After, Answer, Arguments, Before, Finish, rules
 from streamalloc.driver.checker.rules.work import plane, rows
 from streamalloc.driver.checker.stacks import here
 from streamalloc.driver.checker.state import KERNEL, State, Touch, number_of
@@ -90,13 +90,25 @@ def _unknown(state: State, name: str, args: Arguments) -> list[Node]:
 
 
 def _use(state: State, touched: Iterable[Touch]) -> list[Node]:
-    pieces = [(piece, write) for at, size, write in touched for piece in state.addresses.pieces(number_of(at), size)]
-    return [Node("use", pieces=pieces)]
+    return [Node("use", pieces=state.pieces(touched))]
+
+
+def _checks(touched: Callable[[State, Any], Iterable[Touch]]) -> Before:
+    """A call that adds a node, which the driver may refuse for memory that was freed."""
+
+    def rule(state: State, name: str, args: Arguments) -> Finish:
+        return state.stale_at_launch(name, touched(state, args[3]), here())
+
+    return rule
+
+
+def _filled(state: State, one: Any) -> list[Touch]:
+    width, height = int(one.width) * int(one.elementSize), int(one.height) or 1
+    return rows(number_of(one.dst), int(one.pitch), width, height, True)
 
 
 def _fill_node(state: State, one: Any) -> list[Node]:
-    width, height = int(one.width) * int(one.elementSize), int(one.height) or 1
-    return _use(state, rows(number_of(one.dst), int(one.pitch), width, height, True))
+    return _use(state, _filled(state, one))
 
 
 def _plane_node(state: State, params: Any) -> list[Node]:
@@ -326,5 +338,10 @@ RULES = rules(
         "cuGraphNodeSetEnabled": _enables,
         **{f"cuGraph{name} cuGraphExec{name}": _sets(make) for name, make in _SETTERS.items()},
     },
-    before={"cuStreamEndCapture": _ends_capture, "cuGraphLaunch": _launches},
+    before={
+        "cuStreamEndCapture": _ends_capture,
+        "cuGraphLaunch": _launches,
+        "cuGraphAddMemsetNode": _checks(_filled),
+        "cuGraphAddMemcpyNode": _checks(plane),
+    },
 )

@@ -155,6 +155,13 @@ def _happened(count: int) -> Before:
 # -- values --------------------------------------------------------------------------------------------------
 
 
+def _names_value(state: State, name: str, args: Arguments) -> Finish:
+    """Check the memory of a value before its call; other processes may see a written value during the call."""
+    if "Write" in name:
+        state.interprocess.notifies(state.stream(args[0]))
+    return state.stale(args[0], name, ((args[1], 4, True),), here())
+
+
 def _writes_value(bits: int) -> After:
     def rule(state: State, name: str, args: Arguments, answer: Answer) -> None:
         state.write_value(args[0], number_of(args[1]), number_of(args[2]), bits)
@@ -207,6 +214,7 @@ RULES = rules(
         "cuStreamBatchMemOp": _values,
     },
     before={
+        "cuStreamWriteValue32 cuStreamWriteValue64 cuStreamWaitValue32 cuStreamWaitValue64": _names_value,
         "cuStreamDestroy": _ends(lambda state: state.streams, lambda state, stream: state.retire(stream)),
         "cuStreamSynchronize": _synchronises,
         "cuStreamQuery": _queries,

@@ -30,6 +30,8 @@ class _Work:
     """Called after the work is queued."""
     taken: Callable[[State, Arguments], Iterable[Touch]] = lambda state, args: ()
     """Reads that end before the call returns, in no stream order."""
+    named: Callable[[Arguments], Iterable[Touch]] = lambda args: ()
+    """Memory that has to be there, but that the call neither reads nor writes."""
 
     def __call__(self, state: State, name: str, args: Arguments, answer: Answer) -> None:
         """Queue the work after the call has succeeded."""
@@ -41,7 +43,7 @@ class _Work:
     def before(self, state: State, name: str, args: Arguments) -> Finish:
         """Check before the call for memory that was freed."""
         handle = 0 if self.stream_at is None else args[self.stream_at]
-        return state.stale(handle, name, self.touched(state, args), here())
+        return state.stale(handle, name, (*self.touched(state, args), *self.named(args)), here())
 
 
 def _touches(stream_at: int | None, touched: Callable[[Arguments], Iterable[Touch]]) -> _Work:
@@ -274,9 +276,9 @@ def _launches(stream_at: int) -> _Work:
     return _Work(stream_at, lambda state, args: (), then)
 
 
-def _work(stream_at: int) -> _Work:
-    """Work in a stream, with unknown uses."""
-    return _touches(stream_at, lambda args: ())
+def _work(stream_at: int, named: Callable[[Arguments], Iterable[Touch]] = lambda args: ()) -> _Work:
+    """Work in a stream, with unknown uses; ``named``: memory that has to be there."""
+    return _Work(stream_at, lambda state, args: (), named=named)
 
 
 def _launches_with_config(state: State, name: str, args: Arguments, answer: Answer) -> None:
@@ -317,8 +319,8 @@ _WORK = {
     "cuStreamAttachMemAsync": _work(0),
     "cuGraphUpload": _work(1),
     "cuMemMapArrayAsync": _work(2),
-    "cuMemPrefetchAsync": _work(-1),
-    "cuMemPrefetchBatchAsync": _work(-1),
+    "cuMemPrefetchAsync": _work(-1, lambda args: ((args[0], int(args[1]), False),)),
+    "cuMemPrefetchBatchAsync": _work(-1, _discarded),
     "cuSignalExternalSemaphoresAsync": _work(-1),
 }
 RULES = rules(
