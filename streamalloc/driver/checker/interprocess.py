@@ -132,7 +132,7 @@ class Interprocess:
                 f"{what} frees {range_}, but process {', '.join(map(str, importers))} has not freed its import.",
                 "free it after every importer has freed its pointer and notified this process.",
                 range_,
-                (("this call", stack), ("allocated", range_.stack)),
+                stack,
             )
 
     def _missing(self, piece: Piece, clock: Clock) -> Moment | None:
@@ -338,7 +338,8 @@ class Interprocess:
             f"{range_} is exported, but nothing lets importers wait for {missing}.",
             f"synchronise with {by} first, or record an interprocess event there that importers wait for.",
             range_,
-            (("this call", stack), ("used", missing.stack), ("allocated", range_.stack)),
+            stack,
+            used=missing.stack,
         )
 
     # -- recordings of other processes -----------------------------------------------------------------------

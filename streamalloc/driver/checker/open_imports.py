@@ -13,7 +13,7 @@ import os
 import tempfile
 from pathlib import Path
 
-__all__ = ["alive", "close_import", "directory", "importers", "open_import"]
+__all__ = ["alive", "close_import", "digest", "directory", "importers", "open_import"]
 
 _numbers = itertools.count()
 
@@ -26,13 +26,14 @@ def directory() -> Path:
     return found
 
 
-def _digest(exported: bytes) -> str:
-    return hashlib.sha256(exported).hexdigest()[:32]
+def digest(exported: bytes) -> bytes:
+    """A name of 32 characters for export data."""
+    return hashlib.sha256(exported).hexdigest()[:32].encode()
 
 
 def open_import(exported: bytes) -> Path | None:
     """Add an entry for an import of this process; None where the directory cannot be written."""
-    path = directory() / f"{_digest(exported)}-{os.getpid()}-{next(_numbers)}"
+    path = directory() / f"{digest(exported).decode()}-{os.getpid()}-{next(_numbers)}"
     try:
         path.touch()
     except OSError:
@@ -49,7 +50,7 @@ def close_import(entry: Path) -> None:
 def importers(exported: bytes) -> list[int]:
     """The other processes that have an import of this export data."""
     found = []
-    for entry in directory().glob(f"{_digest(exported)}-*"):
+    for entry in directory().glob(f"{digest(exported).decode()}-*"):
         process = int(entry.name.split("-")[1])
         if process == os.getpid():
             continue

@@ -443,7 +443,7 @@ class State:
                     f"a kernel on {stream.name} uses a part of {range_} where no memory is mapped.",
                     "map memory there and grant access before the use (cuMemMap, cuMemSetAccess).",
                     range_,
-                    (("this call", stack), ("reserved", range_.stack)),
+                    stack,
                 )
 
     def _queue_use(
@@ -560,7 +560,8 @@ class State:
                         f"orders it after {use}.",
                         missing_order(use, self.thread()),
                         range_,
-                        (("this call", stack), ("used", use.stack), ("allocated", range_.stack)),
+                        stack,
+                        used=use.stack,
                     )
 
     # -- memory ----------------------------------------------------------------------------------------------
