@@ -162,18 +162,12 @@ def _names_value(state: State, name: str, args: Arguments) -> Finish:
     return state.stale(args[0], name, ((args[1], 4, True),), here())
 
 
-def _writes_value(bits: int) -> After:
-    def rule(state: State, name: str, args: Arguments, answer: Answer) -> None:
+def _value(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    bits = int(name[-2:])
+    if "Write" in name:
         state.write_value(args[0], number_of(args[1]), number_of(args[2]), bits)
-
-    return rule
-
-
-def _waits_value(bits: int) -> After:
-    def rule(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    else:
         state.wait_value(args[0], number_of(args[1]), number_of(args[2]), int(args[3]), bits)
-
-    return rule
 
 
 def _values(state: State, name: str, args: Arguments, answer: Answer) -> None:
@@ -196,6 +190,7 @@ def batch_of_values(state: State, stream: Any, operations: Any) -> None:
             state.write_value(stream, number_of(write.address), value, bits)
 
 
+_VALUES = "cuStreamWriteValue32 cuStreamWriteValue64 cuStreamWaitValue32 cuStreamWaitValue64"
 RULES = rules(
     after={
         "cuStreamCreate cuStreamCreateWithPriority cuGreenCtxStreamCreate": _makes_stream,
@@ -207,14 +202,11 @@ RULES = rules(
         "cuGreenCtxRecordEvent": _records_elsewhere,
         "cuGreenCtxWaitEvent": _green_context_waits,
         "cuWaitExternalSemaphoresAsync": _waits_for_others,
-        "cuStreamWriteValue32": _writes_value(32),
-        "cuStreamWriteValue64": _writes_value(64),
-        "cuStreamWaitValue32": _waits_value(32),
-        "cuStreamWaitValue64": _waits_value(64),
+        _VALUES: _value,
         "cuStreamBatchMemOp": _values,
     },
     before={
-        "cuStreamWriteValue32 cuStreamWriteValue64 cuStreamWaitValue32 cuStreamWaitValue64": _names_value,
+        _VALUES: _names_value,
         "cuStreamDestroy": _ends(lambda state: state.streams, lambda state, stream: state.retire(stream)),
         "cuStreamSynchronize": _synchronises,
         "cuStreamQuery": _queries,
