@@ -59,9 +59,8 @@ class Judge:
             ordered = CERTAIN if born.actor is actor else order(clock, born.actor.number, born.time)
             if ordered != CERTAIN or range_.pending:
                 formerly, more = _formerly(range_)
-                what = (
-                    f"{free} frees {range_}, but nothing orders it after its allocation on {born.actor.name}{formerly}."
-                )
+                where = f"{born.actor.name}{formerly}"
+                what = f"{free} frees {range_}, but nothing orders it after its allocation on {where}."
                 self.report(
                     "free before allocation", what, missing_order(born, actor), range_, stack, ordered=ordered, **more
                 )
@@ -208,13 +207,11 @@ class Judge:
             return  # reported at the free
         if ended.actor is actor or self.timeline.order(clock, ended.actor.number, ended.time):
             what = f"{access} uses {range_} after {ended} freed it."
-            self.report(
-                "use after free", what, f"call {ended.what} after this use.", range_, access.stack, freed=ended.stack
-            )
+            kind, remedy = "use after free", f"call {ended.what} after this use."
         else:
             what = f"{access} uses {range_}, but nothing orders it before {ended}, which frees it."
-            remedy = missing_order(access, ended.actor)
-            self.report("free racing a use", what, remedy, range_, access.stack, freed=ended.stack)
+            kind, remedy = "free racing a use", missing_order(access, ended.actor)
+        self.report(kind, what, remedy, range_, access.stack, freed=ended.stack)
 
     def _before_birth(self, piece: Piece, born: Moment, access: Access, clock: Clock, ordered: int) -> None:
         range_, low, high = piece
@@ -242,7 +239,7 @@ class Judge:
     def report(
         self, kind: str, what: str, remedy: str, range_: Range, call: Stack, *, ordered: int = 0, **places: Stack
     ) -> None:
-        """Report a hazard of a range; ``ordered`` is the order that there is all the same, ``places`` further places."""
+        """Report a hazard of a range; ``ordered`` is the order that there is all the same."""
         made = "imported" if range_.kind.startswith("import") else "allocated"
         shown: list[tuple[str, Stack]] = []
         for name, stack in {"this call": call, **places, made: range_.stack}.items():

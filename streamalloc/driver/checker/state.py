@@ -39,7 +39,7 @@ from streamalloc.driver.checker.reports import Hazard
 from streamalloc.driver.checker.stacks import Launched, Stack, here, place_of
 from streamalloc.driver.checker.wait_values import WaitValues
 
-__all__ = ["KERNEL", "OPENED", "Array", "Physical", "State", "Touch", "number_of"]
+__all__ = ["KERNEL", "OPENED", "Array", "Physical", "State", "Touch", "nothing", "number_of"]
 
 Touch = tuple[int, int, bool]
 """Address, number of bytes, and whether they are written."""
@@ -62,7 +62,7 @@ _KEEP_ADDRESSES = ("allocation", "import", "mapping", "array")
 """Kinds whose addresses stay reserved after the free."""
 
 
-def _nothing(answer: tuple[Any, ...]) -> None:
+def nothing(answer: tuple[Any, ...]) -> None:
     """Do nothing with the answer."""
 
 
@@ -476,7 +476,7 @@ class State:
         """
         gone = [one for one in self._pieces(touched) if one[0][0].ended is not None]
         if not gone:
-            return _nothing
+            return nothing
         stream = self.stream(handle) if in_order else None
         if stream is None:
             return self._stale(gone, self.thread(), self.timeline.everything(), what, stack)
@@ -484,12 +484,12 @@ class State:
             return self.stale_at_launch(what, touched, stack)
         elif stream.obstacle is None:
             return self._stale(gone, stream, self.timeline.before_next(stream), what, stack)
-        return _nothing
+        return nothing
 
     def stale_at_launch(self, what: str, touched: Iterable[Touch], stack: Stack) -> Finish:
         """Report that a graph gets an operation on memory that was freed; a pool or a mapping may have it again."""
         gone = [one for one in self._pieces(touched) if one[0][0].vacated]
-        return self._stale(gone, self.thread(), self.timeline.everything(), what, stack) if gone else _nothing
+        return self._stale(gone, self.thread(), self.timeline.everything(), what, stack) if gone else nothing
 
     def _stale(self, gone: Pieces, actor: Actor, clock: Clock, what: str, stack: Stack) -> Finish:
         late = []
@@ -589,7 +589,7 @@ class State:
         stream = self.stream(handle)
         if found is None or found.base != address:
             self.timeline.submit(stream, lambda stream: None)
-            return _nothing
+            return nothing
         capture = self.capture_of(stream)
         if capture is not None:
             return self._captured_free(capture, stream, handle, Node("free", what, stack, range=found))
@@ -689,14 +689,15 @@ class State:
 
     def _use_word(self, stream: Stream, what: str, address: int, nbytes: int) -> None:
         """Queue a use of a value in device memory, which has to be allocated; it races with no other use."""
-        pieces = [one for one in self.addresses.pieces(address, nbytes) if one[0].kind not in HOST_KINDS]
-        if pieces:
-            stack = here()
+        found = self.addresses.find(address)
+        if found is None or found.kind in HOST_KINDS:
+            return
+        pieces, stack = ((found, address, address + nbytes),), here()
 
-            def use(stream: Stream) -> None:
-                self.judge.use(pieces, Access(stream, what, stack, True), stream.clock, races=False)
+        def use(stream: Stream) -> None:
+            self.judge.use(pieces, Access(stream, what, stack, True), stream.clock, races=False)
 
-            self.timeline.submit(stream, use)
+        self.timeline.submit(stream, use)
 
     def wait_value(self, handle: Any, address: int, value: int, flag: int, bits: int) -> None:
         """Queue a wait for a value in a stream (``cuStreamWaitValue32``)."""

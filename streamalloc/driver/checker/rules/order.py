@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 
 from streamalloc.driver.bindings import cuda
 from streamalloc.driver.checker.events import Event
-from streamalloc.driver.checker.rules.rule import After, Answer, Arguments, Before, Finish, rules
+from streamalloc.driver.checker.rules.rule import Answer, Arguments, Before, Finish, rules
 from streamalloc.driver.checker.stacks import from_package, here
-from streamalloc.driver.checker.state import State, number_of
+from streamalloc.driver.checker.state import State, nothing, number_of
 
 __all__ = ["RULES", "batch_of_values"]
 
@@ -157,8 +157,11 @@ def _happened(count: int) -> Before:
 
 def _names_value(state: State, name: str, args: Arguments) -> Finish:
     """Check the memory of a value before its call; other processes may see a written value during the call."""
-    if "Write" in name:
+    if state.interprocess.leaving and "Write" in name:
         state.interprocess.notifies(state.stream(args[0]))
+    found = state.addresses.find(number_of(args[1]))
+    if found is None or found.ended is None:
+        return nothing
     return state.stale(args[0], name, ((args[1], 4, True),), here())
 
 

@@ -13,6 +13,7 @@ from tests.driver.checker.corpus.bench import CASES, PAGE, SIZE, Bench, Case, ha
 from tests.driver.checker.corpus.nodes import Graph
 
 _GONE = "calls of hardware on memory that is not there"
+_SYNC = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_SYNC_MEMOPS
 _LIBC = ctypes.CDLL(None)
 _LIBC.mmap.restype = ctypes.c_void_p
 _LIBC.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
@@ -37,7 +38,6 @@ _CALLS: dict[str, Callable[[Bench, int], object]] = {
     "filled_by_a_node": lambda b, address: Graph(b).fill(address),
     "set_up_for_synchronous_copies": lambda b, address: b.raw("cuPointerSetAttribute", True, _SYNC, address),
 }
-_SYNC = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_SYNC_MEMOPS
 
 
 def _add(name: str, call: Callable[[Bench, int], object]) -> None:
