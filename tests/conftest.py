@@ -49,6 +49,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
             item.add_marker(pytest.mark.streamalloc(**_SHORT[mark.name](*mark.args)))
         elif mark.name == "bindings" and _version(BINDINGS_VERSION) < _version(mark.args[0]):
             item.add_marker(pytest.mark.skip(reason=f"needs cuda-bindings {mark.args[0]}, found {BINDINGS_VERSION}"))
+        elif mark.name == "unchecked" and os.environ.get("STREAMALLOC_CHECK") == "raise":
+            item.add_marker(pytest.mark.skip(reason=f"not with a checker that raises: {mark.args[0]}"))
 
 
 def _version(text: str) -> tuple[int, ...]:

@@ -205,6 +205,9 @@ class Stream(Closes):
             stream._session.create(stream, "_raw", "cuStreamCreateWithPriority", int(flags), priority)
         stream._open(non_blocking=not blocking)
         _made_here(stream._session).add(stream)
+        listener = stream._session.listener
+        if name and listener is not None:
+            listener.named(stream._raw, name)
         return stream
 
     @classmethod

@@ -19,6 +19,9 @@ class Listener(Protocol):
     def lent(self, stream: Any, used: bool) -> None:
         """Record that code outside this package has the handle of ``stream``; ``used``: it queues work there."""
 
+    def named(self, stream: Any, name: str) -> None:
+        """Record the name of a new stream."""
+
     def shared(self, address: int, nbytes: int, stream: Any, name: bytes) -> None:
         """Record that importers may use ``nbytes`` bytes after the work queued in ``stream`` so far.
 

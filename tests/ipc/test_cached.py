@@ -68,6 +68,7 @@ def test_after_it_was_closed(
     partner.give(buffer).close()
     with device.create_stream() as other:
         if end == "on another stream":
+            other.wait(stream)
             buffer.free(other)
         elif end == "with":
             with buffer:

@@ -11,16 +11,16 @@ the work: the host may then notify importers in ways that no checker sees.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import mmap
 import os
 import secrets
-import struct
 import weakref
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from streamalloc.driver.checker.open_imports import directory
+import numpy as np
+
+from streamalloc.driver.checker.open_imports import alive, digest, directory
 
 __all__ = ["Announced", "Board", "Entry", "event_of", "post_of", "posts_of"]
 
@@ -28,31 +28,31 @@ EVENTS, POSTS = 256, 768
 """Entries of a board for events, and for posts."""
 COVERS = 4
 """Recordings that a post names at most."""
-# Name; recordings of an event, or number of recordings that a post names; part of the memory (0, 0 for all); indices of
-# the events and numbers of their recordings.
-_ENTRY = struct.Struct(f"<16s3Q{COVERS}I{COVERS}Q")
-_BYTES = _ENTRY.size * (EVENTS + POSTS)
-_NAME = 16
-_EMPTY = bytes(_ENTRY.size)
+_ENTRY = np.dtype(
+    [("name", "S32"), ("number", "u8"), ("part", "u8", 2), ("events", "u4", COVERS), ("numbers", "u8", COVERS)]
+)
+"""Name; recordings of an event, or number of recordings that a post names; offsets of the part of the memory (0, 0 for
+all); indices of the events and numbers of their recordings."""
 
 
-def _digest(name: bytes) -> bytes:
-    return hashlib.sha256(name).digest()[:_NAME]
-
-
-class Entry(NamedTuple):
+@dataclass(frozen=True)
+class Entry:
     """An entry of the board of another process."""
 
-    board: mmap.mmap
+    board: Any = field(compare=False)
     at: int
     name: bytes
     process: int
 
     @property
+    def is_there(self) -> bool:
+        """Whether the entry still has its name."""
+        return bool(self.board["name"][self.at] == self.name)
+
+    @property
     def number(self) -> int:
         """Recordings of the event; 0 where the entry belongs to another event by now."""
-        name, number = struct.unpack_from("<16sQ", self.board, self.at)
-        return int(number) if name == self.name else 0
+        return int(self.board["number"][self.at]) if self.is_there else 0
 
 
 class Board:
@@ -60,9 +60,7 @@ class Board:
 
     def __init__(self) -> None:
         self._path = _folder() / f"{os.getpid()}-{secrets.token_hex(4)}"
-        with open(self._path, "xb+") as file:
-            file.truncate(_BYTES)
-            self._bytes = mmap.mmap(file.fileno(), _BYTES)
+        self._entries: Any = np.asarray(np.memmap(self._path, _ENTRY, "w+", shape=EVENTS + POSTS))
         self._free = list(reversed(range(EVENTS)))
         self._posts = 0
         weakref.finalize(self, _unlink, self._path, os.getpid())
@@ -73,23 +71,21 @@ class Board:
 
     def drop_event(self, index: int) -> None:
         """Remove the name of a destroyed event; the next event at this index counts on from its number."""
-        self._bytes[index * _ENTRY.size : index * _ENTRY.size + _NAME] = bytes(_NAME)
+        self._entries["name"][index] = b""
         self._free.insert(0, index)
 
     def name_event(self, index: int, name: bytes) -> None:
         """Set the name by which other processes find an event."""
-        at = index * _ENTRY.size
-        self._bytes[at : at + _NAME] = _digest(name)
+        self._entries["name"][index] = digest(name)
 
     def record(self, index: int) -> int:
         """Count a recording of an event; its number."""
-        number = self.number(index) + 1
-        struct.pack_into("<Q", self._bytes, index * _ENTRY.size + _NAME, number)
-        return number
+        self._entries["number"][index] += 1
+        return self.number(index)
 
     def number(self, index: int) -> int:
         """The number of recordings of an event."""
-        return int(struct.unpack_from("<Q", self._bytes, index * _ENTRY.size + _NAME)[0])
+        return int(self._entries["number"][index])
 
     def post(
         self, name: bytes, covers: list[tuple[int, int]], part: tuple[int, int] = (0, 0), index: int | None = None
@@ -101,20 +97,18 @@ class Board:
         if index is None:
             index = EVENTS + self._posts % POSTS
             self._posts += 1
-        at = index * _ENTRY.size
-        covers = covers[:COVERS]
-        rest = [0] * (COVERS - len(covers))
-        events, numbers = [one for one, _ in covers], [number for _, number in covers]
-        self._bytes[at : at + _NAME] = bytes(_NAME)
-        form = f"<3Q{COVERS}I{COVERS}Q"
-        struct.pack_into(form, self._bytes, at + _NAME, len(covers), *part, *events, *rest, *numbers, *rest)
+        entry = self._entries[index]
+        entry["name"] = b""
+        entry["number"], entry["part"] = len(covers[:COVERS]), part
+        for at, (event, number) in enumerate(covers[:COVERS]):
+            entry["events"][at], entry["numbers"][at] = event, number
         # The name comes last: readers find the post by it.
-        self._bytes[at : at + _NAME] = _digest(name)
+        entry["name"] = digest(name)
         return index
 
     def remove_post(self, index: int) -> None:
         """Remove a post."""
-        self._bytes[index * _ENTRY.size : (index + 1) * _ENTRY.size] = _EMPTY
+        self._entries["name"][index] = b""
 
     def close(self) -> None:
         """Remove the board."""
@@ -140,11 +134,10 @@ class Announced(NamedTuple):
     @property
     def over(self) -> bool:
         """Whether the exporter has removed the post or has ended."""
-        name = self.post.board[self.post.at : self.post.at + _NAME]
-        return bytes(name) != self.post.name or not Path(f"/proc/{self.post.process}").exists()
+        return not (self.post.is_there and alive(self.post.process))
 
 
-_boards: dict[str, mmap.mmap] = {}
+_boards: dict[str, Any] = {}
 """Boards of other processes by file name."""
 
 
@@ -158,43 +151,41 @@ def _look() -> None:
     """Map the boards of all processes; remove those of processes that have ended."""
     there = set()
     for path in _folder().iterdir():
-        process = path.name.partition("-")[0]
-        if process == str(os.getpid()):
+        process = int(path.name.partition("-")[0])
+        if process == os.getpid():
             continue
         with contextlib.suppress(OSError, ValueError):
-            if not Path(f"/proc/{process}").exists():
+            if not alive(process):
                 path.unlink()
-            elif path.name in _boards or path.stat().st_size == _BYTES:
+            elif path.name in _boards or path.stat().st_size == (EVENTS + POSTS) * _ENTRY.itemsize:
                 if path.name not in _boards:
-                    with open(path, "rb") as file:
-                        _boards[path.name] = mmap.mmap(file.fileno(), _BYTES, access=mmap.ACCESS_READ)
+                    _boards[path.name] = np.asarray(np.memmap(path, _ENTRY, "r"))
                 there.add(path.name)
     for gone in _boards.keys() - there:
         # An entry may still refer to the mapping, which lives as long.
         del _boards[gone]
 
 
-def _find(name: bytes, first: int, count: int) -> list[Entry]:
+def _find(name: bytes, posts: bool) -> list[Entry]:
     with contextlib.suppress(OSError):
         _look()
-    wanted, found = _digest(name), []
-    for path, board in _boards.items():
-        start, end = first * _ENTRY.size, (first + count) * _ENTRY.size
-        while (at := board.find(wanted, start, end)) >= 0:
-            start = at + 1
-            if at % _ENTRY.size == 0:
-                found.append(Entry(board, at, wanted, int(path.partition("-")[0])))
-    return found
+    wanted = digest(name)
+    return [
+        Entry(board, at, wanted, int(path.partition("-")[0]))
+        for path, board in _boards.items()
+        for at in np.flatnonzero(board["name"] == wanted).tolist()
+        if (at >= EVENTS) is posts
+    ]
 
 
 def event_of(name: bytes) -> Entry | None:
     """The entry of another process's event, by its export data."""
-    return next(iter(_find(name, 0, EVENTS)), None)
+    return next(iter(_find(name, posts=False)), None)
 
 
 def posts_of(name: bytes) -> list[Announced]:
     """The posts about memory of other processes, by its export data."""
-    return [_read(found) for found in _find(name, EVENTS, POSTS)]
+    return [_read(found) for found in _find(name, posts=True)]
 
 
 def post_of(name: bytes) -> Announced | None:
@@ -203,9 +194,11 @@ def post_of(name: bytes) -> Announced | None:
 
 
 def _read(found: Entry) -> Announced:
-    _, count, low, high, *rest = _ENTRY.unpack_from(found.board, found.at)
-    covers = []
-    for index, number in zip(rest[:COVERS], rest[COVERS:], strict=True):
-        at = min(index, EVENTS - 1) * _ENTRY.size
-        covers.append((Entry(found.board, at, bytes(found.board[at : at + _NAME]), found.process), number))
-    return Announced(found, tuple(covers[: min(count, COVERS)]), (low, high))
+    board, at = found.board, found.board[found.at]
+    pairs = list(zip(at["events"].tolist(), at["numbers"].tolist(), strict=True))[: int(at["number"])]
+    covers = [
+        (Entry(board, event % EVENTS, bytes(board["name"][event % EVENTS]), found.process), number)
+        for event, number in pairs
+    ]
+    low, high = at["part"].tolist()
+    return Announced(found, tuple(covers), (low, high))

@@ -162,7 +162,12 @@ class Checked(Wrapper):
         try:
             return function(*args)
         finally:
-            self._lock.acquire()
+            try:
+                self._lock.acquire()
+            except BaseException:
+                # A signal handler has raised; the block of the caller releases the lock.
+                self._lock.acquire()
+                raise
             self._observing = threading.get_ident()
 
     def _before(self, name: str, args: tuple[Any, ...]) -> Finish | None:
@@ -201,6 +206,7 @@ class Checked(Wrapper):
 
     def _after(self, name: str, args: tuple[Any, ...], answer: tuple[Any, ...], finish: Finish | None) -> None:
         state, succeeded = self._state, not answer[0]
+        state.look()
         if succeeded and name in COUNTED:
             stream = args[-1] if name in ("cuMemAllocAsync", "cuMemAllocFromPoolAsync") else None
             captured = bool(state.captures) and stream is not None and state.stream(stream) in state.captures
@@ -209,7 +215,6 @@ class Checked(Wrapper):
             finish(answer)
         rule = RULES.get(name)
         if succeeded and rule is not None and rule.after is not None:
-            state.look()
             rule.after(state, name, args, answer)
         shared = state.interprocess
         if shared.posted or shared.leaving or shared.written:
@@ -282,6 +287,10 @@ class Checked(Wrapper):
     def lent(self, stream: Any, used: bool) -> None:
         """Record that code outside this package has the handle of ``stream``; ``used``: that it queues work there."""
         self._notified(False, self._lend, stream, used)
+
+    def named(self, stream: Any, name: str) -> None:
+        """Record the name of a new stream, for reports."""
+        self._notified(False, self._state.rename, stream, name)
 
     def shared(self, address: int, nbytes: int, stream: Any, name: bytes) -> None:
         """Record that importers may use memory after the queued work of ``stream``; ``name`` is for :meth:`opened`."""
@@ -362,6 +371,7 @@ class Checked(Wrapper):
         function = kind(theirs)
 
         def run(*args: Any) -> None:
+            self._alone(self._state.look)
             self._alone(call.begins)
             try:
                 function(*args)

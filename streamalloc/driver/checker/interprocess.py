@@ -25,6 +25,10 @@ _MOST_ANNOUNCEMENTS = 256
 """Announcements of the facade that are kept."""
 
 
+def _nothing() -> None:
+    """Do nothing."""
+
+
 class _Written:
     """A part of exported memory that was written, and the event recordings that come after."""
 
@@ -61,8 +65,8 @@ class Interprocess:
         self.exported: dict[Range, bytes] = {}
         self.entries: dict[Range, Path] = {}
         """Entry of each open import in the directory of open imports."""
-        self.leaving: dict[Range, Path] = {}
-        """Entries of imports whose free is queued and not known to have run."""
+        self.leaving: dict[Range, tuple[Path, Stream]] = {}
+        """Entries of imports whose free is queued and not known to have run, with the stream of the free."""
         self.written: dict[Range, list[_Written]] = {}
         """Parts that were written since the export, by range."""
         self.imported: dict[Range, bytes] = {}
@@ -84,9 +88,14 @@ class Interprocess:
 
     def import_ended(self, range_: Range) -> None:
         """Remove the entry of an import."""
-        entry = self.entries.pop(range_, None) or self.leaving.pop(range_, None)
+        entry = self.entries.pop(range_, None) or self.leaving.pop(range_, (None,))[0]
         if entry is not None:
             open_imports.close_import(entry)
+
+    def notifies(self, stream: Stream) -> None:
+        """Record that a stream notifies other processes of its queued work, the frees of imports included."""
+        for range_ in [one for one, (_, on) in self.leaving.items() if on is stream]:
+            self.import_ended(range_)
 
     def close(self) -> None:
         """Remove everything that other processes can see."""
@@ -95,12 +104,15 @@ class Interprocess:
         if self.board is not None:
             self.board.close()
 
-    def frees(self, range_: Range, what: str, stack: Stack, at_once: bool = False) -> None:
-        """Begin a free of memory that may be exported or imported; ``at_once``: by the host."""
-        if at_once:
+    def frees(self, range_: Range, what: str, stack: Stack, stream: Stream | None = None) -> Callable[[], None]:
+        """Begin a free of memory that may be exported or imported; None for the stream: by the host.
+
+        The result checks, when the free runs, that no other process has an import of the memory.
+        """
+        if stream is None:
             self.import_ended(range_)
         elif range_ in self.entries:
-            self.leaving[range_] = self.entries.pop(range_)
+            self.leaving[range_] = (self.entries.pop(range_), stream)
             if len(self.leaving) > _MOST_FREES:
                 self.import_ended(next(iter(self.leaving)))
         self.imported.pop(range_, None)
@@ -108,8 +120,11 @@ class Interprocess:
             self._forget_written(one)
         exported = self.exported.pop(range_, None)
         if exported is None:
-            return
+            return _nothing
         self.exports.pop(exported, None)
+        return lambda: self._check_importers(range_, exported, what, stack)
+
+    def _check_importers(self, range_: Range, exported: bytes, what: str, stack: Stack) -> None:
         importers = open_imports.importers(exported)
         if importers:
             self._judge.report(
@@ -117,7 +132,7 @@ class Interprocess:
                 f"{what} frees {range_}, but process {', '.join(map(str, importers))} has not freed its import.",
                 "free it after every importer has freed its pointer and notified this process.",
                 range_,
-                (("this call", stack), ("allocated", range_.stack)),
+                stack,
             )
 
     def _missing(self, piece: Piece, clock: Clock) -> Moment | None:
@@ -323,7 +338,8 @@ class Interprocess:
             f"{range_} is exported, but nothing lets importers wait for {missing}.",
             f"synchronise with {by} first, or record an interprocess event there that importers wait for.",
             range_,
-            (("this call", stack), ("used", missing.stack), ("allocated", range_.stack)),
+            stack,
+            used=missing.stack,
         )
 
     # -- recordings of other processes -----------------------------------------------------------------------

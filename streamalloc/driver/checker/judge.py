@@ -11,7 +11,6 @@ from streamalloc.driver.checker.stacks import Launched, Stack
 
 __all__ = ["Judge", "missing_order"]
 
-Places = Iterable[tuple[str, Stack]]
 _VERBS = {"unmap": "unmaps", "release": "releases", "": "frees"}
 
 
@@ -52,7 +51,8 @@ class Judge:
                 f"{free} frees {range_} again: {range_.ended} had freed it.",
                 "free it once.",
                 range_,
-                (("this call", stack), ("freed", range_.ended.stack)),
+                stack,
+                freed=range_.ended.stack,
             )
             return
         if born is not None and not ending:
@@ -60,13 +60,9 @@ class Judge:
             if ordered != CERTAIN or range_.pending:
                 formerly, more = _formerly(range_)
                 where = f"{born.actor.name}{formerly}"
+                what = f"{free} frees {range_}, but nothing orders it after its allocation on {where}."
                 self.report(
-                    "free before allocation",
-                    f"{free} frees {range_}, but nothing orders it after its allocation on {where}.",
-                    missing_order(born, actor),
-                    range_,
-                    (("this call", stack), ("allocated", range_.stack), *more),
-                    ordered,
+                    "free before allocation", what, missing_order(born, actor), range_, stack, ordered=ordered, **more
                 )
         for use in range_.last.values():
             if use.actor is actor:
@@ -78,8 +74,9 @@ class Judge:
                     f"{free} {_VERBS[ending]} {range_}, but nothing orders it after {use}.",
                     missing_order(use, actor),
                     range_,
-                    (("this call", stack), ("used", use.stack), ("allocated", range_.stack)),
-                    ordered,
+                    stack,
+                    ordered=ordered,
+                    used=use.stack,
                 )
         for one in range_.imports:
             if one.kind.startswith("import") and not self._import_ended(range_, one.ended, actor, clock):
@@ -88,7 +85,8 @@ class Judge:
                     f"{free} frees {range_}, but nothing orders it after the free of its import at {one.base:#x}.",
                     "free the imported pointer first." if one.ended is None else missing_order(one.ended, actor),
                     range_,
-                    (("this call", stack), ("imported", one.stack)),
+                    stack,
+                    imported=one.stack,
                 )
         range_.ended = free
         range_.freed_after = None if actor.is_host else clock.copy()
@@ -101,8 +99,18 @@ class Judge:
 
     # -- use -------------------------------------------------------------------------------------------------
 
-    def use(self, pieces: Iterable[Piece], access: Access, clock: Clock, device: int | None = None) -> None:
-        """Record a read or write of addresses; ``device`` is given where only the checker checks its rights."""
+    def use(
+        self,
+        pieces: Iterable[Piece],
+        access: Access,
+        clock: Clock,
+        device: int | None = None,
+        races: bool = True,
+    ) -> None:
+        """Record a read or write of addresses; ``device`` is given where only the checker checks its rights.
+
+        ``races`` is False for a use that has an order with other uses by its value.
+        """
         actor, number, order = access.actor, access.actor.number, self.timeline.order
         for range_, low, high in pieces:
             if range_.ended is not None:
@@ -122,13 +130,15 @@ class Judge:
                     f"{access} {did} {range_}, but device {device} has {rights} to it.",
                     f"grant device {device} access (cuMemSetAccess, cuMemPoolSetAccess).",
                     range_,
-                    (("this call", access.stack), ("allocated", range_.stack)),
+                    access.stack,
                 )
             for contents in range_.awaited:
                 self._await(range_, low, high, contents, access, clock)
             range_.last[number] = access
             if len(range_.last) > MANY_USERS:
                 self._forget(range_.last)
+            if not races:
+                continue
             for memory, start, end in range_.physical(low, high):
                 for before, ordered in memory.touch(start, end, access, clock, order, self._forget):
                     if not (access.atomic and before.atomic) and not self._is_open(range_, before):
@@ -146,7 +156,7 @@ class Judge:
                 f"{access} reads {range_}, but nothing has written these bytes.",
                 "write them first, or report the kernel that writes them with used().",
                 range_,
-                (("this call", access.stack), ("allocated", range_.stack)),
+                access.stack,
             )
 
     def _await(self, range_: Range, low: int, high: int, contents: Contents, access: Access, clock: Clock) -> None:
@@ -162,7 +172,7 @@ class Judge:
             f"{access} uses {range_}, but nothing orders it after the writes of {contents.whose}.",
             f"{access.actor.name} must wait for {contents.remedy}.",
             range_,
-            (("this call", access.stack), ("imported", range_.stack)),
+            access.stack,
         )
 
     def _forget(self, uses: dict[int, Access]) -> None:
@@ -173,11 +183,10 @@ class Judge:
                 del uses[number]
 
     def _race(self, range_: Range, before: Access, access: Access, ordered: int) -> None:
-        places = [("this call", access.stack), ("allocated", range_.stack)]
         if before.actor is access.actor:
             what = f"{access} reads and writes the same bytes of {range_} in no defined order."
             remedy = "separate the source from the target, or use several operations."
-            self.report("race", what, remedy, range_, places)
+            self.report("race", what, remedy, range_, access.stack)
             return
         did, earlier = ("writes" if one.write else "reads" for one in (access, before))
         self.report(
@@ -185,8 +194,9 @@ class Judge:
             f"{access} {did} {range_}, but nothing orders it after {before}, which {earlier} the same bytes.",
             missing_order(before, access.actor),
             range_,
-            (places[0], ("used", before.stack), places[1]),
-            ordered,
+            access.stack,
+            ordered=ordered,
+            used=before.stack,
         )
 
     def _after_end(self, range_: Range, access: Access, clock: Clock) -> None:
@@ -195,18 +205,17 @@ class Judge:
         queued = range_.last.pop(actor.number, None)
         if queued is not None and queued.time == NEVER:
             return  # reported at the free
-        places = (("this call", access.stack), ("freed", ended.stack), ("allocated", range_.stack))
         if ended.actor is actor or self.timeline.order(clock, ended.actor.number, ended.time):
             what = f"{access} uses {range_} after {ended} freed it."
-            self.report("use after free", what, f"call {ended.what} after this use.", range_, places)
+            kind, remedy = "use after free", f"call {ended.what} after this use."
         else:
             what = f"{access} uses {range_}, but nothing orders it before {ended}, which frees it."
-            self.report("free racing a use", what, missing_order(access, ended.actor), range_, places)
+            kind, remedy = "free racing a use", missing_order(access, ended.actor)
+        self.report(kind, what, remedy, range_, access.stack, freed=ended.stack)
 
     def _before_birth(self, piece: Piece, born: Moment, access: Access, clock: Clock, ordered: int) -> None:
         range_, low, high = piece
         actor = access.actor
-        places = [("this call", access.stack), ("allocated", range_.stack)]
         for previous in () if ordered else range_.previous:
             first, ended = previous.born, previous.ended
             if first is None or ended is None or previous.end <= low or high <= previous.base:
@@ -218,36 +227,35 @@ class Judge:
                     f"{born.actor.name}.",
                     f"free it after this use: {missing_order(access, ended.actor)}",
                     range_,
-                    (*places, ("freed", ended.stack)),
+                    access.stack,
+                    freed=ended.stack,
                 )
                 return
         formerly, more = _formerly(range_)
-        self.report(
-            "use before allocation",
-            f"{access} uses {range_}, but nothing orders it after its allocation on {born.actor.name}{formerly}.",
-            missing_order(born, actor),
-            range_,
-            (*places, *more),
-            ordered,
-        )
+        what = f"{access} uses {range_}, but nothing orders it after its allocation on {born.actor.name}{formerly}."
+        remedy = missing_order(born, actor)
+        self.report("use before allocation", what, remedy, range_, access.stack, ordered=ordered, **more)
 
-    def report(self, kind: str, what: str, remedy: str, range_: Range, places: Places, ordered: int = 0) -> None:
+    def report(
+        self, kind: str, what: str, remedy: str, range_: Range, call: Stack, *, ordered: int = 0, **places: Stack
+    ) -> None:
         """Report a hazard of a range; ``ordered`` is the order that there is all the same."""
+        made = "imported" if range_.kind.startswith("import") else "allocated"
         shown: list[tuple[str, Stack]] = []
-        for name, stack in places:
+        for name, stack in {"this call": call, **places, made: range_.stack}.items():
             shown.append((name, stack))
             if isinstance(stack, Launched):
                 shown.append((f"{name}, launched", stack.launch))
         self._found(Hazard(kind, what, remedy, range_.base, range_.size, ordered != BY_CHOICE, tuple(shown)))
 
 
-def _formerly(range_: Range) -> tuple[str, list[tuple[str, Stack]]]:
+def _formerly(range_: Range) -> tuple[str, dict[str, Stack]]:
     """The earlier owner of a range's addresses, as text and places."""
     for one in range_.previous:
         if one.ended is not None:
             text = f"; before that {one} was there, until {one.ended} freed it"
-            return text, [("allocated before", one.stack), ("freed before", one.ended.stack)]
-    return "", []
+            return text, {"allocated before": one.stack, "freed before": one.ended.stack}
+    return "", {}
 
 
 def missing_order(before: Moment, later: Actor) -> str:

@@ -13,7 +13,7 @@ import os
 import tempfile
 from pathlib import Path
 
-__all__ = ["close_import", "directory", "importers", "open_import"]
+__all__ = ["alive", "close_import", "digest", "directory", "importers", "open_import"]
 
 _numbers = itertools.count()
 
@@ -26,13 +26,14 @@ def directory() -> Path:
     return found
 
 
-def _digest(exported: bytes) -> str:
-    return hashlib.sha256(exported).hexdigest()[:32]
+def digest(exported: bytes) -> bytes:
+    """A name of 32 characters for export data."""
+    return hashlib.sha256(exported).hexdigest()[:32].encode()
 
 
 def open_import(exported: bytes) -> Path | None:
     """Add an entry for an import of this process; None where the directory cannot be written."""
-    path = directory() / f"{_digest(exported)}-{os.getpid()}-{next(_numbers)}"
+    path = directory() / f"{digest(exported).decode()}-{os.getpid()}-{next(_numbers)}"
     try:
         path.touch()
     except OSError:
@@ -49,12 +50,22 @@ def close_import(entry: Path) -> None:
 def importers(exported: bytes) -> list[int]:
     """The other processes that have an import of this export data."""
     found = []
-    for entry in directory().glob(f"{_digest(exported)}-*"):
+    for entry in directory().glob(f"{digest(exported).decode()}-*"):
         process = int(entry.name.split("-")[1])
         if process == os.getpid():
             continue
-        if Path(f"/proc/{process}").exists():
+        if alive(process):
             found.append(process)
         else:
             close_import(entry)
     return sorted(set(found))
+
+
+def alive(process: int) -> bool:
+    """Whether a process runs; one that has ended and that its parent has not waited for does not."""
+    try:
+        state = Path(f"/proc/{process}/stat").read_bytes()
+    except OSError:
+        return False
+    # The name before the state may contain anything.
+    return state.rpartition(b")")[2].split()[0] not in (b"Z", b"X")

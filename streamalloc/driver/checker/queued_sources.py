@@ -126,7 +126,8 @@ class QueuedSources:
                 "reads the same bytes.",
                 f"the host must synchronise with {one.stream.name} after its {one.what}.",
                 range_,
-                (("this call", here()), ("used", one.stack), ("allocated", range_.stack)),
+                here(),
+                used=one.stack,
             )
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import os
 import threading
 import weakref
@@ -41,7 +39,7 @@ from streamalloc.driver.checker.reports import Hazard
 from streamalloc.driver.checker.stacks import Launched, Stack, here, place_of
 from streamalloc.driver.checker.wait_values import WaitValues
 
-__all__ = ["KERNEL", "OPENED", "Array", "Physical", "State", "Touch", "number_of"]
+__all__ = ["KERNEL", "OPENED", "Array", "Physical", "State", "Touch", "nothing", "number_of"]
 
 Touch = tuple[int, int, bool]
 """Address, number of bytes, and whether they are written."""
@@ -63,12 +61,16 @@ _HOST = int(cuda.CUmemorytype.CU_MEMORYTYPE_HOST)
 _KEEP_ADDRESSES = ("allocation", "import", "mapping", "array")
 """Kinds whose addresses stay reserved after the free."""
 
-_mincore = ctypes.CDLL(None).mincore
-_mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 
-
-def _nothing(answer: tuple[Any, ...]) -> None:
+def nothing(answer: tuple[Any, ...]) -> None:
     """Do nothing with the answer."""
+
+
+def _contains(line: str, address: int) -> bool:
+    """Whether a line of ``/proc/self/maps`` is that of readable memory at an address."""
+    bounds, rights = line.split(maxsplit=2)[:2]
+    start, end = (int(one, 16) for one in bounds.split("-"))
+    return start <= address < end and rights[0] == "r"
 
 
 def number_of(value: Any) -> int:
@@ -206,13 +208,13 @@ class State:
         """Whether the driver does not know an address: it copies to such memory before the call returns."""
         return self.addresses.find(address) is None and self.ask("cuPointerGetAttribute", _MEMORY_TYPE, address) is None
 
-    def _is_there(self, range_: Range, address: int) -> bool:
-        """Whether memory lies at the addresses of a freed range."""
+    def _is_there(self, address: int) -> bool:
+        """Whether memory lies at an address of a freed range."""
         if self.ask("cuPointerGetAttribute", _MEMORY_TYPE, address) is not None:
             return True
-        page = mmap.PAGESIZE
-        # mincore fails for pages that are not mapped.
-        return range_.kind in HOST_KINDS and not _mincore(address // page * page, page, ctypes.byref(ctypes.c_ubyte()))
+        # Host memory may have the addresses of any freed memory; addresses that a driver keeps are not readable.
+        with open("/proc/self/maps") as maps:
+            return any(_contains(line, address) for line in maps)
 
     # -- threads and streams ---------------------------------------------------------------------------------
 
@@ -293,6 +295,11 @@ class State:
             self.foreign.uses(made)
         return made
 
+    def rename(self, handle: Any, name: str) -> None:
+        """Set the name of a stream in reports."""
+        stream = self.stream(handle)
+        stream.name = f"stream {name!r} ({stream.name.partition('(')[2]}"
+
     def all_streams(self, context: int | None = None) -> list[Stream]:
         """The streams of a context or of all; destroyed streams may still have work."""
         found = [*self.streams.values(), *self._legacy.values(), *self._per_thread, *self.timeline.retired]
@@ -365,6 +372,7 @@ class State:
             event.mark = self.timeline.record(stream)
             if event.shared:
                 self.sources.clear()
+                self.interprocess.notifies(stream)
                 number = self.interprocess.recorded(event)
                 self.timeline.submit(stream, lambda stream: self._publish(stream, event, number))
 
@@ -397,6 +405,10 @@ class State:
             (piece, write) for at, size, write in touched for piece in self.addresses.pieces(number_of(at), int(size))
         ]
 
+    def pieces(self, touched: Iterable[Touch]) -> Pieces:
+        """The ranges behind addresses, without freed ones whose addresses other memory may have."""
+        return [one for one in self._pieces(touched) if not one[0][0].vacated]
+
     def _prepare(self, pieces: Pieces) -> None:
         """Update what other processes have announced about memory before its use."""
         if self.interprocess.imported:
@@ -415,7 +427,7 @@ class State:
     ) -> Stream:
         """Queue reads and writes in a stream."""
         stream = self.stream(handle)
-        pieces = [one for one in self._pieces(touched) if not one[0][0].vacated]
+        pieces = self.pieces(touched)
         self._queue_use(stream, handle, Node("use", what, stack, pieces, kernel=kernel), atomic)
         return stream
 
@@ -431,7 +443,7 @@ class State:
                     f"a kernel on {stream.name} uses a part of {range_} where no memory is mapped.",
                     "map memory there and grant access before the use (cuMemMap, cuMemSetAccess).",
                     range_,
-                    (("this call", stack), ("reserved", range_.stack)),
+                    stack,
                 )
 
     def _queue_use(
@@ -456,24 +468,37 @@ class State:
                     range_.last[stream.number] = Access(stream, what, stack, write, time=NEVER)
         self.foreign.did(stream, number_of(handle))
 
-    def stale(self, handle: Any, what: str, touched: Iterable[Touch], stack: Stack) -> Finish:
+    def stale(self, handle: Any, what: str, touched: Iterable[Touch], stack: Stack, *, in_order: bool = True) -> Finish:
         """Report a use of memory that was certainly freed before, which the driver may refuse.
 
-        The result is to be called with the answer.
+        ``in_order`` is False for a call that names the memory, in no stream order. The result is to be called with the
+        answer.
         """
         gone = [one for one in self._pieces(touched) if one[0][0].ended is not None]
         if not gone:
-            return _nothing
-        stream, late = self.stream(handle), []
-        if stream in self.captures or stream.obstacle is not None:
-            return _nothing
-        clock = self.timeline.before_next(stream)
+            return nothing
+        stream = self.stream(handle) if in_order else None
+        if stream is None:
+            return self._stale(gone, self.thread(), self.timeline.everything(), what, stack)
+        if stream in self.captures:
+            return self.stale_at_launch(what, touched, stack)
+        elif stream.obstacle is None:
+            return self._stale(gone, stream, self.timeline.before_next(stream), what, stack)
+        return nothing
+
+    def stale_at_launch(self, what: str, touched: Iterable[Touch], stack: Stack) -> Finish:
+        """Report that a graph gets an operation on memory that was freed; a pool or a mapping may have it again."""
+        gone = [one for one in self._pieces(touched) if one[0][0].vacated]
+        return self._stale(gone, self.thread(), self.timeline.everything(), what, stack) if gone else nothing
+
+    def _stale(self, gone: Pieces, actor: Actor, clock: Clock, what: str, stack: Stack) -> Finish:
+        late = []
         for (range_, low, high), write in gone:
-            pieces, access, ended = ((range_, low, high),), Access(stream, what, stack, write), range_.ended
+            pieces, access, ended = ((range_, low, high),), Access(actor, what, stack, write), range_.ended
             assert ended is not None
-            if ended.actor is not stream and not self.timeline.certain(clock, ended.actor.number, ended.time):
+            if ended.actor is not actor and not self.timeline.certain(clock, ended.actor.number, ended.time):
                 continue
-            if range_.vacated and self._is_there(range_, low):
+            if range_.vacated and self._is_there(low):
                 # Other memory may have the addresses by now.
                 late.append((pieces, access))
             else:
@@ -535,7 +560,8 @@ class State:
                         f"orders it after {use}.",
                         missing_order(use, self.thread()),
                         range_,
-                        (("this call", stack), ("used", use.stack), ("allocated", range_.stack)),
+                        stack,
+                        used=use.stack,
                     )
 
     # -- memory ----------------------------------------------------------------------------------------------
@@ -563,17 +589,18 @@ class State:
         stream = self.stream(handle)
         if found is None or found.base != address:
             self.timeline.submit(stream, lambda stream: None)
-            return _nothing
+            return nothing
         capture = self.capture_of(stream)
         if capture is not None:
             return self._captured_free(capture, stream, handle, Node("free", what, stack, range=found))
         self.sources.check()
         self.sources.forget((found,))
-        self.interprocess.frees(found, what, stack)
+        check_importers = self.interprocess.frees(found, what, stack, stream)
         refused: list[bool] = []
 
         def free(stream: Stream) -> None:
             if not refused:
+                check_importers()
                 self.judge.free(found, stream, stream.clock, what, stack)
 
         def finish(answer: Any) -> None:
@@ -606,7 +633,7 @@ class State:
         self.sources.check()
         self.sources.forget(ended)
         for one in ended:
-            self.interprocess.frees(one, what, stack, at_once=True)
+            self.interprocess.frees(one, what, stack)()
             self.judge.free(one, thread, self.timeline.host, what, stack, ending)
 
         def finish(answer: Any) -> None:
@@ -656,7 +683,21 @@ class State:
         else:
             # The host may poll the value.
             self.sources.clear()
+            self.interprocess.notifies(stream)
+            self._use_word(stream, f"cuStreamWriteValue{bits}", address, bits // 8)
             self.values.write(stream, address, value)
+
+    def _use_word(self, stream: Stream, what: str, address: int, nbytes: int) -> None:
+        """Queue a use of a value in device memory, which has to be allocated; it races with no other use."""
+        found = self.addresses.find(address)
+        if found is None or found.kind in HOST_KINDS:
+            return
+        pieces, stack = ((found, address, address + nbytes),), here()
+
+        def use(stream: Stream) -> None:
+            self.judge.use(pieces, Access(stream, what, stack, True), stream.clock, races=False)
+
+        self.timeline.submit(stream, use)
 
     def wait_value(self, handle: Any, address: int, value: int, flag: int, bits: int) -> None:
         """Queue a wait for a value in a stream (``cuStreamWaitValue32``)."""
@@ -665,7 +706,25 @@ class State:
         if capture is not None:
             self.name(handle, capture.step(lambda handle: self.wait_value(handle, address, value, flag, bits)))
         else:
+            self._use_word(stream, f"cuStreamWaitValue{bits}", address, bits // 8)
+            held = stream.obstacle
             self.values.wait(stream, address, value, flag, bits)
+            if held is None and stream.obstacle is not None:
+                self._holds(stream, f"cuStreamWaitValue{bits}", address, bits // 8)
+
+    def _holds(self, stream: Stream, what: str, address: int, nbytes: int) -> None:
+        """Record the memory of a value that a stream waits for: it is in use until the wait is over."""
+        last = next((range_.last for range_, _, _ in self.addresses.pieces(address, nbytes)), {})
+        before, waiting = last.get(stream.number), Access(stream, what, here(), False, time=NEVER)
+        last[stream.number] = waiting
+
+        def over(stream: Stream) -> None:
+            if last.get(stream.number) is waiting:
+                del last[stream.number]
+                if before is not None:
+                    last[stream.number] = before
+
+        self.timeline.submit(stream, over)
 
     def host_call(self, stays: bool) -> HostCall:
         """A new host function; ``stays``: a graph has it."""

@@ -153,6 +153,14 @@ class TestWords:
         assert found.what.count("created at bench.py:") == 2
         assert "after its kernel" in found.remedy
 
+    def test_the_name_of_a_stream(self, machine: Any) -> None:
+        driver = sd.checked(machine)
+        with Bench(driver) as bench, bench.device.create_stream(name="loader") as loader:
+            memory = bench.new(bench.a)
+            memory.used(loader)
+            bench.done(memory)
+        assert "stream 'loader' (created at test_checked.py:" in self._only(driver).what
+
     def test_where_a_graph_was_launched(self, machine: Any) -> None:
         driver = sd.checked(machine)
         with Bench(driver) as bench:

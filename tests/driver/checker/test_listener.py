@@ -46,6 +46,9 @@ class Recorder:
     def lent(self, stream: Any, used: bool) -> None:
         self.seen.append("lent")
 
+    def named(self, stream: Any, name: str) -> None:
+        self.seen.append("named")
+
     def shared(self, address: int, nbytes: int, stream: Any, name: bytes) -> None:
         self.seen.append("shared")
 
@@ -66,7 +69,7 @@ def _share_and_open(machine: Any, recorder: Recorder | None) -> list[list[str]]:
     with contextlib.ExitStack() as stack:
         here, there = (sa.Device(0, driver=one) for one in drivers)
         stream, theirs = stack.enter_context(here.create_stream()), stack.enter_context(there.create_stream())
-        blocking = stack.enter_context(here.create_stream(blocking=True))
+        blocking = stack.enter_context(here.create_stream(blocking=True, name="blocking"))
         pool = stack.enter_context(shared_pool(here))
         ours, end = (stack.enter_context(one) for one in ipc.Channel.pair())
         for ordered in (stream, stream, stream, blocking, here.default_stream):
@@ -87,5 +90,5 @@ def _share_and_open(machine: Any, recorder: Recorder | None) -> list[list[str]]:
 def test_the_facade_makes_the_same_calls(machine: Any) -> None:
     recorder = Recorder()
     assert _share_and_open(machine, recorder) == _share_and_open(sd.simulated(), None)
-    assert set(recorder.seen) == {"used", "lent", "shared", "opened", "opened by the host"}
+    assert set(recorder.seen) == {"used", "lent", "named", "shared", "opened", "opened by the host"}
     assert recorder.seen.count("shared") == 10

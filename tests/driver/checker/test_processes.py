@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +16,7 @@ import streamalloc.driver as sd
 from streamalloc import ipc, vmm
 from streamalloc.driver.bindings import cuda, opaque_bytes, opaque_struct
 from streamalloc.driver.checker import announcements, open_imports
+from streamalloc.testing import Gate
 from tests.driver.checker.corpus import PAGE, SIZE, Bench
 from tests.processes import Partner, There, eventually
 from tests.support import KEEP
@@ -170,6 +173,45 @@ def test_a_process_may_say_that_it_has_seen_what_it_was_told(bench: Bench, partn
     assert kinds(bench) == ["race"]
     del shared
     bench.done(buffer, other)
+
+
+def _open_checked(there: There, data: bytes) -> None:
+    device = sa.Device(0, driver=sd.checked(there.driver))
+    stream = there.keep("held", device.create_stream())
+    there.keep("gate", Gate(device)).hold(stream)
+    opened = ipc.open(data, there.came, stream=stream, driver=device._session.driver)
+    opened.fill(2)
+    opened.close()
+
+
+def _let_go(there: There) -> list[str]:
+    gate, stream = there.kept.pop("gate"), there.kept.pop("held")
+    gate.close()
+    stream.close()
+    return [str(one) for one in stream._session.driver.hazards]
+
+
+def test_the_free_waits_for_importers_that_have_closed(bench: Bench, partner: Partner) -> None:
+    """The facade's free waits, in stream order, until the importer's own free has run."""
+    pool = bench.keep(sa.MemoryPool(bench.device, handle_types=_POSIX, release_threshold=KEEP))
+    buffer = pool.allocate(SIZE, bench.a)
+    shared = ipc.share(buffer)
+    partner.run(_open_checked, bytes(shared), fds=shared.fds)
+    buffer.free()
+    assert not bench.a.query()
+    assert partner.run(_let_go) == []
+    bench.a.synchronize()
+    assert kinds(bench) == []
+
+
+def test_a_process_that_has_ended_has_nothing() -> None:
+    """Also before its parent has waited for it."""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    assert open_imports.alive(ended.pid)
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+    assert not open_imports.alive(ended.pid)
+    ended.wait()
+    assert not open_imports.alive(ended.pid)
 
 
 # -- what an importer does not wait for --------------------------------------------------------------------------

@@ -93,6 +93,7 @@ def sides(machine: Any) -> Iterator[Sides]:
             side.stream.close()
 
 
+@pytest.mark.unchecked("counts calls and modules")
 def test_each_side_asks_the_driver_no_more_than_it_has_to(sides: Sides) -> None:
     ours, theirs = len(sides.ours.driver.calls), len(sides.theirs.driver.calls)
     buffer, opened = sides.hand_over()
@@ -105,6 +106,7 @@ def test_each_side_asks_the_driver_no_more_than_it_has_to(sides: Sides) -> None:
     assert sides.ours.calls(ours) == ["cuMemFreeAsync"]
 
 
+@pytest.mark.unchecked("counts calls and modules")
 def test_a_steady_hand_off_crosses_few_modules(sides: Sides) -> None:
     buffer = sides.pool.allocate(4096, sides.ours.stream)
     sent = frames_of(lambda: ipc.send(sides.ours.channel, buffer))
@@ -116,6 +118,7 @@ def test_a_steady_hand_off_crosses_few_modules(sides: Sides) -> None:
     assert len(set(received)) <= 8 and len(received) <= 13
 
 
+@pytest.mark.unchecked("counts calls and modules")
 def test_a_first_receive_crosses_few_modules(sides: Sides) -> None:
     """The handles that were sent have to be imported: every part of the importer works once."""
     ours, theirs = ipc.Channel.pair()
@@ -128,6 +131,7 @@ def test_a_first_receive_crosses_few_modules(sides: Sides) -> None:
         opened[0].close()
 
 
+@pytest.mark.unchecked("the driver is wrapped")
 def test_the_driver_is_that_of_the_stream(sides: Sides) -> None:
     _, opened = sides.hand_over(7)
     assert opened._session.driver is sides.theirs.driver and shows(opened, 7)
@@ -230,6 +234,7 @@ def test_there_is_no_room(sides: Sides) -> None:
         buffer.free()
 
 
+@pytest.mark.unchecked("counts calls and modules")
 def test_a_stream_that_cannot_be_told(machine: Any) -> None:
     """The message has gone: whoever opens it waits for nothing, and is told that the contents are lost."""
     driver = sd.faulty(machine, 1 << 60)

@@ -216,6 +216,7 @@ class TestCapturesOfOtherCode:
         self, raw: Any, device: sa.Device, pool: sa.MemoryPool, stream: sa.Stream, mode: int
     ) -> None:
         buffer = pool.allocate(MiB, stream)
+        stream.synchronize()
         ipc.share(buffer)
         with device.current():
             captured = raw.cuStreamCreate(1)[1]

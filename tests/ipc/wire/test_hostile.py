@@ -149,6 +149,7 @@ class TestTheExporterGoesOn:
             described = shared.descriptor
             words = Words(shared.handles[described.control_block])
             words.all[words.place(kind, described.slot)] = 7 if kind == "announced" else WORD - 7
+            other.wait(stream)
             ipc.share(buffer, other)
             try:
                 assert executed(other)

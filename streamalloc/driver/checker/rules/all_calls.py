@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from streamalloc.driver.checker.rules import contexts, graphs, mappings, memory, order, sharing, work
-from streamalloc.driver.checker.rules.rule import Rule
+from streamalloc.driver.checker.rules.rule import Answer, Arguments, Before, Finish, Rule
+from streamalloc.driver.checker.stacks import here
+from streamalloc.driver.checker.state import State
 
 __all__ = ["RULES"]
 
@@ -12,3 +14,38 @@ RULES: dict[str, Rule] = {
     for area in (work, memory, order, contexts, graphs, mappings, sharing)
     for name, rule in area.RULES.items()
 }
+_NEED_MEMORY = {
+    "cuIpcGetMemHandle": 0,
+    "cuMemAdvise": 0,
+    "cuMemGetHandleForAddressRange": 0,
+    "cuMemHostGetDevicePointer": 0,
+    "cuMemPoolExportPointer": 0,
+    "cuMemRetainAllocationHandle": 0,
+    "cuMemSetAccess": 0,
+    "cuMulticastBindAddr": 2,
+    "cuMulticastBindAddr_v2": 3,
+    "cuPointerSetAttribute": 2,
+}
+"""Index of the address argument of calls that need memory there, in no stream order."""
+
+
+def _checked(before: Before | None, at: int) -> Before:
+    """A rule that checks for freed memory first."""
+
+    def rule(state: State, name: str, args: Arguments) -> Finish:
+        stale = state.stale(0, name, ((args[at], 1, False),), here(), in_order=False)
+        finish = None if before is None else before(state, name, args)
+
+        def both(answer: Answer) -> None:
+            stale(answer)
+            if finish is not None:
+                finish(answer)
+
+        return both
+
+    return rule
+
+
+for _name, _at in _NEED_MEMORY.items():
+    _rule = RULES.get(_name, Rule())
+    RULES[_name] = Rule(_checked(_rule.before, _at), _rule.after)

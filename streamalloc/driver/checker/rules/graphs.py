@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 from streamalloc.driver.bindings import cuda
 from streamalloc.driver.checker.capture import Capture, Graph, Node
 from streamalloc.driver.checker.ranges import Range
 from streamalloc.driver.checker.rules.order import batch_of_values
-from streamalloc.driver.checker.rules.rule import After, Answer, Arguments, rules
+from streamalloc.driver.checker.rules.rule import After, Answer, Arguments, Before, Finish, rules
 from streamalloc.driver.checker.rules.work import plane, rows
 from streamalloc.driver.checker.stacks import here
 from streamalloc.driver.checker.state import KERNEL, State, Touch, number_of
@@ -90,13 +91,25 @@ def _unknown(state: State, name: str, args: Arguments) -> list[Node]:
 
 
 def _use(state: State, touched: Iterable[Touch]) -> list[Node]:
-    pieces = [(piece, write) for at, size, write in touched for piece in state.addresses.pieces(number_of(at), size)]
-    return [Node("use", pieces=pieces)]
+    return [Node("use", pieces=state.pieces(touched))]
+
+
+def _checks(touched: Callable[[State, Any], Iterable[Touch]]) -> Before:
+    """A call that adds a node, which the driver may refuse for memory that was freed."""
+
+    def rule(state: State, name: str, args: Arguments) -> Finish:
+        return state.stale_at_launch(name, touched(state, args[3]), here())
+
+    return rule
+
+
+def _filled(state: State, one: Any) -> list[Touch]:
+    width, height = int(one.width) * int(one.elementSize), int(one.height) or 1
+    return rows(number_of(one.dst), int(one.pitch), width, height, True)
 
 
 def _fill_node(state: State, one: Any) -> list[Node]:
-    width, height = int(one.width) * int(one.elementSize), int(one.height) or 1
-    return _use(state, rows(number_of(one.dst), int(one.pitch), width, height, True))
+    return _use(state, _filled(state, one))
 
 
 def _plane_node(state: State, params: Any) -> list[Node]:
@@ -139,33 +152,48 @@ def _host_node(state: State, params: Any) -> list[Node]:
     return [Node("use") if call is None else Node("step", step=call.queue, calls=call)]
 
 
-_OF_TYPE: dict[str, tuple[str, Callable[[State, Any], list[Node]]]] = {
-    "MEMCPY": ("memcpy", lambda state, params: _plane_node(state, params.copyParams)),
-    "MEMSET": ("memset", _fill_node),
-    "GRAPH": ("graph", lambda state, params: _child(state, params.graph)),
-    "WAIT_EVENT": ("eventWait", lambda state, params: _wait_node(state, params.event)),
-    "EVENT_RECORD": ("eventRecord", lambda state, params: _record_node(state, params.event)),
-    "BATCH_MEM_OP": ("memOp", _value_node),
-    "HOST": ("host", _host_node),
-    "MEM_ALLOC": ("alloc", _allocation_node),
-    "MEM_FREE": ("free", lambda state, params: _free_node(state, params.dptr)),
-}
+class _Kind(NamedTuple):
+    """A kind of node: its name in names of calls and in CUgraphNodeType, and its field in CUgraphNodeParams."""
+
+    call: str
+    type: str
+    field: str
+    make: Callable[[State, Any], list[Node]]
+    sets: str = "Params"
+    """The call that changes a node of the kind sets this; empty where there is none."""
+
+
+_KINDS = (
+    _Kind("Memcpy", "MEMCPY", "memcpy.copyParams", _plane_node),
+    _Kind("Memset", "MEMSET", "memset", _fill_node),
+    _Kind("ChildGraph", "GRAPH", "graph.graph", _child),
+    _Kind("EventWait", "WAIT_EVENT", "eventWait.event", _wait_node, "Event"),
+    _Kind("EventRecord", "EVENT_RECORD", "eventRecord.event", _record_node, "Event"),
+    _Kind("BatchMemOp", "BATCH_MEM_OP", "memOp", _value_node),
+    _Kind("Host", "HOST", "host", _host_node),
+    _Kind("MemAlloc", "MEM_ALLOC", "alloc", _allocation_node, ""),
+    _Kind("MemFree", "MEM_FREE", "free.dptr", _free_node, ""),
+)
 
 
 def _node(state: State, params: Any) -> list[Node]:
     """Nodes for ``CUgraphNodeParams``."""
-    kind = getattr(params.type, "name", "").removeprefix("CU_GRAPH_NODE_TYPE_")
-    if kind not in _OF_TYPE:
-        state.unseen_kernels = True
-        return [Node("use")]
-    field, make = _OF_TYPE[kind]
-    return make(state, getattr(params, field))
+    name = getattr(params.type, "name", "").removeprefix("CU_GRAPH_NODE_TYPE_")
+    for kind in _KINDS:
+        if kind.type == name:
+            return kind.make(state, attrgetter(kind.field)(params))
+    state.unseen_kernels = True
+    return [Node("use")]
 
 
-def _adds_edges(state: State, name: str, args: Arguments, answer: Answer) -> None:
+def _changes_edges(state: State, name: str, args: Arguments, answer: Answer) -> None:
     graph = state.graph(args[0])
     for before, after in zip(args[1] or (), args[2] or (), strict=False):
-        graph.after.setdefault(int(after), []).append(int(before))
+        edges = graph.after.setdefault(int(after), [])
+        if "Add" in name:
+            edges.append(int(before))
+        elif int(before) in edges:
+            edges.remove(int(before))
 
 
 def _ends_node(state: State, name: str, args: Arguments, answer: Answer) -> None:
@@ -174,14 +202,6 @@ def _ends_node(state: State, name: str, args: Arguments, answer: Answer) -> None
         if any(one.handle == handle for one in graph.nodes):
             graph.nodes = [one for one in graph.nodes if one.handle != handle]
             graph.handles.pop(handle, None)
-
-
-def _removes_edges(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    graph = state.graph(args[0])
-    for before, after in zip(args[1] or (), args[2] or (), strict=False):
-        edges = graph.after.get(int(after), [])
-        if int(before) in edges:
-            edges.remove(int(before))
 
 
 def _sets(make: Callable[[State, Any], list[Node]] | None) -> After:
@@ -288,16 +308,9 @@ def _launches(state: State, name: str, args: Arguments) -> Callable[[Answer], No
 
 
 _SETTERS: dict[str, Callable[[State, Any], list[Node]] | None] = {
-    "MemcpyNodeSetParams": _plane_node,
-    "MemsetNodeSetParams": _fill_node,
-    "ChildGraphNodeSetParams": _child,
-    "BatchMemOpNodeSetParams": _value_node,
+    **{f"{kind.call}NodeSet{kind.sets}": kind.make for kind in _KINDS if kind.sets},
+    **dict.fromkeys(("NodeSetParams", "NodeSetParams_v2"), _node),
     "KernelNodeSetParams": None,
-    "HostNodeSetParams": _host_node,
-    "EventRecordNodeSetEvent": _record_node,
-    "EventWaitNodeSetEvent": _wait_node,
-    "NodeSetParams": _node,
-    "NodeSetParams_v2": _node,
 }
 RULES = rules(
     after={
@@ -306,19 +319,11 @@ RULES = rules(
         "cuGraphCreate": _makes_graph,
         "cuGraphClone": _clones_graph,
         "cuGraphDestroy": _ends_graph,
-        "cuGraphAddMemsetNode": _params_at(3, _fill_node),
-        "cuGraphAddMemcpyNode": _params_at(3, _plane_node),
-        "cuGraphAddMemAllocNode": _params_at(3, _allocation_node),
-        "cuGraphAddMemFreeNode": _params_at(3, _free_node),
-        "cuGraphAddChildGraphNode": _params_at(3, _child),
-        "cuGraphAddEventRecordNode": _params_at(3, _record_node),
-        "cuGraphAddEventWaitNode": _params_at(3, _wait_node),
-        "cuGraphAddBatchMemOpNode": _params_at(3, _value_node),
-        "cuGraphAddHostNode": _params_at(3, _host_node),
+        **{f"cuGraphAdd{kind.call}Node": _params_at(3, kind.make) for kind in _KINDS},
         "cuGraphAddKernelNode cuGraphAddEmptyNode": _adds(_unknown),
         "cuGraphAddNode cuGraphAddNode_v2 cuGraphAddNode_v3": _params_at(-1, _node),
-        "cuGraphAddDependencies cuGraphAddDependencies_v2": _adds_edges,
-        "cuGraphRemoveDependencies cuGraphRemoveDependencies_v2": _removes_edges,
+        "cuGraphAddDependencies cuGraphAddDependencies_v2": _changes_edges,
+        "cuGraphRemoveDependencies cuGraphRemoveDependencies_v2": _changes_edges,
         "cuGraphDestroyNode": _ends_node,
         "cuGraphInstantiate cuGraphInstantiateWithParams": _instantiates,
         "cuGraphExecUpdate": _updates_executable,
@@ -326,5 +331,10 @@ RULES = rules(
         "cuGraphNodeSetEnabled": _enables,
         **{f"cuGraph{name} cuGraphExec{name}": _sets(make) for name, make in _SETTERS.items()},
     },
-    before={"cuStreamEndCapture": _ends_capture, "cuGraphLaunch": _launches},
+    before={
+        "cuStreamEndCapture": _ends_capture,
+        "cuGraphLaunch": _launches,
+        "cuGraphAddMemsetNode": _checks(_filled),
+        "cuGraphAddMemcpyNode": _checks(plane),
+    },
 )

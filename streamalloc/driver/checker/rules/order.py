@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 
 from streamalloc.driver.bindings import cuda
 from streamalloc.driver.checker.events import Event
-from streamalloc.driver.checker.rules.rule import After, Answer, Arguments, Before, Finish, rules
+from streamalloc.driver.checker.rules.rule import Answer, Arguments, Before, Finish, rules
 from streamalloc.driver.checker.stacks import from_package, here
-from streamalloc.driver.checker.state import State, number_of
+from streamalloc.driver.checker.state import State, nothing, number_of
 
 __all__ = ["RULES", "batch_of_values"]
 
@@ -155,18 +155,22 @@ def _happened(count: int) -> Before:
 # -- values --------------------------------------------------------------------------------------------------
 
 
-def _writes_value(bits: int) -> After:
-    def rule(state: State, name: str, args: Arguments, answer: Answer) -> None:
+def _names_value(state: State, name: str, args: Arguments) -> Finish:
+    """Check the memory of a value before its call; other processes may see a written value during the call."""
+    if state.interprocess.leaving and "Write" in name:
+        state.interprocess.notifies(state.stream(args[0]))
+    found = state.addresses.find(number_of(args[1]))
+    if found is None or found.ended is None:
+        return nothing
+    return state.stale(args[0], name, ((args[1], 4, True),), here())
+
+
+def _value(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    bits = int(name[-2:])
+    if "Write" in name:
         state.write_value(args[0], number_of(args[1]), number_of(args[2]), bits)
-
-    return rule
-
-
-def _waits_value(bits: int) -> After:
-    def rule(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    else:
         state.wait_value(args[0], number_of(args[1]), number_of(args[2]), int(args[3]), bits)
-
-    return rule
 
 
 def _values(state: State, name: str, args: Arguments, answer: Answer) -> None:
@@ -189,6 +193,7 @@ def batch_of_values(state: State, stream: Any, operations: Any) -> None:
             state.write_value(stream, number_of(write.address), value, bits)
 
 
+_VALUES = "cuStreamWriteValue32 cuStreamWriteValue64 cuStreamWaitValue32 cuStreamWaitValue64"
 RULES = rules(
     after={
         "cuStreamCreate cuStreamCreateWithPriority cuGreenCtxStreamCreate": _makes_stream,
@@ -200,13 +205,11 @@ RULES = rules(
         "cuGreenCtxRecordEvent": _records_elsewhere,
         "cuGreenCtxWaitEvent": _green_context_waits,
         "cuWaitExternalSemaphoresAsync": _waits_for_others,
-        "cuStreamWriteValue32": _writes_value(32),
-        "cuStreamWriteValue64": _writes_value(64),
-        "cuStreamWaitValue32": _waits_value(32),
-        "cuStreamWaitValue64": _waits_value(64),
+        _VALUES: _value,
         "cuStreamBatchMemOp": _values,
     },
     before={
+        _VALUES: _names_value,
         "cuStreamDestroy": _ends(lambda state: state.streams, lambda state, stream: state.retire(stream)),
         "cuStreamSynchronize": _synchronises,
         "cuStreamQuery": _queries,

@@ -30,6 +30,8 @@ class _Work:
     """Called after the work is queued."""
     taken: Callable[[State, Arguments], Iterable[Touch]] = lambda state, args: ()
     """Reads that end before the call returns, in no stream order."""
+    named: Callable[[Arguments], Iterable[Touch]] = lambda args: ()
+    """Memory that has to be there, but that the call neither reads nor writes."""
 
     def __call__(self, state: State, name: str, args: Arguments, answer: Answer) -> None:
         """Queue the work after the call has succeeded."""
@@ -41,7 +43,7 @@ class _Work:
     def before(self, state: State, name: str, args: Arguments) -> Finish:
         """Check before the call for memory that was freed."""
         handle = 0 if self.stream_at is None else args[self.stream_at]
-        return state.stale(handle, name, self.touched(state, args), here())
+        return state.stale(handle, name, (*self.touched(state, args), *self.named(args)), here())
 
 
 def _touches(stream_at: int | None, touched: Callable[[Arguments], Iterable[Touch]]) -> _Work:
@@ -54,8 +56,7 @@ def _fills(stream_at: int | None, width: int) -> _Work:
 
     def then(state: State, stream: Stream, args: Arguments) -> None:
         address, nbytes = number_of(args[0]), int(args[2]) * width
-        if stream_at is None:
-            _fill_returns_late(state, stream, address)
+        _waits_for_fill(state, stream, stream_at, address)
         if 4 <= nbytes <= 64 and not state.captures:
             value = int.from_bytes(int(args[1]).to_bytes(width, "little") * (4 // width), "little")
             for at in range(address, address + nbytes - 3, 4):
@@ -64,9 +65,9 @@ def _fills(stream_at: int | None, width: int) -> _Work:
     return _Work(stream_at, lambda state, args: ((args[0], int(args[2]) * width, True),), then)
 
 
-def _fill_returns_late(state: State, stream: Stream, address: int) -> None:
+def _waits_for_fill(state: State, stream: Stream, stream_at: int | None, address: int) -> None:
     """Record that a synchronous fill of host or managed memory waits for its end."""
-    if state.is_of_host(address) or state.is_managed(address):
+    if stream_at is None and (state.is_of_host(address) or state.is_managed(address)):
         state.host_waited_for(stream)
 
 
@@ -79,24 +80,22 @@ def _copies(stream_at: int | None, size_at: int = 2, source_at: int = 1) -> _Wor
         return found[1:] if number_of(source) == number_of(target) else found
 
     def then(state: State, stream: Stream, args: Arguments) -> None:
-        if stream_at is None:
-            _returns_late(state, stream, args[source_at], args[0])
-        elif int(args[size_at]):
-            _returns_after(state, stream, args[0])
+        if int(args[size_at]):
+            _waits_for_copy(state, stream, stream_at, args[0], args[source_at])
 
     return _Work(stream_at, touched, then)
 
 
-def _returns_late(state: State, stream: Stream, *sides: Any) -> None:
-    """Record that a synchronous copy waits for its end, unless both sides are device memory."""
-    if any(state.is_pageable(one) or state.is_of_host(one) for one in map(number_of, sides)):
-        state.host_waited_for(stream)
+def _waits_for_copy(state: State, stream: Stream, stream_at: int | None, target: Any, source: Any = None) -> None:
+    """Record that the host waits for a copy: for each to pageable memory, and a synchronous one with host memory.
 
-
-def _returns_after(state: State, stream: Stream, target: Any) -> None:
-    """Record that a copy to pageable memory in stream order waits for its end."""
-    if stream not in state.captures and state.is_pageable(number_of(target)):
-        state.host_waited_for(stream)
+    None stands for an array.
+    """
+    sides = (target,) if stream_at is not None else (target, source)
+    for one in (number_of(it) for it in sides if it is not None and stream not in state.captures):
+        if state.is_pageable(one) or (stream_at is None and state.is_of_host(one)):
+            state.host_waited_for(stream)
+            return
 
 
 def rows(start: int, pitch: int, width: int, height: int, write: bool) -> list[Touch]:
@@ -179,11 +178,8 @@ def _arrays(stream_at: int | None, target: int, source: int, array_to: bool, arr
         ]
 
     def then(state: State, stream: Stream, args: Arguments) -> None:
-        sides = [args[at] for at, is_array in ((source, array_from), (target, array_to)) if not is_array]
-        if stream_at is None:
-            _returns_late(state, stream, *sides)
-        elif not array_to:
-            _returns_after(state, stream, args[target])
+        sides = (None if array_to else args[target], None if array_from else args[source])
+        _waits_for_copy(state, stream, stream_at, *sides)
 
     return _Work(stream_at, touched, then)
 
@@ -239,28 +235,22 @@ def _fills_rows(stream_at: int | None, width: int) -> _Work:
         return rows(number_of(args[0]), int(args[1]), int(args[3]) * width, int(args[4]), True)
 
     def then(state: State, stream: Stream, args: Arguments) -> None:
-        if stream_at is None:
-            _fill_returns_late(state, stream, number_of(args[0]))
+        _waits_for_fill(state, stream, stream_at, number_of(args[0]))
 
     return _Work(stream_at, touched, then)
 
 
-def _sides(copy: Any) -> list[Any]:
-    """Addresses of both sides of a ``CUDA_MEMCPY2D`` or ``CUDA_MEMCPY3D``, without arrays."""
-    kinds = [(side, getattr(getattr(copy, f"{side}MemoryType"), "name", "")) for side in ("src", "dst")]
-    named = [side + ("Host" if "HOST" in kind else "Device") for side, kind in kinds if "ARRAY" not in kind]
-    return [getattr(copy, name) for name in named]
+def _side(copy: Any, side: str) -> Any:
+    """The address of a side (``"src"``, ``"dst"``) of a ``CUDA_MEMCPY2D`` or ``CUDA_MEMCPY3D``; None for an array."""
+    kind = getattr(getattr(copy, f"{side}MemoryType"), "name", "")
+    return None if "ARRAY" in kind else getattr(copy, side + ("Host" if "HOST" in kind else "Device"))
 
 
 def _copies_plane(stream_at: int | None) -> _Work:
     """A copy of a plane or box."""
 
     def then(state: State, stream: Stream, args: Arguments) -> None:
-        copy = args[0]
-        if stream_at is None:
-            _returns_late(state, stream, *_sides(copy))
-        elif "HOST" in getattr(copy.dstMemoryType, "name", ""):
-            _returns_after(state, stream, copy.dstHost)
+        _waits_for_copy(state, stream, stream_at, _side(args[0], "dst"), _side(args[0], "src"))
 
     return _Work(stream_at, lambda state, args: plane(state, args[0]), then)
 
@@ -274,9 +264,9 @@ def _launches(stream_at: int) -> _Work:
     return _Work(stream_at, lambda state, args: (), then)
 
 
-def _work(stream_at: int) -> _Work:
-    """Work in a stream, with unknown uses."""
-    return _touches(stream_at, lambda args: ())
+def _work(stream_at: int, named: Callable[[Arguments], Iterable[Touch]] = lambda args: ()) -> _Work:
+    """Work in a stream, with unknown uses; ``named``: memory that has to be there."""
+    return _Work(stream_at, lambda state, args: (), named=named)
 
 
 def _launches_with_config(state: State, name: str, args: Arguments, answer: Answer) -> None:
@@ -317,8 +307,8 @@ _WORK = {
     "cuStreamAttachMemAsync": _work(0),
     "cuGraphUpload": _work(1),
     "cuMemMapArrayAsync": _work(2),
-    "cuMemPrefetchAsync": _work(-1),
-    "cuMemPrefetchBatchAsync": _work(-1),
+    "cuMemPrefetchAsync": _work(-1, lambda args: ((args[0], int(args[1]), False),)),
+    "cuMemPrefetchBatchAsync": _work(-1, _discarded),
     "cuSignalExternalSemaphoresAsync": _work(-1),
 }
 RULES = rules(
