@@ -14,10 +14,9 @@ from streamalloc import ipc
 from streamalloc.core.buffer import shared_state
 from streamalloc.core.internal import session_of
 from streamalloc.driver.bindings import cuda
-from streamalloc.ipc.exporter.exports import Exports, exports_of
-from streamalloc.ipc.exporter.leases import Hold, Lease, Leases, leases_of
+from streamalloc.ipc.exporter.leases import Exports, Hold, Lease, Leases, exports_of, leases_of
 from streamalloc.ipc.importer import imported
-from streamalloc.ipc.importer.importer import Importer, importer_of
+from streamalloc.ipc.importer.open import Importer, importer_of
 from tests.interleaving import interleaved
 from tests.ipc.support import shared_pool
 from tests.ipc.wire.test_descriptor import again

@@ -172,7 +172,7 @@ class TestWatching:
         left = {other} if function is Watching.remove else {one, other}
         for _ in interleaved(function, make, first[function], lambda _: watching.add(other)):  # type: ignore[arg-type]
             tap = tap_of(pool)
-            assert tap is not None and set(tap.watchers) == set(watching.watchers) == left
+            assert tap is not None and set(tap.watchers) == set(watching.watchers) == left  # type: ignore[comparison-overlap]
 
 
 class TestSessions:
@@ -261,7 +261,7 @@ class TestMappingWatchers:
         one, other = object(), object()
 
         def make() -> None:
-            allocations.watchers = () if function is watch_mappings else (one,)
+            allocations.watchers = () if function is watch_mappings else (one,)  # type: ignore[assignment]
 
         left = {one, other} if function is watch_mappings else {other}
         for _ in interleaved(
