@@ -114,8 +114,9 @@ class Interprocess:
             if len(self.leaving) > _MOST_FREES:
                 self.import_ended(next(iter(self.leaving)))
         self.imported.pop(range_, None)
-        for one in self.written.pop(range_, ()):
-            self._forget_written(one)
+        if range_ in self.written:
+            self._keep_written(range_, [])
+            del self.written[range_]
         exported = self.exported.pop(range_, None)
         if exported is None:
             return _nothing
@@ -205,20 +206,15 @@ class Interprocess:
     def wrote(self, range_: Range, low: int, high: int, actor: Actor) -> None:
         """Record a write of exported memory that other processes may have open."""
         made = _Written(low - range_.base, high - range_.base, actor)
-        kept = []
-        for one in self.written[range_]:
-            if made.low <= one.low and one.high <= made.high:
-                self._forget_written(one)
-            else:
-                kept.append(one)
-        for one in kept[: -_MOST_POSTS + 1]:
-            self._forget_written(one)
-        self.written[range_] = [*kept[-_MOST_POSTS + 1 :], made]
+        kept = [one for one in self.written[range_] if one.low < made.low or made.high < one.high]
+        self._keep_written(range_, [*kept[-_MOST_POSTS + 1 :], made])
 
-    def _forget_written(self, one: _Written) -> None:
-        if one.post is not None and self.board is not None:
-            self.board.remove_post(one.post)
-            one.post = None
+    def _keep_written(self, range_: Range, kept: list[_Written]) -> None:
+        """Remove the posts of all written parts of a range but some."""
+        for one in self.written[range_]:
+            if one not in kept and one.post is not None and self.board is not None:
+                self.board.remove_post(one.post)
+        self.written[range_] = kept
 
     def covers(self, event: Event, clock: Clock, number: int) -> None:
         """Announce the writes that a recording of an event comes after."""
@@ -233,12 +229,11 @@ class Interprocess:
                     one.post = board.post(self.exported[range_], latest, (one.low, one.high), one.post)
 
     def _settle_written(self) -> None:
+        host = self._timeline.host
         for range_, entries in self.written.items():
-            over = [one for one in entries if self._timeline.certain(self._timeline.host, one.number, one.time)]
-            for one in over:
-                self._forget_written(one)
-            if over:
-                self.written[range_] = [one for one in entries if one not in over]
+            kept = [one for one in entries if not self._timeline.certain(host, one.number, one.time)]
+            if len(kept) < len(entries):
+                self._keep_written(range_, kept)
 
     def refresh(self, range_: Range) -> None:
         """Read the announced writes of an import before its use."""
