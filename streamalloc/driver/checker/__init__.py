@@ -1,7 +1,8 @@
 """Finds what stream order does not allow: :func:`streamalloc.driver.checked`.
 
-``clocks`` says what comes before what, ``hazards`` who uses which bytes when; both are plain Python. ``state`` keeps
-what calls have told, ``calls`` is the table of what each call means, ``driver`` the driver around a driver.
+``driver`` is the wrapper. ``rules`` says what each call means for the state: ``streams``, ``uses``, ``launches`` and
+``state``, each a subclass of the one before. ``clocks`` (order), ``ranges`` (bytes) and ``judge`` (reports) are plain
+Python.
 """
 
 from streamalloc.driver.checker.driver import Checked, checked

@@ -70,9 +70,6 @@ class Actor:
         self.within: Stream | None = None
         """Stream that called the host function in which a thread is."""
 
-    def __repr__(self) -> str:
-        return f"<{self.name}, {self.time} operations>"
-
 
 class Obstacle:
     """An event that streams wait for and that has not been seen.
@@ -87,11 +84,6 @@ class Obstacle:
         self.clock: Clock | None = None
         """Everything before it; None until it has happened."""
         self.waiters: list[Stream] = []
-
-    @property
-    def over(self) -> bool:
-        """Whether it has happened."""
-        return self.clock is not None
 
 
 Action = Callable[["Stream"], None]

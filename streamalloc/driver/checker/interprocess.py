@@ -79,10 +79,8 @@ class Interprocess:
         self._settled = 0
         self.announced: dict[bytes, Obstacle] = {}
         """Latest announcements of the facade, by name."""
-        self._recorders: dict[tuple[int, int], tuple[Entry, Actor]] = {}
-        """Actors that stand for the events of other processes."""
-        self._ready_numbers: dict[Entry, int] = {}
-        """Actor numbers that stand for the posts of other processes."""
+        self._actors: dict[Entry, Actor] = {}
+        """Actors that stand for the events and posts of other processes."""
 
     # -- exports and imports ---------------------------------------------------------------------------------
 
@@ -116,8 +114,9 @@ class Interprocess:
             if len(self.leaving) > _MOST_FREES:
                 self.import_ended(next(iter(self.leaving)))
         self.imported.pop(range_, None)
-        for one in self.written.pop(range_, ()):
-            self._forget_written(one)
+        if range_ in self.written:
+            self._keep_written(range_, [])
+            del self.written[range_]
         exported = self.exported.pop(range_, None)
         if exported is None:
             return _nothing
@@ -207,20 +206,15 @@ class Interprocess:
     def wrote(self, range_: Range, low: int, high: int, actor: Actor) -> None:
         """Record a write of exported memory that other processes may have open."""
         made = _Written(low - range_.base, high - range_.base, actor)
-        kept = []
-        for one in self.written[range_]:
-            if made.low <= one.low and one.high <= made.high:
-                self._forget_written(one)
-            else:
-                kept.append(one)
-        for one in kept[: -_MOST_POSTS + 1]:
-            self._forget_written(one)
-        self.written[range_] = [*kept[-_MOST_POSTS + 1 :], made]
+        kept = [one for one in self.written[range_] if one.low < made.low or made.high < one.high]
+        self._keep_written(range_, [*kept[-_MOST_POSTS + 1 :], made])
 
-    def _forget_written(self, one: _Written) -> None:
-        if one.post is not None and self.board is not None:
-            self.board.remove_post(one.post)
-            one.post = None
+    def _keep_written(self, range_: Range, kept: list[_Written]) -> None:
+        """Remove the posts of all written parts of a range but some."""
+        for one in self.written[range_]:
+            if one not in kept and one.post is not None and self.board is not None:
+                self.board.remove_post(one.post)
+        self.written[range_] = kept
 
     def covers(self, event: Event, clock: Clock, number: int) -> None:
         """Announce the writes that a recording of an event comes after."""
@@ -235,12 +229,11 @@ class Interprocess:
                     one.post = board.post(self.exported[range_], latest, (one.low, one.high), one.post)
 
     def _settle_written(self) -> None:
+        host = self._timeline.host
         for range_, entries in self.written.items():
-            over = [one for one in entries if self._timeline.certain(self._timeline.host, one.number, one.time)]
-            for one in over:
-                self._forget_written(one)
-            if over:
-                self.written[range_] = [one for one in entries if one not in over]
+            kept = [one for one in entries if not self._timeline.certain(host, one.number, one.time)]
+            if len(kept) < len(entries):
+                self._keep_written(range_, kept)
 
     def refresh(self, range_: Range) -> None:
         """Read the announced writes of an import before its use."""
@@ -255,7 +248,7 @@ class Interprocess:
         range_.awaited = (*(one for one in range_.awaited if not one.step), *found)
 
     def _contents(self, low: int, high: int, found: Announced) -> Contents:
-        after = [(self._recorder(entry).number, number) for entry, number in found.covers]
+        after = [(self._actor(entry).number, number) for entry, number in found.covers]
         whose = f"process {found.post.process}"
         remedy = f"an event that {whose} has recorded (cuIpcOpenEventHandle)"
         return Contents(low, high, after, lambda: found.over, whose, remedy, found.part != (0, 0))
@@ -353,24 +346,22 @@ class Interprocess:
         clock = self._values.published.copy()
         clock.learn(self._values.ready)
         if event.there is not None and event.there.number:
-            clock.known[self._recorder(event.there).number] = event.there.number
+            clock.known[self._actor(event.there).number] = event.there.number
         return clock
 
-    def _recorder(self, entry: Entry) -> Actor:
-        """The actor that stands for an event of another process; its time is the number of recordings."""
-        key = (id(entry.board), entry.at)
-        if key not in self._recorders:
-            self._recorders[key] = (entry, self._timeline.thread(f"process {entry.process}"))
-        return self._recorders[key][1]
+    def _actor(self, entry: Entry) -> Actor:
+        """The actor of an event (its time is the number of recordings) or of a post (time 1) of another process."""
+        found = self._actors.get(entry)
+        if found is None:
+            found = self._actors[entry] = self._timeline.thread(f"process {entry.process}")
+        return found
 
     def _ready(self, post: Entry) -> int:
-        """The actor number that stands for a post of another process, at time 1; the oldest ones are forgotten."""
-        number = self._ready_numbers.get(post)
-        if number is None:
-            number = self._ready_numbers[post] = self._timeline.thread(f"process {post.process}").number
-            self._values.ready.known[number] = 1
-        if len(self._ready_numbers) > 2 * _MOST_ANNOUNCEMENTS:
-            oldest = list(self._ready_numbers)[:_MOST_ANNOUNCEMENTS]
-            gone = {self._ready_numbers.pop(one) for one in oldest}
-            self._timeline.forget(gone, self._values.ready)
+        """The number of the actor that stands for a post; the oldest ones are forgotten."""
+        number, ready = self._actor(post).number, self._values.ready
+        ready.known[number] = 1
+        if len(ready.known) > 2 * _MOST_ANNOUNCEMENTS:
+            gone = set(list(ready.known)[:_MOST_ANNOUNCEMENTS])
+            self._actors = {entry: actor for entry, actor in self._actors.items() if actor.number not in gone}
+            self._timeline.forget(gone, ready)
         return number

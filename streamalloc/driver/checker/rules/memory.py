@@ -53,12 +53,7 @@ def frees_at_once(state: State, name: str, args: Arguments) -> Finish:
     if ranges and ranges[0].kind in ("device memory", OPENED):
         # The driver waits for the device, unless the memory is a pool's.
         state.wait_for_device()
-    return state.end(ranges, name, here())
-
-
-def _releases_host_memory(state: State, name: str, args: Arguments) -> Finish:
-    found = state.addresses.find(number_of(args[0]))
-    return state.end([found] if found is not None else [], name, here(), "release")
+    return state.end(ranges, name, here(), "release" if "Host" in name else "")
 
 
 def _makes(kind: str, size: Callable[[Arguments, Answer], int]) -> After:
@@ -195,8 +190,7 @@ RULES = rules(
     },
     before={
         "cuMemFreeAsync": _frees,
-        "cuMemFree": frees_at_once,
-        "cuMemFreeHost cuMemHostUnregister": _releases_host_memory,
+        "cuMemFree cuMemFreeHost cuMemHostUnregister": frees_at_once,
         "cuMemPoolSetAccess": _grants_pool,
         "cuArrayDestroy cuMipmappedArrayDestroy": _ends_array,
     },

@@ -1,0 +1,195 @@
+"""Host threads, streams and captures by the handles of a driver."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+from streamalloc.driver.bindings import cuda
+from streamalloc.driver.checker.capture import Capture, Node
+from streamalloc.driver.checker.clocks import Actor, Stream, Timeline
+from streamalloc.driver.checker.foreign_streams import ForeignStreams
+from streamalloc.driver.checker.stacks import Stack, place_of
+
+__all__ = ["MEMORY_TYPE", "Streams", "number_of"]
+
+_LEGACY, _PER_THREAD = 1, 2
+MEMORY_TYPE = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+_IS_MANAGED = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_MANAGED
+_HOST = int(cuda.CUmemorytype.CU_MEMORYTYPE_HOST)
+
+
+def number_of(value: Any) -> int:
+    """The number of a handle or address; 0 for None, and the address of the bytes for a host object that has some."""
+    if value is None:
+        return 0
+    if isinstance(value, np.ndarray):
+        return int(value.ctypes.data)
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return int(np.frombuffer(value, np.uint8).ctypes.data) if len(value) else 0
+    return int(value)
+
+
+class _Thread:
+    """A host thread, with its per-thread default streams by context."""
+
+    def __init__(self, actor: Actor) -> None:
+        self.actor = actor
+        self.streams: dict[int, Stream] = {}
+
+
+class Streams:
+    """The threads and streams of a driver, and questions to it."""
+
+    def __init__(self, driver: Any) -> None:
+        self.driver = driver
+        self.timeline: Timeline = Timeline()
+        self.foreign: ForeignStreams = ForeignStreams(driver, self.timeline)
+        self.streams: dict[int, Stream] = {}
+        self.devices: dict[Stream, int | None] = {}
+        self.captures: dict[Stream, Capture] = {}
+        self._legacy: dict[int, Stream] = {}
+        self._per_thread: list[Stream] = []
+        self._here = threading.local()
+        self._over: deque[dict[int, Stream]] = deque()
+        """Per-thread streams of threads that have ended."""
+        # With this variable the bindings take 0 for the per-thread default stream.
+        per_thread = os.environ.get("CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM") == "1"
+        self._zero = _PER_THREAD if per_thread else _LEGACY
+
+    # -- questions to the driver -------------------------------------------------------------------------------
+
+    def answer(self, name: str, *args: Any) -> tuple[Any, ...]:
+        """The values that a driver function returns; empty where the driver lacks the function or refuses."""
+        function = getattr(self.driver, name, None)
+        answer: tuple[Any, ...] = (1,) if function is None else function(*args)
+        return () if answer[0] else answer[1:]
+
+    def ask(self, name: str, *args: Any) -> int | None:
+        """The first of these values as a number, or None."""
+        values = self.answer(name, *args)
+        return int(values[0]) if values else None
+
+    def context(self) -> int:
+        """The current context."""
+        return self.ask("cuCtxGetCurrent") or 0
+
+    def is_of_host(self, address: int) -> bool:
+        """Whether the driver takes an address for host memory."""
+        return self.ask("cuPointerGetAttribute", MEMORY_TYPE, address) == _HOST
+
+    def is_managed(self, address: int) -> bool:
+        """Whether the driver takes an address for managed memory."""
+        return bool(self.ask("cuPointerGetAttribute", _IS_MANAGED, address))
+
+    # -- threads and streams -----------------------------------------------------------------------------------
+
+    def _thread(self) -> _Thread:
+        found: _Thread | None = getattr(self._here, "thread", None)
+        if found is None:
+            found = self._here.thread = _Thread(self.timeline.thread(""))
+            weakref.finalize(found, self._over.append, found.streams).atexit = False
+        return found
+
+    def thread(self) -> Actor:
+        """The calling host thread."""
+        actor = self._thread().actor
+        within = actor.within
+        name = threading.current_thread().name
+        actor.name = f"host thread {name}" if within is None else f"the host function of {within.name}"
+        return actor
+
+    def stream(self, handle: Any) -> Stream:
+        """The stream of a handle."""
+        number = number_of(handle)
+        found = self.streams.get(number)
+        return self._special(number) if found is None else found
+
+    def capture_of(self, stream: Stream) -> Capture | None:
+        """The capture that a stream is in."""
+        return self.captures.get(stream) if self.captures else None
+
+    def _special(self, number: int) -> Stream:
+        """A default stream, or a stream that was created before the checker."""
+        kind = number or self._zero
+        if kind == _LEGACY:
+            return self.legacy(self.context())
+        if kind == _PER_THREAD:
+            return self._own(self.context())
+        # A query of the flags of a captured stream would break the capture.
+        flags = 1 if self.ask("cuStreamIsCapturing", number) else self.ask("cuStreamGetFlags", number) or 0
+        return self.add_stream(number, not flags & 1, self.ask("cuStreamGetCtx", number) or 0)
+
+    def _own(self, context: int) -> Stream:
+        """The per-thread default stream of the calling thread."""
+        mine = self._thread().streams
+        found = mine.get(context)
+        if found is None or found not in self.devices:  # its context may have ended
+            while self._over:
+                for one in self._over.popleft().values():
+                    if one in self._per_thread:
+                        self._per_thread.remove(one)
+                        self.retire(one)
+            legacy = self.legacy(context)
+            name = f"the per-thread default stream of {threading.current_thread().name}"
+            found = mine[context] = self.timeline.stream(name, context, legacy)
+            self._per_thread.append(found)
+            self.foreign.can_use(found)
+            self.devices[found] = self.devices[legacy]
+        return found
+
+    def legacy(self, context: int) -> Stream:
+        """The legacy default stream of a context."""
+        found = self._legacy.get(context)
+        if found is None:
+            found = self._legacy[context] = self.timeline.stream("the legacy default stream", context)
+            self.devices[found] = self.ask("cuCtxGetDevice")
+            self.foreign.can_use(found)
+        return found
+
+    def add_stream(
+        self, handle: int, blocking: bool, context: int | None = None, made_at: Stack | None = None
+    ) -> Stream:
+        """Add a stream; ``made_at`` is None for a stream of another library."""
+        where = self.context() if context is None else context
+        legacy = self.legacy(where)
+        name = f"stream {handle:#x} ({'of another library' if made_at is None else 'created at ' + place_of(made_at)})"
+        made = self.timeline.stream(name, where, legacy if blocking else None)
+        self.streams[handle] = made
+        self.devices[made] = self.devices[legacy]
+        if made_at is None:
+            self.foreign.uses(made)
+        return made
+
+    def rename(self, handle: Any, name: str) -> None:
+        """Set the name of a stream in reports."""
+        stream = self.stream(handle)
+        stream.name = f"stream {name!r} ({stream.name.partition('(')[2]}"
+
+    def all_streams(self, context: int | None = None) -> list[Stream]:
+        """The streams of a context or of all; destroyed streams may still have work."""
+        found = [*self.streams.values(), *self._legacy.values(), *self._per_thread, *self.timeline.retired]
+        return [one for one in found if context is None or one.context == context]
+
+    def retire(self, stream: Stream) -> None:
+        """Record that a stream was destroyed."""
+        self.captures.pop(stream, None)
+        self.foreign.ended(stream)
+        self.devices.pop(stream, None)
+        self.timeline.retire(stream)
+
+    def name(self, handle: Any, *nodes: Node) -> None:
+        """Ask the driver for the node that a call has added to the capture of a stream."""
+        stream = handle if isinstance(handle, Stream) else self.stream(handle)
+        capture = self.captures.get(stream)
+        if capture is None:
+            return
+        number = next((one for one, it in self.streams.items() if it is stream), 0) if handle is stream else handle
+        answer = self.answer("cuStreamGetCaptureInfo", number)
+        there = answer[3] if len(answer) > 4 else None
+        capture.name(stream, int(there[0]) if there and int(answer[-1]) == 1 else 0, nodes)

@@ -1,0 +1,282 @@
+"""Uses of memory, and waits of the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from streamalloc.driver.checker.capture import Node
+from streamalloc.driver.checker.clocks import CERTAIN, Actor, Clock, Obstacle, Stream
+from streamalloc.driver.checker.events import Event
+from streamalloc.driver.checker.interprocess import Interprocess
+from streamalloc.driver.checker.judge import Judge, missing_order
+from streamalloc.driver.checker.queued_sources import QueuedSources
+from streamalloc.driver.checker.ranges import NEVER, Access, Addresses, Piece, Range, accesses
+from streamalloc.driver.checker.reports import Hazard
+from streamalloc.driver.checker.stacks import Stack, here
+from streamalloc.driver.checker.streams import MEMORY_TYPE, Streams, number_of
+from streamalloc.driver.checker.wait_values import WaitValues
+
+__all__ = ["KERNEL", "Finish", "Pieces", "Touch", "Uses", "nothing"]
+
+Touch = tuple[int, int, bool]
+"""Address, number of bytes, and whether they are written."""
+Pieces = list[tuple[Piece, bool]]
+"""Parts of ranges, and whether they are written."""
+Finish = Callable[[tuple[Any, ...]], object]
+"""A function that is called with the driver's answer."""
+
+KERNEL = "a kernel"
+"""Name of a use that the program reports by ``used``."""
+
+
+def nothing(answer: tuple[Any, ...]) -> None:
+    """Do nothing with the answer."""
+
+
+def _contains(line: str, address: int) -> bool:
+    """Whether a line of ``/proc/self/maps`` is that of readable memory at an address."""
+    bounds, rights = line.split(maxsplit=2)[:2]
+    start, end = (int(one, 16) for one in bounds.split("-"))
+    return start <= address < end and rights[0] == "r"
+
+
+class Uses(Streams):
+    """The memory of a driver by address, and its uses."""
+
+    def __init__(self, driver: Any, found: Callable[[Hazard], None]) -> None:
+        super().__init__(driver)
+        self.found: Callable[[Hazard], None] = found
+        self.addresses: Addresses = Addresses()
+        self.reserved: Addresses = Addresses()
+        """Address ranges of ``cuMemAddressReserve``."""
+        self.values: WaitValues = WaitValues(self.timeline, self.addresses, self.is_of_host)
+        self.judge: Judge = Judge(self.timeline, found, self.values.published)
+        self.events: dict[int, Event] = {}
+        self.interprocess: Interprocess = Interprocess(
+            self.timeline, self.addresses, self.values, self.events, self.judge
+        )
+        self.sources: QueuedSources = QueuedSources(
+            self.timeline, self.foreign, self.judge, lambda: self.unseen_kernels
+        )
+        self.uninitialized: bool = False
+        """Whether copies of unwritten memory are reported."""
+        self.unseen_kernels: bool = False
+        """Whether kernels were launched, which may have written anything."""
+
+    def look(self) -> None:
+        """Check for changes that no call shows: values in memory, and work of other libraries."""
+        if self.timeline.held:
+            self.values.look()
+        if self.foreign.pending:
+            self.foreign.look()
+
+    def is_pageable(self, address: int) -> bool:
+        """Whether the driver does not know an address: it copies to such memory before the call returns."""
+        return self.addresses.find(address) is None and self.ask("cuPointerGetAttribute", MEMORY_TYPE, address) is None
+
+    # -- waits of the host -------------------------------------------------------------------------------------
+
+    def synchronising(self, streams: Iterable[Stream]) -> Callable[[], None]:
+        """Begin a wait of the host for the queued work of streams; call the result when it has succeeded."""
+        self.sources.check()
+        goals: list[tuple[Obstacle | None, Clock]] = []
+        for stream in streams:
+            for one in (stream, *(stream.peers or ())):
+                mark = self.timeline.record(one) if one.obstacle is not None else None
+                goals.append((mark, one.clock.copy()))
+
+        def synchronised() -> None:
+            for mark, clock in goals:
+                if mark is not None:
+                    self.timeline.force_mark(mark)
+                self.timeline.host_observes(clock if mark is None or mark.clock is None else mark.clock)
+
+        return synchronised
+
+    def host_waited_for(self, stream: Stream) -> None:
+        """Record that the host has waited for the queued work of a stream."""
+        self.synchronising((stream,))()
+
+    def wait_for_device(self) -> None:
+        """Record that the driver waits for all streams, as it does in a synchronous free."""
+        synchronised = self.synchronising(self.all_streams())
+        for stream in self.all_streams():
+            self.timeline.force(stream)
+        synchronised()
+
+    # -- uses --------------------------------------------------------------------------------------------------
+
+    def _pieces(self, touched: Iterable[Touch]) -> Pieces:
+        return [
+            (piece, write) for at, size, write in touched for piece in self.addresses.pieces(number_of(at), int(size))
+        ]
+
+    def pieces(self, touched: Iterable[Touch]) -> Pieces:
+        """The ranges behind addresses, without freed ones whose addresses other memory may have."""
+        return [one for one in self._pieces(touched) if not one[0][0].vacated]
+
+    def _prepare(self, pieces: Pieces) -> None:
+        """Update what other processes have announced about memory before its use."""
+        if self.interprocess.imported:
+            for range_ in {piece[0] for piece, _ in pieces}:
+                self.interprocess.refresh(range_)
+        self.sources.forget(piece[0] for piece, write in pieces if write)
+
+    def act(
+        self,
+        handle: Any,
+        what: str,
+        touched: Iterable[Touch],
+        stack: Stack,
+        atomic: bool = False,
+        kernel: bool = False,
+    ) -> Stream:
+        """Queue reads and writes in a stream."""
+        stream = self.stream(handle)
+        pieces = self.pieces(touched)
+        self._queue_use(stream, handle, Node("use", what, stack, pieces, kernel=kernel), atomic)
+        return stream
+
+    def use_on_device(self, handle: Any, address: int, nbytes: int, write: bool) -> None:
+        """Queue a kernel that the program reports; the access rights of its device are checked."""
+        stream, stack = self.stream(handle), here()
+        pieces = self._pieces([(address, nbytes, write)])
+        self._queue_use(stream, handle, Node("use", KERNEL, stack, pieces, kernel=True), checks_rights=True)
+        if sum(high - low for (_, low, high), _ in pieces) < nbytes and stream not in self.captures:
+            for range_ in self.reserved.overlapping(address, address + nbytes):
+                self.judge.report(
+                    "access without a grant",
+                    f"a kernel on {stream.name} uses a part of {range_} where no memory is mapped.",
+                    "map memory there and grant access before the use (cuMemMap, cuMemSetAccess).",
+                    range_,
+                    stack,
+                )
+
+    def _queue_use(
+        self, stream: Stream, handle: Any, node: Node, atomic: bool = False, checks_rights: bool = False
+    ) -> None:
+        pieces, what, stack, kernel = node.pieces, node.what, node.stack, node.kernel
+        self._prepare(pieces)
+        capture = self.capture_of(stream)
+        if capture is not None:
+            capture.add(stream, node)
+            if not checks_rights:
+                self.name(handle, node)
+            return
+        device = self.devices.get(stream) if checks_rights else None
+        self.timeline.submit(stream, lambda stream: self.touch(stream, pieces, what, stack, atomic, kernel, device))
+        self.sources.add(stream, pieces, what, stack)
+        if stream.obstacle is not None:
+            for (range_, _, _), write in pieces:
+                range_.held_write |= write
+                if not self.values.may_be_over(stream):
+                    # A synchronous free before the stream goes on is a hazard.
+                    range_.last[stream.number] = Access(stream, what, stack, write, time=NEVER)
+        self.foreign.did(stream, number_of(handle))
+
+    def touch(
+        self,
+        stream: Stream,
+        pieces: Pieces,
+        what: str,
+        stack: Stack,
+        atomic: bool = False,
+        kernel: bool = False,
+        device: int | None = None,
+    ) -> None:
+        """Check the reads and writes of an operation when its stream runs it."""
+        written = self.interprocess.written
+        for access, piece in accesses(stream, pieces, what, stack, atomic, kernel):
+            if self.uninitialized and not (access.write or kernel or self.unseen_kernels or self.foreign.is_there):
+                self.judge.reads_unwritten(piece, access)
+            self.judge.use((piece,), access, stream.clock, device)
+            if access.write and written and piece[0] in written:
+                self.interprocess.wrote(*piece, stream)
+
+    def use_on_host(
+        self, address: int, nbytes: int, write: bool, what: str = "an access", *, seen: bool = False
+    ) -> None:
+        """Check a read or write by a host thread; ``seen``: the program reports it."""
+        thread = self.thread()
+        self.timeline.host_acts(thread)
+        access = Access(thread, what, here(), write)
+        pieces = self.addresses.pieces(address, nbytes)
+        self._prepare([(piece, write) for piece in pieces])
+        if seen:
+            self.sources.check()
+        self.judge.use(pieces, access, self.timeline.host)
+        if seen:
+            self.sources.view(pieces)
+
+    def revoke(
+        self, ranges: Iterable[Range], old: dict[int, int], new: dict[int, int], what: str, stack: Stack
+    ) -> None:
+        """Report uses that may still run on devices that are about to lose access."""
+        lost = {device for device, rights in new.items() if old.get(device, 0) & ~rights}
+        for range_ in ranges if lost else ():
+            for use in range_.last.values():
+                if not isinstance(use.actor, Stream) or self.devices.get(use.actor) not in lost:
+                    continue
+                if self.timeline.order(self.timeline.host, use.actor.number, use.time) != CERTAIN:
+                    self.judge.report(
+                        "access without a grant",
+                        f"{what} revokes the access of device {self.devices[use.actor]} to {range_}, but nothing "
+                        f"orders it after {use}.",
+                        missing_order(use, self.thread()),
+                        range_,
+                        stack,
+                        used=use.stack,
+                    )
+
+    # -- uses of freed memory ----------------------------------------------------------------------------------
+
+    def stale(self, handle: Any, what: str, touched: Iterable[Touch], stack: Stack, *, in_order: bool = True) -> Finish:
+        """Report a use of memory that was certainly freed before, which the driver may refuse.
+
+        ``in_order`` is False for a call that names the memory, in no stream order. The result is to be called with the
+        answer.
+        """
+        gone = [one for one in self._pieces(touched) if one[0][0].ended is not None]
+        if not gone:
+            return nothing
+        stream = self.stream(handle) if in_order else None
+        if stream is None:
+            return self._stale(gone, self.thread(), self.timeline.everything(), what, stack)
+        if stream in self.captures:
+            return self.stale_at_launch(what, touched, stack)
+        elif stream.obstacle is None:
+            return self._stale(gone, stream, self.timeline.before_next(stream), what, stack)
+        return nothing
+
+    def stale_at_launch(self, what: str, touched: Iterable[Touch], stack: Stack) -> Finish:
+        """Report that a graph gets an operation on memory that was freed; a pool or a mapping may have it again."""
+        gone = [one for one in self._pieces(touched) if one[0][0].vacated]
+        return self._stale(gone, self.thread(), self.timeline.everything(), what, stack) if gone else nothing
+
+    def _stale(self, gone: Pieces, actor: Actor, clock: Clock, what: str, stack: Stack) -> Finish:
+        late = []
+        for (range_, low, high), write in gone:
+            pieces, access, ended = ((range_, low, high),), Access(actor, what, stack, write), range_.ended
+            assert ended is not None
+            if ended.actor is not actor and not self.timeline.certain(clock, ended.actor.number, ended.time):
+                continue
+            if range_.vacated and self._is_there(low):
+                # Other memory may have the addresses by now.
+                late.append((pieces, access))
+            else:
+                self.judge.use(pieces, access, clock)
+
+        def finish(answer: tuple[Any, ...]) -> None:
+            for pieces, access in late if answer[0] else ():
+                self.judge.use(pieces, access, clock)
+
+        return finish
+
+    def _is_there(self, address: int) -> bool:
+        """Whether memory lies at an address of a freed range."""
+        if self.ask("cuPointerGetAttribute", MEMORY_TYPE, address) is not None:
+            return True
+        # Host memory may have the addresses of any freed memory; addresses that a driver keeps are not readable.
+        with open("/proc/self/maps") as maps:
+            return any(_contains(line, address) for line in maps)
