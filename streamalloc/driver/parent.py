@@ -7,6 +7,7 @@ The test sets both in an environment variable and in the configuration of :mod:`
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import stat
 import sys
@@ -65,16 +66,10 @@ def parent_test() -> ParentTest | None:
 
     The answer stays the same for the life of the process, which may outlive the test.
     """
-    process = os.getpid()
-    if process not in _found:
-        _found[process] = _find(process)
-    return _found[process]
+    return _find(os.getpid())  # by process, as a fork copies the cache
 
 
-_found: dict[int, ParentTest | None] = {}
-"""Result by process ID, as a fork copies this table."""
-
-
+@functools.cache
 def _find(process: int) -> ParentTest | None:
     # The environment of a multiprocessing server may be that of an earlier test.
     text = configuration().get(VARIABLE) or ("" if _from_server() else _AT_START)

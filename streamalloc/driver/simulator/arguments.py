@@ -14,7 +14,7 @@ from streamalloc.driver.bindings import cuda
 
 from . import arrays, contexts, events, graphs, multicast, timeline
 from .constants import Place
-from .errors import Fault, NotModelled, Result, check, need
+from .errors import Fault, Result, check, need
 from .machine import Machine
 from .memory import view_address
 
@@ -210,20 +210,15 @@ def number(name: str, value: Any, cls: Any) -> int:
     return int(value)
 
 
-def number_in(struct: Any, name: str, otherwise: int = 0) -> int:
-    """The number of an enum member in a field of a struct; ``otherwise`` where the getter raises, as it is none."""
+def number_in(struct: Any, name: str, otherwise: int | None = 0) -> int:
+    """The number of an enum member in a field of a struct; ``otherwise`` where the getter raises, as it is none.
+
+    None for ``otherwise``: such a field is not modelled.
+    """
     try:
         return int(getattr(struct, name))
     except ValueError:
-        return otherwise
-
-
-def field(struct: Any, name: str) -> int:
-    """The number of an enum member in a field of a struct; a getter of the bindings raises where it is none."""
-    try:
-        return int(getattr(struct, name))
-    except ValueError:
-        raise NotModelled(f"{type(struct).__name__}.{name} that is no member of its enum") from None
+        return need(otherwise, f"{type(struct).__name__}.{name} that is no member of its enum")
 
 
 def place(location: Any) -> Place:

@@ -17,7 +17,6 @@ from .banks import Banks
 from .constants import STEP, TILE_SIZE, new_handle
 from .contexts import Context
 from .errors import NotModelled, Result
-from .memory import is_accessible
 from .physical import Memory
 from .timeline import Operation
 
@@ -222,7 +221,7 @@ class TileCopy(Operation):
     def step(self) -> bool:
         linear, box = self._linear, self._box
         stop = min(self._done + self._slices, box.depth)
-        if not self._is_there(linear.address, linear.span(box)):
+        if not self._banks.is_there(linear.address, linear.span(box), self._simulated, write=not self._into):
             self._context.error = Result.CUDA_ERROR_ILLEGAL_ADDRESS
             stop = self._done = box.depth
         for z in range(self._done, stop):
@@ -234,13 +233,7 @@ class TileCopy(Operation):
         self._array.storage.queued -= 1
         return True
 
-    def _is_there(self, address: int, size: int) -> bool:
-        if self._simulated:
-            return self._banks.is_backed(address, size)
-        return is_accessible(address, size, write=not self._into)
-
     def touches(self, start: int, end: int) -> bool:
-        """Whether it has a byte of a range of simulated addresses to read or write."""
         first = self._linear.address
         return self._simulated and first < end and start < first + self._linear.span(self._box)
 

@@ -9,7 +9,7 @@ from .allocator import Line
 from .blocks import round_up
 from .constants import CHUNK
 from .errors import operating_system
-from .memory import AddressMap, Arena, Bank, Physical, Reservation, is_accessible
+from .memory import AddressMap, Arena, Bank, Reservation, is_accessible
 
 
 class Arenas(AddressMap[Reservation]):
@@ -61,9 +61,11 @@ class Banks:
 
     def is_mapped(self, address: int, size: int, write: bool = False) -> bool:
         """Whether memory, simulated or not, is there now to be read, or written."""
-        if self.arenas.find(address) is None:
-            return is_accessible(address, size, write)
-        return self.is_backed(address, size)
+        return self.is_there(address, size, self.arenas.find(address) is not None, write)
+
+    def is_there(self, address: int, size: int, simulated: bool, write: bool = False) -> bool:
+        """The same where it is known whether the memory is simulated."""
+        return self.is_backed(address, size) if simulated else is_accessible(address, size, write)
 
     def is_backed(self, address: int, size: int) -> bool:
         """Whether all of a range is simulated memory that is there now. It may reach over reservations that touch."""
@@ -80,8 +82,8 @@ class Banks:
             bank.close()
 
 
-class Space:
-    """A line of addresses, the memory under it, and the bank that memory is taken from."""
+class Space(Arena):
+    """An arena with a line of addresses and chunks of memory under it, and the bank that memory is taken from."""
 
     def __init__(
         self,
@@ -98,28 +100,20 @@ class Space:
         self._arenas = banks.arenas
         # reserved at creation, so that no other range takes these addresses (observed on H200: test_pool_creation)
         with operating_system(only_memory=True):
-            self._arena = Arena(name, self.line.capacity, CHUNK, on_host=bank is banks.host, low=True)
-        self._arenas.add(self._arena.reservation)
-
-    @property
-    def base(self) -> int:
-        return self._arena.base
-
-    @property
-    def physical(self) -> Physical:
-        return self._arena.physical
+            super().__init__(name, self.line.capacity, CHUNK, on_host=bank is banks.host, low=True)
+        self._arenas.add(self.reservation)
 
     def back(self, chunks: list[int]) -> None:
         """Put memory under chunks of the line."""
         for first, count in _runs(chunks):
-            self._arena.back(first * self.line.chunk, count * self.line.chunk)
+            self.map_part(first * self.line.chunk, count * self.line.chunk)
             self.line.back(range(first, first + count))
             self.bank.used += count * self.line.chunk
 
     def give_up(self, chunks: list[int]) -> None:
         """Release the memory under chunks of the line."""
         for first, count in _runs(chunks):
-            self._arena.release(first * self.line.chunk, count * self.line.chunk)
+            self.unmap_part(first * self.line.chunk, count * self.line.chunk)
             self.line.unback(range(first, first + count))
             self.bank.used -= count * self.line.chunk
 
@@ -136,8 +130,8 @@ class Space:
     def close(self) -> None:
         self.bank.used -= self.line.reserved
         self.line.unback_all()
-        self._arenas.remove(self._arena.reservation)
-        self._arena.close()
+        self._arenas.remove(self.reservation)
+        super().close()
 
 
 def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:

@@ -10,19 +10,25 @@ from .constants import STEP
 from .contexts import Context
 from .errors import Result
 from .machine import Machine
-from .memory import is_accessible, view_address
+from .memory import view_address
 from .multicast import Segment
 from .timeline import Operation
+
+Put = Callable[[int, int, int], object]
+"""Writes bytes of an operation: to an address, from an offset in the operation on, and how many."""
 
 
 class Move(Operation):
     """Writes bytes step by step. Memory that was unmapped meanwhile breaks the context, not the process."""
 
-    def __init__(self, machine: Machine, context: Context, target: int, size: int, source: int | None = None) -> None:
+    def __init__(
+        self, machine: Machine, context: Context, target: int, size: int, put: Put, source: int | None = None
+    ) -> None:
         self._machine = machine
         self._context = context
         self._target = target
         self._size = size
+        self._put = put
         self._done = 0
         self._into_simulated = machine.banks.arenas.find(target) is not None
         self._source = source
@@ -31,71 +37,50 @@ class Move(Operation):
 
     def step(self) -> bool:
         size = min(STEP, self._size - self._done)
-        targets = self._targets(size)
-        source = self._source
-        if targets and (source is None or self._is_there(source + self._done, size, self._from_simulated)):
+        targets, source = self._targets(size), self._source
+        here = self._machine.banks.is_there
+        if targets and (source is None or here(source + self._done, size, self._from_simulated)):
             for address, at, length in targets:
-                self.put(address, self._done + at, length)
+                self._put(address, self._done + at, length)
             self._done += size
-        else:
-            self.fail()
-        return self._done >= self._size
+            return self._done >= self._size
+        return self.fail()
 
-    def fail(self) -> None:
+    def fail(self) -> bool:
         self._context.error = Result.CUDA_ERROR_ILLEGAL_ADDRESS
-        self._done = self._size
+        return True
 
     def _targets(self, size: int) -> list[Segment] | None:
         """Targets of the next bytes: one address, or that of each replica of multicast memory."""
         target = self._target + self._done
-        if self._is_there(target, size, self._into_simulated, write=True):
+        if self._machine.banks.is_there(target, size, self._into_simulated, write=True):
             return [Segment(target, 0, size)]
         return self._machine.multicast.targets(target, size) if self._into_simulated else None
 
-    def _is_there(self, address: int, size: int, simulated: bool, write: bool = False) -> bool:
-        if simulated:
-            return self._machine.banks.is_backed(address, size)
-        return is_accessible(address, size, write)
-
-    @property
-    def target(self) -> int:
-        return self._target
-
     def touches(self, start: int, end: int) -> bool:
-        """Whether it has a byte of a range of simulated addresses to read or write."""
-        ends = (
-            self._target if self._into_simulated else None,
-            self._source if self._from_simulated else None,
-        )
-        return any(one is not None and one < end and start < one + self._size for one in ends)
-
-    def put(self, address: int, offset: int, size: int) -> None:
-        """Write the bytes from ``offset`` on to an address."""
-        raise NotImplementedError
+        ends = ((self._target, self._into_simulated), (self._source or 0, self._from_simulated))
+        return any(simulated and one < end and start < one + self._size for one, simulated in ends)
 
 
-class Copy(Move):
-    """Copies from an address, or from bytes that were taken when the call was made."""
+def _copy_row(machine: Machine, context: Context, target: int, source: int | bytes, size: int) -> Move:
+    """A copy from an address, or from bytes that were taken when the call was made."""
+    taken = isinstance(source, bytes)
+    start = view_address(source) if isinstance(source, bytes) else source
 
-    def __init__(self, machine: Machine, context: Context, target: int, source: int | bytes, size: int) -> None:
-        super().__init__(machine, context, target, size, None if isinstance(source, bytes) else source)
-        self._keep = source
-        self._start = view_address(source) if isinstance(source, bytes) else source
+    def put(address: int, offset: int, size: int, keep: object = source) -> None:
+        ctypes.memmove(address, start + offset, size)
 
-    def put(self, address: int, offset: int, size: int) -> None:
-        ctypes.memmove(address, self._start + offset, size)
+    return Move(machine, context, target, size, put, None if taken else start)
 
 
-class Fill(Move):
-    def __init__(self, machine: Machine, context: Context, target: int, pattern: bytes, count: int) -> None:
-        super().__init__(machine, context, target, count * len(pattern))
-        self._pattern = pattern
-
-    def put(self, address: int, offset: int, size: int) -> None:
-        if len(set(self._pattern)) == 1:
-            ctypes.memset(address, self._pattern[0], size)
+def _fill_row(machine: Machine, context: Context, target: int, pattern: bytes, count: int) -> Move:
+    def put(address: int, offset: int, size: int) -> None:
+        if len(set(pattern)) == 1:
+            ctypes.memset(address, pattern[0], size)
         else:
-            ctypes.memmove(address, self._pattern * (size // len(self._pattern)), size)
+            ctypes.memmove(address, pattern * (size // len(pattern)), size)
+
+    return Move(machine, context, target, count * len(pattern), put)
 
 
 class Rows(Operation):
@@ -120,7 +105,6 @@ class Rows(Operation):
         return self._done == self._count
 
     def touches(self, start: int, end: int) -> bool:
-        """Whether it has a byte of a range of simulated addresses to read or write."""
         return any(self._row(at).touches(start, end) for at in range(self._count))
 
 
@@ -159,13 +143,13 @@ class Shape(NamedTuple):
     def copy(self, machine: Machine, context: Context, target: int, source: int | bytes) -> Operation:
         """The copy between two addresses, or from bytes that were taken when the call was made."""
         if self.height * self.depth == 1:
-            return Copy(machine, context, target, source, self.width)
+            return _copy_row(machine, context, target, source, self.width)
         start = view_address(source) if isinstance(source, bytes) else source
 
         def row(number: int, keep: object = source) -> Move:
             z, y = divmod(number, self.height)
             to = target + z * self.target_slice + y * self.target_pitch
-            return Copy(machine, context, to, start + z * self.source_slice + y * self.source_pitch, self.width)
+            return _copy_row(machine, context, to, start + z * self.source_slice + y * self.source_pitch, self.width)
 
         return Rows(self.height * self.depth, self.width, row)
 
@@ -175,6 +159,6 @@ def fill(
 ) -> Operation:
     """The fill of ``rows`` rows of ``count`` elements each."""
     if rows == 1:
-        return Fill(machine, context, target, pattern, count)
+        return _fill_row(machine, context, target, pattern, count)
     size = count * len(pattern)
-    return Rows(rows, size, lambda number: Fill(machine, context, target + number * pitch, pattern, count))
+    return Rows(rows, size, lambda number: _fill_row(machine, context, target + number * pitch, pattern, count))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 from streamalloc.driver.bindings import cuda
@@ -11,7 +10,7 @@ from streamalloc.driver.bindings import cuda
 from .calls.arrays import ArrayCalls
 from .calls.contexts import ContextCalls
 from .calls.devices import DeviceCalls
-from .calls.graph_nodes import GraphNodeCalls
+from .calls.graphs import GraphCalls
 from .calls.memory import MemoryCalls
 from .calls.multicast import MulticastCalls
 from .calls.pools import PoolCalls
@@ -28,7 +27,7 @@ class SimulatedDriver(
     ContextCalls,
     StreamCalls,
     MemoryCalls,
-    GraphNodeCalls,
+    GraphCalls,
     ArrayCalls,
     MulticastCalls,
     PoolCalls,
@@ -56,9 +55,14 @@ class SimulatedDriver(
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(cuda, name)
-        if name.startswith("cu") and callable(found) and not isinstance(found, type):
-            return _refuse(name)
-        return found
+        if not name.startswith("cu") or not callable(found) or isinstance(found, type):
+            return found
+
+        def refuse(*_args: Any, **_kwargs: Any) -> Any:
+            raise NotModelled(name)
+
+        refuse.__name__ = refuse.__qualname__ = name
+        return refuse
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *dir(cuda)})
@@ -76,11 +80,3 @@ class SimulatedDriver(
 for _area in SimulatedDriver.__mro__:
     for _name in [name for name in vars(_area) if name.startswith("cu") and not hasattr(cuda, name)]:
         delattr(_area, _name)
-
-
-def _refuse(name: str) -> Callable[..., Any]:
-    def refuse(*_args: Any, **_kwargs: Any) -> Any:
-        raise NotModelled(name)
-
-    refuse.__name__ = refuse.__qualname__ = name
-    return refuse

@@ -39,9 +39,9 @@ class EventTable:
         self.fd = fd
         self.taken: int = 0
         memory = mmap.mmap(fd, TABLE_BYTES)
-        self._words = memoryview(memory).cast("Q")
+        self.words = memoryview(memory).cast("Q")
         self.close: Callable[[], object]
-        self.close = finalizer = weakref.finalize(self, _close, self._words, memory, fd)
+        self.close = finalizer = weakref.finalize(self, _close, self.words, memory, fd)
         finalizer.atexit = False
 
     def take(self) -> SharedEvent | None:
@@ -52,12 +52,6 @@ class EventTable:
             return None
         self.taken += 1
         return SharedEvent(self, self.taken - 1)
-
-    def read(self, word: int) -> int:
-        return self._words[word]
-
-    def write(self, word: int, value: int) -> None:
-        self._words[word] = value
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -86,24 +80,23 @@ class SharedEvent:
     @property
     def latest(self) -> int:
         """The number of the latest recording, 0 where there is none."""
-        return self.table.read(self._first)
+        return self.table.words[self._first]
 
     def begin(self) -> int:
         """Take the number of a new recording."""
         with self.table.locked():
             number = self.latest + 1
-            self.table.write(self._first, number)
+            self.table.words[self._first] = number
         return number
 
     def finish(self, number: int) -> None:
         """A recording has happened."""
         with self.table.locked():
-            word = self._word(number)
-            if self.table.read(word) < number:
-                self.table.write(word, number)
+            word, words = self._word(number), self.table.words
+            words[word] = max(words[word], number)
 
     def happened(self, number: int) -> bool:
-        return not number or self.table.read(self._word(number)) >= number
+        return not number or self.table.words[self._word(number)] >= number
 
     def _word(self, number: int) -> int:
         return self._first + 1 + number % _RING

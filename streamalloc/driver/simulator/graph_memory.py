@@ -142,10 +142,6 @@ class Slab:
         self.size -= less
         self.used -= unused
 
-    def is_for(self, memory: GraphMemory) -> bool:
-        """Whether a graph may use it, as far as live allocations go."""
-        return self.owner is None or self.owner is memory or not self.owner.live
-
     @property
     def idle(self) -> bool:
         return not self.uses.unfinished() and not (self.owner is not None and self.owner.live)
@@ -235,7 +231,8 @@ class GraphMemory:
 
     def prepare(self, clock: Clock, outlives: bool) -> Slab:
         """The slab for a launch that is ordered after ``clock``. ``outlives``: it leaves allocations behind."""
-        usable = [slab for slab in self._shared.slabs if slab.is_for(self) and slab.uses.over_for(clock)]
+        slabs = [slab for slab in self._shared.slabs if slab.owner in (None, self) or not slab.owner.live]
+        usable = [slab for slab in slabs if slab.uses.over_for(clock)]
         slab = self._slab if self._slab in usable else max(usable, key=lambda one: one.size, default=None)
         if slab is None:
             slab = Slab(self._shared)

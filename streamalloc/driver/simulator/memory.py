@@ -434,11 +434,11 @@ class Arena:
     def physical(self) -> Physical:
         return Physical(self._name, self.reservation.size)
 
-    def back(self, offset: int, size: int) -> None:
+    def map_part(self, offset: int, size: int) -> None:
         self.reservation.map(self.base + offset, size, self.physical, offset)
         self._used = max(self._used, offset + size)
 
-    def release(self, offset: int, size: int) -> None:
+    def unmap_part(self, offset: int, size: int) -> None:
         self.reservation.unmap(self.base + offset, size)
         if self._on_host:
             _keep_readable(self.base + offset, self.base + offset + size)

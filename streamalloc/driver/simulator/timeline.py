@@ -65,6 +65,10 @@ class Operation:
         """Do some of the work; True when all is done."""
         return True
 
+    def touches(self, start: int, end: int) -> bool:
+        """Whether it has a byte of a range of simulated addresses to read or write."""
+        return False
+
 
 class Call(Operation):
     """Work done in one step by a function."""

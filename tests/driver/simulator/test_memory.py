@@ -49,11 +49,11 @@ def test_address_map_finds_what_holds_an_address() -> None:
 
 def test_an_arena_forgets_what_it_released() -> None:
     arena = Arena("test", 4 * MiB, 2 * MiB)
-    arena.back(0, 2 * MiB)
+    arena.map_part(0, 2 * MiB)
     ctypes.memset(arena.base, 7, 16)
-    arena.release(0, 2 * MiB)
+    arena.unmap_part(0, 2 * MiB)
     assert not arena.reservation.mapped.covers(arena.base, arena.base + 1)
-    arena.back(0, 2 * MiB)
+    arena.map_part(0, 2 * MiB)
     assert ctypes.string_at(arena.base, 16) == bytes(16)
     arena.close()
 
@@ -141,7 +141,7 @@ def test_host_memory_that_is_gone_leaves_room_for_large_ranges() -> None:
     """Its beginning stays readable, and so breaks up the addresses of the process: that is kept of the latest only."""
     for _ in range(100):
         arena = Arena("host", 1 << 40, 2 << 20, on_host=True)
-        arena.back(0, 2 << 20)
+        arena.map_part(0, 2 << 20)
         arena.close()
     AddressRange(64 << 40, 2 << 20).close()
 

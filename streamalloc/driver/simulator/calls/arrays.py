@@ -60,7 +60,11 @@ class ArrayCalls(CopyCalls):
     @staticmethod
     def _layout(descriptor: Any) -> Layout:
         width, height, depth = int(descriptor.Width), int(descriptor.Height), int(descriptor.Depth)
-        number, channels, flags = arguments.field(descriptor, "Format"), int(descriptor.NumChannels), descriptor.Flags
+        number, channels, flags = (
+            arguments.number_in(descriptor, "Format", None),
+            int(descriptor.NumChannels),
+            descriptor.Flags,
+        )
         not_modelled(not flags & _SPARSE, "arrays that are not sparse")
         check(not flags & _NEVER_SPARSE and channels != 3)
         if number not in _BYTES_OF_FORMAT or channels not in (1, 2, 4) or flags & ~(_SPARSE | _LAYERED | _GATHER):
@@ -135,7 +139,7 @@ class ArrayCalls(CopyCalls):
         """The changes that one entry asks for, tile by tile: x first, then y, then z."""
         device = stream.context.device.ordinal
         storage = self._resource(info)
-        operation = arguments.field(info, "memOperationType")
+        operation = arguments.number_in(info, "memOperationType", None)
         check(operation in (_MAP, _UNMAP) and not info.flags and info.deviceBitMask == 1 << device)
         tiles = self._tiles(info, storage.layout, device)
         if operation == _UNMAP:  # before other checks (observed on H200: test_sparse_arrays)
@@ -147,7 +151,7 @@ class ArrayCalls(CopyCalls):
         return [(storage, tile, (memory, offset + at * TILE_SIZE)) for at, tile in enumerate(tiles)]
 
     def _resource(self, info: Any) -> Storage:
-        if arguments.field(info, "resourceType") == _MIPMAPPED_ARRAY:
+        if arguments.number_in(info, "resourceType", None) == _MIPMAPPED_ARRAY:
             mipmap: MipmappedArray = self._find(MipmappedArray, info.resource.mipmap)
             return mipmap.storage
         array: Array = self._find(Array, info.resource.array)
@@ -160,7 +164,7 @@ class ArrayCalls(CopyCalls):
         return self._machine.virtual.memory(handle)
 
     def _tiles(self, info: Any, layout: Layout, device: int) -> list[Tile]:
-        if arguments.field(info, "subresourceType") == _MIPTAIL:
+        if arguments.number_in(info, "subresourceType", None) == _MIPTAIL:
             tail = info.subresource.miptail
             check(layout.has_tail and tail.layer < max(layout.layers, 1))
             layout.check_tail()

@@ -14,7 +14,7 @@ from ..constants import CHUNK, Location
 from ..errors import Fault, Result, check, need, need_a, not_modelled
 from ..memory import is_host_memory
 from .base import EDGE_DATA, Calls, call
-from .virtual import mapped_attribute
+from .virtual import MAPPED_ATTRIBUTES, right_of_current
 
 _HOST_ALLOC_FLAGS = 0x7  # portable, device map, write combined
 _HOST_REGISTER_FLAGS = 0xF
@@ -142,7 +142,7 @@ class MemoryCalls(Calls):
         mapping, base = allocation.mapping, allocation.base
         if mapping is not None:
             not_modelled(mapping.is_multicast, "cuMemGetAddressRange of a multicast object")
-            right = mapped_attribute(self._machine, "ACCESS_FLAGS", mapping, base)
+            right = right_of_current(self._machine, mapping, "ACCESS_FLAGS")
             check(right, Result.CUDA_ERROR_NOT_FOUND)
             if (
                 mapping.memory.properties.device is None
@@ -190,9 +190,8 @@ class MemoryCalls(Calls):
             return None
         if allocation.mapping is not None:
             not_modelled(allocation.mapping.is_multicast, f"{attribute.name} of a multicast object")
-            value = mapped_attribute(self._machine, name, allocation.mapping, address)
-            if value is not NotImplemented:
-                return value
+            if name in MAPPED_ATTRIBUTES:
+                return MAPPED_ATTRIBUTES[name](self._machine, allocation.mapping, address)
         return _POINTER_ATTRIBUTES[name](allocation, address)
 
     # -- managed memory: there is none, so only the answers for other memory are modelled ---------------------

@@ -11,7 +11,7 @@ from streamalloc.driver.bindings import cuda
 from ..arguments import Device, MulticastObject, Size, Stream
 from ..constants import GRANULARITY, READ, READ_WRITE, STEP, Handle, device_place
 from ..contexts import Context
-from ..copy_operations import Move
+from ..copy_operations import Move, Put
 from ..errors import Fault, Result, check, not_modelled
 from ..machine import Machine
 from ..multicast import Backing, Segment
@@ -19,7 +19,6 @@ from ..physical import Memory
 from .base import Method, call, driver_call
 from .copies import CopyCalls
 
-Apply = Callable[[int, int, int], None]
 Combine = Callable[[list[bytes]], bytes]
 _RECOMMENDED = 1  # CUmulticastGranularity_flags
 # Parameters of bindings.
@@ -31,18 +30,10 @@ _ADDRESS = "mcOffset:Size memptr:DevicePointer size:Size flags:UnsignedLongLong"
 class Update(Move):
     """Does something to each replica of a range. Atomic towards others of its kind, also of other processes."""
 
-    def __init__(self, machine: Machine, context: Context, target: int, size: int, apply: Apply) -> None:
-        super().__init__(machine, context, target, size)
-        self._apply = apply
-
-    def put(self, address: int, offset: int, size: int) -> None:
-        self._apply(address, offset, size)
-
     def step(self) -> bool:
         found = self._machine.multicast.mapping_at(self._target)
         if found is None:
-            self.fail()
-            return True
+            return self.fail()
         with found[1].table.locked():
             return super().step()
 
@@ -53,7 +44,7 @@ class Gather(Move):
     def __init__(
         self, machine: Machine, context: Context, target: int, source: int, size: int, combine: Combine
     ) -> None:
-        super().__init__(machine, context, target, size)
+        super().__init__(machine, context, target, size, self._store)
         self._replicated = source
         self._combine = combine
         self._values = b""
@@ -63,17 +54,15 @@ class Gather(Move):
         size = min(STEP, self._size - self._done)
         found = multicast.mapping_at(source)
         if found is None:
-            self.fail()
-            return True
+            return self.fail()
         with found[1].table.locked():
             replicas = multicast.replicas(source, size)
             if replicas is None:
-                self.fail()
-                return True
+                return self.fail()
             self._values = self._combine([_read(segments, size) for segments in replicas.values()])
         return super().step()
 
-    def put(self, address: int, offset: int, size: int) -> None:
+    def _store(self, address: int, offset: int, size: int) -> None:
         ctypes.memmove(address, self._values, size)
 
 
@@ -92,7 +81,7 @@ class Launch:
         self._machine = calls._machine
         self._stream = stream
 
-    def update(self, address: int, size: int, apply: Apply) -> None:
+    def update(self, address: int, size: int, apply: Put) -> None:
         """Call ``apply(where, offset, size)`` for the bytes of each replica of a range, some at a time."""
         self._check(address, size, READ_WRITE)
         self._stream.submit(Update(self._machine, self._stream.context, address, size, apply))

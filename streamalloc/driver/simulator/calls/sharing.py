@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable
 from typing import Any
 
 from streamalloc.driver.bindings import cuda, opaque_bytes, opaque_struct
@@ -30,15 +31,21 @@ def _handle_type(name: str, value: Any, read: Any = arguments.member) -> int:
     return number
 
 
+def _inheritable(fd: int) -> int:
+    copy = os.dup(fd)
+    os.set_inheritable(copy, True)  # observed on H200 (test_sharing)
+    return copy
+
+
 class SharingCalls(Calls):
     """cuMemPool*Shareable*, cuMemPool*Pointer, cuMem*Shareable*, cuIpc*."""
 
     def _not_during_capture(self) -> None:
         not_modelled(self._machine.graphs.captures, "sharing with other processes during a stream capture")
 
-    def _need_channel(self) -> None:
-        """By default there is no IMEX channel, as on the machine that was observed."""
-        check(self._machine.fabric, Result.CUDA_ERROR_NOT_PERMITTED)
+    def _need_channel(self, kind: int) -> None:
+        """By default there is no IMEX channel for fabric handles, as on the machine that was observed."""
+        check(kind != Handle.FABRIC or self._machine.fabric, Result.CUDA_ERROR_NOT_PERMITTED)
 
     # -- exporting and importing as a whole ------------------------------------------------------------------
 
@@ -47,15 +54,10 @@ class SharingCalls(Calls):
         found = self._machine.pools.get(pool)
         self._not_during_capture()
         check(kind & found.handle_types and not flags)
-        if kind == Handle.FABRIC:
-            self._need_channel()
+        self._need_channel(kind)
         with operating_system():
             physical = found.export()
-            if kind != Handle.POSIX_FD:
-                return self._fabric_handle("pool", physical)
-            fd = os.dup(physical.fd)
-            os.set_inheritable(fd, True)  # observed on H200 (test_sharing)
-            return fd
+            return self._export("pool", kind, physical, lambda: _inheritable(physical.fd))
 
     def cuMemPoolImportFromShareableHandle(self, handle: HostPointer, handleType: Any, flags: UnsignedLongLong) -> Any:
         kind = _handle_type("handleType", handleType, arguments.number)
@@ -70,27 +72,23 @@ class SharingCalls(Calls):
         memory = self._machine.virtual.named(handle)
         self._not_during_capture()
         check(kind & memory.properties.handle_types and not flags)
-        if isinstance(memory, MulticastObject):
-            return self._export_multicast(memory, kind)
-        memory = need_a(Memory, memory)
-        not_modelled(memory.properties.device is None, "exporting host memory")
-        if kind == Handle.FABRIC:
-            self._need_channel()
+        not_modelled(isinstance(memory, Memory) and memory.properties.device is None, "exporting host memory")
+        self._need_channel(kind)
         with operating_system():
-            if kind == Handle.POSIX_FD:
-                return memory.physical.lend()
-            memory.physical.lent = True
-            return self._fabric_handle("memory", memory.physical)
+            if not isinstance(memory, MulticastObject):
+                physical = need_a(Memory, memory).physical
+                return self._export("memory", kind, physical, physical.lend)
+            not_modelled(memory.imported, "exporting a multicast object that was imported")
+            memory.table.has_fabric_handle |= kind == Handle.FABRIC
+            return self._export("memory", kind, memory.table.physical, memory.table.export)
 
-    def _export_multicast(self, found: MulticastObject, kind: int) -> Any:
-        if kind == Handle.FABRIC:
-            self._need_channel()
-        not_modelled(found.imported, "exporting a multicast object that was imported")
-        with operating_system():
-            if kind == Handle.POSIX_FD:
-                return found.table.export()
-            found.table.has_fabric_handle = True
-            return self._fabric_handle("memory", found.table.physical)
+    def _export(self, name: str, kind: int, physical: Physical, lend: Callable[[], int]) -> Any:
+        """A descriptor, or a fabric handle."""
+        if kind == Handle.POSIX_FD:
+            return lend()
+        physical.lent = True
+        physical.seal()
+        return opaque_struct("CUmemFabricHandle", self._machine.sharing.fabric_handle(name, physical))
 
     def cuMemImportFromShareableHandle(self, osHandle: HostPointer, shHandleType: Any) -> Any:
         kind = _handle_type("shHandleType", shHandleType, arguments.number)
@@ -100,10 +98,6 @@ class SharingCalls(Calls):
         not_modelled(kind == Handle.WIN32_KMT, f"cuMemImportFromShareableHandle of {shHandleType!r}")
         return cuda.CUmemGenericAllocationHandle(self._import("memory", kind, osHandle).handle)
 
-    def _fabric_handle(self, kind: str, physical: Physical) -> Any:
-        physical.seal()
-        return opaque_struct("CUmemFabricHandle", self._machine.sharing.fabric_handle(kind, physical))
-
     def _import(self, kind: str, handle_type: int, given: int) -> ImportedPool | Memory | MulticastObject:
         """Import the object of a descriptor, or of the fabric handle at an address. The caller still owns the
         descriptor.
@@ -112,7 +106,7 @@ class SharingCalls(Calls):
         take = sharing.import_pool if kind == "pool" else self._import_memory
         if handle_type == Handle.POSIX_FD:
             return take(given)
-        self._need_channel()
+        self._need_channel(handle_type)
         wild = not is_accessible(given, HANDLE_BYTES)
         not_modelled(wild, "importing a descriptor as a fabric handle: the real driver crashes")
         fd = sharing.open_fabric(kind, ctypes.string_at(given, HANDLE_BYTES))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+from collections.abc import Callable
 from typing import Any
 
 from streamalloc.driver.bindings import cuda, handle_types_member, read_handle_types
@@ -13,9 +14,7 @@ from streamalloc.driver.bindings import cuda, handle_types_member, read_handle_t
 from .. import arguments
 from ..allocations import PoolMemory
 from ..arguments import DevicePointer, HostPointer, MemoryHandle, Size, UnsignedLongLong
-from ..arrays import TileCopy
 from ..constants import CHUNK, GRANULARITY, HOST, PINNED, Handle, Location, Place, device_place
-from ..copy_operations import Move, Rows
 from ..errors import Fault, Result, check, need, need_a, not_modelled
 from ..machine import Machine
 from ..multicast import MulticastObject
@@ -143,9 +142,8 @@ class VirtualMemoryCalls(Calls):
                 check(not outside, Result.CUDA_ERROR_ILLEGAL_STATE)
 
     def _is_in_use(self, start: int, end: int) -> bool:
-        queues = [stream.queue for stream in self._machine.timeline.streams.values()]
-        moves = (one for queue in queues for one in queue if isinstance(one, (Move, Rows, TileCopy)))
-        return any(one.touches(start, end) for one in moves)
+        streams = self._machine.timeline.streams.values()
+        return any(one.touches(start, end) for stream in streams for one in stream.queue)
 
     def _wanted(self, place: Place, flags: int) -> tuple[Place, int]:
         if place.type == Location.DEVICE:
@@ -209,25 +207,25 @@ def _unreadable_file(size: int) -> int:
 # -- cuPointerGetAttribute -----------------------------------------------------------------------------------
 
 
-def mapped_attribute(machine: Machine, name: str, mapping: Mapping, address: int) -> Any:
-    """An attribute of mapped memory: None where it is refused, NotImplemented where it is as for other memory.
-
-    DEVICE_ORDINAL is 0 for any device's memory (two H200: test_two_device_mappings).
-    """
-    if name in ("RANGE_START_ADDR", "RANGE_SIZE"):  # of the reservation, not of the mapping
-        found = need(machine.virtual.range_of(address))
-        return cuda.CUdeviceptr(found.base) if name == "RANGE_START_ADDR" else found.size
-    if name == "HOST_POINTER":
-        return address if mapping.right(HOST) else None
-    if name == "ALLOWED_HANDLE_TYPES":
-        return mapping.memory.properties.handle_types
-    if name == "IS_GPU_DIRECT_RDMA_CAPABLE":
-        return mapping.memory.properties.rdma
-    if name not in ("ACCESS_FLAGS", "DEVICE_POINTER"):
-        return NotImplemented
+def right_of_current(machine: Machine, mapping: Mapping, name: str) -> int:
+    """The access that the device of the current context has to mapped memory."""
     without = f"CU_POINTER_ATTRIBUTE_{name} of mapped memory without a current context"
-    context = need(machine.current_or_none(), without)
-    right = mapping.right(device_place(context.device.ordinal))
-    if name == "ACCESS_FLAGS":
-        return right
-    return cuda.CUdeviceptr(address) if right else None
+    return mapping.right(device_place(need(machine.current_or_none(), without).device.ordinal))
+
+
+MAPPED_ATTRIBUTES: dict[str, Callable[[Machine, Mapping, int], Any]] = {
+    # of the reservation, not of the mapping
+    "RANGE_START_ADDR": lambda machine, mapping, at: cuda.CUdeviceptr(need(machine.virtual.range_of(at)).base),
+    "RANGE_SIZE": lambda machine, mapping, at: need(machine.virtual.range_of(at)).size,
+    "HOST_POINTER": lambda machine, mapping, at: at if mapping.right(HOST) else None,
+    "ALLOWED_HANDLE_TYPES": lambda machine, mapping, at: mapping.memory.properties.handle_types,
+    "IS_GPU_DIRECT_RDMA_CAPABLE": lambda machine, mapping, at: mapping.memory.properties.rdma,
+    "ACCESS_FLAGS": lambda machine, mapping, at: right_of_current(machine, mapping, "ACCESS_FLAGS"),
+    "DEVICE_POINTER": lambda machine, mapping, at: (
+        cuda.CUdeviceptr(at) if right_of_current(machine, mapping, "DEVICE_POINTER") else None
+    ),
+}
+"""Attributes of mapped memory, None where refused; the others are as for other memory.
+
+DEVICE_ORDINAL is 0 for any device's memory (two H200: test_two_device_mappings).
+"""
