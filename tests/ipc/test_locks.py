@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,6 +19,8 @@ from streamalloc.ipc.exporter.exports import Exports, exports_of
 from streamalloc.ipc.exporter.leases import Hold, Lease, Leases, leases_of
 from streamalloc.ipc.importer import imported
 from streamalloc.ipc.importer.importer import Importer, importer_of
+from streamalloc.ipc.ring.delivery import ConsumerLink, Deliveries
+from streamalloc.ipc.ring.producer import RingProducer
 from tests.interleaving import interleaved
 from tests.ipc.support import shared_pool
 from tests.ipc.wire.test_descriptor import again
@@ -188,3 +191,68 @@ class TestImporter:
         for _ in interleaved(imported._release, make, lambda it: it[0].close(), lambda it: it[1].close()):
             assert importer.imports == {}
         stream.close()
+
+
+class Settling(Deliveries):
+    """Deliveries of one slot, which the user has returned and which is to be sent as well."""
+
+    def __init__(self) -> None:
+        nothing: Any = SimpleNamespace(close=lambda: None, send=lambda *_, **__: None, closed=True)
+        super().__init__(nothing, nothing, nothing, 64, 64)
+        slot: Any = object()
+        self.returned.append(slot)
+        self.unsent[slot] = None
+        self.consumers[ConsumerLink(nothing, {}, [])] = None
+        self.delivered: list[object] = []
+
+    def _deliver(self, slot: Any, holder: Any = None) -> None:
+        del self.unsent[slot]
+        self.delivered.append(slot)
+
+    def drop_gone(self) -> None:
+        self.settle()
+
+    def producer(self) -> Any:
+        """A producer as far as its calls use it."""
+        return SimpleNamespace(
+            _deliveries=self,
+            _hello=b"",
+            _handles=(),
+            _check_open=lambda: None,
+            _admitted=lambda *_: next(iter(self.consumers)),
+        )
+
+
+def _add(state: Settling) -> None:
+    mine, theirs = ipc.Channel.pair()
+    with mine, theirs:
+        theirs.send(b"")
+        RingProducer.add(state.producer(), mine, 1)
+
+
+class TestRing:
+    @pytest.mark.parametrize(
+        "first",
+        [
+            lambda state: RingProducer.statistics(state.producer()),
+            lambda state: RingProducer._wait_for_slot(state.producer(), 1),
+            lambda state: state.attempt(),
+            lambda state: (setattr(state, "_end_sent", True), state.attempt()),
+        ],
+        ids=["statistics", "waiting for a slot", "the end is sent", "the end"],
+    )
+    def test_a_slot_is_freed_once(self, first: Callable[[Settling], object]) -> None:
+        def settle(state: Settling) -> None:
+            with state.lock:
+                state.settle()
+
+        for state in interleaved(Deliveries.settle, Settling, first, settle):
+            assert len(state.free) <= 1 and not state.returned
+
+    def test_an_item_is_sent_once(self) -> None:
+        def deliver(state: Settling) -> None:
+            with state.lock:
+                state.deliver_unsent()
+
+        for state in interleaved(Deliveries.deliver_unsent, Settling, _add, deliver):
+            assert len(state.delivered) == 1 and not state.unsent
