@@ -11,7 +11,7 @@ import pytest
 
 import streamalloc as sa
 import streamalloc.driver as sd
-from streamalloc import ipc
+from streamalloc import ipc, vmm
 from streamalloc.core.buffer import shared_state
 from streamalloc.core.internal import session_of
 from streamalloc.driver.bindings import cuda
@@ -21,8 +21,9 @@ from streamalloc.ipc.importer import imported
 from streamalloc.ipc.importer.importer import Importer, importer_of
 from streamalloc.ipc.ring.delivery import ConsumerLink, Deliveries
 from streamalloc.ipc.ring.producer import RingProducer
+from streamalloc.vmm.remappable import RemappableBuffer
 from tests.interleaving import interleaved
-from tests.ipc.support import shared_pool
+from tests.ipc.support import PAGE, shared_pool
 from tests.ipc.wire.test_descriptor import again
 from tests.support import names
 
@@ -230,6 +231,11 @@ def _add(state: Settling) -> None:
         RingProducer.add(state.producer(), mine, 1)
 
 
+def _end(state: Settling) -> None:
+    state._end_sent = True
+    state.attempt()
+
+
 class TestRing:
     @pytest.mark.parametrize(
         "first",
@@ -237,7 +243,7 @@ class TestRing:
             lambda state: RingProducer.statistics(state.producer()),
             lambda state: RingProducer._wait_for_slot(state.producer(), 1),
             lambda state: state.attempt(),
-            lambda state: (setattr(state, "_end_sent", True), state.attempt()),
+            _end,
         ],
         ids=["statistics", "waiting for a slot", "the end is sent", "the end"],
     )
@@ -256,3 +262,56 @@ class TestRing:
 
         for state in interleaved(Deliveries.deliver_unsent, Settling, _add, deliver):
             assert len(state.delivered) == 1 and not state.unsent
+
+
+class TestEnds:
+    def test_imports_come_while_ended_pools_are_released(self, importer: Importer) -> None:
+        held: Any = SimpleNamespace(source=SimpleNamespace(block=None))
+
+        def make() -> None:
+            importer.handles[1] = imported.PoolHandle(importer.session, importer.handles, importer.lock)
+            importer.imports.clear()
+            importer.imports[b"one"] = held
+
+        def open_another(_: None) -> None:
+            with importer.lock:
+                importer.imports[b"other"] = held
+
+        for _ in interleaved(Importer._release_ended, make, lambda _: importer._release_ended(), open_another):
+            assert len(importer.imports) == 2
+        importer.handles.clear()
+        importer.imports.clear()
+
+    def test_a_pool_that_is_imported_anew_is_not_destroyed(self, importer: Importer) -> None:
+        """The driver has returned the same handle."""
+        destroyed: list[object] = []
+        session: Any = SimpleNamespace(ordinals=(), release=lambda it, _: destroyed.append(it))
+
+        def make() -> imported.PoolHandle:
+            pool = imported.PoolHandle(session, {}, importer.lock)
+            pool._raw, pool._events = 1, []
+            destroyed.clear()
+            return pool
+
+        def import_again(pool: imported.PoolHandle) -> None:
+            with pool.lock:
+                if not destroyed:
+                    pool.known[1] = pool
+
+        for pool in interleaved(imported.PoolHandle.attempt, make, lambda pool: pool.attempt(), import_again):
+            assert bool(destroyed) != bool(pool.known)
+
+    def test_chunks_are_set_by_two_threads(self) -> None:
+        device = sa.Device(0, driver=sd.simulated())
+
+        def put(count: int) -> Callable[[imported.ImportedRange], None]:
+            return lambda it: it.set_chunks(range(count), lambda _: vmm.PhysicalMemory(device, PAGE), count * PAGE)
+
+        def make() -> imported.ImportedRange:
+            it = imported.ImportedRange(device, 4 * PAGE, {device.location: sa.MemAccess.READWRITE}, None, 0)
+            put(1)(it)
+            return it
+
+        for it in interleaved(RemappableBuffer.set_chunks, make, put(2), put(3)):
+            assert it.nbytes == len(it.mappings) * PAGE == len(it._names) * PAGE
+            it.close()

@@ -156,21 +156,22 @@ class TestWatching:
     @pytest.mark.parametrize("function", [Watching.add, Watching.remove, Watching._watch])
     def test_none_is_lost(self, world: tuple[Watching, sa.MemoryPool], function: Any) -> None:
         watching, pool = world
-        one, other = self.Watcher(), self.Watcher()
+        one: Any = self.Watcher()
+        other: Any = self.Watcher()
         first: dict[Any, Callable[[Any], object]] = {
-            Watching.add: lambda _: watching.add(one),  # type: ignore[arg-type]
-            Watching.remove: lambda _: watching.remove(one),  # type: ignore[arg-type]
+            Watching.add: lambda _: watching.add(one),
+            Watching.remove: lambda _: watching.remove(one),
             Watching._watch: lambda _: watching.bound(pool),
         }
 
         def make() -> None:
-            watching.remove(other)  # type: ignore[arg-type]
-            watching.remove(one)  # type: ignore[arg-type]
+            watching.remove(other)
+            watching.remove(one)
             if function is not Watching.add:
-                watching.add(one)  # type: ignore[arg-type]
+                watching.add(one)
 
         left = {other} if function is Watching.remove else {one, other}
-        for _ in interleaved(function, make, first[function], lambda _: watching.add(other)):  # type: ignore[arg-type]
+        for _ in interleaved(function, make, first[function], lambda _: watching.add(other)):
             tap = tap_of(pool)
             assert tap is not None and set(tap.watchers) == set(watching.watchers) == left
 
@@ -258,7 +259,8 @@ class TestMappingWatchers:
     def test_none_is_lost(self, function: Any) -> None:
         session = session_of(sa.Device(0, driver=sd.simulated()))
         allocations = allocations_of(session)
-        one, other = object(), object()
+        one: Any = object()
+        other: Any = object()
 
         def make() -> None:
             allocations.watchers = () if function is watch_mappings else (one,)
@@ -268,7 +270,7 @@ class TestMappingWatchers:
             function,
             make,
             lambda _: function(session, one),
-            lambda _: watch_mappings(session, other),  # type: ignore[arg-type]
+            lambda _: watch_mappings(session, other),
         ):
             assert {*allocations.watchers} == left
 
