@@ -15,6 +15,7 @@ from streamalloc import ipc, vmm
 from streamalloc.core.buffer import shared_state
 from streamalloc.core.internal import session_of
 from streamalloc.driver.bindings import cuda
+from streamalloc.ipc.exporter import exports
 from streamalloc.ipc.exporter.exports import Exports, exports_of
 from streamalloc.ipc.exporter.leases import Hold, Lease, Leases, leases_of
 from streamalloc.ipc.importer import imported
@@ -87,6 +88,19 @@ class TestExporter:
             assert found[0] is found[1]
             found.clear()
             pool.close()
+
+    def test_one_handle_server_is_started(self, owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
+        started: list[bytes] = []
+        monkeypatch.setattr(exports.handle_server, "serve", lambda _: started.append(b"endpoint") or started[-1])
+        monkeypatch.setattr(exports, "_endpoints", {})
+
+        def make() -> Exports:
+            exports._endpoints.clear()
+            started.clear()
+            return Exports(session_of(owner.device))
+
+        for _ in interleaved(Exports.serve, make, Exports.serve, Exports.serve):
+            assert len(started) == 1
 
     def test_no_two_announcements_have_one_value(self, owner: Owner) -> None:
         found: list[int] = []

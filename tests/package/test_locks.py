@@ -15,6 +15,7 @@ import streamalloc.core.session as sessions_module
 import streamalloc.driver as sd
 from streamalloc import vmm
 from streamalloc.core.allocation_hooks import Watching, tap_of, watching_of
+from streamalloc.core.deferred import Deferred, DeferredQueue
 from streamalloc.core.session import Session, session_of, sessions
 from streamalloc.core.stream import may_queue
 from streamalloc.driver.checker.driver import Checked
@@ -286,3 +287,26 @@ def test_memory_of_a_mapping_becomes_one_object() -> None:
         assert found[0] is found[1] is buffer.mappings[0].memory
         found.clear()
         buffer.close()
+
+
+class TestDeferred:
+    class Item(Deferred):
+        attempts = 0
+
+        def attempt(self) -> bool:
+            self.attempts += 1
+            return True
+
+    @pytest.mark.parametrize("function", [DeferredQueue._take_over, DeferredQueue._take_off])
+    def test_each_item_is_attempted_once(self, function: Any) -> None:
+        items: list[TestDeferred.Item] = []
+
+        def make() -> DeferredQueue:
+            queue = DeferredQueue()
+            items[:] = [self.Item(), self.Item()]
+            for item in items:
+                queue.submit(item)
+            return queue
+
+        for queue in interleaved(function, make, DeferredQueue.work, DeferredQueue.work):
+            assert [item.attempts for item in items] == [1, 1] and len(queue) == 0
