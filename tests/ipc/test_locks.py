@@ -22,6 +22,7 @@ from streamalloc.ipc.importer import imported
 from streamalloc.ipc.importer.importer import Importer, importer_of
 from streamalloc.ipc.ring.delivery import ConsumerLink, Deliveries
 from streamalloc.ipc.ring.producer import RingProducer
+from streamalloc.ipc.transport import handle_server
 from streamalloc.vmm.remappable import RemappableBuffer
 from tests.interleaving import interleaved
 from tests.ipc.support import PAGE, shared_pool
@@ -91,7 +92,12 @@ class TestExporter:
 
     def test_one_handle_server_is_started(self, owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
         started: list[bytes] = []
-        monkeypatch.setattr(exports.handle_server, "serve", lambda _: started.append(b"endpoint") or started[-1])
+
+        def serve(_: object) -> bytes:
+            started.append(b"endpoint")
+            return started[-1]
+
+        monkeypatch.setattr(handle_server, "serve", serve)
         monkeypatch.setattr(exports, "_endpoints", {})
 
         def make() -> Exports:
