@@ -10,6 +10,7 @@ import argparse
 import ast
 import json
 import random
+import re
 import shutil
 import sys
 import tempfile
@@ -29,7 +30,7 @@ AREAS = {
     "driver": ("driver", "facts"),
     "core": ("core", "package/test_locks.py"),
     "pool": ("pool", "package/test_locks.py"),
-    "vmm": ("vmm", "package/test_locks.py"),
+    "vmm": ("vmm", "package/test_locks.py", "ipc/test_locks.py"),
     "ipc": ("ipc",),
     "multicast": ("multicast",),
 }
@@ -38,24 +39,36 @@ _SECONDS = 300
 """Seconds that the tests of one mutant may take."""
 
 
+_LOCK = re.compile(r"(\b|_)(lock|in_use|beginning|serving)$")
+"""Names of locks."""
+
+
 class LockNotTaken(Operator):  # type: ignore[misc]
-    """``with self._lock:`` becomes ``if True:``."""
+    """``with self._lock:`` takes no lock."""
 
     def mutation_positions(self, node: Any) -> Iterator[Any]:
-        if node.type == "with_stmt" and len(node.children) == 4 and "lock" in node.children[1].get_code().lower():
-            yield node.start_pos, node.end_pos
+        for lock in self._locks(node):
+            yield lock.start_pos, lock.end_pos
 
     def mutate(self, node: Any, index: int) -> Any:
-        node.children[0].value = "if"
-        last = node.children[1].get_last_leaf()
-        for leaf in _leaves(node.children[1]):
-            leaf.value = "True" if leaf is last else ""
+        lock = self._locks(node)[index]
+        last = lock.get_last_leaf()
+        for leaf in _leaves(lock):
+            leaf.value = "__import__('contextlib').nullcontext()" if leaf is last else ""
             leaf.prefix = " " if leaf is last else ""
         return node
 
+    @staticmethod
+    def _locks(node: Any) -> list[Any]:
+        return [one for one in node.children if _LOCK.search(one.get_code())] if node.type == "with_stmt" else []
+
     @classmethod
     def examples(cls) -> Iterable[Any]:
-        return (Example("with self._lock:\n    pass\n", "if True:\n    pass\n"),)
+        free = "__import__('contextlib').nullcontext()"
+        return (
+            Example("with self._lock:\n    pass\n", f"with {free}:\n    pass\n"),
+            Example("with a.lock, b():\n    pass\n", f"with {free}, b():\n    pass\n"),
+        )
 
 
 def _leaves(node: Any) -> Iterator[Any]:

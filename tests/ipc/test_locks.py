@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 
 import streamalloc as sa
 import streamalloc.driver as sd
-from streamalloc import ipc
+from streamalloc import ipc, vmm
 from streamalloc.core.buffer import shared_state
 from streamalloc.core.internal import session_of
 from streamalloc.driver.bindings import cuda
+from streamalloc.ipc.exporter import leases
 from streamalloc.ipc.exporter.leases import Exports, Hold, Lease, Leases, exports_of, leases_of
 from streamalloc.ipc.importer import imported
 from streamalloc.ipc.importer.open import Importer, importer_of
+from streamalloc.ipc.ring.producer import ConsumerLink, Deliveries, RingProducer
+from streamalloc.ipc.transport import handle_server
+from streamalloc.vmm.growable import RemappableBuffer
 from tests.interleaving import interleaved
-from tests.ipc.support import shared_pool
+from tests.ipc.support import PAGE, shared_pool
 from tests.ipc.wire.test_descriptor import again
 from tests.support import names
 
@@ -82,6 +87,24 @@ class TestExporter:
             assert found[0] is found[1]
             found.clear()
             pool.close()
+
+    def test_one_handle_server_is_started(self, owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
+        started: list[bytes] = []
+
+        def serve(_: object) -> bytes:
+            started.append(b"endpoint")
+            return started[-1]
+
+        monkeypatch.setattr(handle_server, "serve", serve)
+        monkeypatch.setattr(exports, "_endpoints", {})
+
+        def make() -> Exports:
+            leases._endpoints.clear()
+            started.clear()
+            return Exports(session_of(owner.device))
+
+        for _ in interleaved(Exports.serve, make, Exports.serve, Exports.serve):
+            assert len(started) == 1
 
     def test_no_two_announcements_have_one_value(self, owner: Owner) -> None:
         found: list[int] = []
@@ -187,3 +210,126 @@ class TestImporter:
         for _ in interleaved(imported._release, make, lambda it: it[0].close(), lambda it: it[1].close()):
             assert importer.imports == {}
         stream.close()
+
+
+class Settling(Deliveries):
+    """Deliveries of one slot, which the user has returned and which is to be sent as well."""
+
+    def __init__(self) -> None:
+        nothing: Any = SimpleNamespace(close=lambda: None, send=lambda *_, **__: None, closed=True)
+        super().__init__(nothing, nothing, nothing, 64, 64)
+        slot: Any = object()
+        self.returned.append(slot)
+        self.unsent[slot] = None
+        self.consumers[ConsumerLink(nothing, {}, [])] = None
+        self.delivered: list[object] = []
+
+    def _deliver(self, slot: Any, holder: Any = None) -> None:
+        del self.unsent[slot]
+        self.delivered.append(slot)
+
+    def drop_gone(self) -> None:
+        self.settle()
+
+    def producer(self) -> Any:
+        """A producer as far as its calls use it."""
+        return SimpleNamespace(
+            _deliveries=self,
+            _hello=b"",
+            _handles=(),
+            _check_open=lambda: None,
+            _admitted=lambda *_: next(iter(self.consumers)),
+        )
+
+
+def _add(state: Settling) -> None:
+    mine, theirs = ipc.Channel.pair()
+    with mine, theirs:
+        theirs.send(b"")
+        RingProducer.add(state.producer(), mine, 1)
+
+
+def _end(state: Settling) -> None:
+    state._end_sent = True
+    state.attempt()
+
+
+class TestRing:
+    @pytest.mark.parametrize(
+        "first",
+        [
+            lambda state: RingProducer.statistics(state.producer()),
+            lambda state: RingProducer._wait_for_slot(state.producer(), 1),
+            lambda state: state.attempt(),
+            _end,
+        ],
+        ids=["statistics", "waiting for a slot", "the end is sent", "the end"],
+    )
+    def test_a_slot_is_freed_once(self, first: Callable[[Settling], object]) -> None:
+        def settle(state: Settling) -> None:
+            with state.lock:
+                state.settle()
+
+        for state in interleaved(Deliveries.settle, Settling, first, settle):
+            assert len(state.free) <= 1 and not state.returned
+
+    def test_an_item_is_sent_once(self) -> None:
+        def deliver(state: Settling) -> None:
+            with state.lock:
+                state.deliver_unsent()
+
+        for state in interleaved(Deliveries.deliver_unsent, Settling, _add, deliver):
+            assert len(state.delivered) == 1 and not state.unsent
+
+
+class TestEnds:
+    def test_imports_come_while_ended_pools_are_released(self, importer: Importer) -> None:
+        held: Any = SimpleNamespace(source=SimpleNamespace(block=None))
+
+        def make() -> None:
+            importer.handles[1] = imported.PoolHandle(importer.session, importer.handles, importer.lock)
+            importer.imports.clear()
+            importer.imports[b"one"] = held
+
+        def open_another(_: None) -> None:
+            with importer.lock:
+                importer.imports[b"other"] = held
+
+        for _ in interleaved(Importer._release_ended, make, lambda _: importer._release_ended(), open_another):
+            assert len(importer.imports) == 2
+        importer.handles.clear()
+        importer.imports.clear()
+
+    def test_a_pool_that_is_imported_anew_is_not_destroyed(self, importer: Importer) -> None:
+        """The driver has returned the same handle."""
+        destroyed: list[object] = []
+        session: Any = SimpleNamespace(ordinals=(), release=lambda it, _: destroyed.append(it))
+
+        def make() -> imported.PoolHandle:
+            pool = imported.PoolHandle(session, {}, importer.lock)
+            pool._raw, pool._events = 1, []
+            destroyed.clear()
+            return pool
+
+        def import_again(pool: imported.PoolHandle) -> None:
+            with pool.lock:
+                if not destroyed:
+                    pool.known[1] = pool
+
+        for pool in interleaved(imported.PoolHandle.attempt, make, lambda pool: pool.attempt(), import_again):
+            assert bool(destroyed) != bool(pool.known)
+
+    def test_chunks_are_set_by_two_threads(self) -> None:
+        device = sa.Device(0, driver=sd.simulated())
+
+        def put(count: int) -> Callable[[imported.ImportedRange], None]:
+            return lambda it: it.set_chunks(range(count), lambda _: vmm.PhysicalMemory(device, PAGE), count * PAGE)
+
+        def make() -> imported.ImportedRange:
+            it = imported.ImportedRange(device, 4 * PAGE, {device.location: sa.MemAccess.READWRITE}, None, 0)
+            put(1)(it)
+            return it
+
+        for it in interleaved(RemappableBuffer.set_chunks, make, put(2), put(3)):
+            assert it.nbytes == len(it.mappings) * PAGE == len(it._names) * PAGE
+            it.close()

@@ -15,6 +15,7 @@ import streamalloc.core.session as sessions_module
 import streamalloc.driver as sd
 from streamalloc import vmm
 from streamalloc.core.allocation_hooks import Watching, tap_of, watching_of
+from streamalloc.core.deferred import Deferred, DeferredQueue
 from streamalloc.core.session import Session, session_of, sessions
 from streamalloc.core.stream import may_queue
 from streamalloc.driver.checker.driver import Checked
@@ -156,21 +157,22 @@ class TestWatching:
     @pytest.mark.parametrize("function", [Watching.add, Watching.remove, Watching._watch])
     def test_none_is_lost(self, world: tuple[Watching, sa.MemoryPool], function: Any) -> None:
         watching, pool = world
-        one, other = self.Watcher(), self.Watcher()
+        one: Any = self.Watcher()
+        other: Any = self.Watcher()
         first: dict[Any, Callable[[Any], object]] = {
-            Watching.add: lambda _: watching.add(one),  # type: ignore[arg-type]
-            Watching.remove: lambda _: watching.remove(one),  # type: ignore[arg-type]
+            Watching.add: lambda _: watching.add(one),
+            Watching.remove: lambda _: watching.remove(one),
             Watching._watch: lambda _: watching.bound(pool),
         }
 
         def make() -> None:
-            watching.remove(other)  # type: ignore[arg-type]
-            watching.remove(one)  # type: ignore[arg-type]
+            watching.remove(other)
+            watching.remove(one)
             if function is not Watching.add:
-                watching.add(one)  # type: ignore[arg-type]
+                watching.add(one)
 
         left = {other} if function is Watching.remove else {one, other}
-        for _ in interleaved(function, make, first[function], lambda _: watching.add(other)):  # type: ignore[arg-type]
+        for _ in interleaved(function, make, first[function], lambda _: watching.add(other)):
             tap = tap_of(pool)
             assert tap is not None and set(tap.watchers) == set(watching.watchers) == left  # type: ignore[comparison-overlap]
 
@@ -258,7 +260,8 @@ class TestMappingWatchers:
     def test_none_is_lost(self, function: Any) -> None:
         session = session_of(sa.Device(0, driver=sd.simulated()))
         allocations = allocations_of(session)
-        one, other = object(), object()
+        one: Any = object()
+        other: Any = object()
 
         def make() -> None:
             allocations.watchers = () if function is watch_mappings else (one,)  # type: ignore[assignment]
@@ -268,7 +271,7 @@ class TestMappingWatchers:
             function,
             make,
             lambda _: function(session, one),
-            lambda _: watch_mappings(session, other),  # type: ignore[arg-type]
+            lambda _: watch_mappings(session, other),
         ):
             assert {*allocations.watchers} == left
 
@@ -284,3 +287,26 @@ def test_memory_of_a_mapping_becomes_one_object() -> None:
         assert found[0] is found[1] is buffer.mappings[0].memory
         found.clear()
         buffer.close()
+
+
+class TestDeferred:
+    class Item(Deferred):
+        attempts = 0
+
+        def attempt(self) -> bool:
+            self.attempts += 1
+            return True
+
+    @pytest.mark.parametrize("function", [DeferredQueue._take_over, DeferredQueue._take_off])
+    def test_each_item_is_attempted_once(self, function: Any) -> None:
+        items: list[TestDeferred.Item] = []
+
+        def make() -> DeferredQueue:
+            queue = DeferredQueue()
+            items[:] = [self.Item(), self.Item()]
+            for item in items:
+                queue.submit(item)
+            return queue
+
+        for queue in interleaved(function, make, DeferredQueue.work, DeferredQueue.work):
+            assert [item.attempts for item in items] == [1, 1] and len(queue) == 0
