@@ -268,7 +268,8 @@ class Account:
         left = dict(self.checked.outstanding())
         if "event" in left:
             # A default stream lives as long as its driver, and keeps closed events to record again.
-            kept = spare_events(sa.Device(0, driver=self.traced).default_stream)
+            devices = (self.device, sa.Device(0, driver=self.traced))
+            kept = set[int]().union(*(spare_events(device.default_stream) for device in devices))
             left["event"] = [one for one in left["event"] if one not in kept]
         return {kind: handles for kind, handles in left.items() if handles}
 

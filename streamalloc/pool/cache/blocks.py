@@ -97,9 +97,9 @@ class CachedBuffer(Buffer):
         The cache hands the memory out again on the buffer's stream, in the order of that stream. No driver call is
         made. A library may be capturing that stream: the order holds in the capture as well.
 
-        Freed on another stream, the memory is for that stream if it has asked for this size before. Otherwise an event
-        is recorded there (``cuEventRecord``), and the memory is for the buffer's own stream once the event has passed.
-        On a stream without a cache it returns to the pool (``cuMemFreeAsync``). Arguments and errors are those of
+        Freed on another stream, an event is recorded there (``cuEventRecord``), and the memory is for the buffer's own
+        stream once the event has passed. If too many wait for that, the memory returns to the pool
+        (``cuMemFreeAsync``). Arguments and errors are those of
         :meth:`Buffer.free`.
         """
         block = self._ptr
