@@ -616,13 +616,14 @@ class CachingAllocator(Allocator, Closes, Shown):
         """Free a buffer on a stream that was checked: to a free list, or else to the pool."""
         state = self._state
         block, watchers = buffer._ptr, state.watchers
-        if not state.closed and state.known(ordered) is block.size_class.owner:
+        home = block.size_class.owner
+        if not state.closed and state.known(ordered) is home:
             # Before the block has a home: a finaliser that frees the buffer from then on notifies no watcher.
             for watcher in watchers:
                 watcher.freed(block.address, raw_handle(ordered))
             if buffer._ptr is block:
                 buffer._ptr = None
-                block.size_class.owner.put(block)
+                home.put(block)
             if watchers:
                 look(watchers)
             return
