@@ -616,7 +616,7 @@ class CachingAllocator(Allocator, Closes, Shown):
         """Free a buffer on a stream that was checked: to a free list, or else to the pool."""
         state = self._state
         block, watchers = buffer._ptr, state.watchers
-        home = block.size_class.owner
+        home: StreamCache = block.size_class.owner
         if not state.closed and state.known(ordered) is home:
             # Before the block has a home: a finaliser that frees the buffer from then on notifies no watcher.
             for watcher in watchers:
