@@ -587,12 +587,6 @@ class CachingAllocator(Allocator, Closes, Shown):
 
     # -- frees that are not plain ----------------------------------------------------------------------------
 
-    def _free_elsewhere(self, buffer: CachedBuffer, block: Block, stream: StreamLike) -> bool:
-        """Free a buffer on another stream than its own without the checks; whether that could be done."""
-        if type(stream) is not Stream or direct_handle(stream, self._session) is None:
-            return False
-        return self._return_home(buffer, block, stream)
-
     def _return_home(self, buffer: CachedBuffer, block: Block, stream: Stream) -> bool:
         """Queue a block for its own stream, behind an event on the stream of the free; whether that could be done."""
         home = block.size_class.owner

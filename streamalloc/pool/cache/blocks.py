@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from streamalloc.core.internal import Buffer, PlainBuffer, SharedState, Stream, StreamLike
+from streamalloc.core.internal import Buffer, PlainBuffer, SharedState, Stream, StreamLike, direct_handle
 from streamalloc.driver.internal import cuda
 
 if TYPE_CHECKING:
@@ -99,8 +99,7 @@ class CachedBuffer(Buffer):
 
         Freed on another stream, an event is recorded there (``cuEventRecord``), and the memory is for the buffer's own
         stream once the event has passed. If too many wait for that, the memory returns to the pool
-        (``cuMemFreeAsync``). Arguments and errors are those of
-        :meth:`Buffer.free`.
+        (``cuMemFreeAsync``). Arguments and errors are those of :meth:`Buffer.free`.
         """
         block = self._ptr
         if block is not None and still_imported is _DEFER:
@@ -111,7 +110,9 @@ class CachedBuffer(Buffer):
                         self._ptr = None
                         home.append(block)
                         return
-                elif self._allocator._free_elsewhere(self, block, stream):
+                elif direct_handle(stream, self._allocator._session) and self._allocator._return_home(
+                    self, block, stream
+                ):
                     return
         self._free_slowly(stream, still_imported, timeout)
 
