@@ -171,14 +171,15 @@ class Allocator(Unique):
                 current = session.cuCtxGetCurrent
                 if current() == kept._current:
                     handle = kept._raw
-            if handle is None or kept._session is not session:
+            if kept._session is not session:
                 return self._allocate_slowly(nbytes, stream)
             # Memory that is allocated in a capture belongs to the graph.
-            if kept._foreign_captures:
+            if handle is not None and kept._foreign_captures:
                 is_capturing = session.cuStreamIsCapturing
                 if is_capturing(handle) != NOT_CAPTURED:
                     return self._allocate_slowly(nbytes, stream)
-        if type(nbytes) is not int:
+        # Another thread may have allowed fast paths after the handle was read.
+        if handle is None or type(nbytes) is not int:
             return self._allocate_slowly(nbytes, stream)
         buffer: Buffer = PlainBuffer()
         buffer._nbytes = nbytes

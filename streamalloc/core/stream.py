@@ -246,10 +246,9 @@ class Stream(Closes):
             self._direct = self._session
 
     def _forbid_direct(self) -> None:
-        # Allocations read the handle first, so that the session promises one.
-        self._direct = None
         self._handle = None
         self._current = None
+        self._direct = None
         self.free_lists = _NO_LISTS
 
     def _handle_in_context(self) -> Any | None:

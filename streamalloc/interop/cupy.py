@@ -95,6 +95,8 @@ def _in_relaxed_mode(sources: Sources, first: Callable[[int], Any], then: Callab
             try:
                 return first(nbytes)
             except Exception:  # the pool synchronises and tries again, or explains
+                if first is then:
+                    raise
                 return then(nbytes)
         finally:
             exchange(mode)

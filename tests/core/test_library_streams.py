@@ -14,7 +14,7 @@ import pytest
 
 import streamalloc as sa
 import streamalloc.driver as sd
-from streamalloc.core.buffer import PlainBuffer
+from streamalloc.core.buffer import Allocator, PlainBuffer
 from streamalloc.core.library_streams import kept_stream
 from streamalloc.core.session import session_of
 from streamalloc.driver.bindings import cuda
@@ -347,6 +347,24 @@ def test_a_drop_while_another_thread_closes_the_stream(machine: Any) -> None:
             assert pool.statistics().used == 0
             assert "stream" not in checked.outstanding()
     assert checked.hazards == []
+
+
+def test_an_allocation_while_another_thread_allows_fast_paths(scene: Scene) -> None:
+    """As at the end of a capture: the allocation is on its stream, and not on the legacy one."""
+
+    def make() -> list[sa.Buffer]:
+        scene.own._forbid_direct()
+        return []
+
+    for made in interleaved(
+        Allocator.allocate,
+        make,
+        lambda made: made.append(scene.pool.allocate(64, scene.own)),
+        lambda made: scene.own._allow_direct(),
+    ):
+        allocated = [call for call in scene.driver.calls if call.name == ALLOCATE][-1]
+        assert int(allocated.args[2] or 0) == scene.own.handle
+        made.clear()
 
 
 @pytest.mark.parametrize("name", LIBRARIES)

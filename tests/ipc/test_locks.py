@@ -96,7 +96,7 @@ class TestExporter:
             return started[-1]
 
         monkeypatch.setattr(handle_server, "serve", serve)
-        monkeypatch.setattr(exports, "_endpoints", {})
+        monkeypatch.setattr(leases, "_endpoints", {})
 
         def make() -> Exports:
             leases._endpoints.clear()

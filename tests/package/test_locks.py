@@ -174,7 +174,7 @@ class TestWatching:
         left = {other} if function is Watching.remove else {one, other}
         for _ in interleaved(function, make, first[function], lambda _: watching.add(other)):
             tap = tap_of(pool)
-            assert tap is not None and set(tap.watchers) == set(watching.watchers) == left  # type: ignore[comparison-overlap]
+            assert tap is not None and set(tap.watchers) == set(watching.watchers) == left
 
 
 class TestSessions:
@@ -264,7 +264,7 @@ class TestMappingWatchers:
         other: Any = object()
 
         def make() -> None:
-            allocations.watchers = () if function is watch_mappings else (one,)  # type: ignore[assignment]
+            allocations.watchers = () if function is watch_mappings else (one,)
 
         left = {one, other} if function is watch_mappings else {other}
         for _ in interleaved(

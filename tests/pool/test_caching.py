@@ -103,22 +103,18 @@ class TestReuse:
             assert fresh.address != other.address
         assert cache.statistics().misses == 3
 
-    def test_on_the_stream_of_the_free(self, cache: sa.CachingAllocator, stream: sa.Stream, other: sa.Stream) -> None:
-        buffer = cache.allocate(SIZE, stream)
-        address = buffer.address
-        cache.allocate(SIZE, other).free()  # so that it has asked for the size
-        buffer.free(other)
-        with cache.allocate(SIZE, other) as again, cache.allocate(SIZE, stream) as fresh:
-            assert again.address == address != fresh.address
-
-    def test_a_block_freed_on_a_stream_that_never_asked_for_its_size_returns_home(self, traced: Any) -> None:
-        """A loader's batches would pile up on the stream that uses and frees them."""
+    @pytest.mark.parametrize("size", [SIZE, 8 * SIZE])
+    @pytest.mark.parametrize("default", [False, True])
+    def test_a_block_freed_on_another_stream_returns_home(self, traced: Any, size: int, default: bool) -> None:
+        """Blocks would pile up on the stream that frees them, whether it has asked for their size or not."""
         device = sa.Device(0, driver=traced)
         with contextlib.ExitStack() as resources:
+            resources.enter_context(device.current())
             pool = resources.enter_context(sa.MemoryPool(device))
             cache = resources.enter_context(sa.CachingAllocator(pool))
-            loader, user = (resources.enter_context(device.create_stream()) for _ in range(2))
-            cache.allocate(8 * SIZE, user).free()
+            loader = resources.enter_context(device.create_stream())
+            user = device.default_stream if default else resources.enter_context(device.create_stream())
+            cache.allocate(size, user).free()
             addresses = set()
             for _ in range(3):
                 batch = cache.allocate(SIZE, loader)
@@ -128,7 +124,7 @@ class TestReuse:
                 assert batch.freed and asked(traced) == [] and names(traced, "cuEventRecord") == ["cuEventRecord"]
                 with pytest.raises(sa.ClosedError):
                     batch.free(user)
-                assert cache.statistics()[4:] == (0, 9 * SIZE, 2)
+                assert cache.statistics()[4:] == (0, SIZE + size, 2)
                 assert executed(user)
             assert len(addresses) == 1
 

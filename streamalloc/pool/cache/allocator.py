@@ -1,7 +1,8 @@
 """A cache over a pool: memory that was freed is handed out again without a driver call.
 
 *Size classes.* Each stream has a free list per size class. A request takes the smallest free block of its stream that
-fits, up to three times the size. A block is never split, and it is handed out on another stream only after an event.
+fits, up to three times the size. A block is never split, and serves one stream: freed on another one, it returns after
+an event.
 
 *An allowance.* The fast path counts nothing. Each 32 MiB that the pool was asked for, the cache compares the pool's
 reserved memory with its allowance: the sum of the peaks of all streams, times a factor. Beyond the allowance every free
@@ -58,10 +59,12 @@ _POOL_STEP = 32 << 20
 """Bytes. A pool takes memory of its device in steps of this size."""
 _ALLOWANCE = 1.15
 """Factor of the streams' peaks at first. A pool without a cache reserves about as much for such programs."""
-_ALLOWANCE_STEP = 1 / 16
+_ALLOWANCE_STEP = 1 / 8
 """Growth of the factor at each trim, so that programs with many sizes come to rest."""
 _MAX_ALLOWANCE = 2.0
-"""Largest factor. Caches that split blocks reserve 1.2 to 2.5 times the peaks."""
+"""Largest factor for one stream. Caches that split blocks reserve 1.2 to 2.5 times the peaks."""
+_MAX_OF_SEVERAL = 2.5
+"""Largest factor for several streams, which find free memory of each other in the pool only, and in pieces."""
 _QUERIES = 1 << 8
 """Queries for frees to pass before a trim. They pass soon on an idle stream; a busy one is not waited for."""
 _LEGACY = int(cuda.CU_STREAM_LEGACY)
@@ -216,13 +219,6 @@ class CacheState(Deferred):
         block.size_class.count -= 1
         return None
 
-    def move(self, block: Block, target: SizeClass) -> None:
-        """Let a block that the caller owns belong to a size class of another stream."""
-        block.size_class.count -= 1
-        target.count += 1
-        block.size_class = target
-        block.home = target.free
-
     def collect_dropped(self) -> None:
         """Put blocks of dropped buffers into their free lists."""
         while self.dropped:
@@ -262,12 +258,13 @@ class CacheState(Deferred):
 
     def _allowance(self) -> int:
         """Bytes that the pool may reserve: the streams' peaks times the factor, in whole steps of the pool."""
-        peaks = 0
-        for one in self.live():
+        peaks, streams = 0, self.live()
+        for one in streams:
             in_use = sum(size.nbytes * (size.count - len(size.free)) for size in list(one.classes.values()))
             one.peak = max(one.peak, in_use)
             peaks += one.peak
-        factor = min(_ALLOWANCE + self._trims * _ALLOWANCE_STEP, _MAX_ALLOWANCE)
+        most = _MAX_ALLOWANCE if len(streams) == 1 else _MAX_OF_SEVERAL
+        factor = min(_ALLOWANCE + self._trims * _ALLOWANCE_STEP, most)
         return -(-int(peaks * factor) // _POOL_STEP) * _POOL_STEP
 
     def forget_peaks(self) -> None:
@@ -322,7 +319,7 @@ class CachingAllocator(Allocator, Closes, Shown):
 
     The allowance bounds the pool's reserved memory: the sum of the most that each stream had in use, times 1.15, in
     steps of 32 MiB. If the pool exceeds it, every free block returns to the pool, the pool is trimmed, and the factor
-    grows by 1/16, up to 2.
+    grows by 1/8, up to 2 for one stream and 2.5 for several.
 
     Some memory comes from the pool directly and returns to it: on the per-thread default stream; in captures, where
     allocations become nodes of the graph; and all of it with :func:`streamalloc.driver.checked`, which has to see each
@@ -577,27 +574,13 @@ class CachingAllocator(Allocator, Closes, Shown):
 
     # -- frees that are not plain ----------------------------------------------------------------------------
 
-    def _free_elsewhere(self, buffer: CachedBuffer, block: Block, stream: StreamLike) -> bool:
-        """Free a buffer on another stream than its own without the checks; whether that could be done."""
-        if type(stream) is not Stream or direct_handle(stream, self._session) is None:
-            return False
-        found = self._state.known(stream)
-        target = None if found is None else found.classes.get(block.size_class.nbytes)
-        if target is not None:
-            if buffer._ptr is block:
-                buffer._ptr = None
-                self._state.move(block, target)
-                target.free.append(block)
-            return True
-        return self._return_home(buffer, block, stream)
-
     def _return_home(self, buffer: CachedBuffer, block: Block, stream: Stream) -> bool:
         """Queue a block for its own stream, behind an event on the stream of the free; whether that could be done."""
         home = block.size_class.owner
         if len(home.returning) >= MAX_RETURNING:
             home.collect()
-        # An event on a default stream would need its context.
-        if home.ended or len(home.returning) >= MAX_RETURNING or stream.is_default:
+        # Other threads mean another stream by its handle.
+        if home.ended or len(home.returning) >= MAX_RETURNING or int(raw_handle(stream)) == _PER_THREAD:
             return False
         plain = direct_handle(stream, self._session) is not None and not is_borrowed(stream)
         event = stream.record() if plain else record_uncaptured(stream)
@@ -614,16 +597,14 @@ class CachingAllocator(Allocator, Closes, Shown):
         """Free a buffer on a stream that was checked: to a free list, or else to the pool."""
         state = self._state
         block, watchers = buffer._ptr, state.watchers
-        found = None if state.closed else state.known(ordered)
-        target = None if found is None else found.classes.get(block.size_class.nbytes)
-        if target is not None:
+        home: StreamCache = block.size_class.owner
+        if not state.closed and state.known(ordered) is home:
             # Before the block has a home: a finaliser that frees the buffer from then on notifies no watcher.
             for watcher in watchers:
                 watcher.freed(block.address, raw_handle(ordered))
             if buffer._ptr is block:
                 buffer._ptr = None
-                state.move(block, target)
-                target.owner.put(block)
+                home.put(block)
             if watchers:
                 look(watchers)
             return

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from streamalloc.core.internal import Buffer, PlainBuffer, SharedState, Stream, StreamLike
+from streamalloc.core.internal import Buffer, PlainBuffer, SharedState, Stream, StreamLike, direct_handle
 from streamalloc.driver.internal import cuda
 
 if TYPE_CHECKING:
@@ -95,10 +95,9 @@ class CachedBuffer(Buffer):
         The cache hands the memory out again on the buffer's stream, in the order of that stream. No driver call is
         made. A library may be capturing that stream: the order holds in the capture as well.
 
-        Freed on another stream, the memory is for that stream if it has asked for this size before. Otherwise an event
-        is recorded there (``cuEventRecord``), and the memory is for the buffer's own stream once the event has passed.
-        On a stream without a cache it returns to the pool (``cuMemFreeAsync``). Arguments and errors are those of
-        :meth:`Buffer.free`.
+        Freed on another stream, an event is recorded there (``cuEventRecord``), and the memory is for the buffer's own
+        stream once the event has passed. If too many wait for that, the memory returns to the pool
+        (``cuMemFreeAsync``). Arguments and errors are those of :meth:`Buffer.free`.
         """
         block = self._ptr
         if block is not None and still_imported is _DEFER:
@@ -109,7 +108,9 @@ class CachedBuffer(Buffer):
                         self._ptr = None
                         home.append(block)
                         return
-                elif self._allocator._free_elsewhere(self, block, stream):
+                elif direct_handle(stream, self._allocator._session) and self._allocator._return_home(
+                    self, block, stream
+                ):
                     return
         self._free_slowly(stream, still_imported, timeout)
 

@@ -135,8 +135,13 @@ class StreamCache(Deferred):
                 event, block = self.returning.popleft()
             except IndexError:  # another thread took it
                 return
-            if not event.query():
-                self.returning.appendleft((event, block))
+            passed = False
+            try:
+                passed = event.query()
+            finally:
+                if not passed:
+                    self.returning.appendleft((event, block))
+            if not passed:
                 return
             self.put(block)
 
@@ -157,8 +162,12 @@ class StreamCache(Deferred):
         while self.returning:
             with contextlib.suppress(IndexError):  # another thread took it
                 event, block = self.returning.popleft()
-                if not event.query():
-                    ordered.wait(event)
+                try:
+                    if not event.query():
+                        ordered.wait(event)
+                except BaseException:
+                    self.returning.appendleft((event, block))
+                    raise
                 block.size_class.free.append(block)
         raw = raw_handle(ordered)
         context = ordered.device.current() if ordered.is_default else contextlib.nullcontext()
