@@ -86,8 +86,6 @@ from streamalloc.core.errors import (
 )
 from streamalloc.core.event import (
     Event,
-    context_event,
-    context_events,
     opened_event,
 )
 from streamalloc.core.fd import (
@@ -149,6 +147,7 @@ from streamalloc.core.session import (
 )
 from streamalloc.core.stream import (
     NOT_CAPTURED,
+    QueuedWork,
     Stream,
     StreamLike,
     as_stream,
@@ -156,7 +155,6 @@ from streamalloc.core.stream import (
     direct_view,
     end_of,
     end_with_stream,
-    events_of_all,
     forbid_lists,
     give_lists,
     is_borrowed,
@@ -225,6 +223,7 @@ __all__ = [
     "PendingFreesWarning",
     "PerDriver",
     "PlainBuffer",
+    "QueuedWork",
     "Row",
     "Session",
     "SharedState",
@@ -249,8 +248,6 @@ __all__ = [
     "close_all",
     "code",
     "color_of",
-    "context_event",
-    "context_events",
     "copy_bytes",
     "deferred_queue",
     "direct_handle",
@@ -259,7 +256,6 @@ __all__ = [
     "end_with_stream",
     "error_from",
     "escape",
-    "events_of_all",
     "forbid_lists",
     "free_refused",
     "free_shared",
