@@ -17,7 +17,7 @@ import streamalloc.driver as sd
 from streamalloc.driver.bindings import BINDINGS_VERSION
 from tests.fixtures import *  # noqa: F403
 from tests.neighbours import FreeMemory, pytest_runtest_protocol  # noqa: F401 (a hook)
-from tests.support import collect_and_freeze, end_what_was_dropped, forget_machines, makes_no_multicast_object
+from tests.support import collect_and_freeze, end_what_was_dropped, makes_no_multicast_object
 
 # By name, as the package need not be installed. pytester is for the tests of the plugin.
 pytest_plugins = ["streamalloc.testing.plugin", "pytester"]
@@ -117,11 +117,9 @@ def readings_of_free_memory(on_cuda: bool) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quick_collections(request: pytest.FixtureRequest, on_cuda: bool) -> None:
+def quick_collections() -> None:
     """They look at what its tests have made only, not at all that pytest has loaded."""
     end_what_was_dropped()
-    if not (on_cuda or request.config.getoption("streamalloc_one_machine")):
-        forget_machines()
     collect_and_freeze()
 
 

@@ -193,16 +193,11 @@ def makes_no_multicast_object(create: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def end_what_was_dropped() -> None:
-    """Come by the points of work of all drivers."""
+    """Come by a point of work of all drivers, also of machines that no test uses any more."""
     for queue in list(deferred._unfinished):
         with contextlib.suppress(sa.CudaError):  # a machine that has ended
             while queue.work():
                 pass
-
-
-def forget_machines() -> None:
-    """Drop the deferred work of simulated machines that earlier tests left, which keeps them and their addresses."""
-    deferred._unfinished.clear()
 
 
 def end_simulated_machines() -> None:

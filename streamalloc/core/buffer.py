@@ -430,8 +430,11 @@ class Buffer(Memory, Closes):
         self._allocator._session.check_process()
         ordered = self._ordered_on(stream)
         ordered._checked_raw()
-        if ordered._capture is not None and not self._belongs_to(ordered._capture):
+        capture = ordered._capture
+        if capture is not None and not self._belongs_to(capture):
             raise refused(CaptureError, "cuMemFreeAsync", _FOREIGN_IN_CAPTURE)
+        if ordered.is_default:
+            ordered._captured()  # raises while a blocking stream is captured, whose capture goes on
         state = shared_state(self)
         if state is not None:
             state.free(self, ordered, still_imported, timeout)
@@ -613,6 +616,9 @@ class _FreeDropped(Deferred):
                 warnings.warn(f"dropped memory at {int(address):#x} could not be freed: {error}", ResourceWarning, 2)
             raise
         return True
+
+    def memory(self) -> int | None:
+        return None if self._raw is None else int(self._raw)
 
 
 def allocate_safely(allocator: Allocator, nbytes: int, stream: Stream) -> Buffer:

@@ -6,7 +6,8 @@ capture, a pool that waits for its last free. The rules:
 * Anybody submits items. :meth:`DeferredQueue.submit` takes no lock and makes no driver call, so finalisers and signal
   handlers may call it.
 * A finaliser makes at most one driver call itself, one that waits for nothing and needs no state of ours: the free of
-  a buffer, the end of an event or a stream. A finaliser of the bridges also records an event and has a stream wait for
+  a buffer, the end of an event or a stream. A finaliser of a stream also asks whether its work is done, and records an
+  event after that if not. A finaliser of the bridges also records an event and has a stream wait for
   it, so that the memory is ordered for code that allocates by a pool's handle.
 * Items are attempted at the points that :data:`POINTS` lists, and nowhere else.
 * A thread takes an item off the queue, under the lock, before the attempt. So one thread has the item at a time. An
@@ -14,8 +15,9 @@ capture, a pool that waits for its last free. The rules:
 * No lock is held during an attempt.
 * A capture may begin on another thread at any moment. Attempts run in the relaxed capture mode, in which calls break no
   capture of streams that they do not name. No thread begins to capture a stream of ours while the stream's lock is held
-  (:func:`~streamalloc.core.stream.ordered_after`, :func:`~streamalloc.core.stream.may_queue`). A call for a whole
-  context is made while no capture of ours can begin (:meth:`DeferredQueue.no_capture`).
+  (:func:`~streamalloc.core.stream.ordered_after`, :func:`~streamalloc.core.stream.may_queue`). Work on a default stream
+  is queued while no capture of ours can begin (:meth:`DeferredQueue.no_capture`). No call is made for a whole context:
+  items wait for the work of each stream that is known (:class:`~streamalloc.core.stream.QueuedWork`).
 
 A signal handler may raise between any two calls, but not between two lines that call nothing. The lines that move an
 item call nothing, so an item is never in no place.
@@ -31,7 +33,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from streamalloc.core.errors import LOST, CaptureError, CudaError, InvalidHandleError, error_from, refused
 from streamalloc.core.session import PerDriver, Session
@@ -91,6 +93,10 @@ class Deferred(abc.ABC):
             The driver refused a call. The item is attempted again later.
         """
 
+    def memory(self) -> int | None:
+        """Address of the memory that the item frees; 0 for none, and None if that is not known."""
+        return None
+
     def forget(self) -> None:  # noqa: B027 (most kinds have nothing to do)
         """Forget the handle, which an error of :attr:`gone` has shown to be gone."""
 
@@ -149,11 +155,15 @@ class DeferredQueue:
         submitted = len(self.submitted) + len(self._orphaned) + len(self._new)
         return submitted + len(self._waiting) + len(self._working)
 
-    def has_only(self, kind: type[Deferred]) -> bool:
-        """Whether all items that have not ended are of one kind; the items of owners that live do not count."""
+    def memory(self) -> set[int] | None:
+        """Addresses of all memory that items free; None if one may have other memory.
+
+        The items of owners that live do not count.
+        """
         with self._lock:
             items = (*self.submitted, *self._new, *self._waiting, *self._working.values())
-            return not self._orphaned and all(isinstance(item, kind) for item in items)
+            found = {item.memory() for item in items}
+            return None if self._orphaned or None in found else cast("set[int]", found - {0})
 
     @property
     def paused(self) -> bool:
@@ -161,7 +171,7 @@ class DeferredQueue:
         return bool(self.captures)
 
     def begin_capture(self, capture: object) -> None:
-        """Enter a capture before it begins: from now on no call is made for a whole context."""
+        """Enter a capture before it begins: from now on no item is attempted."""
         with self._beginning:
             self.captures[capture] = None
 
@@ -360,6 +370,9 @@ class HandleEnd(Deferred):
     def attempt(self) -> bool:
         self._session.release(self, self._call)
         return True
+
+    def memory(self) -> int | None:
+        return 0
 
 
 def refused_to_end(session: Session, call: str, raw: Any, result: Any) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
-from streamalloc.core.deferred import OFTEN, deferred_queue, refused_to_end, work
+from streamalloc.core.deferred import OFTEN, refused_to_end, work
 from streamalloc.core.errors import ClosedError, error_from
 from streamalloc.core.resource import Closes, made_for_sharing
 from streamalloc.core.session import Session
@@ -225,27 +224,3 @@ def opened_event(device: Device, handle: Any) -> Event:
             event, "_raw", "cuIpcOpenEventHandle", handle, hint="the process that made the event has ended"
         )
     return event
-
-
-def context_event(device: Device) -> Event:
-    """An event after all that a device's context has queued so far (``cuCtxRecordEvent``).
-
-    The driver breaks all captures of the context then, whatever the mode: those of ours wait until it has answered.
-
-    Raises
-    ------
-    CaptureError
-        A capture of ours is under way.
-    """
-    event = Event(device)
-    session = device._session
-    with device.current(), deferred_queue(session).no_capture("cuCtxRecordEvent"):
-        session.call("cuCtxRecordEvent", session.context(device.ordinal), event._raw)
-    return event
-
-
-def context_events(session: Session, ordinals: Iterable[int]) -> list[Event]:
-    """Events after all that the contexts of devices have queued so far, see :func:`context_event`."""
-    from streamalloc.core.device import Device
-
-    return [context_event(Device(ordinal, driver=session.driver)) for ordinal in ordinals]

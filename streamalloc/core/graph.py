@@ -14,7 +14,7 @@ from streamalloc.core.deferred import HandleEnd, deferred_queue, work
 from streamalloc.core.errors import ClosedError, CudaError
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import NOT_CALLED
-from streamalloc.core.stream import StreamLike, as_stream
+from streamalloc.core.stream import StreamLike, as_stream, captures_changed
 from streamalloc.driver.internal import cuda
 
 if TYPE_CHECKING:
@@ -172,6 +172,7 @@ def capturing(stream: Stream, mode: CaptureMode) -> Iterator[Graph]:
     begun = False
     try:
         later.begin_capture(capture)
+        captures_changed(session)
         # A deferred item may be using the stream on another thread.
         with stream._in_use, stream._context():
             # Before the call: a capture that has begun is ended also if a signal handler raises at its return.
@@ -192,6 +193,7 @@ def capturing(stream: Stream, mode: CaptureMode) -> Iterator[Graph]:
     finally:
         if capture in later.captures:
             del later.captures[capture]
+        captures_changed(session)
         work(session)
 
 

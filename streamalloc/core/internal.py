@@ -87,8 +87,6 @@ from streamalloc.core.errors import (
 )
 from streamalloc.core.event import (
     Event,
-    context_event,
-    context_events,
     opened_event,
 )
 from streamalloc.core.fd import Fd
@@ -144,6 +142,7 @@ from streamalloc.core.session import (
 )
 from streamalloc.core.stream import (
     NOT_CAPTURED,
+    QueuedWork,
     Stream,
     StreamLike,
     as_stream,
@@ -151,7 +150,6 @@ from streamalloc.core.stream import (
     direct_view,
     end_of,
     end_with_stream,
-    events_of_all,
     forbid_lists,
     give_lists,
     is_borrowed,

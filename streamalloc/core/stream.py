@@ -13,11 +13,20 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeAlias, Union, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, Union, cast
 
 from streamalloc.core.deferred import OFTEN, Deferred, HandleEnd, deferred_queue, refused_to_end, work
-from streamalloc.core.errors import CaptureError, ClosedError, CudaError, NotReadyError, error_from, refused
-from streamalloc.core.event import Event, EventLike, Spares, context_event, destroy_event, foreign_event, is_done
+from streamalloc.core.errors import (
+    CaptureError,
+    ClosedError,
+    CudaError,
+    InvalidContextError,
+    InvalidHandleError,
+    NotReadyError,
+    error_from,
+    refused,
+)
+from streamalloc.core.event import Event, EventLike, Spares, destroy_event, foreign_event, is_done
 from streamalloc.core.library_streams import (
     CuPyStreamLike,
     NumbaStreamLike,
@@ -41,21 +50,21 @@ if TYPE_CHECKING:
 
 __all__ = [
     "NOT_CAPTURED",
+    "QueuedWork",
     "Stream",
     "StreamLike",
     "as_stream",
+    "captures_changed",
     "default_stream",
     "direct_handle",
     "direct_view",
     "end_of",
     "end_with_stream",
-    "events_of_all",
     "forbid_lists",
     "give_lists",
     "is_borrowed",
     "leave_stream",
     "may_queue",
-    "order_after_context",
     "order_handle_after",
     "ordered_after",
     "ordered_after_end",
@@ -70,6 +79,8 @@ __all__ = [
     "stream_call",
 ]
 
+
+T = TypeVar("T")
 
 StreamLike: TypeAlias = Union["Stream", SupportsCudaStream, TorchStreamLike, CuPyStreamLike, NumbaStreamLike]
 """A :class:`Stream`, an object with ``__cuda_stream__``, or a CuPy, PyTorch or Numba stream."""
@@ -238,6 +249,9 @@ class Stream(Closes):
         if self._closed or self._capture or self._owed:
             return
         if self._kind is _DEFAULT:
+            if deferred_queue(self._session).captures:
+                self._current = None  # The slow path asks whether a blocking stream is captured.
+                return
             # The handle stands for a stream of whichever context is current.
             self._current = (cuda.CUresult.CUDA_SUCCESS, self._session.context(self.device.ordinal))
             return
@@ -599,7 +613,8 @@ class Stream(Closes):
                     deferred_queue(self._session).end(item)
             self._endings = ()
             # Buffers that remain need to know when the stream's work was done, to be freed after it.
-            self._last.append(self.record())
+            self._last[:] = [self.record()]
+            _keep_end(self._session, self._last[0])
             self._spare.end(self._session)
             # A finaliser enters itself before it reads the handle, so that none uses it after these lines.
             self._forbid_direct()
@@ -627,11 +642,13 @@ class Stream(Closes):
             return
         if not self._closed or not self._last:
             # Buffers of the same garbage cycle may come after their stream, and so does what ends with it.
-            if self._endings and self._capture is None:
-                with contextlib.suppress(CudaError):
-                    last = Event(self.device)
-                    self._session.call("cuEventRecord", last._raw, raw)
-                    self._last.append(last)
+            if self._capture is None:
+                with contextlib.suppress(CudaError), self._session.relaxed():
+                    if self._endings or self._session.driver.cuStreamQuery(raw)[0]:
+                        last = Event(self.device)
+                        self._session.call("cuEventRecord", last._raw, raw)
+                        self._last.append(last)
+                        _keep_end(self._session, last)
             self._closed = True
             self._forbid_direct()
             self._spare.end(self._session)
@@ -758,6 +775,12 @@ def default_stream(device: Device, handle: int) -> Stream:
     return found
 
 
+def captures_changed(session: Session) -> None:
+    """Allow direct calls on default streams, or forbid them while a capture of ours is under way."""
+    for stream in [*_default_streams(session).values()]:
+        stream._allow_direct()
+
+
 def _destroy_spare_events() -> None:
     """Destroy the events that kept streams have for their next record, before a report of what is left."""
     for session in sessions():
@@ -853,19 +876,22 @@ def refuse_capture(stream: Stream, call: str, why: str) -> None:
 def ordered_after(stream: Stream) -> Iterator[Stream]:
     """A block with the stream itself; if it was closed, with a new stream that comes after its work.
 
-    A per-thread default stream counts as closed: deferred items end on any thread, where its handle stands for another
-    stream. In the block no other thread closes the stream or begins to capture it. For a default stream, on which work
-    breaks captures of other streams, no capture of ours begins at all.
+    For a per-thread default stream it is the legacy stream, which comes after those of all threads: deferred items end
+    on any thread, where the handle stands for another stream. In the block no other thread closes the stream or begins
+    to capture it. For a default stream, on which work breaks captures of other streams, no capture of ours begins at
+    all.
 
     Raises
     ------
     CaptureError
         The stream is being captured.
     """
+    if stream._number == _PER_THREAD:
+        stream = default_stream(stream.device, _LEGACY)
     if not stream._closed:
         stream._checked_raw()  # items that are owed may need the locks of other streams
     with _kept(stream):
-        if not (stream._closed or stream._number == _PER_THREAD):
+        if not stream._closed:
             stream._refuse_capture("cuMemFreeAsync", "try again once that has ended")
             yield stream
             return
@@ -889,7 +915,7 @@ def ordered_after_end(device: Device, last: Sequence[Event]) -> Iterator[Stream]
         if last and not last[0].closed:
             substitute.wait(last[0])
         else:
-            order_after_context(substitute)
+            QueuedWork(device._session).precede(substitute)
         yield substitute
 
 
@@ -897,19 +923,115 @@ _made_here: PerDriver[weakref.WeakSet[Stream]] = PerDriver(lambda _: weakref.Wea
 """Open and closed streams of :meth:`Device.create_stream`."""
 
 
-def events_of_all(session: Session) -> list[Event]:
-    """Events after the queued work of each open stream of ours that is not being captured."""
-    streams: list[Stream] = []
-    # Another thread may create one meanwhile.
-    while not streams and _made_here(session):
+class _StreamEnd(Deferred):
+    """The end of the work of a stream that was closed or dropped before it was done."""
+
+    __slots__ = ("__weakref__", "event")
+
+    def __init__(self, event: Event) -> None:
+        self.event = event
+
+    def attempt(self) -> bool:
+        return _passed(self.event)
+
+    def memory(self) -> int | None:
+        return 0
+
+
+_ended: PerDriver[weakref.WeakSet[_StreamEnd]] = PerDriver(lambda _: weakref.WeakSet())
+
+
+def _keep_end(session: Session, last: Event) -> None:
+    """Keep the event after the work of a stream that ends, unless it has passed."""
+    with session.relaxed():
+        if not last.query():
+            item = _StreamEnd(last)
+            _ended(session).add(item)
+            deferred_queue(session).submit(item)
+
+
+def _passed(event: Event) -> bool:
+    """Whether an event has passed. Then the host synchronises with it, which shows the pools the frees before it."""
+    with contextlib.suppress(ClosedError):  # by the owner of the stream, which has synchronised
+        if not event.query():
+            return False
+        event._session.call("cuEventSynchronize", event._checked_raw())
+    return True
+
+
+class QueuedWork:
+    """The work that streams have queued up to now: the given ones, or all that this library knows.
+
+    Those are the streams of :meth:`Device.create_stream`, also closed and dropped ones, the default streams that were
+    used, and streams of other libraries as long as they are kept (:func:`kept_stream`). No call names a context or the
+    legacy stream, as that would invalidate captures that other code has begun. A stream that is being captured is
+    recorded once its capture has ended. Of the per-thread default streams, only that of the own thread is recorded.
+    """
+
+    __slots__ = ("_events", "_session", "_streams")
+
+    def __init__(self, session: Session, *streams: Stream) -> None:
+        self._session = session
+        known = streams or (*_members(_made_here(session)), *_default_streams(session).values(), *kept_streams(session))
+        self._streams = list(dict.fromkeys(known))
+        """Streams that are not recorded yet."""
+        # After the streams: one that is dropped meanwhile is among them, or has left its end here.
+        self._events = [] if streams else [item.event for item in _members(_ended(session))]
+        with session.relaxed():
+            self._record()
+
+    def _record(self) -> None:
+        for stream in tuple(self._streams):
+            event = None
+            # Closed or destroyed meanwhile: the end of a stream that was made here is kept.
+            with contextlib.suppress(ClosedError, InvalidContextError, InvalidHandleError):
+                try:
+                    event = _record_after(stream)
+                except CaptureError:
+                    continue
+                if event is None:
+                    continue
+            self._events += (event,) if event else stream._last
+            self._streams.remove(stream)
+
+    def done(self) -> bool:
+        """Whether the work is done. The host synchronises with what is, and waits for nothing."""
+        with self._session.relaxed():
+            self._record()
+            self._events = [event for event in self._events if not _passed(event)]
+        return not (self._events or self._streams)
+
+    def precede(self, stream: Stream) -> None:
+        """Let later work of ``stream`` wait for the work.
+
+        Raises
+        ------
+        CaptureError
+            One of the streams is being captured.
+        """
+        if self._streams:
+            raise refused(CaptureError, "cuStreamWaitEvent", f"{self._streams[0]!r} is being captured")
+        for event in self._events:
+            stream.wait(event)
+
+
+def _members(streams: weakref.WeakSet[T]) -> list[T]:
+    while True:
+        # RuntimeError: another thread has added one meanwhile.
         with contextlib.suppress(RuntimeError):
-            streams = list(_made_here(session))
-    events = []
-    for stream in streams:
-        with contextlib.suppress(CaptureError), may_queue(stream) as may:
-            if may:
-                events.append(stream.record(Event(stream.device)))
-    return events
+            return list(streams)
+
+
+def _record_after(stream: Stream) -> Event | None:
+    """An event after the queued work of a stream; None while the stream is being captured."""
+    if stream._sees_all and stream._kind is _DEFAULT:
+        # Work of a blocking stream comes after all work of the legacy stream.
+        with stream.device.create_stream(blocking=True) as behind:
+            return behind.record(timing=True)
+    owner = stream._weak_owner and stream._weak_owner()  # keeps the driver's stream meanwhile
+    if stream._weak_owner and owner is None:
+        raise ClosedError(f"{stream!r} has ended")
+    return record_uncaptured(stream)
 
 
 def spare_events(stream: Stream) -> set[int]:
@@ -955,11 +1077,6 @@ def _kept(stream: Stream) -> Iterator[None]:
             yield
         finally:
             stream._paying.remove(me)
-
-
-def order_after_context(stream: Stream) -> None:
-    """Let later work of a stream wait for all queued work of its device's context."""
-    stream.wait(context_event(stream.device))
 
 
 def order_handle_after(handle: int, ours: Stream) -> None:

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 from streamalloc.core.internal import (
     Buffer,
+    CaptureError,
     ClosedError,
     Closes,
     CudaError,
@@ -43,17 +44,17 @@ from streamalloc.core.internal import (
     Memory,
     PerDriver,
     PlainBuffer,
+    QueuedWork,
     Session,
     Stream,
     as_stream,
-    context_event,
     deferred_queue,
+    ordered_after,
     raw_handle,
     session_of,
     work,
 )
 from streamalloc.driver.internal import BINDINGS_VERSION, cuda
-from streamalloc.interop.captures import is_captured, library_captures
 from streamalloc.pool import CachingAllocator, MemoryPool
 from streamalloc.pool.internal import CachedBuffer
 
@@ -315,6 +316,16 @@ class _Held:
                 exchange(modes[0][1])
 
 
+def is_captured(stream: Stream) -> bool:
+    """Whether work queued on a stream would be captured, or would invalidate a capture."""
+    try:
+        return not stream.closed and stream.capturing
+    except CaptureError:  # the legacy stream, while a blocking one is captured
+        return True
+    except CudaError:  # its owner has destroyed it
+        return False
+
+
 def give_back(buffer: Buffer, thread: int | None = None) -> None:
     """Free memory that a library has dropped, on its stream as allocated by ``thread``. Called by finalisers.
 
@@ -368,11 +379,14 @@ class FreeAfterAll(Deferred):
         buffer = self._buffer
         if not buffer.freed:
             own = buffer.stream
-            if is_captured(own) or library_captures(own):
+            if is_captured(own):
                 return False
             stream = _asides_of(session_of(buffer)).stream(own.device)
-            with context_event(own.device) as event:
-                stream.wait(event)
+            QueuedWork(session_of(buffer)).precede(stream)
+            if own.is_default:
+                # It comes after all blocking streams: those of Numba, which are not known, and those of other threads.
+                with ordered_after(own) as legacy:
+                    stream.wait(legacy)
             with contextlib.suppress(ClosedError):  # another attempt was faster
                 buffer.free(stream)
         return True

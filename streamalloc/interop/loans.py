@@ -7,7 +7,6 @@ memory, and the streams wait the other way round. The host waits for nothing.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import threading
 from typing import Any
@@ -20,16 +19,14 @@ from streamalloc.core.internal import (
     Closes,
     Deferred,
     Event,
-    InvalidContextError,
-    InvalidHandleError,
     MemLocation,
     Memory,
+    QueuedWork,
     Session,
     Stream,
     StreamLike,
     TypedView,
     as_stream,
-    context_event,
     deferred_queue,
     may_queue,
     ordered_after,
@@ -42,7 +39,6 @@ from streamalloc.core.internal import (
 )
 from streamalloc.driver import Driver
 from streamalloc.driver import default as default_driver
-from streamalloc.interop.captures import library_captures
 
 _PER_THREAD = 2
 _CUDA = 2
@@ -112,43 +108,31 @@ class Lent(TypedView[Any]):
 class _LoanEnd(Deferred):
     """End of a loan: the memory's stream waits for the library's stream, before its next work and before the free."""
 
-    __slots__ = ("_event", "_memory", "user")
+    __slots__ = ("_memory", "_use", "user")
 
     def __init__(self, memory: Memory) -> None:
         self._memory: Memory | None = memory
         self.user: Stream | None = None
         """The library's stream; None if unknown."""
-        self._event: Event | None = None
+        self._use: QueuedWork | None = None
 
     def attempt(self) -> bool:
         memory = self._memory
         if memory is None:
             return True
         ours, user = memory.stream, self.user
-        if self._event is None:
-            self._event = _after_use(user, ours)
-        event = self._event
-        if event is None:
-            return False
-        with may_queue(ours) as may:
-            if may:
-                ours.wait(event)
-        # The stream was closed: its memory is freed without an order after other streams.
-        if not may and not event.query():
-            return False
+        if self._use is None:
+            known = () if user is None or user.closed else (user,)
+            self._use = QueuedWork(session_of(ours), *known)
+        # Also while the library captures its stream.
+        if not self._use.done():
+            with may_queue(ours) as may:
+                # The stream was closed: its memory is freed without an order after other streams.
+                if not may:
+                    return False
+                self._use.precede(ours)
         self._memory = None
         return True
-
-
-def _after_use(user: Stream | None, ours: Stream) -> Event | None:
-    """An event after the work of a library's stream; None while recording it might invalidate a capture.
-
-    If the stream is unknown, or its owner has destroyed it, the event is recorded after all streams of the device.
-    """
-    if user is not None and not user.closed:
-        with contextlib.suppress(InvalidContextError, InvalidHandleError):
-            return record_uncaptured(user)
-    return None if library_captures(ours) else context_event(ours.device)
 
 
 # -- arrays of other libraries ---------------------------------------------------------------------------------------

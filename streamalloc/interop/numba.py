@@ -44,9 +44,8 @@ class NumbaCallback(Bridge):
     Numba does not pass the stream that will use the memory. The memory is allocated on the legacy default stream, which
     orders it before work on Numba's streams. A non-blocking stream of another library has to wait for that stream.
 
-    Memory that Numba drops is freed after the work of all streams of the device; the host does not wait. The event for
-    this would invalidate captures: the free is deferred while PyTorch or CuPy captures on the same thread, or this
-    library on any thread.
+    Memory that Numba drops is freed after the work of the legacy stream, and so of all blocking streams, and of all
+    streams that this library knows; the host does not wait. The free is deferred while one of them is captured.
     """
 
     __slots__ = ()

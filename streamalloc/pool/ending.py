@@ -2,9 +2,9 @@
 
 The driver documents that a pool may be destroyed while allocations live or frees are pending. Driver 580.159 was seen
 to crash in later calls of a process that did so. So a pool is destroyed once nothing of it is in use and every free has
-run: then a trim releases all its memory, provided that the host has synchronised with the frees. For frees on streams
-of ours the host does so here, without waiting. No event of a whole context is recorded, because that breaks captures
-that other code has begun. A pool that was closed earlier waits as an item of the deferred queue.
+run: then a trim releases all its memory, provided that the host has synchronised with the frees. The host does so here,
+without waiting, for frees on all streams that are known (:class:`QueuedWork`). A pool that was closed earlier waits as
+an item of the deferred queue.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import weakref
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from streamalloc.core.errors import CudaError, InvalidValueError, unsupported
-from streamalloc.core.internal import Deferred, Event, deferred_queue, events_of_all
+from streamalloc.core.internal import Deferred, QueuedWork, deferred_queue
 from streamalloc.core.properties import MemAllocationType, MemLocation, MemLocationType
 from streamalloc.core.session import PerDriver, Session
 from streamalloc.driver.internal import BINDINGS_VERSION, cuda, enum_member, version_that_added
-from streamalloc.pool.lost import free_lost, no_collection_is_left
+from streamalloc.pool.lost import free_lost, no_collection_is_left, pool_of_address
 
 if TYPE_CHECKING:
     from streamalloc.core.internal import Allocator
@@ -66,8 +66,8 @@ class PoolEnd(Deferred):
         self._place = (location, allocation_type)
         self._raw: Any = None
         self._resigned = False
-        self._frees: list[Event] | None = None
-        """Events after the last frees, with which the host has not synchronised yet."""
+        self._frees: QueuedWork | None = None
+        """Work with the last frees; None where it is not recorded."""
         self._in_vain = 0
         """Bytes in use when a search for lost allocations has not found them all; 0 before."""
         self.lent = False
@@ -110,6 +110,9 @@ class PoolEnd(Deferred):
             raise
         return True
 
+    def memory(self) -> int | None:
+        return 0
+
     def forget(self) -> None:
         if self._raw is not None:
             pools_of(self._session).closed.discard(int(self._raw))
@@ -136,27 +139,22 @@ class PoolEnd(Deferred):
             self._free_lost(used)
             return False
         if self._is_empty():
-            self._frees = []
             return True
         if self._frees is None:
-            self._frees = events_of_all(self._session)
-        passed = [event for event in self._frees if event.query()]
-        for event in passed:
-            self._session.call("cuEventSynchronize", event.handle)
-            self._frees.remove(event)
-            event.close()
-        return bool(passed) and self._is_empty()
+            self._frees = QueuedWork(self._session)
+        if self._frees.done():
+            self._frees = None  # A free that is still pending is on a stream that is not known, or came later.
+        return self._is_empty()
 
     def _free_lost(self, used: int) -> None:
         """Free lost allocations. A buffer keeps its pool's object, and any other owner of an allocation is an item."""
-        if self.lent or used == self._in_vain or pools_of(self._session).alive.get(int(self._raw)) is not None:
+        session = self._session
+        if self.lent or used == self._in_vain or pools_of(session).alive.get(int(self._raw)) is not None:
             return
-        if no_collection_is_left() and deferred_queue(self._session).has_only(PoolEnd):
-            freed = free_lost(self._session, self._raw, self._place[0], used)
-            if freed is None:
-                self._in_vain = used
-            else:
-                self._frees = [freed]
+        waiting = deferred_queue(session).memory() if no_collection_is_left() else None
+        nobody = waiting is not None and not any(pool_of_address(session, one) == int(self._raw) for one in waiting)
+        if nobody and not free_lost(session, self._raw, self._place[0], used):
+            self._in_vain = used
 
     def _is_empty(self) -> bool:
         """Whether a trim leaves the pool without memory: then no free is pending."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 from typing import Any
 
-from streamalloc.core.internal import Device, Event, events_of_all, raw_handle, tell_freed
+from streamalloc.core.internal import Device, QueuedWork, raw_handle, tell_freed
 from streamalloc.core.properties import MemLocation, MemLocationType
 from streamalloc.core.session import Session
 from streamalloc.driver.internal import cuda
@@ -33,10 +33,10 @@ def no_collection_is_left() -> bool:
     return bool(gc.get_stats()[0]["collections"] > young)
 
 
-def free_lost(session: Session, pool: Any, location: MemLocation, used: int) -> Event | None:
-    """Free all allocations of a pool, ``used`` bytes, after the work of all streams: an event after the frees.
+def free_lost(session: Session, pool: Any, location: MemLocation, used: int) -> bool:
+    """Free all allocations of a pool, ``used`` bytes, after the work of all streams.
 
-    None, and nothing is freed, if other allocations are found than the pool counts.
+    False, and nothing is freed, if other allocations are found than the pool counts.
     """
     device = Device(location.id if location.type is MemLocationType.DEVICE else 0, driver=session.driver)
     with device.create_stream() as stream:
@@ -47,14 +47,12 @@ def free_lost(session: Session, pool: Any, location: MemLocation, used: int) -> 
         finally:
             session.call("cuMemFreeAsync", near, raw)
         if not found:
-            return None
-        for event in events_of_all(session):
-            stream.wait(event)
-            event.close()
+            return False
+        QueuedWork(session).precede(stream)
         for address in found:
             with tell_freed(session, address, raw):
                 session.call("cuMemFreeAsync", address, raw)
-        return stream.record(Event(device))
+    return True
 
 
 def _find(session: Session, pool: int, near: int, used: int) -> list[int]:
@@ -77,9 +75,14 @@ def _find(session: Session, pool: int, near: int, used: int) -> list[int]:
     return found if not used else []
 
 
+def pool_of_address(session: Session, address: int) -> int:
+    """The ``CUmemoryPool`` of the allocation at an address; 0 for other memory."""
+    result, owner = session.cuPointerGetAttribute(_POOL, address)
+    return 0 if result else int(owner)
+
+
 def _size(session: Session, pool: int, address: int) -> int:
     """The size of the pool's allocation at an address, in bytes; 0 where there is none."""
-    result, owner = session.cuPointerGetAttribute(_POOL, address)
-    if result or int(owner) != pool:
+    if pool_of_address(session, address) != pool:
         return 0
     return int(session.call("cuPointerGetAttribute", _SIZE, address))

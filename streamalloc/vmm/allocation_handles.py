@@ -21,9 +21,8 @@ from streamalloc.core.internal import (
     FABRIC_NEEDS,
     Deferred,
     DeferredQueue,
-    Event,
     Fd,
-    context_events,
+    QueuedWork,
     deferred_queue,
     work,
 )
@@ -163,23 +162,22 @@ class AllocationHandle(HandleNode):
         self.allocations.forget(self.state)
 
 
-class QueuedWork(Node):
-    """Work that was queued on devices when a resource was dropped. The resource is released after it."""
+class WorkNode(Node):
+    """Work that was queued when a resource was dropped. The resource is released after it."""
 
-    __slots__ = ("_events", "_ordinals", "_session")
+    __slots__ = ("_queued", "_session")
 
-    def __init__(self, session: Session, devices: Iterable[int]) -> None:
+    def __init__(self, session: Session) -> None:
         super().__init__(Kind.QUEUED_WORK)
         self._session = session
-        self._ordinals = sorted(devices)
-        self._events: list[Event] | None = None
+        self._queued: QueuedWork | None = None
 
     def release(self) -> None:
-        """Query whether the work has completed. The first attempt records the events."""
+        """Query whether the work has completed. The first attempt records its end."""
         try:
-            if self._events is None:
-                self._events = context_events(self._session, self._ordinals)
-            self.gone: bool = all(event.query() for event in self._events)
+            if self._queued is None:
+                self._queued = QueuedWork(self._session)
+            self.gone: bool = self._queued.done()
         except (DeviceLostError, InvalidContextError):
             self.gone = True  # no work is left
 
@@ -252,7 +250,7 @@ class Allocations:
     def drop_after(self, devices: Iterable[int], nodes: Iterable[Node]) -> None:
         """Keep nodes until devices have completed the work that is queued on them now."""
         if devices:
-            queued = QueuedWork(self.session, devices)
+            queued = WorkNode(self.session)
             # Queued before any node waits for it, so that no node waits for ever.
             self.drop(queued)
             for node in nodes:

@@ -20,9 +20,9 @@ from streamalloc.core.internal import (
     Deferred,
     Event,
     Memory,
+    QueuedWork,
     Stream,
     allocate_safely,
-    context_event,
     copy_bytes,
     deferred_queue,
     ordered_after,
@@ -36,7 +36,7 @@ __all__ = ["Backup", "BackupRange", "Copies", "copying"]
 class Copies:
     """The copies from or to backups that one call queues on one stream; made by :func:`copying`."""
 
-    __slots__ = ("_device", "_end", "backups", "finished", "stream")
+    __slots__ = ("_end", "backups", "finished", "stream")
 
     def __init__(self, stream: Stream) -> None:
         self.backups: weakref.WeakSet[Backup] = weakref.WeakSet()
@@ -45,7 +45,6 @@ class Copies:
         """Stream of the copies; None after the call, when its owner may destroy it."""
         self.finished = False
         """True if the host has synchronised with the copies."""
-        self._device = stream.device
         self._end: Event | None = None
 
     def synchronize(self) -> None:
@@ -55,8 +54,11 @@ class Copies:
         self.finished = True
 
     def precede(self, stream: Stream) -> None:
-        """Make later work of ``stream`` wait for the copies; without an event, for all work of their device."""
-        stream.wait(context_event(self._device) if self._end is None else self._end)
+        """Make later work of ``stream`` wait for the copies; without an event, for all queued work."""
+        if self._end is None:
+            QueuedWork(session_of(stream)).precede(stream)
+        else:
+            stream.wait(self._end)
 
     def record(self, stream: Stream) -> None:
         """Record the end of the copies on their stream, if a backup is still to be released."""

@@ -6,16 +6,21 @@ import contextlib
 import gc
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 
 import streamalloc as sa
+from streamalloc import vmm
 from streamalloc.core.deferred import work
-from streamalloc.core.event import context_event
 from streamalloc.core.session import session_of
+from streamalloc.interop.bridge import free_after_all
+from streamalloc.interop.loans import Lent
+from streamalloc.ipc.importer.background import OnceIdle
 from streamalloc.pool.internal import collect_dropped
+from streamalloc.testing import Gate
 from tests.support import KEEP
 
 MODES = ("global", "thread_local", "relaxed")
@@ -65,14 +70,14 @@ class Other:
         self._thread = ThreadPoolExecutor(1)
         self._captured: list[Any] = []
 
-    def _made(self) -> Any:
+    def _made(self, flags: int) -> Any:
         context = self._machine.cuDevicePrimaryCtxRetain(0)[1]
         self._machine.cuCtxSetCurrent(context)
-        return self._machine.cuStreamCreate(1)[1]
+        return self._machine.cuStreamCreate(flags)[1]
 
-    def make(self) -> None:
+    def make(self, flags: int) -> None:
         """A stream as another library makes one."""
-        self.stream = self._thread.submit(self._made).result()
+        self.stream = self._thread.submit(self._made, flags).result()
 
     def begin(self, mode: str) -> None:
         """Begin a capture, of which this library does not know."""
@@ -94,11 +99,11 @@ class Other:
         self._thread.shutdown()
 
 
-@pytest.fixture
-def other(machine: Any) -> Iterator[Other]:
+@pytest.fixture(params=[0, 1], ids=["blocking", "non-blocking"])
+def other(machine: Any, request: pytest.FixtureRequest) -> Iterator[Other]:
     sa.Device(0)
     other = Other(machine)
-    other.make()
+    other.make(request.param)
     yield other
     other.close()
 
@@ -120,7 +125,6 @@ def _dropped_pool(device: sa.Device) -> Steps:
         stream.synchronize()
         del buffer
         gc.collect()
-        yield device.per_thread_stream.close  # no point of work
         yield _work(device)
         stream.synchronize()
 
@@ -189,6 +193,81 @@ def _closed_stream(device: sa.Device) -> Steps:
         yield stream.close
 
 
+def _dropped_virtual_memory(device: sa.Device) -> Steps:
+    with device.create_stream() as stream:
+        buffer: Any = vmm.GrowableBuffer(device, 4 << 20, 2 << 20)
+        buffer.fill(1, stream)
+        memory: Any = vmm.PhysicalMemory(device, 2 << 20)
+
+        def drop() -> None:
+            nonlocal buffer, memory
+            del buffer, memory
+            gc.collect()
+            _work(device)()
+
+        yield drop
+        stream.synchronize()
+
+
+def _pool_with_a_free_on_a_default_stream(device: sa.Device) -> Steps:
+    pool = sa.MemoryPool(device, release_threshold=KEEP)
+    pool.allocate(4096, device.default_stream).free()
+    yield pool.close
+    yield _work(device)
+
+
+def _pool_with_a_free_on_a_per_thread_stream(device: sa.Device) -> Steps:
+    pool = sa.MemoryPool(device, release_threshold=KEEP)
+    pool.allocate(4096, device.per_thread_stream).free()
+    yield pool.close
+    yield _work(device)
+
+
+def _loan_to_an_unknown_stream(device: sa.Device) -> Steps:
+    pool = sa.MemoryPool(device)
+    with device.create_stream() as stream:
+        lent: Any = Lent(pool.allocate(4096, stream).view_as(np.uint8), None)
+
+        def drop() -> None:
+            nonlocal lent
+            del lent
+            _work(device)()
+
+        yield drop
+    pool.close()
+
+
+def _free_after_all_work(device: sa.Device) -> Steps:
+    pool = sa.MemoryPool(device)
+    with device.create_stream() as stream:
+        buffer = pool.allocate(4096, stream)
+        yield lambda: free_after_all(buffer)
+    pool.close()
+
+
+def _call_that_waits_for_idle_devices(device: sa.Device) -> Steps:
+    with device.create_stream() as stream:
+        pool = sa.MemoryPool(device)
+        pool.allocate(4096, stream).free()
+        yield OnceIdle(session_of(device), lambda: None)._run
+        pool.close()
+
+
+def _dropped_stream(device: sa.Device) -> Steps:
+    with Gate(device) as gate:
+        stream: Any = device.create_stream()
+        gate.hold(stream)
+
+        def drop() -> None:
+            nonlocal stream
+            del stream
+            gc.collect()
+            _work(device)()
+
+        yield drop
+        gate.open()
+
+
 SCENES: dict[str, Callable[[sa.Device], Steps]] = {
     "a pool is closed": _pool_with_a_free,
     "a pool was dropped": _dropped_pool,
@@ -197,6 +276,13 @@ SCENES: dict[str, Callable[[sa.Device], Steps]] = {
     "a buffer is dropped whose stream was closed": _dropped_buffer_of_a_closed_stream,
     "a cache is closed": _closed_cache,
     "a stream is closed that has cached memory": _closed_stream,
+    "virtual memory is dropped": _dropped_virtual_memory,
+    "a pool is closed after a free on a default stream": _pool_with_a_free_on_a_default_stream,
+    "a pool is closed after a free on a per-thread stream": _pool_with_a_free_on_a_per_thread_stream,
+    "a loan ends whose stream is not known": _loan_to_an_unknown_stream,
+    "memory is freed after the work of all streams": _free_after_all_work,
+    "a call waits until the devices are idle": _call_that_waits_for_idle_devices,
+    "a stream is dropped with work": _dropped_stream,
 }
 
 
@@ -221,44 +307,46 @@ def test_of_another_library_at_each_call(machine: Any, other: Other, name: str, 
     assert number > 2
 
 
-def test_none_of_ours_begins_while_a_context_is_recorded(machine: Any) -> None:
-    driver = BeforeCall(machine)
-    device = sa.Device(0, driver=driver)
-    stream, begun, recorded = device.create_stream(), threading.Event(), threading.Event()
-    capturing: list[Future[str]] = []
+class TestBlockingStreams:
+    """Captured: allocations and frees on the legacy stream would invalidate the capture."""
 
-    def capture() -> str:
-        with stream.capture() as graph:
-            begun.set()
-            assert recorded.wait(20)
-        return repr(graph.nodes)
+    @pytest.mark.parametrize("whose", ["ours", "another library's"])
+    def test_a_drop_is_deferred(self, machine: Any, device: sa.Device, pool: sa.MemoryPool, whose: str) -> None:
+        buffer: Any = pool.allocate(4096, device.default_stream)
+        used = pool.statistics().used
+        with _capturing(machine, device, whose):
+            del buffer
+            gc.collect()
+        device.synchronize()
+        assert used == 4096 and pool.statistics().used == 0
 
-    with ThreadPoolExecutor(1) as threads:
-
-        def begin() -> None:
-            capturing.append(threads.submit(capture))
-            begun.wait(0.05)  # it does not begin for as long as the record is made
-
-        number = 0
-        while len(capturing) == number:
-            begun.clear()
-            recorded.clear()
-            driver.arm(number, begin)
-            # One that comes after the beginning is refused.
-            with contextlib.suppress(sa.CaptureError):
-                context_event(device).close()
-            driver.disarm()
-            recorded.set()
-            assert capturing[number:] == [] or capturing[number].result() == "[]", (number, driver.name)
-            number += 1
-    assert number > 3
-    stream.close()
+    def test_what_is_explicit_is_refused_during_a_capture_of_ours(
+        self, machine: Any, device: sa.Device, pool: sa.MemoryPool
+    ) -> None:
+        with device.current():
+            buffer = pool.allocate(4096, device.default_stream)
+            with _capturing(machine, device, "ours"):
+                with pytest.raises(sa.CaptureError):
+                    pool.allocate(4096, device.default_stream)
+                with pytest.raises(sa.CaptureError):
+                    buffer.free()
+                assert not buffer.freed
+            buffer.free()
+            pool.allocate(4096, device.default_stream).free()
 
 
-def test_a_context_is_not_recorded_during_a_capture_of_ours(device: sa.Device, stream: sa.Stream) -> None:
-    with stream.capture() as graph:
-        with pytest.raises(sa.CaptureError) as caught:
-            context_event(device)
-        assert not caught.value.asked
-    assert graph.complete
-    context_event(device).close()
+@contextlib.contextmanager
+def _capturing(machine: Any, device: sa.Device, whose: str) -> Iterator[None]:
+    """A block during which a blocking stream is captured: the capture ends well."""
+    with device.create_stream(blocking=True) as stream:
+        if whose == "ours":
+            with stream.capture("thread_local") as graph:
+                yield
+            assert graph.nodes == []
+            return
+        raw = machine.CUstream(stream.handle)
+        assert not machine.cuStreamBeginCapture(raw, machine.CUstreamCaptureMode(1))[0]
+        yield
+        result, graph = machine.cuStreamEndCapture(raw)
+        assert not result
+        machine.cuGraphDestroy(graph)

@@ -334,7 +334,7 @@ class TestOrder:
             library.finish(bridge)
 
     @pytest.mark.parametrize(
-        "refused", ["cuThreadExchangeStreamCaptureMode", "cuCtxRecordEvent", "cuStreamWaitEvent", "cuMemFreeAsync"]
+        "refused", ["cuThreadExchangeStreamCaptureMode", "cuEventRecord", "cuStreamWaitEvent", "cuMemFreeAsync"]
     )
     def test_a_free_after_all_work_that_is_refused_is_made_later(self, machine: Any, refused: str) -> None:
         driver = sd.faulty(machine, refused, 1, result="CUDA_ERROR_UNKNOWN")

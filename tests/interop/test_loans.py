@@ -217,31 +217,6 @@ class TestLent:
         gc.collect()
         assert int(machine.cuMemPoolGetAttribute(cuda.CUmemoryPool(pool.handle), attribute)[1]) == 0
 
-    @pytest.mark.simulated_only("a driver may crash where it is given the handle of a destroyed stream")
-    def test_to_a_stream_that_its_owner_destroys_first(
-        self, machine: Any, pool: sa.MemoryPool, stream: sa.Stream, device: sa.Device, gate: Gate
-    ) -> None:
-        """The free comes after its work all the same."""
-        with device.current():
-            result, theirs = machine.cuStreamCreate(1)
-        assert not result
-        buffer = pool.allocate(MiB, stream)
-        address = buffer.address
-        lent = interop.loans.Lent(buffer.view_as(np.uint8), None)
-        capsule = lent.__dlpack__(stream=int(theirs))
-        gate.hold(sa.Stream.of_handle(device, int(theirs), None))
-        assert not machine.cuMemsetD8Async(address, 1, MiB, theirs)[0]
-        assert not machine.cuStreamDestroy(theirs)[0]
-        del capsule, lent, buffer
-        gc.collect()
-        other = pool.allocate(MiB, stream)
-        other.fill(2)
-        assert pending(stream)
-        gate.open()
-        assert holds(other, 2)
-        other.free()
-        assert used(pool, device) == 0
-
     def test_nothing_is_done_in_a_capture(
         self, get: Get, pool: sa.MemoryPool, stream: sa.Stream, device: sa.Device
     ) -> None:

@@ -13,6 +13,8 @@ import pytest
 
 import streamalloc as sa
 from streamalloc import interop
+from streamalloc.core.session import sessions
+from streamalloc.core.stream import _default_streams, _made_here, spare_events
 from tests.interop.libraries import LIBRARIES, MODULES
 from tests.interop.standins import STANDINS
 from tests.interrupting import Interrupted
@@ -56,8 +58,12 @@ class Lending(Faults):
             # The library frees on its own streams, with which nobody has synchronised.
             end_what_was_dropped()
             sa.Device(0).synchronize()
-        # RMM's resources are kept for ever, and their sources with them.
-        return {kind: handles for kind, handles in Faults.left(checked).items() if kind != "stream"}
+        # RMM's resources are kept for ever, and their sources with them: streams and their spare events.
+        left = {kind: handles for kind, handles in Faults.left(checked).items() if kind != "stream"}
+        lasting = [one for each in sessions() for one in (*_made_here(each), *_default_streams(each).values())]
+        kept = {raw for stream in lasting for raw in spare_events(stream)}
+        left["event"] = [raw for raw in left.get("event", ()) if raw not in kept]
+        return {kind: handles for kind, handles in left.items() if handles}
 
     def use(self) -> None:
         """What a library does with our memory."""

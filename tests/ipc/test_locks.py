@@ -303,11 +303,12 @@ class TestEnds:
     def test_a_pool_that_is_imported_anew_is_not_destroyed(self, importer: Importer) -> None:
         """The driver has returned the same handle."""
         destroyed: list[object] = []
-        session: Any = SimpleNamespace(ordinals=(), release=lambda it, _: destroyed.append(it))
+        session: Any = SimpleNamespace(release=lambda it, _: destroyed.append(it))
+        done: Any = SimpleNamespace(done=lambda: True)
 
         def make() -> imported.PoolHandle:
             pool = imported.PoolHandle(session, {}, importer.lock)
-            pool._raw, pool._events = 1, []
+            pool._raw, pool._frees = 1, done
             destroyed.clear()
             return pool
 

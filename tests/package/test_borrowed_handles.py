@@ -16,7 +16,7 @@ import pytest
 import streamalloc as sa
 from streamalloc import interop, multicast, observing, vmm
 from streamalloc.core.session import session_of
-from streamalloc.core.stream import as_stream, order_after_context, order_handle_after, ordered_after, queue_behind
+from streamalloc.core.stream import QueuedWork, as_stream, order_handle_after, ordered_after, queue_behind
 from streamalloc.driver.account import ENDERS, MAKERS
 from streamalloc.driver.bindings import cuda
 from tests.support import end_what_was_dropped
@@ -209,7 +209,7 @@ def _waited_for(world: World, memory: sa.Memory, stream: int) -> None:
     ours.wait(world.event)
     ours.wait(ours.record())
     order_handle_after(stream, ours)
-    order_after_context(as_stream(_cuda_stream(stream), session_of(ours)))
+    QueuedWork(session_of(ours)).precede(as_stream(_cuda_stream(stream), session_of(ours)))
 
 
 def _closed(world: World, memory: sa.Memory, stream: int) -> None:

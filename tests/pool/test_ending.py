@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 import streamalloc as sa
 import streamalloc.driver as sd
+from streamalloc.core.deferred import work
 from streamalloc.core.session import session_of
 from streamalloc.pool.ending import pools_of
 from streamalloc.testing import Gate
+from tests.processes import eventually
 from tests.support import KEEP, MiB, names
 
 DESTROY = "cuMemPoolDestroy"
@@ -77,6 +79,64 @@ def test_not_while_a_free_is_pending(driver: Any, pool: sa.MemoryPool, stream: s
         gate.open()
         stream.synchronize()
         assert names(driver, DESTROY) == [DESTROY]
+
+
+class LibraryStream:
+    """A stream as another library has one."""
+
+    def __init__(self, stream: sa.Stream) -> None:
+        self._stream = stream
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return self._stream.__cuda_stream__()
+
+
+STREAMS: dict[str, Callable[[sa.Device, sa.Stream], Any]] = {
+    "own": lambda device, stream: stream,
+    "blocking": lambda device, stream: device.create_stream(blocking=True),
+    "legacy": lambda device, stream: device.default_stream,
+    "per-thread": lambda device, stream: device.per_thread_stream,
+    "a library's": lambda device, stream: LibraryStream(stream),
+}
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_by_itself_once_the_device_has_freed(
+    driver: Any, device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool, name: str
+) -> None:
+    """Nobody else synchronises the host with the stream of the free."""
+    freeing = STREAMS[name](device, stream)
+    buffer = pool.allocate(MiB, freeing)
+    with Gate(device) as gate:
+        gate.hold(freeing)
+        buffer.free()
+        pool.close()
+        work(session_of(device))
+        assert names(driver, DESTROY) == []
+        gate.open()
+        assert eventually(lambda: work(session_of(device)) and names(driver, DESTROY))
+
+
+@pytest.mark.parametrize("how", ["closed", "dropped", "closed before the free"])
+def test_by_itself_where_the_stream_of_the_free_has_ended(driver: Any, device: sa.Device, how: str) -> None:
+    pool, stream = sa.MemoryPool(device, release_threshold=KEEP), device.create_stream()
+    buffer = pool.allocate(MiB, stream)
+    with Gate(device) as gate:
+        gate.hold(stream)
+        if how == "closed before the free":
+            stream.close()
+            buffer.close()
+        else:
+            buffer.free()
+        if how == "closed":
+            stream.close()
+        del stream, buffer
+        gc.collect()
+        pool.close()
+        work(session_of(device))
+        assert names(driver, DESTROY) == []
+        gate.open()
+        assert eventually(lambda: work(session_of(device)) and names(driver, DESTROY))
 
 
 def test_not_while_a_stream_is_captured(driver: Any, pool: sa.MemoryPool, stream: sa.Stream) -> None:

@@ -37,15 +37,16 @@ class Losing:
 
 
 class World:
-    """A device whose driver is traced and checked, and a pool of it."""
+    """A device whose driver is traced, and checked unless memory is to be cached, and a pool of it."""
 
-    def __init__(self, machine: Any) -> None:
+    def __init__(self, machine: Any, check: bool = True) -> None:
         self.traced = sd.traced(machine)
-        self.checked = sd.checked(self.traced)
+        self.checked: Any = sd.checked(self.traced) if check else self.traced
         self.driver: Any = Losing(self.checked)
         self.device = sa.Device(0, driver=self.driver)
         self.stream = self.device.create_stream()
         self.pool: Any = sa.MemoryPool(self.device)
+        self.destroys: list[str] = []
 
     def lose(self, nbytes: int) -> None:
         self.driver.loses = True
@@ -58,10 +59,13 @@ class World:
         gc.collect()
 
     def destroyed(self) -> bool:
-        """Whether the pool is destroyed, after the points of work that a program has."""
-        for _ in range(3):
+        """Whether the pool is destroyed, after the points of work and the collections that a program has."""
+        for _ in range(5):
             self.device.synchronize()
-        return names(self.traced, DESTROY) == [DESTROY]
+            self.destroys += names(self.traced, DESTROY)
+            self.traced.calls.clear()  # they keep blocks of caches
+            gc.collect()
+        return self.destroys == [DESTROY]
 
 
 @pytest.fixture
@@ -108,13 +112,77 @@ def test_not_while_a_buffer_lives(world: World, closed: bool) -> None:
     assert world.destroyed()
 
 
+@pytest.mark.parametrize("where", ["in a free list", "between a free list and a buffer"])
+@pytest.mark.parametrize("closed", [False, True])
+def test_in_a_cache(machine: Any, closed: bool, where: str) -> None:
+    """A cache that is dropped with a block that nobody has."""
+    world = World(machine, check=False)
+    cache: Any = sa.CachingAllocator(world.pool)
+    buffers: Any = [cache.allocate(size, world.stream) for size in (100, 3000, 3000)]
+    for buffer in buffers:
+        buffer.free()
+    del buffers, buffer
+    if where == "in a free list":
+        world.lose(70_000)
+    else:
+        # A handler that raises after the list has lost the block, before a buffer has it.
+        [lists] = [found for found in world.stream.free_lists.values()]
+        lists[(3000 - 1) >> 9].pop()
+    if closed:
+        cache.close()
+        world.pool.close()
+    world.device.synchronize()
+    del cache
+    world.drop_pool()
+    assert world.destroyed()
+
+
+def test_not_in_a_cache_while_a_buffer_lives(machine: Any) -> None:
+    world = World(machine, check=False)
+    cache: Any = sa.CachingAllocator(world.pool)
+    cache.allocate(3000, world.stream).free()
+    [lists] = [found for found in world.stream.free_lists.values()]
+    lists[(3000 - 1) >> 9].pop()
+    buffer = cache.allocate(100, world.stream)
+    buffer.fill(7)
+    del cache
+    world.drop_pool()
+    assert not world.destroyed() and (read(buffer) == 7).all()
+    del buffer
+    assert world.destroyed()
+
+
 class Waiting(Deferred):
-    """An item that ends when told to; it may have memory of any pool."""
+    """An item that ends when told to; it may have memory of any pool, or of one."""
 
     ready = False
+    address: int | None = None
 
     def attempt(self) -> bool:
         return self.ready
+
+    def memory(self) -> int | None:
+        return self.address
+
+
+@pytest.mark.parametrize("of_its", [False, True])
+def test_beside_what_waits_with_other_memory(world: World, of_its: bool) -> None:
+    other = sa.MemoryPool(world.device)
+    buffer = (world.pool if of_its else other).allocate(100, world.stream)
+    world.lose(100)
+    item = Waiting()
+    item.address = buffer.address
+    if of_its:  # as an item that frees a dropped buffer has it
+        buffer._ptr = None
+        del buffer
+    deferred_queue(session_of(world.device)).submit(item)
+    world.drop_pool()
+    assert world.destroyed() != of_its
+    item.ready = True
+    if of_its:
+        raw = cuda.CUstream(world.stream.handle)
+        assert not world.checked.cuMemFreeAsync(cuda.CUdeviceptr(item.address), raw)[0]
+        assert world.destroyed()
 
 
 def test_not_while_anything_else_waits_in_the_queue(world: World) -> None:

@@ -431,6 +431,9 @@ class _DeferredFree(Deferred):
         self._lease = None
         return True
 
+    def memory(self) -> int | None:
+        return None if self._raw is None else int(self._raw)
+
     def forget(self) -> None:
         self._raw = self._lease = None
 

@@ -9,8 +9,8 @@ import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
 
-from streamalloc.core.errors import CaptureError, CudaError
-from streamalloc.core.internal import Deferred, context_events, deferred_queue, work
+from streamalloc.core.errors import CudaError
+from streamalloc.core.internal import Deferred, QueuedWork, deferred_queue, work
 from streamalloc.core.session import Session
 
 # Calls that may wait for the device are tried so often if the driver refuses them.
@@ -60,11 +60,7 @@ class OnceIdle(Deferred):
         for _ in range(_TRIES):
             # Errors of a lost context: no work is left to wait for.
             with contextlib.suppress(CudaError), self._session.relaxed():
-                try:
-                    idle = self._idle()
-                except CaptureError:
-                    idle = False
-                if not idle:
+                if not self._idle():
                     deferred_queue(self._session).submit(self)
                     return
             with contextlib.suppress(CudaError):
@@ -73,9 +69,9 @@ class OnceIdle(Deferred):
 
     def _idle(self) -> bool:
         """Whether all work that the devices have now ends at once."""
-        events = context_events(self._session, self._session.ordinals)
+        queued = QueuedWork(self._session)
         for pause in _QUERIES:
             time.sleep(pause)
-            if all(event.query() for event in events):
+            if queued.done():
                 return True
         return False

@@ -33,11 +33,11 @@ from streamalloc.core.internal import (
     Device,
     Event,
     Memory,
+    QueuedWork,
     Stream,
     StreamLike,
     TypedView,
     as_stream,
-    context_events,
     deferred_queue,
     direct_handle,
     direct_view,
@@ -149,7 +149,7 @@ class PoolHandle(Deferred):
     of the handle ends the process (driver 580.159).
     """
 
-    __slots__ = ("_events", "_raw", "known", "lock", "marks", "session", "users")
+    __slots__ = ("_frees", "_raw", "known", "lock", "marks", "session", "users")
 
     def __init__(self, session: Session, known: dict[int, PoolHandle], lock: AbstractContextManager[bool]) -> None:
         self.session: Session = session
@@ -158,7 +158,7 @@ class PoolHandle(Deferred):
         self.lock: AbstractContextManager[bool] = lock
         """Held while a pool is imported or destroyed."""
         self._raw: Any = None
-        self._events: list[Event] | None = None
+        self._frees: QueuedWork | None = None
         self.marks: set[tuple[ControlBlock, int]] = set()
         """The exporter's marks, which show that it still has the pool."""
         self.users: weakref.WeakSet[ImportedPool] = weakref.WeakSet()
@@ -169,9 +169,9 @@ class PoolHandle(Deferred):
 
     def attempt(self) -> bool:
         session = self.session
-        if self._events is None:
-            self._events = context_events(session, session.ordinals)
-        if not all(event.query() for event in self._events):
+        if self._frees is None:
+            self._frees = QueuedWork(session)
+        if not self._frees.done():
             return False
         with self.lock:
             # If the pool was imported anew meanwhile, the driver has returned the same handle.

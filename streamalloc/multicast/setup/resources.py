@@ -15,9 +15,9 @@ from streamalloc.core.internal import (
     Device,
     Fd,
     MemHandleType,
+    QueuedWork,
     Session,
     close_all,
-    context_event,
     session_of,
     undo_all,
 )
@@ -186,7 +186,7 @@ def finish_all(devices: Iterable[Device], deadline: float | None, failures: list
 def _is_idle(device: Device) -> bool:
     """Whether the device has no work left. The check saves the thread of :func:`run_until`."""
     with contextlib.suppress(CudaError):
-        return context_event(device).query()
+        return QueuedWork(session_of(device)).done()
     return False
 
 

@@ -50,6 +50,7 @@ from streamalloc.driver.internal import cuda
 from streamalloc.pool.cache.blocks import UNIT, Block, CachedBuffer, SharedBehind, SizeClass, filled
 from streamalloc.pool.cache.stream_cache import MAX_RETURNING, StreamCache
 from streamalloc.pool.ending import pools_of
+from streamalloc.pool.lost import no_collection_is_left
 from streamalloc.pool.pool import MemoryPool
 
 if TYPE_CHECKING:
@@ -143,7 +144,14 @@ class CacheState(Deferred):
         for one in list(self.stream_caches.values()):
             # An ended one is attempted again: buffers may have been dropped since.
             self._queue.end(one)
-        return not self.blocks
+        return not self.blocks or self._all_lost()
+
+    def _all_lost(self) -> bool:
+        """Whether all blocks that are left are lost: they end with the pool."""
+        owner = getattr(self, "_owner", None)  # buffers keep the cache
+        if owner is None or owner() is not None or not no_collection_is_left():
+            return False
+        return not self.dropped and not any(one.free_bytes for one in list(self.stream_caches.values()))
 
     # -- streams ---------------------------------------------------------------------------------------------
 
