@@ -11,6 +11,7 @@ import ctypes
 import errno
 import fcntl
 import functools
+import gc
 import mmap
 import os
 from bisect import bisect_left, bisect_right, insort
@@ -322,7 +323,12 @@ class Reservation:
             self.base = _addresses.take(size, max(alignment, CHUNK)) if low else 0
         self._noted = self.base != 0
         if not self._noted:
-            raw = _mmap(None, size + alignment, _PROT_NONE, _RESERVED)
+            try:
+                raw = _mmap(None, size + alignment, _PROT_NONE, _RESERVED)
+            except OSError:
+                # Machines that nobody uses any more hold terabytes of addresses until they are collected.
+                gc.collect()
+                raw = _mmap(None, size + alignment, _PROT_NONE, _RESERVED)
             # at the highest address: the next range that the system places ends here
             self.base = (raw + alignment) // alignment * alignment
             _unmap(raw, self.base - raw)
