@@ -14,7 +14,7 @@ import streamalloc as sa
 from streamalloc import vmm
 from streamalloc.cli.choice import KEEP_ALL, host_pool_location
 from streamalloc.cli.measuring import Bench, Call, Measured, Row, Setup, Target, Unavailable, step_times, value_of
-from streamalloc.core.internal import size_text
+from streamalloc.core.errors import size_text
 from streamalloc.multicast import SymmetricMemory
 
 RAW = "raw calls, results checked"

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from streamalloc import driver as sd
-from streamalloc.core.internal import Device, MemLocation
+from streamalloc.core.internal import Device
+from streamalloc.core.properties import MemLocation
 from streamalloc.driver import Driver, DriverNotFoundError, default, simulated
 from streamalloc.driver.internal import read_choice
 

@@ -17,7 +17,8 @@ import streamalloc as sa
 from streamalloc.cli.choice import Chosen, cuda_version, plural
 from streamalloc.cli.terminal import Terminal
 from streamalloc.cli.trials import query_multicast, try_sharing, try_virtual_memory
-from streamalloc.core.internal import address_space_limit, imex_channels, missing_for, size_text
+from streamalloc.core.errors import size_text
+from streamalloc.core.internal import address_space_limit, imex_channels, missing_for
 from streamalloc.driver import Driver
 from streamalloc.driver.internal import BINDINGS_VERSION
 from streamalloc.pool.internal import ATTRIBUTES

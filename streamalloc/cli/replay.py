@@ -20,7 +20,7 @@ from streamalloc import traces
 from streamalloc.cli.choice import Chosen, UsageError, plural
 from streamalloc.cli.info import add_json_argument, write_json
 from streamalloc.cli.terminal import Terminal
-from streamalloc.core.internal import size_text
+from streamalloc.core.errors import size_text
 
 _LONG = 200_000
 """Events of a replay, at least, for which progress is shown."""

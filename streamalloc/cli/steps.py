@@ -14,7 +14,8 @@ import streamalloc as sa
 from streamalloc.cli.choice import host_pool_location
 from streamalloc.cli.terminal import Terminal
 from streamalloc.cli.worker import Worker, WorkerError
-from streamalloc.core.internal import Closes, size_text
+from streamalloc.core.errors import size_text
+from streamalloc.core.resource import Closes
 from streamalloc.driver import Driver
 
 MiB = 1 << 20

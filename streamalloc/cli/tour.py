@@ -15,7 +15,7 @@ from streamalloc.cli.choice import KEEP_ALL, Chosen, plural
 from streamalloc.cli.steps import Claim, MiB, Part, Parts, Tour, at_least, equal, every_byte, need_peers, raised
 from streamalloc.cli.terminal import Terminal
 from streamalloc.cli.worker import read
-from streamalloc.core.internal import size_text
+from streamalloc.core.errors import size_text
 from streamalloc.driver import DriverMisuseError, checked, use
 from streamalloc.testing import Gate
 

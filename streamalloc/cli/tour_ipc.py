@@ -11,7 +11,7 @@ from streamalloc import ipc, vmm
 from streamalloc.cli.choice import KEEP_ALL
 from streamalloc.cli.steps import Claim, MiB, Parts, Tour, ends_and_middle, equal, need, raised
 from streamalloc.cli.worker import POSIX, Worker, WorkerBase, can_share_pools, read
-from streamalloc.core.internal import size_text
+from streamalloc.core.errors import size_text
 from streamalloc.testing import Gate
 
 PARTS = Parts()

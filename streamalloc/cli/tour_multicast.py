@@ -15,7 +15,7 @@ from streamalloc import vmm
 from streamalloc.cli.choice import is_simulated, plural
 from streamalloc.cli.steps import Parts, Tour, equal, every_byte, need, need_peers, raised
 from streamalloc.cli.worker import read
-from streamalloc.core.internal import size_text
+from streamalloc.core.errors import size_text
 from streamalloc.driver import checked, simulated, traced
 from streamalloc.multicast import MulticastObject, SymmetricMemory
 from streamalloc.testing import multimem_ld_reduce

@@ -9,7 +9,7 @@ from streamalloc import vmm
 from streamalloc.cli.choice import KEEP_ALL
 from streamalloc.cli.steps import Claim, MiB, Parts, Tour, ends_and_middle, equal, every_byte, need, need_peers, raised
 from streamalloc.cli.worker import read
-from streamalloc.core.internal import size_text
+from streamalloc.core.errors import size_text
 
 PARTS = Parts()
 part = PARTS.part

@@ -18,7 +18,9 @@ import numpy as np
 import streamalloc as sa
 from streamalloc import ipc, vmm
 from streamalloc.cli.worker import POSIX, Worker, WorkerBase, WorkerError, read
-from streamalloc.core.internal import MemAllocFlags, missing_for, size_text
+from streamalloc.core.allocation_properties import MemAllocFlags
+from streamalloc.core.errors import size_text
+from streamalloc.core.internal import missing_for
 from streamalloc.multicast import MulticastObject
 
 Row = dict[str, Any]

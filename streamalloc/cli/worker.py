@@ -19,7 +19,7 @@ import numpy as np
 
 import streamalloc as sa
 from streamalloc import ipc
-from streamalloc.core.internal import Closes
+from streamalloc.core.resource import Closes
 from streamalloc.driver import Driver
 
 POSIX = sa.MemHandleType.POSIX_FILE_DESCRIPTOR

@@ -38,24 +38,6 @@ if TYPE_CHECKING:
 
     from streamalloc.core.graph import Capture
 
-__all__ = [
-    "Allocator",
-    "Buffer",
-    "GraphBuffer",
-    "PlainBuffer",
-    "SharedState",
-    "StillImported",
-    "allocate_safely",
-    "free_refused",
-    "free_shared",
-    "past_caches",
-    "plain_parts",
-    "pool_of",
-    "read_or_none",
-    "set_shared",
-    "shared_state",
-    "take_pointer",
-]
 
 T = TypeVar("T")
 

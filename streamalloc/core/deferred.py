@@ -39,18 +39,6 @@ from streamalloc.core.errors import LOST, CaptureError, CudaError, InvalidHandle
 from streamalloc.core.session import PerDriver, Session
 from streamalloc.driver.internal import SETTLERS
 
-__all__ = [
-    "OFTEN",
-    "POINTS",
-    "Deferred",
-    "DeferredQueue",
-    "HandleEnd",
-    "deferred_queue",
-    "queues",
-    "refused_to_end",
-    "work",
-]
-
 POINTS = (
     "the host has synchronised with a stream, an event or a device",
     "a pool, physical memory or a range of addresses is made, and memory has run out",

@@ -5,18 +5,7 @@ The modules of its vocabulary (errors, html, properties, resource, session) are 
 
 from __future__ import annotations
 
-from streamalloc.core.allocation_hooks import (
-    Watcher,
-    besides,
-    look,
-    tell_freed,
-    watching_of,
-)
-from streamalloc.core.allocation_properties import (
-    MemAllocationProp,
-    MemAllocFlags,
-    MulticastObjectProp,
-)
+from streamalloc.core.allocation_hooks import Watcher, besides, look, tell_freed, watching_of
 from streamalloc.core.buffer import (
     Allocator,
     Buffer,
@@ -35,111 +24,15 @@ from streamalloc.core.buffer import (
     shared_state,
     take_pointer,
 )
-from streamalloc.core.capabilities import (
-    address_space_limit,
-    imex_channels,
-    missing_for,
-)
-from streamalloc.core.deferred import (
-    Deferred,
-    DeferredQueue,
-    HandleEnd,
-    deferred_queue,
-    queues,
-    work,
-)
-from streamalloc.core.device import (
-    FABRIC_NEEDS,
-    Device,
-    check_device,
-    check_location,
-    location_of,
-    session_for,
-)
-from streamalloc.core.errors import (
-    LOST,
-    AddressSpaceError,
-    CaptureError,
-    ClosedError,
-    CudaError,
-    DeviceLostError,
-    EvictedError,
-    IncompleteTeamError,
-    InUseError,
-    InvalidContextError,
-    InvalidDeviceError,
-    InvalidHandleError,
-    InvalidValueError,
-    NotPermittedError,
-    NotSupportedError,
-    OutOfMemoryError,
-    PeerAccessError,
-    PendingFreesWarning,
-    StaleDescriptorError,
-    StillImportedError,
-    attach,
-    error_from,
-    refused,
-    size_text,
-    undo_all,
-    undoing,
-    unsupported,
-)
-from streamalloc.core.event import (
-    Event,
-    opened_event,
-)
+from streamalloc.core.capabilities import address_space_limit, imex_channels, missing_for
+from streamalloc.core.deferred import Deferred, DeferredQueue, HandleEnd, deferred_queue, queues, work
+from streamalloc.core.device import FABRIC_NEEDS, Device, check_device, check_location, location_of, session_for
+from streamalloc.core.event import Event, opened_event
 from streamalloc.core.fd import Fd
 from streamalloc.core.graph import Graph
-from streamalloc.core.html import (
-    Drawn,
-    Html,
-    Row,
-    Shown,
-    code,
-    color_of,
-    escape,
-    gauge,
-    mib,
-    place,
-    strip,
-    table,
-)
 from streamalloc.core.library_streams import kept_stream
-from streamalloc.core.memory import (
-    BufferView,
-    CopySide,
-    Memory,
-    TypedView,
-    check_usable,
-    copy_bytes,
-    viewed,
-)
-from streamalloc.core.properties import (
-    MemAccess,
-    MemAccessDesc,
-    MemAllocationType,
-    MemHandleType,
-    MemLocation,
-    MemLocationType,
-    MemPoolProps,
-    checked_size,
-)
-from streamalloc.core.resource import (
-    Closes,
-    Leaves,
-    Unique,
-    close_all,
-    made_for_sharing,
-)
-from streamalloc.core.session import (
-    OwnsHandle,
-    PerDriver,
-    Session,
-    refuse_after_fork,
-    session_of,
-    sessions,
-)
+from streamalloc.core.memory import BufferView, CopySide, Memory, TypedView, check_usable, copy_bytes, viewed
+from streamalloc.core.session import session_of
 from streamalloc.core.stream import (
     NOT_CAPTURED,
     QueuedWork,

@@ -18,18 +18,6 @@ from typing import Any, Protocol
 from streamalloc.core.session import Session
 from streamalloc.driver.internal import cuda
 
-__all__ = [
-    "CuPyStreamLike",
-    "NumbaStreamLike",
-    "SupportsCudaStream",
-    "TorchStreamLike",
-    "device_of_library_stream",
-    "handle_of_library_stream",
-    "keep_stream",
-    "kept_stream",
-    "kept_streams",
-]
-
 
 class SupportsCudaStream(Protocol):
     """An object with ``__cuda_stream__``, such as a stream of cuda.core: protocol version 0 and the handle."""

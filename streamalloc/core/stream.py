@@ -48,37 +48,6 @@ if TYPE_CHECKING:
     from streamalloc.core.device import Device
     from streamalloc.core.graph import Capture, CaptureMode, Graph
 
-__all__ = [
-    "NOT_CAPTURED",
-    "QueuedWork",
-    "Stream",
-    "StreamLike",
-    "as_stream",
-    "captures_changed",
-    "default_stream",
-    "direct_handle",
-    "direct_view",
-    "end_of",
-    "end_with_stream",
-    "forbid_lists",
-    "give_lists",
-    "is_borrowed",
-    "leave_stream",
-    "may_queue",
-    "order_handle_after",
-    "ordered_after",
-    "ordered_after_end",
-    "queue_behind",
-    "queue_handle",
-    "raw_handle",
-    "record_uncaptured",
-    "refuse_capture",
-    "sees_all_work",
-    "settle",
-    "spare_events",
-    "stream_call",
-]
-
 
 T = TypeVar("T")
 

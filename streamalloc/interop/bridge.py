@@ -30,30 +30,25 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
+from streamalloc.core.errors import CaptureError, ClosedError, CudaError
 from streamalloc.core.internal import (
     Buffer,
-    CaptureError,
-    ClosedError,
-    Closes,
-    CudaError,
     Deferred,
     Device,
     GraphBuffer,
-    MemLocation,
-    MemLocationType,
     Memory,
-    PerDriver,
     PlainBuffer,
     QueuedWork,
-    Session,
     Stream,
     as_stream,
     deferred_queue,
     ordered_after,
     raw_handle,
-    session_of,
     work,
 )
+from streamalloc.core.properties import MemLocation, MemLocationType
+from streamalloc.core.resource import Closes
+from streamalloc.core.session import PerDriver, Session, session_of
 from streamalloc.driver.internal import BINDINGS_VERSION, cuda
 from streamalloc.pool import CachingAllocator, MemoryPool
 from streamalloc.pool.internal import CachedBuffer

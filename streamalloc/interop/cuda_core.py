@@ -6,7 +6,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from streamalloc.core.internal import Memory, OutOfMemoryError, StreamLike
+from streamalloc.core.errors import OutOfMemoryError
+from streamalloc.core.internal import Memory, StreamLike
 from streamalloc.interop.bridge import Bridge, Ledger, Source, Sources, library
 from streamalloc.interop.loans import Borrowed, Lent, borrow
 from streamalloc.pool import MemoryPool

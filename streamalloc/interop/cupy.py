@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy.typing as npt
 
-from streamalloc.core.internal import Memory, OutOfMemoryError, StreamLike
+from streamalloc.core.errors import OutOfMemoryError
+from streamalloc.core.internal import Memory, StreamLike
 from streamalloc.driver.internal import cuda
 from streamalloc.interop.bridge import Bridge, Source, Sources, library
 from streamalloc.interop.loans import Borrowed, Lent, borrow, form

@@ -14,15 +14,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from streamalloc.core.errors import ClosedError, size_text
 from streamalloc.core.internal import (
-    ClosedError,
-    Closes,
     Deferred,
     Event,
-    MemLocation,
     Memory,
     QueuedWork,
-    Session,
     Stream,
     StreamLike,
     TypedView,
@@ -32,11 +29,12 @@ from streamalloc.core.internal import (
     ordered_after,
     queue_behind,
     record_uncaptured,
-    session_of,
     settle,
-    size_text,
     work,
 )
+from streamalloc.core.properties import MemLocation
+from streamalloc.core.resource import Closes
+from streamalloc.core.session import Session, session_of
 from streamalloc.driver import Driver
 from streamalloc.driver import default as default_driver
 

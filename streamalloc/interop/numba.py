@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy.typing as npt
 
-from streamalloc.core.internal import Buffer, Device, Memory, OutOfMemoryError, Stream, StreamLike, work
+from streamalloc.core.errors import OutOfMemoryError
+from streamalloc.core.internal import Buffer, Device, Memory, Stream, StreamLike, work
 from streamalloc.driver.internal import cuda as bindings
 from streamalloc.interop.bridge import Bridge, Source, Sources, free_after_all, library
 from streamalloc.interop.loans import Borrowed, Lent, borrow, form

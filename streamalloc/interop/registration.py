@@ -6,7 +6,10 @@ import resource
 from dataclasses import dataclass, fields
 from typing import Any
 
-from streamalloc.core.internal import CopySide, CudaError, Device, Fd, MemHandleType, Memory, Session, session_of
+from streamalloc.core.errors import CudaError
+from streamalloc.core.internal import CopySide, Device, Fd, Memory
+from streamalloc.core.properties import MemHandleType
+from streamalloc.core.session import Session, session_of
 from streamalloc.driver import Driver
 from streamalloc.driver import default as default_driver
 from streamalloc.driver.internal import cuda

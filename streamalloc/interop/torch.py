@@ -16,7 +16,8 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
-from streamalloc.core.internal import Memory, OutOfMemoryError, StreamLike
+from streamalloc.core.errors import OutOfMemoryError
+from streamalloc.core.internal import Memory, StreamLike
 from streamalloc.interop.bridge import Bridge, Ledger, Source, Sources, library
 from streamalloc.interop.loans import Borrowed, Lent, borrow, form
 from streamalloc.interop.rmm import RMMBridge

@@ -14,30 +14,21 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import Self
 
+from streamalloc.core.errors import ClosedError, CudaError, EvictedError, attach, size_text, undoing
+from streamalloc.core.html import Row, Shown, mib, place, table
 from streamalloc.core.internal import (
     BufferView,
-    ClosedError,
-    Closes,
     CopySide,
-    CudaError,
     Deferred,
     Device,
-    EvictedError,
-    MemHandleType,
-    Row,
-    Shown,
     Stream,
     StreamLike,
     as_stream,
-    attach,
     deferred_queue,
-    mib,
-    place,
-    session_of,
-    size_text,
-    table,
-    undoing,
 )
+from streamalloc.core.properties import MemHandleType
+from streamalloc.core.resource import Closes
+from streamalloc.core.session import session_of
 from streamalloc.driver import Driver
 from streamalloc.ipc import Communicator, CommunicatorLike, as_communicator
 from streamalloc.ipc.internal import end_of, left

@@ -17,17 +17,10 @@ from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from typing import Any
 
-from streamalloc.core.internal import (
-    Allocator,
-    Device,
-    MemLocation,
-    OutOfMemoryError,
-    Session,
-    refused,
-    size_text,
-    watching_of,
-    work,
-)
+from streamalloc.core.errors import OutOfMemoryError, refused, size_text
+from streamalloc.core.internal import Allocator, Device, watching_of, work
+from streamalloc.core.properties import MemLocation
+from streamalloc.core.session import Session
 from streamalloc.multicast import SymmetricMemory
 from streamalloc.observing.profiler import Profiler
 from streamalloc.observing.records import Allocation, Happening, Phase, Source, sites

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from streamalloc.core.internal import MemLocationType
+from streamalloc.core.properties import MemLocationType
 from streamalloc.observing.records import Allocation, Happening, Phase
 
 # Bytes by which a pool grows. Allocations further apart are drawn as separate segments.

@@ -12,18 +12,11 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from streamalloc.core.internal import (
-    ClosedError,
-    Closes,
-    CudaError,
-    deferred_queue,
-    gauge,
-    mib,
-    place,
-    session_of,
-    sessions,
-    table,
-)
+from streamalloc.core.errors import ClosedError, CudaError
+from streamalloc.core.html import gauge, mib, place, table
+from streamalloc.core.internal import deferred_queue
+from streamalloc.core.resource import Closes
+from streamalloc.core.session import session_of, sessions
 from streamalloc.driver import ForkedProcessError
 from streamalloc.pool import MemoryPool, PoolStatistics
 from streamalloc.pool.internal import known_pools, raw_pool, reading

@@ -8,17 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from streamalloc.core.internal import (
-    Allocator,
-    ClosedError,
-    Device,
-    Drawn,
-    Leaves,
-    Session,
-    checked_size,
-    session_of,
-    size_text,
-)
+from streamalloc.core.errors import ClosedError, size_text
+from streamalloc.core.html import Drawn
+from streamalloc.core.internal import Allocator, Device
+from streamalloc.core.properties import checked_size
+from streamalloc.core.resource import Leaves
+from streamalloc.core.session import Session, session_of
 from streamalloc.driver import default as default_driver
 from streamalloc.multicast import SymmetricMemory
 from streamalloc.observing import export

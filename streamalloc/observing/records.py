@@ -8,7 +8,8 @@ import time
 from types import CodeType
 from typing import Literal, NamedTuple
 
-from streamalloc.core.internal import MemLocation, size_text
+from streamalloc.core.errors import size_text
+from streamalloc.core.properties import MemLocation
 from streamalloc.driver.internal import here, line_of
 
 Kind = Literal["pool", "cache", "mapping"]

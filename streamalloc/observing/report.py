@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from streamalloc.core.internal import code, mib, size_text, table
+from streamalloc.core.errors import size_text
+from streamalloc.core.html import code, mib, table
 from streamalloc.observing.records import Allocation, Site
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from streamalloc.core.internal import place
+from streamalloc.core.html import place
 from streamalloc.observing import Observer
 from streamalloc.plots.observed import memory
 from streamalloc.plots.ranges import address_range

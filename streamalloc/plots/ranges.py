@@ -9,7 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Polygon, Rectangle
 
-from streamalloc.core.internal import MemAccess, MemLocation, color_of, place
+from streamalloc.core.html import color_of, place
+from streamalloc.core.properties import MemAccess, MemLocation
 from streamalloc.plots.style import GREY, INK, MiB, bare, drawing
 from streamalloc.vmm import AddressRange, PhysicalMemory, VirtualBuffer
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
 
-from streamalloc.core.internal import Leaves
+from streamalloc.core.resource import Leaves
 from streamalloc.driver.internal import VARIABLE, ParentTest, configuration
 
 assert multiprocessing.process

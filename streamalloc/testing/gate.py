@@ -5,16 +5,10 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from streamalloc.core.internal import (
-    ClosedError,
-    Closes,
-    Device,
-    StreamLike,
-    as_stream,
-    session_of,
-    stream_call,
-    undoing,
-)
+from streamalloc.core.errors import ClosedError, undoing
+from streamalloc.core.internal import Device, StreamLike, as_stream, stream_call
+from streamalloc.core.resource import Closes
+from streamalloc.core.session import session_of
 from streamalloc.driver.internal import cuda
 
 _SIZE = 64

@@ -18,7 +18,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from streamalloc.core.internal import Closes, Event, Fd, Graph, Leaves, Session, Stream, session_of, spare_events
+from streamalloc.core.internal import Event, Fd, Graph, Stream, spare_events
+from streamalloc.core.resource import Closes, Leaves
+from streamalloc.core.session import Session, session_of
 from streamalloc.driver import Driver
 from streamalloc.driver.internal import Stack, here, lines
 from streamalloc.ipc import RingConsumer, RingProducer, Shared

@@ -8,7 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
-from streamalloc.core.internal import Allocator, Buffer, Device, OutOfMemoryError, Stream, as_stream, session_of
+from streamalloc.core.errors import OutOfMemoryError
+from streamalloc.core.internal import Allocator, Buffer, Device, Stream, as_stream
+from streamalloc.core.session import session_of
 from streamalloc.driver import Traced
 from streamalloc.driver.internal import cuda
 from streamalloc.pool import CachingAllocator, MemoryPool

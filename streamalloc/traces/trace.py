@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple, TypeAlias
 
-from streamalloc.core.internal import size_text
+from streamalloc.core.errors import size_text
 
 FORMAT = "streamalloc trace"
 VERSION = 1

@@ -17,15 +17,7 @@ from typing import Any, ClassVar, Protocol
 
 from streamalloc.core.errors import ClosedError, DeviceLostError, InvalidContextError, undo_all
 from streamalloc.core.html import Drawn
-from streamalloc.core.internal import (
-    FABRIC_NEEDS,
-    Deferred,
-    DeferredQueue,
-    Fd,
-    QueuedWork,
-    deferred_queue,
-    work,
-)
+from streamalloc.core.internal import FABRIC_NEEDS, Deferred, DeferredQueue, Fd, QueuedWork, deferred_queue, work
 from streamalloc.core.properties import MemHandleType, MemLocation
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import PerDriver, Session

@@ -11,12 +11,10 @@ import contextlib
 import weakref
 from collections.abc import Iterator
 
+from streamalloc.core.errors import LOST, ClosedError, CudaError
 from streamalloc.core.internal import (
-    LOST,
     Buffer,
-    ClosedError,
     CopySide,
-    CudaError,
     Deferred,
     Event,
     Memory,
@@ -26,8 +24,8 @@ from streamalloc.core.internal import (
     copy_bytes,
     deferred_queue,
     ordered_after,
-    session_of,
 )
+from streamalloc.core.session import session_of
 from streamalloc.pool import MemoryPool
 
 __all__ = ["Backup", "BackupRange", "Copies", "copying"]

@@ -7,22 +7,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from streamalloc.core.internal import (
-    Buffer,
-    Device,
-    GraphBuffer,
-    InvalidValueError,
-    MemHandleType,
-    MemLocationType,
-    Memory,
-    Session,
-    check_device,
-    check_usable,
-    checked_size,
-    session_of,
-    size_text,
-    viewed,
-)
+from streamalloc.core.errors import InvalidValueError, size_text
+from streamalloc.core.internal import Buffer, Device, GraphBuffer, Memory, check_device, check_usable, viewed
+from streamalloc.core.properties import MemHandleType, MemLocationType, checked_size
+from streamalloc.core.session import Session, session_of
 from streamalloc.driver.internal import cuda
 from streamalloc.pool import MemoryPool
 from streamalloc.vmm import AddressRange, PhysicalMemory, RangeView

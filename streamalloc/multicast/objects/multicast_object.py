@@ -14,29 +14,13 @@ from typing import Any
 
 from typing_extensions import Self
 
-from streamalloc.core.internal import (
-    Closes,
-    CudaError,
-    Device,
-    Fd,
-    IncompleteTeamError,
-    MemHandleType,
-    MemLocation,
-    Memory,
-    MulticastObjectProp,
-    NotSupportedError,
-    Row,
-    Session,
-    check_device,
-    checked_size,
-    mib,
-    place,
-    refused,
-    session_for,
-    size_text,
-    table,
-    unsupported,
-)
+from streamalloc.core.allocation_properties import MulticastObjectProp
+from streamalloc.core.errors import CudaError, IncompleteTeamError, NotSupportedError, refused, size_text, unsupported
+from streamalloc.core.html import Row, mib, place, table
+from streamalloc.core.internal import Device, Fd, Memory, check_device, session_for
+from streamalloc.core.properties import MemHandleType, MemLocation, checked_size
+from streamalloc.core.resource import Closes
+from streamalloc.core.session import Session
 from streamalloc.driver import Driver
 from streamalloc.driver.internal import cuda
 from streamalloc.multicast.objects.bindings import BindingNode, BindingRecord, BindSource, check_multiple

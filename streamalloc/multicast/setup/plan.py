@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from streamalloc.core.internal import FABRIC_NEEDS, MemHandleType, NotSupportedError, refused
+from streamalloc.core.errors import NotSupportedError, refused
+from streamalloc.core.internal import FABRIC_NEEDS
+from streamalloc.core.properties import MemHandleType
 from streamalloc.ipc.internal import by_value, listed
 
 CHANNELS = 16

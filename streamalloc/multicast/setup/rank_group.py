@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 
-from streamalloc.core.internal import Fd, close_all, undoing
+from streamalloc.core.errors import undoing
+from streamalloc.core.internal import Fd
+from streamalloc.core.resource import close_all
 from streamalloc.ipc import Communicator, GroupError
 from streamalloc.ipc.internal import described, left
 

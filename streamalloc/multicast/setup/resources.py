@@ -8,19 +8,11 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
-from streamalloc.core.internal import (
-    CaptureError,
-    CudaError,
-    Deferred,
-    Device,
-    Fd,
-    MemHandleType,
-    QueuedWork,
-    Session,
-    close_all,
-    session_of,
-    undo_all,
-)
+from streamalloc.core.errors import CaptureError, CudaError, undo_all
+from streamalloc.core.internal import Deferred, Device, Fd, QueuedWork
+from streamalloc.core.properties import MemHandleType
+from streamalloc.core.resource import close_all
+from streamalloc.core.session import Session, session_of
 from streamalloc.ipc.internal import left
 from streamalloc.multicast.objects.multicast_object import MulticastObject
 from streamalloc.vmm import AddressRange, Mapping, PhysicalMemory

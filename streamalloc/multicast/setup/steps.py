@@ -9,23 +9,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from streamalloc.core.internal import (
+from streamalloc.core.errors import (
     CaptureError,
-    Device,
-    HandleEnd,
     InvalidContextError,
     InvalidValueError,
-    MemHandleType,
     NotPermittedError,
     NotSupportedError,
-    PerDriver,
-    Session,
-    checked_size,
-    deferred_queue,
     refused,
-    session_for,
-    session_of,
 )
+from streamalloc.core.internal import Device, HandleEnd, deferred_queue, session_for
+from streamalloc.core.properties import MemHandleType, checked_size
+from streamalloc.core.session import PerDriver, Session, session_of
 from streamalloc.driver import Driver
 from streamalloc.driver.internal import cuda
 from streamalloc.ipc import DriverVersionWarning
