@@ -144,7 +144,10 @@ class CacheState(Deferred):
         for one in list(self.stream_caches.values()):
             # An ended one is attempted again: buffers may have been dropped since.
             self._queue.end(one)
-        return not self.blocks or self._all_lost()
+        if self.blocks and not self._all_lost():
+            return False
+        self.stream_caches.clear()
+        return True
 
     def _all_lost(self) -> bool:
         """Whether all blocks that are left are lost: they end with the pool."""
@@ -176,6 +179,9 @@ class CacheState(Deferred):
                     before = self.stream_caches.get(_key(stream))
                     if before is not None:
                         self._queue.submit(before)
+                    for key, one in list(self.stream_caches.items()):
+                        if one.over:
+                            del self.stream_caches[key]
                     found = self.stream_caches[_key(stream)] = StreamCache(self, stream)
         if ask:
             give_lists(stream, self.keys[1], (found.lists, raw_handle(stream)))
@@ -210,6 +216,10 @@ class CacheState(Deferred):
         wanted.count += 1
         self.misses += 1
         return block
+
+    def free_past(self, block: Block, raw: Any) -> tuple[Any]:
+        """Free a block past the cache, with an answer like that of ``cuMemFreeAsync``."""
+        return (self.free_block(block, raw, notified=()) or cuda.CUresult.CUDA_SUCCESS,)
 
     def free_block(self, block: Block, raw: Any, notified: tuple[Watcher, ...] | None = None) -> Any:
         """Return a block to the pool (``cuMemFreeAsync``): None, or the ``CUresult`` of a refusal.
@@ -383,7 +393,8 @@ class CachingAllocator(Allocator, Closes, Shown):
         self.location: MemLocation = pool.location
         self._bind(session, None, None)
         # ``Buffer.free``, called by the name of that class, frees past the cache.
-        self._free = self._free_past
+        # A function of the state: one of the cache itself would keep a dropped cache until a collection.
+        self._free = self._state.free_past
         deferred_queue(session).end_with(self, self._state)
         pools_of(session).caches.add(self)
 
@@ -639,9 +650,6 @@ class CachingAllocator(Allocator, Closes, Shown):
             buffer._ptr = None
             block.size_class.count -= 1
         return plain
-
-    def _free_past(self, block: Block, raw: Any) -> tuple[Any]:
-        return (self._state.free_block(block, raw, notified=()) or cuda.CUresult.CUDA_SUCCESS,)
 
     # -- as every allocator ----------------------------------------------------------------------------------
 

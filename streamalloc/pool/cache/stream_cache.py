@@ -202,9 +202,17 @@ class StreamCache(Deferred):
                 self.release(ordered)
         if stream is not None:
             leave_stream(stream, self.cache.keys, self)
-        if not any(one.count for one in list(self.classes.values())):
+        if self.over:
             self._last = []
+            # Cycles would keep the cache and its pool until a collection.
+            self.classes.clear()
+            self.class_of.clear()
         return not self.free_bytes
+
+    @property
+    def over(self) -> bool:
+        """Whether it has ended, and has no block, free or in a buffer."""
+        return self.ended and not any(one.count for one in list(self.classes.values()))
 
     @contextlib.contextmanager
     def ordered(self) -> Iterator[Stream]:
