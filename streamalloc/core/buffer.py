@@ -1,7 +1,6 @@
-"""Allocate and free: the two calls that are made all the time, and what they are made on.
+"""Buffers: allocations of pools, how they are freed, and what sharing needs of them.
 
-:meth:`Allocator.allocate` and :meth:`Buffer.free` are fast paths (:mod:`streamalloc.core.session`), whose two driver
-functions the allocator binds itself: those of a closed pool raise. Memory that other processes may have open is not
+:meth:`Buffer.free` is a fast path (:mod:`streamalloc.core.session`). Memory that other processes may have open is not
 plain.
 """
 
@@ -9,37 +8,27 @@ from __future__ import annotations
 
 import abc
 import warnings
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from streamalloc.core.allocation_hooks import Watcher, bare, tell_freed, watch, watching_of
-from streamalloc.core.deferred import Deferred, deferred_queue, work
-from streamalloc.core.device import Device
+from streamalloc.core.allocation_hooks import tell_freed
+from streamalloc.core.deferred import Deferred, deferred_queue
 from streamalloc.core.errors import LOST, CaptureError, ClosedError, CudaError, error_from, refused, size_text
 from streamalloc.core.html import Row
-from streamalloc.core.library_streams import kept_stream
 from streamalloc.core.memory import Memory
-from streamalloc.core.properties import MemLocation, MemLocationType, checked_size
-from streamalloc.core.resource import Closes, Unique
-from streamalloc.core.session import NOT_CALLED, Session, refuse_after_fork
-from streamalloc.core.stream import (
-    NOT_CAPTURED,
-    Stream,
-    StreamLike,
-    as_stream,
-    direct_handle,
-    ordered_after,
-    queue_handle,
-)
+from streamalloc.core.properties import MemLocation
+from streamalloc.core.queued_work import ordered_after
+from streamalloc.core.resource import Closes
+from streamalloc.core.session import NOT_CALLED, Session
+from streamalloc.core.stream import Stream, StreamLike
+from streamalloc.core.stream_resolution import direct_handle, queue_handle
 from streamalloc.driver.internal import cuda
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from streamalloc.core.allocator import Allocator
     from streamalloc.core.graph import Capture
-
-
-T = TypeVar("T")
 
 StillImported: TypeAlias = Literal["defer", "wait", "raise", "ignore"]
 _POLICIES = ("defer", "wait", "raise", "ignore")
@@ -48,10 +37,6 @@ _DEFER: StillImported = "defer"
 _RELAXED = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 _GLOBAL = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
 
-_IN_GRAPHS = (
-    "an allocation in a capture becomes memory of the graph, which the driver takes from pools of device memory that "
-    "were made without handle_types: allocate before the capture, or from such a pool. The capture goes on"
-)
 _FOREIGN_IN_CAPTURE = (
     "the stream is being captured, where only memory that the capture allocated can be freed; free it on another stream"
 )
@@ -74,192 +59,6 @@ class SharedState(abc.ABC):
     @abc.abstractmethod
     def drop(self, buffer: Buffer) -> None:
         """Submit the free of a dropped buffer to the deferred queue. Called by the finaliser."""
-
-
-class Allocator(Unique):
-    """Source of buffers: a memory pool, or a cache over one."""
-
-    __slots__ = ("__weakref__", "_alloc", "_free", "_home", "_raw", "_session", "location")
-
-    location: MemLocation
-    """Location of the memory."""
-    _alloc_name = "cuMemAllocFromPoolAsync"
-    """The driver function behind ``_alloc``, for errors."""
-    _alloc: Any
-    _free: Any
-    _raw: Any
-    _session: Session
-    _home: int | None
-    """The ordinal of the device whose memory it allocates, see :attr:`Memory._home`."""
-
-    def _bind(self, session: Session, alloc: Any, raw: Any) -> None:
-        """Bind the two functions of the fast path. ``alloc`` takes size, ``raw`` and the stream's handle.
-
-        ``location`` and the state of ``_is_managed`` are set before.
-        """
-        self._session = session
-        location = self.location
-        pinned_there = location.type is MemLocationType.DEVICE and location.seen and not self._is_managed()
-        self._home = location.id if pinned_there else None
-        self._alloc = alloc
-        self._free = session.driver.cuMemFreeAsync
-        self._raw = raw
-        session.shut_with_me(self)
-        watching_of(session).bound(self)
-
-    def _watched_by(self, watchers: tuple[Watcher, ...]) -> None:
-        """Notify these watchers of each allocation and free from now on; ``()`` stops that."""
-        watch(self, watchers)
-
-    def allocate(self, nbytes: int, stream: StreamLike) -> Buffer:
-        """Allocate in stream order (``cuMemAllocFromPoolAsync``): usable on ``stream`` at once, without synchronising.
-
-        Parameters
-        ----------
-        nbytes
-            Size in bytes; 0 gives a valid empty buffer. Addresses are multiples of 512 bytes.
-        stream
-            The stream that orders the allocation: a :class:`Stream`, an object with ``__cuda_stream__``, or a CuPy,
-            PyTorch or Numba stream. It may be of another device of the same driver.
-
-        Returns
-        -------
-        Buffer
-            While ``stream`` is being captured, a :class:`GraphBuffer`, which belongs to the graph.
-
-        Raises
-        ------
-        OutOfMemoryError
-            There is no memory. The error has the figures of the pool and of the device.
-        NotSupportedError
-            ``stream`` is being captured, and the pool was made for sharing (``handle_types``) or is not in device
-            memory.
-        TypeError, ValueError
-            The size is no integer or out of range; the stream is none, or of another driver.
-        ClosedError
-            The pool or the stream was closed.
-        """
-        if type(stream) is Stream:
-            kept = stream
-        else:
-            kept = kept_stream(stream, self._session)
-            if kept is None:
-                return self._allocate_slowly(nbytes, stream)
-        handle = kept._handle
-        if kept._direct is not self._session:
-            session = self._session
-            if handle is None and kept._current is not None:
-                # A function in a slot is called faster by a local name.
-                current = session.cuCtxGetCurrent
-                if current() == kept._current:
-                    handle = kept._raw
-            if kept._session is not session:
-                return self._allocate_slowly(nbytes, stream)
-            # Memory that is allocated in a capture belongs to the graph.
-            if handle is not None and kept._foreign_captures:
-                is_capturing = session.cuStreamIsCapturing
-                if is_capturing(handle) != NOT_CAPTURED:
-                    return self._allocate_slowly(nbytes, stream)
-        # Another thread may have allowed fast paths after the handle was read.
-        if handle is None or type(nbytes) is not int:
-            return self._allocate_slowly(nbytes, stream)
-        buffer: Buffer = PlainBuffer()
-        buffer._nbytes = nbytes
-        buffer._stream = kept
-        buffer._allocator = self
-        buffer._shared = None
-        buffer._owner = stream
-        alloc = self._alloc
-        try:
-            result, buffer._ptr = alloc(nbytes, self._raw, handle)
-        except OverflowError:
-            checked_size("nbytes", nbytes)
-            raise
-        if result:
-            self._recover(result, buffer)
-        return buffer
-
-    def _allocate_slowly(self, nbytes: int, stream: StreamLike) -> Buffer:
-        self._check_open()
-        ordered = as_stream(stream, self._session)
-        if ordered._captured():
-            graph_buffer = GraphBuffer.__new__(GraphBuffer)
-            graph_buffer._capture = ordered._capture
-            buffer: Buffer = graph_buffer
-        else:
-            buffer = PlainBuffer()
-        buffer._nbytes = checked_size("nbytes", nbytes)
-        buffer._stream = ordered
-        buffer._allocator = self
-        buffer._shared = None
-        result = self._try(buffer)
-        if result:
-            self._recover(result, buffer)
-        return buffer
-
-    def _try(self, buffer: Buffer) -> Any:
-        """Allocate a buffer's memory from the driver; returns the ``CUresult``."""
-        stream = buffer._stream
-        raw = stream._checked_raw()
-        alloc = self._alloc if type(buffer) is PlainBuffer else bare(self._alloc)
-        with stream._context():
-            # A loop, before whose end Python does not look for signals: what a handler raises does not lose the memory.
-            for answer in map(alloc, (buffer._nbytes,), (self._raw,), (raw,)):
-                result, buffer._ptr = answer
-                break
-        return result
-
-    def _recover(self, result: Any, buffer: Buffer) -> None:
-        """Allocate again if memory was released meanwhile; else raise the exception for ``result``."""
-        if result != cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
-            in_graph = type(buffer) is GraphBuffer and result == cuda.CUresult.CUDA_ERROR_NOT_SUPPORTED
-            raise error_from(result, self._alloc_name, f"{self._no_source()}; {_IN_GRAPHS}" if in_graph else "")
-        # While the stream is captured nothing may be synchronised or asked of the pool: it would end the capture.
-        capturing = read_or_none(lambda: buffer._stream.capturing) is not False
-        trouble = ""
-        if not capturing:
-            try:
-                freed = work(self._session)
-                if (self._make_room(buffer._stream) or freed) and not self._try(buffer):
-                    return
-            except CudaError as error:
-                trouble = f"making room failed: {error}"
-        raise self._out_of_memory(result, buffer, capturing, trouble)
-
-    def _out_of_memory(self, result: Any, buffer: Buffer, capturing: bool, trouble: str) -> CudaError:
-        figures = self._figures(buffer._stream.device, capturing)
-        figures["requested"] = buffer._nbytes
-        return error_from(result, self._alloc_name, trouble or _advice(**figures), **figures)
-
-    def _no_source(self) -> str:
-        """Reason why the driver lets no graph allocate from the pool."""
-        return "the stream is being captured, and the pool was made for sharing or is not in device memory"
-
-    def _check_open(self) -> None:
-        """Raise :class:`ClosedError` where nothing can be allocated any more."""
-
-    def _make_room(self, stream: Stream) -> bool:
-        """Release unused memory if the pool is configured to; returns whether any may be free now."""
-        return False
-
-    def _figures(self, device: Device, capturing: bool) -> dict[str, Any]:
-        """Figures for an :class:`OutOfMemoryError`; those that cannot be read are left out."""
-        raise NotImplementedError
-
-    def _pool_of(self, buffer: Buffer) -> object:
-        """The pool that a buffer's memory is in."""
-        raise NotImplementedError
-
-    def _reachable_from(self, device: Device) -> bool:
-        """Whether a device may use the memory."""
-        raise NotImplementedError
-
-    def _is_managed(self) -> bool:
-        """Whether the memory migrates between devices and host."""
-        return False
-
-    def _shut_after_fork(self) -> None:
-        self._alloc = self._free = refuse_after_fork
 
 
 class Buffer(Memory, Closes):
@@ -603,14 +402,6 @@ class _FreeDropped(Deferred):
         return None if self._raw is None else int(self._raw)
 
 
-def allocate_safely(allocator: Allocator, nbytes: int, stream: Stream) -> Buffer:
-    """Memory as :meth:`Allocator.allocate` gives it, which no exception of a signal handler loses.
-
-    The fast path does not do that, see there; memory whose size makes the call's own time count for nothing needs it.
-    """
-    return allocator._allocate_slowly(nbytes, stream)
-
-
 # -- what sharing needs of buffers ---------------------------------------------------------------------------
 
 
@@ -678,26 +469,3 @@ def take_pointer(buffer: Buffer) -> Any:
     shared = buffer._shared
     buffer._shared = None
     return None if shared is None else shared[1]
-
-
-# -- running out of memory -----------------------------------------------------------------------------------
-
-
-def read_or_none(ask: Callable[[], T]) -> T | None:
-    """An answer that an error message can do without."""
-    try:
-        return ask()
-    except CudaError:
-        return None
-
-
-def _advice(
-    requested: int, used: int | None = None, limit: int | None = None, total: int | None = None, **_: object
-) -> str:
-    """The usual cause of running out of memory with these figures, or nothing."""
-    for bound, name in ((limit, "the pool's max_size"), (total, "the device's memory")):
-        if bound is not None and requested > bound:
-            return f"the request is larger than {name}"
-    if limit is not None and used is not None and requested + used > limit:
-        return "the pool's max_size does not leave room for it"
-    return "memory that was freed comes back once its streams were synchronized; other pools' after trim()"

@@ -15,9 +15,9 @@ capture, a pool that waits for its last free. The rules:
 * No lock is held during an attempt.
 * A capture may begin on another thread at any moment. Attempts run in the relaxed capture mode, in which calls break no
   capture of streams that they do not name. No thread begins to capture a stream of ours while the stream's lock is held
-  (:func:`~streamalloc.core.stream.ordered_after`, :func:`~streamalloc.core.stream.may_queue`). Work on a default stream
-  is queued while no capture of ours can begin (:meth:`DeferredQueue.no_capture`). No call is made for a whole context:
-  items wait for the work of each stream that is known (:class:`~streamalloc.core.stream.QueuedWork`).
+  (``ordered_after`` and ``may_queue`` of :mod:`streamalloc.core.queued_work`). Work on a default stream is queued while
+  no capture of ours can begin (:meth:`DeferredQueue.no_capture`). No call is made for a whole context: items wait for
+  the work of each stream that is known (:class:`~streamalloc.core.queued_work.QueuedWork`).
 
 A signal handler may raise between any two calls, but not between two lines that call nothing. The lines that move an
 item call nothing, so an item is never in no place.

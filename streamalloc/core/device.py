@@ -10,7 +10,8 @@ from streamalloc.core.errors import unsupported
 from streamalloc.core.event import Event
 from streamalloc.core.properties import MemLocation, MemLocationType
 from streamalloc.core.session import Session
-from streamalloc.core.stream import Stream, default_stream
+from streamalloc.core.stream import Stream
+from streamalloc.core.stream_resolution import default_stream
 from streamalloc.driver import default as default_driver
 from streamalloc.driver.internal import BINDINGS_VERSION, check_name, cuda, enum_member, version_that_added
 

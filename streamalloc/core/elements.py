@@ -54,6 +54,31 @@ def _keeps(element: np.ndarray[Any, Any], value: object) -> bool:
     return (rounds and np.can_cast(given.dtype, dtype, "same_kind")) or bool(np.all(element == given))
 
 
+def fill_pattern(value: int | bytes | np.generic, width: int | None) -> tuple[int, int]:
+    """A fill pattern as the unsigned number that the driver takes, and its width in bytes.
+
+    Raises
+    ------
+    TypeError, ValueError
+        It is none, or does not fit the width.
+    """
+    if isinstance(value, np.generic):
+        value = value.tobytes()
+    if isinstance(value, (bytes, bytearray)):
+        if len(value) not in _WORDS or width not in (None, len(value)):
+            raise ValueError(f"value={value!r}: a pattern has 1, 2 or 4 bytes{f', and width={width}' if width else ''}")
+        return int.from_bytes(value, "little"), len(value)
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"value must be an integer, bytes or a numpy scalar, not {type(value).__name__} ({value!r})")
+    width = 1 if width is None else width
+    if width not in _WORDS:
+        raise ValueError(f"width={width!r}: allowed are 1, 2 and 4 bytes")
+    number = operator.index(value)
+    if not -(1 << 8 * width - 1) <= number < 1 << 8 * width:
+        raise ValueError(f"value={number} does not fit a pattern of {width} byte{'s' if width > 1 else ''}")
+    return number % (1 << 8 * width), width
+
+
 def fill_steps(element: bytes, address: int) -> tuple[bytes, list[tuple[int, int, bytes]]]:
     """The fills that write elements at an address.
 

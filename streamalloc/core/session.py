@@ -8,7 +8,7 @@ devices' primary contexts, and refuses all calls in a forked child.
 path, which checks, explains and copes: ``_fill_slowly`` is that of ``fill``. The case is plain if the memory is there,
 the arguments have the usual types, and the stream has a handle to use. A stream has three slots for that, which are
 None while the stream is closed, captured by this library, or owes a wait
-(:func:`~streamalloc.core.stream.queue_behind`):
+(:func:`~streamalloc.core.queued_work.queue_behind`):
 
 =============  ==========================  ========================================================================
 Slot           Set for                     The call goes straight to the driver

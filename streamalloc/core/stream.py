@@ -1,7 +1,7 @@
-"""Streams: our own, default streams, and those of other libraries.
+"""Streams: queues of work that one device runs in order.
 
-A stream is a queue of work that one device runs in order; an event marks a point in it. Both order allocations and
-frees. Streams of other libraries are accepted wherever ours are (:func:`as_stream`).
+The package makes streams, and borrows default streams and those of other libraries, which are accepted wherever ours
+are (:mod:`streamalloc.core.stream_resolution`).
 """
 
 from __future__ import annotations
@@ -11,36 +11,23 @@ import ctypes
 import enum
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, Union, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, Union, cast
 
 from streamalloc.core.deferred import OFTEN, Deferred, HandleEnd, deferred_queue, refused_to_end, work
-from streamalloc.core.errors import (
-    CaptureError,
-    ClosedError,
-    CudaError,
-    InvalidContextError,
-    InvalidHandleError,
-    NotReadyError,
-    error_from,
-    refused,
-)
+from streamalloc.core.errors import CaptureError, ClosedError, CudaError, NotReadyError, error_from, refused
 from streamalloc.core.event import Event, EventLike, Spares, destroy_event, foreign_event, is_done
 from streamalloc.core.library_streams import (
     CuPyStreamLike,
     NumbaStreamLike,
     SupportsCudaStream,
     TorchStreamLike,
-    device_of_library_stream,
-    handle_of_library_stream,
-    keep_stream,
     kept_stream,
-    kept_streams,
 )
 from streamalloc.core.resource import Closes
-from streamalloc.core.session import PerDriver, Session, sessions
-from streamalloc.driver.internal import SETTLERS, cuda
+from streamalloc.core.session import PerDriver, Session
+from streamalloc.driver.internal import cuda
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -49,23 +36,21 @@ if TYPE_CHECKING:
     from streamalloc.core.graph import Capture, CaptureMode, Graph
 
 
-T = TypeVar("T")
-
 StreamLike: TypeAlias = Union["Stream", SupportsCudaStream, TorchStreamLike, CuPyStreamLike, NumbaStreamLike]
 """A :class:`Stream`, an object with ``__cuda_stream__``, or a CuPy, PyTorch or Numba stream."""
 
 
 # Handles that name a stream of whichever context is current, rather than one stream (driver API, "Stream handles").
-_LEGACY = 1
-_PER_THREAD = 2
-_DEFAULT_HANDLES = (0, _LEGACY, _PER_THREAD)
+LEGACY = 1
+PER_THREAD = 2
+DEFAULT_HANDLES = (0, LEGACY, PER_THREAD)
 _NO_LISTS: Mapping[object, Any] = MappingProxyType({})
 NOT_CAPTURED = (cuda.CUresult.CUDA_SUCCESS, cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
 """Answer of ``cuStreamIsCapturing`` for a stream that is not captured."""
 _INVALID_HANDLE = cuda.CUresult.CUDA_ERROR_INVALID_HANDLE
 
 
-class _Kind(enum.Enum):
+class Kind(enum.Enum):
     """Owner of the driver's stream, which never changes."""
 
     MADE = enum.auto()
@@ -76,9 +61,9 @@ class _Kind(enum.Enum):
     """Other code made the stream, destroys it, and may capture it."""
 
 
-_MADE = _Kind.MADE
-_DEFAULT = _Kind.DEFAULT
-_BORROWED = _Kind.BORROWED
+_MADE = Kind.MADE
+_DEFAULT = Kind.DEFAULT
+_BORROWED = Kind.BORROWED
 
 
 class Stream(Closes):
@@ -126,7 +111,7 @@ class Stream(Closes):
     def __init__(self, *_: object, **__: object) -> None:
         raise TypeError("a Stream is made by Device.create_stream, or borrowed by Stream.of_handle")
 
-    def _prepare(self, device: Device, kind: _Kind, raw: Any, owner: object, *, plain: bool, name: str = "") -> None:
+    def _prepare(self, device: Device, kind: Kind, raw: Any, owner: object, *, plain: bool, name: str = "") -> None:
         self.device = device
         self.name = name
         # Before it has the handle: the finaliser of a stream whose making was interrupted looks at the kind.
@@ -169,10 +154,10 @@ class Stream(Closes):
     def _open(self, *, non_blocking: bool = False) -> None:
         number = self._number = int(self._raw)
         # The legacy stream is never captured, and captures of our own streams are recorded here.
-        self._foreign_captures = self._kind is _BORROWED or number == _PER_THREAD
+        self._foreign_captures = self._kind is _BORROWED or number == PER_THREAD
         # A query of a blocking stream does not see the work of the legacy stream, for which later work waits; a query
         # of the legacy stream sees the work of all blocking streams.
-        self._sees_all = non_blocking or number in (0, _LEGACY)
+        self._sees_all = non_blocking or number in (0, LEGACY)
         self._closed = False
         self._allow_direct()
 
@@ -207,7 +192,9 @@ class Stream(Closes):
             cached for it. The caller has to check before each that the stream is not being captured. No difference
             for default streams, of which there is one object for each device.
         """
-        if handle in _DEFAULT_HANDLES:
+        if handle in DEFAULT_HANDLES:
+            from streamalloc.core.stream_resolution import default_stream
+
             return cast("Self", default_stream(device, handle))
         stream = cls.__new__(cls)
         stream._prepare(device, _BORROWED, cuda.CUstream(handle), owner, plain=direct)
@@ -247,7 +234,7 @@ class Stream(Closes):
         """
         current, raw, session = self._current, self._raw, self._session
         get_current, is_capturing = session.cuCtxGetCurrent, session.cuStreamIsCapturing
-        if current is None or self._number == _PER_THREAD or get_current() != current:
+        if current is None or self._number == PER_THREAD or get_current() != current:
             return None
         return None if is_capturing(raw)[0] else raw
 
@@ -464,6 +451,8 @@ class Stream(Closes):
             self._call("cuStreamWaitEvent", foreign, 0)
             return
         if not isinstance(other, Event):
+            from streamalloc.core.stream_resolution import as_stream
+
             ordered = as_stream(cast("StreamLike", other), self._session)
             other = (kept_stream(other, self._session) or ordered).record()
         elif other._session is not self._session:
@@ -630,7 +619,7 @@ class Stream(Closes):
     def __repr__(self) -> str:
         if getattr(self, "_raw", None) is None:
             return "<Stream that could not be made>"
-        kind = {0: "legacy default", _LEGACY: "legacy default", _PER_THREAD: "per-thread default"}.get(int(self._raw))
+        kind = {0: "legacy default", LEGACY: "legacy default", PER_THREAD: "per-thread default"}.get(int(self._raw))
         name = f" {self.name!r}" if self.name else ""
         state = " closed" if self._closed else " capturing" if self._capture else ""
         return f"<Stream{name} {kind or hex(int(self._raw))} of device {self.device.ordinal}{state}>"
@@ -654,131 +643,47 @@ _HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _host_functions: dict[int, Any] = {}
 
 
-def queue_behind(stream: Stream, item: Deferred) -> None:
-    """Submit ``item``, and attempt it before more work is queued on ``stream``. Called by finalisers.
-
-    Two threads may attempt the item at once: it has to allow that.
-    """
-    deferred_queue(stream._session).submit(item)
-    stream._owed.append(item)
-    stream._forbid_direct()
+_made_here: PerDriver[weakref.WeakSet[Stream]] = PerDriver(lambda _: weakref.WeakSet())
+"""Open and closed streams of :meth:`Device.create_stream`."""
 
 
-def settle(stream: Stream, item: Deferred, *others: Stream | None) -> None:
-    """Attempt an item of :func:`queue_behind` now. Called by finalisers, which hold the object that the item releases.
+class _StreamEnd(Deferred):
+    """The end of the work of a stream that was closed or dropped before it was done."""
 
-    ``others`` are further streams that the item uses. Nothing is done while another thread closes one of the streams,
-    begins a capture, or attempts an item on them: a finaliser waits for no lock.
-    """
-    with deferred_queue(stream._session).unless_busy() as free, contextlib.ExitStack() as held:
-        for one in (stream, *others):
-            if one is not None and free and (free := one._in_use.acquire(blocking=False)):
-                held.callback(one._in_use.release)
-        if free and not stream._closed:
-            stream._pay(item)
+    __slots__ = ("__weakref__", "event")
 
+    def __init__(self, event: Event) -> None:
+        self.event = event
 
-def as_stream(stream: StreamLike, session: Session) -> Stream:
-    """``stream`` as a :class:`Stream` of ``session``'s driver.
+    def attempt(self) -> bool:
+        return _passed(self.event)
 
-    Raises
-    ------
-    TypeError
-        The object is no stream.
-    ValueError
-        The stream belongs to another driver. Streams of other devices of the same driver are accepted.
-    ClosedError
-        The stream was closed.
-    """
-    if isinstance(stream, Stream):
-        if stream._session is not session:
-            raise ValueError(
-                f"{stream!r} belongs to another driver: {stream._session.driver!r}, not {session.driver!r} "
-                "(driver.use() chooses one for its own thread or task only, driver.set_default() for all)"
-            )
-        stream._checked_raw()
-        return stream
-    from streamalloc.core.device import Device
-
-    number = handle_of_library_stream(stream)
-    if number in _DEFAULT_HANDLES:
-        # The handle names no device: its library may; else it is the device of the current context.
-        named = device_of_library_stream(stream)
-        ordinal = _current_ordinal(session) if named is None else Device(named, driver=session.driver).ordinal
-        found = default_stream(Device._of(ordinal, session), number)
-        keep_stream(stream, number, found, session)
-    else:
-        known = kept_stream(stream, session)
-        if known is None:
-            # Not cuStreamGetDevice: asking a stream that is captured for its device breaks the capture.
-            ordinal = session.device_of(session.call("cuStreamGetCtx", cuda.CUstream(number)))
-            known = Stream.of_handle(Device._of(ordinal, session), number, None)
-            keep_stream(stream, number, known, session)
-        found = Stream.of_handle(known.device, number, stream)
-    if not isinstance(stream, cuda.CUstream):
-        found._tell_lent(found._raw, used=True)
-    return found
-
-
-def _current_ordinal(session: Session) -> int:
-    """The ordinal of the current context's device; 0 in a thread without a context, as in the runtime API."""
-    result, device = session.driver.cuCtxGetDevice()
-    if result == cuda.CUresult.CUDA_ERROR_INVALID_CONTEXT:
+    def memory(self) -> int | None:
         return 0
-    return int(device) if not result else int(session.call("cuCtxGetDevice"))
 
 
-_default_streams: PerDriver[dict[tuple[int, int], Stream]] = PerDriver(lambda _: {})
-"""Default streams by ordinal of the device and handle."""
+_ended: PerDriver[weakref.WeakSet[_StreamEnd]] = PerDriver(lambda _: weakref.WeakSet())
 
 
-def default_stream(device: Device, handle: int) -> Stream:
-    """The default stream of a device by its handle: 0 and 1 are the legacy one, 2 is the per-thread one."""
-    streams = _default_streams(device._session)
-    found = streams.get((device.ordinal, handle))
-    if found is None:
-        found = Stream.__new__(Stream)
-        found._prepare(device, _DEFAULT, cuda.CUstream(handle), None, plain=False)
-        found._open()
-        found = streams.setdefault((device.ordinal, handle), found)
-    return found
+def _keep_end(session: Session, last: Event) -> None:
+    """Keep the event after the work of a stream that ends, unless it has passed."""
+    with session.relaxed():
+        if not last.query():
+            item = _StreamEnd(last)
+            _ended(session).add(item)
+            deferred_queue(session).submit(item)
 
 
-def captures_changed(session: Session) -> None:
-    """Allow direct calls on default streams, or forbid them while a capture of ours is under way."""
-    for stream in [*_default_streams(session).values()]:
-        stream._allow_direct()
-
-
-def _destroy_spare_events() -> None:
-    """Destroy the events that kept streams have for their next record, before a report of what is left."""
-    for session in sessions():
-        for stream in {*_default_streams(session).values(), *kept_streams(session)}:
-            if session.usable:
-                stream._spare.destroy_all(session)
-
-
-SETTLERS.append(_destroy_spare_events)
+def _passed(event: Event) -> bool:
+    """Whether an event has passed. Then the host synchronises with it, which shows the pools the frees before it."""
+    with contextlib.suppress(ClosedError):  # by the owner of the stream, which has synchronised
+        if not event.query():
+            return False
+        event._session.call("cuEventSynchronize", event._checked_raw())
+    return True
 
 
 # -- what the areas need of streams --------------------------------------------------------------------------
-
-
-def direct_handle(stream: StreamLike, session: Session) -> Any | None:
-    """The driver's ``CUstream`` where calls may go straight to the driver of ``session``; None where they may not.
-
-    That is an open stream of our own that is not being captured.
-    """
-    return stream._handle if type(stream) is Stream and stream._direct is session else None
-
-
-def queue_handle(stream: StreamLike, session: Session) -> Any | None:
-    """The driver's ``CUstream`` if calls that queue work may go straight to the driver; else None."""
-    known = stream if type(stream) is Stream else kept_stream(stream, session)
-    if known is None or known._session is not session:
-        return None
-    handle = known._handle
-    return known._handle_in_context() if handle is None else handle
 
 
 def raw_handle(stream: Stream) -> Any:
@@ -789,13 +694,6 @@ def raw_handle(stream: Stream) -> Any:
 def stream_call(stream: Stream, name: str, *args: Any, hint: str = "") -> Any:
     """A driver call whose first argument is the stream."""
     return stream._call(name, *args, hint=hint)
-
-
-def direct_view(stream: StreamLike, session: Session) -> tuple[Any | None, bool]:
-    """The results of :func:`direct_handle` and :func:`sees_all_work`, for fast paths."""
-    if type(stream) is Stream and stream._direct is session:
-        return stream._handle, stream._sees_all
-    return None, False
 
 
 def is_borrowed(stream: Stream) -> bool:
@@ -841,33 +739,6 @@ def refuse_capture(stream: Stream, call: str, why: str) -> None:
     stream._refuse_capture(call, why)
 
 
-@contextlib.contextmanager
-def ordered_after(stream: Stream) -> Iterator[Stream]:
-    """A block with the stream itself; if it was closed, with a new stream that comes after its work.
-
-    For a per-thread default stream it is the legacy stream, which comes after those of all threads: deferred items end
-    on any thread, where the handle stands for another stream. In the block no other thread closes the stream or begins
-    to capture it. For a default stream, on which work breaks captures of other streams, no capture of ours begins at
-    all.
-
-    Raises
-    ------
-    CaptureError
-        The stream is being captured.
-    """
-    if stream._number == _PER_THREAD:
-        stream = default_stream(stream.device, _LEGACY)
-    if not stream._closed:
-        stream._checked_raw()  # items that are owed may need the locks of other streams
-    with _kept(stream):
-        if not stream._closed:
-            stream._refuse_capture("cuMemFreeAsync", "try again once that has ended")
-            yield stream
-            return
-    with ordered_after_end(stream.device, stream._last) as substitute:
-        yield substitute
-
-
 def end_of(stream: Stream) -> list[Event]:
     """The list that gets an event after all work of a stream when the stream is closed or dropped.
 
@@ -876,181 +747,6 @@ def end_of(stream: Stream) -> list[Event]:
     return stream._last
 
 
-@contextlib.contextmanager
-def ordered_after_end(device: Device, last: Sequence[Event]) -> Iterator[Stream]:
-    """A block with a new stream, which comes after the work of a stream that has ended: see :func:`end_of`."""
-    # A default stream would make blocking streams wait as well.
-    with device.create_stream() as substitute:
-        if last and not last[0].closed:
-            substitute.wait(last[0])
-        else:
-            QueuedWork(device._session).precede(substitute)
-        yield substitute
-
-
-_made_here: PerDriver[weakref.WeakSet[Stream]] = PerDriver(lambda _: weakref.WeakSet())
-"""Open and closed streams of :meth:`Device.create_stream`."""
-
-
-class _StreamEnd(Deferred):
-    """The end of the work of a stream that was closed or dropped before it was done."""
-
-    __slots__ = ("__weakref__", "event")
-
-    def __init__(self, event: Event) -> None:
-        self.event = event
-
-    def attempt(self) -> bool:
-        return _passed(self.event)
-
-    def memory(self) -> int | None:
-        return 0
-
-
-_ended: PerDriver[weakref.WeakSet[_StreamEnd]] = PerDriver(lambda _: weakref.WeakSet())
-
-
-def _keep_end(session: Session, last: Event) -> None:
-    """Keep the event after the work of a stream that ends, unless it has passed."""
-    with session.relaxed():
-        if not last.query():
-            item = _StreamEnd(last)
-            _ended(session).add(item)
-            deferred_queue(session).submit(item)
-
-
-def _passed(event: Event) -> bool:
-    """Whether an event has passed. Then the host synchronises with it, which shows the pools the frees before it."""
-    with contextlib.suppress(ClosedError):  # by the owner of the stream, which has synchronised
-        if not event.query():
-            return False
-        event._session.call("cuEventSynchronize", event._checked_raw())
-    return True
-
-
-class QueuedWork:
-    """The work that streams have queued up to now: the given ones, or all that this library knows.
-
-    Those are the streams of :meth:`Device.create_stream`, also closed and dropped ones, the default streams that were
-    used, and streams of other libraries as long as they are kept (:func:`kept_stream`). No call names a context or the
-    legacy stream, as that would invalidate captures that other code has begun. A stream that is being captured is
-    recorded once its capture has ended. Of the per-thread default streams, only that of the own thread is recorded.
-    """
-
-    __slots__ = ("_events", "_session", "_streams")
-
-    def __init__(self, session: Session, *streams: Stream) -> None:
-        self._session = session
-        known = streams or (*_members(_made_here(session)), *_default_streams(session).values(), *kept_streams(session))
-        self._streams = list(dict.fromkeys(known))
-        """Streams that are not recorded yet."""
-        # After the streams: one that is dropped meanwhile is among them, or has left its end here.
-        self._events = [] if streams else [item.event for item in _members(_ended(session))]
-        with session.relaxed():
-            self._record()
-
-    def _record(self) -> None:
-        for stream in tuple(self._streams):
-            event = None
-            # Closed or destroyed meanwhile: the end of a stream that was made here is kept.
-            with contextlib.suppress(ClosedError, InvalidContextError, InvalidHandleError):
-                try:
-                    event = _record_after(stream)
-                except CaptureError:
-                    continue
-                if event is None:
-                    continue
-            self._events += (event,) if event else stream._last
-            self._streams.remove(stream)
-
-    def done(self) -> bool:
-        """Whether the work is done. The host synchronises with what is, and waits for nothing."""
-        with self._session.relaxed():
-            self._record()
-            self._events = [event for event in self._events if not _passed(event)]
-        return not (self._events or self._streams)
-
-    def precede(self, stream: Stream) -> None:
-        """Let later work of ``stream`` wait for the work.
-
-        Raises
-        ------
-        CaptureError
-            One of the streams is being captured.
-        """
-        if self._streams:
-            raise refused(CaptureError, "cuStreamWaitEvent", f"{self._streams[0]!r} is being captured")
-        for event in self._events:
-            stream.wait(event)
-
-
-def _members(streams: weakref.WeakSet[T]) -> list[T]:
-    while True:
-        # RuntimeError: another thread has added one meanwhile.
-        with contextlib.suppress(RuntimeError):
-            return list(streams)
-
-
-def _record_after(stream: Stream) -> Event | None:
-    """An event after the queued work of a stream; None while the stream is being captured."""
-    if stream._sees_all and stream._kind is _DEFAULT:
-        # Work of a blocking stream comes after all work of the legacy stream.
-        with stream.device.create_stream(blocking=True) as behind:
-            return behind.record(timing=True)
-    owner = stream._weak_owner and stream._weak_owner()  # keeps the driver's stream meanwhile
-    if stream._weak_owner and owner is None:
-        raise ClosedError(f"{stream!r} has ended")
-    return record_uncaptured(stream)
-
-
 def spare_events(stream: Stream) -> set[int]:
     """Handles of the closed events that a stream keeps to record again."""
     return {int(raw) for raw in tuple(getattr(stream, "_spare", ()))}
-
-
-@contextlib.contextmanager
-def may_queue(stream: Stream, *, mine: bool = False) -> Iterator[bool]:
-    """A block whose value says whether a deferred item may queue a record or a wait on a stream.
-
-    These calls would break a capture of the stream. In the block no other thread closes the stream or begins to capture
-    it through this library. A stream that other code may capture is used by its own thread only: the caller's, if
-    ``mine`` is true, or one that is about to queue work on it, see :func:`queue_behind`.
-    """
-    mine = mine or stream._kind is _MADE or threading.get_ident() in stream._paying
-    with _kept(stream):
-        yield mine and not stream._closed and not stream._capture and not stream.capturing
-
-
-def record_uncaptured(stream: Stream) -> Event | None:
-    """An event after the queued work of a stream of any library; None while the stream is being captured."""
-    with _kept(stream):
-        if stream.capturing:
-            return None
-        event = stream.record()
-        # If other code has begun a capture meanwhile, the record is a node of its graph.
-        return None if stream.capturing else event
-
-
-@contextlib.contextmanager
-def _kept(stream: Stream) -> Iterator[None]:
-    """A block in which no other thread closes a stream or begins to capture it through this library.
-
-    For a default stream, on which work breaks captures of blocking streams, no capture of ours begins at all. Items
-    that the stream owes are not attempted in the block, as that takes the locks of other streams.
-    """
-    shared = stream._kind is _DEFAULT
-    with deferred_queue(stream._session).no_capture("work on a default stream") if shared else stream._in_use:
-        me = threading.get_ident()
-        stream._paying.append(me)
-        try:
-            yield
-        finally:
-            stream._paying.remove(me)
-
-
-def order_handle_after(handle: int, ours: Stream) -> None:
-    """Let later work of the stream with a ``CUstream`` of other code wait for all queued work of ``ours``."""
-    default = handle in _DEFAULT_HANDLES
-    theirs = default_stream(ours.device, handle)._handle_in_context() if default else cuda.CUstream(handle)
-    if theirs is None or not ours._order(theirs):
-        Stream.of_handle(ours.device, handle, ours).wait(ours)

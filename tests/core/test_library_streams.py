@@ -14,7 +14,8 @@ import pytest
 
 import streamalloc as sa
 import streamalloc.driver as sd
-from streamalloc.core.buffer import Allocator, PlainBuffer
+from streamalloc.core.allocator import Allocator
+from streamalloc.core.buffer import PlainBuffer
 from streamalloc.core.library_streams import kept_stream
 from streamalloc.core.session import session_of
 from streamalloc.driver.bindings import cuda

@@ -16,7 +16,7 @@ import streamalloc as sa
 from streamalloc import interop
 from streamalloc.core.deferred import deferred_queue
 from streamalloc.core.session import session_of
-from streamalloc.core.stream import direct_handle
+from streamalloc.core.stream_resolution import direct_handle
 from streamalloc.driver.bindings import cuda
 from streamalloc.interop.loans import Lent
 from streamalloc.testing import Gate

@@ -14,7 +14,8 @@ import pytest
 import streamalloc as sa
 from streamalloc import interop
 from streamalloc.core.session import sessions
-from streamalloc.core.stream import _default_streams, _made_here, spare_events
+from streamalloc.core.stream import _made_here, spare_events
+from streamalloc.core.stream_resolution import _default_streams
 from tests.interop.libraries import LIBRARIES, MODULES
 from tests.interop.standins import STANDINS
 from tests.interrupting import Interrupted

@@ -15,7 +15,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
-from streamalloc.core.buffer import Allocator
+from streamalloc.core.allocator import Allocator
 from streamalloc.interop.bridge import Sources
 from streamalloc.observing import LeakError
 from tests.interrupting import Interrupt, Interrupted

@@ -25,8 +25,11 @@ LAYERS = (
 ROOMS = {"ipc": ("transport", "wire", "exporter importer", "ring"), "multicast": ("objects", "setup")}
 # Modules of core that are faces beside ``internal``: the words in which all areas speak of memory and of failures.
 VOCABULARY = ("errors", "html", "properties", "allocation_properties", "resource", "session")
-# They name each other in their types, which no order of files could change.
-KNOW_EACH_OTHER = {f"streamalloc.core.{name}" for name in ("device", "event", "graph", "stream")}
+# They name each other in their types, which no order of files could change; no import at the top goes in a circle.
+KNOW_EACH_OTHER = [
+    {f"streamalloc.core.{name}" for name in names.split()}
+    for names in ("device event graph stream stream_resolution", "allocator buffer")
+]
 
 
 def _name(path: Path) -> str:
@@ -180,7 +183,7 @@ def test_nothing_is_imported_in_a_circle() -> None:
     def follow(module: str, path: list[str]) -> None:
         if module in path:
             circle = path[path.index(module) :]
-            if not set(circle) <= KNOW_EACH_OTHER:
+            if not any(set(circle) <= known for known in KNOW_EACH_OTHER):
                 circles.append(" -> ".join([*circle, module]))
             return
         if module in done:

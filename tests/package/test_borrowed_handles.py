@@ -15,8 +15,9 @@ import pytest
 
 import streamalloc as sa
 from streamalloc import interop, multicast, observing, vmm
+from streamalloc.core.queued_work import QueuedWork, ordered_after, queue_behind
 from streamalloc.core.session import session_of
-from streamalloc.core.stream import QueuedWork, as_stream, order_handle_after, ordered_after, queue_behind
+from streamalloc.core.stream_resolution import as_stream, order_handle_after
 from streamalloc.driver.account import ENDERS, MAKERS
 from streamalloc.driver.bindings import cuda
 from tests.support import end_what_was_dropped

@@ -16,8 +16,8 @@ import streamalloc.driver as sd
 from streamalloc import vmm
 from streamalloc.core.allocation_hooks import Watching, tap_of, watching_of
 from streamalloc.core.deferred import Deferred, DeferredQueue
+from streamalloc.core.queued_work import may_queue
 from streamalloc.core.session import Session, session_of, sessions
-from streamalloc.core.stream import may_queue
 from streamalloc.driver.checker.driver import Checked
 from streamalloc.vmm.allocation_handles import allocations_of
 from streamalloc.vmm.internal import unwatch_mappings, watch_mappings

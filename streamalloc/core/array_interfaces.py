@@ -1,0 +1,207 @@
+"""Array interfaces of memory: numpy arrays, ``__cuda_array_interface__``, ``__array_interface__`` and DLPack.
+
+The CUDA array interface and DLPack have a fast path (:mod:`streamalloc.core.session`) for memory that has a plain
+state, see :attr:`MemoryBase._ptr`. :mod:`streamalloc.core.dlpack` makes the capsules.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from streamalloc.core import dlpack
+from streamalloc.core.memory_base import MemoryBase
+from streamalloc.core.stream import Stream
+from streamalloc.core.stream_resolution import order_handle_after
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+_cuda_windows = dlpack.cuda_windows
+
+
+class HasCudaArrayInterface(Protocol):
+    """An array of another library in device memory."""
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """The array's address, type and shape."""
+
+
+class Exportable(MemoryBase):
+    """Memory that other libraries, and numpy, use without a copy."""
+
+    __slots__ = ()
+
+    def as_array(self, dtype: npt.DTypeLike = np.uint8, shape: tuple[int, ...] | None = None) -> npt.NDArray[Any]:
+        """The memory itself as a numpy array, where the host can reach it.
+
+        The array keeps the memory alive but does not keep it from being freed by hand. Synchronise with the stream
+        first: neither the allocation nor a queued copy is done before that. A driver that checks stream order takes
+        the call for a read by the host.
+
+        Raises
+        ------
+        ValueError
+            The host cannot reach the memory, or ``dtype`` and ``shape`` do not fit its size.
+        """
+        self._check_usable()
+        if not self.host_accessible:
+            raise ValueError(f"{self!r} is in device memory, which the host cannot reach: copy it with copy_to")
+        listener = self._session.listener
+        if listener is not None and self.nbytes:
+            listener.used(self.address, self.nbytes, None, False)
+        flat = np.asarray(self).view(dtype)
+        return flat if shape is None else flat.reshape(shape)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """Version 3 of the CUDA array interface: flat bytes, to be used in order after :attr:`stream`."""
+        ptr = self._ptr
+        if ptr is not None:
+            stream = self._stream
+            if stream._handle is not None and self._home == stream.device.ordinal:
+                return {
+                    "shape": (self._nbytes,),
+                    "typestr": "|u1",
+                    "data": (int(ptr), False),
+                    "strides": None,
+                    "version": 3,
+                    "stream": stream._number,
+                }
+        return self._cuda_interface_slowly()
+
+    def _cuda_interface_slowly(self) -> dict[str, Any]:
+        self._check_usable()
+        unreadable = self._unreadable()
+        if unreadable or not self.device_accessible:
+            raise AttributeError(unreadable or f"{self!r} is not accessible from a device")
+        return {
+            "shape": (self.nbytes,),
+            "typestr": "|u1",
+            "data": (self.address, self._read_only(on_host=False)),
+            "strides": None,
+            "version": 3,
+            # 0 is not allowed there: the legacy default stream is 1.
+            "stream": self.stream.handle or 1,
+        }
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        """Version 3 of numpy's array interface, so that ``numpy.asarray`` makes no copy of host memory."""
+        self._check_usable()
+        if not self.host_accessible:
+            raise AttributeError(f"{self!r} is not accessible from the host")
+        # numpy 2.2 takes the address 0 of empty memory for a missing one; that of no bytes is never used.
+        data = (self.address or 1, self._read_only(on_host=True))
+        return {"shape": (self.nbytes,), "typestr": "|u1", "data": data, "version": 3}
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """The DLPack device type and number."""
+        if not self.host_accessible:
+            return (dlpack.CUDA, self.location.id)
+        if not self.location.on_host:
+            return (dlpack.CUDA_MANAGED, self.stream.device.ordinal)
+        return (dlpack.CUDA_HOST if self.device_accessible else dlpack.CPU, 0)
+
+    def __dlpack__(
+        self,
+        *,
+        stream: int | None = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> Any:
+        """The memory as a DLPack capsule of flat ``uint8``, without a copy.
+
+        ``stream`` is what the Python array API standard says: None or 1 for the legacy default stream, 2 for the
+        per-thread one, -1 for no ordering, else a driver handle. It is made to wait for what our stream has queued.
+
+        Raises
+        ------
+        BufferError
+            The memory cannot be read, or only a copy would do.
+        """
+        if stream == -1 and dl_device is None and not copy:
+            ptr = self._ptr
+            if ptr is not None:
+                nbytes, home = self._nbytes, self._home
+                if nbytes and home in _cuda_windows:
+                    first = int(ptr) - 1
+                    part: Any = _cuda_windows[home][first : first + nbytes]
+                    part.memory = self
+                    return part.__dlpack__() if max_version is None else part.__dlpack__(max_version=max_version)
+        part = self._ordered_part(stream, dl_device, copy)
+        return part.__dlpack__() if max_version is None else part.__dlpack__(max_version=max_version)
+
+    def _ordered_part(self, stream: int | None, dl_device: tuple[int, int] | None, copy: bool | None) -> Any:
+        """An array of bytes that DLPack exports as the memory; ``stream`` waits for ours, see :meth:`__dlpack__`."""
+        self._check_usable()
+        unreadable = self._unreadable()
+        if unreadable:
+            raise BufferError(unreadable)
+        device = self.__dlpack_device__()
+        if dl_device is not None and tuple(dl_device) != device:
+            raise BufferError(
+                f"the memory is on DLPack device {device}; it cannot be exported for {dl_device} without a copy"
+            )
+        if copy:
+            raise BufferError("the memory is shared as it is; copy it on your side")
+        on_host = device[0] == dlpack.CPU
+        if not on_host and stream != -1:
+            if stream == 0:
+                raise ValueError("stream=0 is ambiguous: the legacy default stream is 1, the per-thread one 2")
+            ours = self.stream
+            handle = dlpack.LEGACY_STREAM if stream is None else stream
+            if handle != ours.handle:
+                order_handle_after(handle, ours)
+                # A consumer that names no stream for memory that the host can reach, such as NumPy, is the host.
+                if self._session.listener is not None and not (stream is None and self.host_accessible):
+                    self.used(Stream.of_handle(ours.device, handle, self), write=False)
+        # A consumer that names no stream may use the address at once.
+        unordered = on_host or stream == -1 or (stream is None and self.host_accessible)
+        part = dlpack.part(self, self.address if unordered else self._at, self.nbytes, device)
+        if self._read_only(on_host=on_host):
+            part.flags.writeable = False
+        return part
+
+
+def form_of(other: Any) -> tuple[np.dtype[Any], tuple[int, ...]] | None:
+    """The type and shape of what is copied; None where it is nothing of the kind."""
+    if isinstance(other, MemoryBase):
+        dtype = getattr(other, "dtype", None)
+        return (np.dtype(np.uint8), (other.nbytes,)) if dtype is None else (dtype, other.shape)  # type: ignore[attr-defined]
+    interface = getattr(other, "__cuda_array_interface__", None)
+    if interface is not None:
+        kind = interface["typestr"]
+        # The one field without a name stands for the type itself.
+        described = [field for field in interface.get("descr") or () if field[0]]
+        return np.dtype(interface["descr"] if described else kind), tuple(interface["shape"])
+    try:
+        array = other if isinstance(other, np.ndarray) else np.asarray(memoryview(other))
+    except TypeError:
+        return None
+    return array.dtype, array.shape
+
+
+def array_form(memory: MemoryBase, dtype: npt.DTypeLike, shape: tuple[int, ...] | None) -> tuple[Any, tuple[int, ...]]:
+    """A type and a shape that memory has exactly."""
+    kind = np.dtype(dtype)
+    if kind.subdtype is not None:
+        raise TypeError(f"dtype={dtype!r} is an array of {kind.base}: let shape say that")
+    if kind.hasobject or not kind.itemsize:
+        raise TypeError(f"dtype={dtype!r}: memory of devices has elements of a size, and no Python objects")
+    count, rest = divmod(memory.nbytes, kind.itemsize)
+    sizes = [-1] if shape is None else [operator.index(size) for size in shape]
+    if -1 in sizes:
+        place = sizes.index(-1)
+        others = math.prod(sizes[:place] + sizes[place + 1 :])
+        sizes[place] = count // others if others > 0 else -1
+    if rest or min(sizes, default=0) < 0 or math.prod(sizes) != count:
+        raise ValueError(f"shape={shape} of {kind} does not fill the {memory.nbytes} bytes of {memory!r}")
+    if memory._at % kind.alignment:
+        raise ValueError(f"{memory!r} is not aligned for {kind}, which lies at multiples of {kind.alignment} bytes")
+    return kind, tuple(sizes)

@@ -1,0 +1,262 @@
+"""Fills and copies of memory, and the two sides of a copy.
+
+Both have a fast path (:mod:`streamalloc.core.session`) for memory that has a plain state: a pointer, a size and a
+stream, see :attr:`MemoryBase._ptr`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from streamalloc.core.elements import fill_pattern
+from streamalloc.core.errors import error_from
+from streamalloc.core.library_streams import kept_stream
+from streamalloc.core.memory_base import MemoryBase, kinds
+from streamalloc.core.session import Session
+from streamalloc.core.stream import Stream, StreamLike
+from streamalloc.core.stream_resolution import queue_handle
+from streamalloc.driver.internal import cuda
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_FILLS = {1: "cuMemsetD8Async", 2: "cuMemsetD16Async", 4: "cuMemsetD32Async"}
+"""Driver function for each width of a pattern, in bytes."""
+_Array = np.ndarray
+_WRONG_CONTEXT = cuda.CUresult.CUDA_ERROR_INVALID_VALUE
+"""Answer to a copy of pool memory while the context of another device is current."""
+
+
+class Copyable(MemoryBase):
+    """Memory that is filled and copied."""
+
+    __slots__ = ()
+
+    def fill(
+        self, value: int | bytes | np.generic, stream: StreamLike | None = None, *, width: int | None = None
+    ) -> None:
+        """Fill with a pattern of 1, 2 or 4 bytes (``cuMemsetD8Async``, ``cuMemsetD16Async``, ``cuMemsetD32Async``).
+
+        Parameters
+        ----------
+        value
+            An integer, the bytes of the pattern in memory order, or a numpy scalar of 1, 2 or 4 bytes.
+        stream
+            The stream to queue on (default: the memory's own).
+        width
+            Bytes of the pattern for an integer (default 1). A negative integer is stored in two's complement.
+
+        Raises
+        ------
+        TypeError, ValueError
+            The value does not fit the width, or the size or address is no multiple of it.
+        """
+        ptr = self._ptr
+        if ptr is not None and width is None and type(value) is int and 0 <= value < 256:
+            own, nbytes = self._stream, self._nbytes
+            handle = own._handle if stream is None else None
+            if handle is None:
+                handle = queue_handle(own if stream is None else stream, own._session)
+            if handle is not None and nbytes:
+                result = own._session.cuMemsetD8Async(ptr, value, nbytes, handle)[0]
+                if result:
+                    raise error_from(result, "cuMemsetD8Async", self._access_hint(self._ordered_on(stream)))
+                return
+        self._fill_slowly(value, stream, width)
+
+    def _fill_slowly(self, value: int | bytes | np.generic, stream: StreamLike | None, width: int | None) -> None:
+        number, width = fill_pattern(value, width)
+        count, rest = divmod(self.nbytes, width)
+        if rest or self._at % width:
+            raise ValueError(f"width={width}: {self.nbytes} bytes at {self._at:#x} are no whole number of patterns")
+        ordered = self._ordered_on(stream)
+        if count:
+            self._await_on(ordered)
+            with ordered._context():
+                self._session.call(
+                    _FILLS[width],
+                    self._at,
+                    number,
+                    count,
+                    ordered._checked_raw(),
+                    hint=lambda: self._access_hint(ordered),
+                )
+
+    def copy_to(self, target: Any, stream: StreamLike | None = None) -> None:
+        """Copy all bytes to ``target``, which must have the same size (``cuMemcpyAsync``, ``cuMemcpyPeerAsync``).
+
+        Parameters
+        ----------
+        target
+            Other memory of ours, of any device; an object with ``__cuda_array_interface__``; or a writable,
+            contiguous object with the buffer protocol (a numpy array, a bytearray, a memoryview).
+        stream
+            The stream to queue on (default: the memory's own). The copy runs under its device's context.
+
+        Raises
+        ------
+        TypeError, ValueError
+            The target is not one of these, is read-only or not contiguous, or has another size.
+        """
+        if not _copied(self, target, stream, False):
+            self._copy_slowly(target, self, stream)
+
+    def copy_from(self, source: Any, stream: StreamLike | None = None) -> None:
+        """Copy all bytes from ``source``, which must have the same size; otherwise as :meth:`copy_to`.
+
+        An ordinary host source may be changed or freed once the call returns: the driver has taken its bytes. One in
+        pinned or pool memory is read when the stream gets there. In a capture every source is read, and every target
+        written, at each launch; the graph keeps them alive.
+        """
+        if not _copied(self, source, stream, True):
+            self._copy_slowly(self, source, stream)
+
+    def _copy_slowly(self, target: Any, source: Any, stream: StreamLike | None) -> None:
+        ordered = self._ordered_on(stream)
+        copy_bytes(CopySide.writable(target, self._session), CopySide.readable(source, self._session), ordered)
+
+
+class CopySide:
+    """One side of a copy: address, size, whose memory it is, and what keeps it alive."""
+
+    __slots__ = ("address", "after", "keep", "nbytes", "ordinal")
+
+    def __init__(self, address: int, nbytes: int, ordinal: int | None, keep: object, after: int | None = None) -> None:
+        self.address: int = address
+        self.nbytes: int = nbytes
+        self.ordinal: int | None = ordinal
+        """The device that owns the memory; None for the host's, and where it is not known."""
+        self.keep: object = keep
+        self.after: int | None = after
+        """The handle of a stream after whose work another library's memory may be used; None for at once."""
+
+    @classmethod
+    def of(cls, memory: MemoryBase) -> Self:
+        """Memory of ours."""
+        memory._check_usable()
+        return cls(memory._at, memory.nbytes, memory._resident_on(), memory)
+
+    @classmethod
+    def readable(cls, source: object, session: Session) -> Self:
+        """Source of a copy: memory of ours, of another library, or an object with the buffer protocol."""
+        return cls._of_argument(source, session, "source", writable=False)
+
+    @classmethod
+    def writable(cls, target: object, session: Session) -> Self:
+        """Target of a copy."""
+        return cls._of_argument(target, session, "target", writable=True)
+
+    @classmethod
+    def _of_argument(cls, other: object, session: Session, name: str, *, writable: bool) -> Self:
+        if isinstance(other, MemoryBase):
+            if other._session is not session:
+                raise ValueError(f"{name} {other!r} belongs to another driver")
+            side = cls.of(other)
+            unreadable = "" if writable else other._unreadable()
+            if unreadable:
+                raise ValueError(unreadable)
+            if writable and other.location.on_host and other._read_only(on_host=True):
+                raise ValueError(f"{name} {other!r} is read-only to the host")
+            return side
+        interface = getattr(other, "__cuda_array_interface__", None)
+        if interface is not None:
+            return cls._of_interface(other, interface, name, writable)
+        try:
+            array = other if isinstance(other, np.ndarray) else np.asarray(memoryview(other))  # type: ignore[arg-type]
+        except TypeError as error:
+            raise TypeError(
+                f"{name} must be a Memory, have __cuda_array_interface__ or the buffer protocol, "
+                f"not {type(other).__name__}"
+            ) from error
+        if not array.flags.c_contiguous:
+            raise ValueError(f"{name} is not contiguous: copy it to a contiguous array first")
+        if writable and not array.flags.writeable:
+            raise ValueError(f"{name} is read-only")
+        return cls(array.ctypes.data, array.nbytes, None, array)
+
+    @classmethod
+    def _of_interface(cls, other: object, interface: dict[str, Any], name: str, writable: bool) -> Self:
+        address, read_only = interface["data"]
+        itemsize = np.dtype(interface["typestr"]).itemsize
+        shape = tuple(interface["shape"])
+        strides = interface.get("strides")
+        nbytes = int(np.prod(shape, dtype=np.int64)) * itemsize
+        if strides is not None:
+            dense = tuple(int(np.prod(shape[i + 1 :], dtype=np.int64)) * itemsize for i in range(len(shape)))
+            if tuple(strides) != dense and nbytes:
+                raise ValueError(f"{name} is not contiguous: strides {strides} of shape {shape}")
+        if writable and read_only:
+            raise ValueError(f"{name} is read-only")
+        return cls(int(address), nbytes, None, other, interface.get("stream"))
+
+
+def _copied(ours: MemoryBase, other: Any, stream: StreamLike | None, writing: bool) -> bool:
+    """The fast path of copies, by which ``ours`` is written, or read; whether it was taken."""
+    ptr, home = ours._ptr, ours._home
+    if ptr is None or home is None:
+        return False
+    own, nbytes = ours._stream, ours._nbytes
+    session = own._session
+    ordered: Any = own if stream is None else stream
+    if type(ordered) is not Stream:
+        ordered = kept_stream(ordered, session)
+        if ordered is None:
+            return False
+    handle = queue_handle(ordered, session)
+    # An empty array has no address that the driver would take.
+    if handle is None or not nbytes or ordered.device.ordinal != home:
+        return False
+    if type(other) is _Array:
+        flags = other.flags
+        if other.nbytes != nbytes or not flags.c_contiguous:
+            return False
+        if writing:
+            result = session.cuMemcpyHtoDAsync(ptr, other, nbytes, handle)[0]
+        elif flags.writeable:
+            result = session.cuMemcpyDtoHAsync(other, ptr, nbytes, handle)[0]
+        else:
+            return False
+    elif type(other) in kinds:
+        there = other._ptr
+        if there is None or other._home != home or other._nbytes != nbytes or other._stream._session is not session:
+            return False
+        to, of = (ptr, there) if writing else (there, ptr)
+        result = session.cuMemcpyAsync(to, of, nbytes, handle)[0]
+    else:
+        return False
+    if result and (result != _WRONG_CONTEXT or int(session.call("cuCtxGetCurrent")) in (0, int(session.context(home)))):
+        name = "cuMemcpyAsync" if type(other) in kinds else "cuMemcpyHtoDAsync" if writing else "cuMemcpyDtoHAsync"
+        raise error_from(result, name, ours._access_hint(ordered))
+    return not result
+
+
+def copy_bytes(target: CopySide, source: CopySide, stream: Stream) -> None:
+    """Queue a copy. Between memory of other devices than the stream's, the peer call is used, which needs no access."""
+    if target.nbytes != source.nbytes:
+        raise ValueError(f"source has {source.nbytes} bytes and target {target.nbytes}: take a view of the larger one")
+    if not target.nbytes:
+        return
+    raw = stream._checked_raw()
+    session = stream._session
+    for side in (target, source):
+        if type(side.keep) in kinds:
+            side.keep._await_on(stream)  # type: ignore[attr-defined]
+        elif side.after is not None and side.after != stream.handle:
+            stream.wait(Stream.of_handle(stream.device, side.after, side.keep))
+    if stream._capture is not None:
+        stream._capture.graph.kept += (target.keep, source.keep)
+    # Copies of pool memory are refused unless the stream's own context is the current one (programming guide 4.3.5.1).
+    with stream.device.current():
+        owners = (target.ordinal, source.ordinal)
+        if None not in owners and owners != (stream.device.ordinal, stream.device.ordinal):
+            to, of = (session.context(ordinal) for ordinal in owners if ordinal is not None)
+            session.call("cuMemcpyPeerAsync", target.address, to, source.address, of, target.nbytes, raw)
+        else:
+
+            def hint() -> str:
+                sides = (side.keep for side in (target, source) if isinstance(side.keep, MemoryBase))
+                return next(filter(None, (memory._access_hint(stream) for memory in sides)), "")
+
+            session.call("cuMemcpyAsync", target.address, source.address, target.nbytes, raw, hint=hint)

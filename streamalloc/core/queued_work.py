@@ -1,0 +1,200 @@
+"""Work that streams have queued: waiting for it, ordering work after it, and attempting items before more is queued."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+from streamalloc.core.deferred import Deferred, deferred_queue
+from streamalloc.core.errors import CaptureError, ClosedError, InvalidContextError, InvalidHandleError, refused
+from streamalloc.core.library_streams import kept_streams
+from streamalloc.core.session import Session
+from streamalloc.core.stream import LEGACY, PER_THREAD, Kind, Stream, _ended, _made_here, _passed
+from streamalloc.core.stream_resolution import _default_streams, default_stream
+
+if TYPE_CHECKING:
+    from streamalloc.core.device import Device
+    from streamalloc.core.event import Event
+
+T = TypeVar("T")
+
+
+class QueuedWork:
+    """The work that streams have queued up to now: the given ones, or all that this library knows.
+
+    Those are the streams of :meth:`Device.create_stream`, also closed and dropped ones, the default streams that were
+    used, and streams of other libraries as long as they are kept (:func:`kept_stream`). No call names a context or the
+    legacy stream, as that would invalidate captures that other code has begun. A stream that is being captured is
+    recorded once its capture has ended. Of the per-thread default streams, only that of the own thread is recorded.
+    """
+
+    __slots__ = ("_events", "_session", "_streams")
+
+    def __init__(self, session: Session, *streams: Stream) -> None:
+        self._session = session
+        known = streams or (*_members(_made_here(session)), *_default_streams(session).values(), *kept_streams(session))
+        self._streams = list(dict.fromkeys(known))
+        """Streams that are not recorded yet."""
+        # After the streams: one that is dropped meanwhile is among them, or has left its end here.
+        self._events = [] if streams else [item.event for item in _members(_ended(session))]
+        with session.relaxed():
+            self._record()
+
+    def _record(self) -> None:
+        for stream in tuple(self._streams):
+            event = None
+            # Closed or destroyed meanwhile: the end of a stream that was made here is kept.
+            with contextlib.suppress(ClosedError, InvalidContextError, InvalidHandleError):
+                try:
+                    event = _record_after(stream)
+                except CaptureError:
+                    continue
+                if event is None:
+                    continue
+            self._events += (event,) if event else stream._last
+            self._streams.remove(stream)
+
+    def done(self) -> bool:
+        """Whether the work is done. The host synchronises with what is, and waits for nothing."""
+        with self._session.relaxed():
+            self._record()
+            self._events = [event for event in self._events if not _passed(event)]
+        return not (self._events or self._streams)
+
+    def precede(self, stream: Stream) -> None:
+        """Let later work of ``stream`` wait for the work.
+
+        Raises
+        ------
+        CaptureError
+            One of the streams is being captured.
+        """
+        if self._streams:
+            raise refused(CaptureError, "cuStreamWaitEvent", f"{self._streams[0]!r} is being captured")
+        for event in self._events:
+            stream.wait(event)
+
+
+def _members(streams: weakref.WeakSet[T]) -> list[T]:
+    while True:
+        # RuntimeError: another thread has added one meanwhile.
+        with contextlib.suppress(RuntimeError):
+            return list(streams)
+
+
+def _record_after(stream: Stream) -> Event | None:
+    """An event after the queued work of a stream; None while the stream is being captured."""
+    if stream._sees_all and stream._kind is Kind.DEFAULT:
+        # Work of a blocking stream comes after all work of the legacy stream.
+        with stream.device.create_stream(blocking=True) as behind:
+            return behind.record(timing=True)
+    owner = stream._weak_owner and stream._weak_owner()  # keeps the driver's stream meanwhile
+    if stream._weak_owner and owner is None:
+        raise ClosedError(f"{stream!r} has ended")
+    return record_uncaptured(stream)
+
+
+def queue_behind(stream: Stream, item: Deferred) -> None:
+    """Submit ``item``, and attempt it before more work is queued on ``stream``. Called by finalisers.
+
+    Two threads may attempt the item at once: it has to allow that.
+    """
+    deferred_queue(stream._session).submit(item)
+    stream._owed.append(item)
+    stream._forbid_direct()
+
+
+def settle(stream: Stream, item: Deferred, *others: Stream | None) -> None:
+    """Attempt an item of :func:`queue_behind` now. Called by finalisers, which hold the object that the item releases.
+
+    ``others`` are further streams that the item uses. Nothing is done while another thread closes one of the streams,
+    begins a capture, or attempts an item on them: a finaliser waits for no lock.
+    """
+    with deferred_queue(stream._session).unless_busy() as free, contextlib.ExitStack() as held:
+        for one in (stream, *others):
+            if one is not None and free and (free := one._in_use.acquire(blocking=False)):
+                held.callback(one._in_use.release)
+        if free and not stream._closed:
+            stream._pay(item)
+
+
+@contextlib.contextmanager
+def ordered_after(stream: Stream) -> Iterator[Stream]:
+    """A block with the stream itself; if it was closed, with a new stream that comes after its work.
+
+    For a per-thread default stream it is the legacy stream, which comes after those of all threads: deferred items end
+    on any thread, where the handle stands for another stream. In the block no other thread closes the stream or begins
+    to capture it. For a default stream, on which work breaks captures of other streams, no capture of ours begins at
+    all.
+
+    Raises
+    ------
+    CaptureError
+        The stream is being captured.
+    """
+    if stream._number == PER_THREAD:
+        stream = default_stream(stream.device, LEGACY)
+    if not stream._closed:
+        stream._checked_raw()  # items that are owed may need the locks of other streams
+    with _kept(stream):
+        if not stream._closed:
+            stream._refuse_capture("cuMemFreeAsync", "try again once that has ended")
+            yield stream
+            return
+    with ordered_after_end(stream.device, stream._last) as substitute:
+        yield substitute
+
+
+@contextlib.contextmanager
+def ordered_after_end(device: Device, last: Sequence[Event]) -> Iterator[Stream]:
+    """A block with a new stream, which comes after the work of a stream that has ended: see :func:`end_of`."""
+    # A default stream would make blocking streams wait as well.
+    with device.create_stream() as substitute:
+        if last and not last[0].closed:
+            substitute.wait(last[0])
+        else:
+            QueuedWork(device._session).precede(substitute)
+        yield substitute
+
+
+@contextlib.contextmanager
+def may_queue(stream: Stream, *, mine: bool = False) -> Iterator[bool]:
+    """A block whose value says whether a deferred item may queue a record or a wait on a stream.
+
+    These calls would break a capture of the stream. In the block no other thread closes the stream or begins to capture
+    it through this library. A stream that other code may capture is used by its own thread only: the caller's, if
+    ``mine`` is true, or one that is about to queue work on it, see :func:`queue_behind`.
+    """
+    mine = mine or stream._kind is Kind.MADE or threading.get_ident() in stream._paying
+    with _kept(stream):
+        yield mine and not stream._closed and not stream._capture and not stream.capturing
+
+
+def record_uncaptured(stream: Stream) -> Event | None:
+    """An event after the queued work of a stream of any library; None while the stream is being captured."""
+    with _kept(stream):
+        if stream.capturing:
+            return None
+        event = stream.record()
+        # If other code has begun a capture meanwhile, the record is a node of its graph.
+        return None if stream.capturing else event
+
+
+@contextlib.contextmanager
+def _kept(stream: Stream) -> Iterator[None]:
+    """A block in which no other thread closes a stream or begins to capture it through this library.
+
+    For a default stream, on which work breaks captures of blocking streams, no capture of ours begins at all. Items
+    that the stream owes are not attempted in the block, as that takes the locks of other streams.
+    """
+    shared = stream._kind is Kind.DEFAULT
+    with deferred_queue(stream._session).no_capture("work on a default stream") if shared else stream._in_use:
+        me = threading.get_ident()
+        stream._paying.append(me)
+        try:
+            yield
+        finally:
+            stream._paying.remove(me)

@@ -1,0 +1,139 @@
+"""Streams by what names them: an object of any library, a handle of the driver, a default stream of a device.
+
+:func:`as_stream` finds the :class:`Stream` for an argument, :func:`queue_handle` and :func:`direct_handle` the
+``CUstream`` for a call that goes straight to the driver. :mod:`streamalloc.core.library_streams` reads the objects of
+other libraries.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from streamalloc.core.library_streams import (
+    device_of_library_stream,
+    handle_of_library_stream,
+    keep_stream,
+    kept_stream,
+    kept_streams,
+)
+from streamalloc.core.session import PerDriver, Session, sessions
+from streamalloc.core.stream import DEFAULT_HANDLES, Kind, Stream, StreamLike
+from streamalloc.driver.internal import SETTLERS, cuda
+
+if TYPE_CHECKING:
+    from streamalloc.core.device import Device
+
+
+def as_stream(stream: StreamLike, session: Session) -> Stream:
+    """``stream`` as a :class:`Stream` of ``session``'s driver.
+
+    Raises
+    ------
+    TypeError
+        The object is no stream.
+    ValueError
+        The stream belongs to another driver. Streams of other devices of the same driver are accepted.
+    ClosedError
+        The stream was closed.
+    """
+    if isinstance(stream, Stream):
+        if stream._session is not session:
+            raise ValueError(
+                f"{stream!r} belongs to another driver: {stream._session.driver!r}, not {session.driver!r} "
+                "(driver.use() chooses one for its own thread or task only, driver.set_default() for all)"
+            )
+        stream._checked_raw()
+        return stream
+    from streamalloc.core.device import Device
+
+    number = handle_of_library_stream(stream)
+    if number in DEFAULT_HANDLES:
+        # The handle names no device: its library may; else it is the device of the current context.
+        named = device_of_library_stream(stream)
+        ordinal = _current_ordinal(session) if named is None else Device(named, driver=session.driver).ordinal
+        found = default_stream(Device._of(ordinal, session), number)
+        keep_stream(stream, number, found, session)
+    else:
+        known = kept_stream(stream, session)
+        if known is None:
+            # Not cuStreamGetDevice: asking a stream that is captured for its device breaks the capture.
+            ordinal = session.device_of(session.call("cuStreamGetCtx", cuda.CUstream(number)))
+            known = Stream.of_handle(Device._of(ordinal, session), number, None)
+            keep_stream(stream, number, known, session)
+        found = Stream.of_handle(known.device, number, stream)
+    if not isinstance(stream, cuda.CUstream):
+        found._tell_lent(found._raw, used=True)
+    return found
+
+
+def _current_ordinal(session: Session) -> int:
+    """The ordinal of the current context's device; 0 in a thread without a context, as in the runtime API."""
+    result, device = session.driver.cuCtxGetDevice()
+    if result == cuda.CUresult.CUDA_ERROR_INVALID_CONTEXT:
+        return 0
+    return int(device) if not result else int(session.call("cuCtxGetDevice"))
+
+
+_default_streams: PerDriver[dict[tuple[int, int], Stream]] = PerDriver(lambda _: {})
+"""Default streams by ordinal of the device and handle."""
+
+
+def default_stream(device: Device, handle: int) -> Stream:
+    """The default stream of a device by its handle: 0 and 1 are the legacy one, 2 is the per-thread one."""
+    streams = _default_streams(device._session)
+    found = streams.get((device.ordinal, handle))
+    if found is None:
+        found = Stream.__new__(Stream)
+        found._prepare(device, Kind.DEFAULT, cuda.CUstream(handle), None, plain=False)
+        found._open()
+        found = streams.setdefault((device.ordinal, handle), found)
+    return found
+
+
+def captures_changed(session: Session) -> None:
+    """Allow direct calls on default streams, or forbid them while a capture of ours is under way."""
+    for stream in [*_default_streams(session).values()]:
+        stream._allow_direct()
+
+
+def _destroy_spare_events() -> None:
+    """Destroy the events that kept streams have for their next record, before a report of what is left."""
+    for session in sessions():
+        for stream in {*_default_streams(session).values(), *kept_streams(session)}:
+            if session.usable:
+                stream._spare.destroy_all(session)
+
+
+SETTLERS.append(_destroy_spare_events)
+
+
+def direct_handle(stream: StreamLike, session: Session) -> Any | None:
+    """The driver's ``CUstream`` where calls may go straight to the driver of ``session``; None where they may not.
+
+    That is an open stream of our own that is not being captured.
+    """
+    return stream._handle if type(stream) is Stream and stream._direct is session else None
+
+
+def queue_handle(stream: StreamLike, session: Session) -> Any | None:
+    """The driver's ``CUstream`` if calls that queue work may go straight to the driver; else None."""
+    known = stream if type(stream) is Stream else kept_stream(stream, session)
+    if known is None or known._session is not session:
+        return None
+    handle = known._handle
+    return known._handle_in_context() if handle is None else handle
+
+
+def direct_view(stream: StreamLike, session: Session) -> tuple[Any | None, bool]:
+    """The results of :func:`direct_handle` and :func:`sees_all_work`, for fast paths."""
+    if type(stream) is Stream and stream._direct is session:
+        return stream._handle, stream._sees_all
+    return None, False
+
+
+def order_handle_after(handle: int, ours: Stream) -> None:
+    """Let later work of the stream with a ``CUstream`` of other code wait for all queued work of ``ours``."""
+    default = handle in DEFAULT_HANDLES
+    theirs = default_stream(ours.device, handle)._handle_in_context() if default else cuda.CUstream(handle)
+    if theirs is None or not ours._order(theirs):
+        Stream.of_handle(ours.device, handle, ours).wait(ours)
