@@ -593,24 +593,31 @@ class CachingAllocator(Allocator, Closes, Shown):
 
     # -- frees that are not plain ----------------------------------------------------------------------------
 
-    def _return_home(self, buffer: CachedBuffer, block: Block, stream: Stream) -> bool:
-        """Queue a block for its own stream, behind an event on the stream of the free; whether that could be done."""
+    def _return_home(
+        self, buffer: CachedBuffer, block: Block, stream: Stream, event: Event | None = None
+    ) -> Event | None:
+        """Queue a block for its own stream, behind an event on the stream of the free.
+
+        ``event`` is one that was recorded there after the last use; default: a new one. Returns the event; None if the
+        block has to be freed in another way.
+        """
         home = block.size_class.owner
         if len(home.returning) >= MAX_RETURNING:
             home.collect()
         # Other threads mean another stream by its handle.
         if home.ended or len(home.returning) >= MAX_RETURNING or int(raw_handle(stream)) == _PER_THREAD:
-            return False
-        plain = direct_handle(stream, self._session) is not None and not is_borrowed(stream)
-        event = stream.record() if plain else record_uncaptured(stream)
+            return None
         if event is None:
-            return False
+            plain = direct_handle(stream, self._session) is not None and not is_borrowed(stream)
+            event = stream.record() if plain else record_uncaptured(stream)
+        if event is None:
+            return None
         if buffer._ptr is block:
             buffer._ptr = None
             home.returning.append((event, block))
             if home.ended:  # by another thread meanwhile
                 deferred_queue(self._session).submit(home)
-        return True
+        return event
 
     def _free_checked(self, buffer: CachedBuffer, ordered: Stream) -> None:
         """Free a buffer on a stream that was checked: to a free list, or else to the pool."""

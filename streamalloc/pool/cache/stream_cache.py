@@ -130,6 +130,7 @@ class StreamCache(Deferred):
 
     def collect(self) -> None:
         """Put blocks freed on other streams into their lists, up to the first whose event has not passed."""
+        last: Event | None = None
         while self.returning:
             try:
                 event, block = self.returning.popleft()
@@ -137,12 +138,13 @@ class StreamCache(Deferred):
                 return
             passed = False
             try:
-                passed = event.query()
+                passed = event is last or event.query()
             finally:
                 if not passed:
                     self.returning.appendleft((event, block))
             if not passed:
                 return
+            last = event
             self.put(block)
 
     def put(self, block: Block) -> None:
