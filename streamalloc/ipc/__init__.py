@@ -6,6 +6,19 @@ from streamalloc.ipc.importer.imported import ImportedArray, ImportedBuffer, Imp
 from streamalloc.ipc.importer.importer import DriverVersionWarning
 from streamalloc.ipc.importer.open import Imported, open, receive
 from streamalloc.ipc.ring.ring import Ring, RingConsumer, RingItem, RingProducer, RingSlot, RingStatistics
+from streamalloc.ipc.store.errors import (
+    LayoutChangedError,
+    StoreBusyError,
+    StoreError,
+    StoreFullError,
+    StoreGoneError,
+    StoreKeyError,
+)
+from streamalloc.ipc.store.manifest import Layout, Tensor
+from streamalloc.ipc.store.server import StoreServer
+from streamalloc.ipc.store.store import Store, StoreEntry, StoreStatistics
+from streamalloc.ipc.store.weights import StoredView, Weights
+from streamalloc.ipc.store.writing import WeightsWriter
 from streamalloc.ipc.transport.channel import Channel, Listener, Peer
 from streamalloc.ipc.transport.communicator import (
     AllgatherCommunicator,
@@ -40,6 +53,8 @@ __all__ = [
     "ImportedBuffer",
     "ImportedPool",
     "ImportedRange",
+    "Layout",
+    "LayoutChangedError",
     "Listener",
     "MPICommunicator",
     "MPIGroupLike",
@@ -58,8 +73,21 @@ __all__ = [
     "RingStatistics",
     "SelfCommunicator",
     "Shared",
+    "Store",
+    "StoreBusyError",
+    "StoreEntry",
+    "StoreError",
+    "StoreFullError",
+    "StoreGoneError",
+    "StoreKeyError",
+    "StoreServer",
+    "StoreStatistics",
+    "StoredView",
+    "Tensor",
     "TorchCommunicator",
     "TorchGroupLike",
+    "Weights",
+    "WeightsWriter",
     "as_communicator",
     "open",
     "receive",

@@ -407,17 +407,20 @@ class PhysicalMemory(GenericAllocation):
         return f"<{type(self).__name__} of {size_text(self.nbytes)}, {self.location}, {self._handle_text()}>"
 
 
-def import_memory(session: Session, handle: Fd | int | bytes, nbytes: int) -> PhysicalMemory:
+def import_memory(
+    session: Session, handle: Fd | int | bytes, nbytes: int, like: PhysicalMemory | None = None
+) -> PhysicalMemory:
     """Open physical memory of another process (``cuMemImportFromShareableHandle``).
 
     ``handle`` is a file descriptor, which the caller keeps and closes, or the 64 bytes of a fabric handle. The size
-    ``nbytes`` is not checked, see :func:`streamalloc.vmm.internal.check_mappable`.
+    ``nbytes`` is not checked, see :func:`streamalloc.vmm.internal.check_mappable`. ``like`` is an import with the same
+    properties, which are then not queried again.
     """
     memory = PhysicalMemory.__new__(PhysicalMemory)
     memory._prepare(session, nbytes, Kind.MEMORY)
     memory._import(handle)
     with undoing(memory.close):
-        memory._set_spec(MemorySpec(session, memory.query(), exists=True))
+        memory._set_spec(MemorySpec(session, memory.query(), exists=True) if like is None else like._spec)
     return memory
 
 

@@ -22,7 +22,7 @@ LAYERS = (
     "driver", "core", "pool", "vmm", "ipc", "multicast", "observing", "interop", "traces", "plots", "testing", "cli",
 )  # fmt: skip
 # Rooms of one place take nothing from each other.
-ROOMS = {"ipc": ("transport", "wire", "exporter importer", "ring"), "multicast": ("objects", "setup")}
+ROOMS = {"ipc": ("transport", "wire", "exporter importer", "ring store"), "multicast": ("objects", "setup")}
 # They name each other in their types, which no order of files could change.
 KNOW_EACH_OTHER = {f"streamalloc.core.{name}" for name in ("device", "event", "graph", "stream")}
 

@@ -1,0 +1,438 @@
+"""The server of a store: one event loop that receives requests and keeps file descriptors.
+
+It makes no driver call: the descriptors that writers have exported keep the memory, so the server has no context and no
+memory of a device. A client's death is the end of its connection.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import resource
+import selectors
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from typing import Any
+
+from typing_extensions import Self
+
+from streamalloc.core.internal import Closes, Device, Fd, checked_size, close_all, size_text, undoing
+from streamalloc.driver import Driver
+from streamalloc.ipc.store.errors import StoreBusyError, StoreError, kind_of
+from streamalloc.ipc.store.holdings import Entry, Epoch, Holder, Holdings
+from streamalloc.ipc.store.manifest import parse, read_file, sealed_file
+from streamalloc.ipc.store.protocol import Kind, pack, socket_path, unpack
+from streamalloc.ipc.transport.channel import Channel, Listener
+from streamalloc.ipc.transport.packets import PACKET_HANDLES, PeerGoneError, ProtocolError
+from streamalloc.ipc.wire.control_block import ReadyWord
+
+__all__ = ["StoreServer", "notify_systemd"]
+
+_LIST_BYTES = 48 << 10
+# Seconds between two looks at announced contents, and between two attempts to send an answer or to accept.
+_PAUSE = 0.02
+
+
+class _Client(Holder):
+    """A connection, and the answer that it has not taken yet."""
+
+    __slots__ = ("answer", "channel")
+
+    def __init__(self, channel: Channel) -> None:
+        super().__init__(channel.peer.pid)
+        self.channel = channel
+        self.answer: tuple[bytes, Sequence[Fd]] | None = None
+
+
+class StoreServer(Closes):
+    """Serves one store; made by :meth:`Store.serve`. Closing it ends the store, and readers keep what they have mapped.
+
+    Parameters
+    ----------
+    name
+        1 to 64 letters, digits, ``_``, ``-`` and ``.``.
+    devices
+        Devices, or their ordinals, whose memory the store takes; None: all.
+    limit
+        Bytes of each device that it may hold; None: no limit.
+    evict
+        Whether it makes room by removing keys that nobody reads, the least recently used first.
+    driver
+        The driver that numbers the devices.
+
+    Raises
+    ------
+    StoreBusyError
+        Another process of this user serves a store of this name.
+    """
+
+    __slots__ = ("__weakref__", "_clients", "_holdings", "_listener", "_lock", "_selector", "_started", "_thread",
+                 "_wake", "name")  # fmt: skip
+
+    def __init__(
+        self,
+        name: str,
+        devices: Iterable[Device | int] | None = None,
+        limit: int | None = None,
+        *,
+        evict: bool = False,
+        driver: Driver | None = None,
+    ) -> None:
+        path = socket_path(name)
+        self.name = name
+        self._thread: threading.Thread | None = None
+        self._started = time.time()
+        if limit is not None:
+            checked_size("limit", limit)
+        if evict and limit is None:
+            raise ValueError("evict=True: the store makes room below a limit=, which is missing")
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with contextlib.ExitStack() as undo:
+            self._lock = undo.enter_context(_locked(name, path.with_suffix(".lock")))
+            uuids = None if devices is None else [uuid_of(device, driver) for device in devices]
+            # A socket that is there was left behind: its server would have the lock.
+            path.unlink(missing_ok=True)
+            self._listener: Listener = undo.enter_context(Channel.listen(path))
+            self._holdings = Holdings(uuids, limit, evict, path.with_suffix(".held"))
+            self._wake = tuple(map(Fd, os.pipe()))
+            self._clients: dict[int, _Client] = {}
+            self._selector = undo.enter_context(contextlib.closing(selectors.DefaultSelector()))
+            self._selector.register(self._listener, selectors.EVENT_READ, None)
+            self._selector.register(self._wake[0].fileno(), selectors.EVENT_READ, None)
+            undo.pop_all()
+        # Each chunk of each epoch is an open file.
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft != hard:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+    @property
+    def lost(self) -> dict[str, str]:
+        """Keys whose memory is gone without a request, with the reason: that of a server that was killed, for one."""
+        return {key: reason for key, (_, reason) in self._holdings.lost.items()}
+
+    @property
+    def address(self) -> str:
+        """Path of the socket."""
+        return self._listener.address
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return self._lock.closed
+
+    def start(self) -> Self:
+        """Serve on a thread, which keeps the process until :meth:`close`."""
+        self._thread = threading.Thread(target=self.run, name=f"streamalloc store {self.name}")
+        self._thread.start()
+        return self
+
+    def run(self) -> None:
+        """Serve until :meth:`stop` is called, by a signal handler or on another thread; then close."""
+        with contextlib.suppress(_Stopped):
+            awaited = False
+            while True:
+                pending = any(client.answer for client in self._clients.values())
+                events = self._selector.select(_PAUSE if awaited or pending else None)
+                for key, _ in events:
+                    self._work(key.fd, key.data)
+                for client in list(self._clients.values()) if pending else ():
+                    self._send(client)
+                if awaited or events:
+                    awaited = self._holdings.settle()
+        self._shut()
+
+    def stop(self) -> None:
+        """End :meth:`run`; signal handlers may call this."""
+        with contextlib.suppress(OSError):
+            os.write(self._wake[1].fileno(), b"s")
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until the server has stopped; return whether it has."""
+        if self._thread is not None:
+            self._thread.join(timeout)
+        return self.closed
+
+    def close(self) -> None:
+        """Stop, and release all memory that no reader has mapped; idempotent."""
+        if self.closed:
+            return
+        if self._thread is None:
+            self._shut()
+        elif self._thread is not threading.current_thread():
+            self.stop()
+            self._thread.join()
+
+    def _shut(self) -> None:
+        self._listener.close()
+        close_all(client.channel for client in self._clients.values())
+        self._clients.clear()
+        self._holdings.close()
+        self._selector.close()
+        close_all(self._wake)
+        self._lock.close()
+
+    # -- the loop --------------------------------------------------------------------------------------------------
+
+    def _work(self, number: int, client: _Client | None) -> None:
+        if client is not None:
+            self._receive(client)
+        elif number == self._wake[0].fileno():
+            raise _Stopped
+        else:
+            self._accept()
+
+    def _accept(self) -> None:
+        try:
+            channel = self._listener.accept(timeout=0)
+        except (TimeoutError, PermissionError):
+            return
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS):
+                raise
+            time.sleep(_PAUSE)  # No descriptor is left: the client waits in the queue.
+            return
+        client = _Client(channel)
+        self._clients[channel.fileno()] = client
+        self._selector.register(channel, selectors.EVENT_READ, client)
+
+    def _receive(self, client: _Client) -> None:
+        try:
+            data, handles = client.channel.receive(timeout=0)
+        except TimeoutError:
+            return
+        except (PeerGoneError, ProtocolError, OSError):
+            self._drop(client)
+            return
+        if client.answer is not None:
+            self._drop(client)  # A client sends no request before it has its answer.
+            close_all(handles)
+            return
+        kept: list[Fd] = []
+        try:
+            kind, fields = unpack(data)
+            answer, sent = _ANSWERS[kind](self, client, fields, handles, kept)
+            client.answer = pack(Kind.DONE, answer), sent
+        except (StoreError, ProtocolError, OSError) as error:
+            name = kind_of(error) if isinstance(error, StoreError) else "refused"
+            client.answer = pack(Kind.REFUSED, {"error": name, "text": str(error)[:8000]}), ()
+        except Exception:
+            # A fault of this server must not cost the other clients their weights.
+            traceback.print_exc()
+            self._drop(client)
+        finally:
+            close_all(handle for handle in handles if handle not in kept)
+        self._send(client)
+
+    def _send(self, client: _Client) -> None:
+        if client.answer is None:
+            return
+        try:
+            client.channel.send(*client.answer, timeout=0)
+        except TimeoutError:
+            return  # The limit of descriptors in flight: sent again a little later.
+        except OSError:
+            self._drop(client)
+        client.answer = None
+
+    def _drop(self, client: _Client) -> None:
+        number = client.channel.fileno()
+        self._selector.unregister(number)
+        del self._clients[number]
+        client.channel.close()
+        self._holdings.end(client)
+
+    # -- requests: the client, its fields and descriptors, and a list for the descriptors that are kept ------------
+
+    def _status(self, client: _Client, fields: Any, handles: Any, kept: Any) -> tuple[dict[str, Any], Sequence[Fd]]:
+        held = self._holdings
+        devices = {epoch.device: held.held(epoch.device) for epoch in held.all_epochs()}
+        lost = dict(list(self.lost.items())[:100])
+        return {
+            "pid": os.getpid(),
+            "started": self._started,
+            "devices": held.devices,
+            "limit": held.limit,
+            "evict": held.evict,
+            "evicted": held.evicted,
+            "keys": len(held.entries),
+            "nbytes": held.held(),
+            "by_device": devices,
+            "readers": sum(len(epoch.readers) for epoch in held.all_epochs()),
+            "writers": sum(entry.write is not None for entry in held.entries.values()),
+            "lost": lost,
+        }, ()
+
+    def _list(self, client: _Client, fields: Any, handles: Any, kept: Any) -> tuple[dict[str, Any], Sequence[Fd]]:
+        found: list[dict[str, Any]] = []
+        room = _LIST_BYTES
+        names = sorted(key for key in self._holdings.entries if key > fields["after"])
+        for key in names:
+            found.append(_about(self._holdings.entries[key]))
+            room -= len(json.dumps(found[-1]))
+            if room < 0:
+                break
+        return {"entries": found, "more": len(found) < len(names)}, ()
+
+    def _remove(self, client: _Client, fields: Any, handles: Any, kept: Any) -> tuple[dict[str, Any], Sequence[Fd]]:
+        self._holdings.remove(fields["key"])
+        return {}, ()
+
+    def _write(self, client: _Client, fields: Any, handles: Any, kept: Any) -> tuple[dict[str, Any], Sequence[Fd]]:
+        _check_new(client)
+        address = self._holdings.begin(client, fields["key"], fields["device"], fields["replace"])
+        return {"address": address}, ()
+
+    def _reserve(self, client: _Client, fields: Any, handles: Any, kept: Any) -> tuple[dict[str, Any], Sequence[Fd]]:
+        self._holdings.reserve(client, fields["nbytes"])
+        return {}, ()
+
+    def _commit(
+        self, client: _Client, fields: Any, handles: Sequence[Fd], kept: list[Fd]
+    ) -> tuple[dict[str, Any], Sequence[Fd]]:
+        if client.write is None:
+            raise StoreError("this connection writes nothing")
+        ready, chunks = fields["ready"], fields["chunks"]
+        first = 1 if ready is None else 2
+        if len(handles) != first + len(chunks):
+            raise ProtocolError(f"the commit has {len(handles)} descriptors, and {first + len(chunks)} belong to it")
+        layout, metadata = parse(read_file(handles[0]))
+        layout.check(sum(chunks))
+        word = None
+        if ready is not None:
+            try:
+                word = ReadyWord(handles[1], bytes.fromhex(ready[0]), ready[1], ready[3])
+            except (ValueError, OSError) as error:
+                raise ProtocolError(f"the commit's announcement cannot be read: {error}") from None
+        # A file of its own: the client could change the one that it has sent.
+        manifest = sealed_file(layout.to_bytes(metadata))
+        write = client.write
+        epoch = Epoch(write.entry.key, write.device, fields["address"], chunks, manifest, list(handles[first:]))
+        epoch.layout, epoch.count = layout.hash, len(layout)
+        with undoing(manifest.close):
+            self._holdings.prepare(client, epoch)
+        if word is not None:
+            epoch.ready = word, handles[1], ready
+        kept += handles[first - 1 :] if ready is not None else handles[1:]
+        if fields["prepare"]:
+            return {"token": write.token}, ()
+        self._holdings.publish([write])
+        if fields["keep"]:
+            self._holdings.read(client, epoch)
+        return {"epoch": epoch.number, "layout": epoch.layout}, ()
+
+    def _confirm(self, client: _Client, fields: Any, handles: Any, kept: Any) -> tuple[dict[str, Any], Sequence[Fd]]:
+        self._holdings.confirm(client, fields["tokens"])
+        assert client.epoch is not None
+        return {"epoch": client.epoch.number, "layout": client.epoch.layout}, ()
+
+    def _open(self, client: _Client, fields: Any, handles: Any, kept: Any) -> tuple[dict[str, Any], Sequence[Fd]]:
+        _check_new(client)
+        epoch = self._holdings.open(client, fields["key"])
+        first = [epoch.manifest, *([epoch.ready[1]] if epoch.ready is not None else [])]
+        return {
+            "epoch": epoch.number,
+            "device": epoch.device,
+            "address": epoch.address,
+            "chunks": [[nbytes, len(list(run))] for nbytes, run in groupby(epoch.chunks)],
+            "layout": epoch.layout,
+            "ready": epoch.ready and epoch.ready[2],
+        }, [*first, *epoch.handles[: PACKET_HANDLES - len(first)]]
+
+    def _fetch(self, client: _Client, fields: Any, handles: Any, kept: Any) -> tuple[dict[str, Any], Sequence[Fd]]:
+        if client.epoch is None:
+            raise StoreError("this connection reads nothing")
+        return {}, client.epoch.handles[fields["start"] : fields["start"] + PACKET_HANDLES]
+
+    def __repr__(self) -> str:
+        if not hasattr(self, "_selector"):
+            return "<StoreServer that could not be made>"
+        state = "closed" if self.closed else f"{len(self._holdings.entries)} keys, {size_text(self._holdings.held())}"
+        return f"<StoreServer {self.name!r}, {state}>"
+
+
+class _Stopped(Exception):
+    """Ends the loop."""
+
+
+_ANSWERS: dict[Kind, Callable[..., tuple[dict[str, Any], Sequence[Fd]]]] = {
+    Kind.STATUS: StoreServer._status,
+    Kind.LIST: StoreServer._list,
+    Kind.REMOVE: StoreServer._remove,
+    Kind.WRITE: StoreServer._write,
+    Kind.RESERVE: StoreServer._reserve,
+    Kind.COMMIT: StoreServer._commit,
+    Kind.CONFIRM: StoreServer._confirm,
+    Kind.OPEN: StoreServer._open,
+    Kind.FETCH: StoreServer._fetch,
+}
+
+
+def _check_new(client: _Client) -> None:
+    if client.write is not None or client.epoch is not None:
+        raise StoreError("this connection writes or reads already: each epoch has its own")
+
+
+def _about(entry: Entry) -> dict[str, Any]:
+    """Return what LIST says of a key."""
+    epoch = entry.current
+    about: dict[str, Any] = {
+        "key": entry.key,
+        "epoch": entry.number,
+        "writer": None if entry.write is None else entry.write.holder.pid,
+        "older": [[older.number, older.nbytes, _pids(older)] for older in entry.older[:20]],
+        "nbytes": sum(one.nbytes for one in entry.epochs) + (0 if entry.write is None else entry.write.reserved),
+        "tensors": 0,
+        "readers": [],
+    }
+    if epoch is not None:
+        about |= {
+            "epoch": epoch.number,
+            "device": epoch.device,
+            "address": epoch.address,
+            "tensors": epoch.count,
+            "layout": epoch.layout,
+            "readers": _pids(epoch),
+            "awaited": epoch.ready is not None,
+            "created": epoch.created,
+            "used": epoch.used,
+        }
+    return about
+
+
+def _pids(epoch: Epoch) -> list[int]:
+    return sorted(reader.pid for reader in epoch.readers)[:1000]
+
+
+def uuid_of(device: Device | int, driver: Driver | None = None) -> str:
+    """Return the UUID of a device, 32 hexadecimal digits, which is the same in all processes."""
+    return (device if isinstance(device, Device) else Device(device, driver=driver)).uuid.hex
+
+
+def _locked(name: str, path: Any) -> Fd:
+    """Lock a file for the life of the server; the kernel releases it with the process."""
+    lock = Fd(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
+    with undoing(lock.close):
+        try:
+            fcntl.flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.pread(lock.fileno(), 20, 0).decode(errors="replace").strip()
+            raise StoreBusyError(f"process {owner or '?'} serves a store {name!r} already") from None
+        os.ftruncate(lock.fileno(), 0)
+        os.pwrite(lock.fileno(), str(os.getpid()).encode(), 0)
+    return lock
+
+
+def notify_systemd(state: str) -> None:
+    """Send a state such as ``READY=1`` to systemd, if it waits for one (``sd_notify``)."""
+    address = os.environ.get("NOTIFY_SOCKET")
+    if address:
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notifier:
+            notifier.connect("\0" + address[1:] if address.startswith("@") else address)
+            notifier.send(state.encode())
