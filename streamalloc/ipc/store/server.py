@@ -201,6 +201,7 @@ class StoreServer(Closes):
         client = _Client(channel)
         self._clients[channel.fileno()] = client
         self._selector.register(channel, selectors.EVENT_READ, client)
+        self._receive(client)  # A client that connects has sent a request.
 
     def _receive(self, client: _Client) -> None:
         try:

@@ -325,7 +325,7 @@ class Weights(Tensors, Closes, Shown):
                 for memory in self._epoch.chunks:
                     self.range.map(memory, offset)
                     offset += memory.nbytes
-                self.range.set_access(self._places)
+                self.range.set_access(self._places, stop=self.nbytes)
 
     def _renew(self, after: After) -> None:
         """Map the last commit in place of this one."""

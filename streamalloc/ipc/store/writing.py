@@ -227,6 +227,8 @@ class WeightsWriter(Tensors, Leaves):
         """Send the epoch. Unless it is to ``block``, the host does not wait for queued work."""
         session = session_of(self.device)
         self._pending = None
+        if not self._chunks:
+            self._grow(GRANULARITY)  # Nothing but empty tensors: the driver maps no range without bytes.
         if block:
             wait(None, session, session.ordinals)
         else:
@@ -326,8 +328,9 @@ class WeightsWriter(Tensors, Leaves):
             self._connection, self.key, answer["epoch"], self.device, self.range.address, self.layout,
             metadata=self.metadata, chunks=self._chunks,
         )  # fmt: skip
-        self.range.set_access(self.device, MemAccess.READ, after=())
-        return Weights(opened, self.range, self.device, None)
+        with undoing(lambda: self._release(())):
+            self.range.set_access(self.device, MemAccess.READ, stop=self._mapped, after=())
+            return Weights(opened, self.range, self.device, None)
 
     def __enter__(self) -> Self:
         self._check_open()
