@@ -187,16 +187,17 @@ class Holdings:
         if entry.current is not None and not replace:
             raise StoreKeyError(f"the store holds epoch {entry.number} of {entry.key!r}: replace=True replaces it")
 
-    def reserve(self, holder: Holder, nbytes: int) -> None:
-        """Count memory that a writer is about to create."""
+    def reserve(self, holder: Holder, total: int) -> None:
+        """Count the memory that a writer has created and is about to create."""
         write = _writing(holder)
-        if self.limit is not None:
+        nbytes = total - write.reserved
+        if self.limit is not None and nbytes > 0:
             held = self.held(write.device)
             if held + nbytes > self.limit and self.evict:
                 held = self._make_room(write.device, nbytes)
             if held + nbytes > self.limit:
                 raise StoreFullError(self._full(write, nbytes, held))
-        write.reserved += nbytes
+        write.reserved = total
 
     def _make_room(self, device: str, nbytes: int) -> int:
         """Remove keys until so many bytes fit; return the bytes that are held then."""

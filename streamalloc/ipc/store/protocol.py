@@ -61,7 +61,7 @@ class Kind(enum.IntEnum):
     WRITE = 4
     """Client: begin an epoch. The connection is the writer's from now on; its end aborts the epoch."""
     RESERVE = 5
-    """Writer: count memory that it is about to create."""
+    """Writer: count the memory of the epoch, with what it is about to create."""
     COMMIT = 6
     """Writer: the whole epoch, with manifest and handles; with ``prepare``, it is published by CONFIRM."""
     CONFIRM = 7
@@ -109,7 +109,7 @@ _FIELDS: dict[Kind, dict[str, Callable[[object], bool]]] = {
     Kind.LIST: {"after": lambda value: value == "" or _is_key(value)},
     Kind.REMOVE: {"key": _is_key},
     Kind.WRITE: {"key": _is_key, "device": _is_uuid, "replace": _is_flag},
-    Kind.RESERVE: {"nbytes": _is_size},
+    Kind.RESERVE: {"total": _is_size},
     Kind.COMMIT: {
         "address": _is_size,
         "chunks": _is_list(MOST_CHUNKS, _is_size),

@@ -291,7 +291,7 @@ class StoreServer(Closes):
         return {"address": address}, ()
 
     def _reserve(self, client: _Client, fields: Any, handles: Any, kept: Any) -> tuple[dict[str, Any], Sequence[Fd]]:
-        self._holdings.reserve(client, fields["nbytes"])
+        self._holdings.reserve(client, fields["total"])
         return {}, ()
 
     def _commit(

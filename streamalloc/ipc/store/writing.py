@@ -191,9 +191,11 @@ class WeightsWriter(Tensors, Leaves):
             )
         if len(self._chunks) == MOST_CHUNKS:
             raise ValueError(f"an epoch has at most {MOST_CHUNKS} chunks of memory: allocate larger tensors first")
-        self._connection.ask(Kind.RESERVE, nbytes=nbytes)
-        memory = PhysicalMemory(self.device, nbytes, handle_types=_POSIX)
-        with undoing(memory.close):
+        self._connection.ask(Kind.RESERVE, total=self._mapped + nbytes)
+        with contextlib.ExitStack() as undo:
+            undo.enter_context(undoing(lambda: self._connection.ask(Kind.RESERVE, total=self._mapped)))
+            memory = PhysicalMemory(self.device, nbytes, handle_types=_POSIX)
+            undo.enter_context(undoing(memory.close))
             self.range.map(memory, self._mapped, access=self.device)
             self._chunks.append(memory)
         self._mapped += nbytes
@@ -236,15 +238,16 @@ class WeightsWriter(Tensors, Leaves):
             if not all(event.query() for event in events):
                 self._pending = self._announced(events)
         with contextlib.ExitStack() as undo:
-            undo.callback(lambda: close_all(sent))
-            sent: list[Fd] = [sealed_file(self.layout.to_bytes(self.metadata))]
+            sent: list[Fd] = []
+            undo.callback(close_all, sent)
+            sent.append(sealed_file(self.layout.to_bytes(self.metadata)))
+            sent += [memory.export() for memory in self._chunks]  # type: ignore[misc]
             ready = None
             files: list[Fd] = []
             if self._pending is not None:
                 lease = self._pending[0]
                 ready = [lease.block.id.hex(), lease.slot, lease.generation, self._pending[1]]
                 files = [lease.block.fd]
-            sent += [memory.export() for memory in self._chunks]  # type: ignore[misc]
             answer, _ = self._connection.ask(
                 Kind.COMMIT,
                 [sent[0], *files, *sent[1:]],
