@@ -316,7 +316,7 @@ def write_state_dict(weights: WeightsWriter, tensors: dict[str, Any]) -> None:
         parts = {name: (tensors[name].storage_offset() * tensors[name].element_size(), tensors[name]) for name in names}
         about = {name: Tensor(str(one.dtype).removeprefix("torch."), tuple(one.shape), _strides(one), begin)
                  for name, (begin, one) in parts.items()}  # fmt: skip
-        first = min(one.offset for one in about.values())
+        first = min(one.offset for one in about.values()) // 16 * 16  # as aligned as any type is
         nbytes = max(one.offset + one.nbytes for one in about.values()) - first
         offset = weights.reserve(nbytes)
         if nbytes:

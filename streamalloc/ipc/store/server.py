@@ -7,7 +7,6 @@ memory of a device. A client's death is the end of its connection.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import json
 import os
@@ -43,11 +42,13 @@ _PAUSE = 0.02
 class _Client(Holder):
     """A connection, and the answer that it has not taken yet."""
 
-    __slots__ = ("answer", "channel")
+    __slots__ = ("answer", "channel", "number")
 
     def __init__(self, channel: Channel) -> None:
         super().__init__(channel.peer.pid)
         self.channel = channel
+        self.number = channel.fileno()
+        """Descriptor, also of a channel that has closed itself."""
         self.answer: tuple[bytes, Sequence[Fd]] | None = None
 
 
@@ -193,10 +194,8 @@ class StoreServer(Closes):
             channel = self._listener.accept(timeout=0)
         except (TimeoutError, PermissionError):
             return
-        except OSError as error:
-            if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS):
-                raise
-            time.sleep(_PAUSE)  # No descriptor is left: the client waits in the queue.
+        except OSError:
+            time.sleep(_PAUSE)  # No descriptor is left, for example: the client waits in the queue.
             return
         client = _Client(channel)
         self._clients[channel.fileno()] = client
@@ -243,9 +242,8 @@ class StoreServer(Closes):
         client.answer = None
 
     def _drop(self, client: _Client) -> None:
-        number = client.channel.fileno()
-        self._selector.unregister(number)
-        del self._clients[number]
+        self._selector.unregister(client.number)
+        del self._clients[client.number]
         client.channel.close()
         self._holdings.end(client)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import socket
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -114,6 +115,14 @@ class TestRequests:
             with ipc.Channel.connect(protocol.socket_path(store.name)) as channel:
                 channel.send(bytes(data))
                 channel.receive(timeout=5)
+
+    def test_packets_of_any_bytes(self, store: ipc.Store) -> None:
+        """Below the messages, which a channel refuses."""
+        for data in (b"x", b"x" * 100, b"SAch" + b"\xff" * 20):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as raw:
+                raw.connect(str(protocol.socket_path(store.name)))
+                raw.send(data)
+                assert raw.recv(100) == b""
 
     def test_descriptors_that_nobody_asked_for(self, channel: ipc.Channel) -> None:
         files = len(os.listdir("/proc/self/fd"))
@@ -295,8 +304,6 @@ class TestUsers:
 
 
 def test_systemd_is_notified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import socket
-
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
         systemd.bind(str(tmp_path / "notify"))
         monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
