@@ -49,6 +49,6 @@ KINDS: dict[str, type[StoreError]] = {
 """Classes by the names that answers of the server have."""
 
 
-def kind_of(error: StoreError) -> str:
+def kind_of(error: BaseException) -> str:
     """Return the name of an error's class in answers."""
     return next((name for name, kind in KINDS.items() if kind is type(error)), "refused")

@@ -17,7 +17,7 @@ import struct
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from streamalloc.core.internal import Closes, Fd, close_all
 from streamalloc.ipc.store.errors import KINDS, StoreError, StoreGoneError
@@ -76,48 +76,43 @@ class Kind(enum.IntEnum):
     """Server: kind and text of an error."""
 
 
-def _is_key(value: object) -> bool:
+_Check: TypeAlias = Callable[[Any], bool]
+
+
+def _is_text(pattern: str) -> _Check:
+    return lambda value: type(value) is str and re.fullmatch(pattern, value) is not None
+
+
+def _is_list(allowed: _Check) -> _Check:
+    return lambda value: type(value) is list and len(value) <= MOST_CHUNKS and all(map(allowed, value))
+
+
+def _is_key(value: Any) -> bool:
     return type(value) is str and 0 < len(value) <= 512 and value.isprintable()
 
 
-def _is_size(value: object) -> bool:
+def _is_size(value: Any) -> bool:
     return type(value) is int and 0 <= value < 1 << 56
 
 
-def _is_flag(value: object) -> bool:
+def _is_flag(value: Any) -> bool:
     return type(value) is bool
 
 
-def _is_uuid(value: object) -> bool:
-    return type(value) is str and re.fullmatch("[0-9a-f]{32}", value) is not None
-
-
-def _is_list(most: int, allowed: Callable[[object], bool]) -> Callable[[object], bool]:
-    return lambda value: type(value) is list and len(value) <= most and all(map(allowed, value))
-
-
-def _is_ready(value: object) -> bool:
-    """None, or id of a control block, slot, generation and value."""
-    if value is None:
-        return True
-    whole = type(value) is list and len(value) == 4 and _is_uuid(value[0])
-    return whole and all(type(one) is int and 0 <= one < 1 << 32 for one in value[1:])  # type: ignore[index]
-
-
-_FIELDS: dict[Kind, dict[str, Callable[[object], bool]]] = {
+_FIELDS: dict[int, dict[str, _Check]] = {
     Kind.STATUS: {},
     Kind.LIST: {"after": lambda value: value == "" or _is_key(value)},
     Kind.REMOVE: {"key": _is_key},
-    Kind.WRITE: {"key": _is_key, "device": _is_uuid, "replace": _is_flag},
+    Kind.WRITE: {"key": _is_key, "device": _is_text("[0-9a-f]{32}"), "replace": _is_flag},
     Kind.RESERVE: {"total": _is_size},
     Kind.COMMIT: {
         "address": _is_size,
-        "chunks": _is_list(MOST_CHUNKS, _is_size),
-        "ready": _is_ready,
+        "chunks": _is_list(_is_size),
+        "ready": _is_text("|[0-9a-f]{32}( [0-9]{1,10}){3}"),
         "prepare": _is_flag,
         "keep": _is_flag,
     },
-    Kind.CONFIRM: {"tokens": _is_list(4096, _is_uuid)},
+    Kind.CONFIRM: {"tokens": _is_list(_is_text("[0-9]{1,10} [0-9]{1,20}"))},
     Kind.OPEN: {"key": _is_key},
     Kind.FETCH: {"start": _is_size},
 }
@@ -170,7 +165,7 @@ def unpack(data: bytes) -> tuple[Kind, dict[str, Any]]:
             f"this server has version {VERSION} of the protocol, and the client version {version}: "
             "use the same release of streamalloc in both"
         )
-    allowed = _FIELDS.get(number)  # type: ignore[call-overload]
+    allowed = _FIELDS.get(number)
     if allowed is None:
         raise ProtocolError(f"a store has no request of kind {number}")
     wrong = allowed.keys() ^ fields.keys() or {name for name, allows in allowed.items() if not allows(fields[name])}

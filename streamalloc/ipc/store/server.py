@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
+import itertools
 import json
 import os
 import resource
@@ -17,7 +19,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from itertools import groupby
 from typing import Any
 
 from typing_extensions import Self
@@ -40,16 +41,32 @@ _PAUSE = 0.02
 
 
 class _Client(Holder):
-    """A connection, and the answer that it has not taken yet."""
+    """A connection, the descriptors of its request, and the answer that it has not taken yet."""
 
-    __slots__ = ("answer", "channel", "number")
+    __slots__ = ("answer", "channel", "handles", "number", "sends")
+
+    handles: list[Fd]
+    """Descriptors that came with the request; a handler removes those that it keeps."""
 
     def __init__(self, channel: Channel) -> None:
         super().__init__(channel.peer.pid)
         self.channel = channel
         self.number = channel.fileno()
         """Descriptor, also of a channel that has closed itself."""
-        self.answer: tuple[bytes, Sequence[Fd]] | None = None
+        self.answer: bytes | None = None
+        self.sends: Sequence[Fd] = ()
+        """Descriptors that go with the answer."""
+
+    def check_new(self) -> None:
+        """Raise if the connection has an epoch already."""
+        if self.epoch is not None:
+            raise StoreError("this connection writes or reads already: each epoch has its own")
+
+    def writing(self) -> Epoch:
+        """Return the epoch that is being written."""
+        if self.epoch is None or self.epoch.entry.next is not self.epoch:
+            raise StoreError("this connection writes nothing")
+        return self.epoch
 
 
 class StoreServer(Closes):
@@ -74,7 +91,7 @@ class StoreServer(Closes):
         Another process of this user serves a store of this name.
     """
 
-    __slots__ = ("__weakref__", "_clients", "_holdings", "_listener", "_lock", "_selector", "_started", "_thread",
+    __slots__ = ("__weakref__", "_clients", "_holdings", "_listener", "_lock", "_selector", "_thread",
                  "_wake", "name")  # fmt: skip
 
     def __init__(
@@ -89,7 +106,6 @@ class StoreServer(Closes):
         path = socket_path(name)
         self.name = name
         self._thread: threading.Thread | None = None
-        self._started = time.time()
         if limit is not None:
             checked_size("limit", limit)
         if evict and limit is None:
@@ -105,8 +121,8 @@ class StoreServer(Closes):
             self._wake = tuple(map(Fd, os.pipe()))
             self._clients: dict[int, _Client] = {}
             self._selector = undo.enter_context(contextlib.closing(selectors.DefaultSelector()))
-            self._selector.register(self._listener, selectors.EVENT_READ, None)
-            self._selector.register(self._wake[0].fileno(), selectors.EVENT_READ, None)
+            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+            self._selector.register(self._wake[0], selectors.EVENT_READ, self._stop)
             undo.pop_all()
         # Each chunk of each epoch is an open file.
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -139,26 +155,19 @@ class StoreServer(Closes):
         with contextlib.suppress(_Stopped):
             awaited = False
             while True:
-                pending = any(client.answer for client in self._clients.values())
-                events = self._selector.select(_PAUSE if awaited or pending else None)
+                late = [client for client in self._clients.values() if client.answer is not None]
+                events = self._selector.select(_PAUSE if awaited or late else None)
                 for key, _ in events:
-                    self._work(key.fd, key.data)
-                for client in list(self._clients.values()) if pending else ():
+                    key.data()
+                for client in late:
                     self._send(client)
-                if awaited or events:
-                    awaited = self._holdings.settle()
+                awaited = self._holdings.settle() if awaited or events else False
         self._shut()
 
     def stop(self) -> None:
         """End :meth:`run`; signal handlers may call this."""
         with contextlib.suppress(OSError):
             os.write(self._wake[1].fileno(), b"s")
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the server has stopped; return whether it has."""
-        if self._thread is not None:
-            self._thread.join(timeout)
-        return self.closed
 
     def close(self) -> None:
         """Stop, and release all memory that no reader has mapped; idempotent."""
@@ -181,13 +190,8 @@ class StoreServer(Closes):
 
     # -- the loop --------------------------------------------------------------------------------------------------
 
-    def _work(self, number: int, client: _Client | None) -> None:
-        if client is not None:
-            self._receive(client)
-        elif number == self._wake[0].fileno():
-            raise _Stopped
-        else:
-            self._accept()
+    def _stop(self) -> None:
+        raise _Stopped
 
     def _accept(self) -> None:
         try:
@@ -198,8 +202,8 @@ class StoreServer(Closes):
             time.sleep(_PAUSE)  # No descriptor is left, for example: the client waits in the queue.
             return
         client = _Client(channel)
-        self._clients[channel.fileno()] = client
-        self._selector.register(channel, selectors.EVENT_READ, client)
+        self._clients[client.number] = client
+        self._selector.register(channel, selectors.EVENT_READ, functools.partial(self._receive, client))
         self._receive(client)  # A client that connects has sent a request.
 
     def _receive(self, client: _Client) -> None:
@@ -210,36 +214,32 @@ class StoreServer(Closes):
         except (PeerGoneError, ProtocolError, OSError):
             self._drop(client)
             return
-        if client.answer is not None:
-            self._drop(client)  # A client sends no request before it has its answer.
-            close_all(handles)
-            return
-        kept: list[Fd] = []
+        client.handles = list(handles)
         try:
             kind, fields = unpack(data)
-            answer, sent = _ANSWERS[kind](self, client, fields, handles, kept)
-            client.answer = pack(Kind.DONE, answer), sent
+            client.answer = pack(Kind.DONE, _ANSWERS[kind](self, client, **fields))
         except (StoreError, ProtocolError, OSError) as error:
-            name = kind_of(error) if isinstance(error, StoreError) else "refused"
-            client.answer = pack(Kind.REFUSED, {"error": name, "text": str(error)[:8000]}), ()
+            client.sends = ()
+            client.answer = pack(Kind.REFUSED, {"error": kind_of(error), "text": str(error)[:8000]})
         except Exception:
             # A fault of this server must not cost the other clients their weights.
             traceback.print_exc()
             self._drop(client)
         finally:
-            close_all(handle for handle in handles if handle not in kept)
+            close_all(client.handles)
         self._send(client)
 
     def _send(self, client: _Client) -> None:
+        """Send the answer, unless the connection has ended."""
         if client.answer is None:
             return
         try:
-            client.channel.send(*client.answer, timeout=0)
+            client.channel.send(client.answer, client.sends, timeout=0)
         except TimeoutError:
             return  # The limit of descriptors in flight: sent again a little later.
         except OSError:
             self._drop(client)
-        client.answer = None
+        client.answer, client.sends = None, ()
 
     def _drop(self, client: _Client) -> None:
         self._selector.unregister(client.number)
@@ -247,107 +247,99 @@ class StoreServer(Closes):
         client.channel.close()
         self._holdings.end(client)
 
-    # -- requests: the client, its fields and descriptors, and a list for the descriptors that are kept ------------
+    # -- requests ----------------------------------------------------------------------------------------------------
 
-    def _status(self, client: _Client, fields: Any, handles: Any, kept: Any) -> tuple[dict[str, Any], Sequence[Fd]]:
+    def _status(self, client: _Client) -> dict[str, Any]:
         held = self._holdings
-        devices = {epoch.device: held.held(epoch.device) for epoch in held.all_epochs()}
-        lost = dict(list(self.lost.items())[:100])
         return {
             "pid": os.getpid(),
-            "started": self._started,
             "devices": held.devices,
             "limit": held.limit,
-            "evict": held.evict,
             "evicted": held.evicted,
             "keys": len(held.entries),
             "nbytes": held.held(),
-            "by_device": devices,
+            "by_device": {epoch.device: held.held(epoch.device) for epoch in held.all_epochs()},
             "readers": sum(len(epoch.readers) for epoch in held.all_epochs()),
-            "writers": sum(entry.write is not None for entry in held.entries.values()),
-            "lost": lost,
-        }, ()
+            "writers": sum(entry.next is not None for entry in held.entries.values()),
+            "lost": dict(itertools.islice(self.lost.items(), 100)),
+        }
 
-    def _list(self, client: _Client, fields: Any, handles: Any, kept: Any) -> tuple[dict[str, Any], Sequence[Fd]]:
+    def _list(self, client: _Client, after: str) -> dict[str, Any]:
         found: list[dict[str, Any]] = []
+        names = sorted(key for key in self._holdings.entries if key > after)
         room = _LIST_BYTES
-        names = sorted(key for key in self._holdings.entries if key > fields["after"])
         for key in names:
             found.append(_about(self._holdings.entries[key]))
             room -= len(json.dumps(found[-1]))
             if room < 0:
                 break
-        return {"entries": found, "more": len(found) < len(names)}, ()
+        return {"entries": found, "more": len(found) < len(names)}
 
-    def _remove(self, client: _Client, fields: Any, handles: Any, kept: Any) -> tuple[dict[str, Any], Sequence[Fd]]:
-        self._holdings.remove(fields["key"])
-        return {}, ()
+    def _remove(self, client: _Client, key: str) -> dict[str, Any]:
+        self._holdings.remove(key)
+        return {}
 
-    def _write(self, client: _Client, fields: Any, handles: Any, kept: Any) -> tuple[dict[str, Any], Sequence[Fd]]:
-        _check_new(client)
-        address = self._holdings.begin(client, fields["key"], fields["device"], fields["replace"])
-        return {"address": address}, ()
+    def _write(self, client: _Client, key: str, device: str, replace: bool) -> dict[str, Any]:
+        client.check_new()
+        return {"address": self._holdings.begin(client, key, device, replace)}
 
-    def _reserve(self, client: _Client, fields: Any, handles: Any, kept: Any) -> tuple[dict[str, Any], Sequence[Fd]]:
-        self._holdings.reserve(client, fields["total"])
-        return {}, ()
+    def _reserve(self, client: _Client, total: int) -> dict[str, Any]:
+        self._holdings.reserve(client.writing(), total)
+        return {}
 
     def _commit(
-        self, client: _Client, fields: Any, handles: Sequence[Fd], kept: list[Fd]
-    ) -> tuple[dict[str, Any], Sequence[Fd]]:
-        if client.write is None:
-            raise StoreError("this connection writes nothing")
-        ready, chunks = fields["ready"], fields["chunks"]
-        first = 1 if ready is None else 2
+        self, client: _Client, address: int, chunks: list[int], ready: str, prepare: bool, keep: bool
+    ) -> dict[str, Any]:
+        epoch, handles = client.writing(), client.handles
+        first = 2 if ready else 1
         if len(handles) != first + len(chunks):
             raise ProtocolError(f"the commit has {len(handles)} descriptors, and {first + len(chunks)} belong to it")
         layout, metadata = parse(read_file(handles[0]))
         layout.check(sum(chunks))
-        word = None
-        if ready is not None:
-            try:
-                word = ReadyWord(handles[1], bytes.fromhex(ready[0]), ready[1], ready[3])
-            except (ValueError, OSError) as error:
-                raise ProtocolError(f"the commit's announcement cannot be read: {error}") from None
+        word = announcement(handles[1], ready) if ready else None
         # A file of its own: the client could change the one that it has sent.
         manifest = sealed_file(layout.to_bytes(metadata))
-        write = client.write
-        epoch = Epoch(write.entry.key, write.device, fields["address"], chunks, manifest, list(handles[first:]))
-        epoch.layout, epoch.count = layout.hash, len(layout)
         with undoing(manifest.close):
-            self._holdings.prepare(client, epoch)
-        if word is not None:
-            epoch.ready = word, handles[1], ready
-        kept += handles[first - 1 :] if ready is not None else handles[1:]
-        if fields["prepare"]:
-            return {"token": write.token}, ()
-        self._holdings.publish([write])
-        if fields["keep"]:
+            self._holdings.prepare(epoch, address, chunks, manifest, handles[first:])
+        epoch.layout, epoch.count = layout.hash, len(layout)
+        epoch.ready = None if word is None else (word, handles[1], ready)
+        del handles[1:]  # the epoch's from now on
+        if prepare:
+            return {"token": f"{client.number} {id(epoch)}"}
+        self._holdings.publish([epoch])
+        if keep:
             self._holdings.read(client, epoch)
-        return {"epoch": epoch.number, "layout": epoch.layout}, ()
+        return {"epoch": epoch.number}
 
-    def _confirm(self, client: _Client, fields: Any, handles: Any, kept: Any) -> tuple[dict[str, Any], Sequence[Fd]]:
-        self._holdings.confirm(client, fields["tokens"])
-        assert client.epoch is not None
-        return {"epoch": client.epoch.number, "layout": client.epoch.layout}, ()
+    def _confirm(self, client: _Client, tokens: list[str]) -> dict[str, Any]:
+        if client.epoch is not None and client.epoch.number:
+            return {"epoch": client.epoch.number}  # Another rank of the group came first.
+        written = {f"{one.number} {id(one.epoch)}": one.epoch for one in self._clients.values()}
+        epochs = [epoch for token in tokens if (epoch := written.get(token)) is not None and epoch.handles]
+        if len(epochs) != len(tokens) or client.epoch not in epochs:
+            raise StoreError("a rank of the group has ended, or was not prepared: nothing of the group was committed")
+        self._holdings.publish(epochs)
+        return self._confirm(client, tokens)
 
-    def _open(self, client: _Client, fields: Any, handles: Any, kept: Any) -> tuple[dict[str, Any], Sequence[Fd]]:
-        _check_new(client)
-        epoch = self._holdings.open(client, fields["key"])
+    def _open(self, client: _Client, key: str) -> dict[str, Any]:
+        client.check_new()
+        epoch = self._holdings.open(client, key)
         first = [epoch.manifest, *([epoch.ready[1]] if epoch.ready is not None else [])]
+        client.sends = [*first, *epoch.handles[: PACKET_HANDLES - len(first)]]
         return {
             "epoch": epoch.number,
             "device": epoch.device,
             "address": epoch.address,
-            "chunks": [[nbytes, len(list(run))] for nbytes, run in groupby(epoch.chunks)],
+            "chunks": [[nbytes, len(list(run))] for nbytes, run in itertools.groupby(epoch.chunks)],
             "layout": epoch.layout,
-            "ready": epoch.ready and epoch.ready[2],
-        }, [*first, *epoch.handles[: PACKET_HANDLES - len(first)]]
+            "ready": "" if epoch.ready is None else epoch.ready[2],
+        }
 
-    def _fetch(self, client: _Client, fields: Any, handles: Any, kept: Any) -> tuple[dict[str, Any], Sequence[Fd]]:
+    def _fetch(self, client: _Client, start: int) -> dict[str, Any]:
         if client.epoch is None:
             raise StoreError("this connection reads nothing")
-        return {}, client.epoch.handles[fields["start"] : fields["start"] + PACKET_HANDLES]
+        client.sends = client.epoch.handles[start : start + PACKET_HANDLES]
+        return {}
 
     def __repr__(self) -> str:
         if not hasattr(self, "_selector"):
@@ -360,7 +352,7 @@ class _Stopped(Exception):
     """Ends the loop."""
 
 
-_ANSWERS: dict[Kind, Callable[..., tuple[dict[str, Any], Sequence[Fd]]]] = {
+_ANSWERS: dict[Kind, Callable[..., dict[str, Any]]] = {
     Kind.STATUS: StoreServer._status,
     Kind.LIST: StoreServer._list,
     Kind.REMOVE: StoreServer._remove,
@@ -373,40 +365,34 @@ _ANSWERS: dict[Kind, Callable[..., tuple[dict[str, Any], Sequence[Fd]]]] = {
 }
 
 
-def _check_new(client: _Client) -> None:
-    if client.write is not None or client.epoch is not None:
-        raise StoreError("this connection writes or reads already: each epoch has its own")
-
-
 def _about(entry: Entry) -> dict[str, Any]:
     """Return what LIST says of a key."""
     epoch = entry.current
     about: dict[str, Any] = {
         "key": entry.key,
-        "epoch": entry.number,
-        "writer": None if entry.write is None else entry.write.holder.pid,
+        "epoch": 0,
+        "nbytes": sum(one.nbytes for one in (*entry.epochs, *([entry.next] if entry.next else []))),
+        "writer": None if entry.next is None or entry.next.writer is None else entry.next.writer.pid,
         "older": [[older.number, older.nbytes, _pids(older)] for older in entry.older[:20]],
-        "nbytes": sum(one.nbytes for one in entry.epochs) + (0 if entry.write is None else entry.write.reserved),
-        "tensors": 0,
-        "readers": [],
     }
     if epoch is not None:
-        about |= {
-            "epoch": epoch.number,
-            "device": epoch.device,
-            "address": epoch.address,
-            "tensors": epoch.count,
-            "layout": epoch.layout,
-            "readers": _pids(epoch),
-            "awaited": epoch.ready is not None,
-            "created": epoch.created,
-            "used": epoch.used,
-        }
+        about |= {"epoch": epoch.number, "tensors": epoch.count, "readers": _pids(epoch)}
+        about |= {name: getattr(epoch, name) for name in ("device", "address", "layout", "created", "used")}
+        about["awaited"] = epoch.ready is not None
     return about
 
 
 def _pids(epoch: Epoch) -> list[int]:
     return sorted(reader.pid for reader in epoch.readers)[:1000]
+
+
+def announcement(block: Fd, ready: str) -> ReadyWord:
+    """Return the ready word that a commit names: id of the control block, slot, generation and value."""
+    name, slot, _, value = ready.split()
+    try:
+        return ReadyWord(block, bytes.fromhex(name), int(slot), int(value))
+    except (ValueError, OSError) as error:
+        raise ProtocolError(f"the commit's announcement cannot be read: {error}") from None
 
 
 def uuid_of(device: Device | int, driver: Driver | None = None) -> str:

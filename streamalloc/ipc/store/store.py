@@ -29,13 +29,13 @@ class StoreEntry:
     """Number of the last commit; 0 before the first."""
     nbytes: int
     """Bytes of device memory, those of replaced epochs that have readers and of an epoch in the making included."""
-    tensors: int
-    readers: tuple[int, ...]
-    """Process identifiers of the readers of the last commit."""
     writer: int | None
     """Process identifier of the writer of the next epoch."""
-    older: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
+    older: tuple[tuple[int, int, tuple[int, ...]], ...]
     """Replaced epochs that have readers: number, bytes, process identifiers."""
+    readers: tuple[int, ...] = ()
+    """Process identifiers of the readers of the last commit."""
+    tensors: int = 0
     device: str = ""
     """UUID of the device, 32 hexadecimal digits."""
     address: int = 0
@@ -55,13 +55,10 @@ class StoreStatistics:
 
     pid: int
     """Process identifier of the server."""
-    started: float
-    """Seconds since the epoch of Unix."""
     devices: tuple[str, ...] | None
     """UUIDs of the devices that it takes memory of; None: all."""
     limit: int | None
     """Bytes of each device that it may hold."""
-    evict: bool
     evicted: int
     """Keys that were removed to make room."""
     keys: int
@@ -250,7 +247,7 @@ class Store(Closes):
             answer = self._ask(Kind.LIST, after=found[-1].key if found else "")
             more = answer["more"]
             for about in answer["entries"]:
-                about["readers"] = tuple(about["readers"])
+                about["readers"] = tuple(about.get("readers", ()))
                 about["older"] = tuple((number, nbytes, tuple(pids)) for number, nbytes, pids in about["older"])
                 found.append(StoreEntry(**about))
         return found

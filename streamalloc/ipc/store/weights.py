@@ -149,17 +149,18 @@ class OpenEpoch:
             device = _device_of(answer["device"], session)
             opened = cls(connection, key, answer["epoch"], device, answer["address"], layout, metadata=metadata)
             undo.enter_context(undoing(opened.close))
-            if answer["ready"] is not None:
-                opened._find_block(session, received[1], *answer["ready"])
+            if answer["ready"]:
+                opened._find_block(session, received[1], *answer["ready"].split())
             sizes = [nbytes for nbytes, count in answer["chunks"] for _ in range(count)]
-            handles = connection.handles(len(sizes), received[1 if answer["ready"] is None else 2 :])
+            handles = connection.handles(len(sizes), received[2 if answer["ready"] else 1 :])
             undo.callback(close_all, handles)
             chunks = opened.chunks
             for fd, nbytes in zip(handles, sizes, strict=True):
                 chunks.append(import_memory(session, fd, nbytes, chunks[0] if chunks else None))
         return opened
 
-    def _find_block(self, session: Session, fd: Fd, name: str, slot: int, generation: int, value: int) -> None:
+    def _find_block(self, session: Session, fd: Fd, name: str, *numbers: str) -> None:
+        slot, generation, value = map(int, numbers)
         block = importer_of(session).control_block(bytes.fromhex(name), lambda _: Fd(os.dup(fd.fileno())))
         assert block is not None
         self.ready = block, slot, generation, value

@@ -242,11 +242,11 @@ class WeightsWriter(Tensors, Leaves):
             undo.callback(close_all, sent)
             sent.append(sealed_file(self.layout.to_bytes(self.metadata)))
             sent += [memory.export() for memory in self._chunks]  # type: ignore[misc]
-            ready = None
+            ready = ""
             files: list[Fd] = []
             if self._pending is not None:
-                lease = self._pending[0]
-                ready = [lease.block.id.hex(), lease.slot, lease.generation, self._pending[1]]
+                lease, value, _ = self._pending
+                ready = f"{lease.block.id.hex()} {lease.slot} {lease.generation} {value}"
                 files = [lease.block.fd]
             answer, _ = self._connection.ask(
                 Kind.COMMIT,

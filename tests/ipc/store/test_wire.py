@@ -68,7 +68,7 @@ class TestRequests:
             (Kind.RESERVE, {"total": True}, "wrong fields: total"),
             (Kind.RESERVE, {"total": 1}, "writes nothing"),
             (Kind.FETCH, {"start": 0}, "reads nothing"),
-            (Kind.CONFIRM, {"tokens": ["0" * 32]}, "a rank of the group has ended"),
+            (Kind.CONFIRM, {"tokens": ["1 2"]}, "a rank of the group has ended"),
             (Kind.CONFIRM, {"tokens": [{}]}, "wrong fields: tokens"),
             (Kind.DONE, {}, "no request of kind 100"),
             (77, {}, "no request of kind 77"),
@@ -106,7 +106,7 @@ class TestRequests:
         requests = [
             protocol.pack(Kind.OPEN, {"key": "before"}),
             protocol.pack(Kind.WRITE, {"key": "before", "device": "0" * 32, "replace": True}),
-            protocol.pack(Kind.COMMIT, {"address": 0, "chunks": [1], "ready": None, "prepare": False, "keep": False}),
+            protocol.pack(Kind.COMMIT, {"address": 0, "chunks": [1], "ready": "", "prepare": False, "keep": False}),
         ]
         for _ in range(300):
             data = bytearray(rng.choice(requests))
@@ -149,7 +149,7 @@ class TestRequests:
                 return int(real(*args))
 
             connection._channel._send_with = once
-            fields = {"address": 0, "chunks": [1] * 100, "ready": None, "prepare": False, "keep": False}
+            fields = {"address": 0, "chunks": [1] * 100, "ready": "", "prepare": False, "keep": False}
             null = ipc.Fd(os.open(os.devnull, os.O_RDONLY))
             with pytest.raises(KeyboardInterrupt):
                 connection.ask(Kind.COMMIT, [null] * 101, **fields)
@@ -173,7 +173,7 @@ class TestCommits:
 
             def commit(data: bytes, count: int = 1, **other: Any) -> Any:
                 with manifest.sealed_file(data) as file:
-                    fields = {"address": 0, "chunks": [size], "ready": None, "prepare": False, "keep": False} | other
+                    fields = {"address": 0, "chunks": [size], "ready": "", "prepare": False, "keep": False} | other
                     return connection.ask(Kind.COMMIT, [file] + [fd] * count, **fields)
 
             yield commit
@@ -242,8 +242,8 @@ class TestCommits:
             (0, {}),
             (2, {}),
             (1, {"chunks": [4 << 20]}),
-            (1, {"ready": ["0" * 32, 0, 0, 1]}),
-            (2, {"ready": ["0" * 32, 0, 0, 1]}),
+            (1, {"ready": f"{0:032} 0 0 1"}),
+            (2, {"ready": f"{0:032} 0 0 1"}),
         ],
     )
     def test_parts_that_do_not_belong_together(
@@ -265,7 +265,7 @@ class TestCommits:
         with Connection(store.name) as connection, ipc.Fd(os.open(os.devnull, os.O_RDONLY)) as null:
             connection.ask(Kind.WRITE, key="null", device=device.uuid.hex, replace=False)
             connection.ask(Kind.RESERVE, total=2 << 20)
-            fields = {"address": 0, "chunks": [2 << 20], "ready": None, "prepare": False, "keep": False}
+            fields = {"address": 0, "chunks": [2 << 20], "ready": "", "prepare": False, "keep": False}
             with manifest.sealed_file(self.GOOD) as file:
                 connection.ask(Kind.COMMIT, [file, null], **fields)
         free = device.memory_info().free
