@@ -408,19 +408,19 @@ class PhysicalMemory(GenericAllocation):
 
 
 def import_memory(
-    session: Session, handle: Fd | int | bytes, nbytes: int, like: PhysicalMemory | None = None
+    session: Session, handle: Fd | int | bytes, nbytes: int, prop: MemAllocationProp | None = None
 ) -> PhysicalMemory:
     """Open physical memory of another process (``cuMemImportFromShareableHandle``).
 
     ``handle`` is a file descriptor, which the caller keeps and closes, or the 64 bytes of a fabric handle. The size
-    ``nbytes`` is not checked, see :func:`streamalloc.vmm.internal.check_mappable`. ``like`` is an import with the same
-    properties, which are then not queried again.
+    ``nbytes`` is not checked, see :func:`streamalloc.vmm.internal.check_mappable`. ``prop``: the
+    properties, if they are known; else the driver is queried.
     """
     memory = PhysicalMemory.__new__(PhysicalMemory)
     memory._prepare(session, nbytes, Kind.MEMORY)
     memory._import(handle)
     with undoing(memory.close):
-        memory._set_spec(MemorySpec(session, memory.query(), exists=True) if like is None else like._spec)
+        memory._set_spec(MemorySpec(session, memory.query(), exists=True) if prop is None else spec_of(session, prop))
     return memory
 
 

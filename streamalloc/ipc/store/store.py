@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from streamalloc.core.internal import Closes, Device, Session, StreamLike, session_for, size_text
+from streamalloc.core.internal import Closes, Device, Session, StreamLike, close_all, session_for, size_text
 from streamalloc.driver import Driver
+from streamalloc.ipc.store.errors import StoreError
 from streamalloc.ipc.store.loading import load
 from streamalloc.ipc.store.manifest import Layout
 from streamalloc.ipc.store.protocol import Connection, Kind, checked_key
@@ -99,12 +101,12 @@ class Store(Closes):
         Another user does.
     """
 
-    __slots__ = ("__weakref__", "_connection", "_driver", "name")
+    __slots__ = ("__weakref__", "_driver", "_spare", "name")
 
     def __init__(self, name: str, *, driver: Driver | None = None) -> None:
         self.name = name
         self._driver = driver
-        self._connection: Connection | None = Connection(name)
+        self._spare = [Connection(name)]
 
     @staticmethod
     def serve(
@@ -161,7 +163,8 @@ class Store(Closes):
         """
         writer, session = self._device(device), self._session(device)
         home = Device(0, driver=session.driver) if writer is None else writer
-        return WeightsWriter(self.name, checked_key(key), home, replace, metadata, stream, group, capacity)
+        key = checked_key(key)
+        return WeightsWriter(self._take(), key, home, replace, metadata, stream, group, capacity)
 
     def open(
         self,
@@ -198,7 +201,11 @@ class Store(Closes):
             The layout is not the expected one; the message has the changes.
         """
         reader, session = self._device(device), self._session(device)
-        return Weights.open(OpenEpoch.open(self.name, checked_key(key), session, layout), reader, at, stream)
+        key = checked_key(key)
+        weights = Weights.open(OpenEpoch.open(self._take(), key, session, layout), reader, at, stream)
+        with contextlib.suppress(StoreError, OSError):
+            self._spare.append(Connection(self.name))  # The server accepts it before the next call needs it.
+        return weights
 
     def load(
         self,
@@ -269,23 +276,30 @@ class Store(Closes):
         return StoreStatistics(devices=None if devices is None else tuple(devices), **answer)
 
     def _ask(self, kind: Kind, **fields: Any) -> dict[str, Any]:
-        """Ask the server; over a new connection if the one before has ended, as the server may have been restarted."""
-        connection = self._connection
-        if connection is None or not connection.alive:
-            connection = self._connection = Connection(self.name)
-        return connection.ask(kind, **fields)[0]
+        connection = self._take()
+        answer, _ = connection.ask(kind, **fields)
+        self._spare.append(connection)
+        return answer
+
+    def _take(self) -> Connection:
+        """Take a spare connection, or make one; those have ended whose server was restarted."""
+        while self._spare:
+            with contextlib.suppress(IndexError):  # Another thread was first.
+                connection = self._spare.pop()
+                if connection.alive:
+                    return connection
+        return Connection(self.name)
 
     def close(self) -> None:
         """Close the connection; idempotent. Writers and weights that were opened go on."""
-        if self._connection is not None:
-            self._connection.close()
+        close_all(self._spare)
 
     def __contains__(self, key: object) -> bool:
         return any(entry.key == key and entry.layout for entry in self.list())
 
     def __repr__(self) -> str:
-        connection = getattr(self, "_connection", None)
-        if connection is None or not connection.alive:
+        try:
+            found = self.statistics()
+        except (AttributeError, StoreError, OSError):
             return f"<Store {getattr(self, 'name', '?')!r}, not connected>"
-        found = self.statistics()
         return f"<Store {self.name!r}, {found.keys} keys, {size_text(found.nbytes)}, served by process {found.pid}>"

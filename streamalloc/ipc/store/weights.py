@@ -14,6 +14,7 @@ from streamalloc.core.internal import (
     Device,
     Fd,
     MemAccess,
+    MemAllocationProp,
     Row,
     Session,
     Shown,
@@ -117,13 +118,13 @@ class OpenEpoch:
 
     __slots__ = ("address", "chunks", "connection", "device", "key", "layout", "metadata", "number", "ready")
 
-    chunks: list[PhysicalMemory]
     ready: tuple[ControlBlock, int, int, int] | None
     """Control block, slot, generation and value of the announcement of the contents; None if they are there."""
 
     def __init__(
-        self, connection: Connection, key: str, number: int, device: Device, address: int, layout: Layout, **state: Any
-    ) -> None:
+        self, connection: Connection, key: str, number: int, device: Device, address: int, layout: Layout,
+        metadata: dict[str, Any],
+    ) -> None:  # fmt: skip
         self.connection: Connection = connection
         self.key: str = key
         self.number: int = number
@@ -131,14 +132,13 @@ class OpenEpoch:
         self.address: int = address
         """Address of the range in the writer."""
         self.layout: Layout = layout
-        self.metadata: dict[str, Any] = state.get("metadata", {})
-        self.chunks = state.get("chunks", [])
+        self.metadata = metadata
+        self.chunks: list[PhysicalMemory] = []
         self.ready = None
 
     @classmethod
-    def open(cls, name: str, key: str, session: Session, expected: Layout | str | None) -> OpenEpoch:
-        """Open the last commit of a key, and import its memory."""
-        connection = Connection(name)
+    def open(cls, connection: Connection, key: str, session: Session, expected: Layout | str | None) -> OpenEpoch:
+        """Open the last commit of a key, and import its memory; the connection is the epoch's from now on."""
         with contextlib.ExitStack() as undo:
             undo.enter_context(undoing(connection.close))
             answer, received = connection.ask(Kind.OPEN, key=key)
@@ -146,17 +146,19 @@ class OpenEpoch:
             layout, metadata = parse(read_file(received[0]))
             if expected is not None and answer["layout"] != (expected if isinstance(expected, str) else expected.hash):
                 raise changed(key, answer["epoch"], expected, layout)
-            device = _device_of(answer["device"], session)
-            opened = cls(connection, key, answer["epoch"], device, answer["address"], layout, metadata=metadata)
+            device = importer_of(session).device_of(bytes.fromhex(answer["device"]))
+            if device is None:
+                raise StoreError(f"the memory is on device {answer['device']}, which this process does not see")
+            opened = cls(connection, key, answer["epoch"], device, answer["address"], layout, metadata)
             undo.enter_context(undoing(opened.close))
             if answer["ready"]:
                 opened._find_block(session, received[1], *answer["ready"].split())
             sizes = [nbytes for nbytes, count in answer["chunks"] for _ in range(count)]
             handles = connection.handles(len(sizes), received[2 if answer["ready"] else 1 :])
             undo.callback(close_all, handles)
-            chunks = opened.chunks
+            prop = MemAllocationProp(location=device.location)
             for fd, nbytes in zip(handles, sizes, strict=True):
-                chunks.append(import_memory(session, fd, nbytes, chunks[0] if chunks else None))
+                opened.chunks.append(import_memory(session, fd, nbytes, prop))
         return opened
 
     def _find_block(self, session: Session, fd: Fd, name: str, *numbers: str) -> None:
@@ -331,7 +333,7 @@ class Weights(Tensors, Closes, Shown):
     def _renew(self, after: After) -> None:
         """Map the last commit in place of this one."""
         before = self._epoch
-        newer = OpenEpoch.open(before.connection.name, self.key, session_of(self.range), before.layout)
+        newer = OpenEpoch.open(Connection(before.connection.name), self.key, session_of(self.range), before.layout)
         with undoing(newer.close):
             if [one.nbytes for one in newer.chunks] != [one.nbytes for one in before.chunks]:
                 raise LayoutChangedError(f"epoch {newer.number} of {self.key!r} has chunks of other sizes: open it")
@@ -402,10 +404,3 @@ def _reserved(opened: OpenEpoch, at: int | bool | None) -> AddressRange:
         "cuMemAddressReserve",
         f"at={wanted:#x}: these addresses are taken in this process, and the driver gave {address:#x}",
     )
-
-
-def _device_of(uuid: str, session: Session) -> Device:
-    for device in Device.all(session.driver):
-        if device.uuid.hex == uuid:
-            return device
-    raise StoreError(f"the memory is on device {uuid}, which CUDA_VISIBLE_DEVICES hides from this process")

@@ -70,7 +70,7 @@ class WeightsWriter(Tensors, Leaves):
 
     def __init__(
         self,
-        name: str,
+        connection: Connection,
         key: str,
         device: Device,
         replace: bool,
@@ -94,7 +94,7 @@ class WeightsWriter(Tensors, Leaves):
             capacity = device.memory_info().total
         self._pending: tuple[Lease, int, Event] | None = None
         """Announcement of the contents and its value, and the event after which they are there."""
-        self._connection = Connection(name)
+        self._connection = connection
         with undoing(self._connection.close):
             answer, _ = self._connection.ask(Kind.WRITE, key=key, device=device.uuid.hex, replace=replace)
             capacity = max(1, -(-capacity // GRANULARITY)) * GRANULARITY
@@ -328,9 +328,9 @@ class WeightsWriter(Tensors, Leaves):
         self._check_open()
         answer = self._commit(keep=True, block=True)
         opened = OpenEpoch(
-            self._connection, self.key, answer["epoch"], self.device, self.range.address, self.layout,
-            metadata=self.metadata, chunks=self._chunks,
-        )  # fmt: skip
+            self._connection, self.key, answer["epoch"], self.device, self.range.address, self.layout, self.metadata
+        )
+        opened.chunks = self._chunks
         with undoing(lambda: self._release(())):
             self.range.set_access(self.device, MemAccess.READ, stop=self._mapped, after=())
             return Weights(opened, self.range, self.device, None)
