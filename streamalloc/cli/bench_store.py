@@ -69,7 +69,7 @@ def _serve(bench: Bench) -> None:
     with bench.sharing.write("many", bench.device) as weights:
         weights.allocate("all", TENSORS * nbytes, np.uint8)
         for number in range(NAMES):
-            weights.tie(f"model.layers.{number}.weight", "all", (64, 64), offset=8192 * (number % 256))
+            weights.place(f"model.layers.{number}.weight", ipc.Tensor("uint8", (64, 64), None, 8192 * (number % 256)))
 
 
 def _end(server: subprocess.Popen[str]) -> None:

@@ -13,7 +13,6 @@ import hashlib
 import importlib
 import json
 import math
-import operator
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -28,7 +27,6 @@ __all__ = [
     "TYPES",
     "Layout",
     "Tensor",
-    "checked_shape",
     "dtype_name",
     "numpy_type",
     "parse",
@@ -146,20 +144,20 @@ class Layout(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._index)
 
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Add a tensor.
+    def add(self, name: str, tensor: Tensor, nbytes: int) -> None:
+        """Add a tensor in memory of so many bytes.
 
         Raises
         ------
         ValueError
-            The name exists, or is no printable text of 1 to 1024 characters.
+            The name exists, or is no printable text of 1 to 1024 characters; or the tensor is outside of the memory.
         """
-        if name in self._index:
-            raise ValueError(f"name={name!r}: there is a tensor of this name")
-        if not _is_name(name):
-            raise ValueError(f"name={name!r}: allowed are 1 to 1024 printable characters")
-        for column, value in zip(self._columns, (name, *tensor), strict=True):
-            column.append(list(value) if isinstance(value, tuple) else value)
+        row = [list(value) if isinstance(value, tuple) else value for value in (name, *tensor)]
+        fault = "whose name exists" if name in self._index else _fault_in(nbytes, *row)
+        if fault:
+            raise ValueError(f"{name!r:.80}: a tensor {fault}")
+        for column, value in zip(self._columns, row, strict=True):
+            column.append(value)
         self._index[name] = len(self._index)
         self._digest = ""
 
@@ -206,18 +204,14 @@ class Layout(Mapping[str, Tensor]):
         return data.encode()
 
 
-def _is_name(name: object) -> bool:
-    return type(name) is str and 0 < len(name) <= 1024 and name.isprintable()
-
-
 def _are_sizes(values: object) -> bool:
     return type(values) is list and all(type(one) is int and 0 <= one < 1 << 56 for one in values)
 
 
 def _fault_in(nbytes: int, name: Any, dtype: Any, shape: Any, strides: Any, offset: Any) -> str:
     """Return the fault of a tensor as text; empty without one."""
-    if not _is_name(name):
-        return "with a wrong name"
+    if type(name) is not str or not 0 < len(name) <= 1024 or not name.isprintable():
+        return "whose name is not 1 to 1024 printable characters"
     if type(dtype) is not str or dtype not in TYPES:
         return "of an unknown type"
     if not _are_sizes(shape) or len(shape) > _MOST_DIMENSIONS:
@@ -276,11 +270,3 @@ def sealed_file(data: bytes) -> Fd:
         view = view[os.write(fd.fileno(), view) :]
     fcntl.fcntl(fd.fileno(), fcntl.F_ADD_SEALS, _SEALS)
     return fd
-
-
-def checked_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
-    """Return a shape as a tuple; ``ValueError`` for negative sizes, or more than 16 dimensions."""
-    sizes = (operator.index(shape),) if hasattr(shape, "__index__") else tuple(map(operator.index, shape))
-    if min(sizes, default=0) < 0 or len(sizes) > _MOST_DIMENSIONS:
-        raise ValueError(f"shape={shape!r}: allowed are up to {_MOST_DIMENSIONS} sizes of 0 or more")
-    return sizes

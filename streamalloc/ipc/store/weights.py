@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from streamalloc.core.internal import (
@@ -15,15 +16,12 @@ from streamalloc.core.internal import (
     Fd,
     MemAccess,
     MemAllocationProp,
-    Row,
     Session,
-    Shown,
     Stream,
     StreamLike,
     TypedView,
     as_stream,
     close_all,
-    mib,
     session_of,
     size_text,
     undoing,
@@ -113,28 +111,21 @@ class Tensors(Mapping[str, TypedView[Any]]):
     __hash__ = object.__hash__
 
 
+@dataclass(eq=False)
 class OpenEpoch:
     """One epoch that this process reads: its connection, manifest and memory."""
 
-    __slots__ = ("address", "chunks", "connection", "device", "key", "layout", "metadata", "number", "ready")
-
-    ready: tuple[ControlBlock, int, int, int] | None
+    connection: Connection
+    key: str
+    number: int
+    device: Device
+    address: int
+    """Address of the range in the writer."""
+    layout: Layout
+    metadata: dict[str, Any]
+    chunks: list[PhysicalMemory] = field(default_factory=list)
+    ready: tuple[ControlBlock, int, int, int] | None = None
     """Control block, slot, generation and value of the announcement of the contents; None if they are there."""
-
-    def __init__(
-        self, connection: Connection, key: str, number: int, device: Device, address: int, layout: Layout,
-        metadata: dict[str, Any],
-    ) -> None:  # fmt: skip
-        self.connection: Connection = connection
-        self.key: str = key
-        self.number: int = number
-        self.device: Device = device
-        self.address: int = address
-        """Address of the range in the writer."""
-        self.layout: Layout = layout
-        self.metadata = metadata
-        self.chunks: list[PhysicalMemory] = []
-        self.ready = None
 
     @classmethod
     def open(cls, connection: Connection, key: str, session: Session, expected: Layout | str | None) -> OpenEpoch:
@@ -178,7 +169,7 @@ class OpenEpoch:
         self.connection.close()
 
 
-class Weights(Tensors, Closes, Shown):
+class Weights(Tensors, Closes):
     """The weights of one epoch, mapped for reading; made by :meth:`Store.open`.
 
     A mapping of names to :class:`TypedView`. A write faults, or the driver refuses it. The epoch stays what it is
@@ -190,26 +181,33 @@ class Weights(Tensors, Closes, Shown):
         The key in the store.
     device
         The device that has access.
+    epoch
+        Number of the commit, from 1.
+    nbytes
+        Size of the memory in bytes.
     """
 
     def __init__(self, opened: OpenEpoch, range: AddressRange, device: Device, stream: StreamLike | None) -> None:
         self.key: str = opened.key
         self.device: Device = device
         self.range = range
-        self._epoch = opened
+        self._adopt(opened)
         self._places = {opened.device: MemAccess.READ, device: MemAccess.READ}
         self._any_stream = stream is None
         """Whether each stream that uses the weights waits for their contents, and not :attr:`stream` alone."""
         self.stream = device.default_stream if stream is None else as_stream(stream, session_of(device))
         self._contents: Contents | None = None
 
+    def _adopt(self, opened: OpenEpoch) -> None:
+        self._epoch = opened
+        self.epoch: int = opened.number
+        self.nbytes: int = opened.nbytes
+        self.layout = opened.layout
+        self.metadata = opened.metadata
+
     @classmethod
     def open(
-        cls,
-        opened: OpenEpoch,
-        device: Device | None,
-        at: int | bool | None,
-        stream: StreamLike | None,
+        cls, opened: OpenEpoch, device: Device | None, at: int | bool | None, stream: StreamLike | None
     ) -> Weights:
         """Map an epoch at the writer's addresses, or at those that ``at`` demands."""
         with contextlib.ExitStack() as undo:
@@ -238,26 +236,6 @@ class Weights(Tensors, Closes, Shown):
             self._contents.await_on(view, stream)
 
     # -- state -----------------------------------------------------------------------------------------------------
-
-    @property
-    def epoch(self) -> int:
-        """Number of the commit, from 1."""
-        return self._epoch.number
-
-    @property
-    def layout(self) -> Layout:  # type: ignore[override]
-        """Types, shapes, strides and offsets by name; ``layout.hash`` is equal for equal layouts."""
-        return self._epoch.layout
-
-    @property
-    def metadata(self) -> dict[str, Any]:  # type: ignore[override]
-        """The writer's metadata."""
-        return self._epoch.metadata
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the memory in bytes."""
-        return self._epoch.nbytes
 
     @property
     def address(self) -> int:
@@ -339,12 +317,12 @@ class Weights(Tensors, Closes, Shown):
                 raise LayoutChangedError(f"epoch {newer.number} of {self.key!r} has chunks of other sizes: open it")
             self.detach(after)
             try:
-                self._epoch = newer
+                self._adopt(newer)
                 self.attach()
                 self._expect()
             except BaseException:
                 self.range.unmap(after=())
-                self._epoch = before
+                self._adopt(before)
                 raise
         before.close()
 
@@ -365,11 +343,6 @@ class Weights(Tensors, Closes, Shown):
     def _check_open(self) -> None:
         if self.range.closed:
             raise ClosedError(f"{self!r} was closed")
-
-    def _about(self) -> Iterator[Row]:
-        yield "weights", f"{self.key}, epoch {self.epoch}: {len(self)} tensors, {mib(self.nbytes)}"
-        yield "state", "closed" if self.closed else "attached" if self.attached else "detached"
-        yield "server", "alive" if self.server_alive else "gone"
 
     def __repr__(self) -> str:
         if "range" not in vars(self):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,7 +39,7 @@ from streamalloc.core.internal import (
 )
 from streamalloc.ipc.exporter.leases import Lease, leases_of
 from streamalloc.ipc.store.errors import StoreError
-from streamalloc.ipc.store.manifest import ALIGNMENT, TYPES, Layout, Tensor, checked_shape, dtype_name, sealed_file
+from streamalloc.ipc.store.manifest import ALIGNMENT, Layout, Tensor, dtype_name, sealed_file
 from streamalloc.ipc.store.protocol import MOST_CHUNKS, Connection, Kind
 from streamalloc.ipc.store.weights import OpenEpoch, Tensors, Weights
 from streamalloc.ipc.transport.communicator import CommunicatorLike, as_communicator
@@ -102,9 +103,7 @@ class WeightsWriter(Tensors, Leaves):
 
     # -- tensors ---------------------------------------------------------------------------------------------------
 
-    def allocate(
-        self, name: str, shape: int | Sequence[int], dtype: object, *, strides: Sequence[int] | None = None
-    ) -> TypedView[Any]:
+    def allocate(self, name: str, shape: int | Sequence[int], dtype: object) -> TypedView[Any]:
         """Allocate memory for a tensor (``cuMemCreate``, ``cuMemMap``) at an address that readers can have, too.
 
         Parameters
@@ -112,17 +111,14 @@ class WeightsWriter(Tensors, Leaves):
         name
             1 to 1024 printable characters, unique in the epoch.
         shape
-            Sizes of the dimensions.
+            Sizes of the dimensions, at most 16.
         dtype
             A type of NumPy, ``ml_dtypes`` or PyTorch, or its name: ``"bfloat16"``.
-        strides
-            Elements from one index to the next, by dimension; default: C-contiguous. The view is then flat, see
-            :meth:`Tensors.__getitem__`.
 
         Returns
         -------
         TypedView
-            Its memory is not cleared.
+            C-contiguous. Its memory is not cleared.
 
         Raises
         ------
@@ -133,41 +129,25 @@ class WeightsWriter(Tensors, Leaves):
         TypeError, ValueError
             An argument is not allowed.
         """
-        sizes = checked_shape(shape)
-        tensor = Tensor(dtype_name(dtype), sizes, _checked_strides(sizes, strides), 0)
-        offset = self.reserve(tensor.nbytes)
-        self.layout.add(name, tensor._replace(offset=offset))
-        return self[name]
+        sizes = tuple(map(operator.index, (shape,) if hasattr(shape, "__index__") else shape))
+        tensor = Tensor(dtype_name(dtype), sizes, None, 0)
+        return self.place(name, tensor._replace(offset=self.reserve(max(tensor.nbytes, 0))))
 
-    def tie(
-        self,
-        name: str,
-        to: str,
-        shape: int | Sequence[int] | None = None,
-        dtype: object = None,
-        *,
-        strides: Sequence[int] | None = None,
-        offset: int = 0,
-    ) -> TypedView[Any]:
-        """Give memory of the tensor ``to`` a second name: tied weights, a part, or a transposed view.
-
-        ``offset`` is in bytes from the first byte of ``to``; other arguments as for :meth:`allocate`, by default those
-        of ``to``.
-        """
-        whole = self.layout[to]
-        sizes = whole.shape if shape is None else checked_shape(shape)
-        given = whole.strides if shape is None and strides is None else _checked_strides(sizes, strides)
-        part = Tensor(whole.dtype if dtype is None else dtype_name(dtype), sizes, given, whole.offset + offset)
-        if offset < 0 or offset + part.nbytes > whole.nbytes or part.offset % TYPES[part.dtype]:
-            raise ValueError(f"offset={offset}: {part} does not lie in {to!r}, which is {whole}")
-        self.layout.add(name, part)
-        return self[name]
+    def tie(self, name: str, to: str) -> TypedView[Any]:
+        """Give a tensor a second name, as tied weights have."""
+        return self.place(name, self.layout[to])
 
     def place(self, name: str, tensor: Tensor) -> TypedView[Any]:
-        """Name memory of :meth:`reserve`; ``tensor.offset`` is in bytes from the first byte of the range."""
-        if tensor.offset + tensor.nbytes > self._end or tensor.offset % TYPES[tensor.dtype]:
-            raise ValueError(f"{name!r} at {tensor.offset}: the epoch has {size_text(self._end)}")
-        self.layout.add(name, tensor)
+        """Name memory that was allocated: a part of a tensor, a transposed one, or memory of :meth:`reserve`.
+
+        ``tensor`` has the offset from the first byte of the range, and strides unless it is C-contiguous.
+
+        Raises
+        ------
+        ValueError
+            The name is not allowed, or the tensor is outside of the memory.
+        """
+        self.layout.add(name, tensor, self._end)
         return self[name]
 
     def reserve(self, nbytes: int) -> int:
@@ -397,18 +377,3 @@ def _await_copies() -> None:
     for item in list(_endings):
         with contextlib.suppress(CudaError):
             item.synchronize()
-
-
-def _checked_strides(shape: tuple[int, ...], strides: Sequence[int] | None) -> tuple[int, ...] | None:
-    """Return strides as a tuple; None for those of a C-contiguous array."""
-    if strides is None:
-        return None
-    given = checked_shape(tuple(strides))
-    if len(given) != len(shape):
-        raise ValueError(f"strides={strides!r}: the shape has {len(shape)} dimensions")
-    step = 1
-    for size, stride in zip(reversed(shape), reversed(given), strict=True):
-        if size != 1 and stride != step:
-            return given
-        step *= size
-    return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -54,19 +53,26 @@ def test_two_names_of_one_memory(store: ipc.Store) -> None:
     with store.write("key") as weights:
         weights.allocate("embedding", (4, 6), np.float32).copy_from(np.arange(24, dtype=np.float32).reshape(4, 6))
         weights.tie("head", "embedding")
-        weights.tie("transposed", "embedding", (6, 4), strides=(1, 6))
-        weights.tie("row", "embedding", (6,), offset=24)
-        wrong: tuple[dict[str, Any], ...] = (
-            {"offset": 4},
-            {"offset": -4},
-            {"shape": 25},
-            {"dtype": np.float64, "offset": 4},
-        )
-        for arguments in wrong:
-            with pytest.raises(ValueError, match="does not lie in"):
-                weights.tie("wrong", "embedding", **arguments)
-        with pytest.raises(ValueError, match="there is a tensor of this name"):
+        weights.place("transposed", ipc.Tensor("float32", (6, 4), (1, 6), 0))
+        weights.place("row", ipc.Tensor("float32", (6,), None, 24))
+        for wrong in (
+            ("float32", (6,), None, 76),
+            ("float32", (6,), None, -4),
+            ("float32", (6,), None, 2),
+            ("float32", (4, 6), (6, 2), 0),
+            ("float32", (4, 6), (6,), 0),
+            ("float33", (4,), None, 0),
+        ):
+            with pytest.raises(ValueError, match="'wrong': a tensor"):
+                weights.place("wrong", ipc.Tensor(*wrong))
+        with pytest.raises(ValueError, match="whose name exists"):
             weights.tie("head", "embedding")
+        for shape in (-1, (2, -2), (1,) * 17):
+            with pytest.raises(ValueError, match="'wrong': a tensor with a wrong shape"):
+                weights.allocate("wrong", shape, np.float32)
+        for dtype in ("float33", object, ">f4", np.dtype([("a", "f4")])):
+            with pytest.raises(TypeError, match="dtype="):
+                weights.allocate("wrong", 1, dtype)
     with store.open("key") as found:
         assert found["head"].address == found["embedding"].address == found["row"].address - 24
         assert found.layout["transposed"].strides == (1, 6) and found["transposed"].shape == (24,)
