@@ -290,16 +290,11 @@ def state_dict(weights: Weights) -> dict[str, Any]:
     them while the weights are detached. ``model.load_state_dict(..., assign=True)`` takes them as parameters.
     """
     torch = library("torch")
-    with contextlib.ExitStack() as undo:
-        if weights.nbytes:
-            whole = tensor(_Unmarked(weights.memory, 0, weights.nbytes))
-        else:
-            undo.enter_context(torch.cuda.device(weights.device.ordinal))
-            whole = torch.empty(0, dtype=torch.uint8, device="cuda")
-        found = {}
-        for name, about in weights.layout.items():
-            flat = whole[about.offset : about.offset + about.nbytes].view(getattr(torch, about.dtype))
-            found[name] = flat.view(about.shape) if about.strides is None else flat.as_strided(*about[1:3])
+    whole = tensor(_Unmarked(weights.memory, 0, weights.nbytes))
+    found = {}
+    for name, about in weights.layout.items():
+        flat = whole[about.offset : about.offset + about.nbytes].view(getattr(torch, about.dtype))
+        found[name] = flat.view(about.shape) if about.strides is None else flat.as_strided(about.shape, about.strides)
     return found
 
 
