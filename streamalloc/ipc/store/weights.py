@@ -315,15 +315,19 @@ class Weights(Tensors, Closes):
         with undoing(newer.close):
             if [one.nbytes for one in newer.chunks] != [one.nbytes for one in before.chunks]:
                 raise LayoutChangedError(f"epoch {newer.number} of {self.key!r} has chunks of other sizes: open it")
+            attached = self.attached
             self.detach(after)
-            try:
+
+            def back() -> None:
+                self.range.unmap(after=())
+                self._adopt(before)
+                if attached:
+                    self.attach()
+
+            with undoing(back):
                 self._adopt(newer)
                 self.attach()
                 self._expect()
-            except BaseException:
-                self.range.unmap(after=())
-                self._adopt(before)
-                raise
         before.close()
 
     # -- ends ------------------------------------------------------------------------------------------------------

@@ -34,7 +34,6 @@ from streamalloc.core.internal import (
     deferred_queue,
     session_of,
     size_text,
-    undo_all,
     undoing,
 )
 from streamalloc.ipc.exporter.leases import Lease, leases_of
@@ -299,9 +298,10 @@ class WeightsWriter(Tensors, Leaves):
 
     def _release(self, after: Any = None) -> None:
         """Unmap and release the memory, and end the connection, which aborts what was not committed."""
-        self._connection.close()
-        undo_all((lambda: self.range.unmap(after=after), *(memory.close for memory in self._chunks)))
+        self.range.unmap(after=after)
+        close_all(self._chunks)
         self.range.close()
+        self._connection.close()
 
     def _kept(self) -> Weights:
         """Commit, and go on as a reader by the same mapping."""
