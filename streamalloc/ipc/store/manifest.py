@@ -14,6 +14,7 @@ import importlib
 import json
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ __all__ = [
     "ALIGNMENT",
     "TYPES",
     "Layout",
+    "Manifest",
     "Tensor",
     "dtype_name",
     "numpy_type",
@@ -185,23 +187,31 @@ class Layout(Mapping[str, Tensor]):
                 texts.append(f"{name!r} is {other}{place}, not {tensor}")
         return texts
 
-    def to_bytes(self, metadata: dict[str, Any]) -> bytes:
-        """Return the manifest.
+
+class Manifest(NamedTuple):
+    """What an epoch has beside its memory."""
+
+    layout: Layout
+    metadata: dict[str, Any]
+    fabric: list[str]
+    """Fabric handles of the chunks in hexadecimal digits; empty unless the memory was made for them."""
+
+    def to_bytes(self) -> bytes:
+        """Return it as JSON.
 
         Raises
         ------
         TypeError, ValueError
-            The metadata is no JSON, or it has more than 1 MiB; or there are too many tensors.
+            The metadata is no JSON, or has more than 1 MiB; or there are too many tensors.
         """
-        about = json.dumps(metadata, separators=(",", ":"), allow_nan=False)
-        data = json.dumps([_VERSION, self._columns], separators=(",", ":"))
-        data = f"{data[:-1]},{about}]"
-        if type(metadata) is not dict or len(about) > _MOST_METADATA or len(data) > MOST_BYTES:
+        about = json.dumps(self.metadata, separators=(",", ":"), allow_nan=False)
+        rest = json.dumps([_VERSION, self.layout._columns, self.fabric], separators=(",", ":"))
+        if type(self.metadata) is not dict or len(about) > _MOST_METADATA or len(rest) > MOST_BYTES - _MOST_METADATA:
             raise ValueError(
-                f"metadata has {size_text(len(about))} and the manifest {size_text(len(data))}: metadata is a dict, "
-                f"and allowed are {size_text(_MOST_METADATA)} and {size_text(MOST_BYTES)}"
+                f"metadata has {size_text(len(about))} and the layout {size_text(len(rest))}: metadata is a dict of at "
+                f"most {size_text(_MOST_METADATA)}, and a layout has at most {size_text(MOST_BYTES - _MOST_METADATA)}"
             )
-        return data.encode()
+        return f"{rest[:-1]},{about}]".encode()
 
 
 def _are_sizes(values: object) -> bool:
@@ -224,8 +234,8 @@ def _fault_in(nbytes: int, name: Any, dtype: Any, shape: Any, strides: Any, offs
     return "" if tensor.offset + tensor.nbytes <= nbytes else "outside of the memory"
 
 
-def parse(data: bytes) -> tuple[Layout, dict[str, Any]]:
-    """Decode a manifest; return the layout, whose tensors are not checked, and the metadata.
+def parse(data: bytes) -> Manifest:
+    """Decode a manifest; the tensors of its layout are not checked.
 
     Raises
     ------
@@ -233,9 +243,11 @@ def parse(data: bytes) -> tuple[Layout, dict[str, Any]]:
         The bytes are no manifest.
     """
     try:
-        version, columns, metadata = json.loads(data, parse_constant=_refuse)
-        if version != _VERSION or type(metadata) is not dict or len(columns) != 5:
+        version, columns, fabric, metadata = json.loads(data, parse_constant=_refuse)
+        if version != _VERSION or type(metadata) is not dict or len(columns) != 5 or type(fabric) is not list:
             raise ValueError("it is of another version, or has no such form")
+        if not all(re.fullmatch("[0-9a-f]{128}", handle) for handle in fabric):
+            raise ValueError("it has a wrong fabric handle")
         if any(type(column) is not list or len(column) != len(columns[0]) for column in columns):
             raise ValueError("its columns have different lengths")
         layout = Layout(columns)
@@ -243,7 +255,7 @@ def parse(data: bytes) -> tuple[Layout, dict[str, Any]]:
             raise ValueError("it has a name twice, or too many")
     except (ValueError, TypeError, RecursionError) as error:
         raise ProtocolError(f"the manifest cannot be read: {error}"[:500]) from None
-    return layout, metadata
+    return Manifest(layout, metadata, fabric)
 
 
 def _refuse(constant: str) -> None:

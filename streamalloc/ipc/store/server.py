@@ -294,14 +294,14 @@ class StoreServer(Closes):
         first = 2 if ready else 1
         if len(handles) != first + len(chunks):
             raise ProtocolError(f"the commit has {len(handles)} descriptors, and {first + len(chunks)} belong to it")
-        layout, metadata = parse(read_file(handles[0]))
-        layout.check(sum(chunks))
+        found = parse(read_file(handles[0]))
+        found.layout.check(sum(chunks))
         word = announcement(handles[1], ready) if ready else None
         # A file of its own: the client could change the one that it has sent.
-        manifest = sealed_file(layout.to_bytes(metadata))
+        manifest = sealed_file(found.to_bytes())
         with undoing(manifest.close):
             self._holdings.prepare(epoch, address, chunks, manifest, handles[first:])
-        epoch.layout, epoch.count = layout.hash, len(layout)
+        epoch.layout, epoch.count = found.layout.hash, len(found.layout)
         epoch.ready = None if word is None else (word, handles[1], ready)
         del handles[1:]  # the epoch's from now on
         if prepare:

@@ -8,7 +8,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from streamalloc.core.internal import Closes, Device, Session, StreamLike, close_all, session_for, size_text
+from streamalloc.core.internal import (
+    Closes,
+    Device,
+    MemHandleType,
+    Session,
+    StreamLike,
+    close_all,
+    session_for,
+    size_text,
+)
 from streamalloc.driver import Driver
 from streamalloc.ipc.store.errors import StoreError
 from streamalloc.ipc.store.loading import load
@@ -132,6 +141,7 @@ class Store(Closes):
         stream: StreamLike | None = None,
         group: CommunicatorLike = None,
         capacity: int | None = None,
+        handle_types: MemHandleType = MemHandleType.POSIX_FILE_DESCRIPTOR,
     ) -> WeightsWriter:
         """Begin an epoch: a ``with`` block whose end commits it. One process at a time writes a key.
 
@@ -151,6 +161,9 @@ class Store(Closes):
             Ranks that commit together or not at all: a communicator, each rank with a key of its own.
         capacity
             Bytes of addresses to reserve; default: the size of the device's memory.
+        handle_types
+            Handle types of the memory beside file descriptors: ``FABRIC``, for processes of other machines, which open
+            it by :meth:`Weights.fabric_descriptor`.
 
         Raises
         ------
@@ -164,7 +177,8 @@ class Store(Closes):
         writer, session = self._device(device), self._session(device)
         home = Device(0, driver=session.driver) if writer is None else writer
         key = checked_key(key)
-        return WeightsWriter(self._take(), key, home, replace, metadata, stream, group, capacity)
+        options = replace, metadata, stream, group, capacity, handle_types
+        return WeightsWriter(self._take(), key, home, *options)
 
     def open(
         self,

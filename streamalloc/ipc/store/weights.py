@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from secrets import token_bytes
 from typing import Any
 
 from streamalloc.core.internal import (
@@ -29,10 +30,10 @@ from streamalloc.core.internal import (
 from streamalloc.ipc.importer.contents import Contents, wait_until_ready
 from streamalloc.ipc.importer.importer import importer_of
 from streamalloc.ipc.store.errors import LayoutChangedError, StoreError
-from streamalloc.ipc.store.manifest import Layout, numpy_type, parse, read_file
+from streamalloc.ipc.store.manifest import Layout, Manifest, numpy_type, parse, read_file
 from streamalloc.ipc.store.protocol import Connection, Kind
 from streamalloc.ipc.wire.control_block import ControlBlock
-from streamalloc.ipc.wire.descriptor import Foreign
+from streamalloc.ipc.wire.descriptor import FABRIC, Chunk, Descriptor, Foreign, Mechanism
 from streamalloc.vmm import AddressRange, PhysicalMemory, RangeView
 from streamalloc.vmm.internal import After, import_memory
 
@@ -121,8 +122,7 @@ class OpenEpoch:
     device: Device
     address: int
     """Address of the range in the writer."""
-    layout: Layout
-    metadata: dict[str, Any]
+    manifest: Manifest
     chunks: list[PhysicalMemory] = field(default_factory=list)
     ready: tuple[ControlBlock, int, int, int] | None = None
     """Control block, slot, generation and value of the announcement of the contents; None if they are there."""
@@ -134,13 +134,13 @@ class OpenEpoch:
             undo.enter_context(undoing(connection.close))
             answer, received = connection.ask(Kind.OPEN, key=key)
             undo.callback(close_all, received)
-            layout, metadata = parse(read_file(received[0]))
+            manifest = parse(read_file(received[0]))
             if expected is not None and answer["layout"] != (expected if isinstance(expected, str) else expected.hash):
-                raise changed(key, answer["epoch"], expected, layout)
+                raise changed(key, answer["epoch"], expected, manifest.layout)
             device = importer_of(session).device_of(bytes.fromhex(answer["device"]))
             if device is None:
                 raise StoreError(f"the memory is on device {answer['device']}, which this process does not see")
-            opened = cls(connection, key, answer["epoch"], device, answer["address"], layout, metadata)
+            opened = cls(connection, key, answer["epoch"], device, answer["address"], manifest)
             undo.enter_context(undoing(opened.close))
             if answer["ready"]:
                 opened._find_block(session, received[1], *answer["ready"].split())
@@ -202,8 +202,7 @@ class Weights(Tensors, Closes):
         self._epoch = opened
         self.epoch: int = opened.number
         self.nbytes: int = opened.nbytes
-        self.layout = opened.layout
-        self.metadata = opened.metadata
+        self.layout, self.metadata, self._fabric = opened.manifest
 
     @classmethod
     def open(
@@ -270,6 +269,29 @@ class Weights(Tensors, Closes):
         ready = self._epoch.ready
         return ready is not None and ready[0].slot_words(ready[1]).was_lost(ready[3])
 
+    def fabric_descriptor(self) -> bytes:
+        """Return the descriptor by which processes of other machines of the IMEX domain open the memory.
+
+        They call :func:`streamalloc.ipc.open`, which maps it for reading and writing. The contents must be there, and
+        nothing keeps the memory until it is opened but this object and the store.
+
+        Raises
+        ------
+        ValueError
+            The memory was not written with ``handle_types`` that include ``FABRIC``.
+        """
+        if not self._fabric:
+            raise ValueError(f"{self!r} has no fabric handles: write it with handle_types=MemHandleType.FABRIC")
+        chunks = tuple(
+            Chunk(token_bytes(16), memory.nbytes, bytes.fromhex(handle))
+            for memory, handle in zip(self._epoch.chunks, self._fabric, strict=True)
+        )
+        return Descriptor(
+            Mechanism.PHYSICAL, self._epoch.device.uuid.bytes, origin=token_bytes(16), size=self.nbytes,
+            base_size=self.nbytes, handle_type=FABRIC, chunks=chunks,
+            driver_version=importer_of(session_of(self.range)).version,
+        ).to_bytes()  # fmt: skip
+
     # -- detach and attach -----------------------------------------------------------------------------------------
 
     def detach(self, after: After = None) -> None:
@@ -311,7 +333,9 @@ class Weights(Tensors, Closes):
     def _renew(self, after: After) -> None:
         """Map the last commit in place of this one."""
         before = self._epoch
-        newer = OpenEpoch.open(Connection(before.connection.name), self.key, session_of(self.range), before.layout)
+        newer = OpenEpoch.open(
+            Connection(before.connection.name), self.key, session_of(self.range), before.manifest.layout
+        )
         with undoing(newer.close):
             if [one.nbytes for one in newer.chunks] != [one.nbytes for one in before.chunks]:
                 raise LayoutChangedError(f"epoch {newer.number} of {self.key!r} has chunks of other sizes: open it")

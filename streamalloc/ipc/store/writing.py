@@ -38,7 +38,7 @@ from streamalloc.core.internal import (
 )
 from streamalloc.ipc.exporter.leases import Lease, leases_of
 from streamalloc.ipc.store.errors import StoreError
-from streamalloc.ipc.store.manifest import ALIGNMENT, Layout, Tensor, dtype_name, sealed_file
+from streamalloc.ipc.store.manifest import ALIGNMENT, Layout, Manifest, Tensor, dtype_name, sealed_file
 from streamalloc.ipc.store.protocol import MOST_CHUNKS, Connection, Kind
 from streamalloc.ipc.store.weights import OpenEpoch, Tensors, Weights
 from streamalloc.ipc.transport.communicator import CommunicatorLike, as_communicator
@@ -49,7 +49,6 @@ from streamalloc.vmm.internal import GRANULARITY, wait
 __all__ = ["WeightsWriter"]
 
 _LARGEST_CHUNK = 1 << 30
-_POSIX = MemHandleType.POSIX_FILE_DESCRIPTOR
 
 
 class WeightsWriter(Tensors, Leaves):
@@ -78,6 +77,7 @@ class WeightsWriter(Tensors, Leaves):
         stream: StreamLike | None,
         group: CommunicatorLike,
         capacity: int | None,
+        handle_types: MemHandleType,
     ) -> None:
         session = session_of(device)
         self.key: str = key
@@ -88,6 +88,7 @@ class WeightsWriter(Tensors, Leaves):
         self.stream = device.default_stream if stream is None else as_stream(stream, session)
         self._group = None if group is None else as_communicator(group)
         self._chunks: list[PhysicalMemory] = []
+        self._handle_types = handle_types | MemHandleType.POSIX_FILE_DESCRIPTOR
         self._end = self._mapped = 0
         """Bytes that are allocated, and mapped."""
         if capacity is None:
@@ -173,7 +174,7 @@ class WeightsWriter(Tensors, Leaves):
         self._connection.ask(Kind.RESERVE, total=self._mapped + nbytes)
         with contextlib.ExitStack() as undo:
             undo.enter_context(undoing(lambda: self._connection.ask(Kind.RESERVE, total=self._mapped)))
-            memory = PhysicalMemory(self.device, nbytes, handle_types=_POSIX)
+            memory = PhysicalMemory(self.device, nbytes, handle_types=self._handle_types)
             undo.enter_context(undoing(memory.close))
             self.range.map(memory, self._mapped, access=self.device)
             self._chunks.append(memory)
@@ -219,7 +220,7 @@ class WeightsWriter(Tensors, Leaves):
         with contextlib.ExitStack() as undo:
             sent: list[Fd] = []
             undo.callback(close_all, sent)
-            sent.append(sealed_file(self.layout.to_bytes(self.metadata)))
+            sent.append(sealed_file(self._manifest().to_bytes()))
             sent += [memory.export() for memory in self._chunks]  # type: ignore[misc]
             ready = ""
             files: list[Fd] = []
@@ -238,6 +239,11 @@ class WeightsWriter(Tensors, Leaves):
             )
         self.epoch = answer.get("epoch", 0)
         return answer
+
+    def _manifest(self) -> Manifest:
+        fabric = self._chunks if self._handle_types & MemHandleType.FABRIC else []
+        handles = [memory.export(MemHandleType.FABRIC).hex() for memory in fabric]  # type: ignore[union-attr]
+        return Manifest(self.layout, self.metadata, handles)
 
     def _announced(self, events: list[Event]) -> tuple[Lease, int, Event]:
         """Announce the contents after events, by a ready word that a stream writes."""
@@ -308,7 +314,7 @@ class WeightsWriter(Tensors, Leaves):
         self._check_open()
         answer = self._commit(keep=True, block=True)
         opened = OpenEpoch(
-            self._connection, self.key, answer["epoch"], self.device, self.range.address, self.layout, self.metadata
+            self._connection, self.key, answer["epoch"], self.device, self.range.address, self._manifest()
         )
         opened.chunks = self._chunks
         with undoing(lambda: self._release(())):

@@ -241,3 +241,23 @@ class TestGroups:
         assert eventually(lambda: all(entry.writer is None for entry in store.list()))
         keys = [entry.key for entry in store.list() if entry.epoch]
         assert keys == ([] if raised[0] else ["rank0", "rank1"])
+
+
+@pytest.mark.fabric
+def test_fabric_handles(store: ipc.Store, device: sa.Device, on_cuda: bool) -> None:
+    with store.write("key", handle_types=sa.MemHandleType.FABRIC) as weights:
+        weights.allocate("a", 3 * MiB, np.uint8).fill(4)
+        weights.allocate("b", 3 * MiB, np.uint8).fill(4)
+    device.synchronize()
+    with store.open("key") as found:
+        with Partner(on_cuda, fabric=True) as partner:
+            assert partner.run(_opens, found.fabric_descriptor(), found.nbytes)
+        assert holds(found["b"], 4)
+    write(store, "other", 1)
+    with store.open("other") as found, pytest.raises(ValueError, match="handle_types="):
+        found.fabric_descriptor()
+
+
+def _opens(there: There, data: bytes, nbytes: int) -> bool:
+    with there.open(data, there.stream) as opened:
+        return opened.nbytes == nbytes and holds(opened[: 3 * MiB], 4)

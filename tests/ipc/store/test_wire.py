@@ -179,7 +179,7 @@ class TestCommits:
             yield commit
         memory.close()
 
-    GOOD = b'[1,[["a"],["uint8"],[[4]],[null],[0]],{}]'
+    GOOD = b'[1,[["a"],["uint8"],[[4]],[null],[0]],[],{}]'
 
     @pytest.mark.parametrize(
         "data",
@@ -189,31 +189,34 @@ class TestCommits:
             b"[1,2]",
             b"\xff\xfe",
             b"[" * 5000,
-            b'[2,[["a"],["uint8"],[[4]],[null],[0]],{}]',
-            b'[1,[["a"],["uint8"],[[4]],[null],[0]],[]]',
-            b'[1,[["a"],["uint8"],[[4]],[null],[0]],{"x":NaN}]',
-            b'[1,[["a","a"],["uint8","uint8"],[[4],[4]],[null,null],[0,0]],{}]',
-            b'[1,[["a","b"],["uint8"],[[4]],[null],[0]],{}]',
-            b'[1,[["a"],["uint8"],[[4]],[null]],{}]',
-            b'[1,[[1],["uint8"],[[4]],[null],[0]],{}]',
-            b'[1,[[["a"]],["uint8"],[[4]],[null],[0]],{}]',
-            b'[1,[["\\ud800"],["uint8"],[[4]],[null],[0]],{}]',
-            b'[1,[["a"],["object"],[[4]],[null],[0]],{}]',
-            b'[1,[["a"],[["uint8"]],[[4]],[null],[0]],{}]',
-            b'[1,[["a"],["uint8"],[4],[null],[0]],{}]',
-            b'[1,[["a"],["uint8"],[[-4]],[null],[0]],{}]',
-            b'[1,[["a"],["uint8"],[[true]],[null],[0]],{}]',
-            b'[1,[["a"],["uint8"],[[2097153]],[null],[0]],{}]',
-            b'[1,[["a"],["uint8"],[[4]],[null],[2097149]],{}]',
-            b'[1,[["a"],["uint8"],[[4]],[null],[-1]],{}]',
-            b'[1,[["a"],["float32"],[[4]],[null],[2]],{}]',
-            b'[1,[["a"],["uint8"],[[4]],[[1,2]],[0]],{}]',
-            b'[1,[["a"],["uint8"],[[4]],[[1000000]],[0]],{}]',
-            b'[1,[["a"],["uint8"],[[4]],[[-1]],[0]],{}]',
-            b'[1,[["a"],["uint8"],[[9,9,9,9,9,9,9,9,9,9,9,9,9,9,9,9,9]],[null],[0]],{}]',
-            b'[1,[["a"],["uint8"],[[' + b"9" * 5000 + b"]],[null],[0]],{}]",
+            b'[2,[["a"],["uint8"],[[4]],[null],[0]],[],{}]',
+            b'[1,[["a"],["uint8"],[[4]],[null],[0]],[],[]]',
+            b'[1,[["a"],["uint8"],[[4]],[null],[0]],[],{"x":NaN}]',
+            b'[1,[["a","a"],["uint8","uint8"],[[4],[4]],[null,null],[0,0]],[],{}]',
+            b'[1,[["a","b"],["uint8"],[[4]],[null],[0]],[],{}]',
+            b'[1,[["a"],["uint8"],[[4]],[null]],[],{}]',
+            b'[1,[["a"],["uint8"],[[4]],[null],[0]],["00"],{}]',
+            b'[1,[["a"],["uint8"],[[4]],[null],[0]],[5],{}]',
+            b'[1,[["a"],["uint8"],[[4]],[null],[0]],{},{}]',
+            b'[1,[[1],["uint8"],[[4]],[null],[0]],[],{}]',
+            b'[1,[[["a"]],["uint8"],[[4]],[null],[0]],[],{}]',
+            b'[1,[["\\ud800"],["uint8"],[[4]],[null],[0]],[],{}]',
+            b'[1,[["a"],["object"],[[4]],[null],[0]],[],{}]',
+            b'[1,[["a"],[["uint8"]],[[4]],[null],[0]],[],{}]',
+            b'[1,[["a"],["uint8"],[4],[null],[0]],[],{}]',
+            b'[1,[["a"],["uint8"],[[-4]],[null],[0]],[],{}]',
+            b'[1,[["a"],["uint8"],[[true]],[null],[0]],[],{}]',
+            b'[1,[["a"],["uint8"],[[2097153]],[null],[0]],[],{}]',
+            b'[1,[["a"],["uint8"],[[4]],[null],[2097149]],[],{}]',
+            b'[1,[["a"],["uint8"],[[4]],[null],[-1]],[],{}]',
+            b'[1,[["a"],["float32"],[[4]],[null],[2]],[],{}]',
+            b'[1,[["a"],["uint8"],[[4]],[[1,2]],[0]],[],{}]',
+            b'[1,[["a"],["uint8"],[[4]],[[1000000]],[0]],[],{}]',
+            b'[1,[["a"],["uint8"],[[4]],[[-1]],[0]],[],{}]',
+            b'[1,[["a"],["uint8"],[[9,9,9,9,9,9,9,9,9,9,9,9,9,9,9,9,9]],[null],[0]],[],{}]',
+            b'[1,[["a"],["uint8"],[[' + b"9" * 5000 + b"]],[null],[0]],[],{}]",
         ],
-        ids=range(28),
+        ids=range(31),
     )
     def test_a_wrong_manifest(self, commit: Callable[..., Any], data: bytes) -> None:
         with pytest.raises(ipc.StoreError, match="manifest"):
@@ -256,7 +259,7 @@ class TestCommits:
     def test_a_reader_checks_a_tensor_when_it_is_used(self, store: ipc.Store, monkeypatch: pytest.MonkeyPatch) -> None:
         """Where the server would be at fault."""
         write(store, "key", 1)
-        forged = b'[1,[["all"],["uint8"],[[4194304]],[null],[0]],{}]'
+        forged = b'[1,[["all"],["uint8"],[[4194304]],[null],[0]],[],{}]'
         monkeypatch.setattr("streamalloc.ipc.store.weights.read_file", lambda fd: forged)
         with store.open("key") as weights, pytest.raises(ipc.ProtocolError, match="outside of the memory"):
             weights["all"]
