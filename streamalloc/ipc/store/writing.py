@@ -358,9 +358,9 @@ class _Ending(Deferred):
     def attempt(self) -> bool:
         writer = self._writer
         if writer is not None and self._event.query():
+            writer._release(())
             self._writer = None
             _endings.discard(self)
-            writer._release(())
         return self._writer is None
 
     def forget(self) -> None:
