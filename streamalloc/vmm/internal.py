@@ -20,6 +20,7 @@ from streamalloc.vmm.physical_memory import PhysicalMemory, import_memory
 from streamalloc.vmm.release_order import Kind, Node
 from streamalloc.vmm.remappable import RemappableBuffer
 from streamalloc.vmm.reservation import MappedBytes
+from streamalloc.vmm.side_by_side import ImportedChunk, map_side_by_side
 from streamalloc.vmm.synchronization import After, wait
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "BackupRange",
     "GenericAllocation",
     "HandleNode",
+    "ImportedChunk",
     "Kind",
     "LoneMapping",
     "Node",
@@ -44,6 +46,7 @@ __all__ = [
     "is_counted",
     "is_imported",
     "map_alone",
+    "map_side_by_side",
     "mappings_text",
     "rights_of",
     "state_of",

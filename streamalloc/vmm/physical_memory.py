@@ -407,20 +407,17 @@ class PhysicalMemory(GenericAllocation):
         return f"<{type(self).__name__} of {size_text(self.nbytes)}, {self.location}, {self._handle_text()}>"
 
 
-def import_memory(
-    session: Session, handle: Fd | int | bytes, nbytes: int, prop: MemAllocationProp | None = None
-) -> PhysicalMemory:
+def import_memory(session: Session, handle: Fd | int | bytes, nbytes: int) -> PhysicalMemory:
     """Open physical memory of another process (``cuMemImportFromShareableHandle``).
 
     ``handle`` is a file descriptor, which the caller keeps and closes, or the 64 bytes of a fabric handle. The size
-    ``nbytes`` is not checked, see :func:`streamalloc.vmm.internal.check_mappable`. ``prop``: the
-    properties, if they are known; else the driver is queried.
+    ``nbytes`` is not checked, see :func:`streamalloc.vmm.internal.check_mappable`.
     """
     memory = PhysicalMemory.__new__(PhysicalMemory)
     memory._prepare(session, nbytes, Kind.MEMORY)
     memory._import(handle)
     with undoing(memory.close):
-        memory._set_spec(MemorySpec(session, memory.query(), exists=True) if prop is None else spec_of(session, prop))
+        memory._set_spec(MemorySpec(session, memory.query(), exists=True))
     return memory
 
 

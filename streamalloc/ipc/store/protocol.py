@@ -239,8 +239,12 @@ class Connection(Closes):
         """Whether the server has this connection open."""
         return not self._channel.closed and not self._channel._poll(select.POLLRDHUP, 0)
 
-    def ask(self, kind: Kind, handles: Sequence[Fd] = (), **fields: Any) -> tuple[dict[str, Any], tuple[Fd, ...]]:
+    def ask(
+        self, kind: Kind, handles: Sequence[Fd] = (), meanwhile: Callable[[], object] = int, **fields: Any
+    ) -> tuple[dict[str, Any], tuple[Fd, ...]]:
         """Send a request and return the fields and the descriptors of its answer, which the caller closes.
+
+        ``meanwhile`` is called while the server answers.
 
         Raises
         ------
@@ -254,6 +258,7 @@ class Connection(Closes):
                 raise StoreGoneError(f"the connection to the store {self.name!r} was closed")
             try:
                 self._channel.send(pack(kind, fields), handles, timeout=_SECONDS)
+                meanwhile()
                 data, received = self._channel.receive(timeout=_SECONDS)
             except PeerGoneError:
                 self.close()

@@ -216,10 +216,8 @@ class Store(Closes):
         """
         reader, session = self._device(device), self._session(device)
         key = checked_key(key)
-        weights = Weights.open(OpenEpoch.open(self._take(), key, session, layout), reader, at, stream)
-        with contextlib.suppress(StoreError, OSError):
-            self._spare.append(Connection(self.name))  # The server accepts it before the next call needs it.
-        return weights
+        opened = OpenEpoch.open(self._take(), key, session, layout, self._prepare)
+        return Weights.open(opened, reader, at, stream)
 
     def load(
         self,
@@ -294,6 +292,11 @@ class Store(Closes):
         answer, _ = connection.ask(kind, **fields)
         self._spare.append(connection)
         return answer
+
+    def _prepare(self) -> None:
+        """Connect once more: the server accepts the connection before the next call needs it."""
+        with contextlib.suppress(StoreError, OSError):
+            self._spare.append(Connection(self.name))
 
     def _take(self) -> Connection:
         """Take a spare connection, or make one; those have ended whose server was restarted."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from secrets import token_bytes
 from typing import Any
@@ -34,8 +34,8 @@ from streamalloc.ipc.store.manifest import Layout, Manifest, numpy_type, parse, 
 from streamalloc.ipc.store.protocol import Connection, Kind
 from streamalloc.ipc.wire.control_block import ControlBlock
 from streamalloc.ipc.wire.descriptor import FABRIC, Chunk, Descriptor, Foreign, Mechanism
-from streamalloc.vmm import AddressRange, PhysicalMemory, RangeView
-from streamalloc.vmm.internal import After, import_memory
+from streamalloc.vmm import AddressRange, RangeView
+from streamalloc.vmm.internal import After, ImportedChunk, map_side_by_side
 
 __all__ = ["StoredView", "Tensors", "Weights"]
 
@@ -123,16 +123,27 @@ class OpenEpoch:
     address: int
     """Address of the range in the writer."""
     manifest: Manifest
-    chunks: list[PhysicalMemory] = field(default_factory=list)
+    chunks: list[Any] = field(default_factory=list)
+    """Each a :class:`ImportedChunk`, or :class:`PhysicalMemory` that this process has created."""
     ready: tuple[ControlBlock, int, int, int] | None = None
     """Control block, slot, generation and value of the announcement of the contents; None if they are there."""
 
     @classmethod
-    def open(cls, connection: Connection, key: str, session: Session, expected: Layout | str | None) -> OpenEpoch:
-        """Open the last commit of a key, and import its memory; the connection is the epoch's from now on."""
+    def open(
+        cls,
+        connection: Connection,
+        key: str,
+        session: Session,
+        expected: Layout | str | None,
+        meanwhile: Callable[[], object] = int,
+    ) -> OpenEpoch:
+        """Open the last commit of a key, and import its memory; the connection is the epoch's from now on.
+
+        ``meanwhile`` is called while the server answers.
+        """
         with contextlib.ExitStack() as undo:
             undo.enter_context(undoing(connection.close))
-            answer, received = connection.ask(Kind.OPEN, key=key)
+            answer, received = connection.ask(Kind.OPEN, meanwhile=meanwhile, key=key)
             undo.callback(close_all, received)
             manifest = parse(read_file(received[0]))
             if expected is not None and answer["layout"] != (expected if isinstance(expected, str) else expected.hash):
@@ -147,9 +158,8 @@ class OpenEpoch:
             sizes = [nbytes for nbytes, count in answer["chunks"] for _ in range(count)]
             handles = connection.handles(len(sizes), received[2 if answer["ready"] else 1 :])
             undo.callback(close_all, handles)
-            prop = MemAllocationProp(location=device.location)
             for fd, nbytes in zip(handles, sizes, strict=True):
-                opened.chunks.append(import_memory(session, fd, nbytes, prop))
+                opened.chunks.append(ImportedChunk(session, fd, nbytes))
         return opened
 
     def _find_block(self, session: Session, fd: Fd, name: str, *numbers: str) -> None:
@@ -165,8 +175,7 @@ class OpenEpoch:
 
     def close(self) -> None:
         """Release the memory, and end the connection; idempotent."""
-        close_all(self.chunks)
-        self.connection.close()
+        close_all((*self.chunks, self.connection))
 
 
 class Weights(Tensors, Closes):
@@ -192,7 +201,7 @@ class Weights(Tensors, Closes):
         self.device: Device = device
         self.range = range
         self._adopt(opened)
-        self._places = {opened.device: MemAccess.READ, device: MemAccess.READ}
+        self._rights = {opened.device.location: MemAccess.READ, device.location: MemAccess.READ}
         self._any_stream = stream is None
         """Whether each stream that uses the weights waits for their contents, and not :attr:`stream` alone."""
         self.stream = device.default_stream if stream is None else as_stream(stream, session_of(device))
@@ -323,12 +332,9 @@ class Weights(Tensors, Closes):
         if latest:
             self._renew(after)
         elif not self.attached:
-            offset = 0
+            prop = MemAllocationProp(location=self._epoch.device.location)
             with undoing(lambda: self.range.unmap(after=())):
-                for memory in self._epoch.chunks:
-                    self.range.map(memory, offset)
-                    offset += memory.nbytes
-                self.range.set_access(self._places, stop=self.nbytes)
+                map_side_by_side(self.range, self._epoch.chunks, prop, self._rights)
 
     def _renew(self, after: After) -> None:
         """Map the last commit in place of this one."""
@@ -361,11 +367,10 @@ class Weights(Tensors, Closes):
 
         The last process that closes a replaced or removed epoch releases the memory of the device.
         """
-        if self.range.closed:
-            return
-        if self.range.mapped_bytes:
-            self.range.unmap(after=after)
-        self.range.close()
+        if not self.range.closed:
+            if self.range.mapped_bytes:
+                self.range.unmap(after=after)
+            self.range.close()
         self._epoch.close()
 
     def _check_open(self) -> None:

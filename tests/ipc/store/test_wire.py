@@ -149,7 +149,7 @@ class TestRequests:
                 return int(real(*args))
 
             connection._channel._send_with = once
-            fields = {"address": 0, "chunks": [1] * 100, "ready": "", "prepare": False, "keep": False}
+            fields: dict[str, Any] = {"address": 0, "chunks": [1] * 100, "ready": "", "prepare": False, "keep": False}
             null = ipc.Fd(os.open(os.devnull, os.O_RDONLY))
             with pytest.raises(KeyboardInterrupt):
                 connection.ask(Kind.COMMIT, [null] * 101, **fields)
@@ -173,7 +173,13 @@ class TestCommits:
 
             def commit(data: bytes, count: int = 1, **other: Any) -> Any:
                 with manifest.sealed_file(data) as file:
-                    fields = {"address": 0, "chunks": [size], "ready": "", "prepare": False, "keep": False} | other
+                    fields: dict[str, Any] = {
+                        "address": 0,
+                        "chunks": [size],
+                        "ready": "",
+                        "prepare": False,
+                        "keep": False,
+                    } | other
                     return connection.ask(Kind.COMMIT, [file] + [fd] * count, **fields)
 
             yield commit
@@ -268,7 +274,7 @@ class TestCommits:
         with Connection(store.name) as connection, ipc.Fd(os.open(os.devnull, os.O_RDONLY)) as null:
             connection.ask(Kind.WRITE, key="null", device=device.uuid.hex, replace=False)
             connection.ask(Kind.RESERVE, total=2 << 20)
-            fields = {"address": 0, "chunks": [2 << 20], "ready": "", "prepare": False, "keep": False}
+            fields: dict[str, Any] = {"address": 0, "chunks": [2 << 20], "ready": "", "prepare": False, "keep": False}
             with manifest.sealed_file(self.GOOD) as file:
                 connection.ask(Kind.COMMIT, [file, null], **fields)
         free = device.memory_info().free
