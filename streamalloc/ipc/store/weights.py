@@ -40,6 +40,10 @@ from streamalloc.vmm.internal import After, ImportedChunk, map_side_by_side
 __all__ = ["StoredView", "Tensors", "Weights"]
 
 
+_LEAST_RANGE = 64 << 20
+"""Bytes of a reader's range, at least: driver 580 does not follow the preferred address of a range of 2 MiB."""
+
+
 class StoredView(RangeView, Foreign):
     """Bytes of the range of :class:`Weights`. Streams, and the host, wait for contents that are still to come."""
 
@@ -78,6 +82,8 @@ class Tensors(Mapping[str, TypedView[Any]]):
     layout: Layout
     """Types, shapes, strides and offsets by name; ``layout.hash`` is equal for equal layouts."""
     metadata: dict[str, Any]
+    nbytes: int
+    """Size of the memory in bytes."""
 
     def _await(self, view: StoredView, stream: Stream | None) -> None:
         """Make a stream, or the host if None, wait for the contents."""
@@ -93,7 +99,7 @@ class Tensors(Mapping[str, TypedView[Any]]):
         A type that NumPy lacks is that of ``ml_dtypes`` if that package is installed, else an unsigned integer.
         """
         tensor = self.layout[name]
-        self.layout.check(self.range.nbytes, (name,))
+        self.layout.check(self.nbytes, (name,))
         view = StoredView(self, tensor.offset, tensor.offset + tensor.nbytes)
         shape = tensor.shape if tensor.strides is None else (tensor.elements,)
         return TypedView(view, numpy_type(tensor.dtype), shape)
@@ -210,7 +216,7 @@ class Weights(Tensors, Closes):
     def _adopt(self, opened: OpenEpoch) -> None:
         self._epoch = opened
         self.epoch: int = opened.number
-        self.nbytes: int = opened.nbytes
+        self.nbytes = opened.nbytes
         self.layout, self.metadata, self._fabric = opened.manifest
 
     @classmethod
@@ -399,7 +405,7 @@ def changed(key: str, epoch: int, expected: Layout | str, found: Layout) -> Layo
 def _reserved(opened: OpenEpoch, at: int | bool | None) -> AddressRange:
     """Reserve the writer's addresses, or those that were asked for; without a demand, any."""
     wanted = opened.address if at is None or at is True else int(at)
-    reserved = AddressRange(opened.nbytes, address=wanted, driver=opened.device.driver)
+    reserved = AddressRange(max(opened.nbytes, _LEAST_RANGE), address=wanted, driver=opened.device.driver)
     if reserved.honoured or at is None:
         return reserved
     address = reserved.address

@@ -89,7 +89,7 @@ class WeightsWriter(Tensors, Leaves):
         self._group = None if group is None else as_communicator(group)
         self._chunks: list[PhysicalMemory] = []
         self._handle_types = handle_types | MemHandleType.POSIX_FILE_DESCRIPTOR
-        self._end = self._mapped = 0
+        self.nbytes = self._mapped = 0
         """Bytes that are allocated, and mapped."""
         if capacity is None:
             capacity = device.memory_info().total
@@ -147,19 +147,19 @@ class WeightsWriter(Tensors, Leaves):
         ValueError
             The name is not allowed, or the tensor is outside of the memory.
         """
-        self.layout.add(name, tensor, self._end)
+        self.layout.add(name, tensor, self.nbytes)
         return self[name]
 
     def reserve(self, nbytes: int) -> int:
         """Allocate memory without a name and return its offset in the range, a multiple of 512 bytes."""
         self._check_open()
-        offset = -(-self._end // ALIGNMENT) * ALIGNMENT
+        offset = -(-self.nbytes // ALIGNMENT) * ALIGNMENT
         missing = offset + nbytes - self._mapped
         if missing > 0:
             # Steps of an eighth: a thousand small tensors make few chunks, and few bytes are left over.
             step = max(missing, min(self._mapped // 8, _LARGEST_CHUNK))
             self._grow(-(-step // GRANULARITY) * GRANULARITY)
-        self._end = offset + nbytes
+        self.nbytes = offset + nbytes
         return offset
 
     def _grow(self, nbytes: int) -> None:
@@ -342,7 +342,7 @@ class WeightsWriter(Tensors, Leaves):
         if "range" not in vars(self):
             return f"<{type(self).__name__} that could not be made>"
         state = f"epoch {self.epoch}" if self.epoch else "aborted" if self.closed else "not committed"
-        return f"<{type(self).__name__} {self.key!r}, {len(self)} tensors, {size_text(self._end)}, {state}>"
+        return f"<{type(self).__name__} {self.key!r}, {len(self)} tensors, {size_text(self.nbytes)}, {state}>"
 
 
 class _Ending(Deferred):
