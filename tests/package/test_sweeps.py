@@ -558,6 +558,7 @@ SWEEPS = [
     "tests.interop.test_sweeps",
     "tests.ipc.test_sweeps",
     "tests.ipc.ring.test_sweeps",
+    "tests.ipc.store.test_sweeps",
     "tests.multicast.test_sweeps",
     "tests.observing.test_sweeps",
     "tests.vmm.test_sweeps",
@@ -577,6 +578,8 @@ NOT_SWEPT = {
     "receive": "as Channel.receive of the ring's sweep",
     "open": "by what is opened",
     "live": "as LiveView",
+    "Layout": "makes no driver calls",
+    "StoreServer": "makes no driver calls",
 }
 """The other public names, and why."""
 

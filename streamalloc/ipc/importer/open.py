@@ -153,11 +153,7 @@ class Importer:
     def device(self, described: Descriptor, stream: StreamLike | None) -> Device:
         """Return the device that has the memory; for memory of another machine, the stream's."""
         uuid = described.device
-        found = self._devices.get(uuid)
-        if found is None:
-            for device in Device.all(self.session.driver):
-                self._devices[device.uuid.bytes] = device
-            found = self._devices.get(uuid)
+        found = self.device_of(uuid)
         if found is None and described.handle_type == FABRIC:
             if stream is None:
                 raise ValueError(
@@ -171,6 +167,12 @@ class Importer:
                 "CUDA_VISIBLE_DEVICES?"
             )
         return found
+
+    def device_of(self, uuid: bytes) -> Device | None:
+        """Return the device with a UUID of 16 bytes; None if this process does not see it."""
+        if uuid not in self._devices:
+            self._devices.update((device.uuid.bytes, device) for device in Device.all(self.session.driver))
+        return self._devices.get(uuid)
 
     def check_version(self, version: int) -> None:
         """Warn if the exporter runs another driver than this process."""
