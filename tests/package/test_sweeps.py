@@ -562,6 +562,7 @@ SWEEPS = [
     "tests.multicast.test_sweeps",
     "tests.observing.test_sweeps",
     "tests.vmm.test_sweeps",
+    "tests.vmm.pages.test_faults",
 ]
 """Where all that is public is swept: their ``CLASSES``, and what makes objects, ``MAKERS``."""
 NOT_SWEPT = {

@@ -25,12 +25,12 @@ from streamalloc.core.internal import (
     StreamLike,
     TypedView,
     as_stream,
+    context_event,
     deferred_queue,
     session_of,
 )
 from streamalloc.core.properties import MemAccess, MemHandleType
 from streamalloc.core.resource import Leaves, close_all
-from streamalloc.driver.internal import cuda
 from streamalloc.ipc.exporter.leases import Lease, leases_of
 from streamalloc.ipc.store.errors import StoreError
 from streamalloc.ipc.store.manifest import ALIGNMENT, Layout, Manifest, Tensor, dtype_name, sealed_file
@@ -210,7 +210,7 @@ class WeightsWriter(Tensors, Leaves):
             wait(None, session, session.ordinals)
         else:
             # An explicit commit comes after the work of all streams, also of those that only other libraries know.
-            events = [_context_event(Device(ordinal, driver=session.driver)) for ordinal in session.ordinals]
+            events = [context_event(Device(ordinal, driver=session.driver)) for ordinal in session.ordinals]
             if not all(event.query() for event in events):
                 self._pending = self._announced(events)
         with contextlib.ExitStack() as undo:
@@ -379,20 +379,3 @@ def _await_copies() -> None:
     for item in list(_endings):
         with contextlib.suppress(CudaError):
             item.synchronize()
-
-
-def _context_event(device: Device) -> Event:
-    """An event after all that a device's context has queued so far (``cuCtxRecordEvent``).
-
-    The driver invalidates all captures of the context, whatever their mode.
-
-    Raises
-    ------
-    CaptureError
-        A capture of ours is under way.
-    """
-    event = device.create_event()
-    session = session_of(device)
-    with device.current(), deferred_queue(session).no_capture("cuCtxRecordEvent"):
-        session.call("cuCtxRecordEvent", session.context(device.ordinal), cuda.CUevent(event.handle))
-    return event
