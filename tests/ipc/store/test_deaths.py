@@ -197,6 +197,7 @@ class TestServer:
             before = _files(one.pid)
             write(store, "key", 1)
             held = _files(one.pid)
+            assert not any("nvidia" in path for path in before)
             assert len(held) - len(before) == 2  # a chunk and the manifest
         assert "streamalloc" not in _mapped(one.pid)
 
