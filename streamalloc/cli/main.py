@@ -27,6 +27,9 @@ _COMMANDS = {
 }
 """Help text by module; modules are imported on use."""
 
+_WITHOUT_DRIVER = ("serve", "store")
+"""Commands that choose a driver themselves, where they need one: a server of weights opens no device."""
+
 _READER_LEFT = 128 + 13
 """Exit code of a program ended by SIGPIPE: the reader has left."""
 _INTERRUPTED = 128 + 2
@@ -102,14 +105,16 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if options.command is None:
         parser.print_help()
         return 0
-    try:
-        chosen = choose(options.driver, options.devices)
-    except (DriverNotFoundError, ValueError) as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        return 2
     # JSON on the standard output replaces the tables.
     terminal = Terminal(quiet=getattr(options, "json", None) == "-")
     try:
+        if options.command in _WITHOUT_DRIVER:
+            return int(_module(options.command).run(terminal, options))
+        try:
+            chosen = choose(options.driver, options.devices)
+        except (DriverNotFoundError, ValueError) as error:
+            print(f"{parser.prog}: {error}", file=sys.stderr)
+            return 2
         with use(chosen.driver):
             return int(_module(options.command).run(chosen, terminal, options))
     except UsageError as error:

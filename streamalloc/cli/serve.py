@@ -7,9 +7,10 @@ import re
 import signal
 from typing import Any
 
-from streamalloc.cli.choice import Chosen, UsageError
+from streamalloc.cli.choice import UsageError, choose
 from streamalloc.cli.terminal import Terminal
 from streamalloc.core.errors import size_text
+from streamalloc.driver import DriverNotFoundError
 from streamalloc.ipc import StoreBusyError, StoreServer
 from streamalloc.ipc.internal import notify_systemd
 
@@ -45,11 +46,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--evict", action="store_true", help=about)
 
 
-def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
+def run(terminal: Terminal, options: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT."""
     try:
-        server = StoreServer(options.name, options.served, options.limit, evict=options.evict, driver=chosen.driver)
-    except (StoreBusyError, ValueError) as error:
+        # The driver is asked for UUIDs only: without --devices it is not even loaded.
+        driver = None if options.served is None else choose(options.driver, options.devices).driver
+        server = StoreServer(options.name, options.served, options.limit, evict=options.evict, driver=driver)
+    except (StoreBusyError, DriverNotFoundError, ValueError) as error:
         raise UsageError(str(error)) from None
 
     def stop(*_: Any) -> None:

@@ -7,7 +7,7 @@ import dataclasses
 import time
 from typing import Any
 
-from streamalloc.cli.choice import Chosen, UsageError, plural
+from streamalloc.cli.choice import UsageError, plural
 from streamalloc.cli.info import add_json_argument, write_json
 from streamalloc.cli.terminal import Terminal
 from streamalloc.core.errors import size_text
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json_argument(parser)
 
 
-def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
+def run(terminal: Terminal, options: argparse.Namespace) -> int:
     """Run one action."""
     if options.action != "list" and (options.name is None or options.key is None):
         raise UsageError(f"{options.action} needs NAME and KEY")

@@ -19,6 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from typing_extensions import Self
@@ -32,7 +33,7 @@ from streamalloc.ipc.store.errors import StoreBusyError, StoreError, kind_of
 from streamalloc.ipc.store.holdings import Entry, Epoch, Holder, Holdings
 from streamalloc.ipc.store.manifest import parse, read_file, sealed_file
 from streamalloc.ipc.store.protocol import Kind, pack, socket_path, unpack
-from streamalloc.ipc.transport.channel import PACKET_HANDLES, Channel, Listener, PeerGoneError, ProtocolError
+from streamalloc.ipc.transport.channel import PACKET_HANDLES, Channel, Listener, PeerGoneError, ProtocolError, identity
 from streamalloc.ipc.wire.control_block import ReadyWord
 
 __all__ = ["StoreServer", "notify_systemd"]
@@ -188,6 +189,7 @@ class StoreServer(Closes):
         self._holdings.close()
         self._selector.close()
         close_all(self._wake)
+        Path(self.address).with_suffix(".lock").unlink(missing_ok=True)
         self._lock.close()
 
     # -- the loop --------------------------------------------------------------------------------------------------
@@ -402,18 +404,22 @@ def uuid_of(device: Device | int, driver: Driver | None = None) -> str:
     return (device if isinstance(device, Device) else Device(device, driver=driver)).uuid.hex
 
 
-def _locked(name: str, path: Any) -> Fd:
+def _locked(name: str, path: Path) -> Fd:
     """Lock a file for the life of the server; the kernel releases it with the process."""
-    lock = Fd(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
-    with undoing(lock.close):
-        try:
-            fcntl.flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = os.pread(lock.fileno(), 20, 0).decode(errors="replace").strip()
-            raise StoreBusyError(f"process {owner or '?'} serves a store {name!r} already") from None
-        os.ftruncate(lock.fileno(), 0)
-        os.pwrite(lock.fileno(), str(os.getpid()).encode(), 0)
-    return lock
+    while True:
+        lock = Fd(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
+        with undoing(lock.close):
+            try:
+                fcntl.flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                owner = os.pread(lock.fileno(), 20, 0).decode(errors="replace").strip()
+                raise StoreBusyError(f"process {owner or '?'} serves a store {name!r} already") from None
+            found = os.fstat(lock.fileno())
+            if identity(str(path)) == (found.st_dev, found.st_ino):
+                os.ftruncate(lock.fileno(), 0)
+                os.pwrite(lock.fileno(), str(os.getpid()).encode(), 0)
+                return lock
+        lock.close()  # The server before this one has removed the file since.
 
 
 def notify_systemd(state: str) -> None:

@@ -197,6 +197,7 @@ class TestServer:
             before = _files(one.pid)
             write(store, "key", 1)
             held = _files(one.pid)
+            assert not any("nvidia" in path for path in before)
             assert len(held) - len(before) == 2  # a chunk and the manifest
         assert "streamalloc" not in _mapped(one.pid)
 
@@ -225,7 +226,9 @@ def test_the_end_of_a_program_does_not_lose_its_commit(store: ipc.Store, on_cuda
         "gate.hold(stream)\n"
         "with ipc.Store(sys.argv[1]).write('key', stream=stream) as weights:\n"
         "    weights.allocate('all', 1000, np.uint8).fill(3)\n"
-        "threading.Timer(0.3, gate.open).start()\n"
+        "timer = threading.Timer(0.3, gate.open)\n"
+        "timer.daemon = True  # the end of the program does not wait for it\n"
+        "timer.start()\n"
     )
     subprocess.run([sys.executable, "-c", code, store.name], env=environment(on_cuda), check=True, timeout=60)
     assert eventually(lambda: not store.list()[0].awaited)
