@@ -1,4 +1,4 @@
-"""``python -m streamalloc tour | info | bench | replay``."""
+"""``python -m streamalloc tour | info | bench | replay | serve | store``."""
 
 import sys
 

@@ -10,7 +10,7 @@ import argparse
 import contextlib
 from typing import Any
 
-from streamalloc.cli import bench_calls, bench_host, bench_ipc, bench_traces, bench_vmm, figures
+from streamalloc.cli import bench_calls, bench_host, bench_ipc, bench_store, bench_traces, bench_vmm, figures
 from streamalloc.cli.choice import Chosen, UsageError
 from streamalloc.cli.info import add_json_argument, versions, write_json
 from streamalloc.cli.measuring import Bench, Effort, Row, measured
@@ -25,7 +25,7 @@ QUICK = Effort(
     whole_devices=2, evictions=3, evicted=1 << 30, replays=3,
 )  # fmt: skip
 
-_AREAS = (bench_calls, bench_host, bench_vmm, bench_ipc, bench_traces)
+_AREAS = (bench_calls, bench_host, bench_vmm, bench_ipc, bench_store, bench_traces)
 ROWS: tuple[Row, ...] = tuple(row for area in _AREAS for row in area.ROWS)
 
 

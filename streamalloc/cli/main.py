@@ -22,6 +22,8 @@ _COMMANDS = {
     "info": "print the features that this machine supports or lacks",
     "bench": "measure the library beside raw driver calls and other libraries",
     "replay": "replay recorded allocations on pools and other allocators",
+    "serve": "hold weights in GPU memory for engines that come and go",
+    "store": "list, show or remove what stores hold",
 }
 """Help text by module; modules are imported on use."""
 
@@ -48,13 +50,14 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     _add_driver_arguments(parser, None)
     commands = parser.add_subparsers(dest="command", metavar="command")
     for name, about in _COMMANDS.items():
-        command = commands.add_parser(name, help=about)
+        # A command may have its own meaning for an option of the driver.
+        command = commands.add_parser(name, help=about, conflict_handler="resolve")
         if name in words:
             module = _module(name)
             command.description = module.__doc__
-            module.add_arguments(command)
             # The options are also accepted after the command; SUPPRESS keeps a value given before it.
             _add_driver_arguments(command, argparse.SUPPRESS)
+            module.add_arguments(command)
     return parser
 
 

@@ -44,7 +44,8 @@ POINTS = (
     "a pool, physical memory or a range of addresses is made, and memory has run out",
     "statistics are read: of a pool, of a device's memory",
     "an object is shared, opened, lent to a library or borrowed from one, or such an object is closed",
-    "a library that does not name streams allocates from us, or releases virtual memory",
+    "a library that does not name streams allocates virtual memory, releases it, or after a free was refused",
+    "a bridge of such a library is stopped",
     "the last capture has ended",
 )
 """Points of work: the places that call :meth:`DeferredQueue.work`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
-from streamalloc.core.deferred import OFTEN, refused_to_end, work
+from streamalloc.core.deferred import OFTEN, deferred_queue, refused_to_end, work
 from streamalloc.core.errors import ClosedError, error_from
 from streamalloc.core.properties import checked_type
 from streamalloc.core.resource import Closes, made_for_sharing
@@ -223,4 +223,21 @@ def opened_event(device: Device, handle: Any) -> Event:
         event._session.create(
             event, "_raw", "cuIpcOpenEventHandle", handle, hint="the process that made the event has ended"
         )
+    return event
+
+
+def context_event(device: Device) -> Event:
+    """An event after all that a device's context has queued so far (``cuCtxRecordEvent``). For explicit calls only.
+
+    The driver invalidates all captures of the context then, whatever their mode.
+
+    Raises
+    ------
+    CaptureError
+        A capture of ours is under way.
+    """
+    event = Event(device)
+    session = device._session
+    with device.current(), deferred_queue(session).no_capture("cuCtxRecordEvent"):
+        session.call("cuCtxRecordEvent", session.context(device.ordinal), event._raw)
     return event

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class QueuedWork:
-    """The work that streams have queued up to now: the given ones, or all that this library knows.
+    """The work that streams have queued up to now: the given ones, or all that this library knows ``without`` some.
 
     Those are the streams of :meth:`Device.create_stream`, also closed and dropped ones, the default streams that were
     used, and streams of other libraries as long as they are kept (:func:`kept_stream`). No call names a context or the
@@ -33,10 +33,10 @@ class QueuedWork:
 
     __slots__ = ("_events", "_session", "_streams")
 
-    def __init__(self, session: Session, *streams: Stream) -> None:
+    def __init__(self, session: Session, *streams: Stream, without: tuple[Stream | None, ...] = ()) -> None:
         self._session = session
         known = streams or (*_members(_made_here(session)), *_default_streams(session).values(), *kept_streams(session))
-        self._streams = list(dict.fromkeys(known))
+        self._streams = [stream for stream in dict.fromkeys(known) if stream not in without]
         """Streams that are not recorded yet."""
         # After the streams: one that is dropped meanwhile is among them, or has left its end here.
         self._events = [] if streams else [item.event for item in _members(_ended(session))]

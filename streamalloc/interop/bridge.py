@@ -30,7 +30,7 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
-from streamalloc.core.errors import CaptureError, ClosedError, CudaError
+from streamalloc.core.errors import CaptureError, CudaError
 from streamalloc.core.internal import (
     Buffer,
     Deferred,
@@ -51,7 +51,7 @@ from streamalloc.core.resource import Closes
 from streamalloc.core.session import PerDriver, Session, session_of
 from streamalloc.driver.internal import BINDINGS_VERSION, cuda
 from streamalloc.pool import CachingAllocator, MemoryPool
-from streamalloc.pool.internal import CachedBuffer
+from streamalloc.pool.internal import CachedBuffer, free_together
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -161,7 +161,7 @@ class Sources:
         A source is no allocator of device memory, or two are of one device or of different drivers.
     """
 
-    __slots__ = ("_capturing", "_last", "_streams", "by_device", "exchange", "latest", "session")
+    __slots__ = ("_capturing", "_last", "_streams", "by_device", "exchange", "latest", "session", "works")
 
     def __init__(self, sources: Iterable[Source]) -> None:
         self.by_device: dict[int, Source] = {}
@@ -181,6 +181,8 @@ class Sources:
             raise ValueError("name at least one source" if not sessions else "the sources are of different drivers")
         self.session: Session = sessions.pop()
         """Session of the sources' driver."""
+        self.works = not all(isinstance(source, (MemoryPool, CachingAllocator)) for source in self.by_device.values())
+        """Whether memory that was dropped needs points of work to be released, as virtual memory does."""
         self._capturing: Any = self.session.driver.cuStreamIsCapturing
         self.exchange: Any = self.session.driver.cuThreadExchangeStreamCaptureMode
         """The driver's ``cuThreadExchangeStreamCaptureMode``."""
@@ -349,10 +351,12 @@ def free_after_all(buffer: Buffer) -> None:
 
     The host does not wait: the free is queued at once, or deferred while a capture is under way.
     """
-    session = session_of(buffer)
-    if not session.usable:
-        return
-    later, item = deferred_queue(session), FreeAfterAll(buffer)
+    if session_of(buffer).usable:
+        _end_unless_busy(FreeAfterAll(buffer))
+
+
+def _end_unless_busy(item: FreeAfterAll) -> None:
+    later = deferred_queue(item.session)
     with later.unless_busy() as free:
         if not free:
             later.submit(item)
@@ -362,29 +366,86 @@ def free_after_all(buffer: Buffer) -> None:
 
 
 class FreeAfterAll(Deferred):
-    """A deferred free of a buffer, after the work of all streams of its device."""
+    """A deferred free of buffers of one device, after the work of all streams that are known at the free."""
 
-    __slots__ = ("_buffer",)
+    __slots__ = ("_device", "buffers", "nbytes", "sealed", "session")
 
     def __init__(self, buffer: Buffer) -> None:
-        self._buffer = buffer
+        self._device = buffer.stream.device
+        self.session = session_of(buffer)
+        self.buffers = [buffer]
+        """Buffers to free."""
+        self.nbytes = buffer.nbytes
+        """Bytes of them; less if several threads have added buffers at once."""
+        self.sealed = False
+        """Whether an attempt has begun."""
+
+    def add(self, buffer: Buffer) -> bool:
+        """Free this buffer as well; False if an attempt may have missed it."""
+        self.buffers.append(buffer)
+        self.nbytes += buffer.nbytes
+        return not self.sealed
 
     def attempt(self) -> bool:
-        """Free the buffer on a stream that waits for all others; the driver refuses while a capture is under way."""
-        buffer = self._buffer
-        if not buffer.freed:
-            own = buffer.stream
-            if is_captured(own):
+        """Free on a stream that waits for all others; the driver refuses while a capture is under way."""
+        self.sealed = True
+        buffers = [buffer for buffer in tuple(self.buffers) if not buffer.freed]
+        if buffers:
+            dropped = dropped_of(self.session)
+            dropped.refused, before = True, dropped.refused
+            streams = {buffer.stream for buffer in buffers}
+            if any(map(is_captured, streams)):
                 return False
-            stream = _asides_of(session_of(buffer)).stream(own.device)
-            QueuedWork(session_of(buffer)).precede(stream)
-            if own.is_default:
+            aside = _asides_of(self.session).stream(self._device)
+            default = next((stream for stream in streams if stream.is_default), None)
+            QueuedWork(self.session, without=(aside, default)).precede(aside)
+            if default is not None:
                 # It comes after all blocking streams: those of Numba, which are not known, and those of other threads.
-                with ordered_after(own) as legacy:
-                    stream.wait(legacy)
-            with contextlib.suppress(ClosedError):  # another attempt was faster
-                buffer.free(stream)
+                with ordered_after(default) as legacy:
+                    aside.wait(legacy)
+            free_together(buffers, aside)
+            dropped.refused = before
+        self.buffers.clear()
         return True
+
+
+class Dropped:
+    """Buffers that libraries have dropped and that are freed together, as one free after all work is dear.
+
+    A batch is an item of the queue from its first buffer on. It is freed at the next point of work, or as soon as it
+    has :data:`BATCH` buffers or :data:`BATCH_BYTES`: memory that others could miss is freed at once.
+    """
+
+    __slots__ = ("_batches", "refused")
+
+    def __init__(self, _: Session) -> None:
+        self._batches: dict[int, FreeAfterAll] = {}
+        """Batches that are not full, by ordinal of the device."""
+        self.refused = False
+        """Whether the queue has batches that were attempted."""
+
+    def add(self, buffer: Buffer) -> None:
+        """Free a buffer after the work of all streams. Called by finalisers, on any thread."""
+        session, ordinal = session_of(buffer), buffer.stream.device.ordinal
+        if not session.usable:
+            return
+        batch = self._batches.get(ordinal)
+        if batch is None or batch.sealed:
+            batch = self._batches[ordinal] = FreeAfterAll(buffer)
+            deferred_queue(session).submit(batch)
+        elif not batch.add(buffer):
+            deferred_queue(session).submit(FreeAfterAll(buffer))
+            return
+        if batch.nbytes >= BATCH_BYTES or len(batch.buffers) >= BATCH:
+            _end_unless_busy(batch)
+            self.refused = True  # Also one that has ended is in the queue until the next point of work.
+
+
+BATCH = 64
+"""Most buffers of a batch of :class:`Dropped`."""
+BATCH_BYTES = 1 << 20
+"""Bytes from which on a batch is freed at once."""
+dropped_of: PerDriver[Dropped] = PerDriver(Dropped)
 
 
 class _Asides:
@@ -396,8 +457,14 @@ class _Asides:
         self._streams: dict[int, Stream] = {}
 
     def stream(self, device: Device) -> Stream:
+        """The stream of a device; a new one if the context has died with the last."""
         found = self._streams.get(device.ordinal)
-        return found or self._streams.setdefault(device.ordinal, device.create_stream())
+        if found is not None:
+            with contextlib.suppress(CudaError):
+                found.query()
+                return found
+            self._streams.pop(device.ordinal, None)
+        return self._streams.setdefault(device.ordinal, device.create_stream())
 
 
 _asides_of: PerDriver[_Asides] = PerDriver(_Asides)

@@ -15,8 +15,9 @@ import numpy.typing as npt
 
 from streamalloc.core.errors import OutOfMemoryError
 from streamalloc.core.internal import Buffer, Device, Memory, Stream, StreamLike, work
+from streamalloc.core.session import session_of
 from streamalloc.driver.internal import cuda as bindings
-from streamalloc.interop.bridge import Bridge, Source, Sources, free_after_all, library
+from streamalloc.interop.bridge import Bridge, Source, Sources, dropped_of, library
 from streamalloc.interop.loans import Borrowed, Lent, borrow, form
 from streamalloc.pool import MemoryPool
 
@@ -46,7 +47,9 @@ class NumbaCallback(Bridge):
     orders it before work on Numba's streams. A non-blocking stream of another library has to wait for that stream.
 
     Memory that Numba drops is freed after the work of the legacy stream, and so of all blocking streams, and of all
-    streams that this library knows; the host does not wait. The free is deferred while one of them is captured.
+    streams that this library knows; the host does not wait. Small arrays are freed together: at 64 arrays or 1 MiB of
+    a device, when the host synchronises, when memory runs out, and at :meth:`stop`. The free is deferred while one of
+    the streams is captured.
     """
 
     __slots__ = ()
@@ -66,6 +69,7 @@ class NumbaCallback(Bridge):
                     known = managers.get(id(context))
                     context.memory_manager = known or numba._memory_manager(context=context)
 
+        undo.callback(work, self.sources.session)
         undo.callback(restore)
         numba.set_memory_manager(manager)
         for context in _contexts(devices):
@@ -95,7 +99,10 @@ def manager_class(sources_of: Callable[[Any], Sources]) -> Any:
             """Allocate device memory on the legacy default stream."""
             ordinal = int(self.context.device.id)
             sources = sources_of(self.context)
-            work(sources.session)
+            dropped = dropped_of(sources.session)
+            if sources.works or dropped.refused:
+                dropped.refused = False
+                work(sources.session)
             try:
                 memory = sources.allocate(size, ordinal, 0)
             except OutOfMemoryError as error:
@@ -159,7 +166,7 @@ def _let_go(held: list[Memory]) -> None:
     """Free memory for Numba's finaliser, which runs on any thread and also at the end of the process."""
     memory = held.pop()
     if isinstance(memory, Buffer):
-        free_after_all(memory)
+        dropped_of(session_of(memory)).add(memory)
 
 
 def __getattr__(name: str) -> Any:

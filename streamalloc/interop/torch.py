@@ -16,13 +16,16 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 from streamalloc.core.errors import OutOfMemoryError
-from streamalloc.core.internal import Memory, StreamLike
+from streamalloc.core.internal import BufferView, Memory, StreamLike
 from streamalloc.interop.bridge import Bridge, Ledger, Source, Sources, library
 from streamalloc.interop.loans import Borrowed, Lent, borrow, form
 from streamalloc.interop.rmm import RMMBridge
+from streamalloc.ipc import Tensor, Weights, WeightsWriter
 
-__all__ = ["TorchBridge", "memory", "tensor", "use"]
+__all__ = ["TorchBridge", "memory", "state_dict", "tensor", "use", "write_state_dict"]
 
 _ALLOCATE = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
 _FREE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
@@ -260,6 +263,60 @@ def memory(tensor: Any, stream: StreamLike) -> Borrowed:
     """A tensor as memory for ``stream``. The lender is PyTorch's current stream; see :func:`borrow`."""
     lender = library("torch").cuda.current_stream(tensor.device)
     return borrow(tensor.detach(), stream, lender=lender)
+
+
+class _Unmarked(BufferView):
+    """Memory that is exported without the mark of read-only memory: PyTorch has no such tensors, and refuses them."""
+
+    __slots__ = ()
+
+    def _read_only(self, on_host: bool) -> bool:
+        return False
+
+
+def state_dict(weights: Weights) -> dict[str, Any]:
+    """The tensors of a store's weights by name, without a copy: with their types, strides and shared memory.
+
+    They are read-only: a write faults on the device, and the context is lost. They keep the weights open; do not use
+    them while the weights are detached. ``model.load_state_dict(..., assign=True)`` takes them as parameters.
+    """
+    torch = library("torch")
+    whole = tensor(_Unmarked(weights.memory, 0, weights.nbytes))
+    found = {}
+    for name, about in weights.layout.items():
+        flat = whole[about.offset : about.offset + about.nbytes].view(getattr(torch, about.dtype))
+        found[name] = flat.view(about.shape) if about.strides is None else flat.as_strided(about.shape, about.strides)
+    return found
+
+
+def write_state_dict(weights: WeightsWriter, tensors: dict[str, Any]) -> None:
+    """Copy tensors, of a device or of the host, to a store under their names, on PyTorch's current stream.
+
+    Tensors that share a storage share memory in the store, too: tied weights are copied once. Strides stay.
+    """
+    torch = library("torch")
+    groups: dict[Any, list[str]] = {}
+    for name, one in tensors.items():
+        groups.setdefault((one.device, one.untyped_storage().data_ptr() if one.numel() else name), []).append(name)
+    for names in groups.values():
+        parts = {name: (tensors[name].storage_offset() * tensors[name].element_size(), tensors[name]) for name in names}
+        about = {name: Tensor(str(one.dtype).removeprefix("torch."), tuple(one.shape), _strides(one), begin)
+                 for name, (begin, one) in parts.items()}  # fmt: skip
+        first = min(one.offset for one in about.values()) // 16 * 16  # as aligned as any type is
+        nbytes = max(one.offset + one.nbytes for one in about.values()) - first
+        offset = weights.reserve(nbytes)
+        if nbytes:
+            source = torch.empty(0, dtype=torch.uint8, device=parts[names[0]][1].device)
+            source.set_(parts[names[0]][1].untyped_storage(), first, (nbytes,))
+            current = torch.cuda.current_stream(weights.device.ordinal)
+            target = weights.range.view(offset, offset + nbytes)
+            target.copy_from(source if source.is_cuda else np.asarray(source), current)
+        for name, one in about.items():
+            weights.place(name, one._replace(offset=one.offset - first + offset))
+
+
+def _strides(tensor: Any) -> tuple[int, ...] | None:
+    return None if tensor.is_contiguous() else tuple(tensor.stride())
 
 
 def _release_lock(torch: Any) -> None:

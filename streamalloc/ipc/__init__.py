@@ -7,6 +7,19 @@ from streamalloc.ipc.importer.open import DriverVersionWarning, Imported, open, 
 from streamalloc.ipc.ring.consumer import RingConsumer, RingItem
 from streamalloc.ipc.ring.producer import RingProducer, RingSlot, RingStatistics
 from streamalloc.ipc.ring.ring import Ring
+from streamalloc.ipc.store.errors import (
+    LayoutChangedError,
+    StoreBusyError,
+    StoreError,
+    StoreFullError,
+    StoreGoneError,
+    StoreKeyError,
+)
+from streamalloc.ipc.store.manifest import Layout, Tensor
+from streamalloc.ipc.store.server import StoreServer
+from streamalloc.ipc.store.store import Store, StoreEntry, StoreStatistics
+from streamalloc.ipc.store.weights import StoredView, Weights
+from streamalloc.ipc.store.writing import WeightsWriter
 from streamalloc.ipc.transport.channel import Channel, Listener, Message, Peer, PeerGoneError, ProtocolError
 from streamalloc.ipc.transport.communicator import (
     AllgatherCommunicator,
@@ -40,6 +53,8 @@ __all__ = [
     "ImportedBuffer",
     "ImportedPool",
     "ImportedRange",
+    "Layout",
+    "LayoutChangedError",
     "Listener",
     "MPICommunicator",
     "MPIGroupLike",
@@ -58,8 +73,21 @@ __all__ = [
     "RingStatistics",
     "SelfCommunicator",
     "Shared",
+    "Store",
+    "StoreBusyError",
+    "StoreEntry",
+    "StoreError",
+    "StoreFullError",
+    "StoreGoneError",
+    "StoreKeyError",
+    "StoreServer",
+    "StoreStatistics",
+    "StoredView",
+    "Tensor",
     "TorchCommunicator",
     "TorchGroupLike",
+    "Weights",
+    "WeightsWriter",
     "as_communicator",
     "open",
     "receive",

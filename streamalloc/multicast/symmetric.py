@@ -718,7 +718,7 @@ class _SavedContents(NamedTuple):
             with undoing(contents.close):
                 try:
                     if saved is not None:
-                        saved.save(replica[: layout.nbytes], copies)
+                        saved.save(CopySide.of(replica[: layout.nbytes]), copies)
                 finally:
                     stream.synchronize()
                     copies.finished = True

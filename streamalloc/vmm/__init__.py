@@ -3,6 +3,9 @@
 from streamalloc.vmm.address_range import AddressRange, Mapping, RangeView
 from streamalloc.vmm.dma_buf import dma_buf
 from streamalloc.vmm.growable import GrowableBuffer, StripedBuffer, stripe
+from streamalloc.vmm.pages.arena import ArenaStatistics, PageArena
+from streamalloc.vmm.pages.space import PageSpace
+from streamalloc.vmm.pages.tiers import HostTier
 from streamalloc.vmm.physical_memory import PhysicalMemory
 from streamalloc.vmm.recycler import MemoryRecycler, RecyclerStatistics
 from streamalloc.vmm.sleep import SleepGroup, Tagged
@@ -11,11 +14,15 @@ from streamalloc.vmm.virtual_buffer import Eviction, VirtualBuffer
 
 __all__ = [
     "AddressRange",
+    "ArenaStatistics",
     "Eviction",
     "GrowableBuffer",
+    "HostTier",
     "Mapping",
     "MemoryRecycler",
     "MipTail",
+    "PageArena",
+    "PageSpace",
     "PhysicalMemory",
     "RangeView",
     "RecyclerStatistics",

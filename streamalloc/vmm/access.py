@@ -96,8 +96,7 @@ def wait(after: After, session: Session, devices: Iterable[int]) -> None:
                 session.call("cuCtxSynchronize")
         work(session)
         return
-    several: Any = after if _several(after) else (after,)
-    for one in several:
+    for one in each_of(after):
         if not isinstance(one, Event):
             one = as_stream(one, session)
         elif session_of(one) is not session:
@@ -105,7 +104,9 @@ def wait(after: After, session: Session, devices: Iterable[int]) -> None:
         one.synchronize()
 
 
-def _several(after: object) -> bool:
-    return isinstance(after, (list, tuple, set, frozenset)) or (
+def each_of(after: object) -> Iterable[Any]:
+    """Return the events and streams that the argument names."""
+    several = isinstance(after, (list, tuple, set, frozenset)) or (
         isinstance(after, Iterable) and not hasattr(after, "__cuda_stream__")
     )
+    return after if several else (after,)  # type: ignore[return-value]

@@ -125,10 +125,12 @@ class Backup:
         """Return the bytes of a range."""
         return self.memory if nbytes == self.memory.nbytes else self.memory[offset : offset + nbytes]
 
-    def save(self, offset: int, source: Memory, copies: Copies) -> None:
+    def save(self, offset: int, source: CopySide, copies: Copies) -> None:
         """Queue the copy of a buffer's bytes into its range."""
+        stream = copies.stream
+        assert stream is not None
         self._use(copies)
-        self.view(offset, source.nbytes).copy_from(source, copies.stream)
+        copy_bytes(CopySide.writable(self.view(offset, source.nbytes), session_of(stream)), source, stream)
 
     def load(self, offset: int, target: CopySide, copies: Copies) -> None:
         """Queue the copy of a range into a buffer's memory."""
@@ -172,7 +174,7 @@ class BackupRange:
         """The bytes."""
         return self.backup.view(self._offset, self.nbytes)
 
-    def save(self, source: Memory, copies: Copies) -> None:
+    def save(self, source: CopySide, copies: Copies) -> None:
         """Queue the copy of the buffer's bytes into the backup."""
         if self.nbytes:
             self.backup.save(self._offset, source, copies)

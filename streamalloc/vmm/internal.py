@@ -21,6 +21,7 @@ from streamalloc.vmm.growable import RemappableBuffer
 from streamalloc.vmm.physical_memory import PhysicalMemory, import_memory
 from streamalloc.vmm.release_order import Kind, Node
 from streamalloc.vmm.reservation import MappedBytes
+from streamalloc.vmm.side_by_side import ImportedChunk, map_side_by_side
 
 
 def map_alone(memory: GenericAllocation, alignment: int, rights: Rights) -> tuple[AddressRange, MappedBytes]:

@@ -510,7 +510,7 @@ def evict_all(
 
         with undoing(undo):
             for buffer, one in saved.items():
-                one.save(buffer, copies)
+                one.save(CopySide.of(buffer), copies)
             copies.synchronize()
             for buffer, several in entries.items():
                 buffer._give_back(several, saved.get(buffer))

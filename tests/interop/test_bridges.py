@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import itertools
@@ -20,6 +21,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import interop, vmm
 from streamalloc.driver.bindings import cuda
+from streamalloc.interop.bridge import BATCH
 from streamalloc.testing import Gate
 from tests.interop.conftest import Get
 from tests.interop.libraries import Library
@@ -311,6 +313,82 @@ class TestOrder:
             assert (found == 2).all()
             by_handle("cuMemFreeAsync", pointer, cuda.CUstream(other.handle))
 
+    @pytest.mark.parametrize("source", ["pool", "cache"])
+    def test_small_numba_arrays_are_freed_together(self, get: Get, machine: Any, source: str) -> None:
+        """However many streams are known, and also if the host never synchronises."""
+        traced: Any = sd.traced(machine)
+        device = sa.Device(0, driver=traced)
+        library = get("numba")
+        with contextlib.ExitStack() as stack, sa.MemoryPool(device, release_threshold=KEEP) as pool:
+            cache = stack.enter_context(sa.CachingAllocator(pool))
+            bridge = stack.enter_context(library.use(pool if source == "pool" else cache, callbacks=True))
+            stack.enter_context(device.current())
+            for _ in range(20):
+                stack.enter_context(device.create_stream())
+            for _ in range(2 * BATCH):
+                library.make(4096)
+            by_handle = ByHandle(machine, pool)
+            del traced.calls[:]
+            for _ in range(10 * BATCH):
+                library.make(4096)
+                assert by_handle.figure("USED_MEM_CURRENT") <= 3 * BATCH * 4096
+            # A free after all work makes three calls for each stream.
+            assert len(traced.calls) < 8 * 10 * BATCH
+            bridge.stop()
+            assert source == "cache" or pool.statistics().used == 0
+
+    @pytest.mark.parametrize("source", ["pool", "cache"])
+    def test_small_numba_arrays_wait_for_all_streams(
+        self, get: Get, pool: sa.MemoryPool, by_handle: ByHandle, gate: Gate, source: str
+    ) -> None:
+        """Work of a non-blocking stream on arrays that are dropped meanwhile comes before their next use."""
+        library, device = get("numba"), gate.device
+        with (
+            sa.CachingAllocator(pool) as cache,
+            library.use(pool if source == "pool" else cache, callbacks=True),
+            device.create_stream() as outside,
+            device.create_stream() as other,
+        ):
+
+            def fill(arrays: list[Any], value: int, stream: sa.Stream) -> None:
+                for array in arrays:
+                    address = array.__cuda_array_interface__["data"][0]
+                    by_handle("cuMemsetD8Async", address, value, 4096, cuda.CUstream(stream.handle))
+
+            arrays = [library.make(4096) for _ in range(2 * BATCH)]
+            gate.hold(outside)
+            fill(arrays, 1, outside)
+            arrays.clear()
+            gc.collect()
+            arrays = [library.make(4096) for _ in range(2 * BATCH)]
+            other.wait(device.default_stream)
+            fill(arrays, 2, other)
+            gate.open()
+            device.synchronize()
+            assert all(library.holds(array, 2) for array in arrays)
+            arrays.clear()
+
+    def test_small_numba_arrays_that_run_a_pool_out_are_freed(self, get: Get, device: sa.Device) -> None:
+        library = get("numba")
+        with sa.MemoryPool(device, max_size=GROWTH) as pool, library.use(pool, callbacks=True):
+            for _ in range(3):
+                small = library.make(4096)
+                del small
+                large = library.make(GROWTH)
+                del large
+
+    def test_small_numba_arrays_of_a_context_that_was_reset(self, get: Get, machine: Any) -> None:
+        """The next ones are freed all the same."""
+        device, library = sa.Device(0, driver=machine), get("numba")
+        for _ in range(2):
+            pool = sa.MemoryPool(device)
+            with library.use(pool, callbacks=True):
+                library.make(4096)
+                device.synchronize()
+                assert pool.statistics().used == 0
+                library.make(4096)
+                machine.cuDevicePrimaryCtxReset(0)
+
     @pytest.mark.parametrize("name", ["cupy", "cuda_core", "numba", "rmm"])
     def test_what_is_dropped_is_there_for_others_at_once(
         self, get: Get, pool: sa.MemoryPool, device: sa.Device, by_handle: ByHandle, name: str
@@ -595,17 +673,18 @@ class TestCaptures:
             del memory
         library.finish(bridge)
 
+    @pytest.mark.parametrize("size", [4096, N])
     @pytest.mark.parametrize("mode", ["global", "relaxed"])
     def test_what_is_dropped_in_a_capture_of_ours_is_freed_after_it(
-        self, get: Get, pool: sa.MemoryPool, device: sa.Device, mode: Any
+        self, get: Get, pool: sa.MemoryPool, device: sa.Device, mode: Any, size: int
     ) -> None:
         library = get("numba")
         with library.use(pool, callbacks=True), device.create_stream() as stream:
             kept = pool.allocate(64, stream)
-            array = library.make(N)
+            arrays = [library.make(size) for _ in range(BATCH + 1)]
             with stream.capture(mode) as graph:
                 kept.fill(1)
-                del array
+                arrays.clear()
                 gc.collect()
             assert used(pool) == 64
             graph.launch(stream)

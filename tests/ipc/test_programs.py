@@ -47,5 +47,6 @@ def test_runs(page: str, name: str, on_cuda: bool, tmp_path: Path) -> None:
     for file, text in files(DOCS / page).items():
         (tmp_path / file).write_text(text)
     command = ["env", f"--chdir={tmp_path}", sys.executable, "-W", "error", name]
-    done = finished(command, on_cuda, STREAMALLOC_CHECK="raise")
+    # Sockets of stores are there, so that other runs of this test serve stores of the same names.
+    done = finished(command, on_cuda, STREAMALLOC_CHECK="raise", XDG_RUNTIME_DIR=str(tmp_path))
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -28,11 +28,12 @@ def name(page: Path) -> str:
 # Beside a checker nothing is cached, so that a pool that is trimmed has frees of its own pending.
 @pytest.mark.filterwarnings("ignore::streamalloc.PendingFreesWarning")
 @pytest.mark.parametrize("page", [page for page in PAGES if _PROGRAM.search(page.read_text())], ids=name)
-def test_programs_run(page: Path) -> None:
+def test_programs_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks marked ``python``, one after the other in one namespace; those marked ``py`` need more than a test has.
 
     Nor does any of them do what stream order does not allow, where it does not say so with a driver of its own.
     """
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # for the sockets of stores
     text = page.read_text()
     names: dict[str, Any] = {"__name__": "page"}
     with sd.use(sd.checked(sd.simulated(devices=2), on="raise")):

@@ -558,9 +558,11 @@ SWEEPS = [
     "tests.interop.test_sweeps",
     "tests.ipc.test_sweeps",
     "tests.ipc.ring.test_sweeps",
+    "tests.ipc.store.test_sweeps",
     "tests.multicast.test_sweeps",
     "tests.observing.test_sweeps",
     "tests.vmm.test_sweeps",
+    "tests.vmm.pages.test_faults",
 ]
 """Where all that is public is swept: their ``CLASSES``, and what makes objects, ``MAKERS``."""
 NOT_SWEPT = {
@@ -577,6 +579,8 @@ NOT_SWEPT = {
     "receive": "as Channel.receive of the ring's sweep",
     "open": "by what is opened",
     "live": "as LiveView",
+    "Layout": "makes no driver calls",
+    "StoreServer": "makes no driver calls",
 }
 """The other public names, and why."""
 

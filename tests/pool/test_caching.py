@@ -7,6 +7,7 @@ import gc
 import random
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from subprocess import CompletedProcess
@@ -492,6 +493,29 @@ class TestComesBack:
         assert pool.statistics().used == SIZE
         del dropped
         assert pool.statistics().used == 0 and not pool.closed
+
+    def test_dropped_caches_need_no_collection(self, device: sa.Device, stream: sa.Stream) -> None:
+        gc.collect()
+        gc.disable()
+        try:
+            pools = []
+            for _ in range(3):
+                cache = sa.CachingAllocator(sa.MemoryPool(device))
+                pools.append(weakref.ref(cache.pool))
+                cache.allocate(SIZE, stream).free()
+                kept = cache.allocate(SIZE, stream)
+                del cache, kept
+            device.synchronize()
+            assert [pool() for pool in pools] == [None] * 3
+        finally:
+            gc.enable()
+
+    def test_streams_that_end_leave_the_cache(self, device: sa.Device, cache: sa.CachingAllocator) -> None:
+        for _ in range(8):
+            with device.create_stream() as short, device.create_stream():
+                cache.allocate(SIZE, short).free()
+            device.synchronize()
+        assert len(cache._state.stream_caches) <= 2
 
     def test_when_the_cache_is_dropped(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
         cache = sa.CachingAllocator(pool)

@@ -197,10 +197,14 @@ class Lease(SharedState):
         words.lost.value = 0
         self._announcer = stream
 
-    def hold(self, hold: Hold, *, kept: bool = True) -> None:
-        """Add a hold of a descriptor in transit. Unless ``kept``, it also ends when its owner drops it."""
+    def hold(self, hold: Hold, *, kept: bool = True) -> bool:
+        """Add a hold of a descriptor in transit; whether the lease is still valid.
+
+        Unless ``kept``, the hold also ends when its owner drops it.
+        """
         with self.lock:
             self._holds.append((lambda: hold) if kept else weakref.ref(hold))
+            return bool(self.words.generation.value == self.generation)
 
     def _in_transit(self) -> bool:
         """Whether a hold has not ended."""
@@ -257,6 +261,11 @@ class Lease(SharedState):
             if not (ended or for_good):
                 self.words.generation.value = self.generation
         return ended
+
+    def unused(self) -> bool:
+        """Whether nothing is in transit, open, or in use by the work of importers. Descriptors are stale if so."""
+        with self.lock:
+            return self.end(None) and self.block.all_closed(self.words)
 
     # -- the buffer ------------------------------------------------------------------------------------------
 
@@ -438,6 +447,31 @@ class _DeferredFree(Deferred):
         self._raw = self._lease = None
 
 
+class Kept(Deferred):
+    """References to what was shared and is no buffer, until its lease is unused: until the holds have ended and, if
+    importers count their uses, these have ended."""
+
+    __slots__ = ("_lease", "_ordinal", "_things")
+
+    def __init__(self, lease: Lease, ordinal: int, things: object) -> None:
+        self._lease: Lease | None = lease
+        self._ordinal = ordinal
+        self._things = things
+
+    def attempt(self) -> bool:
+        lease = self._lease
+        if lease is not None:
+            if not lease.unused():
+                return False
+            # Other libraries may free on the default stream of the current device.
+            with lease.block.session.current(self._ordinal):
+                self._things = self._lease = None
+        return True
+
+    def forget(self) -> None:
+        self._things = self._lease = None
+
+
 POSIX = MemHandleType.POSIX_FILE_DESCRIPTOR
 _POSIX_MEMBER = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 NO_FABRIC_POOLS = "fabric handles of pools are not supported: a refused export as one damages the process's heap"
@@ -513,6 +547,8 @@ class Exports:
         self._handles: weakref.WeakKeyDictionary[PhysicalMemory, dict[MemHandleType, Fd | bytes]]
         self._handles = weakref.WeakKeyDictionary()
         self._ids: weakref.WeakKeyDictionary[PhysicalMemory | VirtualBuffer, bytes] = weakref.WeakKeyDictionary()
+        self._held: weakref.WeakValueDictionary[int, Lease] = weakref.WeakValueDictionary()
+        """Leases of other libraries' allocations, by address."""
 
     def serve(self) -> None:
         """Start the handle server of this process. Descriptors made later carry its address."""
@@ -538,6 +574,15 @@ class Exports:
             if lease is None:
                 lease = self.leases.add(buffer, pointer, self.route(cast("MemoryPool", pool_of(buffer))))
             return cast("Lease", lease)
+
+    def lease_at(self, address: int, hold: Hold) -> Lease:
+        """Return the lease of an allocation of another library, with a hold that keeps it valid."""
+        with self.leases.lock:
+            lease = self._held.get(address)
+            if lease is None or not lease.hold(hold, kept=False):
+                lease = self._held[address] = self.leases.take()
+                lease.hold(hold, kept=False)
+            return lease
 
     def route(self, pool: MemoryPool) -> Route:
         """Return the route of a pool; export the pool first if necessary."""

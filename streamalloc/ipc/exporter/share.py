@@ -42,6 +42,7 @@ from streamalloc.ipc.exporter.leases import (
     POSIX,
     Exports,
     Hold,
+    Kept,
     Lease,
     Route,
     exports_for,
@@ -70,12 +71,14 @@ class Shared(Unique, Shown):
     ``bytes(shared)`` is the descriptor. The handles go along by :func:`streamalloc.ipc.send`, or with
     ``channel.send(bytes(shared), shared.fds)``. An importer that has received them once needs only the bytes.
 
-    With ``hold=True`` the object keeps the allocation until the descriptor is opened, :meth:`cancel` is called, or the
+    With ``hold=True`` the object keeps what was shared until the descriptor is opened, :meth:`cancel` is called, or the
     object is dropped. ``ipc.send`` moves the hold to the message, and :mod:`multiprocessing` does so, too: its queues,
     pipes and arguments give the memory itself to the other process.
+
+    The object refers to what was shared, unless that is an allocation of a pool of this library, until it was sent.
     """
 
-    __slots__ = ("__weakref__", "_data", "_exports", "_hold", "_lease", "_once", "_sent", "handles")
+    __slots__ = ("__weakref__", "_again", "_data", "_exports", "_hold", "_lease", "_once", "_sent", "handles")
 
     handles: dict[bytes, Fd]
     """The handles by their ids in the descriptor; they stay the exporter's."""
@@ -99,8 +102,8 @@ class Shared(Unique, Shown):
         self._once = once
         """Whether importers keep the imported handles, so that these need to travel once."""
         self._sent = False
-        if lease is not None and hold is not None:
-            lease.hold(hold, kept=False)
+        self._again: Callable[[], Shared] | None = None
+        """Shares the same once more, with a hold. None for allocations, and once the hold was ended here."""
 
     @property
     def descriptor(self) -> Descriptor:
@@ -114,7 +117,7 @@ class Shared(Unique, Shown):
 
     @property
     def held(self) -> bool:
-        """Whether this object keeps the allocation from being freed."""
+        """Whether this object keeps what was shared from being freed."""
         return self._hold is not None and not self._hold.over()
 
     def to_bytes(self) -> bytes:
@@ -127,21 +130,24 @@ class Shared(Unique, Shown):
 
     def cancel(self) -> None:
         """End the hold of a descriptor that will not be opened. Idempotent."""
+        self._again = None
         if self._hold is not None:
             self._hold.end()
 
     def carried(self, lost: Callable[[], bool]) -> bytes:
         """Return the descriptor for a carrier of bytes only, and move the hold to the carrier.
 
-        The importer fetches the handles from this process. An allocation is held from now on, even if this object did
+        The importer fetches the handles from this process. What was shared is held from now on, even if this object did
         not hold it, until ``lost`` returns that the carrier can no longer deliver the descriptor.
         """
+        if self._again is not None and not self.held:
+            return self._again().carried(lost)
         described, exports = self.descriptor, self._exports
         if exports is not None:
             exports.serve()
             if described.endpoint != exports.endpoint:
                 self._data = described._replace(endpoint=exports.endpoint).to_bytes()
-        if self._lease is None or not described.flags & Flags.LEASED:
+        if self._lease is None or not (self.held or described.flags & Flags.LEASED):
             return self._data
         hold = self._hold if self._hold is not None and self.held else Hold()
         hold.carry(lost)
@@ -164,8 +170,9 @@ class Shared(Unique, Shown):
 
 
 class _Options(NamedTuple):
-    """The arguments of :func:`share` beside the memory."""
+    """The arguments of :func:`share`."""
 
+    thing: object
     stream: StreamLike | None
     hold: bool
     handle_type: MemHandleType | None
@@ -193,12 +200,12 @@ def share(
     or any object with ``__cuda_array_interface__`` such as a CuPy array or a PyTorch tensor. The kind of memory
     determines the driver's mechanism, see :class:`Mechanism`. The memory must have been made for sharing.
 
-    A shared allocation of a pool has a lease: its free waits for importers, see :meth:`Buffer.free`. Memory of other
-    libraries has none, and these libraries free it.
+    A shared allocation of a pool has a lease: its free waits for importers, see :meth:`Buffer.free`. Other libraries
+    free their memory when the last reference to the array is dropped. With ``hold=True``, that waits, too.
 
     Physical memory, and ranges that map it, can also be shared by fabric handles, with processes of other machines in
-    the same IMEX domain. Fabric handles are bytes in the descriptor, so no file descriptor has to travel, and nothing
-    keeps the memory before it is opened: do not close it before. Importers' streams wait for the contents by the
+    the same IMEX domain. Fabric handles are bytes in the descriptor, so no file descriptor has to travel, and keep no
+    memory: do not close it before it was opened. Importers' streams wait for the contents by the
     control block, which exists on this machine only. On another machine, and wherever the control block's file
     descriptor neither comes along nor can be fetched (:func:`streamalloc.ipc.send` and :mod:`multiprocessing` see to
     that), no stream waits: synchronise ``stream`` before the descriptor leaves.
@@ -208,15 +215,23 @@ def share(
     thing
         The memory, pool or event.
     stream
-        The stream whose work writes the contents; default: the memory's own. Importers' streams wait for it.
+        The stream whose work writes the contents; default: the memory's own. Importers' streams wait for it. Refused
+        for pools and events, which have no contents.
     expose_block
         Share memory of ``cuMemAlloc`` even if other allocations may be in its blocks of 2 MiB, which the importer can
-        read.
+        read. Refused for what is no memory of another library.
     hold
-        Keep the allocation from being freed while this descriptor is in transit: until the descriptor is opened,
-        :meth:`Shared.cancel` is called, or the result is dropped. :func:`streamalloc.ipc.send` moves the hold to the
-        message, which ends it when it is opened, refused or dropped, or when nobody can receive it any more. No effect
-        on memory without a lease.
+        Keep what is shared while this descriptor is in transit: until the descriptor is opened, :meth:`Shared.cancel`
+        is called, or the result is dropped. :func:`streamalloc.ipc.send` moves the hold to the message, which ends it
+        when it is opened, refused or dropped, or when nobody can receive it any more.
+
+        The free of an allocation waits. Of everything else the hold keeps a reference, and the file descriptors:
+        physical memory with one exists until it was opened, also if it is closed and unmapped here; pools, events, and
+        memory with fabric handles must not be closed. Processes of other machines cannot end the hold.
+
+        After the open, an array of another library in memory of a pool is kept until all importers have closed the
+        allocation and their work has ended. An array in memory of ``cuMemAlloc`` or in mapped memory is not: its
+        library may reuse the memory, so keep it while others use it.
     handle_type
         Of physical memory and ranges: ``POSIX_FILE_DESCRIPTOR`` or ``FABRIC``. Default: file descriptors if the memory
         was made with them, else fabric handles. Pools are shared by file descriptors only.
@@ -232,13 +247,17 @@ def share(
     CaptureError
         The stream is being captured.
     """
-    if isinstance(thing, PlainBuffer) and handle_type is None:
+    if isinstance(thing, PlainBuffer) and handle_type is None and not expose_block:
         return _share_buffer(thing, stream, hold)
     if handle_type is not None:
         _check_handle_type(thing, handle_type)
-    options = _Options(stream, hold, handle_type, expose_block)
+    options = _Options(thing, stream, hold, handle_type, expose_block)
     for kind, function in _KINDS.items():
         if isinstance(thing, kind):
+            if expose_block:
+                raise ValueError(f"expose_block=True is for memory of cuMemAlloc, which {thing!r} is not: leave it out")
+            if stream is not None and isinstance(thing, (MemoryPool, Event)):
+                raise ValueError(f"stream={stream!r}: {thing!r} has no contents that a stream writes, leave it out")
             return function(thing, options)
     if hasattr(thing, "__cuda_array_interface__"):
         return _share_foreign(thing, options)
@@ -267,13 +286,16 @@ def send(
     thing
         As for :func:`share`, or its result. A hold of that moves to the message.
     stream, hold
-        As for :func:`share`. Without ``hold``, do not free the allocation before the other end has opened it. With it,
-        the message keeps the allocation until it is opened, refused or dropped, or nobody can receive it any more.
+        As for :func:`share`; refused for what that has returned. Without ``hold``, do not free the memory before the
+        other end has opened it. With it, the message keeps it until the message is opened, refused or dropped, or
+        nobody can receive it any more.
     timeout
         Seconds until ``TimeoutError``; None: the channel's.
 
     Raises
     ------
+    ValueError
+        As :func:`share`; or ``thing`` was shared already, and ``stream`` or ``hold`` asks for something else.
     CudaError
         The driver refuses a call. If the message has left before, the importer finds the memory
         :attr:`~ImportedBuffer.lost`.
@@ -293,6 +315,8 @@ def send(
             shared._exports.leases.prepare()  # type: ignore[union-attr]
             return
     else:
+        if isinstance(thing, Shared) and (stream is not None or hold > thing.held):
+            raise ValueError("stream and hold are arguments of share: what it has returned is sent without them")
         shared = thing if isinstance(thing, Shared) else share(thing, stream, hold=hold)
     exports, handles = shared._exports, shared.fds
     if exports is not None and shared._once:
@@ -346,6 +370,7 @@ def _share_buffer(
     view: Any = None
     ordered: Any
     lease: Lease | None = None
+    holding = Hold() if hold else None
     plain = plain_parts(buffer) if type(buffer) is PlainBuffer else None
     if plain is not None:
         # The first descriptor of an allocation. Anything unusual is left to the general case below.
@@ -374,7 +399,9 @@ def _share_buffer(
     exports, block = route.exports, lease.block
     head, handles = route.heads.get((block, exports.endpoint)) or route.head(block)
     offset, size = part or (0, nbytes)
-    shared = Shared(b"", handles, lease, Hold() if hold else None, exports, once=True)
+    if holding is not None:
+        lease.hold(holding, kept=False)
+    shared = Shared(b"", handles, lease, holding, exports, once=True)
 
     def describe(ready: int) -> bool:
         shared._data = data = lease.describe(head, ready, offset, size, nbytes)
@@ -425,29 +452,54 @@ def _share_array(view: TypedView[Any], options: _Options) -> Shared:
 def _describe(
     exports: Exports,
     mechanism: Mechanism,
-    uuid: bytes,
+    device: Device | bytes,
     stream: Stream | None,
+    options: _Options,
     handles: dict[bytes, Fd],
+    *,
+    route: Route | None = None,
+    leased: int = 0,
     memory: tuple[int, int] | None = None,
     **fields: Any,
 ) -> Shared:
-    """Make a descriptor of memory without a lease; ``memory``: address and size, if mapped here.
+    """Make a descriptor of what is no buffer, with a slot of the control block for a stream or a hold.
 
-    With a stream, a slot of the control block is taken for the announcement alone, until the result is dropped.
+    ``device``: the device that has the memory, or its id. ``route``: that of the pool. ``leased``: address of the
+    allocation if importers count their uses. ``memory``: address and size, if mapped here.
     """
-    announcement: Lease | None = None
-    if stream is not None:
-        announcement = exports.leases.take()
-        fields["ready"] = announcement.announce(stream)
-        block = announcement.block
-        fields |= {"control_block": block.id, "slot": announcement.slot, "generation": announcement.generation}
+    lease: Lease | None = None
+    hold = Hold() if options.hold else None
+    if hold is not None and leased:
+        lease = exports.lease_at(leased, hold)
+        fields["flags"] = Flags.LEASED
+    elif hold is not None or stream is not None:
+        lease = exports.leases.take()
+        if hold is not None:
+            lease.hold(hold, kept=False)
+    if lease is not None:
+        fields |= {"slot": lease.slot, "generation": lease.generation, "ready": lease.words.last_announced}
+        if stream is not None:
+            fields["ready"] = lease.announce(stream)
+            if memory is not None and exports.session.listener is not None:
+                _notify_listener(lease, fields["ready"], *memory, stream)
+    block = lease.block if lease is not None else exports.leases.block() if mechanism is Mechanism.POOL else None
+    if route is not None:
+        handles = {route.origin: route.fd}
+        fields |= {"origin": route.origin, "handle_type": int(POSIX)}
+        if block is not None:
+            fields["pool_mark"] = route.mark(block)
+    if block is not None:
+        fields["control_block"] = block.id
         handles = {**handles, block.id: block.fd}
-        if memory is not None and exports.session.listener is not None:
-            _notify_listener(announcement, fields["ready"], *memory, stream)
     publish(handles)
+    uuid = exports.uuid(device) if isinstance(device, Device) else device
     described = Descriptor(mechanism, uuid, endpoint=exports.endpoint, driver_version=exports.version, **fields)
-    once = mechanism is not Mechanism.PHYSICAL
-    return Shared(described.to_bytes(), handles, announcement, None, exports, once=once)
+    shared = Shared(described.to_bytes(), handles, lease, hold, exports, once=mechanism is not Mechanism.PHYSICAL)
+    shared._again = functools.partial(share, **options._replace(hold=True)._asdict())
+    if hold is not None and lease is not None:
+        ordinal = device.ordinal if isinstance(device, Device) else 0
+        exports.deferred.submit(Kept(lease, ordinal, (options.thing, route, handles)))
+    return shared
 
 
 def _notify_listener(lease: Lease, ready: int, address: int, nbytes: int, stream: Stream) -> None:
@@ -459,10 +511,8 @@ def _notify_listener(lease: Lease, ready: int, address: int, nbytes: int, stream
 
 def _share_pool(pool: MemoryPool, options: _Options) -> Shared:
     exports = exports_for(session_of(pool))
-    route, block = exports.route(pool), exports.leases.block()
-    fields: dict[str, Any] = {"origin": route.origin, "control_block": block.id, "pool_mark": route.mark(block)}
-    handles = {route.origin: route.fd, block.id: block.fd}
-    return _describe(exports, Mechanism.POOL, route.device, None, handles, handle_type=int(POSIX), **fields)
+    route = exports.route(pool)
+    return _describe(exports, Mechanism.POOL, route.device, None, options, {}, route=route)
 
 
 def _share_event(event: Event, options: _Options) -> Shared:
@@ -472,7 +522,7 @@ def _share_event(event: Event, options: _Options) -> Shared:
         raise ValueError(f"{event!r} cannot be shared: make it with interprocess=True, in the process that shares it")
     with event.device.current():
         raw = session.call("cuIpcGetEventHandle", cuda.CUevent(event.handle))
-    return _describe(exports, Mechanism.EVENT, exports.uuid(event.device), None, {}, payload=opaque_bytes(raw))
+    return _describe(exports, Mechanism.EVENT, event.device, None, options, {}, payload=opaque_bytes(raw))
 
 
 def _refuse_foreign(thing: object, options: _Options) -> Shared:
@@ -529,8 +579,7 @@ def _share_chunks(
     fields = {"base_size": sum(chunk.nbytes for chunk, _ in chunks), "origin": secrets.token_bytes(16), **fields}
     handles = {chunk.id: fd for chunk, fd in chunks if fd is not None}
     fields |= {"handle_type": int(kind), "chunks": tuple(chunk for chunk, _ in chunks)}
-    device = exports.uuid(_device_of(memories[0]))
-    return _describe(exports, Mechanism.PHYSICAL, device, stream, handles, **fields)
+    return _describe(exports, Mechanism.PHYSICAL, _device_of(memories[0]), stream, options, handles, **fields)
 
 
 def _device_of(memory: PhysicalMemory) -> Device:
@@ -599,11 +648,11 @@ def _share_foreign(thing: Any, options: _Options) -> Shared:
                     f"{thing!r} is memory of a pool that was not made for sharing: have the library allocate from a "
                     "pool with handle_types=POSIX_FILE_DESCRIPTOR (MemoryPool.make_current), or copy it to such a pool"
                 )
-            route = Route(known.pool, exports, exports.uuid(device))
-            fields |= {"origin": route.origin, "handle_type": int(POSIX)}
+            route = exports.route(known.pool)
             fields["payload"] = exports.leases.export_pointer(base)
-            handles = {route.origin: route.fd}
-            return _describe(exports, Mechanism.POOL_POINTER, route.device, ordered, handles, **fields)
+            return _describe(
+                exports, Mechanism.POOL_POINTER, device, ordered, options, {}, route=route, leased=base, **fields
+            )
         if known.legacy_ipc:
             if options.handle_type is not None:
                 raise ValueError(
@@ -615,7 +664,7 @@ def _share_foreign(thing: Any, options: _Options) -> Shared:
                     "with expose_block=True if it may, or copy it to a pool or to memory of whole blocks"
                 )
             fields["payload"] = opaque_bytes(session.call("cuIpcGetMemHandle", base))
-            return _describe(exports, Mechanism.LEGACY, exports.uuid(device), ordered, {}, **fields)
+            return _describe(exports, Mechanism.LEGACY, device, ordered, options, {}, **fields)
         memory = PhysicalMemory.at(base, driver=driver)
         kind = _handle_type([memory], options)
         if not memory.properties.requested_handle_types & kind:

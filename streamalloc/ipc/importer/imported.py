@@ -224,7 +224,7 @@ class _Source:
     def __init__(
         self, session: Session, device: Device, block: ControlBlock | None, dropped: SimpleQueue[bool], flags: int
     ) -> None:
-        if flags & (Flags.LEASED | Flags.HELD) and not (self.leasable and block is not None and flags & Flags.LEASED):
+        if flags & (Flags.LEASED | Flags.HELD) and (block is None or (flags & Flags.LEASED and not self.leasable)):
             raise ValueError(_BAD_LEASE)
         self.session: Session = session
         self.deferred: DeferredQueue = deferred_queue(session)
@@ -320,13 +320,13 @@ class Import:
     _raw: Any
     """``CUdeviceptr``; None before the import and after its release."""
 
-    def __init__(self, source: PoolSource | LegacySource, key: bytes, words: ImporterWords | None, generation: int):
+    def __init__(self, source: PoolSource | LegacySource, key: bytes) -> None:
         self.source: PoolSource | LegacySource = source
         self.key: bytes = key
         """The driver's export data."""
-        self.words: ImporterWords | None = words
+        self.words: ImporterWords | None = None
         """This importer's words of the lease; None without a lease."""
-        self.generation: int = generation
+        self.generation = 0
         """Generation of the lease's slot."""
         self.number = 0
         """Value of ``opened`` that counts this import."""
@@ -336,6 +336,25 @@ class Import:
         """Open objects."""
         self.passed: tuple[Event, ...] = ()
         """Ends of the work of objects that were closed before the last one."""
+
+    def count_open(self, words: ImporterWords, generation: int) -> None:
+        """Count the open in a lease.
+
+        Raises
+        ------
+        StaleDescriptorError
+            The lease has ended.
+        """
+        # Count first, then check for a free: the exporter does both in the opposite order.
+        self.words, self.generation = words, generation
+        self.number = number = (words.opened.value + 1) % WORD
+        words.opened.value = number
+        fence()
+        if words.slot_words.generation.value != generation:
+            if self._raw is not None:
+                # Open without a lease. Nothing was used by this one, so its end needs no stream.
+                words.opened.value, self.words = (number - 1) % WORD, None
+            raise StaleDescriptorError(_STALE)
 
 
 def open_import(source: PoolSource | LegacySource, part: Part, stream: Stream) -> ImportedBuffer:
@@ -357,22 +376,21 @@ def open_import(source: PoolSource | LegacySource, part: Part, stream: Stream) -
         with source.lock:
             held = source.imports.get(key)
             if held is None or held._raw is None:
-                held = Import(source, key, mine if source.leased else None, generation)
+                held = Import(source, key)
                 # Set before the acquisition, so that the handler below releases it.
                 source.imports[key] = opened._held = held
                 if mine is not None and source.leased:
-                    # Count the open first, then check for a free: the exporter does both in the opposite order.
-                    held.number = number = (mine.opened.value + 1) % WORD
-                    mine.opened.value = number
-                    fence()
-                    if mine.slot_words.generation.value != generation:
-                        raise StaleDescriptorError(_STALE)
+                    held.count_open(mine, generation)
                 source.acquire(held)
                 held.address = int(held._raw)
             else:
                 held.count += 1
                 opened._held = held
-                if source.leased and (held.words is not mine or held.generation != generation):
+                if mine is not None and source.leased and held.words is None:
+                    # It was opened before by a descriptor without a lease.
+                    held.source = source
+                    held.count_open(mine, generation)
+                elif source.leased and (held.words is not mine or held.generation != generation):
                     if mine is not None and mine.slot_words.generation.value != generation:
                         raise StaleDescriptorError(_STALE)
                     raise ValueError("this memory is open here under another lease: close that first")

@@ -10,7 +10,7 @@ import contextlib
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from queue import SimpleQueue
 from typing import NamedTuple, TypeAlias
@@ -142,7 +142,7 @@ class Importer:
         self.handles: dict[int, PoolHandle] = {}
         """Imported pools by ``CUmemoryPool``."""
         self.pools: dict[bytes, PoolHandle] = {}
-        """Imported pools by id, if later descriptors may come without the handle."""
+        """Imported pools by id."""
         self.sources: dict[bytes, PoolSource] = {}
         """Sources by descriptor head, once an allocation was opened."""
         self.imports: dict[bytes, Import] = {}
@@ -153,11 +153,7 @@ class Importer:
     def device(self, described: Descriptor, stream: StreamLike | None) -> Device:
         """Return the device that has the memory; for memory of another machine, the stream's."""
         uuid = described.device
-        found = self._devices.get(uuid)
-        if found is None:
-            for device in Device.all(self.session.driver):
-                self._devices[device.uuid.bytes] = device
-            found = self._devices.get(uuid)
+        found = self.device_of(uuid)
         if found is None and described.handle_type == FABRIC:
             if stream is None:
                 raise ValueError(
@@ -171,6 +167,12 @@ class Importer:
                 "CUDA_VISIBLE_DEVICES?"
             )
         return found
+
+    def device_of(self, uuid: bytes) -> Device | None:
+        """Return the device with a UUID of 16 bytes; None if this process does not see it."""
+        if uuid not in self._devices:
+            self._devices.update((device.uuid.bytes, device) for device in Device.all(self.session.driver))
+        return self._devices.get(uuid)
 
     def check_version(self, version: int) -> None:
         """Warn if the exporter runs another driver than this process."""
@@ -208,7 +210,7 @@ class Importer:
         return block
 
     def pool(self, described: Descriptor, handles: Handles) -> PoolHandle:
-        """Return an imported pool; it stays in :attr:`pools` if later descriptors may come without the handle."""
+        """Return an imported pool; it stays in :attr:`pools`, as later descriptors may come without the handle."""
         pool = self.pools.get(described.origin)
         if pool is not None:
             return pool
@@ -219,9 +221,7 @@ class Importer:
             with self.lock:
                 pool = self.pools.get(described.origin)
                 if pool is None:
-                    pool = self._import(fd)
-                    if described.mechanism is Mechanism.POOL or described.flags & Flags.LEASED:
-                        self.pools[described.origin] = pool
+                    pool = self.pools[described.origin] = self._import(fd)
                 return pool
         finally:
             fd.close()
@@ -345,7 +345,8 @@ def open(
         The stream that waits for the exporter's work, and orders operations which name no other. Other streams need a
         dependency on it. Default: the device's default stream; then every other stream waits as well before it uses the
         memory. The host waits before it returns :attr:`~Memory.address` or an interface without a stream, and before a
-        use in a capture. Memory of another machine's device is opened for the device of this stream.
+        use in a capture. Memory of another machine's device is opened for the device of this stream. Pools and events
+        have no contents to wait for: for them, a stream names the driver only.
     driver
         The driver to use. Default: that of ``stream`` if that is a :class:`Stream`, else
         :func:`streamalloc.driver.default`.
@@ -455,12 +456,27 @@ def _open_first(
         raise ValueError(f"the descriptor's slot {described.slot} does not exist: a control block has {SLOTS}")
     if stream is not None:
         stream = _ordered(stream, session)
-    opened = opener(_Request(importer, described, bytes(data), handles, device, stream))
+    request = _Request(importer, described, bytes(data), handles, device, stream)
+    with contextlib.nullcontext() if described.mechanism in _WITH_LEASES else _arriving(request):
+        opened = opener(request)
     if not is_array:
         return opened
     if not isinstance(opened, (ImportedBuffer, ImportedRange)):
         raise ValueError(f"the descriptor says that {opened!r} is an array")
     return ImportedArray(opened, np.dtype(described.dtype), described.shape)
+
+
+@contextlib.contextmanager
+def _arriving(request: _Request) -> Iterator[None]:
+    """End the hold of a descriptor at the end of the block; :func:`open_import` does so for buffers."""
+    hold = request.described.hold
+    block = request.importer.block_of(request.described, request.handles) if hold else None
+    mark = None if block is None else block.mark("hold", hold)
+    try:
+        yield
+    finally:
+        if mark is not None and mark.value == hold >> 32:
+            mark.value = 0
 
 
 def _ordered(stream: StreamLike, session: Session) -> Stream:
@@ -586,3 +602,4 @@ _MECHANISMS: dict[Mechanism, tuple[Callable[[_Request], Imported], type[Imported
     Mechanism.PHYSICAL: (_open_physical, ImportedRange),
     Mechanism.EVENT: (_open_event, Event),
 }
+_WITH_LEASES = (Mechanism.POOL_POINTER, Mechanism.LEGACY)

@@ -499,6 +499,41 @@ class ControlBlock:
                 words.opened.value = words.closing.value = words.closed.value = words.awaited
 
 
+class ReadyWord:
+    """The word ``ready`` of one announcement, for a process that reads it without a driver.
+
+    Raises
+    ------
+    ValueError
+        The file is not the control block with this id, or could be truncated, or it has no such slot.
+    """
+
+    __slots__ = ("_map", "_value", "slot")
+
+    def __init__(self, fd: Fd, name: bytes, slot: int, value: int) -> None:
+        head = os.pread(fd.fileno(), _HEADER.size, 0) if _is_sealed(fd) else b""
+        if head != _HEADER.pack(_MAGIC, name, SLOTS, IMPORTERS) or slot >= SLOTS:
+            raise ValueError("the file descriptor is not the control block of this announcement")
+        self._map = mmap.mmap(fd.fileno(), _BYTES, prot=mmap.PROT_READ)
+        self.slot = slot
+        self._value = value
+
+    def _read(self, kind: str) -> int:
+        begin, step = _LAYOUT[kind]
+        return int.from_bytes(self._map[begin + step * self.slot : begin + step * self.slot + 4], "little")
+
+    @property
+    def reached(self) -> bool:
+        """Whether the announcement was written, by the exporter or in its place."""
+        return reached(self._read("ready"), self._value)
+
+    @property
+    def lost(self) -> bool:
+        """Whether it was written only in place of an exporter that died or whose driver refused."""
+        ready, lost = self._read("ready"), self._read("lost")
+        return bool(lost) and not reached(ready - lost, self._value)
+
+
 def _is_sealed(fd: Fd) -> bool:
     """Whether a file has the size of a control block, and can never be resized."""
     try:

@@ -94,8 +94,8 @@ class Flags:
     """The bits of :attr:`Descriptor.flags`."""
 
     HELD = 1
-    """The exporter keeps the allocation until the mark :attr:`Descriptor.hold` has changed. If ``hold`` is 0, one more
-    handle comes along: a pipe, which keeps the allocation until it is closed."""
+    """The exporter keeps what was shared until the mark :attr:`Descriptor.hold` has changed. If ``hold`` is 0, one more
+    handle comes along: a pipe, which keeps it until the pipe is closed."""
     READ_ONLY = 2
     """Importers map the memory for reading only."""
     GROWABLE = 4
@@ -310,7 +310,7 @@ class Descriptor(NamedTuple):
             )
         if base_size > _MOST_BYTES or offset + size > base_size:
             raise ValueError(f"the descriptor's {size} bytes at {offset} are outside of its {base_size} bytes")
-        if kind in _WITHOUT_MEMORY and (count or base_size or flags):
+        if kind in _WITHOUT_MEMORY and (count or base_size or flags & ~Flags.HELD):
             raise ValueError(f"a descriptor of a {kind.name} has fields for memory")
         payload, dtype = data[_BODY : _BODY + extra], ""
         chunks: tuple[Chunk, ...] = ()

@@ -144,7 +144,10 @@ class CacheState(Deferred):
         for one in list(self.stream_caches.values()):
             # An ended one is attempted again: buffers may have been dropped since.
             self._queue.end(one)
-        return not self.blocks or self._all_lost()
+        if self.blocks and not self._all_lost():
+            return False
+        self.stream_caches.clear()
+        return True
 
     def _all_lost(self) -> bool:
         """Whether all blocks that are left are lost: they end with the pool."""
@@ -176,6 +179,9 @@ class CacheState(Deferred):
                     before = self.stream_caches.get(_key(stream))
                     if before is not None:
                         self._queue.submit(before)
+                    for key, one in list(self.stream_caches.items()):
+                        if one.over:
+                            del self.stream_caches[key]
                     found = self.stream_caches[_key(stream)] = StreamCache(self, stream)
         if ask:
             give_lists(stream, self.keys[1], (found.lists, raw_handle(stream)))
@@ -210,6 +216,10 @@ class CacheState(Deferred):
         wanted.count += 1
         self.misses += 1
         return block
+
+    def free_past(self, block: Block, raw: Any) -> tuple[Any]:
+        """Free a block past the cache, with an answer like that of ``cuMemFreeAsync``."""
+        return (self.free_block(block, raw, notified=()) or cuda.CUresult.CUDA_SUCCESS,)
 
     def free_block(self, block: Block, raw: Any, notified: tuple[Watcher, ...] | None = None) -> Any:
         """Return a block to the pool (``cuMemFreeAsync``): None, or the ``CUresult`` of a refusal.
@@ -382,7 +392,8 @@ class CachingAllocator(Allocator, Closes, Shown):
         self.location: MemLocation = pool.location
         self._bind(session, None, None)
         # ``Buffer.free``, called by the name of that class, frees past the cache.
-        self._free = self._free_past
+        # A function of the state: one of the cache itself would keep a dropped cache until a collection.
+        self._free = self._state.free_past
         deferred_queue(session).end_with(self, self._state)
         pools_of(session).caches.add(self)
 
@@ -581,24 +592,31 @@ class CachingAllocator(Allocator, Closes, Shown):
 
     # -- frees that are not plain ----------------------------------------------------------------------------
 
-    def _return_home(self, buffer: CachedBuffer, block: Block, stream: Stream) -> bool:
-        """Queue a block for its own stream, behind an event on the stream of the free; whether that could be done."""
+    def _return_home(
+        self, buffer: CachedBuffer, block: Block, stream: Stream, event: Event | None = None
+    ) -> Event | None:
+        """Queue a block for its own stream, behind an event on the stream of the free.
+
+        ``event`` is one that was recorded there after the last use; default: a new one. Returns the event; None if the
+        block has to be freed in another way.
+        """
         home = block.size_class.owner
         if len(home.returning) >= MAX_RETURNING:
             home.collect()
         # Other threads mean another stream by its handle.
         if home.ended or len(home.returning) >= MAX_RETURNING or int(raw_handle(stream)) == _PER_THREAD:
-            return False
-        plain = direct_handle(stream, self._session) is not None and not is_borrowed(stream)
-        event = stream.record() if plain else record_uncaptured(stream)
+            return None
         if event is None:
-            return False
+            plain = direct_handle(stream, self._session) is not None and not is_borrowed(stream)
+            event = stream.record() if plain else record_uncaptured(stream)
+        if event is None:
+            return None
         if buffer._ptr is block:
             buffer._ptr = None
             home.returning.append((event, block))
             if home.ended:  # by another thread meanwhile
                 deferred_queue(self._session).submit(home)
-        return True
+        return event
 
     def _free_checked(self, buffer: CachedBuffer, ordered: Stream) -> None:
         """Free a buffer on a stream that was checked: to a free list, or else to the pool."""
@@ -638,9 +656,6 @@ class CachingAllocator(Allocator, Closes, Shown):
             buffer._ptr = None
             block.size_class.count -= 1
         return plain
-
-    def _free_past(self, block: Block, raw: Any) -> tuple[Any]:
-        return (self._state.free_block(block, raw, notified=()) or cuda.CUresult.CUDA_SUCCESS,)
 
     # -- as every allocator ----------------------------------------------------------------------------------
 

@@ -130,6 +130,7 @@ class StreamCache(Deferred):
 
     def collect(self) -> None:
         """Put blocks freed on other streams into their lists, up to the first whose event has not passed."""
+        last: Event | None = None
         while self.returning:
             try:
                 event, block = self.returning.popleft()
@@ -137,12 +138,13 @@ class StreamCache(Deferred):
                 return
             passed = False
             try:
-                passed = event.query()
+                passed = event is last or event.query()
             finally:
                 if not passed:
                     self.returning.appendleft((event, block))
             if not passed:
                 return
+            last = event
             self.put(block)
 
     def put(self, block: Block) -> None:
@@ -202,9 +204,17 @@ class StreamCache(Deferred):
                 self.release(ordered)
         if stream is not None:
             leave_stream(stream, self.cache.keys, self)
-        if not any(one.count for one in list(self.classes.values())):
+        if self.over:
             self._last = []
+            # Cycles would keep the cache and its pool until a collection.
+            self.classes.clear()
+            self.class_of.clear()
         return not self.free_bytes
+
+    @property
+    def over(self) -> bool:
+        """Whether it has ended, and has no block, free or in a buffer."""
+        return self.ended and not any(one.count for one in list(self.classes.values()))
 
     @contextlib.contextmanager
     def ordered(self) -> Iterator[Stream]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+import multiprocessing
+import pickle
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -10,9 +13,9 @@ import pytest
 import streamalloc as sa
 from streamalloc import ipc, vmm
 from streamalloc.ipc import Mechanism
-from streamalloc.testing import Gate
-from tests.ipc.support import PAGE, POSIX, busy, idle, make_buffer, make_growable, make_pool
-from tests.processes import Partner, There, holds_there
+from streamalloc.testing import Gate, settle
+from tests.ipc.support import PAGE, POSIX, busy, hold, idle, make_buffer, make_growable, make_pool, release
+from tests.processes import SECONDS, Partner, There, eventually, holds_there
 from tests.support import MiB, pattern, read
 
 BLOCK = 2 * MiB
@@ -300,6 +303,230 @@ class TestPoolMemory:
         partner.run(make_buffer, "buffer", 1)
         with partner.take("buffer", stream) as opened, pytest.raises(ValueError):
             ipc.share(Array(opened.address, 512))
+
+
+class Owned(Array):
+    """An array whose library frees its memory with the last reference."""
+
+    def __init__(self, allocation: Any, start: int = 0, nbytes: int = MiB) -> None:
+        super().__init__(allocation.address + start, nbytes)
+        self._allocation = allocation
+
+
+class Allocation:
+    """Memory that a library has made and frees; ``alive`` holds the addresses of those that it has."""
+
+    def __init__(self, alive: set[int], address: Any, free: Callable[[], Any]) -> None:
+        self.address = int(address)
+        self._alive, self._free = alive, free
+        alive.add(self.address)
+
+    def __del__(self) -> None:
+        self._alive.discard(self.address)
+        self._free()
+
+
+class Library:
+    """A library that allocates each kind of memory, writes a pattern to it, and frees what is dropped."""
+
+    def __init__(self, raw: Any, device: sa.Device, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        self.raw, self.device, self.pool, self.stream = raw, device, pool, stream
+        self.alive: set[int] = set()
+
+    def __call__(self, kind: str, seed: int = 1, nbytes: int = BLOCK) -> Owned:
+        array = Owned(getattr(self, f"_{kind}")(nbytes), nbytes=nbytes)
+        data = pattern(nbytes, seed)
+        assert self.raw.cuMemcpyHtoD(array.address, data.ctypes.data, nbytes)[0] == 0
+        return array
+
+    def _pool(self, nbytes: int) -> Allocation:
+        queue = self.raw.CUstream(self.stream.handle)
+        with self.pool.make_current():
+            result, address = self.raw.cuMemAllocAsync(nbytes, queue)
+        assert result == 0
+        self.stream.synchronize()
+        return Allocation(self.alive, address, lambda: self.raw.cuMemFreeAsync(address, queue))
+
+    def _plain(self, nbytes: int) -> Allocation:
+        result, address = self.raw.cuMemAlloc(nbytes)
+        assert result == 0
+        return Allocation(self.alive, address, lambda: self.raw.cuMemFree(address))
+
+    def _mapped(self, nbytes: int) -> Allocation:
+        range_ = vmm.AddressRange(nbytes, driver=self.device.driver)
+        range_.map(vmm.PhysicalMemory(self.device, nbytes, handle_types=POSIX), 0, access=self.device)
+
+        def free() -> None:
+            range_.unmap()
+            range_.close()
+
+        return Allocation(self.alive, range_.address, free)
+
+
+@pytest.fixture
+def library(raw: Any, device: sa.Device, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner) -> Iterator[Library]:
+    library = Library(raw, device, pool, stream)
+    yield library
+    partner.reset()
+    gc.collect()
+    assert all_freed(library)
+
+
+def all_freed(library: Library) -> bool:
+    """Whether the library comes to have freed everything."""
+    return eventually(lambda: bool(settle() >= 0 and not library.alive))
+
+
+KINDS = ["pool", "plain", "mapped"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+class TestHold:
+    """``hold=True`` keeps a reference to the array while its descriptor is in transit."""
+
+    def test_in_a_queue(self, library: Library, partner: Partner, kind: str) -> None:
+        queue: Any = multiprocessing.get_context("spawn").SimpleQueue()
+        for seed in range(3):
+            queue.put(ipc.share(library(kind, seed), hold=True))
+        settle()
+        assert len(library.alive) == 3
+        for seed in range(3):
+            opened = partner.run(open_pickled, f"it {seed}", queue._reader.recv_bytes())
+            assert opened == "ImportedRange" if kind == "mapped" else "ImportedBuffer"
+            assert partner.kept(f"it {seed}").shows(seed)
+        assert len(library.alive) == (3 if kind == "pool" else 0) or all_freed(library)
+        for seed in range(3):
+            partner.kept(f"it {seed}").close()
+        assert all_freed(library)
+
+    def test_in_a_queue_that_nobody_reads(self, library: Library, kind: str) -> None:
+        """Also if the descriptor was made without a hold: a queue keeps what it carries."""
+        queue: Any = multiprocessing.get_context("spawn").SimpleQueue()
+        for held in (True, False):
+            queue.put(ipc.share(library(kind), hold=held))
+        settle()
+        assert len(library.alive) == 2
+        queue.close()
+        assert all_freed(library)
+
+    def test_in_a_message(self, library: Library, partner: Partner, kind: str) -> None:
+        ours, theirs = ipc.Channel.pair()
+        with ours, theirs:
+            for seed in range(2):
+                ipc.send(ours, library(kind, seed), hold=True)
+            settle()
+            assert len(library.alive) == 2
+            partner.run(_receive, 2, fds=(theirs.fileno(),))
+        assert [partner.kept(f"it {seed}").shows(seed) for seed in range(2)] == [True, True]
+
+    def test_that_nobody_receives(self, library: Library, kind: str) -> None:
+        ours, theirs = ipc.Channel.pair()
+        with ours:
+            ipc.send(ours, library(kind), hold=True)
+            settle()
+            assert library.alive
+            theirs.close()
+            assert all_freed(library)
+
+    @pytest.mark.parametrize("end", ["cancel", "drop"])
+    def test_that_is_not_sent(self, library: Library, kind: str, end: str) -> None:
+        shared: Any = ipc.share(library(kind), hold=True)
+        settle()
+        assert library.alive and shared.held
+        if end == "cancel":
+            shared.cancel()
+            assert not shared.held
+        else:
+            del shared
+        assert all_freed(library)
+
+
+def open_pickled(there: There, name: str, data: bytes) -> str:
+    """Open what came through multiprocessing; its kind."""
+    return type(there.keep(name, pickle.loads(data))).__name__
+
+
+def _receive(there: There, count: int) -> None:
+    with ipc.Channel.from_fd(there.came[0]) as channel:
+        for number in range(count):
+            there.keep(f"it {number}", ipc.receive(channel, stream=there.stream, timeout=SECONDS))
+
+
+class TestLease:
+    """Held memory of a pool is kept until importers have closed it, and their work has ended."""
+
+    def test_until_it_is_closed(self, library: Library, partner: Partner) -> None:
+        shared: Any = ipc.share(library("pool", 4), hold=True)
+        opened = partner.open(shared)
+        del shared
+        settle()
+        assert library.alive and opened.shows(4)
+        opened.close()
+        assert all_freed(library)
+
+    def test_until_work_over_there_has_ended(self, library: Library, partner: Partner) -> None:
+        opened = partner.open(ipc.share(library("pool"), hold=True))
+        partner.run(hold)
+        opened.close()
+        settle()
+        assert library.alive
+        partner.run(release)
+        assert partner.run(idle) and all_freed(library)
+
+    def test_the_importer_dies(self, library: Library, another: Callable[[], Partner]) -> None:
+        importer = another()
+        importer.open(ipc.share(library("pool"), hold=True))
+        settle()
+        assert library.alive
+        importer.kill()
+        assert all_freed(library)
+
+    def test_arrays_of_one_allocation(self, library: Library, partner: Partner) -> None:
+        """They have one lease, and the importer one import."""
+        whole: Any = library("pool", 1)
+        part: Any = Owned(whole._allocation, 512, 1000)
+        opened = [partner.open(ipc.share(array, hold=True)) for array in (whole, part, whole)]
+        del whole, part
+        assert [one.nbytes for one in opened] == [BLOCK, 1000, BLOCK]
+        for one in opened:
+            settle()
+            assert library.alive
+            one.close()
+        assert all_freed(library)
+
+    def test_shared_without_a_hold_before(self, library: Library, partner: Partner) -> None:
+        array: Any = library("pool", 3)
+        without = partner.give(array)
+        held = partner.give(array, hold=True)
+        del array
+        held.close()
+        settle()
+        assert library.alive and without.shows(3)
+        without.close()
+        assert all_freed(library)
+
+    def test_shared_again(self, library: Library, partner: Partner) -> None:
+        """Once nobody has it open, the next descriptor has a lease of its own."""
+        array: Any = library("pool", 3)
+        for _ in range(3):
+            opened = partner.give(array, hold=True)
+            opened.close()
+            settle()
+        stale = ipc.share(array, hold=True)
+        data = bytes(stale)
+        stale.cancel()
+        settle()
+        with pytest.raises(sa.StaleDescriptorError):
+            partner.run(_open_bytes, data, fds=stale.fds)
+        opened = partner.give(array, hold=True)
+        del array
+        assert opened.shows(3)
+        opened.close()
+        assert all_freed(library)
+
+
+def _open_bytes(there: There, data: bytes) -> None:
+    there.open(data, there.stream)
 
 
 class TestMappedMemory:

@@ -20,7 +20,6 @@ _NEED_MEMORY = {
     "cuMemGetHandleForAddressRange": 0,
     "cuMemHostGetDevicePointer": 0,
     "cuMemPoolExportPointer": 0,
-    "cuMemRetainAllocationHandle": 0,
     "cuMemSetAccess": 0,
     "cuMulticastBindAddr": 2,
     "cuMulticastBindAddr_v2": 3,

@@ -1,0 +1,72 @@
+"""Serve a store of GPU memory, which holds weights for engines that come and go."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import signal
+from typing import Any
+
+from streamalloc.cli.choice import Chosen, UsageError
+from streamalloc.cli.terminal import Terminal
+from streamalloc.core.errors import size_text
+from streamalloc.ipc import StoreBusyError, StoreServer
+from streamalloc.ipc.internal import notify_systemd
+
+__all__ = ["add_arguments", "run", "size_of"]
+
+_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_SIZE = re.compile(rf"([0-9]+(?:\.[0-9]+)?) *({'|'.join(_UNITS)})")
+
+
+def size_of(text: str) -> int:
+    """Return the bytes of a size such as ``100GiB``."""
+    found = _SIZE.fullmatch(text.strip())
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size: write bytes, or a number with KiB, MiB, GiB or TiB")
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+def _ordinals(text: str) -> list[int]:
+    try:
+        return [int(one) for one in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: write ordinals with commas, such as 0,1") from None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``serve``."""
+    parser.add_argument("name", metavar="NAME", help="name of the store: one server at a time has it")
+    about = "devices whose memory it takes, such as 0,1; default: all"
+    parser.add_argument("--devices", dest="served", metavar="ORDINALS", type=_ordinals, default=None, help=about)
+    about = "memory of each device that it may hold, such as 100GiB; default: no limit"
+    parser.add_argument("--limit", metavar="SIZE", type=size_of, default=None, help=about)
+    about = "make room below the limit: remove keys that nobody reads, the least recently used first"
+    parser.add_argument("--evict", action="store_true", help=about)
+
+
+def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
+    """Serve until SIGTERM or SIGINT."""
+    try:
+        server = StoreServer(options.name, options.served, options.limit, evict=options.evict, driver=chosen.driver)
+    except (StoreBusyError, ValueError) as error:
+        raise UsageError(str(error)) from None
+
+    def stop(*_: Any) -> None:
+        server.stop()
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        limit = "" if options.limit is None else f", at most {size_text(options.limit)} of each device"
+        terminal.line(f"store {options.name!r} at {server.address}{limit}")
+        for key, reason in server.lost.items():
+            terminal.line(terminal.warning(f"lost: {key}: {reason}"))
+        notify_systemd(f"READY=1\nSTATUS=serving {server.address}")
+        server.run()
+        notify_systemd("STOPPING=1")
+        terminal.line(f"store {options.name!r} has stopped")
+    finally:
+        server.close()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return 0

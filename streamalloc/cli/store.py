@@ -1,0 +1,98 @@
+"""Show or remove what the stores of this user hold."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import time
+from typing import Any
+
+from streamalloc.cli.choice import Chosen, UsageError, plural
+from streamalloc.cli.info import add_json_argument, write_json
+from streamalloc.cli.terminal import Terminal
+from streamalloc.core.errors import size_text
+from streamalloc.ipc import Store, StoreEntry, StoreError
+from streamalloc.ipc.internal import store_names
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``store``."""
+    parser.add_argument("action", choices=_ACTIONS, help="list keys, show one key, or remove one")
+    parser.add_argument("name", metavar="NAME", nargs="?", help="name of the store; default for list: all")
+    parser.add_argument("key", metavar="KEY", nargs="?", help="key, for show and remove")
+    add_json_argument(parser)
+
+
+def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
+    """Run one action."""
+    if options.action != "list" and (options.name is None or options.key is None):
+        raise UsageError(f"{options.action} needs NAME and KEY")
+    try:
+        write_json(_ACTIONS[options.action](terminal, options), options.json)
+    except (StoreError, ValueError, PermissionError) as error:
+        raise UsageError(str(error)) from None
+    return 0
+
+
+def _list(terminal: Terminal, options: argparse.Namespace) -> dict[str, Any]:
+    report: dict[str, Any] = {}
+    for name in store_names() if options.name is None else [options.name]:
+        with Store(name) as store:
+            about, entries = store.statistics(), store.list()
+        limit = "" if about.limit is None else f" of {size_text(about.limit)} a device"
+        head = f"{name}: {plural(about.keys, 'key')}, {size_text(about.nbytes)}{limit}, process {about.pid}"
+        terminal.line(terminal.bold(head))
+        rows = [_row(entry) for entry in entries]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for row in rows:
+            terminal.line("  " + "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+        for key, reason in about.lost.items():
+            terminal.line(terminal.warning(f"  {key}  lost: {reason}"))
+        report[name] = dataclasses.asdict(about) | {"entries": [dataclasses.asdict(entry) for entry in entries]}
+    if not report:
+        terminal.line("no store is served")
+    return report
+
+
+def _row(entry: StoreEntry) -> tuple[str, ...]:
+    users = [*(f"read by {pid}" for pid in entry.readers), *([f"written by {entry.writer}"] if entry.writer else [])]
+    users += [f"epoch {number} read by {', '.join(map(str, pids))}" for number, _, pids in entry.older]
+    counts = plural(entry.tensors, "tensor")
+    return entry.key, f"epoch {entry.epoch}", counts, size_text(entry.nbytes), "; ".join(users)
+
+
+def _entry(options: argparse.Namespace) -> StoreEntry:
+    with Store(options.name) as store:
+        for entry in store.list():
+            if entry.key == options.key:
+                return entry
+    raise StoreError(f"the store {options.name!r} holds nothing under {options.key!r}")
+
+
+def _show(terminal: Terminal, options: argparse.Namespace) -> dict[str, Any]:
+    entry = _entry(options)
+    report = dataclasses.asdict(entry)
+    for name, value in report.items():
+        if name in ("created", "used"):
+            value = f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(value))}" if value else "never"
+        elif name == "nbytes":
+            value = size_text(value)
+        elif name == "address":
+            value = f"{value:#x}"
+        terminal.line(f"{name:10} {value}")
+    return report
+
+
+def _remove(terminal: Terminal, options: argparse.Namespace) -> dict[str, Any]:
+    entry = _entry(options)
+    with Store(options.name) as store:
+        store.remove(options.key)
+    readers = len(entry.readers) + sum(len(pids) for _, _, pids in entry.older)
+    waits = f", once {plural(readers, 'reader')} have closed it" if readers else ""
+    terminal.line(f"removed {options.key}: {size_text(entry.nbytes)} go back{waits}")
+    return {"removed": options.key, "nbytes": entry.nbytes, "readers": readers}
+
+
+_ACTIONS = {"list": _list, "show": _show, "remove": _remove}

@@ -1,0 +1,3 @@
+"""Stores of GPU memory: a server process that holds weights, and the processes that write and read them."""
+
+__all__: list[str] = []

@@ -1,0 +1,353 @@
+"""The epochs that a store holds, by key: commits, readers, limits and eviction; without sockets and without a driver.
+
+An epoch is the physical memory of one commit, as the file descriptors that the writer's driver exported. The driver
+keeps memory as long as a descriptor, a handle or a mapping of it exists, so the server needs no import, and no context.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from streamalloc.core.errors import size_text
+from streamalloc.core.internal import Fd
+from streamalloc.core.resource import close_all
+from streamalloc.ipc.store.errors import StoreBusyError, StoreError, StoreFullError, StoreKeyError
+from streamalloc.ipc.wire.control_block import ReadyWord
+
+__all__ = ["Entry", "Epoch", "Holder", "Holdings"]
+
+# The first of the addresses that are proposed to writers, and the distance of those of two keys.
+_FIRST_ADDRESS, _ADDRESS_STEP, _ADDRESSES = 0x2000_0000_0000, 1 << 39, 128
+
+
+class Holder:
+    """A process that writes or reads one epoch: one connection."""
+
+    __slots__ = ("epoch", "pid")
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.epoch: Epoch | None = None
+        """What it writes, has written, or reads."""
+
+
+class Epoch:
+    """The memory of one commit, or of one that is to come."""
+
+    __slots__ = (
+        "address", "chunks", "count", "created", "device", "entry", "handles", "layout", "manifest", "nbytes",
+        "number", "readers", "ready", "replace", "used", "writer",
+    )  # fmt: skip
+
+    manifest: Fd
+    """Set, like the fields below, once the epoch is prepared."""
+    address: int
+    """Address of the range in the writer."""
+    chunks: list[int]
+    """Sizes of the chunks of physical memory in bytes, in the order of addresses."""
+    layout: str
+    """Hash of the layout."""
+    count: int
+    """Number of tensors."""
+
+    def __init__(self, entry: Entry, device: str, replace: bool, writer: Holder) -> None:
+        self.entry = entry
+        self.device = device
+        """UUID of the device, 32 hexadecimal digits."""
+        self.replace = replace
+        self.writer: Holder | None = writer
+        """The process that writes it; once committed, whose queued copies the contents wait for."""
+        self.number = 0
+        """From 1; 0 before the commit."""
+        self.nbytes = 0
+        self.handles: list[Fd] = []
+        """Descriptors of the chunks; empty before it is prepared."""
+        self.ready: tuple[ReadyWord, Fd, str] | None = None
+        """Announcement of the contents, control block, and the commit's text for them; None once they are there."""
+        self.readers: dict[Holder, None] = {}
+        self.created = self.used = time.time()
+
+    def close(self) -> None:
+        """Close the descriptors: the driver frees the memory, unless a process has it mapped."""
+        if self.handles:
+            close_all((self.manifest, *self.handles))
+        self.settle()
+
+    def settle(self) -> None:
+        """Forget the writer and its announcement."""
+        if self.ready is not None:
+            self.ready[1].close()
+        self.ready = self.writer = None
+
+
+class Entry:
+    """A key: its last commit, the commits that older readers have, and the epoch that is being written."""
+
+    __slots__ = ("before", "current", "key", "next", "number", "older", "place")
+
+    def __init__(self, key: str, place: int, number: int) -> None:
+        self.key = key
+        self.place = place
+        """Index of the address that is proposed to writers."""
+        self.number = number
+        """Number of the last epoch."""
+        self.current: Epoch | None = None
+        self.before: Epoch | None = None
+        """The commit that counts again if the writer dies before the contents of :attr:`current` are there."""
+        self.older: list[Epoch] = []
+        """Replaced or removed epochs that have readers."""
+        self.next: Epoch | None = None
+
+    @property
+    def epochs(self) -> list[Epoch]:
+        """All commits that the store holds of this key."""
+        return [epoch for epoch in (self.current, self.before, *self.older) if epoch is not None]
+
+    def retire(self, *epochs: Epoch | None) -> None:
+        """Keep epochs for their readers only."""
+        for epoch in epochs:
+            if epoch is not None and epoch.readers:
+                self.older.append(epoch)
+            elif epoch is not None:
+                epoch.close()
+
+    def check_free(self, replace: bool) -> None:
+        """Raise if the key exists and may not be replaced."""
+        if self.current is not None and not replace:
+            raise StoreKeyError(f"the store holds epoch {self.number} of {self.key!r}: replace=True replaces it")
+
+
+class Holdings:
+    """What one store holds.
+
+    Parameters
+    ----------
+    devices
+        UUIDs of the devices whose memory it takes; None: all.
+    limit
+        Bytes of each device that it may hold; None: no limit.
+    evict
+        Whether it makes room by removing keys that nobody reads, the least recently used first.
+    journal
+        The file that lists what is held, for the next server if this one is killed.
+    """
+
+    def __init__(self, devices: Sequence[str] | None, limit: int | None, evict: bool, journal: Path) -> None:
+        self.devices = devices
+        self.limit = limit
+        self.evict = evict
+        self.evicted = 0
+        """Keys that were removed to make room."""
+        self.entries: dict[str, Entry] = {}
+        self.lost: dict[str, tuple[int, str]] = {}
+        """Number of the last epoch, and the reason, of keys whose memory is gone without a request."""
+        self._journal = journal
+        self._read_journal()
+
+    # -- writers ---------------------------------------------------------------------------------------------------
+
+    def begin(self, holder: Holder, key: str, device: str, replace: bool) -> int:
+        """Begin an epoch and return the proposed address."""
+        if self.devices is not None and device not in self.devices:
+            raise StoreError(f"the store holds no memory of device {device}: it was served for {self.devices}")
+        entry = self._settled(key)
+        if entry is None:
+            taken = {other.place for other in self.entries.values()}
+            place = next((place for place in range(_ADDRESSES) if place not in taken), len(taken) % _ADDRESSES)
+            entry = Entry(key, place, self.lost.get(key, (0, ""))[0])
+        if entry.next is not None and entry.next.writer is not None:
+            raise StoreBusyError(f"process {entry.next.writer.pid} is writing {key!r}")
+        entry.check_free(replace)
+        self.entries[key] = entry
+        holder.epoch = entry.next = Epoch(entry, device, replace, holder)
+        return _FIRST_ADDRESS + entry.place * _ADDRESS_STEP
+
+    def reserve(self, epoch: Epoch, total: int) -> None:
+        """Count the memory that a writer has created and is about to create."""
+        more = total - epoch.nbytes
+        if self.limit is not None and more > 0:
+            if self.evict:
+                self._make_room(epoch.device, self.limit - more)
+            held = self.held(epoch.device)
+            if held + more > self.limit:
+                largest = sorted(self.all_epochs(), key=lambda one: (one.device != epoch.device, -one.nbytes))[:3]
+                names = [f"{one.entry.key!r} {size_text(one.nbytes)}, {len(one.readers)} readers" for one in largest]
+                raise StoreFullError(
+                    f"{epoch.entry.key!r} needs {size_text(more)} more, and the store holds {size_text(held)} of the "
+                    f"{size_text(self.limit)} that it may hold of device {epoch.device}: {'; '.join(names)}"
+                )
+        epoch.nbytes = total
+
+    def _make_room(self, device: str, wanted: int) -> None:
+        """Remove keys that nobody uses, the least recently used first, until at most ``wanted`` bytes are held."""
+        idle = [
+            entry.current
+            for entry in self.entries.values()
+            if entry.current is not None and entry.current.device == device and entry.next is None
+            if not any(epoch.readers or epoch.ready for epoch in entry.epochs)
+        ]
+        for epoch in sorted(idle, key=lambda epoch: epoch.used):
+            if self.held(device) <= wanted:
+                return
+            self.evicted += 1
+            self._lose(epoch.entry, "it was evicted, to make room for other keys")
+            self._drop(epoch.entry)
+
+    def prepare(self, epoch: Epoch, address: int, chunks: list[int], manifest: Fd, handles: list[Fd]) -> None:
+        """Take over the memory of a whole epoch, which :meth:`publish` makes visible."""
+        if sum(chunks) > epoch.nbytes or epoch.handles or not chunks:
+            raise StoreError(f"a commit of {sum(chunks)} bytes, and {epoch.nbytes} were reserved")
+        epoch.entry.check_free(epoch.replace)
+        epoch.nbytes = sum(chunks)
+        epoch.address, epoch.chunks, epoch.manifest, epoch.handles = address, chunks, manifest, handles
+
+    def publish(self, epochs: Sequence[Epoch]) -> None:
+        """Make prepared epochs the last commits of their keys: all, or none."""
+        for epoch in epochs:
+            epoch.entry.check_free(epoch.replace)
+        for epoch in epochs:
+            entry = epoch.entry
+            entry.next = None
+            entry.number += 1
+            epoch.number = entry.number
+            replaced, entry.current = entry.current, epoch
+            if epoch.ready is None:
+                epoch.settle()
+                entry.retire(replaced, entry.before)
+                entry.before = None
+            elif replaced is not None and replaced.ready is None:
+                entry.before = replaced
+            else:
+                entry.retire(replaced)
+            self.lost.pop(entry.key, None)
+        self._write_journal()
+
+    # -- readers ---------------------------------------------------------------------------------------------------
+
+    def open(self, holder: Holder, key: str) -> Epoch:
+        """Return the last commit, which ``holder`` reads from now on."""
+        entry = self._settled(key)
+        if entry is None or entry.current is None:
+            _, reason = self.lost.get(key, (0, ""))
+            raise StoreKeyError(f"the store holds nothing under {key!r}{': ' if reason else ''}{reason}")
+        self.read(holder, entry.current)
+        return entry.current
+
+    def read(self, holder: Holder, epoch: Epoch) -> None:
+        """Note that ``holder`` reads an epoch."""
+        epoch.readers[holder] = None
+        epoch.used = time.time()
+        holder.epoch = epoch
+
+    def remove(self, key: str) -> None:
+        """Remove a key: its memory goes once its readers have closed it."""
+        entry = self.entries.get(key)
+        known = self.lost.pop(key, None)
+        if entry is not None and entry.current is not None:
+            self._drop(entry)
+        elif known is None:
+            raise StoreKeyError(f"the store holds nothing under {key!r}")
+        self._write_journal()
+
+    def _drop(self, entry: Entry) -> None:
+        entry.retire(entry.current, entry.before)
+        entry.current = entry.before = None
+        self._forget(entry)
+
+    def _forget(self, entry: Entry) -> None:
+        """Forget a key without epochs and writer."""
+        if not entry.epochs and entry.next is None and self.entries.get(entry.key) is entry:
+            del self.entries[entry.key]
+
+    def _lose(self, entry: Entry, reason: str) -> None:
+        self.lost[entry.key] = entry.number, reason
+
+    # -- ends ------------------------------------------------------------------------------------------------------
+
+    def end(self, holder: Holder) -> None:
+        """A connection has ended: abort what it writes, close what it reads."""
+        epoch, holder.epoch = holder.epoch, None
+        if epoch is None:
+            return
+        entry = epoch.entry
+        epoch.readers.pop(holder, None)
+        epoch.used = time.time()
+        if entry.next is epoch:
+            entry.next = None
+            epoch.close()
+        elif epoch in entry.older and not epoch.readers:
+            entry.older.remove(epoch)
+            epoch.close()
+        self._settle(entry)
+        self._forget(entry)
+
+    def settle(self) -> bool:
+        """Note which announced contents have come, and which are lost; whether some are still awaited."""
+        for entry in list(self.entries.values()):
+            self._settle(entry)
+        return any(entry.current is not None and entry.current.ready for entry in self.entries.values())
+
+    def _settled(self, key: str) -> Entry | None:
+        if key in self.entries:
+            self._settle(self.entries[key])
+        return self.entries.get(key)
+
+    def _settle(self, entry: Entry) -> None:
+        epoch = entry.current
+        if epoch is None or epoch.ready is None:
+            return
+        # The writer's end is read first: it writes nothing after that.
+        ended = epoch.writer is None or epoch.writer.epoch is not epoch
+        word = epoch.ready[0]
+        if word.reached and not word.lost:
+            epoch.settle()
+            entry.retire(entry.before)
+            entry.before = None
+        elif ended or word.lost:
+            entry.current, entry.before = entry.before, None
+            entry.retire(epoch)
+            if entry.current is None:
+                self._lose(entry, "its writer died before the contents were there")
+            self._forget(entry)
+            self._write_journal()
+
+    def close(self) -> None:
+        """Close all descriptors, and remove the journal."""
+        for epoch in self.all_epochs():
+            epoch.close()
+        self._journal.unlink(missing_ok=True)
+
+    # -- sums ------------------------------------------------------------------------------------------------------
+
+    def all_epochs(self) -> Iterator[Epoch]:
+        """Iterate over all epochs, those that are being written included."""
+        for entry in self.entries.values():
+            yield from entry.epochs
+            if entry.next is not None:
+                yield entry.next
+
+    def held(self, device: str | None = None) -> int:
+        """Return the bytes that are held or reserved, of one device or of all."""
+        return sum(epoch.nbytes for epoch in self.all_epochs() if device in (None, epoch.device))
+
+    # -- the journal -----------------------------------------------------------------------------------------------
+
+    def _write_journal(self) -> None:
+        held = {entry.key: entry.number for entry in self.entries.values() if entry.current is not None}
+        lost = {key: number for key, (number, _) in self.lost.items()}
+        temporary = self._journal.with_suffix(".new")
+        with contextlib.suppress(OSError):  # A full disk must not fail a commit.
+            temporary.write_text(json.dumps({"pid": os.getpid(), "lost": lost | held}), encoding="utf-8")
+            temporary.replace(self._journal)
+
+    def _read_journal(self) -> None:
+        """Note what a server that was killed has held. A journal that is cut off, or of another program, is ignored."""
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+            found = json.loads(self._journal.read_text(encoding="utf-8"))
+            reason = f"the server that held it, process {found['pid']}, was killed"
+            self.lost = {str(key): (int(number), reason) for key, number in found["lost"].items()}

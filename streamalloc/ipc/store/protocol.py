@@ -1,0 +1,299 @@
+"""Requests and answers between a store's server and its clients: one message of a channel each.
+
+A message is a header of fixed size and a JSON object. The header is the same in all versions of the protocol, and so is
+an answer of kind ``REFUSED``: a client of another version gets a text that it can show. File descriptors travel beside
+the JSON (``SCM_RIGHTS``). The fields of each request are listed in one table; a request with other fields is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import json
+import os
+import re
+import select
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from streamalloc.core.internal import Fd
+from streamalloc.core.resource import Closes, close_all
+from streamalloc.ipc.store.errors import KINDS, StoreError, StoreGoneError
+from streamalloc.ipc.transport.channel import PACKET_HANDLES, Channel, PeerGoneError, ProtocolError
+
+__all__ = [
+    "MOST_CHUNKS",
+    "VERSION",
+    "Connection",
+    "Kind",
+    "checked_key",
+    "folder",
+    "pack",
+    "socket_path",
+    "store_names",
+    "unpack",
+]
+
+VERSION = 1
+MOST_CHUNKS = 2048
+"""Chunks of physical memory of one epoch: their sizes fit into one packet of an answer."""
+
+_MAGIC = b"SAst"
+# Magic, version, kind, bytes of the JSON object.
+_HEADER = struct.Struct("<4sHHI")
+_STORE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
+_SECONDS = 30.0
+"""Seconds that a client waits for an answer of the server."""
+
+
+class Kind(enum.IntEnum):
+    """Kinds of messages."""
+
+    STATUS = 1
+    """Client: what the store is and holds in sum."""
+    LIST = 2
+    """Client: the keys after one, as many as fit into a packet."""
+    REMOVE = 3
+    """Client: drop the memory of a key once its readers have closed it."""
+    WRITE = 4
+    """Client: begin an epoch. The connection is the writer's from now on; its end aborts the epoch."""
+    RESERVE = 5
+    """Writer: count the memory of the epoch, with what it is about to create."""
+    COMMIT = 6
+    """Writer: the whole epoch, with manifest and handles; with ``prepare``, it is published by CONFIRM."""
+    CONFIRM = 7
+    """Writer: publish the prepared epochs of these tokens, all or none."""
+    OPEN = 8
+    """Client: the last epoch of a key. The connection is a reader's from now on; its end closes the epoch."""
+    FETCH = 9
+    """Reader: the handles from an index on."""
+    DONE = 100
+    """Server: the answer."""
+    REFUSED = 101
+    """Server: kind and text of an error."""
+
+
+_Check: TypeAlias = Callable[[Any], bool]
+
+
+def _is_text(pattern: str) -> _Check:
+    return lambda value: type(value) is str and re.fullmatch(pattern, value) is not None
+
+
+def _is_list(allowed: _Check) -> _Check:
+    return lambda value: type(value) is list and len(value) <= MOST_CHUNKS and all(map(allowed, value))
+
+
+def _is_key(value: Any) -> bool:
+    return type(value) is str and 0 < len(value) <= 512 and value.isprintable()
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 56
+
+
+def _is_flag(value: Any) -> bool:
+    return type(value) is bool
+
+
+_FIELDS: dict[int, dict[str, _Check]] = {
+    Kind.STATUS: {},
+    Kind.LIST: {"after": lambda value: value == "" or _is_key(value)},
+    Kind.REMOVE: {"key": _is_key},
+    Kind.WRITE: {"key": _is_key, "device": _is_text("[0-9a-f]{32}"), "replace": _is_flag},
+    Kind.RESERVE: {"total": _is_size},
+    Kind.COMMIT: {
+        "address": _is_size,
+        "chunks": _is_list(_is_size),
+        "ready": _is_text("|[0-9a-f]{32}( [0-9]{1,10}){3}"),
+        "prepare": _is_flag,
+        "keep": _is_flag,
+    },
+    Kind.CONFIRM: {"tokens": _is_list(_is_text("[0-9]{1,10} [0-9]{1,20}"))},
+    Kind.OPEN: {"key": _is_key},
+    Kind.FETCH: {"start": _is_size},
+}
+
+
+def checked_key(key: object) -> str:
+    """Check a key; ``ValueError`` if it is none: 1 to 512 printable characters, slashes and dots among them."""
+    if not isinstance(key, str):
+        raise TypeError(f"key must be a string, not {type(key).__name__} ({key!r})")
+    if not _is_key(key):
+        raise ValueError(f"key={key!r}: allowed are 1 to 512 printable characters")
+    return key
+
+
+def pack(kind: Kind, fields: dict[str, Any]) -> bytes:
+    """Make the bytes of a message."""
+    body = json.dumps(fields, separators=(",", ":")).encode()
+    return _HEADER.pack(_MAGIC, VERSION, kind, len(body)) + body
+
+
+def _decoded(data: bytes) -> tuple[int, int, dict[str, Any]]:
+    """Return version, kind and fields of a message."""
+    if len(data) < _HEADER.size:
+        raise ProtocolError(f"a message of {len(data)} bytes is none of a store")
+    magic, version, kind, nbytes = _HEADER.unpack_from(data)
+    if magic != _MAGIC or nbytes != len(data) - _HEADER.size:
+        raise ProtocolError("the message is none of a store, or was cut off")
+    try:
+        fields = json.loads(data[_HEADER.size :])
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"the message of a store is no JSON: {error}") from None
+    if type(fields) is not dict:
+        raise ProtocolError("the message of a store is no JSON object")
+    return version, kind, fields
+
+
+def unpack(data: bytes) -> tuple[Kind, dict[str, Any]]:
+    """Check and decode a request.
+
+    Raises
+    ------
+    StoreError
+        The client has another version of the protocol.
+    ProtocolError
+        The bytes are no request, or its fields are others than the table has.
+    """
+    version, number, fields = _decoded(data)
+    if version != VERSION:
+        raise StoreError(
+            f"this server has version {VERSION} of the protocol, and the client version {version}: "
+            "use the same release of streamalloc in both"
+        )
+    allowed = _FIELDS.get(number)
+    if allowed is None:
+        raise ProtocolError(f"a store has no request of kind {number}")
+    wrong = allowed.keys() ^ fields.keys() or {name for name, allows in allowed.items() if not allows(fields[name])}
+    if wrong:
+        raise ProtocolError(f"the request {Kind(number).name} has wrong fields: {', '.join(sorted(wrong))[:200]}")
+    return Kind(number), fields
+
+
+# -- addresses ------------------------------------------------------------------------------------------------------
+
+
+def folder() -> Path:
+    """Return the folder of this user's stores: in ``XDG_RUNTIME_DIR``, or else in ``/tmp``."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    return Path(runtime, "streamalloc") if runtime else Path(f"/tmp/streamalloc-{os.geteuid()}")
+
+
+def socket_path(name: str) -> Path:
+    """Return the path of the socket of a store.
+
+    Raises
+    ------
+    ValueError
+        The name has other characters than letters, digits, ``_``, ``-`` and ``.``, or begins with ``.`` or ``-``.
+    """
+    if not isinstance(name, str) or not _STORE_NAME.fullmatch(name):
+        raise ValueError(f"name={name!r}: a store's name has 1 to 64 letters, digits, '_', '-' and '.'")
+    return folder() / f"{name}.store"
+
+
+def store_names() -> list[str]:
+    """Return the names of the stores of this user that are served."""
+    found = []
+    for path in sorted(folder().glob("*.store")):
+        with contextlib.suppress(StoreGoneError, OSError), Connection(path.stem):
+            found.append(path.stem)
+    return found
+
+
+class Connection(Closes):
+    """A client's connection to the server of a store.
+
+    Raises
+    ------
+    StoreGoneError
+        Nobody serves a store of this name.
+    PermissionError
+        The server belongs to another user.
+    """
+
+    __slots__ = ("__weakref__", "_channel", "_lock", "name")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        path = socket_path(name)
+        self._lock = threading.Lock()
+        try:
+            self._channel = Channel.connect(path, timeout=_SECONDS)
+        except (ConnectionRefusedError, FileNotFoundError):
+            raise StoreGoneError(
+                f"nobody serves a store {name!r} at {path}: `streamalloc serve {name}` starts one"
+            ) from None
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed here."""
+        return self._channel.closed
+
+    @property
+    def alive(self) -> bool:
+        """Whether the server has this connection open."""
+        return not self._channel.closed and not self._channel._poll(select.POLLRDHUP, 0)
+
+    def ask(
+        self, kind: Kind, handles: Sequence[Fd] = (), meanwhile: Callable[[], object] = int, **fields: Any
+    ) -> tuple[dict[str, Any], tuple[Fd, ...]]:
+        """Send a request and return the fields and the descriptors of its answer, which the caller closes.
+
+        ``meanwhile`` is called while the server answers.
+
+        Raises
+        ------
+        StoreError
+            The server refused it.
+        StoreGoneError
+            The server has ended.
+        """
+        with self._lock:
+            if self._channel.closed:
+                raise StoreGoneError(f"the connection to the store {self.name!r} was closed")
+            try:
+                self._channel.send(pack(kind, fields), handles, timeout=_SECONDS)
+                meanwhile()
+                data, received = self._channel.receive(timeout=_SECONDS)
+            except PeerGoneError:
+                self.close()
+                raise StoreGoneError(f"the server of the store {self.name!r} has ended") from None
+            except BaseException:
+                self.close()  # The answer may still come, and would be taken for that of the next request.
+                raise
+        try:
+            return self._answer(data), received
+        except BaseException:
+            close_all(received)
+            raise
+
+    def _answer(self, data: bytes) -> dict[str, Any]:
+        version, kind, fields = _decoded(data)
+        if kind == Kind.REFUSED:
+            error = KINDS.get(str(fields.get("error")), StoreError)
+            raise error(str(fields.get("text"))[:10_000])
+        if version != VERSION or kind != Kind.DONE:
+            raise ProtocolError(f"the server answered by kind {kind} of version {version} of the protocol")
+        return fields
+
+    def handles(self, count: int, first: Sequence[Fd]) -> list[Fd]:
+        """Return the handles of the open epoch: those that came with the answer, and the others."""
+        found = list(first)
+        with contextlib.ExitStack() as undo:
+            undo.callback(lambda: close_all(found))
+            while len(found) < count:
+                more = self.ask(Kind.FETCH, start=len(found))[1]
+                found += more
+                if not more or len(more) > PACKET_HANDLES:
+                    raise ProtocolError(f"the server sent {len(found)} handles, and the epoch has {count}")
+            undo.pop_all()
+        return found
+
+    def close(self) -> None:
+        """Close the connection, which ends what it was opened for; idempotent."""
+        self._channel.close()

@@ -1,0 +1,425 @@
+"""The server of a store: one event loop that receives requests and keeps file descriptors.
+
+It makes no driver call: the descriptors that writers have exported keep the memory, so the server has no context and no
+memory of a device. A client's death is the end of its connection.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import itertools
+import json
+import os
+import resource
+import selectors
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from typing_extensions import Self
+
+from streamalloc.core.errors import size_text, undoing
+from streamalloc.core.internal import Device, Fd
+from streamalloc.core.properties import checked_size
+from streamalloc.core.resource import Closes, close_all
+from streamalloc.driver import Driver
+from streamalloc.ipc.store.errors import StoreBusyError, StoreError, kind_of
+from streamalloc.ipc.store.holdings import Entry, Epoch, Holder, Holdings
+from streamalloc.ipc.store.manifest import parse, read_file, sealed_file
+from streamalloc.ipc.store.protocol import Kind, pack, socket_path, unpack
+from streamalloc.ipc.transport.channel import PACKET_HANDLES, Channel, Listener, PeerGoneError, ProtocolError
+from streamalloc.ipc.wire.control_block import ReadyWord
+
+__all__ = ["StoreServer", "notify_systemd"]
+
+_LIST_BYTES = 48 << 10
+# Seconds between two looks at announced contents, and between two attempts to send an answer or to accept.
+_PAUSE = 0.02
+
+
+class _Client(Holder):
+    """A connection, the descriptors of its request, and the answer that it has not taken yet."""
+
+    __slots__ = ("answer", "channel", "handles", "number", "sends")
+
+    handles: list[Fd]
+    """Descriptors that came with the request; a handler removes those that it keeps."""
+
+    def __init__(self, channel: Channel) -> None:
+        super().__init__(channel.peer.pid)
+        self.channel = channel
+        self.number = channel.fileno()
+        """Descriptor, also of a channel that has closed itself."""
+        self.answer: bytes | None = None
+        self.sends: Sequence[Fd] = ()
+        """Descriptors that go with the answer."""
+
+    def check_new(self) -> None:
+        """Raise if the connection has an epoch already."""
+        if self.epoch is not None:
+            raise StoreError("this connection writes or reads already: each epoch has its own")
+
+    def writing(self) -> Epoch:
+        """Return the epoch that is being written."""
+        if self.epoch is None or self.epoch.entry.next is not self.epoch:
+            raise StoreError("this connection writes nothing")
+        return self.epoch
+
+
+class StoreServer(Closes):
+    """Serves one store; made by :meth:`Store.serve`. Closing it ends the store, and readers keep what they have mapped.
+
+    Parameters
+    ----------
+    name
+        1 to 64 letters, digits, ``_``, ``-`` and ``.``.
+    devices
+        Devices, or their ordinals, whose memory the store takes; None: all.
+    limit
+        Bytes of each device that it may hold; None: no limit.
+    evict
+        Whether it makes room by removing keys that nobody reads, the least recently used first.
+    driver
+        The driver that numbers the devices.
+
+    Raises
+    ------
+    StoreBusyError
+        Another process of this user serves a store of this name.
+    """
+
+    __slots__ = ("__weakref__", "_clients", "_holdings", "_listener", "_lock", "_selector", "_thread",
+                 "_wake", "name")  # fmt: skip
+
+    def __init__(
+        self,
+        name: str,
+        devices: Iterable[Device | int] | None = None,
+        limit: int | None = None,
+        *,
+        evict: bool = False,
+        driver: Driver | None = None,
+    ) -> None:
+        path = socket_path(name)
+        self.name = name
+        self._thread: threading.Thread | None = None
+        if limit is not None:
+            checked_size("limit", limit)
+        if evict and limit is None:
+            raise ValueError("evict=True: the store makes room below a limit=, which is missing")
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with contextlib.ExitStack() as undo:
+            self._lock = undo.enter_context(_locked(name, path.with_suffix(".lock")))
+            uuids = None if devices is None else [uuid_of(device, driver) for device in devices]
+            # A socket that is there was left behind: its server would have the lock.
+            path.unlink(missing_ok=True)
+            self._listener: Listener = undo.enter_context(Channel.listen(path))
+            self._holdings = Holdings(uuids, limit, evict, path.with_suffix(".held"))
+            self._wake = tuple(map(Fd, os.pipe()))
+            self._clients: dict[int, _Client] = {}
+            self._selector = undo.enter_context(contextlib.closing(selectors.DefaultSelector()))
+            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+            self._selector.register(self._wake[0], selectors.EVENT_READ, self._stop)
+            undo.pop_all()
+        # Each chunk of each epoch is an open file.
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft != hard:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+    @property
+    def lost(self) -> dict[str, str]:
+        """Keys whose memory is gone without a request, with the reason: that of a server that was killed, for one."""
+        return {key: reason for key, (_, reason) in self._holdings.lost.items()}
+
+    @property
+    def address(self) -> str:
+        """Path of the socket."""
+        return self._listener.address
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return self._lock.closed
+
+    def start(self) -> Self:
+        """Serve on a thread, which keeps the process until :meth:`close`."""
+        self._thread = threading.Thread(target=self.run, name=f"streamalloc store {self.name}")
+        self._thread.start()
+        return self
+
+    def run(self) -> None:
+        """Serve until :meth:`stop` is called, by a signal handler or on another thread; then close."""
+        with contextlib.suppress(_Stopped):
+            awaited = False
+            while True:
+                late = [client for client in self._clients.values() if client.answer is not None]
+                events = self._selector.select(_PAUSE if awaited or late else None)
+                for key, _ in events:
+                    key.data()
+                for client in late:
+                    self._send(client)
+                awaited = self._holdings.settle() if awaited or events else False
+        self._shut()
+
+    def stop(self) -> None:
+        """End :meth:`run`; signal handlers may call this."""
+        with contextlib.suppress(OSError):
+            os.write(self._wake[1].fileno(), b"s")
+
+    def close(self) -> None:
+        """Stop, and release all memory that no reader has mapped; idempotent."""
+        if self.closed:
+            return
+        if self._thread is None:
+            self._shut()
+        elif self._thread is not threading.current_thread():
+            self.stop()
+            self._thread.join()
+
+    def _shut(self) -> None:
+        self._listener.close()
+        close_all(client.channel for client in self._clients.values())
+        self._clients.clear()
+        self._holdings.close()
+        self._selector.close()
+        close_all(self._wake)
+        self._lock.close()
+
+    # -- the loop --------------------------------------------------------------------------------------------------
+
+    def _stop(self) -> None:
+        raise _Stopped
+
+    def _accept(self) -> None:
+        try:
+            channel = self._listener.accept(timeout=0)
+        except (TimeoutError, PermissionError):
+            return
+        except OSError:
+            time.sleep(_PAUSE)  # No descriptor is left, for example: the client waits in the queue.
+            return
+        client = _Client(channel)
+        self._clients[client.number] = client
+        self._selector.register(channel, selectors.EVENT_READ, functools.partial(self._receive, client))
+        self._receive(client)  # A client that connects has sent a request.
+
+    def _receive(self, client: _Client) -> None:
+        try:
+            data, handles = client.channel.receive(timeout=0)
+        except TimeoutError:
+            return
+        except (PeerGoneError, ProtocolError, OSError):
+            self._drop(client)
+            return
+        client.handles = list(handles)
+        try:
+            kind, fields = unpack(data)
+            client.answer = pack(Kind.DONE, _ANSWERS[kind](self, client, **fields))
+        except (StoreError, ProtocolError, OSError) as error:
+            client.sends = ()
+            client.answer = pack(Kind.REFUSED, {"error": kind_of(error), "text": str(error)[:8000]})
+        except Exception:
+            # A fault of this server must not cost the other clients their weights.
+            traceback.print_exc()
+            self._drop(client)
+        finally:
+            close_all(client.handles)
+        self._send(client)
+
+    def _send(self, client: _Client) -> None:
+        """Send the answer, unless the connection has ended."""
+        if client.answer is None:
+            return
+        try:
+            client.channel.send(client.answer, client.sends, timeout=0)
+        except TimeoutError:
+            return  # The limit of descriptors in flight: sent again a little later.
+        except OSError:
+            self._drop(client)
+        client.answer, client.sends = None, ()
+
+    def _drop(self, client: _Client) -> None:
+        self._selector.unregister(client.number)
+        del self._clients[client.number]
+        client.channel.close()
+        self._holdings.end(client)
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def _status(self, client: _Client) -> dict[str, Any]:
+        held = self._holdings
+        return {
+            "pid": os.getpid(),
+            "devices": held.devices,
+            "limit": held.limit,
+            "evicted": held.evicted,
+            "keys": len(held.entries),
+            "nbytes": held.held(),
+            "by_device": {epoch.device: held.held(epoch.device) for epoch in held.all_epochs()},
+            "readers": sum(len(epoch.readers) for epoch in held.all_epochs()),
+            "writers": sum(entry.next is not None for entry in held.entries.values()),
+            "lost": dict(itertools.islice(self.lost.items(), 100)),
+        }
+
+    def _list(self, client: _Client, after: str) -> dict[str, Any]:
+        found: list[dict[str, Any]] = []
+        names = sorted(key for key in self._holdings.entries if key > after)
+        room = _LIST_BYTES
+        for key in names:
+            found.append(_about(self._holdings.entries[key]))
+            room -= len(json.dumps(found[-1]))
+            if room < 0:
+                break
+        return {"entries": found, "more": len(found) < len(names)}
+
+    def _remove(self, client: _Client, key: str) -> dict[str, Any]:
+        self._holdings.remove(key)
+        return {}
+
+    def _write(self, client: _Client, key: str, device: str, replace: bool) -> dict[str, Any]:
+        client.check_new()
+        return {"address": self._holdings.begin(client, key, device, replace)}
+
+    def _reserve(self, client: _Client, total: int) -> dict[str, Any]:
+        self._holdings.reserve(client.writing(), total)
+        return {}
+
+    def _commit(
+        self, client: _Client, address: int, chunks: list[int], ready: str, prepare: bool, keep: bool
+    ) -> dict[str, Any]:
+        epoch, handles = client.writing(), client.handles
+        first = 2 if ready else 1
+        if len(handles) != first + len(chunks):
+            raise ProtocolError(f"the commit has {len(handles)} descriptors, and {first + len(chunks)} belong to it")
+        found = parse(read_file(handles[0]))
+        found.layout.check(sum(chunks))
+        word = announcement(handles[1], ready) if ready else None
+        # A file of its own: the client could change the one that it has sent.
+        manifest = sealed_file(found.to_bytes())
+        with undoing(manifest.close):
+            self._holdings.prepare(epoch, address, chunks, manifest, handles[first:])
+        epoch.layout, epoch.count = found.layout.hash, len(found.layout)
+        epoch.ready = None if word is None else (word, handles[1], ready)
+        del handles[1:]  # the epoch's from now on
+        if prepare:
+            return {"token": f"{client.number} {id(epoch)}"}
+        self._holdings.publish([epoch])
+        if keep:
+            self._holdings.read(client, epoch)
+        return {"epoch": epoch.number}
+
+    def _confirm(self, client: _Client, tokens: list[str]) -> dict[str, Any]:
+        if client.epoch is not None and client.epoch.number:
+            return {"epoch": client.epoch.number}  # Another rank of the group came first.
+        written = {f"{one.number} {id(one.epoch)}": one.epoch for one in self._clients.values()}
+        epochs = [epoch for token in tokens if (epoch := written.get(token)) is not None and epoch.handles]
+        if len(epochs) != len(tokens) or client.epoch not in epochs:
+            raise StoreError("a rank of the group has ended, or was not prepared: nothing of the group was committed")
+        self._holdings.publish(epochs)
+        return self._confirm(client, tokens)
+
+    def _open(self, client: _Client, key: str) -> dict[str, Any]:
+        client.check_new()
+        epoch = self._holdings.open(client, key)
+        first = [epoch.manifest, *([epoch.ready[1]] if epoch.ready is not None else [])]
+        client.sends = [*first, *epoch.handles[: PACKET_HANDLES - len(first)]]
+        return {
+            "epoch": epoch.number,
+            "device": epoch.device,
+            "address": epoch.address,
+            "chunks": [[nbytes, len(list(run))] for nbytes, run in itertools.groupby(epoch.chunks)],
+            "layout": epoch.layout,
+            "ready": "" if epoch.ready is None else epoch.ready[2],
+        }
+
+    def _fetch(self, client: _Client, start: int) -> dict[str, Any]:
+        if client.epoch is None:
+            raise StoreError("this connection reads nothing")
+        client.sends = client.epoch.handles[start : start + PACKET_HANDLES]
+        return {}
+
+    def __repr__(self) -> str:
+        if not hasattr(self, "_selector"):
+            return "<StoreServer that could not be made>"
+        state = "closed" if self.closed else f"{len(self._holdings.entries)} keys, {size_text(self._holdings.held())}"
+        return f"<StoreServer {self.name!r}, {state}>"
+
+
+class _Stopped(Exception):
+    """Ends the loop."""
+
+
+_ANSWERS: dict[Kind, Callable[..., dict[str, Any]]] = {
+    Kind.STATUS: StoreServer._status,
+    Kind.LIST: StoreServer._list,
+    Kind.REMOVE: StoreServer._remove,
+    Kind.WRITE: StoreServer._write,
+    Kind.RESERVE: StoreServer._reserve,
+    Kind.COMMIT: StoreServer._commit,
+    Kind.CONFIRM: StoreServer._confirm,
+    Kind.OPEN: StoreServer._open,
+    Kind.FETCH: StoreServer._fetch,
+}
+
+
+def _about(entry: Entry) -> dict[str, Any]:
+    """Return what LIST says of a key."""
+    epoch = entry.current
+    about: dict[str, Any] = {
+        "key": entry.key,
+        "epoch": 0,
+        "nbytes": sum(one.nbytes for one in (*entry.epochs, *([entry.next] if entry.next else []))),
+        "writer": None if entry.next is None or entry.next.writer is None else entry.next.writer.pid,
+        "older": [[older.number, older.nbytes, _pids(older)] for older in entry.older[:20]],
+    }
+    if epoch is not None:
+        about |= {"epoch": epoch.number, "tensors": epoch.count, "readers": _pids(epoch)}
+        about |= {name: getattr(epoch, name) for name in ("device", "address", "layout", "created", "used")}
+        about["awaited"] = epoch.ready is not None
+    return about
+
+
+def _pids(epoch: Epoch) -> list[int]:
+    return sorted(reader.pid for reader in epoch.readers)[:1000]
+
+
+def announcement(block: Fd, ready: str) -> ReadyWord:
+    """Return the ready word that a commit names: id of the control block, slot, generation and value."""
+    name, slot, _, value = ready.split()
+    try:
+        return ReadyWord(block, bytes.fromhex(name), int(slot), int(value))
+    except (ValueError, OSError) as error:
+        raise ProtocolError(f"the commit's announcement cannot be read: {error}") from None
+
+
+def uuid_of(device: Device | int, driver: Driver | None = None) -> str:
+    """Return the UUID of a device, 32 hexadecimal digits, which is the same in all processes."""
+    return (device if isinstance(device, Device) else Device(device, driver=driver)).uuid.hex
+
+
+def _locked(name: str, path: Any) -> Fd:
+    """Lock a file for the life of the server; the kernel releases it with the process."""
+    lock = Fd(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
+    with undoing(lock.close):
+        try:
+            fcntl.flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.pread(lock.fileno(), 20, 0).decode(errors="replace").strip()
+            raise StoreBusyError(f"process {owner or '?'} serves a store {name!r} already") from None
+        os.ftruncate(lock.fileno(), 0)
+        os.pwrite(lock.fileno(), str(os.getpid()).encode(), 0)
+    return lock
+
+
+def notify_systemd(state: str) -> None:
+    """Send a state such as ``READY=1`` to systemd, if it waits for one (``sd_notify``)."""
+    address = os.environ.get("NOTIFY_SOCKET")
+    if address:
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notifier:
+            notifier.connect("\0" + address[1:] if address.startswith("@") else address)
+            notifier.send(state.encode())

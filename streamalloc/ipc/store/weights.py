@@ -1,0 +1,406 @@
+"""Weights of a store in this process: one range of addresses with the memory of one epoch, and its tensors by name."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from secrets import token_bytes
+from typing import Any
+
+from streamalloc.core.allocation_properties import MemAllocationProp
+from streamalloc.core.errors import AddressSpaceError, ClosedError, size_text, undoing
+from streamalloc.core.internal import Device, Fd, Stream, StreamLike, TypedView, as_stream, session_of
+from streamalloc.core.properties import MemAccess
+from streamalloc.core.resource import Closes, close_all
+from streamalloc.core.session import Session
+from streamalloc.ipc.importer.imported import Contents, wait_until_ready
+from streamalloc.ipc.importer.open import importer_of
+from streamalloc.ipc.store.errors import LayoutChangedError, StoreError
+from streamalloc.ipc.store.manifest import Layout, Manifest, numpy_type, parse, read_file
+from streamalloc.ipc.store.protocol import Connection, Kind
+from streamalloc.ipc.wire.control_block import ControlBlock
+from streamalloc.ipc.wire.descriptor import FABRIC, Chunk, Descriptor, Foreign, Mechanism
+from streamalloc.vmm import AddressRange, RangeView
+from streamalloc.vmm.internal import After, ImportedChunk, map_side_by_side
+
+__all__ = ["StoredView", "Tensors", "Weights"]
+
+
+_LEAST_RANGE = 64 << 20
+"""Bytes of a reader's range, at least: driver 580 does not follow the preferred address of a range of 2 MiB."""
+
+
+class StoredView(RangeView, Foreign):
+    """Bytes of the range of :class:`Weights`. Streams, and the host, wait for contents that are still to come."""
+
+    __slots__ = ("weights",)
+
+    def __init__(self, weights: Tensors, start: int, stop: int) -> None:
+        super().__init__(weights.range, start, stop)
+        self.weights: Tensors = weights
+
+    @property
+    def address(self) -> int:
+        """Address of the first byte. The host waits until the contents are there."""
+        at = self._at
+        self.weights._await(self, None)
+        return at
+
+    @property
+    def _at(self) -> int:
+        return super().address
+
+    def _await_on(self, stream: Stream) -> None:
+        self.weights._await(self, stream)
+
+    @property
+    def stream(self) -> Stream:
+        """The stream that the weights were opened with; else the default stream of their device."""
+        return self.weights.stream
+
+
+class Tensors(Mapping[str, TypedView[Any]]):
+    """Tensors of one range by name; a view is made when it is asked for."""
+
+    range: AddressRange
+    stream: Stream
+    """The stream of operations that name no other."""
+    layout: Layout
+    """Types, shapes, strides and offsets by name; ``layout.hash`` is equal for equal layouts."""
+    metadata: dict[str, Any]
+    nbytes: int
+    """Size of the memory in bytes."""
+
+    def _await(self, view: StoredView, stream: Stream | None) -> None:
+        """Make a stream, or the host if None, wait for the contents."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the tensors, in the order in which they were written."""
+        return tuple(self.layout)
+
+    def __getitem__(self, name: str) -> TypedView[Any]:
+        """The tensor as a typed view; one that is not C-contiguous as a flat array, from its first to its last element.
+
+        A type that NumPy lacks is that of ``ml_dtypes`` if that package is installed, else an unsigned integer.
+        """
+        tensor = self.layout[name]
+        self.layout.check(self.nbytes, (name,))
+        view = StoredView(self, tensor.offset, tensor.offset + tensor.nbytes)
+        shape = tensor.shape if tensor.strides is None else (tensor.elements,)
+        return TypedView(view, numpy_type(tensor.dtype), shape)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.layout
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.layout)
+
+    def __len__(self) -> int:
+        return len(self.layout)
+
+    # By identity: comparing views says nothing about their contents.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+
+@dataclass(eq=False)
+class OpenEpoch:
+    """One epoch that this process reads: its connection, manifest and memory."""
+
+    connection: Connection
+    key: str
+    number: int
+    device: Device
+    address: int
+    """Address of the range in the writer."""
+    manifest: Manifest
+    chunks: list[Any] = field(default_factory=list)
+    """Each a :class:`ImportedChunk`, or :class:`PhysicalMemory` that this process has created."""
+    ready: tuple[ControlBlock, int, int, int] | None = None
+    """Control block, slot, generation and value of the announcement of the contents; None if they are there."""
+
+    @classmethod
+    def open(
+        cls,
+        connection: Connection,
+        key: str,
+        session: Session,
+        expected: Layout | str | None,
+        meanwhile: Callable[[], object] = int,
+    ) -> OpenEpoch:
+        """Open the last commit of a key, and import its memory; the connection is the epoch's from now on.
+
+        ``meanwhile`` is called while the server answers.
+        """
+        with contextlib.ExitStack() as undo:
+            undo.enter_context(undoing(connection.close))
+            answer, received = connection.ask(Kind.OPEN, meanwhile=meanwhile, key=key)
+            undo.callback(close_all, received)
+            manifest = parse(read_file(received[0]))
+            if expected is not None and answer["layout"] != (expected if isinstance(expected, str) else expected.hash):
+                raise changed(key, answer["epoch"], expected, manifest.layout)
+            device = importer_of(session).device_of(bytes.fromhex(answer["device"]))
+            if device is None:
+                raise StoreError(f"the memory is on device {answer['device']}, which this process does not see")
+            opened = cls(connection, key, answer["epoch"], device, answer["address"], manifest)
+            undo.enter_context(undoing(opened.close))
+            if answer["ready"]:
+                opened._find_block(session, received[1], *answer["ready"].split())
+            sizes = [nbytes for nbytes, count in answer["chunks"] for _ in range(count)]
+            handles = connection.handles(len(sizes), received[2 if answer["ready"] else 1 :])
+            undo.callback(close_all, handles)
+            for fd, nbytes in zip(handles, sizes, strict=True):
+                opened.chunks.append(ImportedChunk(session, fd, nbytes))
+        return opened
+
+    def _find_block(self, session: Session, fd: Fd, name: str, *numbers: str) -> None:
+        slot, generation, value = map(int, numbers)
+        block = importer_of(session).control_block(bytes.fromhex(name), lambda _: Fd(os.dup(fd.fileno())))
+        assert block is not None
+        self.ready = block, slot, generation, value
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the memory in bytes."""
+        return sum(memory.nbytes for memory in self.chunks)
+
+    def close(self) -> None:
+        """Release the memory, and end the connection; idempotent."""
+        close_all((*self.chunks, self.connection))
+
+
+class Weights(Tensors, Closes):
+    """The weights of one epoch, mapped for reading; made by :meth:`Store.open`.
+
+    A mapping of names to :class:`TypedView`. A write faults, or the driver refuses it. The epoch stays what it is
+    until :meth:`close`, also when a writer replaces it or the server ends.
+
+    Attributes
+    ----------
+    key
+        The key in the store.
+    device
+        The device that has access.
+    epoch
+        Number of the commit, from 1.
+    nbytes
+        Size of the memory in bytes.
+    """
+
+    def __init__(self, opened: OpenEpoch, range: AddressRange, device: Device, stream: StreamLike | None) -> None:
+        self.key: str = opened.key
+        self.device: Device = device
+        self.range = range
+        self._adopt(opened)
+        self._rights = {opened.device.location: MemAccess.READ, device.location: MemAccess.READ}
+        self._any_stream = stream is None
+        """Whether each stream that uses the weights waits for their contents, and not :attr:`stream` alone."""
+        self.stream = device.default_stream if stream is None else as_stream(stream, session_of(device))
+        self._contents: Contents | None = None
+
+    def _adopt(self, opened: OpenEpoch) -> None:
+        self._epoch = opened
+        self.epoch: int = opened.number
+        self.nbytes = opened.nbytes
+        self.layout, self.metadata, self._fabric = opened.manifest
+
+    @classmethod
+    def open(
+        cls, opened: OpenEpoch, device: Device | None, at: int | bool | None, stream: StreamLike | None
+    ) -> Weights:
+        """Map an epoch at the writer's addresses, or at those that ``at`` demands."""
+        with contextlib.ExitStack() as undo:
+            undo.enter_context(undoing(opened.close))
+            range = _reserved(opened, at)
+            undo.enter_context(undoing(range.close))
+            weights = cls(opened, range, opened.device if device is None else device, stream)
+            weights.attach()
+            undo.enter_context(undoing(lambda: range.unmap(after=())))
+            weights._expect()
+        return weights
+
+    def _expect(self) -> None:
+        """Make the stream wait for the contents; without one, each stream that uses them."""
+        ready, self._contents = self._epoch.ready, None
+        if ready is None:
+            return
+        block, slot, generation, value = ready
+        wait_until_ready(block, slot, value, self.stream)
+        if self._any_stream:
+            contents = Contents(block, slot, generation, value)
+            self._contents = None if contents.complete(self.memory) else contents
+
+    def _await(self, view: StoredView, stream: Stream | None) -> None:
+        if self._contents is not None:
+            self._contents.await_on(view, stream)
+
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    @property
+    def address(self) -> int:
+        """Address of the first byte of the range."""
+        self._check_open()
+        return self.range.address
+
+    @property
+    def memory(self) -> StoredView:
+        """All bytes of the range."""
+        self._check_open()
+        return StoredView(self, 0, self.nbytes)
+
+    @property
+    def attached(self) -> bool:
+        """Whether the memory is mapped."""
+        return not self.range.closed and self.range.mapped_bytes == self.nbytes
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return self.range.closed
+
+    @property
+    def server_alive(self) -> bool:
+        """Whether the server of the store lives. Without it the weights stay, until the last process closes them."""
+        return self._epoch.connection.alive
+
+    @property
+    def lost(self) -> bool:
+        """Whether the contents that this process waited for never came, because the writer died."""
+        ready = self._epoch.ready
+        return ready is not None and ready[0].slot_words(ready[1]).was_lost(ready[3])
+
+    def fabric_descriptor(self) -> bytes:
+        """Return the descriptor by which processes of other machines of the IMEX domain open the memory.
+
+        They call :func:`streamalloc.ipc.open`, which maps it for reading and writing. The contents must be there, and
+        nothing keeps the memory until it is opened but this object and the store.
+
+        Raises
+        ------
+        ValueError
+            The memory was not written with ``handle_types`` that include ``FABRIC``.
+        """
+        if not self._fabric:
+            raise ValueError(f"{self!r} has no fabric handles: write it with handle_types=MemHandleType.FABRIC")
+        chunks = tuple(
+            Chunk(token_bytes(16), memory.nbytes, bytes.fromhex(handle))
+            for memory, handle in zip(self._epoch.chunks, self._fabric, strict=True)
+        )
+        return Descriptor(
+            Mechanism.PHYSICAL, self._epoch.device.uuid.bytes, origin=token_bytes(16), size=self.nbytes,
+            base_size=self.nbytes, handle_type=FABRIC, chunks=chunks,
+            driver_version=importer_of(session_of(self.range)).version,
+        ).to_bytes()  # fmt: skip
+
+    # -- detach and attach -----------------------------------------------------------------------------------------
+
+    def detach(self, after: After = None) -> None:
+        """Wait for ``after`` (default: all work of the device), and unmap the memory (``cuMemUnmap``). Idempotent.
+
+        The addresses stay reserved, and the epoch stays this process's: :meth:`attach` brings it back. Until then, uses
+        of the views raise :class:`ClosedError`.
+        """
+        self._check_open()
+        self.range.unmap(after=after)
+
+    def attach(self, *, latest: bool = False, after: After = None) -> None:
+        """Map the memory at the same addresses again (``cuMemMap``, ``cuMemSetAccess``). Idempotent.
+
+        Parameters
+        ----------
+        latest
+            Map the last commit in place of this one, whose memory is then released. The layout must be the same, so
+            that pointers and graphs stay valid.
+        after
+            Work that still uses the present mapping; default: all work of the device.
+
+        Raises
+        ------
+        LayoutChangedError
+            The last commit has another layout; the message has the changes. Nothing was done.
+        """
+        self._check_open()
+        if latest:
+            self._renew(after)
+        elif not self.attached:
+            prop = MemAllocationProp(location=self._epoch.device.location)
+            with undoing(lambda: self.range.unmap(after=())):
+                map_side_by_side(self.range, self._epoch.chunks, prop, self._rights)
+
+    def _renew(self, after: After) -> None:
+        """Map the last commit in place of this one."""
+        before = self._epoch
+        newer = OpenEpoch.open(
+            Connection(before.connection.name), self.key, session_of(self.range), before.manifest.layout
+        )
+        with undoing(newer.close):
+            if [one.nbytes for one in newer.chunks] != [one.nbytes for one in before.chunks]:
+                raise LayoutChangedError(f"epoch {newer.number} of {self.key!r} has chunks of other sizes: open it")
+            attached = self.attached
+            self.detach(after)
+
+            def back() -> None:
+                self.range.unmap(after=())
+                self._adopt(before)
+                if attached:
+                    self.attach()
+
+            with undoing(back):
+                self._adopt(newer)
+                self.attach()
+                self._expect()
+        before.close()
+
+    # -- ends ------------------------------------------------------------------------------------------------------
+
+    def close(self, after: After = None) -> None:
+        """Wait for ``after`` (default: all work of the device), unmap the memory, and release it. Idempotent.
+
+        The last process that closes a replaced or removed epoch releases the memory of the device.
+        """
+        if not self.range.closed:
+            if self.range.mapped_bytes:
+                self.range.unmap(after=after)
+            self.range.close()
+        self._epoch.close()
+
+    def _check_open(self) -> None:
+        if self.range.closed:
+            raise ClosedError(f"{self!r} was closed")
+
+    def __repr__(self) -> str:
+        if "range" not in vars(self):
+            return f"<{type(self).__name__} that could not be opened>"
+        where = "closed" if self.closed else f"at {self.range.address:#x}{'' if self.attached else ', detached'}"
+        gone = "" if self.closed or self.server_alive else ", whose server has ended"
+        size = f"{len(self)} tensors, {size_text(self.nbytes)}"
+        return f"<{type(self).__name__} {self.key!r}, epoch {self.epoch}, {size}, {where}{gone}>"
+
+
+def changed(key: str, epoch: int, expected: Layout | str, found: Layout) -> LayoutChangedError:
+    """Make the error for a layout that is not the expected one."""
+    if isinstance(expected, str):
+        what = f"its layout has the hash {found.hash}, not {expected}"
+    else:
+        changes = expected.changes(found) or ["the order of the tensors"]
+        what = "; ".join(changes[:8]) + (f"; and {len(changes) - 8} more" if len(changes) > 8 else "")
+    return LayoutChangedError(f"epoch {epoch} of {key!r} has another layout: {what}")
+
+
+def _reserved(opened: OpenEpoch, at: int | bool | None) -> AddressRange:
+    """Reserve the writer's addresses, or those that were asked for; without a demand, any."""
+    wanted = opened.address if at is None or at is True else int(at)
+    reserved = AddressRange(max(opened.nbytes, _LEAST_RANGE), address=wanted, driver=opened.device.driver)
+    if reserved.honoured or at is None:
+        return reserved
+    address = reserved.address
+    reserved.close()
+    raise AddressSpaceError(
+        "CUDA_ERROR_OUT_OF_MEMORY",
+        2,
+        "cuMemAddressReserve",
+        f"at={wanted:#x}: these addresses are taken in this process, and the driver gave {address:#x}",
+    )

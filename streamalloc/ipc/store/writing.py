@@ -1,0 +1,381 @@
+"""The writer of an epoch: memory is created and mapped here, and handed to the store at the commit.
+
+Until the commit the memory belongs to this process alone, so that its death leaves nothing. The commit is one message
+with the manifest and the descriptors of all chunks. Copies that are still queued then are announced by a ready word;
+this process keeps its mapping until they are done.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+from typing_extensions import Self
+
+from streamalloc.core.errors import ClosedError, CudaError, size_text, undoing
+from streamalloc.core.internal import (
+    Deferred,
+    Device,
+    Event,
+    Fd,
+    StreamLike,
+    TypedView,
+    as_stream,
+    context_event,
+    deferred_queue,
+    session_of,
+)
+from streamalloc.core.properties import MemAccess, MemHandleType
+from streamalloc.core.resource import Leaves, close_all
+from streamalloc.ipc.exporter.leases import Lease, leases_of
+from streamalloc.ipc.store.errors import StoreError
+from streamalloc.ipc.store.manifest import ALIGNMENT, Layout, Manifest, Tensor, dtype_name, sealed_file
+from streamalloc.ipc.store.protocol import MOST_CHUNKS, Connection, Kind
+from streamalloc.ipc.store.weights import OpenEpoch, Tensors, Weights
+from streamalloc.ipc.transport.communicator import CommunicatorLike, as_communicator
+from streamalloc.ipc.transport.process_group import listed
+from streamalloc.vmm import AddressRange, PhysicalMemory
+from streamalloc.vmm.internal import GRANULARITY, wait
+
+__all__ = ["WeightsWriter"]
+
+_LARGEST_CHUNK = 1 << 30
+
+
+class WeightsWriter(Tensors, Leaves):
+    """One epoch of a key while it is written; made by :meth:`Store.write`. A mapping of names to :class:`TypedView`.
+
+    Leaving the ``with`` block commits. An exception in the block, :meth:`abort`, or the end of this process leaves
+    nothing, and the epoch before stays what readers open.
+
+    Attributes
+    ----------
+    key
+        The key in the store.
+    epoch
+        Number of the commit, from 1; 0 before it.
+    metadata
+        A dict of JSON for readers, at most 1 MiB; change it before the commit.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        key: str,
+        device: Device,
+        replace: bool,
+        metadata: dict[str, Any] | None,
+        stream: StreamLike | None,
+        group: CommunicatorLike,
+        capacity: int | None,
+        handle_types: MemHandleType,
+    ) -> None:
+        session = session_of(device)
+        self.key: str = key
+        self.device: Device = device
+        self.epoch: int = 0
+        self.metadata = dict(metadata or {})
+        self.layout = Layout()
+        self.stream = device.default_stream if stream is None else as_stream(stream, session)
+        self._group = None if group is None else as_communicator(group)
+        self._chunks: list[PhysicalMemory] = []
+        self._handle_types = handle_types | MemHandleType.POSIX_FILE_DESCRIPTOR
+        self.nbytes = self._mapped = 0
+        """Bytes that are allocated, and mapped."""
+        if capacity is None:
+            capacity = device.memory_info().total
+        self._pending: tuple[Lease, int, Event] | None = None
+        """Announcement of the contents and its value, and the event after which they are there."""
+        self._connection = connection
+        with undoing(self._connection.close):
+            answer, _ = self._connection.ask(Kind.WRITE, key=key, device=device.uuid.hex, replace=replace)
+            capacity = max(1, -(-capacity // GRANULARITY)) * GRANULARITY
+            self.range = AddressRange(capacity, address=answer["address"], driver=device.driver)
+
+    # -- tensors ---------------------------------------------------------------------------------------------------
+
+    def allocate(self, name: str, shape: int | Sequence[int], dtype: object) -> TypedView[Any]:
+        """Allocate memory for a tensor (``cuMemCreate``, ``cuMemMap``) at an address that readers can have, too.
+
+        Parameters
+        ----------
+        name
+            1 to 1024 printable characters, unique in the epoch.
+        shape
+            Sizes of the dimensions, at most 16.
+        dtype
+            A type of NumPy, ``ml_dtypes`` or PyTorch, or its name: ``"bfloat16"``.
+
+        Returns
+        -------
+        TypedView
+            C-contiguous. Its memory is not cleared.
+
+        Raises
+        ------
+        StoreFullError
+            The store's limit would be exceeded. Nothing was allocated.
+        OutOfMemoryError
+            The device has not enough memory.
+        TypeError, ValueError
+            An argument is not allowed.
+        """
+        sizes = tuple(map(operator.index, (shape,) if hasattr(shape, "__index__") else shape))
+        tensor = Tensor(dtype_name(dtype), sizes, None, 0)
+        return self.place(name, tensor._replace(offset=self.reserve(max(tensor.nbytes, 0))))
+
+    def tie(self, name: str, to: str) -> TypedView[Any]:
+        """Give a tensor a second name, as tied weights have."""
+        return self.place(name, self.layout[to])
+
+    def place(self, name: str, tensor: Tensor) -> TypedView[Any]:
+        """Name memory that was allocated: a part of a tensor, a transposed one, or memory of :meth:`reserve`.
+
+        ``tensor`` has the offset from the first byte of the range, and strides unless it is C-contiguous.
+
+        Raises
+        ------
+        ValueError
+            The name is not allowed, or the tensor is outside of the memory.
+        """
+        self.layout.add(name, tensor, self.nbytes)
+        return self[name]
+
+    def reserve(self, nbytes: int) -> int:
+        """Allocate memory without a name and return its offset in the range, a multiple of 512 bytes."""
+        self._check_open()
+        offset = -(-self.nbytes // ALIGNMENT) * ALIGNMENT
+        missing = offset + nbytes - self._mapped
+        if missing > 0:
+            # Steps of an eighth: a thousand small tensors make few chunks, and few bytes are left over.
+            step = max(missing, min(self._mapped // 8, _LARGEST_CHUNK))
+            self._grow(-(-step // GRANULARITY) * GRANULARITY)
+        self.nbytes = offset + nbytes
+        return offset
+
+    def _grow(self, nbytes: int) -> None:
+        """Create and map one more chunk."""
+        if self._mapped + nbytes > self.range.nbytes:
+            raise ValueError(
+                f"{size_text(self._mapped + nbytes)} exceed the capacity of {size_text(self.range.nbytes)}: "
+                "pass capacity= to write()"
+            )
+        if len(self._chunks) == MOST_CHUNKS:
+            raise ValueError(f"an epoch has at most {MOST_CHUNKS} chunks of memory: allocate larger tensors first")
+        self._connection.ask(Kind.RESERVE, total=self._mapped + nbytes)
+        with contextlib.ExitStack() as undo:
+            undo.enter_context(undoing(lambda: self._connection.ask(Kind.RESERVE, total=self._mapped)))
+            memory = PhysicalMemory(self.device, nbytes, handle_types=self._handle_types)
+            undo.enter_context(undoing(memory.close))
+            self.range.map(memory, self._mapped, access=self.device)
+            self._chunks.append(memory)
+        self._mapped += nbytes
+
+    # -- commit and abort ------------------------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was committed or aborted."""
+        return self._connection.closed or self.epoch > 0
+
+    def commit(self) -> None:
+        """Commit the epoch, as the end of the block does.
+
+        The contents count from now on: all work that this process has queued on its devices. Readers' streams wait for
+        it; the host does not. The ranks of a ``group`` commit together: the host waits for the copies and the votes.
+
+        Raises
+        ------
+        StoreError
+            The store refused it, or another rank did not commit. Nothing was committed.
+        """
+        self._check_open()
+        if self._group is not None:
+            self._commit_group()
+        else:
+            self._commit(keep=False)
+        self._finish()
+
+    def _commit(self, *, keep: bool, prepare: bool = False, block: bool = False) -> dict[str, Any]:
+        """Send the epoch. Unless it is to ``block``, the host does not wait for queued work."""
+        session = session_of(self.device)
+        self._pending = None
+        if not self._chunks:
+            self._grow(GRANULARITY)  # Nothing but empty tensors: the driver maps no range without bytes.
+        if block:
+            wait(None, session, session.ordinals)
+        else:
+            # An explicit commit comes after the work of all streams, also of those that only other libraries know.
+            events = [context_event(Device(ordinal, driver=session.driver)) for ordinal in session.ordinals]
+            if not all(event.query() for event in events):
+                self._pending = self._announced(events)
+        with contextlib.ExitStack() as undo:
+            sent: list[Fd] = []
+            undo.callback(close_all, sent)
+            sent.append(sealed_file(self._manifest().to_bytes()))
+            sent += [memory.export() for memory in self._chunks]  # type: ignore[misc]
+            ready = ""
+            files: list[Fd] = []
+            if self._pending is not None:
+                lease, value, _ = self._pending
+                ready = f"{lease.block.id.hex()} {lease.slot} {lease.generation} {value}"
+                files = [lease.block.fd]
+            answer, _ = self._connection.ask(
+                Kind.COMMIT,
+                [sent[0], *files, *sent[1:]],
+                address=self.range.address,
+                chunks=[memory.nbytes for memory in self._chunks],
+                ready=ready,
+                prepare=prepare,
+                keep=keep,
+            )
+        self.epoch = answer.get("epoch", 0)
+        return answer
+
+    def _manifest(self) -> Manifest:
+        fabric = self._chunks if self._handle_types & MemHandleType.FABRIC else []
+        handles = [memory.export(MemHandleType.FABRIC).hex() for memory in fabric]  # type: ignore[union-attr]
+        return Manifest(self.layout, self.metadata, handles)
+
+    def _announced(self, events: list[Event]) -> tuple[Lease, int, Event]:
+        """Announce the contents after events, by a ready word that a stream writes."""
+        stream = self.device.create_stream()
+        for event in events:
+            stream.wait(event)
+        lease = leases_of(session_of(self.device)).take()
+        return lease, lease.announce(stream), stream.record()
+
+    def _commit_group(self) -> None:
+        """Prepare, vote, and publish: the server publishes the epochs of all ranks at once."""
+        assert self._group is not None
+        error: BaseException | None = None
+        token = ""
+        try:
+            token = self._commit(keep=False, prepare=True, block=True)["token"]
+        except Exception as found:
+            error = found
+        votes = self._vote(token)
+        if error is not None:
+            raise error
+        absent = [rank for rank, (_, vote) in enumerate(votes) if not vote]
+        if absent:
+            raise StoreError(f"{listed(absent)} of the group did not commit: nothing was committed")
+        server = votes[self._group.rank][0]
+        tokens = [vote for other, vote in votes if other == server]
+        self.epoch = self._connection.ask(Kind.CONFIRM, tokens=tokens)[0]["epoch"]
+
+    def _vote(self, token: str) -> list[tuple[str, str]]:
+        """Return the server and the token of each rank; an empty token is a vote against the commit."""
+        assert self._group is not None
+        # The ranks of another machine have another server.
+        server = f"{self._group.host}/{self._connection.name}"
+        found = self._group.allgather(json.dumps([server, token]).encode())
+        return [tuple(json.loads(bytes(one))) for one in found]
+
+    def abort(self) -> None:
+        """Release the memory; nothing is committed. Idempotent. With a ``group``, no rank commits."""
+        if not self.closed:
+            with contextlib.ExitStack() as undo:
+                undo.callback(self._release)
+                if self._group is not None:
+                    self._vote("")
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ClosedError(f"{self!r} was committed or aborted")
+
+    def _finish(self) -> None:
+        """Release the mapping, at once or after the queued copies."""
+        pending = self._pending
+        if pending is None:
+            self._release(())
+            return
+        item = _Ending(self, pending[0], pending[2])
+        _endings.add(item)
+        deferred_queue(session_of(self.device)).submit(item)
+
+    def _release(self, after: Any = None) -> None:
+        """Unmap and release the memory, and end the connection, which aborts what was not committed."""
+        self.range.unmap(after=after)
+        close_all(self._chunks)
+        self.range.close()
+        self._connection.close()
+
+    def _kept(self) -> Weights:
+        """Commit, and go on as a reader by the same mapping."""
+        self._check_open()
+        answer = self._commit(keep=True, block=True)
+        opened = OpenEpoch(
+            self._connection, self.key, answer["epoch"], self.device, self.range.address, self._manifest()
+        )
+        opened.chunks = self._chunks
+        with undoing(lambda: self._release(())):
+            self.range.set_access(self.device, MemAccess.READ, stop=self._mapped, after=())
+            return Weights(opened, self.range, self.device, None)
+
+    def __enter__(self) -> Self:
+        self._check_open()
+        return self
+
+    def _leave(self, *, failed: bool) -> None:
+        if self.closed:
+            return
+        if failed:
+            self.abort()
+            return
+        try:
+            self.commit()
+        except BaseException:
+            if not self.epoch:
+                self._release()
+            raise
+
+    def __repr__(self) -> str:
+        if "range" not in vars(self):
+            return f"<{type(self).__name__} that could not be made>"
+        state = f"epoch {self.epoch}" if self.epoch else "aborted" if self.closed else "not committed"
+        return f"<{type(self).__name__} {self.key!r}, {len(self)} tensors, {size_text(self.nbytes)}, {state}>"
+
+
+class _Ending(Deferred):
+    """The end of a writer whose copies were still queued at the commit."""
+
+    __slots__ = ("_event", "_lease", "_writer")
+
+    def __init__(self, writer: WeightsWriter, lease: Lease, event: Event) -> None:
+        self._writer: WeightsWriter | None = writer
+        self._lease = lease
+        self._event = event
+
+    def attempt(self) -> bool:
+        writer = self._writer
+        if writer is not None and self._event.query():
+            writer._release(())
+            self._writer = None
+            _endings.discard(self)
+        return self._writer is None
+
+    def forget(self) -> None:
+        """The context is lost, and the contents never come: the end of the connection says so to the server."""
+        writer, self._writer = self._writer, None
+        _endings.discard(self)
+        if writer is not None:
+            writer._connection.close()
+
+    def synchronize(self) -> None:
+        """Wait for the copies, so that the end of this process does not lose the commit."""
+        self._event.synchronize()
+
+
+_endings: set[_Ending] = set()
+
+
+@atexit.register
+def _await_copies() -> None:
+    for item in list(_endings):
+        with contextlib.suppress(CudaError):
+            item.synchronize()

@@ -1,0 +1,1 @@
+"""Pages of physical memory that move in and out of constant addresses."""

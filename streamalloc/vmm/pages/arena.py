@@ -1,0 +1,190 @@
+"""Arenas: the physical pages of a device for spaces of addresses."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+from streamalloc.core.errors import ClosedError, size_text
+from streamalloc.core.internal import Device, StreamLike, check_device
+from streamalloc.core.properties import MemLocation, checked_size
+from streamalloc.core.resource import Closes
+from streamalloc.driver import Driver
+from streamalloc.vmm.pages.physical import PhysicalPages
+from streamalloc.vmm.pages.space import PageSpace
+
+
+class ArenaStatistics(NamedTuple):
+    """Statistics of a :class:`PageArena`, in pages."""
+
+    pages: int
+    """Physical pages that exist."""
+    spare: int
+    """Physical pages that no space uses."""
+    parked: int
+    """Released pages that are still mapped, as work may use them; pages that share memory count apart."""
+
+
+class PageArena(Closes):
+    """Physical pages of one size on one device, and spaces of addresses in which they are mapped.
+
+    A space has far more addresses than there is memory, and its pages get memory and return it one by one or in
+    batches, such as the blocks of a key-value cache. Pages that are released stay in the arena, so that the next commit
+    only maps them. If device memory runs out elsewhere in this process, spare pages are released to the driver. ::
+
+        with vmm.PageArena(device, limit=32 << 30) as arena, arena.space(256 << 30) as cache:
+            arena.prepare(1024)
+            cache.commit(range(64))                     # one sequence
+            cache.commit(range(1000, 1001))             # another one
+            cache.alias(range(1001, 1064), cache, range(1, 64))
+            cache.release(range(64), after=stream)
+
+    Thread-safe. Dropping an arena does not close its spaces, which keep its pages. After :meth:`close` they can be
+    used, and released, but get no pages.
+
+    Parameters
+    ----------
+    device
+        Device of the memory.
+    page_size
+        Size of a page in bytes, a multiple of the granularity of physical memory (2 MiB).
+    limit
+        Bytes of all physical pages of the arena, spare ones included. The page of zeros does not count. None for no
+        limit.
+
+    Raises
+    ------
+    TypeError, ValueError
+        ``device`` is no device, or ``page_size`` is zero or no multiple of the granularity.
+    """
+
+    __slots__ = ("__weakref__", "_executor", "_physical")
+
+    def __init__(self, device: Device, page_size: int = 2 << 20, limit: int | None = None) -> None:
+        check_device("device", device)
+        self._executor: ThreadPoolExecutor | None = None
+        self._physical = PhysicalPages(device, page_size, limit)
+
+    @property
+    def device(self) -> Device:
+        """Device of the memory."""
+        return self._physical.device
+
+    @property
+    def location(self) -> MemLocation:
+        """Location of the memory."""
+        return self._physical.device.location
+
+    @property
+    def driver(self) -> Driver:
+        """Driver that it belongs to."""
+        return self._physical.session.driver
+
+    @property
+    def page_size(self) -> int:
+        """Size of a page in bytes."""
+        return self._physical.size
+
+    @property
+    def limit(self) -> int | None:
+        """Bytes of all physical pages; None for no limit."""
+        return self._physical.limit
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return self._physical.closed
+
+    def space(self, nbytes: int, *, stream: StreamLike | None = None) -> PageSpace:
+        """Reserve addresses that read as zeros (``cuMemAddressReserve``, ``cuMemMap`` of one page everywhere).
+
+        This takes a few microseconds for each page.
+
+        Parameters
+        ----------
+        nbytes
+            Size in bytes. The addresses are rounded up to whole pages.
+        stream
+            Stream of operations on the space that name none; default: the device's default stream.
+
+        Raises
+        ------
+        AddressSpaceError
+            The process has no such range of addresses left.
+        OutOfMemoryError
+            There is not enough memory for the page of zeros.
+        ClosedError
+            The arena was closed.
+        """
+        self._check_open()
+        return PageSpace(self, self._physical, nbytes, stream)
+
+    def prepare(self, count: int) -> Future[int]:
+        """Create physical pages in the background until ``count`` are spare (``cuMemCreate``).
+
+        Returns
+        -------
+        concurrent.futures.Future
+            Its result is the number of spare pages; it raises what the creation raised, as :meth:`PageSpace.commit`.
+
+        Raises
+        ------
+        ClosedError
+            The arena was closed.
+        """
+        wanted = checked_size("count", count)
+        with self._physical.lock:
+            self._check_open()
+            if self._executor is None:
+                self._executor = ThreadPoolExecutor(1, "streamalloc-pages")
+            return self._executor.submit(self._physical.fill, wanted)
+
+    def trim(self, keep: int = 0) -> int:
+        """Release spare pages to the driver (``cuMemRelease``); return how many.
+
+        Parameters
+        ----------
+        keep
+            Number of spare pages to keep at most.
+
+        Raises
+        ------
+        CudaError
+            The driver refused to release a page, which is attempted again later. The rest was released.
+        """
+        most = checked_size("keep", keep)
+        self._physical.allocations.work()
+        return self._physical.trim(most)
+
+    def statistics(self) -> ArenaStatistics:
+        """Return its statistics, after parked pages were released whose work has completed."""
+        physical = self._physical
+        physical.allocations.work()
+        with physical.lock:
+            return ArenaStatistics(physical.count, len(physical.spare), physical.parked)
+
+    def close(self) -> None:
+        """Release the spare pages, and keep none from now on. Spaces keep their pages. Idempotent.
+
+        Raises
+        ------
+        CudaError
+            The driver refused to release a page, which is attempted again later.
+        """
+        with self._physical.lock:
+            executor, self._executor = self._executor, None
+        self._physical.close()
+        if executor is not None:
+            executor.shutdown(wait=False, cancel_futures=True)
+
+    def _check_open(self) -> None:
+        if self._physical.closed:
+            raise ClosedError(f"{self!r} was closed")
+
+    def _text(self) -> str:
+        physical = self._physical
+        most = "" if physical.limit is None else f" of at most {size_text(physical.limit)}"
+        state = ", closed" if physical.closed else f", {len(physical.spare)} spare"
+        return (
+            f" of device {physical.device.ordinal}, {physical.count} pages of {size_text(physical.size)}{most}{state}"
+        )

@@ -1,0 +1,542 @@
+"""Spaces: addresses that are readable everywhere, and have memory of their own at the pages that are committed."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from streamalloc.core.errors import ClosedError, EvictedError, size_text, undo_all, undoing
+from streamalloc.core.html import Row, gauge
+from streamalloc.core.internal import (
+    CopySide,
+    Device,
+    Memory,
+    Stream,
+    StreamLike,
+    as_stream,
+    copy_bytes,
+    deferred_queue,
+)
+from streamalloc.core.properties import MemLocation, checked_size
+from streamalloc.core.resource import Closes
+from streamalloc.core.session import Session
+from streamalloc.vmm.access import After, each_of, wait, wait_for_users
+from streamalloc.vmm.address_range import AddressRange
+from streamalloc.vmm.backup import copying
+from streamalloc.vmm.pages.physical import Page, PhysicalPages
+from streamalloc.vmm.pages.places import Parking, Places
+from streamalloc.vmm.pages.tiers import HostTier, Stored
+from streamalloc.vmm.virtual_buffer import copying_stream
+
+Pages: TypeAlias = "int | range | Iterable[int] | npt.NDArray[np.integer[Any]]"
+"""Index of a page, a range of indices, or an array of indices."""
+
+
+class PageSpace(Memory, Closes):
+    """A range of addresses with memory at the pages that are committed; made by :meth:`PageArena.space`.
+
+    All addresses can be read: pages that are not committed have the arena's page of zeros, which devices cannot write.
+    So one tensor covers the whole space, at an address that never changes. ::
+
+        with vmm.PageArena(device) as arena, arena.space(1 << 40) as cache:
+            cache.commit(range(64))
+            tensor = sa.interop.torch.tensor(cache, torch.float16)
+            cache.release([7, 9], after=stream)   # parked until the work queued on the stream has completed
+
+    Mapping is not stream-ordered: a page that is committed, released, aliased or made private is unmapped for a moment
+    while it is exchanged, and work that uses *this page* then breaks the context. Other pages can be used meanwhile.
+    Operations therefore take ``after``: events or streams whose work still uses the pages. :meth:`release` does not
+    make the host wait for it, the other operations do.
+
+    Each operation takes an index, a range or an array of indices, and changes all these pages or, after an error, none.
+    Pages that are already as they should be are skipped. Thread-safe: operations on one space wait for each other.
+
+    A space that is dropped is unmapped after all queued work of the device; its pages return to the arena.
+    """
+
+    __slots__ = ("__weakref__", "_given_stream", "_nbytes_asked", "_physical", "_places", "_range", "owner")
+
+    owner: object
+    """The arena."""
+
+    def __init__(self, arena: object, physical: PhysicalPages, nbytes: int, stream: StreamLike | None) -> None:
+        size = checked_size("nbytes", nbytes)
+        if not size:
+            raise ValueError("nbytes=0: a space has at least one byte")
+        self.owner = arena
+        self._physical = physical
+        self._nbytes_asked = size
+        self._given_stream = None if stream is None else as_stream(stream, physical.session)
+        whole = -(-size // physical.size) * physical.size
+        self._range = AddressRange(whole, driver=physical.device.driver)
+        self._range._owned = True
+        node = self._range._node
+        with undoing(self._range._free):
+            physical.hold_zero()
+        self._places = Places(node, physical)
+        node.add(self._places)
+        with undoing(lambda: self.close(after=())):
+            self._places.remap(dict.fromkeys(range(self.page_count), physical.zero))
+
+    @property
+    def page_size(self) -> int:
+        """Size of a page in bytes."""
+        return self._physical.size
+
+    @property
+    def page_count(self) -> int:
+        """Number of pages: the size divided by that of a page, rounded up."""
+        return len(self._places.numbers)
+
+    @property
+    def committed(self) -> npt.NDArray[np.int64]:
+        """Indices of the committed pages, in ascending order."""
+        found: npt.NDArray[np.int64] = np.flatnonzero(self.numbers >= 0)
+        return found
+
+    @property
+    def numbers(self) -> npt.NDArray[np.int64]:
+        """A copy of the table of pages: the number of the physical page of each page, or -1 if it is not committed.
+
+        Pages that share memory have the same number. Numbers begin at 0 and are reused.
+        """
+        with self._physical.lock:
+            found: npt.NDArray[np.int64] = self._places.numbers.copy()
+            return found
+
+    @property
+    def parked(self) -> int:
+        """Number of released pages that are still mapped, as work may use them."""
+        return len(self._places.parked)
+
+    def shared(self, pages: Pages) -> npt.NDArray[np.bool_]:
+        """Return for each of these pages whether another page shares its memory."""
+        chosen = self._chosen(pages)
+        with self._physical.lock:
+            found = [self._places.backing[place] for place in chosen]
+            return np.array([page is not None and page.users > 1 for page in found], np.bool_)
+
+    def commit(self, pages: Pages, after: After = ()) -> None:
+        """Give pages memory of their own (``cuMemMap``, ``cuMemSetAccess``). Their contents are undefined.
+
+        Spare pages of the arena are taken first; the missing ones are created. The host waits for the work that a page
+        is parked for.
+
+        Parameters
+        ----------
+        pages
+            An index, a range or an array of indices. Committed pages are skipped.
+        after
+            Events or streams whose work may still read the zeros of these pages, for which the host waits; None for all
+            work of the device. By default none.
+
+        Raises
+        ------
+        OutOfMemoryError
+            The device has not enough memory, or the limit of the arena is reached.
+        EvictedError
+            A page is swapped out: :meth:`swap_in` or :meth:`release` it.
+        InUseError
+            A signal handler has called this during another call on the same thread.
+        ClosedError
+            Space or arena was closed.
+        CudaError
+            The driver refused a call. In all these cases no page is changed.
+        """
+        chosen = self._unique(pages)
+        with self._changing(chosen, after):
+            self._check_here(chosen)
+            self._commit([place for place in chosen if self._places.numbers[place] < 0])
+
+    def _commit(self, chosen: Sequence[int]) -> None:
+        taken = self._physical.take(len(chosen))
+        with undoing(lambda: self._physical.drop(taken)):
+            self._places.exchange(dict(zip(chosen, taken, strict=True)))
+
+    def release(self, pages: Pages, after: After = None) -> None:
+        """Return the memory of pages to the arena; they read as zeros then.
+
+        The host does not wait. If the work of ``after`` has completed, the pages are unmapped now. Otherwise they are
+        parked: they keep memory and contents until it has, and are unmapped at a later point of work, such as a commit
+        or a synchronisation.
+
+        Parameters
+        ----------
+        pages
+            An index, a range or an array of indices. Pages that are not committed are skipped. The contents of pages
+            that are swapped out are dropped.
+        after
+            Events or streams whose work may still use these pages; ``()`` for none. By default all work that the device
+            has now.
+
+        Raises
+        ------
+        CaptureError
+            ``after`` is None and a stream is being captured.
+        InUseError, ClosedError, CudaError
+            As for :meth:`commit`. No page is changed.
+        """
+        chosen = self._unique(pages)
+        places = self._places
+        self._check_open()
+        parking = Parking(places, after)
+        done = parking.done()
+        with places.locked():
+            held = [place for place in chosen if places.numbers[place] >= 0]
+            if done:
+                places.retire(held)
+            else:
+                places.park(held, parking)
+            dropped = [places.stored.pop(place) for place in chosen if place in places.stored]
+        if not done:
+            deferred_queue(self._session).submit(parking)
+        for one in dropped:
+            one.drop()
+
+    def alias(self, pages: Pages, of: PageSpace, its_pages: Pages, after: After = ()) -> None:
+        """Let pages share the memory of committed pages of a space of the same arena, which may be this one.
+
+        Reads and writes of either page are of the same bytes. The memory returns to the arena when the last page that
+        shares it is released. :meth:`make_private` before a write keeps the others unchanged.
+
+        Parameters
+        ----------
+        pages
+            Pages that are not committed, or already share the memory.
+        of, its_pages
+            A space of the same arena, and as many committed pages of it, in the same order.
+        after
+            As for :meth:`commit`.
+
+        Raises
+        ------
+        ValueError
+            A page is committed, a page of ``of`` is not, the numbers of pages differ, or the arenas.
+        EvictedError, InUseError, ClosedError, CudaError
+            As for :meth:`commit`. No page is changed.
+        """
+        chosen, sources = self._chosen(pages), of._chosen(its_pages)
+        if of._physical is not self._physical:
+            raise ValueError(f"of={of!r} is a space of another arena than {self!r}")
+        if len(chosen) != len(sources) or len(set(chosen)) != len(chosen):
+            raise ValueError(f"{len(chosen)} pages are to share {len(sources)}: give as many, and each page once")
+        places, physical = self._places, self._physical
+        with self._changing(chosen, after):
+            self._check_here(chosen)
+            with physical.lock:
+                theirs = of._places
+                found = [theirs.backing[place] if theirs.numbers[place] >= 0 else None for place in sources]
+                if None in found:
+                    raise ValueError(f"its_pages: page {sources[found.index(None)]} of {of!r} is not committed")
+                pairs = {place: page for place, page in zip(chosen, found, strict=True) if page is not None}
+                wanted = {place: page for place, page in pairs.items() if page.number != places.numbers[place]}
+                taken = [place for place in wanted if places.numbers[place] >= 0]
+                if taken:
+                    raise ValueError(f"page {taken[0]} of {self!r} is committed: release it before it shares memory")
+                physical.hold(wanted.values())
+            with undoing(lambda: physical.drop(wanted.values())):
+                places.exchange(wanted)
+
+    def make_private(self, pages: Pages, stream: StreamLike | None = None, after: After = ()) -> int:
+        """Give each of these pages that shares memory a copy of its own; return the number of copies.
+
+        The host waits for the copies. Call it before the first write to a page that was aliased (copy on write).
+
+        Parameters
+        ----------
+        pages
+            An index, a range or an array of indices. Pages that are not committed, or share nothing, are skipped.
+        stream
+            Stream of the copies, after the work that wrote the pages; by default the space's.
+        after
+            Further events or streams whose work may still use these pages, as for :meth:`commit`.
+
+        Raises
+        ------
+        OutOfMemoryError, InUseError, ClosedError, CudaError
+            As for :meth:`commit`. No page is changed.
+        CaptureError
+            ``stream`` is being captured.
+        """
+        chosen = self._unique(pages)
+        ordered = self._copying_stream(stream)
+        places, physical = self._places, self._physical
+        with self._changing((), after), physical.lock:
+            found = {place: places.backing[place] for place in chosen if places.numbers[place] >= 0}
+            old = {place: page for place, page in found.items() if page is not None and page.users > 1}
+            physical.hold(old.values())
+        unused: list[Page] = []
+        try:
+            unused = physical.take(len(old))
+            if old:
+                self._copy([*old.values()], unused, ordered)
+            with places.locked():
+                # Another thread may have released a page meanwhile.
+                still = [place for place, page in old.items() if places.numbers[place] == page.number]
+                new = dict(zip(old, unused, strict=True))
+                places.exchange({place: new.pop(place) for place in still})
+                unused = [*new.values()]
+        finally:
+            physical.drop(unused)
+            physical.drop(old.values())
+        return len(still)
+
+    def _copy(self, sources: Sequence[Page], targets: Sequence[Page], stream: Stream) -> None:
+        """Copy pages by other addresses than those that other threads may unmap; block the host until it is done."""
+        nbytes = len(sources) * self.page_size
+        with self._physical.mapped([*sources, *targets]) as address:
+            ordinal = self._physical.device.ordinal
+            source, target = (CopySide(at, nbytes, ordinal, self) for at in (address, address + nbytes))
+            try:
+                copy_bytes(target, source, stream)
+            finally:
+                stream.synchronize()
+
+    def swap_out(self, pages: Pages, tier: HostTier, stream: StreamLike | None = None, after: After = ()) -> int:
+        """Move the contents of pages to another kind of memory, and release the pages; return how many.
+
+        The copies are stream-ordered, and the pages are parked behind them.
+
+        Parameters
+        ----------
+        pages
+            An index, a range or an array of indices. Pages that are not committed are skipped.
+        tier
+            Where the contents go.
+        stream
+            Stream of the copies, after the work that wrote the pages; by default the space's.
+        after
+            Further events or streams whose work may still read these pages. The host does not wait for it.
+
+        Raises
+        ------
+        OutOfMemoryError, OSError
+            The tier has no room.
+        InUseError, ClosedError, CudaError
+            As for :meth:`commit`. No page is changed.
+        CaptureError
+            ``stream`` is being captured.
+        """
+        chosen = self._unique(pages)
+        ordered = self._copying_stream(stream)
+        self._check_open()
+        if not isinstance(tier, HostTier) or tier.device != self.device:
+            raise TypeError(f"tier must be a HostTier of {self.device!r}, not {tier!r}")
+        places = self._places
+        with places.locked():
+            held = [place for place in chosen if places.numbers[place] >= 0]
+            stored = dict(zip(held, tier.save([self._page(place) for place in held], ordered), strict=True))
+            with undoing(lambda: undo_all(one.drop for one in stored.values())):
+                parking = Parking(places, [ordered, *each_of(after)])
+            places.park(held, parking)
+            places.stored |= stored
+        with undoing(lambda: self._take_back(stored)):
+            tier.settle([*stored.values()], ordered)
+        deferred_queue(self._session).submit(parking)
+        return len(held)
+
+    def _take_back(self, stored: Mapping[int, Stored]) -> None:
+        """Undo a swap whose contents could not be stored."""
+        places = self._places
+        with places.locked():
+            mine = [place for place, one in stored.items() if places.stored.get(place) is one]
+            places.unpark(mine)
+            for place in mine:
+                places.stored.pop(place).drop()
+
+    def swap_in(self, pages: Pages, stream: StreamLike | None = None, after: After = ()) -> int:
+        """Commit pages that are swapped out, and copy their contents back; return how many.
+
+        The copies are stream-ordered: use the pages on ``stream`` or after it.
+
+        Parameters
+        ----------
+        pages
+            An index, a range or an array of indices. Pages that are not swapped out are skipped.
+        stream
+            Stream of the copies; by default the space's.
+        after
+            As for :meth:`commit`.
+
+        Raises
+        ------
+        ValueError
+            The contents of a page have changed in the tier, which checks them. All pages stay swapped out.
+        OutOfMemoryError, InUseError, ClosedError, CudaError, OSError
+            As for :meth:`commit`. All pages stay swapped out.
+        CaptureError
+            ``stream`` is being captured.
+        """
+        chosen = self._unique(pages)
+        ordered = self._copying_stream(stream)
+        places = self._places
+        for one in [places.stored[place] for place in chosen if place in places.stored]:
+            one.check()
+        with self._changing(chosen, after):
+            stored = {place: places.stored[place] for place in chosen if place in places.stored}
+            self._commit([*stored])
+            with undoing(lambda: self._park([*stored], ordered)), copying(ordered) as copies:
+                for place, one in stored.items():
+                    one.load(self._page(place), copies)
+            for place in stored:
+                del places.stored[place]
+        for one in stored.values():
+            one.drop()
+        return len(stored)
+
+    def _park(self, chosen: Sequence[int], after: After) -> None:
+        parking = Parking(self._places, after)
+        self._places.park(chosen, parking)
+        deferred_queue(self._session).submit(parking)
+
+    def close(self, after: After = None) -> None:
+        """Wait for ``after`` and for the work that pages are parked for, unmap all pages and free the addresses.
+
+        By default the host waits for all work of the device. Idempotent.
+        """
+        if self._range.closed:
+            return
+        places = self._places
+        wait_for_users(after, self._session, (places.rights,))
+        for parking in set(places.parked.values()):
+            parking.synchronize()
+        with places.locked(closing=True):
+            if not places.gone:
+                if any(places.mapped):
+                    self._range._node.unmap((places,))
+                else:
+                    places.unmapped()
+        self._range._free()
+
+    def _page(self, place: int) -> CopySide:
+        return CopySide(self.address + place * self.page_size, self.page_size, self.device.ordinal, self)
+
+    # -- pages -----------------------------------------------------------------------------------------------
+
+    def _chosen(self, pages: Pages) -> list[int]:
+        """Check indices of pages; return them in the given order."""
+        count = self.page_count
+        if isinstance(pages, np.ndarray):
+            if pages.dtype.kind not in "iu":
+                raise TypeError(f"pages must be indices, not an array of {pages.dtype}")
+            chosen: list[int] = pages.ravel().tolist()
+        elif isinstance(pages, Iterable):
+            chosen = [operator.index(page) for page in pages]
+        else:
+            chosen = [operator.index(pages)]
+        if chosen and not 0 <= min(chosen) <= max(chosen) < count:
+            wrong = next(page for page in chosen if not 0 <= page < count)
+            raise ValueError(f"pages: {wrong} is none of the {count} pages of {self!r}")
+        return chosen
+
+    def _unique(self, pages: Pages) -> list[int]:
+        return sorted(set(self._chosen(pages)))
+
+    @contextlib.contextmanager
+    def _changing(self, chosen: Sequence[int], after: After) -> Iterator[None]:
+        """Block that changes places alone, after the work of ``after`` and that for which they are parked."""
+        self._check_open()
+        places, physical = self._places, self._physical
+        wait(after, self._session, (physical.device.ordinal,))
+        with contextlib.ExitStack() as block:
+            while True:
+                for parking in places.parkings(chosen):
+                    parking.synchronize()
+                # Pages of other places, whose work has completed, become spare. No lock may be held here.
+                if physical.parked and len(physical.spare) < len(chosen):
+                    physical.allocations.work()
+                block.enter_context(places.locked())
+                # Another thread may have released some of the places meanwhile.
+                if all(parking.done() for parking in places.parkings(chosen)):
+                    break
+                block.close()
+            yield
+
+    def _check_here(self, chosen: Sequence[int]) -> None:
+        stored = self._places.stored
+        for place in chosen if stored else ():
+            if place in stored:
+                raise EvictedError(f"page {place} of {self!r} is swapped out: swap_in() or release() it")
+
+    def _copying_stream(self, stream: StreamLike | None) -> Stream:
+        return copying_stream(self.stream if stream is None else stream, self._session)
+
+    # -- memory ----------------------------------------------------------------------------------------------
+
+    @property
+    def address(self) -> int:
+        """Address of the space; constant until it is closed.
+
+        Raises
+        ------
+        ClosedError
+            The space was closed.
+        """
+        return self._range.address
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes, as requested."""
+        return self._nbytes_asked
+
+    @property
+    def stream(self) -> Stream:
+        """Stream of operations that name none; by default the device's default stream."""
+        return self._physical.device.default_stream if self._given_stream is None else self._given_stream
+
+    @property
+    def device(self) -> Device:
+        """Device of the memory."""
+        return self._physical.device
+
+    @property
+    def location(self) -> MemLocation:
+        """Location of the memory."""
+        return self._physical.device.location
+
+    @property
+    def device_accessible(self) -> bool:
+        """Whether the stream's device has access."""
+        return self.stream.device.ordinal == self._physical.device.ordinal
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return self._range.closed or self._places.gone
+
+    @property
+    def _session(self) -> Session:
+        return self._physical.session
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ClosedError(f"{self!r} was closed")
+
+    def _check_usable(self) -> None:
+        self._check_open()
+        if self._places.broken:
+            # The driver takes addresses without a mapping for the host's.
+            why = "a call has failed, and its undo too: the next commit or release maps them again"
+            raise EvictedError(f"pages of {self!r} are not mapped: {why}")
+
+    def _access_hint(self, stream: Stream) -> str:
+        if stream.device.ordinal != self._physical.device.ordinal:
+            return f"{stream.device!r} has no access to {self!r}"
+        return "only pages that are committed can be written: commit() them"
+
+    def _about(self) -> Iterator[Row]:
+        self._check_open()
+        yield from super()._about()
+        yield "committed", gauge(len(self.committed) * self.page_size, self._range.nbytes)
+        yield "pages", f"{self.page_count} of {size_text(self.page_size)}, {self.parked} parked"
+
+    def _text(self) -> str:
+        if self.closed:
+            return ", closed"
+        pages = f"{len(self.committed)} of {self.page_count} pages of {size_text(self.page_size)} committed"
+        return f" of {size_text(self.nbytes)} at {self._at:#x}, {pages}"

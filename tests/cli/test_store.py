@@ -1,0 +1,150 @@
+"""``python -m streamalloc serve`` and ``store``."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import streamalloc as sa
+from streamalloc import ipc
+from streamalloc.cli import main
+from streamalloc.cli import serve as serving
+from tests.cli.conftest import Run
+from tests.processes import eventually
+
+
+@pytest.fixture
+def name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a store in a folder of the test's own."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return "models"
+
+
+@pytest.fixture
+def store(machine: object, name: str) -> Iterator[ipc.Store]:
+    with ipc.Store.serve(name, limit=1 << 30), ipc.Store(name) as store:
+        yield store
+
+
+def test_list_show_and_remove(run: Run, store: ipc.Store, device: sa.Device) -> None:
+    with store.write("llama/rank0") as weights:
+        weights.allocate("all", 3 << 20, np.uint8)
+    with store.open("llama/rank0"):
+        for arguments in (["list"], ["list", "models"]):
+            code, text = run("store", *arguments)
+            assert code == 0 and "models: 1 key, 4 MiB of 1 GiB a device" in text
+            assert f"llama/rank0  epoch 1  1 tensor  4 MiB  read by {os.getpid()}" in text
+        code, text = run("store", "list", "--json")
+        entry = json.loads(text)["models"]["entries"][0]
+        assert (entry["key"], entry["nbytes"], entry["readers"]) == ("llama/rank0", 4 << 20, [os.getpid()])
+        code, text = run("store", "show", "models", "llama/rank0")
+        assert code == 0 and f"device     {device.uuid.hex}" in text and "nbytes     4 MiB" in text
+        assert json.loads(run("store", "show", "models", "llama/rank0", "--json")[1])["tensors"] == 1
+        code, text = run("store", "remove", "models", "llama/rank0")
+        assert code == 0 and "once 1 reader have closed it" in text
+    assert eventually(lambda: store.list() == [])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["store", "show", "models"], "show needs NAME and KEY"),
+        (["store", "show", "models", "x"], "holds nothing under 'x'"),
+        (["store", "remove", "models", "x"], "holds nothing under 'x'"),
+        (["store", "list", "other"], "nobody serves a store 'other'"),
+        (["serve", "models"], "serves a store 'models' already"),
+        (["serve", "a/b"], "name='a/b'"),
+        (["serve", "other", "--evict"], "evict=True"),
+        (["serve", "other", "--devices", "7"], "ordinal=7"),
+    ],
+)
+def test_usage(store: ipc.Store, capsys: pytest.CaptureFixture[str], arguments: list[str], text: str) -> None:
+    assert main(arguments) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_no_store(run: Run, name: str) -> None:
+    assert run("store", "list") == (0, "no store is served\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("100GiB", 100 << 30), ("1.5 MiB", 3 << 19), ("7", 7), ("2TiB", 2 << 40), ("3KiB", 3072)]
+)
+def test_sizes(text: str, size: int) -> None:
+    assert serving.size_of(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "1GB", "x"])
+def test_wrong_sizes(text: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", name, f"--limit={text}"])
+    assert "is no size" in capsys.readouterr().err
+
+
+def test_serve_until_a_signal(
+    run: Run, machine: object, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this process: a thread writes, and ends the server as systemd does."""
+    seen: list[object] = []
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(str(tmp_path / "notify"))
+        systemd.settimeout(20)
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+
+        def use() -> None:
+            seen.append(systemd.recv(1000))
+            try:
+                with ipc.Store(name) as store:
+                    seen.append(store.statistics().devices)
+            finally:
+                os.kill(os.getpid(), signal.SIGTERM)
+            seen.append(systemd.recv(1000))
+
+        thread = threading.Thread(target=use)
+        thread.start()
+        before = signal.getsignal(signal.SIGTERM)
+        code, text = run("serve", name, "--devices", "0", "--limit", "1GiB")
+        thread.join()
+    assert code == 0 and "at most 1 GiB of each device" in text and "has stopped" in text
+    assert seen[0].startswith(b"READY=1") and seen[2] == b"STOPPING=1"  # type: ignore[attr-defined]
+    assert len(seen[1]) == 1  # type: ignore[arg-type]
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert not (tmp_path / "streamalloc" / "models.store").exists()
+
+
+def test_what_was_lost_is_said(run: Run, machine: object, name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "streamalloc"
+    folder.mkdir(mode=0o700)
+    (folder / "models.held").write_text(json.dumps({"pid": 5, "lost": {"key": 3}}))
+
+    def stop() -> None:
+        while not (folder / "models.store").exists():
+            time.sleep(0.01)
+        with ipc.Store(name) as store:
+            with store.write("key"):
+                pass
+            assert store.list()[0].epoch == 4
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    code, text = run("serve", name)
+    thread.join()
+    assert code == 0 and "lost: key: the server that held it, process 5, was killed" in text
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"lost": 5}', '{"pid": 1, "lost": {"a": "b"}}'])
+def test_a_damaged_journal(machine: object, name: str, tmp_path: Path, text: str) -> None:
+    (tmp_path / "streamalloc").mkdir(mode=0o700)
+    (tmp_path / "streamalloc" / "models.held").write_text(text)
+    with ipc.Store.serve(name) as server:
+        assert server.lost == {}

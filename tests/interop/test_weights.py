@@ -1,0 +1,78 @@
+"""Weights of a store as tensors of PyTorch: equal, with types, strides and shared memory, and without a copy."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from streamalloc import interop, ipc
+from tests import support
+
+
+@pytest.fixture
+def torch(on_cuda: bool, machine: Any) -> Any:
+    if not on_cuda:
+        pytest.skip("PyTorch's views need its own tensors, which are on GPUs only")
+    torch = support.library("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("PyTorch without CUDA")
+    return torch
+
+
+@pytest.fixture
+def store(torch: Any) -> Iterator[ipc.Store]:
+    name = f"torch-{os.getpid()}"
+    with ipc.Store.serve(name), ipc.Store(name) as store:
+        yield store
+
+
+def test_parity(torch: Any, store: ipc.Store) -> None:
+    big = torch.arange(6000, device="cuda", dtype=torch.float32).view(60, 100)
+    half = torch.randn(7, 9, device="cuda").to(torch.bfloat16)
+    state = {
+        "embedding": half,
+        "head": half,
+        "part": big[3:9, 5:50],
+        "transposed": big.t(),
+        "mask": torch.ones(3, 5, dtype=torch.bool, device="cuda"),
+        "on the host": torch.arange(5, dtype=torch.int16),
+        "scalar": torch.tensor(5.0, device="cuda"),
+        "empty": torch.empty(0, 3, device="cuda"),
+    }
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        side.wait_stream(torch.cuda.default_stream())
+        with store.write("state") as weights:
+            interop.torch.write_state_dict(weights, state)
+    torch.cuda.synchronize()
+    with store.open("state") as weights:
+        found = interop.torch.state_dict(weights)
+        assert list(found) == list(weights) and set(found) == set(state)
+        for name, one in state.items():
+            other = found[name]
+            assert (other.dtype, other.shape, other.stride()) == (one.dtype, one.shape, one.stride()), name
+            assert torch.equal(other, one.cuda()), name
+            assert other.numel() == 0 or weights.address <= other.data_ptr() < weights.address + weights.nbytes
+        assert found["head"].data_ptr() == found["embedding"].data_ptr()
+        assert found["part"].data_ptr() - found["transposed"].data_ptr() == 4 * (3 * 100 + 5)
+        torch.cuda.synchronize()
+        del found, other
+
+
+def test_a_module(torch: Any, store: ipc.Store) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.LayerNorm(32)).to("cuda", torch.float16)
+    question = torch.randn(4, 16, device="cuda", dtype=torch.float16)
+    with torch.no_grad():
+        answer = model(question)
+        with store.write("model") as weights:
+            interop.torch.write_state_dict(weights, model.state_dict())
+        torch.cuda.synchronize()
+        with store.open("model") as weights:
+            other = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.LayerNorm(32)).to("meta", torch.float16)
+            other.load_state_dict(interop.torch.state_dict(weights), assign=True)
+            assert torch.equal(other(question), answer)
+            torch.cuda.synchronize()
+            del other

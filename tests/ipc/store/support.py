@@ -1,0 +1,19 @@
+"""What tests of stores do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from streamalloc import ipc
+
+NBYTES = 1 << 20
+
+
+def write(store: ipc.Store, key: str, value: int, *, nbytes: int = NBYTES, **options: Any) -> int:
+    """Commit an epoch with one tensor ``"all"`` of equal bytes; its address in the writer."""
+    with store.write(key, **options) as weights:
+        view = weights.allocate("all", nbytes, np.uint8)
+        view.fill(value)
+        return int(view.address)

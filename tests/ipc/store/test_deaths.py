@@ -1,0 +1,233 @@
+"""``kill -9`` at any step of writers and readers, and the end of the server."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import streamalloc as sa
+from streamalloc import ipc
+from tests.ipc.store.support import write
+from tests.processes import Partner, There, environment, eventually
+from tests.support import MiB, holds
+
+Another = Callable[[], Partner]
+KEYS = ("a", "b/c")
+
+
+def _write_one(there: There, name: str, key: str, value: int) -> None:
+    store = ipc.Store(name, driver=there.driver)
+    with store.write(key, there.device, replace=True, metadata={"value": value}) as weights:
+        for number in range(3):
+            weights.allocate(f"t{number}", (1 + value) << 14, np.uint8).fill(value)
+        weights.tie("tied", "t1")
+    there.device.synchronize()
+
+
+def _read_one(there: There, name: str, key: str, value: int) -> None:
+    with ipc.Store(name, driver=there.driver).open(key, stream=there.stream) as weights:
+        for _ in range(2):
+            assert all(holds(view, weights.metadata["value"]) for view in weights.values()) or weights.lost
+            weights.detach()
+            weights.attach()
+
+
+def _killed_at(there: There, step: int, function: Callable[..., None], *args: Any) -> int:
+    """Call a function, and be killed at a step: a call or a return of Python or of C. The number of steps."""
+    count = 0
+
+    def hook(*_: Any) -> None:
+        nonlocal count
+        count += 1
+        if count == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.setprofile(hook)
+    try:
+        function(there, *args)
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def _kill_many(store: ipc.Store, another: Another, count: int, seed: int) -> None:
+    """Kill writers and readers; after each death every key is whole, and of no older epoch than before."""
+    rng = random.Random(seed)
+    numbers = dict.fromkeys(KEYS, 1)
+    for key in KEYS:
+        write_one(store, key, 1)
+    steps: dict[Callable[..., None], int] = {}
+    for function in (_write_one, _read_one):
+        with another() as one:
+            steps[function] = one.run(_killed_at, 0, function, store.name, KEYS[0], 2)
+    numbers[KEYS[0]] = 2
+    assert min(steps.values()) > 300
+    killed = 0
+    for _ in range(count):
+        function, key = rng.choice(list(steps)), rng.choice(KEYS)
+        with another() as one:
+            try:
+                one.run(_killed_at, rng.randrange(1, steps[function]), function, store.name, key, rng.randrange(1, 100))
+            except (ConnectionError, OSError):
+                assert one.ended() == -signal.SIGKILL
+                killed += 1
+        assert eventually(lambda: all(_idle(entry) for entry in store.list())), store.list()
+        for entry in store.list():
+            assert entry.epoch >= numbers[entry.key]
+            numbers[entry.key] = entry.epoch
+            with store.open(entry.key) as weights:
+                assert len(weights) == 4
+                assert all(holds(view, weights.metadata["value"]) for view in weights.values())
+    assert killed > count // 2
+
+
+def write_one(store: ipc.Store, key: str, value: int) -> None:
+    with store.write(key, metadata={"value": value}) as weights:
+        for number in range(4):
+            weights.allocate(f"t{number}", 10, np.uint8).fill(value)
+
+
+def _idle(entry: ipc.StoreEntry) -> bool:
+    return not (entry.readers or entry.older or entry.awaited) and entry.writer is None
+
+
+@pytest.mark.parametrize(
+    ("count", "seed"),
+    [(30, 1), pytest.param(1000, 2, marks=[pytest.mark.soak, pytest.mark.timeout(1800)])],
+    ids=["30", "1000"],
+)
+def test_clients(
+    store: ipc.Store, server: ipc.StoreServer, device: sa.Device, another: Another, count: int, seed: int
+) -> None:
+    device.synchronize()
+    files, free = len(os.listdir("/proc/self/fd")), device.memory_info().free
+    _kill_many(store, another, count, seed)
+    for key in KEYS:
+        store.remove(key)
+    assert eventually(lambda: store.statistics().nbytes == 0)
+    assert eventually(lambda: device.memory_info().free >= free)
+    # Some control blocks of writers that died with copies queued, until the next one comes.
+    assert len(os.listdir("/proc/self/fd")) <= files + 8
+
+
+class TestServer:
+    """The server in a process of its own."""
+
+    @pytest.fixture
+    def served(self, name: str, on_cuda: bool) -> Iterator[Callable[[], subprocess.Popen[str]]]:
+        """Starts a server of the test's name."""
+        made: list[subprocess.Popen[str]] = []
+
+        def start() -> subprocess.Popen[str]:
+            command = [sys.executable, "-m", "streamalloc", "serve", name]
+            made.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment(on_cuda)))
+            assert made[-1].stdout is not None and name in made[-1].stdout.readline()
+            return made[-1]
+
+        yield start
+        for process in made:
+            process.kill()
+            process.communicate()
+
+    def test_is_killed(self, served: Callable[[], subprocess.Popen[str]], name: str, device: sa.Device) -> None:
+        first = served()
+        store = ipc.Store(name)
+        write(store, "key", 1)
+        writer = store.write("other")
+        writer.allocate("all", 8, np.uint8)
+        with store.open("key") as weights:
+            first.kill()
+            first.wait()
+            assert eventually(lambda: not weights.server_alive)
+            assert "server has ended" in repr(weights) and holds(weights["all"], 1)
+            weights.detach()
+            weights.attach()
+            assert holds(weights["all"], 1)
+            with pytest.raises(ipc.StoreGoneError):
+                writer.commit()
+            writer.abort()
+            with pytest.raises(ipc.StoreGoneError, match="nobody serves a store"):
+                store.list()
+            second = served()
+            # The same object connects again.
+            assert store.list() == []
+            assert "was killed" in store.statistics().lost["key"]
+            with pytest.raises(ipc.StoreKeyError, match=f"the server that held it, process {first.pid}, was killed"):
+                store.open("key")
+            write(store, "key", 2)
+            assert store.statistics().lost == {} and store.list()[0].epoch == 2
+            assert holds(weights["all"], 1)
+        store.close()
+        second.terminate()
+        assert second.wait() == 0
+        third = served()
+        with ipc.Store(name) as store:
+            assert store.statistics().lost == {}
+        third.terminate()
+        third.wait()
+
+    def test_memory_comes_back(self, served: Callable[[], subprocess.Popen[str]], name: str, device: sa.Device) -> None:
+        free = device.memory_info().free
+        one = served()
+        with ipc.Store(name) as store:
+            write(store, "key", 1, nbytes=64 * MiB)
+        assert device.memory_info().free <= free - 64 * MiB
+        one.kill()
+        one.wait()
+        assert eventually(lambda: device.memory_info().free == free)
+
+    def test_only_one(self, served: Callable[[], subprocess.Popen[str]], name: str) -> None:
+        one = served()
+        with pytest.raises(ipc.StoreBusyError, match=f"process {one.pid} serves a store '{name}' already"):
+            ipc.Store.serve(name)
+
+    def test_has_no_driver(self, served: Callable[[], subprocess.Popen[str]], name: str, device: sa.Device) -> None:
+        """Nothing of the device is mapped or opened there but the descriptors that it holds."""
+        one = served()
+        with ipc.Store(name) as store:
+            before = _files(one.pid)
+            write(store, "key", 1)
+            held = _files(one.pid)
+            assert len(held) - len(before) == 2  # a chunk and the manifest
+        assert "streamalloc" not in _mapped(one.pid)
+
+
+def _files(pid: int) -> list[str]:
+    found = []
+    for number in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            found.append(os.readlink(f"/proc/{pid}/fd/{number}"))
+    return [path for path in found if not path.startswith("socket:")]
+
+
+def _mapped(pid: int) -> str:
+    with open(f"/proc/{pid}/maps", encoding="utf-8") as maps:
+        return "".join(line for line in maps if "/memfd:" in line or "/dev/nvidia" in line)
+
+
+def test_the_end_of_a_program_does_not_lose_its_commit(store: ipc.Store, on_cuda: bool) -> None:
+    """It leaves its block with copies queued, and ends as programs do."""
+    code = (
+        "import sys, threading, numpy as np, streamalloc as sa\n"
+        "from streamalloc import ipc\n"
+        "from streamalloc.testing import Gate\n"
+        "device = sa.Device(0)\n"
+        "stream, gate = device.create_stream(), Gate(device)\n"
+        "gate.hold(stream)\n"
+        "with ipc.Store(sys.argv[1]).write('key', stream=stream) as weights:\n"
+        "    weights.allocate('all', 1000, np.uint8).fill(3)\n"
+        "threading.Timer(0.3, gate.open).start()\n"
+    )
+    subprocess.run([sys.executable, "-c", code, store.name], env=environment(on_cuda), check=True, timeout=60)
+    assert eventually(lambda: not store.list()[0].awaited)
+    with store.open("key") as weights:
+        assert holds(weights["all"], 3)

@@ -1,0 +1,296 @@
+"""Epochs: what a writer commits is what readers have, whole, until they close it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+import streamalloc as sa
+from streamalloc import ipc
+from streamalloc.testing import Gate
+from tests.ipc.store.support import write
+from tests.processes import Partner, There, eventually
+from tests.support import MiB, holds, read
+
+PAGE = 2 * MiB
+
+
+def test_contents_types_and_addresses(store: ipc.Store, device: sa.Device) -> None:
+    table = np.arange(600, dtype=np.float32).reshape(20, 30)
+    with store.write("model/rank.0", device, metadata={"step": 7}) as weights:
+        first = weights.allocate("table", (20, 30), np.float32)
+        first.copy_from(table)
+        second = weights.allocate("model.layers.0/bias", 5, "bfloat16")
+        second.bytes.fill(3)
+        weights.allocate("empty", (0, 4), np.int64)
+        addresses = first.address, second.address
+    assert weights.epoch == 1 and weights.closed
+    with store.open("model/rank.0") as found:
+        assert (found["table"].address, found["model.layers.0/bias"].address) == addresses
+        assert found.names == ("table", "model.layers.0/bias", "empty")
+        assert [view.shape for _, view in found.items()] == [(20, 30), (5,), (0, 4)]
+        assert found["table"].dtype == np.float32 and found["model.layers.0/bias"].itemsize == 2
+        assert np.array_equal(read(found["table"]).view(np.float32).reshape(20, 30), table)
+        assert holds(found["model.layers.0/bias"], 3)
+        assert (found.epoch, found.metadata, found.device) == (1, {"step": 7}, device)
+        assert "table" in found and "other" not in found
+        with pytest.raises(KeyError):
+            found["other"]
+
+
+def test_a_reader_cannot_write(store: ipc.Store, device: sa.Device) -> None:
+    write(store, "key", 4)
+    with store.open("key") as weights:
+        with pytest.raises(sa.CudaError):
+            weights["all"].fill(5)
+        device.synchronize()
+        assert holds(weights["all"], 4)
+
+
+def test_two_names_of_one_memory(store: ipc.Store) -> None:
+    with store.write("key") as weights:
+        weights.allocate("embedding", (4, 6), np.float32).copy_from(np.arange(24, dtype=np.float32).reshape(4, 6))
+        weights.tie("head", "embedding")
+        weights.place("transposed", ipc.Tensor("float32", (6, 4), (1, 6), 0))
+        weights.place("row", ipc.Tensor("float32", (6,), None, 24))
+        for wrong in (
+            ("float32", (6,), None, 76),
+            ("float32", (6,), None, -4),
+            ("float32", (6,), None, 2),
+            ("float32", (4, 6), (6, 2), 0),
+            ("float32", (4, 6), (6,), 0),
+            ("float33", (4,), None, 0),
+        ):
+            with pytest.raises(ValueError, match="'wrong': a tensor"):
+                weights.place("wrong", ipc.Tensor(*wrong))
+        with pytest.raises(ValueError, match="whose name exists"):
+            weights.tie("head", "embedding")
+        for shape in (-1, (2, -2), (1,) * 17):
+            with pytest.raises(ValueError, match="'wrong': a tensor with a wrong shape"):
+                weights.allocate("wrong", shape, np.float32)
+        for dtype in ("float33", object, ">f4", np.dtype([("a", "f4")])):
+            with pytest.raises(TypeError, match="dtype="):
+                weights.allocate("wrong", 1, dtype)
+    with store.open("key") as found:
+        assert found["head"].address == found["embedding"].address == found["row"].address - 24
+        assert found.layout["transposed"].strides == (1, 6) and found["transposed"].shape == (24,)
+        assert read(found["row"]).view(np.float32).tolist() == [6, 7, 8, 9, 10, 11]
+
+
+def test_an_epoch_is_whole_until_it_is_closed(store: ipc.Store, device: sa.Device) -> None:
+    write(store, "key", 1)
+    older = store.open("key")
+    for value in (2, 3):
+        write(store, "key", value, replace=True)
+    with store.open("key") as newer:
+        assert (older.epoch, newer.epoch) == (1, 3)
+        assert holds(older["all"], 1) and holds(newer["all"], 3)
+        (entry,) = store.list()
+        # The second one had no reader.
+        assert [number for number, _, _ in entry.older] == [1] and entry.nbytes == older.nbytes + newer.nbytes
+        older.close()
+        assert eventually(lambda: store.list()[0].older == ())
+        assert holds(newer["all"], 3)
+
+
+def test_memory_goes_with_the_last_reader(store: ipc.Store, device: sa.Device) -> None:
+    free = device.memory_info().free
+    write(store, "key", 1, nbytes=64 * MiB)
+    weights = store.open("key")
+    assert device.memory_info().free <= free - 64 * MiB
+    store.remove("key")
+    assert holds(weights["all"], 1)
+    weights.close()
+    assert eventually(lambda: device.memory_info().free == free)
+
+
+@pytest.mark.parametrize("how", ["error", "abort"])
+def test_what_is_not_committed_leaves_nothing(store: ipc.Store, device: sa.Device, how: str) -> None:
+    write(store, "key", 1)
+    free = device.memory_info().free
+    with pytest.raises(ZeroDivisionError), store.write("key", replace=True) as weights:
+        view = weights.allocate("all", 64 * MiB, np.uint8)
+        view.fill(2)
+        if how == "abort":
+            weights.abort()
+            weights.abort()
+        raise ZeroDivisionError
+    with pytest.raises(sa.ClosedError):
+        view.fill(2)
+    with pytest.raises(sa.ClosedError):
+        weights.allocate("more", 1, np.uint8)
+    assert eventually(lambda: device.memory_info().free == free and store.list()[0].writer is None)
+    with store.open("key") as found:
+        assert found.epoch == 1 and holds(found["all"], 1)
+
+
+def test_one_writer_at_a_time(store: ipc.Store) -> None:
+    with store.write("key") as weights:
+        weights.allocate("all", 8, np.uint8)
+        with pytest.raises(ipc.StoreBusyError, match="is writing 'key'"):
+            store.write("key", replace=True)
+        with pytest.raises(ipc.StoreKeyError, match="holds nothing under 'key'"):
+            store.open("key")
+    with pytest.raises(ipc.StoreKeyError, match="replace=True"):
+        store.write("key")
+
+
+def test_detach_and_attach(store: ipc.Store, device: sa.Device) -> None:
+    write(store, "key", 1)
+    with store.open("key") as weights:
+        view, address = weights["all"], weights.address
+        weights.detach()
+        weights.detach()
+        assert not weights.attached
+        with pytest.raises(sa.ClosedError):
+            view.copy_to(np.empty(view.shape, np.uint8))
+        # Nothing else gets the addresses meanwhile.
+        with store.open("key") as other:
+            assert other.address != address
+        weights.attach()
+        weights.attach()
+        assert view.address == weights["all"].address and holds(view, 1)
+        write(store, "key", 2, replace=True)
+        weights.detach()
+        weights.attach()
+        assert holds(view, 1)
+        weights.attach(latest=True)
+        assert (weights.epoch, weights.address) == (2, address) and holds(view, 2)
+        assert store.list()[0].older == ()
+
+
+def test_a_changed_layout_is_described(store: ipc.Store) -> None:
+    with store.write("key") as weights:
+        weights.allocate("a", (2, 3), np.float32)
+        weights.allocate("b", 4, np.int8)
+    with store.open("key") as before:
+        expected = before.layout
+        with store.write("key", replace=True) as weights:
+            weights.allocate("a", (3, 2), np.float16)
+            weights.allocate("c", 4, np.int8)
+        for layout in (expected, expected.hash):
+            with pytest.raises(ipc.LayoutChangedError, match="epoch 2 of 'key' has another layout"):
+                store.open("key", layout=layout)
+        with pytest.raises(ipc.LayoutChangedError, match="'b' is gone; 'c' is new; 'a' is float16") as caught:
+            before.attach(latest=True)
+        assert "not float32 (2, 3)" in str(caught.value)
+        assert before.epoch == 1 and before.attached
+    with store.open("key") as found, store.open("key", layout=found.layout.hash) as again:
+        assert again.layout.hash == found.layout.hash != expected.hash
+
+
+def test_addresses_that_are_taken(store: ipc.Store) -> None:
+    write(store, "key", 1)
+    with store.open("key", at=True) as weights:
+        for at in (True, weights.address):
+            with pytest.raises(sa.AddressSpaceError, match="taken"):
+                store.open("key", at=at)
+        with store.open("key") as elsewhere:
+            assert elsewhere.address != weights.address and holds(elsewhere["all"], 1)
+    with store.open("key", at=weights_at(store) + 64 * PAGE) as moved:
+        assert moved.address == weights_at(store) + 64 * PAGE and holds(moved["all"], 1)
+
+
+def weights_at(store: ipc.Store) -> int:
+    return store.list()[0].address
+
+
+def test_another_process_has_the_same_addresses(store: ipc.Store, partner: Partner) -> None:
+    address = partner.run(_write_there, store.name)
+    with store.open("key") as weights:
+        assert weights["all"].address == address and holds(weights["all"], 9)
+        assert partner.run(_reads_there, store.name, True) == (address, True)
+
+
+def _write_there(there: There, name: str) -> int:
+    return write(ipc.Store(name, driver=there.driver), "key", 9)
+
+
+def _reads_there(there: There, name: str, at: bool) -> tuple[int, bool]:
+    with ipc.Store(name, driver=there.driver).open("key", at=at) as weights:
+        return weights["all"].address, holds(weights["all"], 9)
+
+
+class TestQueuedCopies:
+    """The writer leaves its block before its copies are done."""
+
+    def test_readers_wait_in_stream_order(
+        self, store: ipc.Store, device: sa.Device, pool: sa.MemoryPool, stream: sa.Stream, gate: Gate
+    ) -> None:
+        gate.hold(stream)
+        with store.write("key", stream=stream) as weights:
+            weights.allocate("all", 1024, np.uint8).fill(7)
+        assert store.list()[0].awaited
+        with device.create_stream() as other, store.open("key", stream=other) as found:
+            target = pool.allocate(1024, other)
+            found["all"].copy_to(target, other)
+            assert not other.query()
+            gate.open()
+            assert holds(target, 7) and not found.lost
+            target.free()
+        device.synchronize()
+        assert eventually(lambda: not store.list()[0].awaited)
+
+    def test_without_a_stream_each_stream_waits(
+        self, store: ipc.Store, pool: sa.MemoryPool, stream: sa.Stream, gate: Gate
+    ) -> None:
+        gate.hold(stream)
+        with store.write("key", stream=stream) as weights:
+            weights.allocate("all", 1024, np.uint8).fill(7)
+        with store.open("key") as found, stream.device.create_stream() as other:
+            target = pool.allocate(1024, other)
+            found["all"].copy_to(target, other)
+            assert not other.query()
+            gate.open()
+            assert holds(target, 7)
+            target.free()
+
+    def test_work_of_any_stream_counts(self, store: ipc.Store, stream: sa.Stream, gate: Gate) -> None:
+        """Also that of other libraries, which no object of ours has seen."""
+        with store.write("key") as weights:
+            view = weights.allocate("all", 1024, np.uint8)
+            gate.hold(stream)
+            view.fill(7, stream)
+        assert store.list()[0].awaited
+        gate.open()
+        with store.open("key") as found:
+            assert holds(found["all"], 7)
+
+    def test_the_epoch_before_counts_until_then(self, store: ipc.Store, another: Callable[[], Partner]) -> None:
+        write(store, "key", 1)
+        one = another()
+        one.run(_write_behind_a_gate, store.name)
+        assert (store.list()[0].epoch, store.list()[0].awaited) == (2, True)
+        one.kill()
+        assert eventually(lambda: store.list()[0].epoch == 1)
+        with store.open("key") as found:
+            assert holds(found["all"], 1)
+
+    def test_the_writer_dies_while_a_reader_waits(self, store: ipc.Store, another: Callable[[], Partner]) -> None:
+        one = another()
+        one.run(_write_behind_a_gate, store.name)
+        with store.open("key") as found:
+            assert not found.lost
+            one.kill()
+            assert eventually(lambda: found.lost)
+        with pytest.raises(ipc.StoreKeyError, match="its writer died before the contents were there"):
+            store.open("key")
+
+
+def _write_behind_a_gate(there: There, name: str) -> None:
+    gate = there.keep("gate", Gate(there.device))
+    gate.hold(there.stream)
+    store = there.keep("store", ipc.Store(name, driver=there.driver))
+    with store.write("key", replace=True, stream=there.stream) as weights:
+        weights.allocate("all", 1024, np.uint8).fill(2)
+
+
+@pytest.mark.gpus(2)
+def test_memory_of_another_device(store: ipc.Store, device: sa.Device, peer: sa.Device) -> None:
+    with store.write("key", peer) as weights:
+        weights.allocate("all", 4096, np.uint8).fill(6)
+    with store.open("key") as near, store.open("key", device) as far:
+        assert (near.device, far.device) == (peer, device)
+        assert holds(near["all"], 6) and holds(far["all"], 6)

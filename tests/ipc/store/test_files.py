@@ -1,0 +1,89 @@
+"""``safetensors`` files in a store."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import streamalloc as sa
+from streamalloc import ipc
+from tests.support import read
+
+
+def _header(tensors: object) -> bytes:
+    text = json.dumps(tensors).encode()
+    return len(text).to_bytes(8, "little") + text
+
+
+def _empty(path: Path) -> Path:
+    (path / "empty").mkdir()
+    return path / "empty"
+
+
+class TestFiles:
+    @staticmethod
+    def file(path: Path, tensors: dict[str, tuple[str, np.ndarray[Any, Any]]], metadata: Any = None) -> Path:
+        """Write a file as the format's description has it."""
+        header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
+        data = b""
+        for name, (kind, array) in tensors.items():
+            begin = len(data)
+            data += array.tobytes()
+            header[name] = {"dtype": kind, "shape": list(array.shape), "data_offsets": [begin, len(data)]}
+        text = json.dumps(header).encode()
+        path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+        return path
+
+    def test_load(self, store: ipc.Store, tmp_path: Path) -> None:
+        table = np.arange(15, dtype=np.float32).reshape(3, 5)
+        half = np.arange(7, dtype=np.uint16)
+        one = self.file(tmp_path / "one.safetensors", {"table": ("F32", table)}, {"format": "pt"})
+        self.file(tmp_path / "two.safetensors", {"half": ("BF16", half), "empty": ("I8", np.empty((0, 2), np.int8))})
+        done: list[tuple[int, int]] = []
+        with store.load(one, progress=lambda *step: done.append(step)) as weights:
+            assert (weights.key, weights.epoch, weights.metadata) == ("one", 1, {"format": "pt"})
+            assert np.array_equal(read(weights["table"]).view(np.float32).reshape(3, 5), table)
+            with pytest.raises(sa.CudaError):
+                weights["table"].fill(1)
+            weights.detach()
+            weights.attach()
+            assert done == [(60, 60)] and store.list()[0].readers
+        with store.load(tmp_path, key="both") as both, store.open("both") as other:
+            assert sorted(both) == sorted(other) == ["empty", "half", "table"]
+            assert np.array_equal(read(other["half"]).view(np.uint16), half)
+            assert other.layout["half"].dtype == "bfloat16"
+
+    @pytest.mark.parametrize(
+        "data",
+        [
+            b"",
+            b"\xff" * 64,
+            (10).to_bytes(8, "little") + b"{}",
+            (2).to_bytes(8, "little") + b"[]",
+            _header({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}),
+            _header({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, -4]}}),
+            _header({"a": {"dtype": "F32", "shape": [1], "data_offsets": [2, 6]}}),
+            _header({"a": {"dtype": "Q4", "shape": [1], "data_offsets": [0, 4]}}),
+            _header({"a": {"dtype": "F32", "shape": [1]}}),
+            _header({"a": []}),
+        ],
+        ids=range(10),
+    )
+    def test_of_what_is_none(self, store: ipc.Store, tmp_path: Path, data: bytes) -> None:
+        path = tmp_path / "bad.safetensors"
+        path.write_bytes(data + b"\0" * 4 if len(data) > 64 else data)
+        with pytest.raises(ValueError, match="is no safetensors file"):
+            store.load(path)
+        assert store.list() == []
+
+    def test_a_name_in_two_files(self, store: ipc.Store, tmp_path: Path) -> None:
+        for name in ("one", "two"):
+            self.file(tmp_path / f"{name}.safetensors", {"a": ("U8", np.zeros(3, np.uint8))})
+        with pytest.raises(ValueError, match="'a' is in two of the files"):
+            store.load(tmp_path)
+        with pytest.raises(ValueError, match="no safetensors file"):
+            store.load(_empty(tmp_path))

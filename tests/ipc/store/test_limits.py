@@ -1,0 +1,263 @@
+"""Limits, eviction, devices, a full device, and groups that commit together."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import streamalloc as sa
+from streamalloc import ipc
+from tests.ipc.store.support import write
+from tests.processes import Partner, There, eventually
+from tests.support import MiB, holds
+
+Serve = Callable[..., ipc.Store]
+
+
+@pytest.fixture
+def serve(machine: Any, device: sa.Device, name: str) -> Iterator[Serve]:
+    """Serves a store with options, and connects to it."""
+    opened: list[ipc.StoreServer | ipc.Store] = []
+
+    def serve(**options: Any) -> ipc.Store:
+        opened.append(ipc.Store.serve(name, **options))
+        store = ipc.Store(name)
+        opened.append(store)
+        return store
+
+    yield serve
+    device.synchronize()
+    for one in reversed(opened):
+        one.close()
+
+
+def test_a_limit(serve: Serve, device: sa.Device) -> None:
+    store = serve(limit=16 * MiB)
+    write(store, "a", 1, nbytes=8 * MiB)
+    write(store, "b", 2, nbytes=4 * MiB)
+    free = device.memory_info().free
+    with store.open("a") as reader:
+        with store.write("c") as weights:
+            weights.allocate("fits", 4 * MiB, np.uint8).fill(3)
+            with pytest.raises(ipc.StoreFullError) as caught:
+                weights.allocate("more", 1, np.uint8)
+            # Refused before the driver is called, with who holds what.
+            assert isinstance(caught.value, MemoryError)
+            assert "holds 16 MiB of the 16 MiB" in str(caught.value) and "'a' 8 MiB, 1 readers" in str(caught.value)
+            assert device.memory_info().free == free - 4 * MiB
+        assert "more" not in store.open("c", stream=reader.stream)
+        with pytest.raises(ipc.StoreFullError), store.write("a", replace=True) as weights:
+            weights.allocate("all", 8 * MiB, np.uint8)
+        assert holds(reader["all"], 1)
+    assert store.statistics().limit == 16 * MiB and store.statistics().nbytes == 16 * MiB
+
+
+def test_what_a_dead_writer_had_reserved_comes_back(serve: Serve, another: Callable[[], Partner]) -> None:
+    store = serve(limit=16 * MiB)
+    one = another()
+    one.run(_reserve_there, store.name)
+    assert store.statistics().nbytes == 16 * MiB and store.list()[0].writer == one.pid
+    one.kill()
+    assert eventually(lambda: store.statistics().nbytes == 0)
+    write(store, "key", 1, nbytes=16 * MiB)
+
+
+def _reserve_there(there: There, name: str) -> None:
+    weights = there.keep("weights", ipc.Store(name, driver=there.driver).write("key"))
+    weights.allocate("all", 16 * MiB, np.uint8)
+
+
+def test_eviction_by_least_recent_use(serve: Serve) -> None:
+    store = serve(limit=16 * MiB, evict=True)
+    for value, key in enumerate("abc"):
+        write(store, key, value, nbytes=4 * MiB)
+    store.open("a").close()
+    assert eventually(lambda: store.statistics().readers == 0)
+    with store.open("b") as held:
+        write(store, "d", 3, nbytes=6 * MiB)
+        # "b" is the oldest, and has a reader; "a" was used after "c".
+        assert [entry.key for entry in store.list()] == ["a", "b", "d"]
+        with pytest.raises(ipc.StoreFullError), store.write("e") as weights:
+            weights.allocate("all", 14 * MiB, np.uint8)
+        assert holds(held["all"], 1)
+    with pytest.raises(ipc.StoreKeyError, match="it was evicted"):
+        store.open("c")
+    assert store.statistics().evicted >= 1
+    with pytest.raises(ValueError, match="limit="):
+        ipc.Store.serve("other", evict=True)
+
+
+@pytest.mark.gpus(2)
+def test_devices(serve: Serve, device: sa.Device, peer: sa.Device) -> None:
+    store = serve(devices=[1], limit=4 * MiB)
+    assert store.statistics().devices == (peer.uuid.hex,)
+    with pytest.raises(ipc.StoreError, match="holds no memory of device"):
+        store.write("key", device)
+    with store.write("key", 1) as weights:
+        weights.allocate("all", 4 * MiB, np.uint8).fill(4)
+    with store.open("key") as found:
+        assert found.device == peer and holds(found["all"], 4)
+
+
+@pytest.mark.gpus(2)
+def test_a_limit_is_of_each_device(serve: Serve, peer: sa.Device) -> None:
+    store = serve(limit=4 * MiB)
+    for device in (0, peer):
+        write(store, f"rank{device}", 1, nbytes=4 * MiB, device=device)
+    assert sorted(store.statistics().by_device.values()) == [4 * MiB, 4 * MiB]
+
+
+def test_a_full_device(serve: Serve, device: sa.Device) -> None:
+    store = serve()
+    write(store, "key", 1)
+    with store.write("key", replace=True) as weights:
+        with pytest.raises(sa.OutOfMemoryError):
+            weights.allocate("all", device.memory_info().total, np.uint8)
+        assert store.statistics().nbytes == 2 * MiB  # that of epoch 1 alone
+        weights.allocate("all", MiB, np.uint8).fill(2)
+    with store.open("key") as found:
+        assert holds(found["all"], 2)
+
+
+def test_more_than_the_capacity(serve: Serve) -> None:
+    with serve().write("key", capacity=4 * MiB) as weights:
+        weights.allocate("a", 3 * MiB, np.uint8)
+        with pytest.raises(ValueError, match="capacity="):
+            weights.allocate("b", 2 * MiB, np.uint8)
+        weights.allocate("c", MiB, np.uint8)
+
+
+@pytest.mark.parametrize("tensors", [1, 3000])
+def test_little_memory_is_left_over(serve: Serve, tensors: int) -> None:
+    """Chunks grow with the epoch, so that there are few, and that at most an eighth is unused."""
+    store = serve()
+    with store.write("key") as weights:
+        for number in range(tensors):
+            weights.allocate(f"{number}", 60_000 if tensors > 1 else 300 * MiB, np.uint8)
+    with store.open("key") as found:
+        used = sum(tensor.nbytes for tensor in found.layout.values())
+        assert used <= found.nbytes <= used * 1.15 + 2 * MiB
+        assert len(found._epoch.chunks) < 80
+
+
+class Ranks:
+    """Two ranks of one process, on threads."""
+
+    def __init__(self) -> None:
+        self._barrier = threading.Barrier(2, timeout=20)
+        self._data: list[bytes] = [b"", b""]
+
+    def member(self, rank: int) -> Any:
+        return _Rank(self, rank)
+
+    def gather(self, rank: int, data: bytes) -> list[bytes]:
+        self._data[rank] = data
+        self._barrier.wait()
+        found = list(self._data)
+        self._barrier.wait()
+        return found
+
+
+class _Rank:
+    size = 2
+
+    def __init__(self, ranks: Ranks, rank: int) -> None:
+        self._ranks = ranks
+        self.rank = rank
+
+    def allgather(self, data: bytes) -> list[bytes]:
+        return self._ranks.gather(self.rank, data)
+
+
+class TestGroups:
+    def both(self, act: Callable[[int, Any], object]) -> list[BaseException | None]:
+        """What each rank raised."""
+        ranks = Ranks()
+        raised: list[BaseException | None] = [None, None]
+
+        def run(rank: int) -> None:
+            try:
+                act(rank, ranks.member(rank))
+            except BaseException as error:
+                raised[rank] = error
+
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return raised
+
+    def test_commit_together(self, store: ipc.Store) -> None:
+        def act(rank: int, group: Any) -> None:
+            with store.write(f"model/rank{rank}", group=group) as weights:
+                weights.allocate("all", MiB, np.uint8).fill(rank + 1)
+                assert [entry.epoch for entry in store.list()] in ([0], [0, 0])
+
+        assert self.both(act) == [None, None]
+        for rank in range(2):
+            with store.open(f"model/rank{rank}") as found:
+                assert holds(found["all"], rank + 1) and found.epoch == 1
+
+    @pytest.mark.parametrize("how", ["error", "abort", "key"])
+    def test_or_not_at_all(self, store: ipc.Store, how: str) -> None:
+        def act(rank: int, group: Any) -> None:
+            with store.write(f"rank{rank}", group=group) as weights:
+                weights.allocate("all", MiB, np.uint8)
+                if rank and how == "error":
+                    raise ZeroDivisionError
+                if rank and how == "abort":
+                    weights.abort()
+                if rank and how == "key":
+                    weights.metadata["bad"] = object()
+
+        raised = self.both(act)
+        assert isinstance(raised[0], ipc.StoreError) and "rank 1 of the group did not commit" in str(raised[0])
+        assert {"error": ZeroDivisionError, "abort": type(None), "key": TypeError}[how] is type(raised[1])
+        assert eventually(lambda: store.list() == [] and store.statistics().nbytes == 0)
+
+    def test_a_rank_that_dies_after_its_vote(self, store: ipc.Store) -> None:
+        def act(rank: int, group: Any) -> None:
+            weights = store.write(f"rank{rank}", group=group)
+            weights.allocate("all", MiB, np.uint8)
+            if rank == 0:
+                first.wait()
+                with weights:
+                    pass
+                return
+            token = weights._commit(keep=False, prepare=True, block=True)["token"]
+            first.set()
+            assert len(weights._vote(token)) == 2
+            weights._release(())
+
+        # Whichever comes first, the end of rank 1 or the confirmation of rank 0: both epochs, or none.
+        first = threading.Event()
+        raised = self.both(act)
+        assert raised[1] is None
+        assert eventually(lambda: all(entry.writer is None for entry in store.list()))
+        keys = [entry.key for entry in store.list() if entry.epoch]
+        assert keys == ([] if raised[0] else ["rank0", "rank1"])
+
+
+@pytest.mark.fabric
+def test_fabric_handles(store: ipc.Store, device: sa.Device, on_cuda: bool) -> None:
+    with store.write("key", handle_types=sa.MemHandleType.FABRIC) as weights:
+        weights.allocate("a", 3 * MiB, np.uint8).fill(4)
+        weights.allocate("b", 3 * MiB, np.uint8).fill(4)
+    device.synchronize()
+    with store.open("key") as found:
+        with Partner(on_cuda, fabric=True) as partner:
+            assert partner.run(_opens, found.fabric_descriptor(), found.nbytes)
+        assert holds(found["b"], 4)
+    write(store, "other", 1)
+    with store.open("other") as found, pytest.raises(ValueError, match="handle_types="):
+        found.fabric_descriptor()
+
+
+def _opens(there: There, data: bytes, nbytes: int) -> bool:
+    with there.open(data, there.stream) as opened:
+        return opened.nbytes == nbytes and holds(opened[: 3 * MiB], 4)

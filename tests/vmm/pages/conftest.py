@@ -1,0 +1,25 @@
+"""An arena and a space of sixteen pages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+import streamalloc as sa
+from streamalloc import vmm
+from tests.vmm.support import PAGE
+
+PAGES = 16
+
+
+@pytest.fixture
+def arena(device: sa.Device) -> Iterator[vmm.PageArena]:
+    with vmm.PageArena(device) as arena:
+        yield arena
+
+
+@pytest.fixture
+def space(arena: vmm.PageArena, stream: sa.Stream) -> Iterator[vmm.PageSpace]:
+    with arena.space(PAGES * PAGE, stream=stream) as space:
+        yield space

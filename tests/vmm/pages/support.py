@@ -1,0 +1,41 @@
+"""What the tests of pages need besides the fixtures."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterable, Iterator
+
+import streamalloc as sa
+from streamalloc import vmm
+from streamalloc.testing import Gate
+from tests.support import read
+from tests.vmm.support import PAGE
+
+
+def page(space: vmm.PageSpace, index: int) -> sa.Memory:
+    """The bytes of a page."""
+    return space[index * PAGE : (index + 1) * PAGE]
+
+
+def fill(space: vmm.PageSpace, indices: Iterable[int], add: int = 1) -> None:
+    """Fill each page with its index and a number."""
+    for index in indices:
+        page(space, index).fill(index + add)
+
+
+def values(space: vmm.PageSpace) -> list[int]:
+    """The value of the bytes of each page, which are all the same."""
+    rows = read(space).reshape(-1, PAGE)
+    assert (rows == rows[:, :1]).all()
+    found: list[int] = rows[:, 0].tolist()
+    return found
+
+
+@contextlib.contextmanager
+def opening(gate: Gate) -> Iterator[None]:
+    """Open a gate a moment later, while the block waits for the work behind it."""
+    timer = threading.Timer(0.02, gate.open)
+    timer.start()
+    yield
+    timer.join()

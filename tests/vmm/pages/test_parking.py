@@ -1,0 +1,185 @@
+"""Released pages that queued work still uses."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import streamalloc as sa
+from streamalloc import vmm
+from streamalloc.testing import Gate
+from tests.support import executed, pending
+from tests.vmm.pages.conftest import PAGES
+from tests.vmm.pages.support import fill, opening, page, values
+from tests.vmm.support import PAGE
+
+
+@pytest.fixture
+def other(device: sa.Device, gate: Gate) -> Iterator[sa.Stream]:
+    with device.create_stream() as stream:
+        yield stream
+        gate.open()
+        stream.synchronize()
+
+
+AFTER: dict[str, Callable[[sa.Stream], Any]] = {
+    "a stream": lambda stream: stream,
+    "an event": lambda stream: stream.record(),
+    "several": lambda stream: [stream.device.default_stream, stream.record()],
+    "all work": lambda stream: None,
+}
+
+
+class TestRelease:
+    @pytest.mark.parametrize("name", AFTER)
+    def test_does_not_wait(
+        self, arena: vmm.PageArena, space: vmm.PageSpace, gate: Gate, other: sa.Stream, name: str
+    ) -> None:
+        space.commit([2, 3])
+        fill(space, [2, 3])
+        space.stream.synchronize()
+        seen = np.zeros(2 * PAGE, np.uint8)
+        gate.hold(other)
+        pages = space[2 * PAGE : 4 * PAGE]
+        with sa.allocate(2 * PAGE, other) as copy:
+            copy.copy_from(pages, other)
+            space.release([2, 3], after=AFTER[name](other))
+            assert space.committed.size == 0 and space.parked == 2
+            assert arena.statistics() == (2, 0, 2)
+            assert pending(other)
+            gate.open()
+            copy.copy_to(seen, other)
+            other.synchronize()
+        assert seen.reshape(2, -1)[:, ::4096].tolist() == [[3] * 512, [4] * 512]
+        assert arena.statistics() == (2, 2, 0) and space.parked == 0
+        assert values(space) == [0] * PAGES
+
+    def test_of_completed_work_unmaps_now(self, arena: vmm.PageArena, space: vmm.PageSpace) -> None:
+        space.commit(range(3))
+        fill(space, range(3))
+        space.stream.synchronize()
+        space.release(0, after=space.stream)
+        space.release(1, after=space.stream.record())
+        space.release(2)
+        assert space.parked == 0 and len(arena._physical.spare) == 3
+
+    def test_other_pages_move_meanwhile(self, space: vmm.PageSpace, gate: Gate, other: sa.Stream) -> None:
+        space.commit([1, 2])
+        gate.hold(other)
+        page(space, 1).fill(3, other)
+        space.release(1, after=other)
+        space.commit([5, 6])
+        space.alias(7, space, 5)
+        space.release(5, after=())
+        fill(space, [6, 7])
+        assert values(space)[5:8] == [0, 7, 8]
+        assert pending(other) and space.parked == 1
+        gate.open()
+
+    def test_of_an_event_that_is_closed(self, arena: vmm.PageArena, space: vmm.PageSpace, gate: Gate) -> None:
+        space.commit(1)
+        gate.hold(space.stream)
+        page(space, 1).fill(3)
+        event = sa.Event(space.device)
+        space.stream.record(event)
+        space.release(1, after=event)
+        event.close()
+        assert arena.statistics() == (1, 0, 1)
+        gate.open()
+        assert executed(space.stream)
+        assert arena.statistics() == (1, 1, 0)
+
+    def test_of_another_driver(self, space: vmm.PageSpace) -> None:
+        foreign = sa.Device(0, driver=sa.driver.simulated())
+        space.commit(1)
+        with foreign.create_stream() as stream, pytest.raises(ValueError, match="another driver"):
+            space.release(1, after=stream.record())
+        assert space.committed.tolist() == [1]
+
+    def test_in_a_capture(self, space: vmm.PageSpace, arena: vmm.PageArena) -> None:
+        space.commit([1, 2])
+        space.stream.synchronize()
+        with space.stream.capture() as graph:
+            with pytest.raises(sa.CaptureError):
+                space.release(1)
+            space.release(2, after=())
+            space.commit(3)
+        graph.close()
+        assert space.committed.tolist() == [1, 3] and arena.statistics() == (2, 0, 0)
+
+
+class TestAgain:
+    def test_a_commit_waits(self, arena: vmm.PageArena, space: vmm.PageSpace, gate: Gate, other: sa.Stream) -> None:
+        space.commit([1, 2])
+        gate.hold(other)
+        page(space, 1).fill(3, other)
+        space.release([1, 2], after=other)
+        with opening(gate):
+            space.commit(1)
+        assert other.query() and space.committed.tolist() == [1]
+        page(space, 1).fill(8)
+        assert values(space)[1] == 8
+        assert arena.statistics() == (2, 1, 0) and values(space)[2] == 0
+
+    def test_a_page_that_is_shared_is_exchanged(
+        self, arena: vmm.PageArena, space: vmm.PageSpace, gate: Gate, other: sa.Stream
+    ) -> None:
+        space.commit(1)
+        page(space, 1).fill(9)
+        space.stream.synchronize()
+        space.alias(2, space, 1)
+        gate.hold(other)
+        page(space, 2).fill(3, other)
+        space.release(2, after=other)
+        with opening(gate):
+            space.commit(2)
+        page(space, 2).fill(4)
+        assert values(space)[1:3] == [3, 4]
+        assert not space.shared([1, 2]).any() and arena.statistics() == (2, 0, 0)
+
+    def test_memory_of_parked_pages_is_used_once_their_work_has_completed(
+        self, device: sa.Device, stream: sa.Stream, gate: Gate
+    ) -> None:
+        with vmm.PageArena(device, limit=2 * PAGE) as arena, arena.space(PAGES * PAGE, stream=stream) as space:
+            space.commit([0, 1])
+            gate.hold(stream)
+            space.release([0, 1], after=stream)
+            with pytest.raises(sa.OutOfMemoryError, match="2 parked"):
+                space.commit([2])
+            gate.open()
+            assert executed(stream)
+            space.commit([2, 3])
+            fill(space, [2, 3])
+            assert values(space)[:4] == [0, 0, 3, 4]
+
+
+class TestEnd:
+    def test_a_space_is_closed_after_the_work(self, arena: vmm.PageArena, device: sa.Device, gate: Gate) -> None:
+        with device.create_stream() as stream:
+            space = arena.space(4 * PAGE, stream=stream)
+            space.commit(range(2))
+            gate.hold(stream)
+            space[: 2 * PAGE].fill(1)
+            space.release(0, after=stream)
+            with opening(gate):
+                space.close(after=())
+            stream.synchronize()
+        assert arena.statistics() == (2, 2, 0)
+
+    def test_a_space_is_dropped_before_the_work(self, arena: vmm.PageArena, device: sa.Device, gate: Gate) -> None:
+        with device.create_stream() as stream:
+            space = arena.space(4 * PAGE, stream=stream)
+            space.commit(range(3))
+            gate.hold(stream)
+            space[: 3 * PAGE].fill(1)
+            space.release(0, after=stream)
+            del space
+            gc.collect()
+            assert arena.statistics() == (3, 0, 1)
+            gate.open()
+            stream.synchronize()
+            assert arena.statistics() == (3, 3, 0)

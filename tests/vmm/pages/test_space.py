@@ -1,0 +1,268 @@
+"""Spaces: what is readable, what a commit and a release change, and how many driver calls they take."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import numpy as np
+import pytest
+
+import streamalloc as sa
+import streamalloc.driver as sd
+from streamalloc import vmm
+from tests.support import MiB, end_what_was_dropped, library, names
+from tests.vmm.pages.conftest import PAGES
+from tests.vmm.pages.support import fill, page, values
+from tests.vmm.support import PAGE, assert_unique
+
+EMPTY = [0] * PAGES
+
+
+class TestReads:
+    def test_zeros_where_nothing_is_committed(self, space: vmm.PageSpace) -> None:
+        assert values(space) == EMPTY
+
+    def test_bytes_where_pages_are_committed(self, space: vmm.PageSpace) -> None:
+        space.commit([1, 2, 9])
+        fill(space, [1, 2, 9])
+        assert values(space) == [0, 2, 3, 0, 0, 0, 0, 0, 0, 10, 0, 0, 0, 0, 0, 0]
+        space.release([2])
+        assert values(space) == [0, 2, 0, 0, 0, 0, 0, 0, 0, 10, 0, 0, 0, 0, 0, 0]
+
+    def test_zeros_cannot_be_written(self, space: vmm.PageSpace) -> None:
+        with pytest.raises(sa.InvalidValueError, match="only pages that are committed can be written"):
+            page(space, 3).fill(1)
+        space.commit(3)
+        page(space, 3).fill(1)
+        space.release(3)
+        with pytest.raises(sa.InvalidValueError):
+            page(space, 3).fill(1)
+        assert values(space) == EMPTY
+
+    def test_zeros_of_all_spaces_are_one_page(self, device: sa.Device) -> None:
+        traced = sd.traced(device.driver)
+        with (
+            vmm.PageArena(sa.Device(0, driver=traced)) as arena,
+            arena.space(8 * PAGE),
+            arena.space(4 * PAGE),
+        ):
+            assert names(traced, "cuMemCreate") == ["cuMemCreate"]
+            assert arena.statistics() == (0, 0, 0)
+
+    def test_a_tensor_covers_all(self, space: vmm.PageSpace, arena: vmm.PageArena) -> None:
+        class Array:
+            __cuda_array_interface__ = space.view_as(np.float32, (PAGES, PAGE // 4)).__cuda_array_interface__
+
+        assert Array.__cuda_array_interface__["data"] == (space.address, False)
+        assert Array.__cuda_array_interface__["shape"] == (PAGES, PAGE // 4)
+        assert space.__dlpack_device__() == (2, 0)
+
+    def test_torch(self, space: vmm.PageSpace) -> None:
+        torch = library("torch")
+        if not torch.cuda.is_available():
+            pytest.skip("PyTorch has no device")
+        tensor = sa.interop.torch.tensor(space, torch.int32, (PAGES, PAGE // 4))
+        space.commit([2, 5])
+        with torch.cuda.stream(torch.cuda.ExternalStream(space.stream.handle)):
+            tensor[2] = 7
+            tensor[5] = 8
+            assert tensor.sum(1).tolist() == [0, 0, 7 * PAGE // 4, 0, 0, 2 * PAGE] + [0] * (PAGES - 6)
+        del tensor
+
+
+class TestIndices:
+    @pytest.mark.parametrize(
+        ("given", "found"),
+        [
+            (3, [3]),
+            (np.int64(3), [3]),
+            (range(2, 8, 3), [2, 5]),
+            ([7, 1, 1], [1, 7]),
+            (np.array([[4], [2]], np.uint8), [2, 4]),
+            ((), []),
+            (range(0), []),
+            (iter([6]), [6]),
+        ],
+    )
+    def test_are_numbers_ranges_and_arrays(self, space: vmm.PageSpace, given: Any, found: list[int]) -> None:
+        space.commit(given)
+        assert space.committed.tolist() == found
+
+    @pytest.mark.parametrize("given", [-1, PAGES, [0, PAGES], range(PAGES + 1)])
+    def test_outside_are_refused(self, space: vmm.PageSpace, given: Any) -> None:
+        with pytest.raises(ValueError, match=f"none of the {PAGES} pages"):
+            space.commit(given)
+        assert space.committed.size == 0
+
+    @pytest.mark.parametrize("given", ["1", 1.0, [1.5], np.zeros(2), np.ones(4, bool), None])
+    def test_of_other_types_are_refused(self, space: vmm.PageSpace, given: Any) -> None:
+        with pytest.raises(TypeError):
+            space.release(given)
+
+
+class TestBatches:
+    def test_pages_that_are_as_they_should_be_are_skipped(self, space: vmm.PageSpace, arena: vmm.PageArena) -> None:
+        space.commit([3, 4])
+        fill(space, [3, 4])
+        before = space.numbers
+        space.commit([3, 4, 5])
+        assert space.numbers[3:5].tolist() == before[3:5].tolist() and arena.statistics().pages == 3
+        assert values(space)[3:5] == [4, 5]
+        space.release(range(6))
+        space.release(range(6))
+        assert arena.statistics() == (3, 3, 0)
+
+    def test_a_run_takes_as_few_calls_as_possible(self, device: sa.Device) -> None:
+        traced = sd.traced(device.driver)
+        with vmm.PageArena(sa.Device(0, driver=traced)) as arena, arena.space(PAGES * PAGE) as space:
+            arena.prepare(8).result()
+            traced.calls.clear()
+            space.commit([1, 2, 3, 4, 8, 9, 10, 11])
+            once = ["cuMemUnmap", *4 * ["cuMemMap"], "cuMemSetAccess"]
+            assert names(traced) == 2 * once
+            traced.calls.clear()
+            space.release(range(PAGES), after=())
+            assert names(traced) == 2 * once
+            traced.calls.clear()
+            space.commit([])
+            space.release([0], after=())
+            assert names(traced) == []
+
+    def test_prepared_pages_are_only_mapped(self, device: sa.Device) -> None:
+        traced = sd.traced(device.driver)
+        with vmm.PageArena(sa.Device(0, driver=traced)) as arena, arena.space(PAGES * PAGE) as space:
+            assert arena.prepare(4).result() == 4
+            assert arena.prepare(3).result() == 4
+            assert arena.statistics() == (4, 4, 0)
+            traced.calls.clear()
+            space.commit(range(4))
+            assert not names(traced, "cuMemCreate")
+            space.commit(4)
+            assert len(names(traced, "cuMemCreate")) == 1
+
+    def test_pages_return_and_are_used_again(self, arena: vmm.PageArena, space: vmm.PageSpace) -> None:
+        for first in range(0, PAGES, 4):
+            space.commit(range(first, first + 4))
+            space.release(range(first, first + 4))
+        assert arena.statistics() == (4, 4, 0)
+        assert arena.trim(1) == 3
+        assert arena.statistics() == (1, 1, 0)
+
+
+class TestLimits:
+    def test_of_an_arena(self, device: sa.Device, stream: sa.Stream) -> None:
+        with (
+            vmm.PageArena(device, limit=5 * PAGE + 7) as arena,
+            arena.space(PAGES * PAGE, stream=stream) as space,
+            arena.space(PAGES * PAGE, stream=stream) as other,
+        ):
+            space.commit(range(3))
+            with pytest.raises(sa.OutOfMemoryError, match="3 pages are in use") as caught:
+                other.commit(range(3))
+            assert (caught.value.requested, caught.value.limit) == (3 * PAGE, 5 * PAGE + 7)
+            assert other.committed.size == 0 and values(other) == EMPTY
+            other.commit(range(2))
+            space.release([0])
+            other.commit(2)
+            with pytest.raises(sa.OutOfMemoryError):
+                arena.prepare(1).result()
+
+    def test_of_the_device(self, machine: Any) -> None:
+        driver = sd.faulty(machine, "cuMemCreate", 4, result="CUDA_ERROR_OUT_OF_MEMORY")
+        with vmm.PageArena(sa.Device(0, driver=driver)) as arena, arena.space(PAGES * PAGE) as space:
+            with pytest.raises(sa.OutOfMemoryError):
+                space.commit(range(5))
+            assert values(space) == EMPTY
+            assert arena.statistics() == (2, 2, 0)
+            space.commit(range(5))
+
+    def test_others_get_the_spare_pages(self, machine: Any) -> None:
+        driver = sd.faulty(machine, "cuMemCreate", 4, result="CUDA_ERROR_OUT_OF_MEMORY")
+        device = sa.Device(0, driver=driver)
+        with vmm.PageArena(device) as arena, arena.space(PAGES * PAGE) as space:
+            space.commit(range(2))
+            space.release(1)
+            with vmm.PhysicalMemory(device, PAGE), vmm.PhysicalMemory(device, PAGE):
+                assert arena.statistics() == (1, 0, 0)
+
+    @pytest.mark.parametrize("size", [0, -2 * MiB, MiB, 3 * MiB])
+    def test_of_page_sizes(self, device: sa.Device, size: int) -> None:
+        with pytest.raises(ValueError, match="nbytes="):
+            vmm.PageArena(device, size)
+
+    def test_of_spaces(self, arena: vmm.PageArena) -> None:
+        with pytest.raises(ValueError, match="nbytes=0"):
+            arena.space(0)
+        with pytest.raises(sa.AddressSpaceError):
+            arena.space(1 << 47)
+        with arena.space(3 * PAGE + 5) as space:
+            assert (space.nbytes, space.page_count) == (3 * PAGE + 5, 4)
+            space.commit(3)
+
+    def test_larger_pages(self, device: sa.Device, stream: sa.Stream) -> None:
+        with vmm.PageArena(device, 3 * PAGE) as arena, arena.space(12 * PAGE, stream=stream) as space:
+            space.commit([1, 2])
+            space[3 * PAGE : 9 * PAGE].fill(3)
+            assert values(space) == [0] * 3 + [3] * 6 + [0] * 3
+
+
+class TestClosing:
+    def test_a_space_returns_its_pages(self, arena: vmm.PageArena) -> None:
+        with arena.space(PAGES * PAGE) as space:
+            space.commit(range(5))
+        assert space.closed and arena.statistics() == (5, 5, 0)
+        space.close()
+        for use in (
+            lambda: space.commit(0),
+            lambda: space.release(0),
+            lambda: space.alias(0, space, 0),
+            lambda: space.make_private(0),
+            lambda: space.fill(0),
+            lambda: space.address,
+        ):
+            with pytest.raises(sa.ClosedError):
+                use()
+
+    def test_a_dropped_space_too(self, arena: vmm.PageArena) -> None:
+        space = arena.space(PAGES * PAGE)
+        space.commit(range(5))
+        del space
+        gc.collect()
+        arena.device.synchronize()
+        end_what_was_dropped()
+        assert arena.statistics() == (5, 5, 0)
+
+    @pytest.mark.parametrize("how", ["arena first", "spaces first", "drop"])
+    def test_nothing_is_left(self, machine: Any, how: str) -> None:
+        checked = sd.checked(machine)
+        arena = vmm.PageArena(sa.Device(0, driver=checked))
+        one, other = arena.space(PAGES * PAGE), arena.space(4 * PAGE)
+        one.commit(range(5))
+        other.alias(range(2), one, range(2))
+        other.commit(3)
+        other.release(3)
+        if how == "arena first":
+            arena.close()
+            with pytest.raises(sa.ClosedError):
+                one.commit(9)
+            with pytest.raises(sa.ClosedError):
+                arena.space(PAGE)
+            one.release(4)
+            assert arena.statistics() == (4, 0, 0)
+        if how != "drop":
+            one.close()
+            other.close()
+            arena.close()
+            assert arena.statistics() == (0, 0, 0)
+        del arena, one, other
+        gc.collect()
+        sa.Device(0, driver=checked).synchronize()
+        end_what_was_dropped()
+        assert set(checked.outstanding()) <= {"event"}
+
+    def test_a_space_cannot_be_copied(self, space: vmm.PageSpace, arena: vmm.PageArena) -> None:
+        assert_unique(space)
+        assert_unique(arena)
+        assert "16 pages of 2 MiB" in repr(space) and "0 spare" in repr(arena)
+        assert space._repr_html_()
