@@ -14,8 +14,8 @@ from streamalloc.core.properties import (
     MemLocation,
     MemLocationType,
     as_int,
-    checked_enum,
     checked_size,
+    checked_type,
     refuse_windows,
 )
 from streamalloc.driver.internal import cuda, handle_types_member, read_handle_types
@@ -79,10 +79,9 @@ class MemAllocationProp:
     alloc_flags: MemAllocFlags = field(default_factory=MemAllocFlags)
 
     def __post_init__(self) -> None:
-        checked_enum("type", self.type, MemAllocationType)
-        checked_enum("requested_handle_types", self.requested_handle_types, MemHandleType)
-        if not isinstance(self.location, MemLocation):
-            raise TypeError(f"location must be a MemLocation, not {type(self.location).__name__}")
+        checked_type("type", self.type, MemAllocationType)
+        checked_type("requested_handle_types", self.requested_handle_types, MemHandleType)
+        checked_type("location", self.location, MemLocation)
         refuse_windows("requested_handle_types", self.requested_handle_types)
         if self.type is not MemAllocationType.PINNED:
             raise ValueError(f"type={self.type.name}: cuMemCreate makes PINNED memory only")
@@ -147,7 +146,7 @@ class MulticastObjectProp:
             raise ValueError(f"num_devices={self.num_devices}: a team has at least one device")
         if checked_size("size", self.size) < 1:
             raise ValueError("size=0: a multicast object has at least one byte")
-        checked_enum("handle_types", self.handle_types, MemHandleType)
+        checked_type("handle_types", self.handle_types, MemHandleType)
         refuse_windows("handle_types", self.handle_types)
         if self.flags != 0:
             raise ValueError(f"flags={self.flags!r}: must be 0")

@@ -25,8 +25,6 @@ from streamalloc.core.stream_resolution import direct_handle, queue_handle
 from streamalloc.driver.internal import cuda
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
-
     from streamalloc.core.allocator import Allocator
     from streamalloc.core.graph import Capture
 
@@ -261,15 +259,12 @@ class Buffer(Memory, Closes):
     def _check_usable(self) -> None:
         self._live()
 
-    def __enter__(self) -> Self:
+    def _check_open(self) -> None:
         self._live()
-        return self
 
-    def __repr__(self) -> str:
-        if not hasattr(self, "_ptr"):
-            return f"<{type(self).__name__} that could not be made>"
+    def _text(self) -> str:
         where = "freed" if self.freed else f"at {int(self._live()):#x}"
-        return f"<{type(self).__name__} of {self._nbytes} bytes {where}, {self.location}>"
+        return f" of {self._nbytes} bytes {where}, {self.location}"
 
 
 class PlainBuffer(Buffer):

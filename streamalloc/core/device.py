@@ -6,14 +6,13 @@ import contextlib
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from streamalloc.core.deferred import OFTEN, work
-from streamalloc.core.errors import unsupported
 from streamalloc.core.event import Event
-from streamalloc.core.properties import MemLocation, MemLocationType
+from streamalloc.core.properties import MemLocation, MemLocationType, bindings_member, checked_type
 from streamalloc.core.session import Session
 from streamalloc.core.stream import Stream
 from streamalloc.core.stream_resolution import default_stream
 from streamalloc.driver import default as default_driver
-from streamalloc.driver.internal import BINDINGS_VERSION, check_name, cuda, enum_member, version_that_added
+from streamalloc.driver.internal import check_name, cuda, enum_member
 
 if TYPE_CHECKING:
     import uuid
@@ -58,7 +57,7 @@ class Device:
     def __init__(self, ordinal: int = 0, *, driver: Driver | None = None) -> None:
         if isinstance(ordinal, bool) or not isinstance(ordinal, int):
             raise TypeError(f"ordinal must be an integer, not {type(ordinal).__name__} ({ordinal!r})")
-        self._session = Session.of(driver if driver is not None else default_driver())
+        self._session = session_for(None, driver)
         count = int(self._session.call("cuDeviceGetCount"))
         if not 0 <= ordinal < count:
             raise ValueError(
@@ -77,7 +76,7 @@ class Device:
     @staticmethod
     def count(driver: Driver | None = None) -> int:
         """Number of devices of a driver (``cuDeviceGetCount``)."""
-        return int(Session.of(driver if driver is not None else default_driver()).call("cuDeviceGetCount"))
+        return int(session_for(None, driver).call("cuDeviceGetCount"))
 
     @classmethod
     def all(cls, driver: Driver | None = None) -> list[Device]:
@@ -161,10 +160,9 @@ class Device:
         """
         prefix = "CU_DEVICE_ATTRIBUTE_"
         full = prefix + name.removeprefix(prefix)
-        member = enum_member("CUdevice_attribute", full)
-        if member is None:
+        if enum_member("CUdevice_attribute", full) is None:
             check_name("CUdevice_attribute", prefix, name.removeprefix(prefix))
-            raise unsupported(full, f"cuda-bindings {version_that_added(full)}", f"cuda-bindings {BINDINGS_VERSION}")
+        member = bindings_member("CUdevice_attribute", full)
         return int(self._session.call("cuDeviceGetAttribute", member, self.ordinal))
 
     def memory_info(self) -> MemoryInfo:
@@ -194,10 +192,8 @@ class Device:
         name
             A name for error messages, reports and ``repr``. It need not be unique.
         """
-        if not isinstance(priority, int):
-            raise TypeError(f"priority must be an integer, not {type(priority).__name__}")
-        if not isinstance(name, str):
-            raise TypeError(f"name must be a string, not {type(name).__name__} ({name!r})")
+        checked_type("priority", priority, int)
+        checked_type("name", name, str)
         return Stream._create(self, blocking, priority, name)
 
     def create_event(self, *, timing: bool = False, blocking_sync: bool = False, interprocess: bool = False) -> Event:
@@ -268,9 +264,8 @@ def session_for(where: object, driver: Driver | None) -> Session:
 
 def check_device(name: str, device: object, session: Session | None = None) -> None:
     """Raise unless ``device`` is a Device, of the session's driver; ``name`` is the name of the argument."""
-    if not isinstance(device, Device):
-        raise TypeError(f"{name} must be a Device, not {type(device).__name__} ({device!r})")
-    if session is not None and device._session is not session:
+    found = checked_type(name, device, Device)
+    if session is not None and found._session is not session:
         raise ValueError(f"{name}={device!r} belongs to another driver")
 
 

@@ -22,20 +22,19 @@ _UINT = 1
 _ADDRESSES = 2**63 - 1
 
 
-class _DLDevice(ctypes.Structure):
-    _fields_ = (("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32))
+class Tensor(ctypes.Structure):
+    """``DLTensor`` of ``dlpack.h``, which is also what ``DLManagedTensor`` begins with."""
 
-
-class _DLTensor(ctypes.Structure):
     _fields_ = (
         ("data", ctypes.c_void_p),
-        ("device", _DLDevice),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
         ("ndim", ctypes.c_int32),
         ("code", ctypes.c_uint8),
         ("bits", ctypes.c_uint8),
         ("lanes", ctypes.c_uint16),
         ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.c_void_p),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
         ("byte_offset", ctypes.c_uint64),
     )
 
@@ -49,10 +48,13 @@ class _Managed(ctypes.Structure):
         ("manager_ctx", ctypes.c_void_p),
         ("deleter", ctypes.c_void_p),
         ("flags", ctypes.c_uint64),
-        ("dl_tensor", _DLTensor),
+        ("dl_tensor", Tensor),
     )
 
 
+_pointer_in = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
 _new_capsule = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(
     ("PyCapsule_New", ctypes.pythonapi)
 )
@@ -94,10 +96,10 @@ def _window(device: tuple[int, int]) -> Window:
     if found is None:
         # From address 1, as an array at 0 would be one that numpy has to allocate.
         shape = (ctypes.c_int64 * 1)(_ADDRESSES)
-        managed = _Managed(1, 0, None, None, 0, _DLTensor(1, _DLDevice(CUDA_HOST, 0), 1, _UINT, 8, 1, shape, None, 0))
+        managed = _Managed(1, 0, None, None, 0, Tensor(1, CUDA_HOST, 0, 1, _UINT, 8, 1, shape, None, 0))
         _for_ever.append(managed)
         made = np.from_dlpack(_Everything(managed)).view(Window)
-        managed.dl_tensor.device = _DLDevice(*device)
+        managed.dl_tensor.device_type, managed.dl_tensor.device_id = device
         found = _windows.setdefault(device, made)
         if device[0] == CUDA:
             cuda_windows[device[1]] = found
@@ -110,3 +112,8 @@ def part(memory: object, address: int, nbytes: int, device: tuple[int, int]) -> 
     made: Any = _window(device)[first : first + nbytes]
     made.memory = memory
     return made
+
+
+def tensor_in(capsule: object) -> Tensor:
+    """The tensor of a ``dltensor`` capsule, which stays valid as long as the capsule."""
+    return Tensor.from_address(_pointer_in(capsule, b"dltensor"))

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from streamalloc.core.deferred import OFTEN, deferred_queue, refused_to_end, work
 from streamalloc.core.errors import ClosedError, error_from
+from streamalloc.core.properties import checked_type
 from streamalloc.core.resource import Closes, made_for_sharing
 from streamalloc.core.session import Session
 from streamalloc.driver.internal import cuda
@@ -154,8 +155,7 @@ class Event(Closes):
         NotReadyError
             The work before one of them is not done.
         """
-        if not isinstance(start, Event):
-            raise TypeError(f"start must be an Event, not {type(start).__name__} ({start!r})")
+        checked_type("start", start, Event)
         return float(
             self._session.call(
                 "cuEventElapsedTime",

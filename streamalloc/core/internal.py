@@ -26,6 +26,7 @@ from streamalloc.core.capabilities import address_space_limit, imex_channels, mi
 from streamalloc.core.copies import CopySide, copy_bytes
 from streamalloc.core.deferred import Deferred, DeferredQueue, HandleEnd, deferred_queue, queues, work
 from streamalloc.core.device import FABRIC_NEEDS, Device, check_device, check_location, location_of, session_for
+from streamalloc.core.dlpack import tensor_in
 from streamalloc.core.event import Event, context_event, opened_event
 from streamalloc.core.fd import Fd
 from streamalloc.core.graph import Graph

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from streamalloc.core.errors import size_text, unsupported
 from streamalloc.driver.internal import (
@@ -23,6 +23,8 @@ from streamalloc.driver.internal import (
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+T = TypeVar("T")
 
 # A field of CUmemPoolProps that bindings have since 13.4.
 _RDMA = "gpuDirectRDMACapable"
@@ -94,10 +96,15 @@ def checked_size(name: str, value: object, largest: int = (1 << 64) - 1) -> int:
     return size
 
 
-def checked_enum(name: str, value: object, kind: type[enum.IntEnum] | type[enum.IntFlag]) -> Any:
-    if isinstance(value, kind):
-        return value
-    raise TypeError(f"{name} must be a {kind.__name__}, not {type(value).__name__} ({value!r})")
+_IN_WORDS = {int: "an integer", str: "a string"}
+
+
+def checked_type(name: str, value: object, kind: type[T]) -> T:
+    """``value``, or a ``TypeError`` that names the argument unless it is of this type."""
+    if not isinstance(value, kind):
+        wanted = _IN_WORDS.get(kind) or f"{'an' if kind.__name__[0] in 'AEIO' else 'a'} {kind.__name__}"
+        raise TypeError(f"{name} must be {wanted}, not {type(value).__name__} ({value!r})")
+    return value
 
 
 def refuse_windows(name: str, handle_types: MemHandleType) -> None:
@@ -109,7 +116,7 @@ def refuse_windows(name: str, handle_types: MemHandleType) -> None:
         )
 
 
-def _bindings_member(enum_name: str, member: str) -> Any:
+def bindings_member(enum_name: str, member: str) -> Any:
     """A member of a bindings enum, or the error that names the bindings needed for it."""
     found = enum_member(enum_name, member)
     if found is None:
@@ -156,7 +163,7 @@ class MemLocation:
     localized: MemLocality | None = None
 
     def __post_init__(self) -> None:
-        checked_enum("location type", self.type, MemLocationType)
+        checked_type("location type", self.type, MemLocationType)
         if isinstance(self.id, bool) or not isinstance(self.id, int):
             raise TypeError(f"location id must be an integer, not {type(self.id).__name__} ({self.id!r})")
         if self.id < 0 and (self.type, self.id) != (MemLocationType.DEVICE, _UNSEEN):
@@ -200,7 +207,7 @@ class MemLocation:
         if self.type is MemLocationType.NONE:
             # 12.9 knows the value 0 only as CU_MEM_LOCATION_TYPE_INVALID, which is what a new struct holds.
             return struct
-        struct.type = _bindings_member("CUmemLocationType", f"CU_MEM_LOCATION_TYPE_{self.type.name}")
+        struct.type = bindings_member("CUmemLocationType", f"CU_MEM_LOCATION_TYPE_{self.type.name}")
         if self.localized is None:
             struct.id = self.id
         else:
@@ -230,9 +237,8 @@ class MemAccessDesc:
     flags: MemAccess
 
     def __post_init__(self) -> None:
-        if not isinstance(self.location, MemLocation):
-            raise TypeError(f"location must be a MemLocation, not {type(self.location).__name__}")
-        checked_enum("flags", self.flags, MemAccess)
+        checked_type("location", self.location, MemLocation)
+        checked_type("flags", self.flags, MemAccess)
 
     def to_driver(self) -> Any:
         """This descriptor as a ``CUmemAccessDesc``."""
@@ -283,10 +289,9 @@ class MemPoolProps:
     gpu_direct_rdma_capable: bool = False
 
     def __post_init__(self) -> None:
-        checked_enum("alloc_type", self.alloc_type, MemAllocationType)
-        checked_enum("handle_types", self.handle_types, MemHandleType)
-        if not isinstance(self.location, MemLocation):
-            raise TypeError(f"location must be a MemLocation, not {type(self.location).__name__}")
+        checked_type("alloc_type", self.alloc_type, MemAllocationType)
+        checked_type("handle_types", self.handle_types, MemHandleType)
+        checked_type("location", self.location, MemLocation)
         checked_size("max_size", self.max_size, _LARGEST_POOL)
         if not 0 <= checked_size("usage", self.usage) < 1 << 16:
             raise ValueError(f"usage={self.usage:#x}: the field has 16 bits")
@@ -331,7 +336,7 @@ class MemPoolProps:
     def to_driver(self) -> Any:
         """These properties as a ``CUmemPoolProps``."""
         struct = cuda.CUmemPoolProps()
-        struct.allocType = _bindings_member("CUmemAllocationType", f"CU_MEM_ALLOCATION_TYPE_{self.alloc_type.name}")
+        struct.allocType = bindings_member("CUmemAllocationType", f"CU_MEM_ALLOCATION_TYPE_{self.alloc_type.name}")
         struct.handleTypes = handle_types_member(int(self.handle_types))
         struct.location = self.location.to_driver()
         struct.maxSize = self.max_size

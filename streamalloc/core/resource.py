@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from streamalloc.core.errors import attach
+from streamalloc.core.errors import ClosedError, attach
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -92,7 +92,13 @@ class Closes(Unique, Leaves):
         """Release the resources; idempotent."""
         raise NotImplementedError
 
+    def _check_open(self) -> None:
+        """Raise :class:`ClosedError` if it was closed."""
+        if getattr(self, "closed", False):
+            raise ClosedError(f"{self!r} was closed")
+
     def __enter__(self) -> Self:
+        self._check_open()
         return self
 
     def _leave(self, *, failed: bool) -> None:

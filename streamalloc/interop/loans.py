@@ -7,7 +7,6 @@ memory, and the streams wait the other way round. The host waits for nothing.
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from typing import Any
 
@@ -29,14 +28,15 @@ from streamalloc.core.internal import (
     ordered_after,
     queue_behind,
     record_uncaptured,
+    session_for,
     settle,
+    tensor_in,
     work,
 )
 from streamalloc.core.properties import MemLocation
 from streamalloc.core.resource import Closes
-from streamalloc.core.session import Session, session_of
+from streamalloc.core.session import session_of
 from streamalloc.driver import Driver
-from streamalloc.driver import default as default_driver
 
 _PER_THREAD = 2
 _CUDA = 2
@@ -136,26 +136,6 @@ class _LoanEnd(Deferred):
 # -- arrays of other libraries ---------------------------------------------------------------------------------------
 
 
-class _Tensor(ctypes.Structure):
-    """The first fields of ``DLManagedTensor`` (``dlpack.h``)."""
-
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("device_type", ctypes.c_int32),
-        ("device_id", ctypes.c_int32),
-        ("ndim", ctypes.c_int32),
-        ("code", ctypes.c_uint8),
-        ("bits", ctypes.c_uint8),
-        ("lanes", ctypes.c_uint16),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("byte_offset", ctypes.c_uint64),
-    )
-
-
-_pointer_in = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
-    ("PyCapsule_GetPointer", ctypes.pythonapi)
-)
 # numpy's kind by DLPack's type code. Types that numpy lacks become bytes.
 _KINDS = {0: "i", 1: "u", 2: "f", 5: "c", 6: "b"}
 
@@ -319,10 +299,7 @@ def borrow(
     >>> with borrow(cupy_array, stream, lender=cupy.cuda.get_current_stream()) as memory:
     ...     buffer.copy_from(memory, stream)
     """
-    if isinstance(stream, Stream):
-        session = session_of(stream)
-    else:
-        session = Session.of(driver if driver is not None else default_driver())
+    session = session_of(stream) if isinstance(stream, Stream) else session_for(None, driver)
     work(session)
     ordered = as_stream(stream, session)
     with ordered.device.current():
@@ -336,7 +313,7 @@ def _taken(array: Any, stream: Stream, lender: Stream | None) -> tuple[int, np.d
         if int(kind) != _CUDA:
             raise ValueError(f"{type(array).__name__} is not in device memory: DLPack device type {int(kind)}")
         capsule = array.__dlpack__(stream=stream.handle or 1)
-        tensor = _Tensor.from_address(_pointer_in(capsule, b"dltensor"))
+        tensor = tensor_in(capsule)
         shape = tuple(tensor.shape[: tensor.ndim])
         strides = tuple(tensor.strides[: tensor.ndim]) if tensor.strides else None
         _check_dense(array, shape, strides, 1)

@@ -12,9 +12,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from typing_extensions import Self
 
-from streamalloc.core.errors import ClosedError, CudaError, EvictedError, attach, size_text, undoing
+from streamalloc.core.errors import CudaError, EvictedError, attach, size_text, undoing
 from streamalloc.core.html import Row, Shown, mib, place, table
 from streamalloc.core.internal import (
     BufferView,
@@ -570,8 +569,7 @@ class SymmetricMemory(Closes, Shown):
             self.communicator.close()
 
     def _check_open(self) -> None:
-        if self.closed:
-            raise ClosedError(f"{self!r} was closed")
+        super()._check_open()
         if self._asleep is not None:
             raise EvictedError(f"{self!r} is asleep: call wake() on all ranks first")
 
@@ -666,10 +664,6 @@ class SymmetricMemory(Closes, Shown):
         """Release the memory of a wake that failed, after the copies into it."""
         finish_all(self._resources.devices.values(), end_of(_ABANDON_TIMEOUT), [])
         self._resources.release_memory()
-
-    def __enter__(self) -> Self:
-        self._check_open()
-        return self
 
     def _leave(self, *, failed: bool) -> None:
         if failed:

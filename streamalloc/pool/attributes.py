@@ -10,8 +10,15 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar, o
 
 from streamalloc.core.errors import InvalidValueError, NotSupportedError, unsupported
 from streamalloc.core.html import code, gauge, table
-from streamalloc.core.properties import MemAllocationType, MemHandleType, MemLocationType, checked_size
-from streamalloc.driver.internal import BINDINGS_VERSION, cuda, enum_member, version_that_added
+from streamalloc.core.properties import (
+    MemAllocationType,
+    MemHandleType,
+    MemLocationType,
+    bindings_member,
+    checked_size,
+    checked_type,
+)
+from streamalloc.driver.internal import BINDINGS_VERSION, cuda
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -67,8 +74,7 @@ class Switch(Attribute[bool]):
         super().__init__(name, bool, doc)
 
     def __set__(self, attributes: PoolAttributes, value: bool) -> None:
-        if not isinstance(value, bool):
-            raise TypeError(f"{self.name} must be a bool, not {type(value).__name__} ({value!r})")
+        checked_type(self.name, value, bool)
         attributes._set(self, int(value))
 
 
@@ -151,16 +157,8 @@ class PoolAttributes:
         "LOCALITY_DOMAIN_ID", int, "The locality domain of the device that the memory is in.", since="13.4"
     )
 
-    @staticmethod
-    def _member(attribute: Attribute[T]) -> Any:
-        name = attribute.driver_name
-        member = enum_member("CUmemPool_attribute", name)
-        if member is None:
-            raise unsupported(name, f"cuda-bindings {version_that_added(name)}", f"cuda-bindings {BINDINGS_VERSION}")
-        return member
-
     def _get(self, attribute: Attribute[T]) -> T:
-        member = self._member(attribute)
+        member = bindings_member("CUmemPool_attribute", attribute.driver_name)
         try:
             value = self._pool._call("cuMemPoolGetAttribute", member)
         except TypeError as error:
@@ -182,7 +180,7 @@ class PoolAttributes:
         return attribute.read(int(value))
 
     def _set(self, attribute: Attribute[T], value: Any) -> None:
-        self._pool._call("cuMemPoolSetAttribute", self._member(attribute), value)
+        self._pool._call("cuMemPoolSetAttribute", bindings_member("CUmemPool_attribute", attribute.driver_name), value)
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         for name, attribute in ATTRIBUTES.items():

@@ -12,11 +12,11 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from streamalloc.core.errors import CudaError, InvalidValueError, unsupported
+from streamalloc.core.errors import CudaError, InvalidValueError
 from streamalloc.core.internal import Deferred, QueuedWork, deferred_queue
-from streamalloc.core.properties import MemAllocationType, MemLocation, MemLocationType
+from streamalloc.core.properties import MemAllocationType, MemLocation, MemLocationType, bindings_member
 from streamalloc.core.session import PerDriver, Session
-from streamalloc.driver.internal import BINDINGS_VERSION, cuda, enum_member, version_that_added
+from streamalloc.driver.internal import cuda
 from streamalloc.pool.lost import free_lost, no_collection_is_left, pool_of_address
 
 if TYPE_CHECKING:
@@ -189,10 +189,4 @@ def _has_calls_of_its_own(location: MemLocation, allocation_type: MemAllocationT
 
 
 def _driver_type(allocation_type: MemAllocationType) -> Any:
-    if not isinstance(allocation_type, MemAllocationType):
-        raise TypeError(f"allocation_type must be a MemAllocationType, not {allocation_type!r}")
-    name = f"CU_MEM_ALLOCATION_TYPE_{allocation_type.name}"
-    member = enum_member("CUmemAllocationType", name)
-    if member is None:
-        raise unsupported(name, f"cuda-bindings {version_that_added(name)}", f"cuda-bindings {BINDINGS_VERSION}")
-    return member
+    return bindings_member("CUmemAllocationType", f"CU_MEM_ALLOCATION_TYPE_{allocation_type.name}")

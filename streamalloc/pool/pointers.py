@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from streamalloc.core.errors import InvalidDeviceError, InvalidValueError
-from streamalloc.core.internal import Device
+from streamalloc.core.internal import Device, session_for
 from streamalloc.core.properties import MemAccess, MemAllocationType, MemHandleType, MemLocation
 from streamalloc.core.session import Session
-from streamalloc.driver import default as default_driver
 from streamalloc.driver.internal import cuda
 from streamalloc.pool.pool import MemoryPool
 
@@ -90,7 +89,7 @@ def pointer_attributes(address: int, *, driver: Driver | None = None) -> Pointer
     address = int(address.__index__())
     if not 0 <= address < 1 << 64:
         raise ValueError(f"address={address:#x} is out of range: addresses have 64 bits")
-    session = Session.of(driver if driver is not None else default_driver())
+    session = session_for(None, driver)
     ask = _Asker(session, address)
     kind = _KINDS.get(ask.number("MEMORY_TYPE"), MemoryKind.UNKNOWN)
     if kind is MemoryKind.UNKNOWN:

@@ -41,6 +41,7 @@ from streamalloc.core.properties import (
     MemLocationType,
     MemPoolProps,
     checked_size,
+    checked_type,
 )
 from streamalloc.core.resource import Closes, Leaves, made_for_sharing
 from streamalloc.core.session import Session
@@ -50,8 +51,6 @@ from streamalloc.pool.attributes import PoolAttributes, PoolStatistics
 from streamalloc.pool.ending import PoolEnd, existing_pool, pools_of, set_current_pool
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
-
     from streamalloc.driver import Driver
 
 OutOfMemoryPolicy = Literal["raise", "sync-trim-retry"]
@@ -138,8 +137,7 @@ class MemoryPool(Allocator, Closes, Drawn):
         self._end = None
         if on_oom not in _POLICIES:
             raise ValueError(f"on_oom={on_oom!r}: allowed are {', '.join(map(repr, _POLICIES))}")
-        if not isinstance(name, str):
-            raise TypeError(f"name must be a str, not {type(name).__name__} ({name!r})")
+        checked_type("name", name, str)
         if release_threshold is not None:
             checked_size("release_threshold", release_threshold)
         if isinstance(where, MemPoolProps):
@@ -203,8 +201,7 @@ class MemoryPool(Allocator, Closes, Drawn):
         cls, which: str, where: Device | MemLocation, allocation_type: MemAllocationType, driver: Driver | None
     ) -> MemoryPool:
         location = location_of("where", where)
-        if not isinstance(allocation_type, MemAllocationType):
-            raise TypeError(f"allocation_type must be a MemAllocationType, not {allocation_type!r}")
+        checked_type("allocation_type", allocation_type, MemAllocationType)
         session = session_for(where, driver)
         if location.type is MemLocationType.HOST_NUMA_CURRENT:
             raise ValueError("location=HOST_NUMA_CURRENT: name the NUMA node (HOST_NUMA) or take any (HOST)")
@@ -338,8 +335,7 @@ class MemoryPool(Allocator, Closes, Drawn):
             The driver does not grant this access: READ, or the host on device memory.
         """
         self._checked_raw()
-        if not isinstance(access, MemAccess):
-            raise TypeError(f"access must be a MemAccess, not {type(access).__name__} ({access!r})")
+        checked_type("access", access, MemAccess)
         if not isinstance(who, (Device, MemLocation, Iterable)):
             raise TypeError(f"who must be a Device, a MemLocation or several, not {type(who).__name__} ({who!r})")
         several = [who] if isinstance(who, (Device, MemLocation)) else list(who)
@@ -455,17 +451,11 @@ class MemoryPool(Allocator, Closes, Drawn):
     def _check_open(self) -> None:
         self._checked_raw()
 
-    def __enter__(self) -> Self:
-        self._checked_raw()
-        return self
-
-    def __repr__(self) -> str:
-        if not hasattr(self, "location"):
-            return f"<{type(self).__name__} that could not be made>"
+    def _text(self) -> str:
         kind = "" if self.allocation_type is MemAllocationType.PINNED else f" {self.allocation_type.name.lower()}"
         state = "closed" if self._closed else f"{int(self._raw):#x}"
         name = f" {self.name!r}" if self.name else ""
-        return f"<MemoryPool{name}{kind} {self.location} {state}>"
+        return f"{name}{kind} {self.location} {state}"
 
     def _repr_html_(self) -> str:
         name = f" {escape(repr(self.name))}" if self.name else ""

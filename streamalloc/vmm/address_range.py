@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from typing_extensions import Self
-
 from streamalloc.core.errors import AddressSpaceError, ClosedError, OutOfMemoryError, size_text
 from streamalloc.core.html import Html, Row, mib, place, strip, table
 from streamalloc.core.internal import Device, Memory, Stream, address_space_limit, location_of, session_for
@@ -517,9 +515,8 @@ class Mapping(RangeView, Closes):
             raise ClosedError(f"{self!r} was unmapped")
         return (self._mapped,)
 
-    def __enter__(self) -> Self:
+    def _check_open(self) -> None:
         self._entries()
-        return self
 
     def __eq__(self, other: object) -> bool:
         return self._mapped is other._mapped if isinstance(other, Mapping) else NotImplemented

@@ -8,12 +8,10 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar, NamedTuple
 
-from typing_extensions import Self
-
 from streamalloc.core.allocation_properties import MemAllocationProp
 from streamalloc.core.errors import ClosedError, CudaError, size_text, undo_all
 from streamalloc.core.internal import Device, HandleEnd, deferred_queue, session_for
-from streamalloc.core.properties import MemHandleType, MemLocation, checked_size
+from streamalloc.core.properties import MemHandleType, MemLocation, checked_size, checked_type
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import OwnsHandle, Session
 from streamalloc.driver import Driver
@@ -145,9 +143,8 @@ class MemoryRecycler(Closes):
         TypeError, ValueError
             The size is no multiple of the granularity.
         """
+        self._check_open()
         spec = self._spec
-        if spec.closed:
-            raise ClosedError(f"{self!r} was closed")
         return spec.make(spec.checked(nbytes, round_up=round_up))
 
     def statistics(self) -> RecyclerStatistics:
@@ -177,11 +174,6 @@ class MemoryRecycler(Closes):
         """Release all kept memory, and keep none from now on. Idempotent."""
         self._spec.closed = True
         self._spec.trim(0)
-
-    def __enter__(self) -> Self:
-        if self.closed:
-            raise ClosedError(f"{self!r} was closed")
-        return self
 
     def _text(self) -> str:
         spec = self._spec
@@ -426,8 +418,7 @@ def spec_for(recycler: MemoryRecycler | None, session: Session, prop: MemAllocat
     """
     if recycler is None:
         return MemorySpec(session, prop)
-    if not isinstance(recycler, MemoryRecycler):
-        raise TypeError(f"recycler must be a MemoryRecycler, not {type(recycler).__name__} ({recycler!r})")
+    checked_type("recycler", recycler, MemoryRecycler)
     spec = recycler._spec
     if spec.session is not session:
         raise ValueError(f"recycler={recycler!r} belongs to another driver")

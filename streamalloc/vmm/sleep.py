@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
 
-from streamalloc.core.errors import ClosedError, EvictedError, InUseError, size_text, undo_all, undoing
+from streamalloc.core.errors import EvictedError, InUseError, size_text, undo_all, undoing
 from streamalloc.core.internal import Device, Stream, StreamLike, check_device
 from streamalloc.core.properties import MemAccess, MemHandleType, MemLocation, checked_size
 from streamalloc.core.resource import Closes
@@ -323,10 +323,6 @@ class SleepGroup(Closes):
             if self._own and self._backup is not None:
                 self._backup.close()
                 self._backup, self._own = None, False
-
-    def _check_open(self) -> None:
-        if self.closed:
-            raise ClosedError(f"{self!r} was closed")
 
     @property
     def _session(self) -> Session:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from streamalloc.core.errors import ClosedError, CudaError, OutOfMemoryError, refused, size_text, undoing, unsupported
+from streamalloc.core.errors import CudaError, OutOfMemoryError, refused, size_text, undoing, unsupported
 from streamalloc.core.internal import (
     Device,
     Event,
@@ -26,7 +26,7 @@ from streamalloc.core.internal import (
     raw_handle,
     refuse_capture,
 )
-from streamalloc.core.properties import checked_size
+from streamalloc.core.properties import checked_size, checked_type
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import session_of
 from streamalloc.driver.internal import cuda
@@ -123,8 +123,7 @@ class TilePool(Closes):
 
     def _take(self, count: int, stream: Stream) -> list[_FreeTile]:
         """Take tiles for use on ``stream``, the longest free first."""
-        if self.memory.closed:
-            raise ClosedError(f"{self!r} was closed")
+        self._check_open()
         if count > len(self._free):
             why = f"the tile pool has {len(self._free)} of {self.tiles} tiles free, and {count} are needed"
             error = refused(OutOfMemoryError, "cuMemMapArrayAsync", why)
@@ -402,8 +401,7 @@ class SparseArray(OwnsNode):
 
     def _map(self, tiles: Iterator[_Tile], pool: TilePool, stream: StreamLike) -> None:
         ordered = self._ordered(stream)
-        if not isinstance(pool, TilePool):
-            raise TypeError(f"pool must be a TilePool, not {type(pool).__name__} ({pool!r})")
+        checked_type("pool", pool, TilePool)
         if pool.device != self.device:
             raise ValueError(f"{pool!r} is not of {self.device!r}")
         wanted = list(tiles)

@@ -7,9 +7,7 @@ import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from typing_extensions import Self
-
-from streamalloc.core.errors import ClosedError, CudaError, EvictedError, InUseError, size_text, undo_all, undoing
+from streamalloc.core.errors import CudaError, EvictedError, InUseError, size_text, undo_all, undoing
 from streamalloc.core.html import Drawn, Html, Row, gauge
 from streamalloc.core.internal import CopySide, Device, Memory, Stream, StreamLike, as_stream, refuse_capture
 from streamalloc.core.properties import MemAccess, MemLocation, MemLocationType
@@ -458,10 +456,6 @@ class VirtualBuffer(Memory, Closes, Drawn):
             raise ValueError(f"backup={backup!r} gives {stream.device!r} no access: {how}")
         return Backup.allocate(backup, self._nbytes, stream).hold(0, self._nbytes)
 
-    def _check_open(self) -> None:
-        if self.range.closed:
-            raise ClosedError(f"{self!r} was closed")
-
     def _check_usable(self) -> None:
         if self.range.closed:
             self._check_open()
@@ -483,10 +477,6 @@ class VirtualBuffer(Memory, Closes, Drawn):
         yield "access", rights_text(self._rights)
         yield "chunks", len(self.range._node.table())
         yield "", drawn(self.range)
-
-    def __enter__(self) -> Self:
-        self._check_open()
-        return self
 
     def _text(self) -> str:
         if self.range.closed:

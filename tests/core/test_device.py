@@ -97,7 +97,7 @@ class TestAttributes:
         assert device.attribute("CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED") == 1
 
     def test_unknown_to_these_bindings(self, device: sa.Device, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("streamalloc.core.device.enum_member", lambda *_: None)
+        monkeypatch.setattr("streamalloc.core.properties.enum_member", lambda *_: None)
         with pytest.raises(sa.NotSupportedError) as caught:
             device.attribute("HOST_MEMORY_POOLS_SUPPORTED")
         assert "needs cuda-bindings 13.0" in str(caught.value) and bindings.BINDINGS_VERSION in str(caught.value)

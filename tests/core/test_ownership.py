@@ -30,6 +30,26 @@ class TestCopies:
                     how(owner)
 
 
+class TestWithBlocks:
+    @pytest.mark.parametrize("name", ["stream", "event", "pool", "buffer", "cache"])
+    def test_of_a_closed_object_do_not_begin(self, device: sa.Device, pool: sa.MemoryPool, name: str) -> None:
+        stream = device.create_stream()
+        made: dict[str, Any] = {
+            "stream": stream,
+            "event": device.create_event(),
+            "pool": sa.MemoryPool(device),
+            "buffer": pool.allocate(64, stream),
+            "cache": sa.CachingAllocator(pool),
+        }
+        owner = made[name]
+        with owner as same:
+            assert same is owner
+        with pytest.raises(sa.ClosedError), owner:
+            pytest.fail("the block has begun")
+        for other in reversed(made.values()):
+            other.close()
+
+
 class TestGraphMemory:
     def test_of_each_launch_is_freed(self, device: sa.Device, stream: sa.Stream) -> None:
         with stream.capture() as graph:

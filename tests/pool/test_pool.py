@@ -288,7 +288,7 @@ class TestNewerAttributes:
         assert BINDINGS_VERSION in str(caught.value)
 
     def test_bindings_that_do_not_name_it(self, pool: sa.MemoryPool, monkeypatch: pytest.MonkeyPatch) -> None:
-        import streamalloc.pool.attributes as module
+        import streamalloc.core.properties as module
 
         monkeypatch.setattr(module, "enum_member", lambda enum, name: None)
         with pytest.raises(sa.NotSupportedError) as caught:

@@ -9,6 +9,7 @@ from typing_extensions import Self
 
 from streamalloc.core.errors import ClosedError, undoing
 from streamalloc.core.internal import Stream, StreamLike, as_stream, ordered_after
+from streamalloc.core.properties import checked_type
 from streamalloc.core.session import Session, refuse_after_fork, session_of
 from streamalloc.driver import Driver
 from streamalloc.driver import default as default_driver
@@ -131,8 +132,7 @@ class RingConsumer(RingEnd):
     def __init__(
         self, channel: Channel, stream: StreamLike | None, timeout: float | None, driver: Driver | None
     ) -> None:
-        if not isinstance(channel, Channel):
-            raise TypeError(f"channel must be a Channel, not {type(channel).__name__} ({channel!r})")
+        checked_type("channel", channel, Channel)
         if driver is None:
             driver = session_of(stream).driver if isinstance(stream, Stream) else default_driver()
         super().__init__(Session.of(driver))

@@ -22,7 +22,7 @@ from streamalloc.core.internal import (
     copy_bytes,
     refuse_capture,
 )
-from streamalloc.core.properties import MemLocationType, checked_size
+from streamalloc.core.properties import MemLocationType, checked_size, checked_type
 from streamalloc.core.session import Session, session_of
 from streamalloc.ipc.exporter.leases import Lease, hung_up, leases_of
 from streamalloc.ipc.exporter.share import Shared, share
@@ -428,8 +428,7 @@ class RingProducer(RingEnd):
     """The stream that fills the slots."""
 
     def __init__(self, pool: MemoryPool, slot_bytes: int, slots: int, stream: StreamLike) -> None:
-        if not isinstance(pool, MemoryPool):
-            raise TypeError(f"pool must be a MemoryPool, not {type(pool).__name__} ({pool!r})")
+        checked_type("pool", pool, MemoryPool)
         if not checked_size("slot_bytes", slot_bytes):
             raise ValueError("slot_bytes=0: a slot has one byte at least")
         if not 1 <= checked_size("slots", slots) <= MOST_SLOTS:
@@ -474,8 +473,7 @@ class RingProducer(RingEnd):
         ClosedError
             The ring was closed.
         """
-        if not isinstance(channel, Channel):
-            raise TypeError(f"channel must be a Channel, not {type(channel).__name__} ({channel!r})")
+        checked_type("channel", channel, Channel)
         self._check_open()
         end = end_of(timeout)
         with undoing(channel.close):

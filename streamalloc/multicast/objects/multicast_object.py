@@ -488,10 +488,6 @@ class MulticastObject(GenericAllocation):
         members = ", ".join(f"device {device.ordinal}" for device in self._devices)
         return ValueError(f"{subject} is not in the team of {self!r}, which has {members}")
 
-    def __enter__(self) -> Self:
-        self._checked_raw()
-        return self
-
     def _leave(self, *, failed: bool) -> None:
         self.close(unmap=True)
 
@@ -505,12 +501,10 @@ class MulticastObject(GenericAllocation):
         if bound:
             yield "bound", table(("memory of", "at", "size"), bound)
 
-    def __repr__(self) -> str:
-        if not hasattr(self, "_node"):
-            return f"<{type(self).__name__} that could not be made>"
+    def _text(self) -> str:
         team = f"{len(self._devices)} of {self.num_devices} devices added here"
         bound = f", {len(self._live_bindings())} bindings" if self._live_bindings() else ""
-        return f"<{type(self).__name__} of {size_text(self.nbytes)}, {team}{bound}, {self._handle_text()}>"
+        return f" of {size_text(self.nbytes)}, {team}{bound}, {self._handle_text()}"
 
 
 class Binding(Closes):

@@ -18,7 +18,7 @@ from streamalloc.core.errors import (
     refused,
 )
 from streamalloc.core.internal import Device, HandleEnd, deferred_queue, session_for
-from streamalloc.core.properties import MemHandleType, checked_size
+from streamalloc.core.properties import MemHandleType, checked_size, checked_type
 from streamalloc.core.session import PerDriver, Session, session_of
 from streamalloc.driver import Driver
 from streamalloc.driver.internal import cuda
@@ -120,8 +120,7 @@ def agree(
 
 def _device_for(device: object, driver: Driver | None) -> Device:
     if device is not None:
-        if not isinstance(device, Device):
-            raise TypeError(f"device must be a Device, not {type(device).__name__} ({device!r})")
+        device = checked_type("device", device, Device)
         session_for(device, driver)
         return device
     session = session_for(None, driver)

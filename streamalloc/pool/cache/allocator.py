@@ -43,7 +43,7 @@ from streamalloc.core.internal import (
     record_uncaptured,
     shared_state,
 )
-from streamalloc.core.properties import MemLocation, checked_size
+from streamalloc.core.properties import MemLocation, checked_size, checked_type
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import Session, session_of
 from streamalloc.driver.internal import cuda
@@ -54,7 +54,7 @@ from streamalloc.pool.lost import no_collection_is_left
 from streamalloc.pool.pool import MemoryPool
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    pass
 
 _POOL_STEP = 32 << 20
 """Bytes. A pool takes memory of its device in steps of this size."""
@@ -378,8 +378,7 @@ class CachingAllocator(Allocator, Closes, Shown):
     """The largest size in bytes that is cached."""
 
     def __init__(self, pool: MemoryPool, *, largest: int = sys.maxsize, limit: int = 0) -> None:
-        if not isinstance(pool, MemoryPool):
-            raise TypeError(f"pool must be a MemoryPool, not {type(pool).__name__} ({pool!r})")
+        checked_type("pool", pool, MemoryPool)
         self.largest = checked_size("largest", largest)
         self._limit = checked_size("limit", limit)
         if pool.closed:
@@ -678,10 +677,6 @@ class CachingAllocator(Allocator, Closes, Shown):
     def _is_managed(self) -> bool:
         return self.pool.managed
 
-    def __enter__(self) -> Self:
-        self._check_open()
-        return self
-
     def _about(self) -> Iterator[Row]:
         self._check_open()
         now = self.statistics()
@@ -691,7 +686,5 @@ class CachingAllocator(Allocator, Closes, Shown):
         yield "limit", mib(self.limit) if self.limit else "none"
         yield "misses", now.misses
 
-    def __repr__(self) -> str:
-        if not hasattr(self, "location"):
-            return f"<{type(self).__name__} that could not be made>"
-        return f"<CachingAllocator over {self.pool!r}{' closed' if self.closed else ''}>"
+    def _text(self) -> str:
+        return f" over {self.pool!r}{' closed' if self.closed else ''}"
