@@ -26,8 +26,8 @@ from __future__ import annotations
 import abc
 import contextlib
 import importlib
-import threading
 import weakref
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 from streamalloc.core.errors import CaptureError, CudaError
@@ -161,7 +161,7 @@ class Sources:
         A source is no allocator of device memory, or two are of one device or of different drivers.
     """
 
-    __slots__ = ("_capturing", "_last", "_streams", "by_device", "exchange", "latest", "session", "works")
+    __slots__ = ("_capturing", "_streams", "by_device", "exchange", "last", "latest", "session", "works")
 
     def __init__(self, sources: Iterable[Source]) -> None:
         self.by_device: dict[int, Source] = {}
@@ -188,7 +188,8 @@ class Sources:
         """The driver's ``cuThreadExchangeStreamCaptureMode``."""
         # One Stream for each that the library uses now; the last of each device stays, to be found at once.
         self._streams: weakref.WeakValueDictionary[tuple[int, int], Stream] = weakref.WeakValueDictionary()
-        self._last: dict[int, _Used] = {}
+        self.last: dict[int, _Used] = {}
+        """Stream that the library used last, by device."""
         self.latest: dict[int, tuple[object, Callable[[int, Any], Memory], Any]] = {}
         """By device: the library's object of the stream that it used last, and what :meth:`allocate` would do for that:
         the source's ``allocate`` with this stream."""
@@ -218,7 +219,7 @@ class Sources:
         ValueError
             No source of this device was given.
         """
-        used = self._last.get(ordinal)
+        used = self.last.get(ordinal)
         if used is None or used[0] != handle:
             used = self._use(ordinal, handle, owner)
         _, stream, raw, allocate, named = used
@@ -269,7 +270,7 @@ class Sources:
             with contextlib.suppress(TypeError):
                 named = owner if raw_handle(as_stream(cast("Any", owner), self.session)) else stream
         raw = raw_handle(stream) if isinstance(source, MemoryPool) and not stream.is_default else None
-        used = self._last[ordinal] = handle, stream, raw, source.allocate, named
+        used = self.last[ordinal] = handle, stream, raw, source.allocate, named
         self.latest[ordinal] = (owner if raw is None else None), source.allocate, named
         return used
 
@@ -289,7 +290,7 @@ class _Held:
     def __init__(self, buffer: Buffer, sources: Sources) -> None:
         self._buffer = buffer
         # None: the stream is the same on every thread.
-        self._thread = threading.get_ident() if buffer.stream.is_default else None
+        self._thread = get_ident() if buffer.stream.is_default else None
         self._sources = sources
 
     def __del__(self) -> None:
@@ -333,7 +334,7 @@ def give_back(buffer: Buffer, thread: int | None = None) -> None:
     if not session.usable or buffer.freed:
         return
     stream = buffer.stream
-    if stream.is_default and stream.handle == _PER_THREAD and thread not in (None, threading.get_ident()):
+    if stream.is_default and stream.handle == _PER_THREAD and thread not in (None, get_ident()):
         free_after_all(buffer)
         return
     if stream.is_default and is_captured(stream):
@@ -473,10 +474,11 @@ _asides_of: PerDriver[_Asides] = PerDriver(_Asides)
 class Ledger:
     """Memory by address, for libraries whose callbacks pass only addresses."""
 
-    __slots__ = ("_held", "sources")
+    __slots__ = ("_held", "_last", "sources")
 
     def __init__(self, sources: Sources) -> None:
         self.sources = sources
+        self._last = sources.last
         self._held: dict[int, tuple[Memory, int, int]] = {}
         """Memory by address, with the thread and the stream's handle of its allocation."""
 
@@ -485,10 +487,14 @@ class Ledger:
 
     def allocate(self, nbytes: int, ordinal: int, handle: int, owner: object = None, *, in_capture: bool = True) -> int:
         """Allocate by :meth:`Sources.allocate`, and keep the memory; its address."""
-        memory = self.sources.allocate(nbytes, ordinal, handle, owner, in_capture=in_capture)
+        used = self._last.get(ordinal)
+        if used is not None and used[0] == handle and used[2] is None and in_capture:
+            memory = used[3](nbytes, used[4])
+        else:
+            memory = self.sources.allocate(nbytes, ordinal, handle, owner, in_capture=in_capture)
         address = memory.address
         if address:
-            self._held[address] = memory, threading.get_ident(), handle or _LEGACY
+            self._held[address] = memory, get_ident(), handle
         return address
 
     def free(self, address: int, ordinal: int, handle: int | None = None) -> None:
@@ -497,7 +503,7 @@ class Ledger:
         if held is None:
             return
         memory, thread, own = held
-        same = handle is None or (handle or _LEGACY) == own
+        same = handle is None or handle == own or (handle or _LEGACY) == (own or _LEGACY)
         if same and type(memory) is CachedBuffer:
             return  # Its finaliser returns the block to the cache.
         if not isinstance(memory, Buffer):

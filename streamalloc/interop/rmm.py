@@ -75,12 +75,16 @@ def _resource(sources: Sources, ordinal: int, callbacks: bool) -> Any:
 
 
 def _callbacks(ledger: Ledger, ordinal: int) -> tuple[Any, Any]:
+    take, release = ledger.allocate, ledger.free
+
     # RMM passes on exceptions of allocate(); OutOfMemoryError is a MemoryError. deallocate() must not raise.
     def allocate(nbytes: int, stream: Any) -> int:
-        return ledger.allocate(nbytes, ordinal, stream.__cuda_stream__()[1])
+        return take(nbytes, ordinal, stream.__cuda_stream__()[1])
 
     def deallocate(address: int, nbytes: int, stream: Any) -> None:
-        with contextlib.suppress(Exception):
-            ledger.free(address, ordinal, stream.__cuda_stream__()[1])
+        try:  # noqa: SIM105 (costs nothing where nothing is raised)
+            release(address, ordinal, stream.__cuda_stream__()[1])
+        except Exception:
+            pass
 
     return allocate, deallocate
