@@ -48,6 +48,7 @@ from streamalloc.core.stream import (
     is_borrowed,
     leave_stream,
     may_queue,
+    moment,
     ordered_after,
     ordered_after_end,
     queue_behind,
@@ -58,4 +59,5 @@ from streamalloc.core.stream import (
     settle,
     spare_events,
     stream_call,
+    work_since,
 )
