@@ -35,11 +35,13 @@ from streamalloc.core.memory import BufferView, Memory, TypedView, check_usable,
 from streamalloc.core.queued_work import (
     QueuedWork,
     may_queue,
+    moment,
     ordered_after,
     ordered_after_end,
     queue_behind,
     record_uncaptured,
     settle,
+    work_since,
 )
 from streamalloc.core.session import session_of
 from streamalloc.core.stream import (

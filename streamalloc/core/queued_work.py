@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from streamalloc.core.deferred import Deferred, deferred_queue
 from streamalloc.core.errors import CaptureError, ClosedError, InvalidContextError, InvalidHandleError, refused
 from streamalloc.core.library_streams import kept_streams
-from streamalloc.core.session import Session
+from streamalloc.core.session import PerDriver, Session
 from streamalloc.core.stream import LEGACY, PER_THREAD, Kind, Stream, _ended, _made_here, _passed
 from streamalloc.core.stream_resolution import _default_streams, default_stream
 
@@ -31,10 +32,15 @@ class QueuedWork:
     recorded once its capture has ended. Of the per-thread default streams, only that of the own thread is recorded.
     """
 
-    __slots__ = ("_events", "_session", "_streams")
+    __slots__ = ("_asking", "_events", "_session", "_streams", "began")
+
+    began: int
+    """The moment at which its recording began, see :func:`moment`."""
 
     def __init__(self, session: Session, *streams: Stream, without: tuple[Stream | None, ...] = ()) -> None:
         self._session = session
+        self._asking = threading.RLock()
+        self.began = moment()
         known = streams or (*_members(_made_here(session)), *_default_streams(session).values(), *kept_streams(session))
         self._streams = [stream for stream in dict.fromkeys(known) if stream not in without]
         """Streams that are not recorded yet."""
@@ -58,11 +64,20 @@ class QueuedWork:
             self._streams.remove(stream)
 
     def done(self) -> bool:
-        """Whether the work is done. The host synchronises with what is, and waits for nothing."""
-        with self._session.relaxed():
+        """Whether the work is done; then the host has synchronised with it. The host waits for nothing.
+
+        False while another thread asks.
+        """
+        with contextlib.ExitStack() as held:
+            if not self._asking.acquire(blocking=False):
+                return False
+            held.callback(self._asking.release)
+            held.enter_context(self._session.relaxed())
             self._record()
-            self._events = [event for event in self._events if not _passed(event)]
-        return not (self._events or self._streams)
+            # Up to the first that has not passed: a thousand items may ask.
+            while self._events and _passed(self._events[-1]):
+                del self._events[-1]
+            return not (self._events or self._streams)
 
     def precede(self, stream: Stream) -> None:
         """Let later work of ``stream`` wait for the work.
@@ -76,6 +91,22 @@ class QueuedWork:
             raise refused(CaptureError, "cuStreamWaitEvent", f"{self._streams[0]!r} is being captured")
         for event in self._events:
             stream.wait(event)
+
+
+moment: Callable[[], int] = itertools.count().__next__
+"""A number that grows with each call, on any thread."""
+_latest_work: PerDriver[list[QueuedWork]] = PerDriver(lambda _: [])
+
+
+def work_since(session: Session, dropped: int) -> QueuedWork:
+    """The work that all known streams had queued at a :func:`moment`, or somewhat more.
+
+    Items that were dropped before the record share it: however many streams there are, a thousand items cost one.
+    """
+    latest = _latest_work(session)
+    if not latest or latest[0].began < dropped:
+        latest[:] = [QueuedWork(session)]
+    return latest[0]
 
 
 def _members(streams: weakref.WeakSet[T]) -> list[T]:

@@ -382,21 +382,31 @@ class FreeAfterAll(Deferred):
         """Whether an attempt has begun."""
 
     def add(self, buffer: Buffer) -> bool:
-        """Free this buffer as well; False if an attempt may have missed it."""
+        """Free this buffer as well; False if an attempt has begun."""
+        # Threads are not switched between these lines.
+        if self.sealed:
+            return False
         self.buffers.append(buffer)
         self.nbytes += buffer.nbytes
-        return not self.sealed
+        return True
 
     def attempt(self) -> bool:
         """Free on a stream that waits for all others; the driver refuses while a capture is under way."""
         self.sealed = True
-        buffers = [buffer for buffer in tuple(self.buffers) if not buffer.freed]
-        if buffers:
-            dropped = dropped_of(self.session)
-            dropped.refused, before = True, dropped.refused
-            streams = {buffer.stream for buffer in buffers}
-            if any(map(is_captured, streams)):
-                return False
+        # No call: of two threads that attempt the item, one has the buffers.
+        buffers, self.buffers = self.buffers, []
+        try:
+            return not buffers or self._free(buffers)
+        finally:
+            self.buffers += [buffer for buffer in buffers if not buffer.freed]
+
+    def _free(self, buffers: list[Buffer]) -> bool:
+        dropped = dropped_of(self.session)
+        dropped.refused, before = True, dropped.refused
+        streams = {buffer.stream for buffer in buffers if not buffer.freed}
+        if any(map(is_captured, streams)):
+            return False
+        if streams:
             aside = _asides_of(self.session).stream(self._device)
             default = next((stream for stream in streams if stream.is_default), None)
             QueuedWork(self.session, without=(aside, default)).precede(aside)
@@ -405,8 +415,7 @@ class FreeAfterAll(Deferred):
                 with ordered_after(default) as legacy:
                     aside.wait(legacy)
             free_together(buffers, aside)
-            dropped.refused = before
-        self.buffers.clear()
+        dropped.refused = before
         return True
 
 

@@ -17,7 +17,17 @@ from typing import Any, ClassVar, Protocol
 
 from streamalloc.core.errors import ClosedError, DeviceLostError, InvalidContextError, undo_all
 from streamalloc.core.html import Drawn
-from streamalloc.core.internal import FABRIC_NEEDS, Deferred, DeferredQueue, Fd, QueuedWork, deferred_queue, work
+from streamalloc.core.internal import (
+    FABRIC_NEEDS,
+    Deferred,
+    DeferredQueue,
+    Fd,
+    QueuedWork,
+    deferred_queue,
+    moment,
+    work,
+    work_since,
+)
 from streamalloc.core.properties import MemHandleType, MemLocation
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import PerDriver, Session
@@ -157,18 +167,19 @@ class AllocationHandle(HandleNode):
 class WorkNode(Node):
     """Work that was queued when a resource was dropped. The resource is released after it."""
 
-    __slots__ = ("_queued", "_session")
+    __slots__ = ("_dropped", "_queued", "_session")
 
     def __init__(self, session: Session) -> None:
         super().__init__(Kind.QUEUED_WORK)
         self._session = session
+        self._dropped = moment()
         self._queued: QueuedWork | None = None
 
     def release(self) -> None:
         """Query whether the work has completed. The first attempt records its end."""
         try:
             if self._queued is None:
-                self._queued = QueuedWork(self._session)
+                self._queued = work_since(self._session, self._dropped)
             self.gone: bool = self._queued.done()
         except (DeviceLostError, InvalidContextError):
             self.gone = True  # no work is left

@@ -21,7 +21,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import interop, vmm
 from streamalloc.driver.bindings import cuda
-from streamalloc.interop.bridge import BATCH
+from streamalloc.interop.bridge import BATCH, FreeAfterAll
 from streamalloc.testing import Gate
 from tests.interop.conftest import Get
 from tests.interop.libraries import Library
@@ -376,6 +376,27 @@ class TestOrder:
                 del small
                 large = library.make(GROWTH)
                 del large
+
+    def test_a_batch_that_two_threads_free_at_once_is_freed_once(self, device: sa.Device, pool: sa.MemoryPool) -> None:
+        batch = FreeAfterAll(pool.allocate(4096, device.default_stream))
+        assert batch.add(pool.allocate(4096, device.default_stream))
+        again: list[bool] = []
+
+        def attempt_again(frame: Any, event: str, _: object) -> None:
+            # Between the look at the pointer and the free.
+            if event == "call" and frame.f_code.co_name == "queue_handle" and not again:
+                thread = threading.Thread(target=lambda: again.append(batch.attempt()))
+                thread.start()
+                thread.join()
+
+        sys.setprofile(attempt_again)
+        try:
+            assert batch.attempt()
+        finally:
+            sys.setprofile(None)
+        assert again == [True] and not batch.add(pool.allocate(64, device.default_stream))
+        device.synchronize()
+        assert used(pool) == 0
 
     def test_small_numba_arrays_of_a_context_that_was_reset(self, get: Get, machine: Any) -> None:
         """The next ones are freed all the same."""

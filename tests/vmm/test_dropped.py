@@ -10,6 +10,8 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
+from streamalloc.core.deferred import work
+from streamalloc.core.session import session_of
 from streamalloc.testing import Gate
 from streamalloc.vmm.internal import RemappableBuffer
 from tests.support import Account, read
@@ -35,6 +37,42 @@ class TestQueuedWork:
         device.synchronize()
         assert account.mapped == {} and "address range" not in account.left
         stream.close()
+
+    def test_is_recorded_once_for_all_that_was_dropped_before(self, machine: Any) -> None:
+        """However many streams there are; what is dropped later waits for a record of its own."""
+        traced: Any = sd.traced(machine)
+        device = sa.Device(0, driver=traced)
+        streams = [device.create_stream() for _ in range(5)]
+
+        def mapped() -> int:
+            work(session_of(device))
+            calls = [call.name for call in traced.calls]
+            return calls.count("cuMemMap") - calls.count("cuMemUnmap")
+
+        with Gate(device) as gate:
+            gate.hold(streams[0])
+            buffers = [vmm.GrowableBuffer(device, 4 * PAGE, PAGE, chunk=PAGE) for _ in range(30)]
+            late: Any = vmm.GrowableBuffer(device, 4 * PAGE, PAGE, chunk=PAGE)
+            assert mapped() == 31
+            buffers.clear()
+            gc.collect()
+            before = sum(call.name == "cuEventRecord" for call in traced.calls)
+            assert mapped() == 31
+            records = sum(call.name == "cuEventRecord" for call in traced.calls) - before
+            assert records <= 2 * len(streams)
+            with Gate(device) as other:
+                other.hold(streams[1])
+                late.fill(1, streams[1])
+                del late
+                gc.collect()
+                gate.open()
+                streams[0].synchronize()
+                assert mapped() == 1
+                other.open()
+        device.synchronize()
+        assert mapped() == 0
+        for stream in streams:
+            stream.close()
 
     @pytest.mark.simulated_only("memory of a known size")
     def test_that_is_done_lets_memory_that_has_run_out_be_made(self) -> None:
