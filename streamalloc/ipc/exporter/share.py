@@ -229,9 +229,9 @@ def share(
         physical memory with one exists until it was opened, also if it is closed and unmapped here; pools, events, and
         memory with fabric handles must not be closed. Processes of other machines cannot end the hold.
 
-        After the open, an array of another library in memory of a pool is kept until all importers have closed the
-        allocation and their work has ended. An array in memory of ``cuMemAlloc`` or in mapped memory is not: its
-        library may reuse the memory, so keep it while others use it.
+        After the open, an array of another library in memory of a pool or of ``cuMemAlloc`` is kept until all importers
+        have closed it and their work has ended; in memory of a pool, until they have closed all of its allocation. An
+        array in mapped memory is not: its library may reuse the memory, so keep it while others use it.
     handle_type
         Of physical memory and ranges: ``POSIX_FILE_DESCRIPTOR`` or ``FABRIC``. Default: file descriptors if the memory
         was made with them, else fabric handles. Pools are shared by file descriptors only.
@@ -464,8 +464,9 @@ def _describe(
 ) -> Shared:
     """Make a descriptor of what is no buffer, with a slot of the control block for a stream or a hold.
 
-    ``device``: the device that has the memory, or its id. ``route``: that of the pool. ``leased``: address of the
-    allocation if importers count their uses. ``memory``: address and size, if mapped here.
+    ``device``: the device that has the memory, or its id. ``route``: that of the pool. ``leased``: address of an
+    allocation whose descriptors have one lease if held, as an importer has one import of it. ``memory``: address and
+    size, if mapped here.
     """
     lease: Lease | None = None
     hold = Hold() if options.hold else None
@@ -664,6 +665,7 @@ def _share_foreign(thing: Any, options: _Options) -> Shared:
                     "with expose_block=True if it may, or copy it to a pool or to memory of whole blocks"
                 )
             fields["payload"] = opaque_bytes(session.call("cuIpcGetMemHandle", base))
+            fields["flags"] = Flags.LEASED if options.hold else 0
             return _describe(exports, Mechanism.LEGACY, device, ordered, options, {}, **fields)
         memory = PhysicalMemory.at(base, driver=driver)
         kind = _handle_type([memory], options)

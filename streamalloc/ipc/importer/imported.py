@@ -139,7 +139,7 @@ _LAZY_PEER_ACCESS = 1
 _RANGE_SIZE = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_RANGE_SIZE
 _BAD_POINTER = "the owner's process has freed it, or ended"
 _STALE = "this memory was freed by its owner before it was opened here"
-_BAD_LEASE = "the descriptor has a lease or a hold, but names no control block, or memory without leases"
+_BAD_LEASE = "the descriptor has a lease or a hold, but names no control block"
 
 
 class PoolHandle(Deferred):
@@ -164,8 +164,15 @@ class PoolHandle(Deferred):
         self.users: weakref.WeakSet[ImportedPool] = weakref.WeakSet()
 
     def ended(self) -> bool:
-        """Whether its owner has closed the pool, or has died, as far as its marks show."""
-        return any(not (block.marked("pool", mark) and block.exporter_alive()) for block, mark in self.marks)
+        """Whether its owner has closed the pool, or has died, as far as its marks show.
+
+        A pool that another library has made has a mark for each time that it was shared.
+        """
+        marks = list(self.marks)
+        gone = [(block, mark) for block, mark in marks if not (block.marked("pool", mark) and block.exporter_alive())]
+        if len(gone) < len(marks):
+            self.marks.difference_update(gone)
+        return len(gone) == len(marks) > 0
 
     def attempt(self) -> bool:
         session = self.session
@@ -218,13 +225,11 @@ class _Source:
 
     waits = False
     """True if the release of an import may wait for a stream."""
-    leasable = False
-    """True if allocations can have leases."""
 
     def __init__(
         self, session: Session, device: Device, block: ControlBlock | None, dropped: SimpleQueue[bool], flags: int
     ) -> None:
-        if flags & (Flags.LEASED | Flags.HELD) and (block is None or (flags & Flags.LEASED and not self.leasable)):
+        if flags & (Flags.LEASED | Flags.HELD) and block is None:
             raise ValueError(_BAD_LEASE)
         self.session: Session = session
         self.deferred: DeferredQueue = deferred_queue(session)
@@ -255,8 +260,6 @@ class PoolSource(_Source):
     """A pool of another process, for allocations with leases in one control block."""
 
     __slots__ = ("_struct", "handle", "head")
-
-    leasable = True
 
     def __init__(
         self,
@@ -345,8 +348,10 @@ class Import:
         StaleDescriptorError
             The lease has ended.
         """
-        # Count first, then check for a free: the exporter does both in the opposite order.
         self.words, self.generation = words, generation
+        if self.source.waits:
+            words.blocks.add(self)
+        # Count first, then check for a free: the exporter does both in the opposite order.
         self.number = number = (words.opened.value + 1) % WORD
         words.opened.value = number
         fence()
@@ -453,6 +458,15 @@ def _end(held: Import, stream: Stream, handle: Any, sees_all: bool) -> None:
         source.release(held, stream, handle)
     if source.imports.get(held.key) is held:
         del source.imports[held.key]
+    held.count = 0
+    if source.waits:
+        if mine is not None:
+            # The work has ended. The number is read first: a block that is opened meanwhile has a later one.
+            number = mine.opened.value
+            mine.blocks.discard(held)
+            if not mine.blocks:
+                mine.closed.value = mine.closing.value = number
+        return
     # If the word has gone on, another import of the same slot is open, whose end writes it.
     if mine is not None and mine.opened.value == held.number:
         block: Any = source.block
@@ -467,7 +481,6 @@ def _end(held: Import, stream: Stream, handle: Any, sees_all: bool) -> None:
                 block.wait(stream, mine.closed, before)
             block.write_by(handle, sees_all, mine.closed, held.number)
             mine.closing.value = held.number
-    held.count = 0
 
 
 class _DroppedImport(Deferred):

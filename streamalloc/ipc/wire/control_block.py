@@ -129,10 +129,12 @@ class SlotWords:
 class ImporterWords:
     """The words of one slot that one importer writes."""
 
-    __slots__ = ("awaited", "closed", "closing", "importer", "opened", "slot_words")
+    __slots__ = ("awaited", "blocks", "closed", "closing", "importer", "opened", "slot_words")
 
     awaited: int
     """The last value of ``closed`` that streams of this process wait for."""
+    blocks: set[object]
+    """Imports of the slot's block of ``cuMemAlloc``, of which the importer may have several."""
 
     def __init__(self, block: ControlBlock, slot: int, importer: int) -> None:
         self.importer: int = importer
@@ -141,6 +143,7 @@ class ImporterWords:
         self.closing: Word = block.word("closing", slot, importer)
         self.closed: Word = block.word("closed", slot, importer)
         self.awaited = self.closed.value
+        self.blocks = set()
 
 
 class Mark:

@@ -392,9 +392,10 @@ class TestHold:
         assert len(library.alive) == 3
         for seed in range(3):
             opened = partner.run(open_pickled, f"it {seed}", queue._reader.recv_bytes())
-            assert opened == "ImportedRange" if kind == "mapped" else "ImportedBuffer"
+            assert opened == ("ImportedRange" if kind == "mapped" else "ImportedBuffer")
             assert partner.kept(f"it {seed}").shows(seed)
-        assert len(library.alive) == (3 if kind == "pool" else 0) or all_freed(library)
+        settle()
+        assert len(library.alive) == 3 or kind == "mapped"
         for seed in range(3):
             partner.kept(f"it {seed}").close()
         assert all_freed(library)
@@ -452,11 +453,12 @@ def _receive(there: There, count: int) -> None:
             there.keep(f"it {number}", ipc.receive(channel, stream=there.stream, timeout=SECONDS))
 
 
+@pytest.mark.parametrize("kind", ["pool", "plain"])
 class TestLease:
-    """Held memory of a pool is kept until importers have closed it, and their work has ended."""
+    """Held memory of a pool, or plain, is kept until importers have closed it, and their work has ended."""
 
-    def test_until_it_is_closed(self, library: Library, partner: Partner) -> None:
-        shared: Any = ipc.share(library("pool", 4), hold=True)
+    def test_until_it_is_closed(self, library: Library, partner: Partner, kind: str) -> None:
+        shared: Any = ipc.share(library(kind, 4), hold=True)
         opened = partner.open(shared)
         del shared
         settle()
@@ -464,26 +466,17 @@ class TestLease:
         opened.close()
         assert all_freed(library)
 
-    def test_until_work_over_there_has_ended(self, library: Library, partner: Partner) -> None:
-        opened = partner.open(ipc.share(library("pool"), hold=True))
-        partner.run(hold)
-        opened.close()
-        settle()
-        assert library.alive
-        partner.run(release)
-        assert partner.run(idle) and all_freed(library)
-
-    def test_the_importer_dies(self, library: Library, another: Callable[[], Partner]) -> None:
+    def test_the_importer_dies(self, library: Library, another: Callable[[], Partner], kind: str) -> None:
         importer = another()
-        importer.open(ipc.share(library("pool"), hold=True))
+        importer.open(ipc.share(library(kind), hold=True))
         settle()
         assert library.alive
         importer.kill()
         assert all_freed(library)
 
-    def test_arrays_of_one_allocation(self, library: Library, partner: Partner) -> None:
+    def test_arrays_of_one_allocation(self, library: Library, partner: Partner, kind: str) -> None:
         """They have one lease, and the importer one import."""
-        whole: Any = library("pool", 1)
+        whole: Any = library(kind, 1)
         part: Any = Owned(whole._allocation, 512, 1000)
         opened = [partner.open(ipc.share(array, hold=True)) for array in (whole, part, whole)]
         del whole, part
@@ -494,20 +487,9 @@ class TestLease:
             one.close()
         assert all_freed(library)
 
-    def test_shared_without_a_hold_before(self, library: Library, partner: Partner) -> None:
-        array: Any = library("pool", 3)
-        without = partner.give(array)
-        held = partner.give(array, hold=True)
-        del array
-        held.close()
-        settle()
-        assert library.alive and without.shows(3)
-        without.close()
-        assert all_freed(library)
-
-    def test_shared_again(self, library: Library, partner: Partner) -> None:
+    def test_shared_again(self, library: Library, partner: Partner, kind: str) -> None:
         """Once nobody has it open, the next descriptor has a lease of its own."""
-        array: Any = library("pool", 3)
+        array: Any = library(kind, 3)
         for _ in range(3):
             opened = partner.give(array, hold=True)
             opened.close()
@@ -523,6 +505,43 @@ class TestLease:
         assert opened.shows(3)
         opened.close()
         assert all_freed(library)
+
+    @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+    def test_one_descriptor_opened_several_times(
+        self, library: Library, partner: Partner, kind: str, order: tuple[int, ...]
+    ) -> None:
+        shared: Any = ipc.share(library(kind, 5), hold=True)
+        opened = [partner.open(shared) for _ in order]
+        del shared
+        for number in order:
+            settle()
+            assert library.alive and opened[number].shows(5)
+            opened[number].close()
+        assert all_freed(library)
+
+
+def test_work_over_there(library: Library, partner: Partner) -> None:
+    """The close of memory of a pool is in stream order, and so is the end of its lease."""
+    opened = partner.open(ipc.share(library("pool"), hold=True))
+    partner.run(hold)
+    opened.close()
+    settle()
+    assert library.alive
+    partner.run(release)
+    assert partner.run(idle) and all_freed(library)
+
+
+def test_shared_without_a_hold_before(library: Library, partner: Partner) -> None:
+    """The importer has one import of an allocation, which counts in the lease from the held descriptor on."""
+    array: Any = library("pool", 3)
+    without = partner.give(array)
+    held = partner.give(array, hold=True)
+    del array
+    held.close()
+    settle()
+    assert library.alive and without.shows(3)
+    without.close()
+    assert all_freed(library)
 
 
 def _open_bytes(there: There, data: bytes) -> None:
