@@ -29,7 +29,18 @@ if TYPE_CHECKING:
 class Places(MappedBytes):
     """The places of a space. As a node, all mappings in them: one ``cuMemUnmap`` ends them."""
 
-    __slots__ = ("_lock", "_working", "backing", "broken", "mapped", "numbers", "parked", "physical", "stored")
+    __slots__ = (
+        "_broken",
+        "_lock",
+        "_working",
+        "backing",
+        "failed",
+        "mapped",
+        "numbers",
+        "parked",
+        "physical",
+        "stored",
+    )
 
     def __init__(self, reservation: Reservation, physical: PhysicalPages) -> None:
         super().__init__(reservation, 0, reservation.nbytes, {physical.device.location: MemAccess.READWRITE})
@@ -45,8 +56,10 @@ class Places(MappedBytes):
         """Contents of the places that are swapped out."""
         self.numbers: npt.NDArray[np.int64] = np.full(count, -1, np.int64)
         """Number of the page that is committed at each place, or -1."""
-        self.broken: set[int] = set()
-        """Places that may not have the page, or the permission, that they should."""
+        self._broken: set[int] = set()
+        """Places that may not have the page, or the permission, that they should; empty outside of :meth:`locked`."""
+        self.failed: bool = False
+        """True if a call and its undo have failed, and left such places."""
         self._lock = threading.RLock()
         self._working = False
 
@@ -73,8 +86,9 @@ class Places(MappedBytes):
                 raise ClosedError("the space was closed")
             self._working = True
             try:
-                if self.broken and not closing:
-                    self._put({place: self.backing[place] or self.physical.zero for place in self.broken})
+                if self._broken and not closing:
+                    self._put({place: self.backing[place] or self.physical.zero for place in self._broken})
+                    self.failed = False
                 yield
             finally:
                 self._working = False
@@ -99,10 +113,12 @@ class Places(MappedBytes):
         try:
             self._put(pages)
         except BaseException as first:
-            wrong = {place for place in pages if place in self.broken or self.mapped[place] is not before[place]}
-            self.broken |= wrong
+            wrong = {place for place in pages if place in self._broken or self.mapped[place] is not before[place]}
+            self._broken |= wrong
+            self.failed = True
             try:
                 self._put({place: self.backing[place] or self.physical.zero for place in wrong})
+                self.failed = False
             except Exception as later:
                 attach(first, later)
             raise
@@ -115,12 +131,12 @@ class Places(MappedBytes):
         physical, mapped, session = self.physical, self.mapped, self.physical.session
         size, start = physical.size, int(self.reservation.raw) + run.start * physical.size
         nbytes = len(run) * size
-        whole = set(run) - self.broken
-        self.broken |= whole
+        whole = set(run) - self._broken
+        self._broken |= whole
         if any(mapped[run.start : run.stop]):
             result = session.cuMemUnmap(start, nbytes)[0]
             if result:
-                self.broken -= whole
+                self._broken -= whole
                 raise error_from(result, "cuMemUnmap")
         mapped[run.start : run.stop] = [None] * len(run)
         at = start
@@ -136,7 +152,7 @@ class Places(MappedBytes):
         result = session.cuMemSetAccess(start, nbytes, structs, len(structs))[0]
         if result:
             raise error_from(result, "cuMemSetAccess")
-        self.broken.difference_update(run)
+        self._broken.difference_update(run)
 
     def exchange(self, pages: Mapping[int, Page]) -> None:
         """Map pages, which have a user for each place, and commit the places: all of them, or none.

@@ -105,6 +105,7 @@ class PageSpace(Memory, Closes):
 
         Pages that share memory have the same number. Numbers begin at 0 and are reused.
         """
+        self._check_open()
         with self._physical.lock:
             found: npt.NDArray[np.int64] = self._places.numbers.copy()
             return found
@@ -519,7 +520,7 @@ class PageSpace(Memory, Closes):
 
     def _check_usable(self) -> None:
         self._check_open()
-        if self._places.broken:
+        if self._places.failed:
             # The driver takes addresses without a mapping for the host's.
             why = "a call has failed, and its undo too: the next commit or release maps them again"
             raise EvictedError(f"pages of {self!r} are not mapped: {why}")
