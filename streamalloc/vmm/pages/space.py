@@ -81,7 +81,7 @@ class PageSpace(Memory, Closes):
         self._places = Places(node, physical)
         node.add(self._places)
         with undoing(lambda: self.close(after=())):
-            self._places.remap(dict.fromkeys(range(self.page_count), physical.zero))
+            self._places.put(dict.fromkeys(range(self.page_count), physical.zero))
 
     @property
     def page_size(self) -> int:
@@ -156,8 +156,7 @@ class PageSpace(Memory, Closes):
 
     def _commit(self, chosen: Sequence[int]) -> None:
         taken = self._physical.take(len(chosen))
-        with undoing(lambda: self._physical.drop(taken)):
-            self._places.exchange(dict(zip(chosen, taken, strict=True)))
+        self._places.exchange(dict(zip(chosen, taken, strict=True)))
 
     def release(self, pages: Pages, after: After = None) -> None:
         """Return the memory of pages to the arena; they read as zeros then.
@@ -240,8 +239,7 @@ class PageSpace(Memory, Closes):
                 if taken:
                     raise ValueError(f"page {taken[0]} of {self!r} is committed: release it before it shares memory")
                 physical.hold(wanted.values())
-            with undoing(lambda: physical.drop(wanted.values())):
-                places.exchange(wanted)
+            places.exchange(wanted)
 
     def make_private(self, pages: Pages, stream: StreamLike | None = None, after: After = ()) -> int:
         """Give each of these pages that shares memory a copy of its own; return the number of copies.
@@ -280,8 +278,9 @@ class PageSpace(Memory, Closes):
                 # Another thread may have released a page meanwhile.
                 still = [place for place, page in old.items() if places.numbers[place] == page.number]
                 new = dict(zip(old, unused, strict=True))
-                places.exchange({place: new.pop(place) for place in still})
+                mine = {place: new.pop(place) for place in still}
                 unused = [*new.values()]
+                places.exchange(mine)
         finally:
             physical.drop(unused)
             physical.drop(old.values())
