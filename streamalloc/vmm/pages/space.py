@@ -36,6 +36,9 @@ from streamalloc.vmm.virtual_buffer import copying_stream
 Pages: TypeAlias = "int | range | Iterable[int] | npt.NDArray[np.integer[Any]]"
 """Index of a page, a range of indices, or an array of indices."""
 
+_BATCH = 64
+"""Pages that are mapped before their contents are copied."""
+
 
 class PageSpace(Memory, Closes):
     """A range of addresses with memory at the pages that are committed; made by :meth:`PageArena.space`.
@@ -152,11 +155,8 @@ class PageSpace(Memory, Closes):
         chosen = self._unique(pages)
         with self._changing(chosen, after):
             self._check_here(chosen)
-            self._commit([place for place in chosen if self._places.numbers[place] < 0])
-
-    def _commit(self, chosen: Sequence[int]) -> None:
-        taken = self._physical.take(len(chosen))
-        self._places.exchange(dict(zip(chosen, taken, strict=True)))
+            new = [place for place in chosen if self._places.numbers[place] < 0]
+            self._places.exchange(dict(zip(new, self._physical.take(len(new)), strict=True)))
 
     def release(self, pages: Pages, after: After = None) -> None:
         """Return the memory of pages to the arena; they read as zeros then.
@@ -379,10 +379,21 @@ class PageSpace(Memory, Closes):
             one.check()
         with self._changing(chosen, after):
             stored = {place: places.stored[place] for place in chosen if place in places.stored}
-            self._commit([*stored])
-            with undoing(lambda: self._park([*stored], ordered)), copying(ordered) as copies:
-                for place, one in stored.items():
-                    one.load(self._page(place), copies)
+            left = dict(zip(stored, self._physical.take(len(stored)), strict=True))
+            done: list[int] = []
+
+            def undo() -> None:
+                self._physical.drop(left.values())
+                self._park(done, ordered)
+
+            with undoing(undo), copying(ordered) as copies:
+                while left:
+                    # The copies of a batch run while the next one is mapped, which takes as long.
+                    batch = {place: left.pop(place) for place in [*left][:_BATCH]}
+                    places.exchange(batch)
+                    done += batch
+                    for place in batch:
+                        stored[place].load(self._page(place), copies)
             for place in stored:
                 del places.stored[place]
         for one in stored.values():

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
-from streamalloc.testing import Gate
+from streamalloc.testing import Faults, Gate
 from tests.support import pending
 from tests.vmm.pages.conftest import PAGES
 from tests.vmm.pages.support import fill, opening, page, values
@@ -169,3 +170,28 @@ def test_trim(machine: object, device: sa.Device, space: vmm.PageSpace, tier: vm
     assert tier._pool.statistics().reserved > 0
     tier.trim()
     assert tier._pool.statistics().reserved == 0
+
+
+@pytest.mark.simulated_only("calls that fail are the same on any driver")
+def test_a_fault_after_some_batches_changes_nothing(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamalloc.vmm.pages.space._BATCH", 2)
+    faults = Faults(machine)
+    device = sa.Device(0, driver=faults)
+    with (
+        device.create_stream() as stream,
+        vmm.PageArena(device) as arena,
+        arena.space(PAGES * PAGE, stream=stream) as space,
+        vmm.HostTier(device) as tier,
+    ):
+        space.commit(range(8))
+        fill(space, range(8))
+        space.swap_out(range(8), tier)
+        stream.synchronize()
+        faults.fail("cuMemSetAccess", 3, result="CUDA_ERROR_UNKNOWN")
+        with pytest.raises(sa.CudaError):
+            space.swap_in(range(8))
+        assert faults.failed == ["cuMemSetAccess"] and space.committed.size == 0
+        stream.synchronize()
+        assert arena.statistics() == (8, 8, 0) and values(space) == [0] * PAGES
+        assert space.swap_in(range(8)) == 8
+        assert values(space)[:8] == list(range(1, 9)) and tier.used == 0
