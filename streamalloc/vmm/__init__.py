@@ -5,6 +5,7 @@ from streamalloc.vmm.dma_buf import dma_buf
 from streamalloc.vmm.growable import GrowableBuffer, StripedBuffer, stripe
 from streamalloc.vmm.pages.arena import ArenaStatistics, PageArena
 from streamalloc.vmm.pages.space import PageSpace
+from streamalloc.vmm.pages.table import PageTable
 from streamalloc.vmm.pages.tiers import HostTier
 from streamalloc.vmm.physical_memory import PhysicalMemory
 from streamalloc.vmm.recycler import MemoryRecycler, RecyclerStatistics
@@ -23,6 +24,7 @@ __all__ = [
     "MipTail",
     "PageArena",
     "PageSpace",
+    "PageTable",
     "PhysicalMemory",
     "RangeView",
     "RecyclerStatistics",

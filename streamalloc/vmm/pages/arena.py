@@ -98,7 +98,7 @@ class PageArena(Closes):
     def space(self, nbytes: int, *, stream: StreamLike | None = None) -> PageSpace:
         """Reserve addresses that read as zeros (``cuMemAddressReserve``, ``cuMemMap`` of one page everywhere).
 
-        This takes a few microseconds for each page.
+        This takes some 30 us for each page, as the driver sets a permission on each.
 
         Parameters
         ----------

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,7 +29,18 @@ if TYPE_CHECKING:
 class Places(MappedBytes):
     """The places of a space. As a node, all mappings in them: one ``cuMemUnmap`` ends them."""
 
-    __slots__ = ("_lock", "_working", "backing", "broken", "mapped", "numbers", "parked", "physical", "stored")
+    __slots__ = (
+        "_broken",
+        "_lock",
+        "_working",
+        "backing",
+        "failed",
+        "mapped",
+        "numbers",
+        "parked",
+        "physical",
+        "stored",
+    )
 
     def __init__(self, reservation: Reservation, physical: PhysicalPages) -> None:
         super().__init__(reservation, 0, reservation.nbytes, {physical.device.location: MemAccess.READWRITE})
@@ -45,8 +56,10 @@ class Places(MappedBytes):
         """Contents of the places that are swapped out."""
         self.numbers: npt.NDArray[np.int64] = np.full(count, -1, np.int64)
         """Number of the page that is committed at each place, or -1."""
-        self.broken: set[int] = set()
-        """Places that may not have the page, or the permission, that they should."""
+        self._broken: set[int] = set()
+        """Places that may not have the page, or the permission, that they should; empty outside of :meth:`locked`."""
+        self.failed: bool = False
+        """True if a call and its undo have failed, and left such places."""
         self._lock = threading.RLock()
         self._working = False
 
@@ -73,8 +86,9 @@ class Places(MappedBytes):
                 raise ClosedError("the space was closed")
             self._working = True
             try:
-                if self.broken and not closing:
-                    self._put({place: self.backing[place] or self.physical.zero for place in self.broken})
+                if self._broken and not closing:
+                    self.put({place: self.backing[place] or self.physical.zero for place in self._broken})
+                    self.failed = False
                 yield
             finally:
                 self._working = False
@@ -89,25 +103,45 @@ class Places(MappedBytes):
             if free:
                 self._lock.release()
 
-    def remap(self, pages: Mapping[int, Page]) -> None:
-        """Map these pages at these places instead of what is there: all of them, or none.
+    def exchange(self, pages: Mapping[int, Page]) -> None:
+        """Map these pages at these places, and commit the places; places that get :attr:`zero` hold no page then.
 
+        It is made for all places, or for none. The pages have a user for each place, which is dropped after an error.
         Each run of adjacent places takes one ``cuMemUnmap``, a ``cuMemMap`` for each page and one ``cuMemSetAccess``.
         If the undo fails too, the next call tries again, and no page is lost.
         """
-        before = {place: self.mapped[place] for place in pages}
+        zero, drop = self.physical.zero, self.physical.drop
+        before = [page for page in (self.backing[place] for place in pages) if page is not None]
+        done: set[int] = set()
         try:
-            self._put(pages)
+            self.put(pages)
+            with self.physical.lock:
+                for place, page in pages.items():
+                    self.backing[place] = None if page is zero else page
+                    done.add(place)
+                self._commit(pages)
         except BaseException as first:
-            wrong = {place for place in pages if place in self.broken or self.mapped[place] is not before[place]}
-            self.broken |= wrong
-            try:
-                self._put({place: self.backing[place] or self.physical.zero for place in wrong})
-            except Exception as later:
-                attach(first, later)
+            self._repair(pages, first)
+            drop([page for place, page in pages.items() if page is not zero and place not in done])
             raise
+        drop(before)
 
-    def _put(self, pages: Mapping[int, Page]) -> None:
+    def _repair(self, places: Iterable[int], first: BaseException) -> None:
+        """Map what these places should have, after an error."""
+        wanted = {place: self.backing[place] or self.physical.zero for place in {*places, *self._broken}}
+        wrong = {
+            place: page for place, page in wanted.items() if place in self._broken or self.mapped[place] is not page
+        }
+        self._broken |= set(wrong)
+        self.failed = True
+        try:
+            self.put(wrong)
+            self.failed = False
+        except Exception as later:
+            attach(first, later)
+
+    def put(self, pages: Mapping[int, Page]) -> None:
+        """Map pages at places, without undo."""
         for run in runs(sorted(pages), pages, self.physical.zero):
             self._put_run(run, [pages[place] for place in run])
 
@@ -115,12 +149,12 @@ class Places(MappedBytes):
         physical, mapped, session = self.physical, self.mapped, self.physical.session
         size, start = physical.size, int(self.reservation.raw) + run.start * physical.size
         nbytes = len(run) * size
-        whole = set(run) - self.broken
-        self.broken |= whole
+        whole = set(run) - self._broken
+        self._broken |= whole
         if any(mapped[run.start : run.stop]):
             result = session.cuMemUnmap(start, nbytes)[0]
             if result:
-                self.broken -= whole
+                self._broken -= whole
                 raise error_from(result, "cuMemUnmap")
         mapped[run.start : run.stop] = [None] * len(run)
         at = start
@@ -136,20 +170,7 @@ class Places(MappedBytes):
         result = session.cuMemSetAccess(start, nbytes, structs, len(structs))[0]
         if result:
             raise error_from(result, "cuMemSetAccess")
-        self.broken.difference_update(run)
-
-    def exchange(self, pages: Mapping[int, Page]) -> None:
-        """Map pages, which have a user for each place, and commit the places: all of them, or none.
-
-        Pages that the places held before have one user less.
-        """
-        self.remap(pages)
-        with self.physical.lock:
-            before = [page for page in (self.backing[place] for place in pages) if page is not None]
-            for place, page in pages.items():
-                self.backing[place] = page
-            self._commit(pages)
-        self.physical.drop(before)
+        self._broken.difference_update(run)
 
     def park(self, places: Sequence[int], parking: Parking) -> None:
         """Release committed places as soon as the work of ``parking`` has completed."""
@@ -172,13 +193,7 @@ class Places(MappedBytes):
 
     def retire(self, places: Collection[int]) -> None:
         """Map zeros at places that hold a page, and count one user less of each page: of all, or of none."""
-        self.remap(dict.fromkeys(places, self.physical.zero))
-        with self.physical.lock:
-            before = [page for page in (self.backing[place] for place in places) if page is not None]
-            for place in places:
-                self.backing[place] = None
-            self._commit(places)
-        self.physical.drop(before)
+        self.exchange(dict.fromkeys(places, self.physical.zero))
 
     def parkings(self, places: Collection[int]) -> set[Parking]:
         """Return what these places are parked for."""

@@ -36,6 +36,9 @@ from streamalloc.vmm.virtual_buffer import copying_stream
 Pages: TypeAlias = "int | range | Iterable[int] | npt.NDArray[np.integer[Any]]"
 """Index of a page, a range of indices, or an array of indices."""
 
+_BATCH = 64
+"""Pages that are mapped before their contents are copied."""
+
 
 class PageSpace(Memory, Closes):
     """A range of addresses with memory at the pages that are committed; made by :meth:`PageArena.space`.
@@ -81,7 +84,7 @@ class PageSpace(Memory, Closes):
         self._places = Places(node, physical)
         node.add(self._places)
         with undoing(lambda: self.close(after=())):
-            self._places.remap(dict.fromkeys(range(self.page_count), physical.zero))
+            self._places.put(dict.fromkeys(range(self.page_count), physical.zero))
 
     @property
     def page_size(self) -> int:
@@ -105,6 +108,7 @@ class PageSpace(Memory, Closes):
 
         Pages that share memory have the same number. Numbers begin at 0 and are reused.
         """
+        self._check_open()
         with self._physical.lock:
             found: npt.NDArray[np.int64] = self._places.numbers.copy()
             return found
@@ -151,12 +155,8 @@ class PageSpace(Memory, Closes):
         chosen = self._unique(pages)
         with self._changing(chosen, after):
             self._check_here(chosen)
-            self._commit([place for place in chosen if self._places.numbers[place] < 0])
-
-    def _commit(self, chosen: Sequence[int]) -> None:
-        taken = self._physical.take(len(chosen))
-        with undoing(lambda: self._physical.drop(taken)):
-            self._places.exchange(dict(zip(chosen, taken, strict=True)))
+            new = [place for place in chosen if self._places.numbers[place] < 0]
+            self._places.exchange(dict(zip(new, self._physical.take(len(new)), strict=True)))
 
     def release(self, pages: Pages, after: After = None) -> None:
         """Return the memory of pages to the arena; they read as zeros then.
@@ -239,8 +239,7 @@ class PageSpace(Memory, Closes):
                 if taken:
                     raise ValueError(f"page {taken[0]} of {self!r} is committed: release it before it shares memory")
                 physical.hold(wanted.values())
-            with undoing(lambda: physical.drop(wanted.values())):
-                places.exchange(wanted)
+            places.exchange(wanted)
 
     def make_private(self, pages: Pages, stream: StreamLike | None = None, after: After = ()) -> int:
         """Give each of these pages that shares memory a copy of its own; return the number of copies.
@@ -279,8 +278,9 @@ class PageSpace(Memory, Closes):
                 # Another thread may have released a page meanwhile.
                 still = [place for place, page in old.items() if places.numbers[place] == page.number]
                 new = dict(zip(old, unused, strict=True))
-                places.exchange({place: new.pop(place) for place in still})
+                mine = {place: new.pop(place) for place in still}
                 unused = [*new.values()]
+                places.exchange(mine)
         finally:
             physical.drop(unused)
             physical.drop(old.values())
@@ -379,10 +379,21 @@ class PageSpace(Memory, Closes):
             one.check()
         with self._changing(chosen, after):
             stored = {place: places.stored[place] for place in chosen if place in places.stored}
-            self._commit([*stored])
-            with undoing(lambda: self._park([*stored], ordered)), copying(ordered) as copies:
-                for place, one in stored.items():
-                    one.load(self._page(place), copies)
+            left = dict(zip(stored, self._physical.take(len(stored)), strict=True))
+            done: list[int] = []
+
+            def undo() -> None:
+                self._physical.drop(left.values())
+                self._park(done, ordered)
+
+            with undoing(undo), copying(ordered) as copies:
+                while left:
+                    # The copies of a batch run while the next one is mapped, which takes as long.
+                    batch = {place: left.pop(place) for place in [*left][:_BATCH]}
+                    places.exchange(batch)
+                    done += batch
+                    for place in batch:
+                        stored[place].load(self._page(place), copies)
             for place in stored:
                 del places.stored[place]
         for one in stored.values():
@@ -519,7 +530,7 @@ class PageSpace(Memory, Closes):
 
     def _check_usable(self) -> None:
         self._check_open()
-        if self._places.broken:
+        if self._places.failed:
             # The driver takes addresses without a mapping for the host's.
             why = "a call has failed, and its undo too: the next commit or release maps them again"
             raise EvictedError(f"pages of {self!r} are not mapped: {why}")

@@ -16,7 +16,7 @@ from tests.vmm.pages.conftest import PAGES
 from tests.vmm.pages.support import fill
 from tests.vmm.support import PAGE
 
-CLASSES: list[type] = [vmm.PageArena, vmm.PageSpace, vmm.HostTier]
+CLASSES: list[type] = [vmm.PageArena, vmm.PageSpace, vmm.HostTier, vmm.PageTable]
 
 
 class Paged(Faults):
@@ -33,7 +33,14 @@ class Paged(Faults):
         fill(self.space, [2, 4, 5, 6])
         self.space.swap_out(6, self.tier)
         self.stream.synchronize()
-        self.things = {vmm.PageArena: self.arena, vmm.PageSpace: self.space, vmm.HostTier: self.tier, object: None}
+        self.table = keep(vmm.PageTable(self.space))
+        self.things = {
+            vmm.PageArena: self.arena,
+            vmm.PageSpace: self.space,
+            vmm.HostTier: self.tier,
+            vmm.PageTable: self.table,
+            object: None,
+        }
 
     def shape(self) -> dict[str, Any]:
         space = self.space
@@ -93,6 +100,8 @@ PAGE_ACTS: dict[str, Callable[[Any, Any], Any]] = {
     "PageSpace.shared": lambda world, one: one.shared([0, 2]),
     "PageSpace.swap_in": lambda world, one: one.swap_in(range(PAGES)),
     "PageSpace.swap_out": _swapped,
+    "PageTable.close": lambda world, one: one.close(),
+    "PageTable.update": lambda world, one: (world.space.commit([8, 9]), one.update()),
     "HostTier.close": lambda world, one: one.close(),
     "HostTier.save": lambda world, one: None,  # with swap_out
     "HostTier.settle": lambda world, one: None,  # with swap_out
@@ -101,6 +110,7 @@ PAGE_ACTS: dict[str, Callable[[Any, Any], Any]] = {
 MAKERS: dict[str, Callable[[Any], Any]] = {
     "PageArena": lambda world: vmm.PageArena(world.device),
     "PageSpace": _space,
+    "PageTable": lambda world: vmm.PageTable(world.space, "int32"),
     "HostTier": lambda world: vmm.HostTier(world.device),
 }
 
@@ -108,4 +118,4 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.simulated_only("calls that fail are the same on any driver")
 @pytest.mark.parametrize(("kind", "act"), [*members(CLASSES, PAGE_ACTS, inherited=False), *makers(MAKERS)])
 def test_each_call_fails_in_turn(machine: Any, kind: type, act: Any) -> None:
-    fails_in_turn(lambda: Paged(machine), kind, act, most=10)
+    fails_in_turn(lambda: Paged(machine), kind, act, most=6)

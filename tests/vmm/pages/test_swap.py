@@ -1,0 +1,197 @@
+"""Pages that are swapped out to host memory."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import streamalloc as sa
+import streamalloc.driver as sd
+from streamalloc import vmm
+from streamalloc.testing import Faults, Gate
+from tests.support import pending
+from tests.vmm.pages.conftest import PAGES
+from tests.vmm.pages.support import fill, opening, page, values
+from tests.vmm.support import PAGE, each
+
+
+@pytest.fixture
+def tier(device: sa.Device) -> Iterator[vmm.HostTier]:
+    with vmm.HostTier(device) as tier:
+        yield tier
+
+
+def test_contents_return(space: vmm.PageSpace, arena: vmm.PageArena, tier: vmm.HostTier) -> None:
+    space.commit(range(6))
+    fill(space, range(6))
+    assert space.swap_out([1, 2, 4, 9], tier) == 3
+    assert space.committed.tolist() == [0, 3, 5]
+    space.stream.synchronize()
+    assert arena.statistics() == (6, 3, 0) and tier.used == 3 * PAGE
+    assert values(space)[:6] == [1, 0, 0, 4, 0, 6]
+    space.commit(range(9, 12))
+    fill(space, range(9, 12), 100)
+    assert space.swap_in([1, 4, 7]) == 2
+    assert values(space)[:6] == [1, 2, 0, 4, 5, 6]
+    assert space.swap_in(range(PAGES)) == 1
+    assert values(space)[:12] == [1, 2, 3, 4, 5, 6, 0, 0, 0, 109, 110, 111]
+    assert tier.used == 0
+
+
+def test_neither_way_makes_the_host_wait(space: vmm.PageSpace, tier: vmm.HostTier, gate: Gate) -> None:
+    space.commit([1, 2])
+    gate.hold(space.stream)
+    fill(space, [1, 2])
+    space.swap_out([1, 2], tier)
+    assert pending(space.stream) and space.parked == 2
+    gate.open()
+    space.stream.synchronize()
+    gate.hold(space.stream)
+    space.swap_in([1, 2])
+    assert pending(space.stream)
+    gate.open()
+    assert values(space)[1:3] == [2, 3]
+
+
+def test_back_on_another_stream(space: vmm.PageSpace, device: sa.Device, tier: vmm.HostTier, gate: Gate) -> None:
+    space.commit(1)
+    gate.hold(space.stream)
+    page(space, 1).fill(7)
+    space.swap_out(1, tier)
+    with device.create_stream() as other:
+        with opening(gate):
+            space.swap_in(1, other)
+        other.synchronize()
+        assert values(space)[1] == 7
+
+
+def test_of_shared_pages(space: vmm.PageSpace, arena: vmm.PageArena, tier: vmm.HostTier) -> None:
+    space.commit(0)
+    page(space, 0).fill(4)
+    space.alias(1, space, 0)
+    space.swap_out(1, tier)
+    page(space, 0).fill(5)
+    space.swap_in(1)
+    assert values(space)[:2] == [5, 4] and not space.shared([0, 1]).any()
+
+
+def test_what_is_swapped_out_is_not_committed_over(space: vmm.PageSpace, tier: vmm.HostTier) -> None:
+    space.commit([0, 1])
+    fill(space, [0, 1])
+    space.swap_out(1, tier)
+    for use in each(lambda: space.commit([1, 2]), lambda: space.alias([2, 1], space, [0, 0])):
+        with pytest.raises(sa.EvictedError, match=r"page 1 .*swapped out"):
+            use()
+        assert space.committed.tolist() == [0]
+    space.release([1])
+    assert tier.used == 0
+    space.commit([1, 2])
+    space.swap_out(1, tier)
+    with pytest.raises(ValueError, match="is not committed"):
+        space.alias(4, space, 1)
+
+
+def test_changed_contents_are_found(space: vmm.PageSpace, device: sa.Device) -> None:
+    with vmm.HostTier(device, check=True) as tier:
+        space.commit([0, 1])
+        fill(space, [0, 1])
+        space.swap_out([0, 1], tier)
+        data = space._places.stored[1]._saved.memory.as_array()
+        data[77] += 1
+        with pytest.raises(ValueError, match="checksum differs"):
+            space.swap_in([0, 1])
+        assert space.committed.size == 0
+        data[77] -= 1
+        assert space.swap_in([0, 1]) == 2 and values(space)[:2] == [1, 2]
+
+
+def test_no_room(device: sa.Device, space: vmm.PageSpace, arena: vmm.PageArena) -> None:
+    with vmm.HostTier(device, limit=32 << 20) as tier:
+        space.commit(range(PAGES))
+        fill(space, range(PAGES))
+        with arena.space(4 * PAGE, stream=space.stream) as other:
+            other.commit(range(4))
+            fill(other, range(4))
+            other.swap_out(range(2), tier)
+            with pytest.raises(sa.OutOfMemoryError):
+                space.swap_out(range(PAGES), tier)
+            assert values(space) == list(range(1, PAGES + 1))
+            assert other.swap_in(range(2)) == 2
+    with pytest.raises(sa.ClosedError):
+        space.swap_out(0, tier)
+
+
+def test_no_memory_to_return_to(device: sa.Device, stream: sa.Stream, tier: vmm.HostTier) -> None:
+    with vmm.PageArena(device, limit=2 * PAGE) as arena, arena.space(4 * PAGE, stream=stream) as space:
+        space.commit([0, 1])
+        fill(space, [0, 1])
+        space.swap_out([0, 1], tier)
+        stream.synchronize()
+        space.commit([2])
+        with pytest.raises(sa.OutOfMemoryError):
+            space.swap_in([0, 1])
+        space.release(2, after=())
+        assert space.swap_in([0, 1]) == 2 and values(space) == [1, 2, 0, 0]
+
+
+@pytest.mark.parametrize("how", ["close", "drop"])
+def test_a_space_ends_with_its_contents(arena: vmm.PageArena, tier: vmm.HostTier, how: str) -> None:
+    space = arena.space(4 * PAGE)
+    space.commit(range(3))
+    space.swap_out(range(2), tier)
+    if how == "close":
+        space.close()
+    del space
+    gc.collect()
+    arena.device.synchronize()
+    assert arena.statistics() == (3, 3, 0) and tier.used == 0
+
+
+def test_what_is_refused(space: vmm.PageSpace, device: sa.Device, tier: vmm.HostTier) -> None:
+    space.commit(0)
+    with pytest.raises(TypeError, match="tier must be a HostTier"):
+        space.swap_out(0, "disk")  # type: ignore[arg-type]
+    with vmm.HostTier(sa.Device(0, driver=sd.simulated())) as other, pytest.raises(TypeError, match="HostTier of"):
+        space.swap_out(0, other)
+    with space.stream.capture() as graph, pytest.raises(sa.CaptureError):
+        space.swap_out(0, tier)
+    graph.close()
+    assert space.committed.tolist() == [0]
+
+
+def test_trim(machine: object, device: sa.Device, space: vmm.PageSpace, tier: vmm.HostTier) -> None:
+    space.commit(0)
+    space.swap_out(0, tier)
+    space.swap_in(0)
+    space.stream.synchronize()
+    assert tier._pool.statistics().reserved > 0
+    tier.trim()
+    assert tier._pool.statistics().reserved == 0
+
+
+@pytest.mark.simulated_only("calls that fail are the same on any driver")
+def test_a_fault_after_some_batches_changes_nothing(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamalloc.vmm.pages.space._BATCH", 2)
+    faults = Faults(machine)
+    device = sa.Device(0, driver=faults)
+    with (
+        device.create_stream() as stream,
+        vmm.PageArena(device) as arena,
+        arena.space(PAGES * PAGE, stream=stream) as space,
+        vmm.HostTier(device) as tier,
+    ):
+        space.commit(range(8))
+        fill(space, range(8))
+        space.swap_out(range(8), tier)
+        stream.synchronize()
+        faults.fail("cuMemSetAccess", 3, result="CUDA_ERROR_UNKNOWN")
+        with pytest.raises(sa.CudaError):
+            space.swap_in(range(8))
+        assert faults.failed == ["cuMemSetAccess"] and space.committed.size == 0
+        stream.synchronize()
+        assert arena.statistics() == (8, 8, 0) and values(space) == [0] * PAGES
+        assert space.swap_in(range(8)) == 8
+        assert values(space)[:8] == list(range(1, 9)) and tier.used == 0
