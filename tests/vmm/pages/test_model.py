@@ -56,7 +56,10 @@ class Model:
                     cells[page] = [0]
                     self.fill(side, page)
         elif act == "release":
-            space.release(pages, after=self.random.choice([None, (), space.stream]))
+            after = self.random.choice([None, (), space.stream])
+            if after == ():
+                space.stream.synchronize()
+            space.release(pages, after=after)
             for page in pages:
                 cells[page] = None
                 stored.pop(page, None)
