@@ -9,6 +9,7 @@ are never made: PyTorch 2.x frees such an object without clearing them, and the 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Hashable
@@ -138,6 +139,28 @@ def kept_streams(session: Session) -> list[Any]:
     """All streams that are kept for streams of libraries."""
     entries = [entry for _, streams, _ in [*session.library_streams.values()] for entry in [*streams.values()]]
     return [entry[0] if isinstance(entry, tuple) else entry for entry in entries]
+
+
+# Packages whose streams live as long as their object, or have another handle once they were closed.
+_OWNERS = ("cuda", "cupy", "numba", "numba_cuda", "torch")
+
+
+def owned_streams(session: Session) -> list[Any]:
+    """The streams that are kept for objects which own their stream.
+
+    Other objects only name a stream (``ExternalStream`` of CuPy, classes with ``__cuda_stream__``). Their stream may
+    have been destroyed, and a call with its handle would crash the process.
+    """
+    found = []
+    for kind, (read, streams, _) in [*session.library_streams.items()]:
+        if kind.__module__.partition(".")[0] not in _OWNERS or kind.__name__ == "ExternalStream":
+            continue
+        for key, entry in [*streams.items()]:
+            with contextlib.suppress(Exception):  # a closed object may refuse to name its handle
+                owner = entry[1]() if isinstance(entry, tuple) else None
+                if owner is not None and not getattr(owner, "external", False) and read(owner) == key:
+                    found.append(entry[0])
+    return found
 
 
 def keep_stream(stream: Any, number: int, found: Any, session: Session) -> None:

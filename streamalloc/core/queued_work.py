@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from streamalloc.core.deferred import Deferred, deferred_queue
 from streamalloc.core.errors import CaptureError, ClosedError, InvalidContextError, InvalidHandleError, refused
-from streamalloc.core.library_streams import kept_streams
+from streamalloc.core.library_streams import owned_streams
 from streamalloc.core.session import PerDriver, Session
 from streamalloc.core.stream import LEGACY, PER_THREAD, Kind, Stream, _ended, _made_here, _passed
 from streamalloc.core.stream_resolution import _default_streams, default_stream
@@ -27,9 +27,10 @@ class QueuedWork:
     """The work that streams have queued up to now: the given ones, or all that this library knows ``without`` some.
 
     Those are the streams of :meth:`Device.create_stream`, also closed and dropped ones, the default streams that were
-    used, and streams of other libraries as long as they are kept (:func:`kept_stream`). No call names a context or the
-    legacy stream, as that would invalidate captures that other code has begun. A stream that is being captured is
-    recorded once its capture has ended. Of the per-thread default streams, only that of the own thread is recorded.
+    used, and streams of CuPy, cuda.core, Numba and PyTorch while their objects live (:func:`owned_streams`). No call
+    names a context or the legacy stream, as that would invalidate captures that other code has begun. A stream that is
+    being captured is recorded once its capture has ended. Of the per-thread default streams, only that of the own
+    thread is recorded.
     """
 
     __slots__ = ("_asking", "_events", "_session", "_streams", "began")
@@ -41,7 +42,11 @@ class QueuedWork:
         self._session = session
         self._asking = threading.RLock()
         self.began = moment()
-        known = streams or (*_members(_made_here(session)), *_default_streams(session).values(), *kept_streams(session))
+        known = streams or (
+            *_members(_made_here(session)),
+            *_default_streams(session).values(),
+            *owned_streams(session),
+        )
         self._streams = [stream for stream in dict.fromkeys(known) if stream not in without]
         """Streams that are not recorded yet."""
         # After the streams: one that is dropped meanwhile is among them, or has left its end here.

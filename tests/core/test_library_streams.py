@@ -16,7 +16,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc.core.allocator import Allocator
 from streamalloc.core.buffer import PlainBuffer
-from streamalloc.core.library_streams import kept_stream
+from streamalloc.core.library_streams import kept_stream, owned_streams
 from streamalloc.core.session import session_of
 from streamalloc.driver.bindings import cuda
 from tests.interleaving import interleaved
@@ -411,3 +411,20 @@ def test_a_named_stream_says_its_name(device: sa.Device, pool: sa.MemoryPool) ->
     assert device.default_stream.name == ""
     with pytest.raises(TypeError, match="name must be a string"):
         device.create_stream(name=3)  # type: ignore[arg-type]
+
+
+class CuPyStream(CuPy):
+    """CuPy's own type, by its name: its stream is destroyed with the object."""
+
+
+CuPyStream.__module__, CuPyStream.__qualname__ = "cupy.cuda.stream", "Stream"
+
+
+def test_work_of_streams_that_may_be_destroyed_is_not_recorded(scene: Scene) -> None:
+    """A call with the handle of a destroyed stream crashes the process on hardware."""
+    owned, naming, closed = CuPyStream(scene.theirs.handle), CuPy(scene.theirs.handle), CuPyStream(scene.own.handle)
+    for stream in (owned, naming, closed):
+        scene.pool.allocate(64, stream).free()
+    closed.ptr = 0  # as after a close of the library
+    found = owned_streams(session_of(scene.device))
+    assert found == [kept_stream(owned, session_of(scene.device))]
