@@ -17,7 +17,7 @@ import streamalloc.driver as sd
 from streamalloc.core.allocator import Allocator
 from streamalloc.core.buffer import PlainBuffer
 from streamalloc.core.library_streams import kept_stream, owned_streams
-from streamalloc.core.session import session_of
+from streamalloc.core.session import Session, session_of
 from streamalloc.driver.bindings import cuda
 from tests.interleaving import interleaved
 from tests.support import end_what_was_dropped, holds, names
@@ -68,6 +68,13 @@ class Scene(NamedTuple):
     theirs: sa.Stream
     """The stream of a library, by its handle."""
     pool: sa.MemoryPool
+
+
+@pytest.fixture(autouse=True)
+def streams_of_pytorch_stay(machine: Any) -> Iterator[None]:
+    """The stand-ins do not: their streams end with the test, so the session must not keep them."""
+    yield
+    Session.of(machine).library_streams.clear()
 
 
 @pytest.fixture
