@@ -141,19 +141,15 @@ def kept_streams(session: Session) -> list[Any]:
     return [entry[0] if isinstance(entry, tuple) else entry for entry in entries]
 
 
-# Packages whose streams live as long as their object, or have another handle once they were closed.
-_OWNERS = ("cuda", "cupy", "numba", "numba_cuda", "torch")
-
-
 def owned_streams(session: Session) -> list[Any]:
-    """The streams that are kept for objects which own their stream.
+    """The streams that are kept for objects which have not closed their stream.
 
-    Other objects only name a stream (``ExternalStream`` of CuPy, classes with ``__cuda_stream__``). Their stream may
-    have been destroyed, and a call with its handle would crash the process.
+    ``ExternalStream`` of CuPy and external streams of Numba are left out. They only name a stream that other code may
+    have destroyed, and a call with its handle would crash the process.
     """
     found = []
     for kind, (read, streams, _) in [*session.library_streams.items()]:
-        if kind.__module__.partition(".")[0] not in _OWNERS or kind.__name__ == "ExternalStream":
+        if kind.__name__ == "ExternalStream":
             continue
         for key, entry in [*streams.items()]:
             with contextlib.suppress(Exception):  # a closed object may refuse to name its handle

@@ -27,10 +27,9 @@ class QueuedWork:
     """The work that streams have queued up to now: the given ones, or all that this library knows ``without`` some.
 
     Those are the streams of :meth:`Device.create_stream`, also closed and dropped ones, the default streams that were
-    used, and streams of CuPy, cuda.core, Numba and PyTorch while their objects live (:func:`owned_streams`). No call
-    names a context or the legacy stream, as that would invalidate captures that other code has begun. A stream that is
-    being captured is recorded once its capture has ended. Of the per-thread default streams, only that of the own
-    thread is recorded.
+    used, and streams of other libraries while their objects live (:func:`owned_streams`). No call names a context or
+    the legacy stream, as that would invalidate captures that other code has begun. A stream that is being captured is
+    recorded once its capture has ended. Of the per-thread default streams, only that of the own thread is recorded.
     """
 
     __slots__ = ("_asking", "_events", "_session", "_streams", "began")

@@ -420,16 +420,16 @@ def test_a_named_stream_says_its_name(device: sa.Device, pool: sa.MemoryPool) ->
         device.create_stream(name=3)  # type: ignore[arg-type]
 
 
-class CuPyStream(CuPy):
-    """CuPy's own type, by its name: its stream is destroyed with the object."""
+class NamingStream(CuPy):
+    """CuPy's own type, by its name, for the stream of other code."""
 
 
-CuPyStream.__module__, CuPyStream.__qualname__ = "cupy.cuda.stream", "Stream"
+NamingStream.__qualname__ = NamingStream.__name__ = "ExternalStream"
 
 
 def test_work_of_streams_that_may_be_destroyed_is_not_recorded(scene: Scene) -> None:
     """A call with the handle of a destroyed stream crashes the process on hardware."""
-    owned, naming, closed = CuPyStream(scene.theirs.handle), CuPy(scene.theirs.handle), CuPyStream(scene.own.handle)
+    owned, naming, closed = CuPy(scene.theirs.handle), NamingStream(scene.theirs.handle), CuPy(scene.own.handle)
     for stream in (owned, naming, closed):
         scene.pool.allocate(64, stream).free()
     closed.ptr = 0  # as after a close of the library

@@ -11,7 +11,7 @@ from typing import Any
 
 from streamalloc.core.allocation_properties import MemAllocationProp
 from streamalloc.core.errors import AddressSpaceError, ClosedError, size_text, undoing
-from streamalloc.core.internal import Device, Fd, Stream, StreamLike, TypedView, as_stream, session_of
+from streamalloc.core.internal import Device, Fd, Stream, StreamLike, TypedView, as_stream, session_of, work
 from streamalloc.core.properties import MemAccess
 from streamalloc.core.resource import Closes, close_all
 from streamalloc.core.session import Session
@@ -393,7 +393,13 @@ def changed(key: str, epoch: int, expected: Layout | str, found: Layout) -> Layo
 def _reserved(opened: OpenEpoch, at: int | bool | None) -> AddressRange:
     """Reserve the writer's addresses, or those that were asked for; without a demand, any."""
     wanted = opened.address if at is None or at is True else int(at)
-    reserved = AddressRange(max(opened.nbytes, _LEAST_RANGE), address=wanted, driver=opened.device.driver)
+    nbytes, driver = max(opened.nbytes, _LEAST_RANGE), opened.device.driver
+    reserved = AddressRange(nbytes, address=wanted, driver=driver)
+    if not reserved.honoured:
+        # Ranges of this process that were closed before their work was done end at points of work.
+        reserved.close()
+        work(session_of(opened.device))
+        reserved = AddressRange(nbytes, address=wanted, driver=driver)
     if reserved.honoured or at is None:
         return reserved
     address = reserved.address

@@ -16,4 +16,6 @@ def write(store: ipc.Store, key: str, value: int, *, nbytes: int = NBYTES, **opt
     with store.write(key, **options) as weights:
         view = weights.allocate("all", nbytes, np.uint8)
         view.fill(value)
-        return int(view.address)
+        address = int(view.address)
+    weights.device.synchronize()  # the writer's addresses are free once its work is done
+    return address

@@ -83,7 +83,7 @@ def a_value_is_freed_while_a_stream_waits_for_it(b: Bench, right: bool) -> None:
     b.raw("cuMemFreeHost", word)
 
 
-@hazard("unmap while in use")
+@hazard("unmap while in use", simulated="the write of hardware may fault, which ends the context")
 def a_value_is_unmapped_while_a_stream_writes_it(b: Bench, right: bool) -> None:
     addresses, memory = b.keep(vmm.AddressRange(PAGE, driver=b.driver)), b.keep(vmm.PhysicalMemory(b.device, PAGE))
     mapping = addresses.map(memory, 0, access=b.device)
@@ -93,7 +93,7 @@ def a_value_is_unmapped_while_a_stream_writes_it(b: Bench, right: bool) -> None:
     mapping.close(after=())
 
 
-@hazard("race")
+@hazard("race", simulated="hardware crashes at host memory in its own address range")
 def host_memory_at_the_addresses_of_a_mapping(b: Bench, right: bool) -> None:
     """The host memory is right; that a copy from it is followed shows by what the copy writes."""
     addresses = int(b.raw("cuMemAddressReserve", PAGE, 0, 0, 0))
