@@ -254,10 +254,7 @@ def stripe(
     stream: StreamLike | None = None,
     recyclers: Sequence[MemoryRecycler] | None = None,
 ) -> StripedBuffer:
-    """Make one contiguous buffer with equal shares on several devices, which all have access to all of it. ::
-
-        with vmm.stripe([Device(0), Device(1)], 1 << 30) as buffer:
-            buffer.fill(0, stream)         # fills 512 MiB on each device
+    """Make one contiguous buffer with equal shares on several devices, which all have access to all of it.
 
     Parameters
     ----------
@@ -283,6 +280,11 @@ def stripe(
         Two of the devices have no peer access.
     OutOfMemoryError, AddressSpaceError
         A device has not enough memory, or the process has no addresses left. Everything is released.
+
+    Examples
+    --------
+    >>> with vmm.stripe([Device(0), Device(1)], 1 << 30) as buffer:
+    ...     buffer.fill(0, stream)  # 512 MiB on each device
     """
     devices, nbytes = device_first("stripe", devices, nbytes)
     devices = tuple(devices)
