@@ -172,12 +172,13 @@ class Buffer(Memory, Closes):
             if handle is None:
                 kept = self._stream
                 current = kept._session.cuCtxGetCurrent
-                if kept._current is None or current() != kept._current:
+                if kept._current is None or current() != kept._current or self._ptr is not ptr:
                     return self._free_slowly(stream, still_imported, timeout)
                 handle = kept._raw
         else:
             handle = queue_handle(stream, self._allocator._session)
-            if handle is None:
+            # Another thread may have freed it during the calls.
+            if handle is None or self._ptr is not ptr:
                 return self._free_slowly(stream, still_imported, timeout)
         # Taken first, so that two threads do not both free the memory.
         self._ptr = None
@@ -225,6 +226,8 @@ class Buffer(Memory, Closes):
         with ordered._context():
             ptr = self._ptr
             self._ptr = None
+            if ptr is None:  # another thread has freed it meanwhile
+                raise ClosedError(f"this buffer of {size_text(self._nbytes)} was freed already")
             try:
                 result = self._allocator._free(ptr, ordered._raw)[0]
             except NOT_CALLED:

@@ -435,3 +435,31 @@ def test_work_of_streams_that_may_be_destroyed_is_not_recorded(scene: Scene) -> 
     closed.ptr = 0  # as after a close of the library
     found = owned_streams(session_of(scene.device))
     assert found == [kept_stream(owned, session_of(scene.device))]
+
+
+@pytest.mark.parametrize("kind", ["default", "CuPy, null"])
+@pytest.mark.parametrize("named", [False, True])
+def test_two_threads_that_free_one_buffer(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, kind: str, named: bool
+) -> None:
+    """The second one frees it during a driver call of the first: one of them gets an error."""
+    stream, session = stream_of(scene, kind), session_of(scene.device)
+    buffer = scene.pool.allocate(64, stream)
+    arguments = (stream,) if named else ()
+    current = session.cuCtxGetCurrent
+    others: list[threading.Thread] = []
+
+    def meanwhile() -> Any:
+        if not others:
+            others.append(threading.Thread(target=lambda: buffer.free(scene.own)))
+            others[0].start()
+            others[0].join()
+        return current()
+
+    scene.device.synchronize()
+    before = names(scene.driver).count(FREE)
+    monkeypatch.setattr(session, "cuCtxGetCurrent", meanwhile)
+    with pytest.raises(sa.ClosedError):
+        buffer.free(*arguments)
+    monkeypatch.undo()
+    assert others and names(scene.driver).count(FREE) == before + 1
