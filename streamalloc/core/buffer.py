@@ -206,7 +206,7 @@ class Buffer(Memory, Closes):
         if still_imported not in _POLICIES:
             raise ValueError(f"still_imported={still_imported!r}: allowed are {', '.join(map(repr, _POLICIES))}")
         if self.freed:
-            raise ClosedError(f"this buffer of {size_text(self._nbytes)} was freed already")
+            raise _freed_already(self)
         self._allocator._session.check_process()
         ordered = self._ordered_on(stream)
         ordered._checked_raw()
@@ -227,7 +227,7 @@ class Buffer(Memory, Closes):
             ptr = self._ptr
             self._ptr = None
             if ptr is None:  # another thread has freed it meanwhile
-                raise ClosedError(f"this buffer of {size_text(self._nbytes)} was freed already")
+                raise _freed_already(self)
             try:
                 result = self._allocator._free(ptr, ordered._raw)[0]
             except NOT_CALLED:
@@ -438,11 +438,15 @@ def set_shared(buffer: Buffer, state: SharedState) -> None:
     buffer._ptr = None
 
 
+def _freed_already(buffer: Buffer) -> ClosedError:
+    return ClosedError(f"this buffer of {size_text(buffer._nbytes)} was freed already")
+
+
 def free_shared(buffer: Buffer, stream: Stream, handle: Any) -> None:
     """Free a shared buffer's memory on a stream, by that and its ``CUstream``; where that fails it stays shared."""
     shared = buffer._shared
     if shared is None:
-        raise ClosedError(f"this buffer of {size_text(buffer._nbytes)} was freed already")
+        raise _freed_already(buffer)
     # Taken first, so that two threads do not both free the memory.
     buffer._shared = None
     try:

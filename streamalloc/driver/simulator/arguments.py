@@ -181,7 +181,7 @@ BY_NAME = {
 
 
 def kind(name: str, annotation: str) -> tuple[Convert | None, Find | None]:
-    """How a parameter that is annotated so is converted before the call, and found or checked in the call."""
+    """Conversion of a parameter with this annotation before the call, and its look-up or check in the call."""
     if annotation.startswith("cuda."):
         cls = getattr(cuda, annotation.removeprefix("cuda."), None)
         check_argument = number if isinstance(cls, type) and issubclass(cls, int) else struct

@@ -33,7 +33,7 @@ class Holder:
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.epoch: Epoch | None = None
-        """What it writes, has written, or reads."""
+        """Epoch that it writes, has written, or reads."""
 
 
 class Epoch:
@@ -123,7 +123,7 @@ class Entry:
 
 
 class Holdings:
-    """What one store holds.
+    """Epochs and memory of one store.
 
     Parameters
     ----------

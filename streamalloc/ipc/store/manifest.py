@@ -190,7 +190,7 @@ class Layout(Mapping[str, Tensor]):
 
 
 class Manifest(NamedTuple):
-    """What an epoch has beside its memory."""
+    """Description of an epoch beside its memory."""
 
     layout: Layout
     metadata: dict[str, Any]

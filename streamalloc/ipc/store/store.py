@@ -57,7 +57,7 @@ class StoreEntry:
 
 @dataclass(frozen=True)
 class StoreStatistics:
-    """What a store is, and what it holds in sum."""
+    """Identity of a store, and the sums of its contents."""
 
     pid: int
     """Process identifier of the server."""

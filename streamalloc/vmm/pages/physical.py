@@ -175,7 +175,7 @@ class PhysicalPages:
             if not self.closed:
                 self.spare += unused
                 return
-        # Those that the driver refuses are released later.
+        # Pages that the driver refuses are released later.
         with contextlib.suppress(CudaError):
             self._release(unused)
 
@@ -240,7 +240,7 @@ class PhysicalPages:
         raise error
 
     def _release(self, pages: Sequence[Page]) -> None:
-        """Release pages. Those that the driver refuses are released later."""
+        """Release pages. Pages that the driver refuses are released later."""
         later = deferred_queue(self.session)
         self._forget(pages)
         undo_all(functools.partial(later.end, page) for page in pages)

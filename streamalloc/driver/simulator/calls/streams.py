@@ -38,7 +38,7 @@ _PERSISTING = 2  # CUaccessProperty
 _POLICIES = range(1, 5)  # CUsynchronizationPolicy
 _DOMAINS = 4
 
-# Of a stream for which nothing was set (observed on H200: test_stream_attributes).
+# Attributes of a stream for which nothing was set (observed on H200: test_stream_attributes).
 _DEFAULTS = {
     _WINDOW: _ACCESS.pack(0, 0, 0.0, 0, 0),
     _POLICY: _NUMBER.pack(-1),
