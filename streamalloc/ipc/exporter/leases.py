@@ -289,6 +289,7 @@ class Lease(SharedState):
             if not buffer.freed:
                 self.words.generation.value = self.generation
             raise
+        self._leases.with_memory.discard(self)
         if self._leases.deferred.has_work():
             self._leases.deferred.work()
 
@@ -337,6 +338,9 @@ class Leases:
         """Released leases whose slots may not be quiet yet."""
         self.lock = threading.RLock()
         """Held while a buffer gets its lease, and a pool its handle."""
+        self.with_memory: set[Lease] = set()
+        """Leases whose memory is not freed. As they are kept here, a collection that finds a buffer and its lease in
+        one cycle ends only the buffer: its deferred free needs the lease, its holds and its slot."""
         self._free: list[tuple[ControlBlock, int]] = []
         self._prepared: list[Lease] = []
         """Leases that :meth:`take` returns next."""
@@ -353,6 +357,7 @@ class Leases:
             lease = self.take()
             lease.route = route
             lease.payload = self.export_pointer(pointer)
+            self.with_memory.add(lease)
             set_shared(buffer, lease)
         return lease
 
@@ -437,14 +442,16 @@ class _DeferredFree(Deferred):
                 raw = raw_handle(ordered)
                 with ordered.device.current(), tell_freed(self._session, int(self._raw), raw):
                     self._session.release(self, "cuMemFreeAsync", raw)
-        self._lease = None
+        self.forget()
         return True
 
     def memory(self) -> int | None:
         return None if self._raw is None else int(self._raw)
 
     def forget(self) -> None:
-        self._raw = self._lease = None
+        lease, self._raw, self._lease = self._lease, None, None
+        if lease is not None:
+            lease._leases.with_memory.discard(lease)
 
 
 class Kept(Deferred):

@@ -179,6 +179,8 @@ class RingEnd(Closes, Shown):
         self._ending: RingEnding | None = None
 
     def _open(self, ending: RingEnding) -> None:
+        # Kept by the queue: a collection that finds both in one cycle leaves what the ending needs alone.
+        deferred_queue(self._session).end_with(self, ending)
         self._ending = ending
         self._closed = False
 
@@ -210,9 +212,8 @@ class RingEnd(Closes, Shown):
 
     def __del__(self) -> None:
         ending = getattr(self, "_ending", None)
-        if ending is not None and self._session.usable:
+        if ending is not None:
             ending.closed = True
-            deferred_queue(self._session).submit(ending)
 
     def _state(self) -> str:
         raise NotImplementedError

@@ -104,6 +104,11 @@ def _drop_message(there: There) -> int:
     return len(handles)
 
 
+def _receive_and_close(there: There) -> None:
+    ipc.receive(there.kept["end"], stream=there.stream, timeout=SECONDS).close()
+    there.stream.synchronize()
+
+
 def _receive_byte(there: There) -> int:
     with ipc.receive(there.kept["end"], stream=there.stream, timeout=SECONDS) as opened:
         target = np.empty(1, np.uint8)
@@ -209,6 +214,26 @@ class TestMessages:
             pair[1].receive(timeout=SECONDS)
         assert freed(pool)
         assert len(os.listdir("/proc/self/fd")) < before
+
+    def test_the_buffer_is_collected_in_a_cycle(
+        self, pool: sa.MemoryPool, stream: sa.Stream, pair: Pair, partner: Partner
+    ) -> None:
+        """The collector leaves the hold of the message alone, which the receiver ends."""
+        cycle: list[Any] = []
+        cycle.append(cycle)
+        for _ in range(2):
+            buffer = pool.allocate(SIZE, stream)
+            ipc.send(pair[0], buffer, hold=True)
+            cycle.append(buffer)
+            del buffer
+        del cycle
+        gc.collect()
+        assert freed(pool, 2 * SIZE)
+        partner.run(_take_end, fds=(pair[1].fileno(),))
+        partner.run(_receive_and_close)
+        assert freed(pool, SIZE)
+        partner.run(_receive_and_close)
+        assert freed(pool)
 
 
 class TestShared:

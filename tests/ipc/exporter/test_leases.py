@@ -164,6 +164,29 @@ class TestFreeWhileItIsOpen:
         opened.close()
         assert used(pool, 0)
 
+    def test_dropped_by_the_owner_in_one_cycle_with_its_descriptor(
+        self, pool: sa.MemoryPool, stream: sa.Stream, device: sa.Device, partner: Partner
+    ) -> None:
+        """The collector finalises both at once. No other buffer may get the slot before the deferred free."""
+        buffer = pool.allocate(SIZE, stream)
+        shared = ipc.share(buffer)
+        slot = shared.descriptor.slot
+        with device.create_stream() as captured, captured.capture(mode="relaxed"):  # no deferred free is attempted
+            cycle: list[Any] = [buffer, shared]
+            cycle.append(cycle)
+            del buffer, shared, cycle
+            gc.collect()
+            for _ in range(3):
+                others = [pool.allocate(512, stream) for _ in range(4)]
+                assert slot not in [ipc.share(other).descriptor.slot for other in others]
+                for other in others:
+                    other.free()
+        with pool.allocate(512, stream) as other:
+            later = ipc.share(other)
+            stream.synchronize()
+            partner.open(later).close()
+        assert used(pool, 0)
+
     def test_left_by_a_with_block(self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner) -> None:
         with pool.allocate(SIZE, stream) as buffer:
             filled(buffer, 1)

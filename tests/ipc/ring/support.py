@@ -55,8 +55,11 @@ def close_there(there: There, name: str = "ring") -> None:
     there.kept.pop(name).close()
 
 
-def drop_there(there: There, name: str = "ring") -> None:
-    del there.kept[name]
+def drop_there(there: There, name: str = "ring", in_a_cycle: bool = False) -> None:
+    cycle: list[object] = []
+    if in_a_cycle:
+        cycle += [there.kept[name], cycle]
+    del there.kept[name], cycle
     gc.collect()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 
 import pytest
@@ -109,13 +110,17 @@ class TestClose:
         with pytest.raises(sa.ClosedError):
             ring.next()
 
-    def test_dropped(self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner) -> None:
+    @pytest.mark.parametrize("in_a_cycle", [False, True])
+    def test_dropped(self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner, in_a_cycle: bool) -> None:
         """As if it were closed, at one of the next points of work: nothing refers back to it but what is in use."""
         ring = Ring.producer(pool, SIZE, 2, stream=stream)
         join(partner, ring)
         send(ring, 1)
         slot = ring.next()
-        del ring
+        cycle: list[object] = [ring] if in_a_cycle else []
+        cycle.append(cycle)
+        del ring, cycle
+        gc.collect()
         with pytest.raises(sa.ClosedError):
             slot.hand_off()
         slot.give_back()

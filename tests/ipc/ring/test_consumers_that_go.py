@@ -91,6 +91,24 @@ class TestNobodyThere:
             send(ring, 2)
         assert in_flight(ring, 0)
 
+    def test_dropped_in_a_cycle(self, ring: RingProducer, partner: Partner) -> None:
+        """The memory, which another consumer of its process has too, is closed once."""
+        join(partner, ring)
+        join(partner, ring, "other")
+        for seed in range(2):
+            send(ring, seed)
+        partner.run(take)
+        partner.run(take, "other", "there")
+        partner.run(drop_there, "item")
+        partner.run(drop_there, "ring", True)
+        partner.run(work_there)
+        assert in_flight(ring, 1)
+        assert partner.run(shows_there, "there", 1)
+        partner.run(drop_there, "there")
+        partner.run(drop_there, "other", True)
+        partner.run(work_there)
+        assert in_flight(ring, 0)
+
 
 class TestKilledConsumer:
     """``kill -9`` at each step: slots come back, the others go on, and a new one can join."""
