@@ -278,7 +278,8 @@ class PlainBuffer(Buffer):
 
     __slots__ = ()
 
-    __init__ = object.__init__
+    if not TYPE_CHECKING:
+        __init__ = object.__init__
 
     def __del__(self) -> None:
         try:

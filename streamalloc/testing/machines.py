@@ -6,7 +6,7 @@ import contextlib
 import functools
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from streamalloc import driver as sd
@@ -15,7 +15,7 @@ from streamalloc.driver import Driver, set_default, simulated, use
 from streamalloc.driver.internal import default_of_threads
 from streamalloc.testing.settling import settle
 
-lasting = functools.cache(simulated)
+lasting: Callable[..., Driver] = functools.cache(simulated)
 """Returns the simulated machine of this process with these settings; made at the first call."""
 
 

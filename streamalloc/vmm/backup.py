@@ -41,7 +41,7 @@ class Copies:
         """Backups that the copies use; empty after the call."""
         self.stream: Stream | None = stream
         """Stream of the copies; None after the call, when its owner may destroy it."""
-        self.finished = False
+        self.finished: bool = False
         """True if the host has synchronised with the copies."""
         self._end: Event | None = None
 

@@ -61,11 +61,11 @@ class Actor:
     """A host thread or a stream: its operations have an order."""
 
     __slots__ = ("name", "number", "time", "within")
-    is_host = True
+    is_host: bool = True
 
     def __init__(self, number: int, name: str) -> None:
-        self.number = number
-        self.name = name
+        self.number: int = number
+        self.name: str = name
         self.time: int = 0
         self.within: Stream | None = None
         """Stream that called the host function in which a thread is."""
@@ -80,7 +80,7 @@ class Obstacle:
     __slots__ = ("clock", "source", "waiters")
 
     def __init__(self, source: Stream | None = None) -> None:
-        self.source = source
+        self.source: Stream | None = source
         self.clock: Clock | None = None
         """Everything before it; None until it has happened."""
         self.waiters: list[Stream] = []
@@ -98,7 +98,7 @@ class Stream(Actor):
 
     def __init__(self, number: int, name: str, context: object) -> None:
         super().__init__(number, name)
-        self.context = context
+        self.context: object = context
         self.clock: Clock = Clock()
         self.seen_host: int = -1
         """Version of the host clock that it has merged."""

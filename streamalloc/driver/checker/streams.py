@@ -19,7 +19,7 @@ from streamalloc.driver.checker.stacks import Stack, place_of
 __all__ = ["MEMORY_TYPE", "Streams", "number_of"]
 
 _LEGACY, _PER_THREAD = 1, 2
-MEMORY_TYPE = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+MEMORY_TYPE: Any = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
 _IS_MANAGED = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_MANAGED
 _HOST = int(cuda.CUmemorytype.CU_MEMORYTYPE_HOST)
 

@@ -15,6 +15,7 @@ import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 from streamalloc.core.errors import ClosedError, CudaError, StillImportedError, error_from
@@ -128,7 +129,7 @@ class Lease(SharedState):
         self.route: object = None
         """Keeps the pool's mark as long as descriptors of the lease are valid."""
         self._announcer: Stream | None = None
-        self.lock = threading.RLock()
+        self.lock: AbstractContextManager[bool] = threading.RLock()
         """Held during an announcement, and during the decision whether the memory can be freed."""
         self._holds: list[Callable[[], Hold | None]] = []
 
@@ -336,7 +337,7 @@ class Leases:
         self.blocks: list[ControlBlock] = []
         self.leaving: deque[Lease] = deque()
         """Released leases whose slots may not be quiet yet."""
-        self.lock = threading.RLock()
+        self.lock: AbstractContextManager[bool] = threading.RLock()
         """Held while a buffer gets its lease, and a pool its handle."""
         self.with_memory: set[Lease] = set()
         """Leases whose memory is not freed. As they are kept here, a collection that finds a buffer and its lease in
@@ -485,7 +486,7 @@ NO_FABRIC_POOLS = "fabric handles of pools are not supported: a refused export a
 
 # Handles by id, for processes that received a descriptor without them.
 _published: weakref.WeakValueDictionary[bytes, Fd] = weakref.WeakValueDictionary()
-publish = _published.update
+publish: Callable[[dict[bytes, Fd]], None] = _published.update
 """Let the handle server find these handles by their ids."""
 # Endpoint of the handle server, by process: a forked child has none.
 _endpoints: dict[int, bytes] = {}

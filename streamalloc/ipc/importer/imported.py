@@ -273,7 +273,7 @@ class PoolSource(_Source):
         super().__init__(handle.session, device, block, dropped, head.flags)
         self.head: Head = head
         self.handle: PoolHandle = handle
-        self.lock = handle.lock
+        self.lock: AbstractContextManager[bool] = handle.lock
         self.imports = imports
         # One struct for all, as ``acquire`` is called under the lock.
         self._struct = OpaqueStruct("CUmemPoolPtrExportData")
@@ -329,13 +329,13 @@ class Import:
         """The driver's export data."""
         self.words: ImporterWords | None = None
         """This importer's words of the lease; None without a lease."""
-        self.generation = 0
+        self.generation: int = 0
         """Generation of the lease's slot."""
-        self.number = 0
+        self.number: int = 0
         """Value of ``opened`` that counts this import."""
-        self._raw = None
-        self.address = 0
-        self.count = 1
+        self._raw: Any = None
+        self.address: int = 0
+        self.count: int = 1
         """Open objects."""
         self.passed: tuple[Event, ...] = ()
         """Ends of the work of objects that were closed before the last one."""

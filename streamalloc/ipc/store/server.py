@@ -107,7 +107,7 @@ class StoreServer(Closes):
         driver: Driver | None = None,
     ) -> None:
         path = socket_path(name)
-        self.name = name
+        self.name: str = name
         self._thread: threading.Thread | None = None
         if limit is not None:
             checked_size("limit", limit)

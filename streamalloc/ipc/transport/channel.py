@@ -19,7 +19,7 @@ import socket
 import stat
 import struct
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.reduction import DupFd, ForkingPickler
 from pathlib import Path
 from secrets import token_hex
@@ -141,7 +141,7 @@ _PART = struct.Struct("<8sIIII")
 _PART_MAGIC = b"SAcp"
 _PART_DATA = PACKET_DATA - _PART.size
 PACKET_BYTES = HEADER_BYTES + PACKET_DATA
-header = _HEADER.pack
+header: Callable[..., bytes] = _HEADER.pack
 """Packs a packet's header: :data:`MAGIC`, :data:`VERSION`, number of descriptors, bytes of data."""
 _unpack = _HEADER.unpack_from
 _Rights: TypeAlias = tuple[int, int, "array.array[int]"]

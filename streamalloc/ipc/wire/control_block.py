@@ -518,7 +518,7 @@ class ReadyWord:
         if head != _HEADER.pack(_MAGIC, name, SLOTS, IMPORTERS) or slot >= SLOTS:
             raise ValueError("the file descriptor is not the control block of this announcement")
         self._map = mmap.mmap(fd.fileno(), _BYTES, prot=mmap.PROT_READ)
-        self.slot = slot
+        self.slot: int = slot
         self._value = value
 
     def _read(self, kind: str) -> int:

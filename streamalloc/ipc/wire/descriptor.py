@@ -12,6 +12,7 @@ import math
 import re
 import struct
 import zlib
+from collections.abc import Callable
 from typing import NamedTuple
 
 
@@ -60,7 +61,7 @@ PAYLOAD_BYTES = 64
 # The bytes that follow the head of an allocation: the part, the driver's export data, the checksum.
 _ALLOCATION = struct.Struct(f"{_PART.format}{PAYLOAD_BYTES}s")
 _ALLOCATION_BYTES = _HEAD.size + _ALLOCATION.size + _CHECK.size
-pack_part = _ALLOCATION.pack
+pack_part: Callable[..., bytes] = _ALLOCATION.pack
 """Pack the fields of a :class:`Part`: the bytes between the head of an allocation and the checksum."""
 _unpack, _crc = struct.Struct(_ALLOCATION.format + "I").unpack_from, zlib.crc32
 
@@ -131,6 +132,8 @@ class Head:
         self.data: bytes = data
         self.checksum: int = zlib.crc32(data)
         """CRC-32 of the head, from which that of a descriptor continues."""
+        self.flags: int
+        self.driver_version: int
         _, _, _, total, *_, self.flags, self.driver_version, handle_type, extra, count = _HEAD.unpack(data)
         lengths = (total, extra, count) == (_ALLOCATION_BYTES, PAYLOAD_BYTES, 0)
         self.plain: bool = lengths and handle_type in (0, 1) and not self.flags & (~_FLAGS | Flags.ARRAY)
