@@ -52,12 +52,13 @@ class Machine:
         """Memory of cuMemAlloc that was freed in a stream. It stays allocated until the host synchronises with the free
         (observed on H200: test_plain_memory).
         """
-        self.thread = threading.local()
+        self.thread: threading.local = threading.local()
         """``caller``: the :class:`Caller` of the thread, from its first call on."""
         self._context_numbers = itertools.count(1)
         names, timeline = Names(spec.identity), self.timeline
         host = Bank(self.profile.host_memory, addresses=self.profile.host_pool_addresses)
-        banks = self.banks = Banks(host, [self._bank() for _ in range(spec.devices)])
+        banks = Banks(host, [self._bank() for _ in range(spec.devices)])
+        self.banks: Banks = banks
         self.devices: list[Device] = [self._device(names, *numbered) for numbered in enumerate(banks.devices)]
         for device in self.devices:
             device.primary = self.create_context(device, primary=True)
