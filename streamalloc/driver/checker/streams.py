@@ -123,7 +123,11 @@ class Streams:
             return self._own(self.context())
         # A query of the flags of a captured stream would break the capture.
         flags = 1 if self.ask("cuStreamIsCapturing", number) else self.ask("cuStreamGetFlags", number) or 0
-        return self.add_stream(number, not flags & 1, self.ask("cuStreamGetCtx", number) or 0)
+        where = self.ask("cuStreamGetCtx", number) or 0
+        self.legacy(where)
+        # The driver was asked without the lock: another thread may have added the stream.
+        found = self.streams.get(number)
+        return self.add_stream(number, not flags & 1, where) if found is None else found
 
     def _own(self, context: int) -> Stream:
         """The per-thread default stream of the calling thread."""
@@ -145,12 +149,14 @@ class Streams:
 
     def legacy(self, context: int) -> Stream:
         """The legacy default stream of a context."""
-        found = self._legacy.get(context)
-        if found is None:
-            found = self._legacy[context] = self.timeline.stream("the legacy default stream", context)
-            self.devices[found] = self.ask("cuCtxGetDevice")
-            self.foreign.can_use(found)
-        return found
+        if context not in self._legacy:
+            device = self.ask("cuCtxGetDevice")
+            if context not in self._legacy:  # another thread may have added it during the question
+                found = self.timeline.stream("the legacy default stream", context)
+                self.devices[found] = device
+                self.foreign.can_use(found)
+                self._legacy[context] = found
+        return self._legacy[context]
 
     def add_stream(
         self, handle: int, blocking: bool, context: int | None = None, made_at: Stack | None = None
