@@ -94,6 +94,7 @@ class Streams:
         if found is None:
             found = self._here.thread = _Thread(self.timeline.thread(""))
             weakref.finalize(found, self._over.append, found.streams).atexit = False
+            weakref.finalize(found, self.timeline.ended_threads.append, found.actor.number).atexit = False
         return found
 
     def thread(self) -> Actor:

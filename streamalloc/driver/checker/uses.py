@@ -51,7 +51,7 @@ class Uses(Streams):
         self.reserved: Addresses = Addresses()
         """Address ranges of ``cuMemAddressReserve``."""
         self.values: WaitValues = WaitValues(self.timeline, self.addresses, self.is_of_host)
-        self.judge: Judge = Judge(self.timeline, found, self.values.published)
+        self.judge: Judge = Judge(self.timeline, found, self.timeline.published)
         self.events: dict[int, Event] = {}
         self.interprocess: Interprocess = Interprocess(
             self.timeline, self.addresses, self.values, self.events, self.judge
