@@ -156,6 +156,13 @@ class Faults:
         self.shapes: list[dict[str, Any]] = []
         """What an operation may leave: all of it, nothing of it, or one of its steps."""
         self.things: dict[type, Any] = {}
+        self.performed = 0
+        """The calls up to the end of the operation."""
+
+    def end_faults(self) -> None:
+        """The operation is over: no more calls fail."""
+        self.performed = len(self.faulty.seen)
+        self.faulty._target, self.driver.at = 1 << 60, 0
 
     def shape(self) -> dict[str, Any]:
         """What there is."""
@@ -451,10 +458,10 @@ def _perform(world: Any, kind: type, act: Act) -> tuple[BaseException | None, di
     try:
         given = act(world, world.things[kind])
     except BaseException as error:
-        world.faulty._target, world.driver.at = 1 << 60, 0
+        world.end_faults()
         raised, there = error, world.shape()
     else:
-        world.faulty._target, world.driver.at = 1 << 60, 0
+        world.end_faults()
         if hasattr(given, "__exit__") and not isinstance(given, (np.ndarray, sa.BufferView)):
             world.made.enter_context(given)
         return None, world.shape()
@@ -487,11 +494,11 @@ def fails_in_turn(
     """
     assert act is not None, "a new operation: say in ACTS how to perform it"
     world = new()
-    before = len(world.faulty.seen)
     shapes = world.shapes
     shapes.append(world.shape())
+    before = len(world.faulty.seen)
     error, there = _perform(world, kind, act)
-    calls = len(world.faulty.seen) - before
+    calls = world.performed - before
     shapes.append(there)
     refused = isinstance(error, ValueError) and "which the host cannot reach" in str(error)  # arrays of device memory
     assert error is None or refused, repr(error)

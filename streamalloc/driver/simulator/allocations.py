@@ -12,12 +12,12 @@ from .memory import AddressMap, is_accessible
 from .physical import Mapping
 from .pool import ImportedPool, Pool
 
+_numbers = itertools.count(1)
+
 
 class _Defaults:
     """Attributes that most allocations never set, so that making an allocation costs less."""
 
-    id: int = 0
-    """Number of the allocation, unique in the machine."""
     pool: Pool | ImportedPool | None = None
     mapping: Mapping | None = None
     waits: bool = False
@@ -32,6 +32,8 @@ class Allocation(_Defaults):
     size: int
     device: int | None
     context: Context | None
+    id: int = field(init=False, default_factory=_numbers.__next__)
+    """Number of the allocation, unique in the process."""
 
     @property
     def on_host(self) -> bool:
@@ -93,14 +95,6 @@ def is_gone(allocation: Allocation, address: int, size: int) -> bool:
 
 class Allocations(AddressMap[Allocation]):
     """The allocations of a machine by their addresses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._numbers = itertools.count(1)
-
-    def add(self, extent: Allocation) -> None:
-        extent.id = next(self._numbers)
-        super().add(extent)
 
     def forget_registered(self, start: int, end: int) -> None:
         """Remove registrations of host memory that the program unmapped, because the range has another use now."""

@@ -237,18 +237,18 @@ class Stream:
             self.barrier = ()
         if after:
             after = tuple((other, seq) for other, seq in after if other.done < seq and other is not self)
-        self.seq += 1
-        at_once = not (self.queue or after or operation.heavy or self.timeline.seeded)
-        if at_once and not operation.held() and operation.step():
-            self.done = self.seq
+        self.seq = seq = self.seq + 1
+        later = self.queue or after or operation.heavy or self.timeline.seeded
+        if not later and not operation.held() and operation.step():
+            self.done = seq
             if operation.is_command:
-                self.marked = self.seq
-            return self.seq
-        operation.seq = self.seq
+                self.marked = seq
+            return seq
+        operation.seq = seq
         operation.after = after
         self.queue.append(operation)
         self.timeline.hold(self)
-        return self.seq
+        return seq
 
 
 def learn(clock: Clock, other: Stream) -> None:

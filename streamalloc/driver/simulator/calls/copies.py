@@ -62,7 +62,7 @@ class CopyCalls(Calls):
         # without a stream: in the legacy stream; the host waits only for a copy of host memory
         # (observed on H200: test_copies, test_planes)
         stream = self._machine.stream(hStream or 0)
-        captured = bool(self._machine.graphs.captures) and self._captured(stream)
+        captured = self._captured(stream)
         if not count or not rows:
             return
         size = count * width
@@ -198,7 +198,7 @@ class CopyCalls(Calls):
         machine = self._machine
         waits = hStream is None
         stream = self._machine.stream(hStream or 0)
-        captured = bool(machine.graphs.captures) and self._captured(stream)
+        captured = self._captured(stream)
         if not shape.size:
             return
         here = machine.current_or_none() or stream.context

@@ -18,18 +18,9 @@ from .base import Calls
 _USAGE_FLAGS = 0xFFFF
 _TOO_LARGE_MAX_SIZE = 1 << 46
 
-_SWITCHES = {
-    "CU_MEMPOOL_ATTR_REUSE_FOLLOW_EVENT_DEPENDENCIES": "follow_events",
-    "CU_MEMPOOL_ATTR_REUSE_ALLOW_OPPORTUNISTIC": "opportunistic",
-    "CU_MEMPOOL_ATTR_REUSE_ALLOW_INTERNAL_DEPENDENCIES": "internal_dependencies",
-}
-_NUMBERS = {
-    "CU_MEMPOOL_ATTR_RELEASE_THRESHOLD": "threshold",
-    "CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT": "reserved",
-    "CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH": "reserved_high",
-    "CU_MEMPOOL_ATTR_USED_MEM_CURRENT": "used",
-    "CU_MEMPOOL_ATTR_USED_MEM_HIGH": "used_high",
-}
+_SWITCHES = {1: "follow_events", 2: "opportunistic", 3: "internal_dependencies"}
+_NUMBERS = {4: "threshold", 5: "reserved", 6: "reserved_high", 7: "used", 8: "used_high"}
+"""Fields of a pool, by CUmemPool_attribute."""
 
 
 class PoolCalls(Calls):
@@ -80,35 +71,32 @@ class PoolCalls(Calls):
     # -- attributes ------------------------------------------------------------------------------------------
 
     def cuMemPoolGetAttribute(self, pool: PoolHandle, attr: Any) -> Any:
-        arguments.member("attr", attr, cuda.CUmemPool_attribute)
-        name = attr.name
-        if name not in _SWITCHES and name not in _NUMBERS:
-            raise TypeError(f"Unsupported attribute: {name}")
+        number = arguments.member("attr", attr, cuda.CUmemPool_attribute)
+        field = _NUMBERS.get(number)
+        if field is None and number not in _SWITCHES:
+            raise TypeError(f"Unsupported attribute: {attr.name}")
         self._unsafe_during_capture()
         found = self._machine.pools.get(pool)
-        if name in _SWITCHES:
-            return int(getattr(found.policies, _SWITCHES[name]))
-        return cuda.cuuint64_t(getattr(found, _NUMBERS[name]))
+        return getattr(found, _SWITCHES[number]) if field is None else cuda.cuuint64_t(getattr(found, field))
 
     def cuMemPoolSetAttribute(self, pool: PoolHandle, attr: Any, value: Any) -> None:
-        arguments.member("attr", attr, cuda.CUmemPool_attribute)
-        name = attr.name
-        if name in _SWITCHES:
+        number = arguments.member("attr", attr, cuda.CUmemPool_attribute)
+        if number in _SWITCHES:
             switch = int(arguments.signed_int(value) != 0)
             self._unsafe_during_capture()
-            setattr(self._machine.pools.get(pool).policies, _SWITCHES[name], switch)
+            setattr(self._machine.pools.get(pool), _SWITCHES[number], switch)
             return
-        if name not in _NUMBERS:
-            raise TypeError(f"Unsupported attribute: {name}")
+        if number not in _NUMBERS:
+            raise TypeError(f"Unsupported attribute: {attr.name}")
         value.getPtr()  # the bindings want an object of their own here, and raise AttributeError for others
-        number = int(value)
+        wanted = int(value)
         self._unsafe_during_capture()
         found = self._machine.pools.get(pool)
-        field = _NUMBERS[name]
+        field = _NUMBERS[number]
         if field == "threshold":
-            found.set_threshold(number)
+            found.set_threshold(wanted)
             return
-        check(field.endswith("_high") and not number)  # the highest so far can be forgotten
+        check(field.endswith("_high") and not wanted)  # the highest so far can be forgotten
         setattr(found, field, getattr(found, field.removesuffix("_high")))
 
     def cuMemPoolTrimTo(self, pool: PoolHandle, minBytesToKeep: Size) -> None:
