@@ -91,6 +91,17 @@ def is_gone(allocation: Allocation, address: int, size: int) -> bool:
     return registered and not is_accessible(address, size)
 
 
+def is_reachable(allocation: Allocation, context: Context) -> bool:
+    """Whether work in ``context`` may touch the memory directly: its own, the host's, a peer's that was
+    enabled.
+    """
+    ordinal = context.device.ordinal
+    if allocation.pool is not None:
+        return allocation.pool.accessible(ordinal)
+    peer = allocation.context is not None and allocation.context.handle in context.peers
+    return allocation.device in (None, ordinal) or peer
+
+
 class Allocations(AddressMap[Allocation]):
     """The allocations of a machine by their addresses."""
 
