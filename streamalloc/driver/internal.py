@@ -14,6 +14,7 @@ from streamalloc.driver.bindings import (
     opaque_bytes,
     opaque_struct,
     read_handle_types,
+    runtime,
     version_that_added,
 )
 from streamalloc.driver.parent import VARIABLE, ParentTest, configuration
@@ -29,11 +30,13 @@ if TYPE_CHECKING:
         kernel,
         unregister_kernel,
     )
+    from streamalloc.driver.simulator.runtime import Runtime
     from streamalloc.driver.wrappers import Wrapper
 
 # Modules that are imported on first use, to keep the import of the package fast.
 _LATER = {
     "Listener": "listener",
+    "Runtime": "simulator.runtime",
     "Wrapper": "wrappers",
     **dict.fromkeys(
         ("current_launch", "device_global", "device_view", "kernel", "unregister_kernel"), "simulator.kernels.registry"

@@ -1,0 +1,12 @@
+"""The functions of ``cuda.bindings.runtime`` over the calls of any driver.
+
+:mod:`.tables` names the driver call behind each function, and :mod:`.functions` has what is no single call.
+:mod:`.signatures` reads from the documentation of the bindings what functions take and return; :mod:`.translation`
+converts it.
+"""
+
+from __future__ import annotations
+
+from .functions import Runtime
+
+__all__ = ["Runtime"]
