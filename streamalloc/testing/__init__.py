@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from streamalloc.testing.faults import Faults
     from streamalloc.testing.gate import Gate
+    from streamalloc.testing.installing import install
     from streamalloc.testing.kernels import current_launch, device_global, device_view, kernel, unregister_kernel
     from streamalloc.testing.multimem import multimem_ld_reduce, multimem_red, multimem_st
     from streamalloc.testing.settling import settle
@@ -20,6 +21,7 @@ __all__ = [
     "current_launch",
     "device_global",
     "device_view",
+    "install",
     "kernel",
     "multimem_ld_reduce",
     "multimem_red",
@@ -32,6 +34,7 @@ __all__ = [
 _LATER = {
     "Faults": "faults",
     "Gate": "gate",
+    "install": "installing",
     **dict.fromkeys(("current_launch", "device_global", "device_view", "kernel", "unregister_kernel"), "kernels"),
     **dict.fromkeys(("multimem_ld_reduce", "multimem_red", "multimem_st"), "multimem"),
     "settle": "settling",

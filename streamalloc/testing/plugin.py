@@ -421,6 +421,18 @@ def streamalloc_faults(request: pytest.FixtureRequest) -> Faults:
 
 
 @pytest.fixture
+def streamalloc_installed(request: pytest.FixtureRequest, streamalloc_machine: Driver) -> Iterator[Driver]:
+    """Like streamalloc_machine, and in the place of cuda.bindings for the code under test (testing.install)."""
+    if driver_under_test(request.config) == "cuda":
+        yield streamalloc_machine
+        return
+    from streamalloc.testing import install
+
+    with install(streamalloc_machine):
+        yield streamalloc_machine
+
+
+@pytest.fixture
 def streamalloc_environment(request: pytest.FixtureRequest, streamalloc_machine: Driver) -> dict[str, str]:
     """Environment variables for another process on the test's machine: ``env={**os.environ, **these}``."""
     from streamalloc.testing import machines
