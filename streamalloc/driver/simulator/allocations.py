@@ -82,7 +82,12 @@ class MappedMemory(Allocation):
 
 @dataclass(eq=False)
 class OpenedMemory(Allocation):
-    """Another process's plain memory."""
+    """Another process's plain memory. ``device`` is that of the context which has opened it, and may use it: peer access
+    is enabled with it (NVIDIA's page on cuIpcOpenMemHandle).
+    """
+
+    owner: int
+    """Device that has the memory."""
 
 
 def is_gone(allocation: Allocation, address: int, size: int) -> bool:
