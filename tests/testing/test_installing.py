@@ -35,6 +35,7 @@ class TestInstall:
             assert cuda.cuInit(0)[0] == cuda.CUresult.CUDA_SUCCESS
             assert cuda.cuDeviceGetCount()[1] == runtime().cudaGetDeviceCount()[1] == sa.Device.count() == 3
             assert cuda.cuDeviceGetCount.__doc__ == before.__doc__
+            assert runtime().cudaGetErrorName(runtime().cudaError_t.cudaSuccess)[1] == b"cudaSuccess"
             kept = cuda.cuDeviceGetCount
             assert sd.default() is machine
         assert cuda.cuDeviceGetCount is before
