@@ -53,6 +53,9 @@ A test that takes the fixture ``streamalloc_faults`` can make driver calls fail:
         with pytest.raises(sa.OutOfMemoryError):
             ...
 
+The fixture ``streamalloc_installed`` is for code that calls ``cuda.bindings`` itself: the machine is in the place of
+the bindings during the test (:func:`streamalloc.testing.install`).
+
 CI without a GPU needs no setup. On a runner with GPUs use ``pytest --streamalloc-driver=cuda``. If pytest does not load
 plugins by itself (``PYTEST_DISABLE_PLUGIN_AUTOLOAD=1``), use ``-p streamalloc.testing.plugin``.
 """
