@@ -82,8 +82,8 @@ class MappedMemory(Allocation):
 
 @dataclass(eq=False)
 class OpenedMemory(Allocation):
-    """Another process's plain memory. ``device`` is that of the context which has opened it, and may use it: peer access
-    is enabled with it (NVIDIA's page on cuIpcOpenMemHandle).
+    """Another process's plain memory. ``device`` is that of the context which has opened it and may use it: opening it
+    enables peer access (NVIDIA's page on cuIpcOpenMemHandle).
     """
 
     owner: int

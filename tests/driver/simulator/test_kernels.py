@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +15,7 @@ from streamalloc import driver as sd
 from streamalloc import testing
 from streamalloc.driver.bindings import cuda
 from tests.facts.support import value as ok
+from tests.processes import eventually
 
 pytestmark = pytest.mark.simulated_only("kernels of the simulated driver")
 
@@ -269,6 +272,54 @@ def test_kernel_nodes(raw: Any, scale: list[Any]) -> None:
         ok(raw.cuGraphLaunch(captured, stream))
     ok(raw.cuStreamSynchronize(stream))
     assert contents(raw, memory) == {2.5}
+
+
+def test_unmapping_waits_for_a_kernel_that_runs(raw: Any) -> None:
+    begun, go, seen = threading.Event(), threading.Event(), []
+
+    @testing.kernel("slow", types=[np.uint64])
+    def slow(address: int) -> None:
+        begun.set()
+        go.wait(10)
+        seen.append(int(testing.device_view(address, 1)[0]))
+
+    properties = cuda.CUmemAllocationProp()
+    properties.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    properties.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    access = cuda.CUmemAccessDesc()
+    access.location, access.flags = properties.location, cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    size = 2 << 20
+    memory, address = ok(raw.cuMemCreate(size, properties, 0)), ok(raw.cuMemAddressReserve(size, 0, 0, 0))
+    ok(raw.cuMemMap(address, size, 0, memory, 0))
+    ok(raw.cuMemSetAccess(address, size, [access], 1))
+    ok(launch(raw, load(raw, b"slow"), ((int(address),), (ctypes.c_uint64,))))
+    assert begun.wait(10)
+    threading.Timer(0.02, go.set).start()
+    ok(raw.cuMemUnmap(address, size))
+    testing.unregister_kernel("slow")
+    ok(raw.cuCtxSynchronize())
+    assert seen == [0]
+    ok(raw.cuMemRelease(memory))
+    ok(raw.cuMemAddressFree(address, size))
+
+
+def test_a_machine_lives_as_long_as_its_kernels() -> None:
+    go, seen = threading.Event(), []
+
+    @testing.kernel("late", types=[np.uint64])
+    def late(address: int) -> None:
+        go.wait(10)
+        seen.append(int(testing.device_view(address, 1)[0]))
+
+    driver: Any = sd.simulated()
+    ok(driver.cuInit(0))
+    ok(driver.cuCtxSetCurrent(ok(driver.cuDevicePrimaryCtxRetain(0))))
+    ok(launch(driver, load(driver, b"late"), ((int(ok(driver.cuMemAlloc(4))),), (ctypes.c_uint64,))))
+    testing.unregister_kernel("late")
+    gone = weakref.ref(driver)
+    del driver
+    go.set()
+    assert eventually(lambda: gone() is None) and seen == [0]
 
 
 @pytest.mark.unchecked("it races on purpose")

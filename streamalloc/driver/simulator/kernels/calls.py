@@ -355,7 +355,7 @@ class KernelCalls(Calls):
             return Operation(), ()
         cells = unpack(function.name, params, extra, function.types)
         arguments_of = tuple(map(plain, cells))
-        return Launch(self._machine, context, function.name, kernel, shape, arguments_of), cells
+        return Launch(self, self._machine, context, function.name, kernel, shape, arguments_of), cells
 
     def _launch_kernel(self, cooperative: bool, f: Any, *more: Any) -> None:
         *sizes, stream, params = more[:9]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import traceback
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,9 +40,17 @@ class Launch(HostFunction):
     """One launch of a registered kernel, on a thread of its own."""
 
     def __init__(
-        self, machine: Machine, context: Context, name: str, kernel: Kernel, shape: Shape, arguments: tuple[Any, ...]
+        self,
+        driver: Any,
+        machine: Machine,
+        context: Context,
+        name: str,
+        kernel: Kernel,
+        shape: Shape,
+        arguments: tuple[Any, ...],
     ) -> None:
         super().__init__(machine.timeline, self._call)
+        self._driver = weakref.ref(driver)  # its end closes the machine
         self._machine = machine
         self._context = context
         self._kernel = kernel
@@ -53,7 +62,8 @@ class Launch(HostFunction):
         self.device: int = context.device.ordinal
 
     def _call(self) -> None:
-        if self._context.error is not None:  # lost before
+        driver = self._driver()  # the memory stays as long as the kernel runs
+        if driver is None or self._context.error is not None:
             return
         try:
             run_for(self, self._kernel.function, self._arguments)
@@ -62,6 +72,10 @@ class Launch(HostFunction):
             traceback.print_exception(error, file=sys.stderr)
             codes = (code for kind, code in _CODES.items() if isinstance(error, kind))
             self._context.error = next(codes, Result.CUDA_ERROR_LAUNCH_FAILED)
+
+    @property
+    def runs(self) -> bool:  # type: ignore[override]  # of other operations it is a constant
+        return self._state == "running"
 
     def touches(self, start: int, end: int) -> bool:
         return any(address < end and start < address + size for address, size, _ in self._uses or ())
