@@ -1,4 +1,4 @@
-"""The runtime: functions that are one driver call by table, and those that are more."""
+"""Functions that are one driver call by table, and those that are more."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from streamalloc.driver.bindings import cuda, runtime
 
 from ..errors import NotModelled
 from .signatures import signature
-from .tables import DRIVER_CALLS, PROPERTIES, PROPERTY_LISTS, PURE, WITHOUT_CONTEXT
+from .tables import DRIVER_CALLS, PROPERTIES, PROPERTY_LISTS
 from .translation import Argument, address, copied, result
 
-_UNKNOWN_ERROR = 999
 _STICKY = {700, *range(710, 720)}
 """Errors that the runtime returns again and again."""
-_HOST, _DEVICE, _ARRAY, _UNIFIED = 1, 2, 3, 4  # CUmemorytype
-_ENDS = ((_HOST, _HOST), (_HOST, _DEVICE), (_DEVICE, _HOST), (_DEVICE, _DEVICE), (_UNIFIED, _UNIFIED))
+_HOST, _DEVICE, ARRAY, _UNIFIED = 1, 2, 3, 4  # CUmemorytype
+ENDS = ((_HOST, _HOST), (_HOST, _DEVICE), (_DEVICE, _HOST), (_DEVICE, _DEVICE), (_UNIFIED, _UNIFIED))
 """Memory types of source and target by cudaMemcpyKind."""
+# Kind of channel (cudaChannelFormatKind) and bits, by CUarray_format.
+BITS = {1: (1, 8), 2: (1, 16), 3: (1, 32), 8: (0, 8), 9: (0, 16), 10: (0, 32), 16: (2, 16), 32: (2, 32)}
 _COPIES = ("cuMemcpy", "cuMemcpyHtoD", "cuMemcpyDtoH", "cuMemcpyDtoD", "cuMemcpy")
 """Driver call for each cudaMemcpyKind."""
 _NO_DEVICE = -2  # cudaInvalidDeviceId
@@ -35,7 +36,7 @@ class Failed(Exception):
         self.code = code
 
 
-class _Forgotten(Failed):
+class Forgotten(Failed):
     """The last error, which is returned for the last time."""
 
 
@@ -49,7 +50,7 @@ class Functions:
         self.thread = threading.local()
         """``device`` and ``last``, the last error."""
 
-    def _call(self, name: str, *args: Any) -> Any:
+    def call(self, name: str, *args: Any) -> Any:
         """The value of a driver call."""
         values = self.values(name, *args)
         return values[0] if values else None
@@ -88,30 +89,30 @@ class Functions:
         code, context = self._driver.cuCtxGetCurrent()
         if code:
             self.initialise()
-            context = self._call("cuCtxGetCurrent")
+            context = self.call("cuCtxGetCurrent")
         if not int(context):
-            self._call("cuCtxSetCurrent", self._primary(getattr(self.thread, "device", 0)))
+            self.call("cuCtxSetCurrent", self._primary(getattr(self.thread, "device", 0)))
 
     def initialise(self) -> None:
         if self._driver.cuDeviceGetCount()[0]:
-            self._call("cuInit", 0)
+            self.call("cuInit", 0)
 
     def _primary(self, device: int) -> Any:
         """The primary context of a device, which the runtime keeps."""
         with self._lock:
             found = self._retained.get(device)
             if found is None:
-                found = self._retained[device] = self._call("cuDevicePrimaryCtxRetain", _number(device))
+                found = self._retained[device] = self.call("cuDevicePrimaryCtxRetain", _number(device))
         return found
 
     def cudaGetDevice(self) -> int:
         code, context = self._driver.cuCtxGetCurrent()
         if not code and int(context):
-            return int(self._call("cuCtxGetDevice"))
+            return int(self.call("cuCtxGetDevice"))
         return int(getattr(self.thread, "device", 0))
 
     def cudaSetDevice(self, device: int) -> None:
-        self._call("cuCtxSetCurrent", self._primary(device))
+        self.call("cuCtxSetCurrent", self._primary(device))
         self.thread.device = device
 
     def cudaInitDevice(self, device: int, deviceFlags: int, flags: int) -> None:
@@ -119,21 +120,21 @@ class Functions:
 
     def cudaDeviceReset(self) -> None:
         device = self.cudaGetDevice()
-        self._call("cuDevicePrimaryCtxReset", _number(device))
+        self.call("cuDevicePrimaryCtxReset", _number(device))
         with self._lock:
             held = self._retained.pop(device, None)
         if held is not None:
-            self._call("cuDevicePrimaryCtxRelease", _number(device))
-            self._call("cuCtxSetCurrent", 0)
+            self.call("cuDevicePrimaryCtxRelease", _number(device))
+            self.call("cuCtxSetCurrent", 0)
 
     def cudaSetDeviceFlags(self, flags: int) -> None:
         raise NotModelled("cudaSetDeviceFlags")
 
     def cudaDeviceEnablePeerAccess(self, peerDevice: int, flags: int) -> None:
-        self._call("cuCtxEnablePeerAccess", self._primary(peerDevice), flags)
+        self.call("cuCtxEnablePeerAccess", self._primary(peerDevice), flags)
 
     def cudaDeviceDisablePeerAccess(self, peerDevice: int) -> None:
-        self._call("cuCtxDisablePeerAccess", self._primary(peerDevice))
+        self.call("cuCtxDisablePeerAccess", self._primary(peerDevice))
 
     def _attribute(self, name: str, device: int) -> int:
         """A device attribute; 0 where the driver has none of this name."""
@@ -143,9 +144,9 @@ class Functions:
 
     def cudaGetDeviceProperties(self, device: int) -> Any:
         made = runtime().cudaDeviceProp()
-        made.name = self._call("cuDeviceGetName", 256, _number(device)).ljust(256, b"\0")[:256]
-        made.totalGlobalMem = int(self._call("cuDeviceTotalMem", _number(device)))
-        made.uuid = copied(self._call("cuDeviceGetUuid", _number(device)), runtime().cudaUUID_t, cuda, runtime())
+        made.name = self.call("cuDeviceGetName", 256, _number(device)).ljust(256, b"\0")[:256]
+        made.totalGlobalMem = int(self.call("cuDeviceTotalMem", _number(device)))
+        made.uuid = copied(self.call("cuDeviceGetUuid", _number(device)), runtime().cudaUUID_t, cuda, runtime())
         for field, attribute in PROPERTIES.items():
             if hasattr(made, field):
                 setattr(made, field, self._attribute(attribute, device))
@@ -164,18 +165,18 @@ class Functions:
         last = getattr(self.thread, "last", 0)
         self.thread.last = 0
         if last:
-            raise Failed(last) if last in _STICKY else _Forgotten(last)
+            raise Failed(last) if last in _STICKY else Forgotten(last)
 
     # -- streams, events, memory -----------------------------------------------------------------------------
 
     def cudaStreamCreate(self) -> Any:
-        return runtime().cudaStream_t(int(self._call("cuStreamCreate", 0)))
+        return runtime().cudaStream_t(int(self.call("cuStreamCreate", 0)))
 
     def cudaEventCreate(self) -> Any:
-        return runtime().cudaEvent_t(int(self._call("cuEventCreate", 0)))
+        return runtime().cudaEvent_t(int(self.call("cuEventCreate", 0)))
 
     def cudaMalloc(self, size: int) -> int:
-        return int(self._call("cuMemAlloc", size)) if size else 0
+        return int(self.call("cuMemAlloc", size)) if size else 0
 
     def cudaMallocPitch(self, width: int, height: int) -> tuple[int, int]:
         memory, pitch = self.values("cuMemAllocPitch", width, height, _PITCH_ELEMENT)
@@ -191,7 +192,7 @@ class Functions:
         made, kinds = runtime().cudaPointerAttributes(), runtime().cudaMemoryType
         wanted = ("MEMORY_TYPE", "DEVICE_ORDINAL", "DEVICE_POINTER", "HOST_POINTER", "IS_MANAGED")
         names = [getattr(cuda.CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{one}") for one in wanted]
-        values = self._call("cuPointerGetAttributes", len(names), names, address(ptr))
+        values = self.call("cuPointerGetAttributes", len(names), names, address(ptr))
         kind, device, on_device, on_host, managed = (int(one) for one in values)
         if not kind:
             made.device = _NO_DEVICE
@@ -204,11 +205,11 @@ class Functions:
     # -- fills and copies ------------------------------------------------------------------------------------
 
     def cudaMemset(self, devPtr: Any, value: int, count: int, *stream: Any) -> None:
-        self._call("cuMemsetD8Async" if stream else "cuMemsetD8", address(devPtr), value & 0xFF, count, *stream)
+        self.call("cuMemsetD8Async" if stream else "cuMemsetD8", address(devPtr), value & 0xFF, count, *stream)
 
     def cudaMemset2D(self, devPtr: Any, pitch: int, value: int, width: int, height: int, *stream: Any) -> None:
         name = "cuMemsetD2D8Async" if stream else "cuMemsetD2D8"
-        self._call(name, address(devPtr), pitch, value & 0xFF, width, height, *stream)
+        self.call(name, address(devPtr), pitch, value & 0xFF, width, height, *stream)
 
     def cudaMemset3D(self, pitchedDevPtr: Any, value: int, extent: Any, *stream: Any) -> None:
         start, pitch, rows = (int(getattr(pitchedDevPtr, one)) for one in ("ptr", "pitch", "ysize"))
@@ -217,12 +218,12 @@ class Functions:
             self.cudaMemset2D(at, pitch, value, int(extent.width), int(extent.height), *stream)
 
     def cudaMemcpy(self, dst: Any, src: Any, count: int, kind: Any, *stream: Any) -> None:
-        number = _copy_kind(kind)
-        self._call(_COPIES[number] + ("Async" if stream else ""), address(dst), address(src), count, *stream)
+        number = copy_kind(kind)
+        self.call(_COPIES[number] + ("Async" if stream else ""), address(dst), address(src), count, *stream)
 
     def cudaMemcpyPeer(self, dst: Any, dstDevice: int, src: Any, srcDevice: int, count: int, *stream: Any) -> None:
         ends = address(dst), self._primary(dstDevice), address(src), self._primary(srcDevice)
-        self._call("cuMemcpyPeerAsync" if stream else "cuMemcpyPeer", *ends, count, *stream)
+        self.call("cuMemcpyPeerAsync" if stream else "cuMemcpyPeer", *ends, count, *stream)
 
     def cudaMemcpy2D(
         self, dst: Any, dpitch: int, src: Any, spitch: int, width: int, height: int, kind: Any, *stream: Any
@@ -230,27 +231,27 @@ class Functions:
         if width > min(dpitch, spitch):
             raise Failed(int(runtime().cudaError_t.cudaErrorInvalidPitchValue))
         copy = cuda.CUDA_MEMCPY2D()
-        ends = zip(("src", "dst"), _ENDS[_copy_kind(kind)], (src, dst), (spitch, dpitch), strict=True)
+        ends = zip(("src", "dst"), ENDS[copy_kind(kind)], (src, dst), (spitch, dpitch), strict=True)
         for side, memory, pointer, pitch in ends:
-            _set_end(copy, side, memory, pointer, pitch)
+            set_end(copy, side, memory, pointer, pitch)
         copy.WidthInBytes, copy.Height = width, height
-        self._call("cuMemcpy2DAsync" if stream else "cuMemcpy2DUnaligned", copy, *stream)
+        self.call("cuMemcpy2DAsync" if stream else "cuMemcpy2DUnaligned", copy, *stream)
 
     def cudaMemcpy3D(self, p: Any, *stream: Any) -> None:
-        self._call("cuMemcpy3DAsync" if stream else "cuMemcpy3D", self._box(p), *stream)
+        self.call("cuMemcpy3DAsync" if stream else "cuMemcpy3D", self._box(p), *stream)
 
     def _box(self, given: Any) -> Any:
         """A cudaMemcpy3DParms as a CUDA_MEMCPY3D. Where an end is an array, x and width count its elements."""
         copy, arrays = cuda.CUDA_MEMCPY3D(), [int(given.srcArray), int(given.dstArray)]
-        element = next((self._element(one) for one in arrays if one), 1)
-        kinds = _ENDS[_copy_kind(given.kind)]
+        element = next((self.element(one) for one in arrays if one), 1)
+        kinds = ENDS[copy_kind(given.kind)]
         for side, kind, array in zip(("src", "dst"), kinds, arrays, strict=True):
             at, memory = getattr(given, f"{side}Pos"), getattr(given, f"{side}Ptr")
             if array:
-                setattr(copy, f"{side}MemoryType", cuda.CUmemorytype(_ARRAY))
+                setattr(copy, f"{side}MemoryType", cuda.CUmemorytype(ARRAY))
                 setattr(copy, f"{side}Array", cuda.CUarray(array))
             else:
-                _set_end(copy, side, kind, int(memory.ptr), int(memory.pitch))
+                set_end(copy, side, kind, int(memory.ptr), int(memory.pitch))
                 setattr(copy, f"{side}Height", int(memory.ysize))
             setattr(copy, f"{side}XInBytes", int(at.x) * (element if array else 1))
             setattr(copy, f"{side}Y", int(at.y))
@@ -259,18 +260,16 @@ class Functions:
         copy.Height, copy.Depth = int(given.extent.height), int(given.extent.depth)
         return copy
 
-    def _element(self, array: int) -> int:
+    def element(self, array: int) -> int:
         """Bytes of an array's element."""
-        described = self._call("cuArray3DGetDescriptor", cuda.CUarray(array))
-        name = described.Format.name
-        bits = int("".join(character for character in name.rpartition("_")[2] if character.isdigit()) or 16)
-        return bits // 8 * int(described.NumChannels)
+        described = self.call("cuArray3DGetDescriptor", cuda.CUarray(array))
+        return BITS[int(described.Format)][1] // 8 * int(described.NumChannels)
 
     # -- graphs and kernels ----------------------------------------------------------------------------------
 
     def cudaGraphAddMemcpyNode(self, graph: Any, dependencies: Any, count: int, p: Any) -> Any:
-        context = self._call("cuCtxGetCurrent")
-        node = self._call("cuGraphAddMemcpyNode", graph, dependencies, count, self._box(p), context)
+        context = self.call("cuCtxGetCurrent")
+        node = self.call("cuGraphAddMemcpyNode", graph, dependencies, count, self._box(p), context)
         return runtime().cudaGraphNode_t(int(node))
 
     def cudaGraphAddMemcpyNode1D(
@@ -279,14 +278,14 @@ class Functions:
         return self.cudaGraphAddMemcpyNode(graph, dependencies, count, _row(dst, src, size, kind))
 
     def cudaGraphMemcpyNodeSetParams(self, node: Any, p: Any) -> None:
-        self._call("cuGraphMemcpyNodeSetParams", node, self._box(p))
+        self.call("cuGraphMemcpyNodeSetParams", node, self._box(p))
 
     def cudaGraphMemcpyNodeSetParams1D(self, node: Any, dst: Any, src: Any, count: int, kind: Any) -> None:
         self.cudaGraphMemcpyNodeSetParams(node, _row(dst, src, count, kind))
 
     def cudaGraphExecMemcpyNodeSetParams(self, instance: Any, node: Any, p: Any) -> None:
-        context = self._call("cuCtxGetCurrent")
-        self._call("cuGraphExecMemcpyNodeSetParams", instance, node, self._box(p), context)
+        context = self.call("cuCtxGetCurrent")
+        self.call("cuGraphExecMemcpyNodeSetParams", instance, node, self._box(p), context)
 
     def cudaGraphExecMemcpyNodeSetParams1D(
         self, instance: Any, node: Any, dst: Any, src: Any, count: int, kind: Any
@@ -296,7 +295,7 @@ class Functions:
     def _fill_node(self, call: str, *args: Any) -> Any:
         """A call with a cudaMemsetParams, and with the context that the driver wants behind it."""
         convert = Argument("pMemsetParams", "cudaMemsetParams", "CUDA_MEMSET_NODE_PARAMS")
-        return self._call(call, *args[:-1], convert(args[-1]), self._call("cuCtxGetCurrent"))
+        return self.call(call, *args[:-1], convert(args[-1]), self.call("cuCtxGetCurrent"))
 
     def cudaGraphAddMemsetNode(self, *args: Any) -> Any:
         return runtime().cudaGraphNode_t(int(self._fill_node("cuGraphAddMemsetNode", *args)))
@@ -306,13 +305,13 @@ class Functions:
 
     def cudaKernelSetAttributeForDevice(self, kernel: Any, attr: Any, value: int, device: int) -> None:
         attribute = cuda.CUfunction_attribute(int(attr))
-        self._call("cuKernelSetAttribute", attribute, value, cuda.CUkernel(int(kernel)), _number(device))
+        self.call("cuKernelSetAttribute", attribute, value, cuda.CUkernel(int(kernel)), _number(device))
 
     def cudaFuncGetAttributes(self, func: Any) -> Any:
         made, function = runtime().cudaFuncAttributes(), cuda.CUfunction(int(func))
         for field, attribute in _FUNCTION_ATTRIBUTES.items():
             named = getattr(cuda.CUfunction_attribute, f"CU_FUNC_ATTRIBUTE_{attribute}")
-            setattr(made, field, self._call("cuFuncGetAttribute", named, function))
+            setattr(made, field, self.call("cuFuncGetAttribute", named, function))
         return made
 
 
@@ -326,21 +325,14 @@ def _number(device: Any) -> Any:
     return cuda.CUdevice(int(device)) if int(device) >= 0 else cuda.CUdevice(-1)
 
 
-def _error(code: int) -> Any:
-    try:
-        return runtime().cudaError_t(code)
-    except ValueError:
-        return runtime().cudaError_t(_UNKNOWN_ERROR)
-
-
-def _copy_kind(kind: Any) -> int:
+def copy_kind(kind: Any) -> int:
     number = int(kind.value)
     if not 0 <= number < len(_COPIES):
         raise Failed(int(runtime().cudaError_t.cudaErrorInvalidMemcpyDirection))
     return number
 
 
-def _set_end(copy: Any, side: str, memory: int, pointer: Any, pitch: int) -> None:
+def set_end(copy: Any, side: str, memory: int, pointer: Any, pitch: int) -> None:
     """Set an end of a copy of rows that is no array."""
     setattr(copy, f"{side}MemoryType", cuda.CUmemorytype(memory))
     setattr(copy, side + ("Host" if memory == _HOST else "Device"), address(pointer))
@@ -369,54 +361,3 @@ _FUNCTION_ATTRIBUTES = {
     "maxDynamicSharedSizeBytes": "MAX_DYNAMIC_SHARED_SIZE_BYTES",
     "preferredShmemCarveout": "PREFERRED_SHARED_MEMORY_CARVEOUT",
 }
-
-_OWN: dict[str, Callable[..., Any]] = {
-    **{name: body for name, body in vars(Functions).items() if name.startswith("cuda")},
-    **{f"{name}Async": getattr(Functions, name) for name in (
-        "cudaMemset", "cudaMemset2D", "cudaMemset3D", "cudaMemcpy", "cudaMemcpy2D", "cudaMemcpy3D", "cudaMemcpyPeer",
-    )},
-}  # fmt: skip
-
-
-class Runtime:
-    """The functions of ``cuda.bindings.runtime`` over a driver, with the bindings' own classes.
-
-    As the runtime does, it uses the thread's current context, and where there is none makes the primary context of the
-    thread's device current.
-    """
-
-    def __init__(self, driver: Any) -> None:
-        self._functions = Functions(driver)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        found = getattr(runtime(), name)
-        if name in PURE or not name.startswith("cuda") or isinstance(found, type) or not callable(found):
-            return found
-        own = _OWN.get(name)
-        body = self._functions.translated(name) if own is None else functools.partial(own, self._functions)
-        function = _function(self._functions, name, body)
-        setattr(self, name, function)
-        return function
-
-
-def _function(functions: Functions, name: str, body: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
-    """The function of the runtime with a body that raises :class:`Failed`."""
-    taken = signature(runtime(), name)
-    count, success = len(taken.results), runtime().cudaError_t.cudaSuccess
-    prepare = functions.initialise if name in WITHOUT_CONTEXT else functions.make_current
-
-    def function(*args: Any, **named: Any) -> tuple[Any, ...]:
-        if named or len(args) != len(taken.parameters):
-            args = tuple(taken.bind(args, named))
-        try:
-            prepare()
-            values = body(*args)
-        except Failed as failed:
-            functions.thread.last = 0 if isinstance(failed, _Forgotten) else failed.code
-            return (_error(failed.code), *[None] * count)
-        return (success, *(values if isinstance(values, tuple) else (values,))[:count])
-
-    function.__name__ = name
-    return function
