@@ -139,6 +139,25 @@ def test_graphs(rt: Any) -> None:
     assert (found == 3).all()
 
 
+def test_host_nodes(rt: Any) -> None:
+    seen: list[int] = []
+    function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(seen.append)
+    pointer = ctypes.cast(function, ctypes.c_void_p).value
+    stream = ok(rt.cudaStreamCreate())
+    ok(rt.cudaStreamBeginCapture(stream, cudart.cudaStreamCaptureMode.cudaStreamCaptureModeGlobal))
+    ok(rt.cudaLaunchHostFunc(stream, cudart.cudaHostFn_t(pointer), 5))
+    graph = ok(rt.cudaStreamEndCapture(stream))
+    (node,) = ok(rt.cudaGraphGetRootNodes(graph, 1))[0]
+    params = ok(rt.cudaGraphHostNodeGetParams(node))
+    assert (int(params.fn), params.userData) == (pointer, 5)
+    instance = ok(rt.cudaGraphInstantiate(graph, 0))
+    params.userData = 6
+    ok(rt.cudaGraphExecHostNodeSetParams(instance, node, params))
+    ok(rt.cudaGraphLaunch(instance, stream))
+    ok(rt.cudaStreamSynchronize(stream))
+    assert seen == [6]
+
+
 def test_kernels_of_a_library(rt: Any) -> None:
     seen: list[int] = []
     testing.kernel("count", types=[ctypes.c_int])(seen.append)

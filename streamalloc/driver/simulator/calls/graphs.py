@@ -4,6 +4,7 @@ changes the parameters of nodes, never the set of nodes.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -37,7 +38,7 @@ _SHAREABLE = 1 | 8
 """Handle types that there are on this system."""
 
 _BEHIND = "hGraph dependencies numDependencies"
-_KERNEL = ":cuda.CUDA_KERNEL_NODE_PARAMS"
+_KERNEL, _HOST = ":cuda.CUDA_KERNEL_NODE_PARAMS", ":cuda.CUDA_HOST_NODE_PARAMS"
 _MEMSET, _COPY = ":cuda.CUDA_MEMSET_NODE_PARAMS", ":cuda.CUDA_MEMCPY3D"
 
 _IN_PARAMS: dict[str, Callable[[Any], tuple[Any, ...]]] = {
@@ -54,6 +55,8 @@ _IN_PARAMS: dict[str, Callable[[Any], tuple[Any, ...]]] = {
 }
 """The parameters of a node in a CUgraphNodeParams, as the call for nodes of this kind takes them."""
 
+_ATTRIBUTE_BYTES = 64
+"""Size of a CUkernelNodeAttrValue."""
 _CHANGEABLE = ("MEMSET", "MEMCPY", "KERNEL")
 """Kinds of nodes whose parameters can be changed, and that can be disabled."""
 
@@ -235,7 +238,7 @@ class GraphCalls(CopyCalls, StreamMemoryCalls, KernelCalls):
     cuGraphAddMemsetNode = call(f"{_BEHIND} memsetParams{_MEMSET} ctx", _add_node, "MEMSET")
     cuGraphAddMemcpyNode = call(f"{_BEHIND} copyParams{_COPY} ctx", _add_node, "MEMCPY")
     cuGraphAddEmptyNode = call(_BEHIND, _add_node, "EMPTY")
-    cuGraphAddHostNode = call(f"{_BEHIND} nodeParams:cuda.CUDA_HOST_NODE_PARAMS", _add_node, "HOST")
+    cuGraphAddHostNode = call(f"{_BEHIND} nodeParams{_HOST}", _add_node, "HOST")
     cuGraphAddBatchMemOpNode = call(
         f"{_BEHIND} nodeParams:cuda.CUDA_BATCH_MEM_OP_NODE_PARAMS", _add_node, "BATCH_MEM_OP"
     )
@@ -359,12 +362,13 @@ class GraphCalls(CopyCalls, StreamMemoryCalls, KernelCalls):
     def _params_of_node(self, kind: str, struct: str, node: Node) -> Any:
         check(node.kind == kind)
         made = getattr(cuda, struct)()
-        for name, value in (node.values or {}).items():
+        for name, value in need(node.values, "the parameters of this node").items():
             setattr(made, name, cuda.CUmemorytype(value) if name.endswith("MemoryType") else value)
         return made
 
     cuGraphMemsetNodeGetParams = call("hNode", _params_of_node, "MEMSET", "CUDA_MEMSET_NODE_PARAMS")
     cuGraphMemcpyNodeGetParams = call("hNode", _params_of_node, "MEMCPY", "CUDA_MEMCPY3D")
+    cuGraphHostNodeGetParams = call("hNode", _params_of_node, "HOST", "CUDA_HOST_NODE_PARAMS")
 
     def cuGraphKernelNodeGetParams(self, hNode: Node) -> Any:
         check(hNode.kind == "KERNEL")
@@ -373,6 +377,25 @@ class GraphCalls(CopyCalls, StreamMemoryCalls, KernelCalls):
             if name != "cells":
                 setattr(made, name, value)
         return made
+
+    # Attributes of kernel nodes: they are kept, and change nothing.
+
+    def cuGraphKernelNodeSetAttribute(self, hNode: Node, attr: Any, value: cuda.CUkernelNodeAttrValue) -> None:
+        check(hNode.kind == "KERNEL")
+        number = arguments.member("attr", attr, cuda.CUkernelNodeAttrID)
+        hNode.attributes = {**hNode.attributes, number: ctypes.string_at(int(value.getPtr()), _ATTRIBUTE_BYTES)}
+
+    def cuGraphKernelNodeGetAttribute(self, hNode: Node, attr: Any) -> Any:
+        check(hNode.kind == "KERNEL")
+        number = arguments.member("attr", attr, cuda.CUkernelNodeAttrID)
+        kept = need(hNode.attributes.get(number), "an attribute of a kernel node that was not set")
+        made = cuda.CUkernelNodeAttrValue()
+        ctypes.memmove(int(made.getPtr()), kept, len(kept))
+        return made
+
+    def cuGraphKernelNodeCopyAttributes(self, dst: Node, src: Node) -> None:
+        check(dst.kind == src.kind == "KERNEL")
+        dst.attributes = {**dst.attributes, **src.attributes}
 
     def _event_of_node(self, kind: str, node: Node) -> Any:
         check(node.kind == kind)
@@ -393,6 +416,7 @@ class GraphCalls(CopyCalls, StreamMemoryCalls, KernelCalls):
     cuGraphMemsetNodeSetParams = call(f"hNode nodeParams{_MEMSET}", _set, "MEMSET")
     cuGraphMemcpyNodeSetParams = call(f"hNode nodeParams{_COPY}", _set, "MEMCPY")
     cuGraphKernelNodeSetParams = call(f"hNode nodeParams{_KERNEL}", _set, "KERNEL")
+    cuGraphHostNodeSetParams = call(f"hNode nodeParams{_HOST}", _set, "HOST")
     cuGraphEventRecordNodeSetEvent = call("hNode event", _set, "EVENT_RECORD")
     cuGraphEventWaitNodeSetEvent = call("hNode event", _set, "WAIT_EVENT")
 
@@ -442,6 +466,7 @@ class GraphCalls(CopyCalls, StreamMemoryCalls, KernelCalls):
 
     cuGraphExecMemsetNodeSetParams = call(f"hGraphExec hNode memsetParams{_MEMSET} ctx", _change, "MEMSET")
     cuGraphExecMemcpyNodeSetParams = call(f"hGraphExec hNode copyParams{_COPY} ctx", _change, "MEMCPY")
+    cuGraphExecHostNodeSetParams = call(f"hGraphExec hNode nodeParams{_HOST}", _change, "HOST")
     cuGraphExecKernelNodeSetParams = call(f"hGraphExec hNode nodeParams{_KERNEL}", _change, "KERNEL")
     cuGraphExecEventRecordNodeSetEvent = call("hGraphExec hNode event", _change, "EVENT_RECORD")
     cuGraphExecEventWaitNodeSetEvent = call("hGraphExec hNode event", _change, "WAIT_EVENT")
@@ -457,6 +482,9 @@ class GraphCalls(CopyCalls, StreamMemoryCalls, KernelCalls):
         hGraphExec.nodes[number].enabled = bool(isEnabled)
 
     # -- looking at graphs -----------------------------------------------------------------------------------
+
+    def cuGraphGetRootNodes(self, hGraph: Graph, numRootNodes: Any = 0) -> tuple[list[Any], int]:
+        return self._some([node for node in hGraph.nodes if not node.after], numRootNodes)
 
     def cuGraphGetNodes(self, hGraph: Graph, numNodes: Any = 0) -> tuple[list[Any], int]:
         return self._some(hGraph.nodes, numNodes)

@@ -371,12 +371,8 @@ class KernelCalls(Calls):
     ) -> None:
         function = self._function(f)
         shape = self._shape(function, sizes, cooperative)
-        captured = bool(self._machine.graphs.captures) and self._captured(stream)
         operation, cells = self._launch_of(stream.context, function, shape, params, extra)
-        if captured:
-            stream.capture.add("KERNEL", operation, stream, node_values(function, shape, cells))
-        else:
-            stream.submit(operation)
+        self._submit(stream, operation, "KERNEL", lambda: node_values(function, shape, cells))
 
     def cuLaunchKernelEx(self, config: cuda.CUlaunchConfig, f: Any, kernelParams: Any, extra: Any) -> None:
         """Attributes other than clusters and cooperation change nothing: the order here is stricter."""
