@@ -34,6 +34,7 @@ PTX = b"""
 )
 { ret; }
 """
+_ARRAY = np.char.array(PTX)
 TYPES = (np.uint64, ctypes.c_float, ctypes.c_uint)
 
 
@@ -106,13 +107,24 @@ def test_the_bindings_refuse_other_packings(raw: Any, scale: list[Any]) -> None:
             launch(raw, function, wrong)
 
 
-def test_untyped_arguments_need_types(raw: Any) -> None:
-    testing.kernel("untyped")(lambda x: None)
+def plain(x: int, count: np.int32) -> None:
+    """A kernel whose first parameter has no size."""
+
+
+@pytest.mark.parametrize("function", [plain, lambda x: None])
+def test_untyped_arguments_need_types(raw: Any, function: Any) -> None:
+    testing.kernel("untyped")(function)
     try:
         with pytest.raises(NotImplementedError, match="untyped"):
-            launch(raw, load(raw, b"untyped"), np.zeros(1, np.uint64))
+            launch(raw, load(raw, b"untyped"), np.zeros(2, np.uint64))
     finally:
         testing.unregister_kernel("untyped")
+
+
+def test_types_are_those_of_ctypes_or_numpy() -> None:
+    for wrong in (int, object, "no type"):
+        with pytest.raises(TypeError, match="no type of ctypes or NumPy"):
+            testing.kernel("wrong", types=[wrong])
 
 
 def test_a_launch_is_in_stream_order(raw: Any, scale: list[Any]) -> None:
@@ -214,6 +226,18 @@ def test_names_and_parameters_of_ptx(raw: Any) -> None:
     ok(raw.cuModuleUnload(module))
     assert raw.cuMemsetD32(counter, 5, 1)[0] == cuda.CUresult.CUDA_ERROR_INVALID_VALUE
     assert launch(raw, function, None)[0] == cuda.CUresult.CUDA_ERROR_INVALID_HANDLE
+
+
+@pytest.mark.parametrize("form", [bytearray, np.char.array, lambda text: _ARRAY.ctypes.data])
+def test_images_of_every_form(raw: Any, form: Any) -> None:
+    kept, linked = form(PTX), ok(raw.cuLinkCreate(0, None, None))
+    kind = cuda.CUjitInputType.CU_JIT_INPUT_PTX
+    ok(raw.cuLinkAddData(linked, kind, PTX, len(PTX), b"name", 0, None, None))
+    for image in (PTX, kept, ok(raw.cuLinkComplete(linked))[0]):
+        assert raw.cuModuleGetFunction(ok(raw.cuModuleLoadData(image)), b"nope")[0]
+        assert load(raw, image=image)
+    ok(raw.cuLinkDestroy(linked))
+    assert raw.cuModuleLoadData(b"")[0] == raw.cuModuleLoadData(None)[0] == cuda.CUresult.CUDA_ERROR_INVALID_VALUE
 
 
 def test_registered_variables(raw: Any) -> None:

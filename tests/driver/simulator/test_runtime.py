@@ -58,6 +58,9 @@ def test_a_call_makes_the_primary_context_current() -> None:
     assert int(driver.cuCtxGetDevice()[1]) == ok(rt.cudaGetDevice()) == 1
     assert ok(rt.cudaPointerGetAttributes(ok(rt.cudaMalloc(100)))).device == 1
     assert rt.cudaSetDevice(2) == (Error.cudaErrorInvalidDevice,)
+    ok(rt.cudaSetDeviceFlags(cudart.cudaDeviceScheduleSpin))
+    assert ok(rt.cudaGetDeviceFlags()) == cudart.cudaDeviceScheduleSpin | cudart.cudaDeviceMapHost
+    assert rt.cudaSetDeviceFlags(3) == (Error.cudaErrorInvalidValue,)
     ok(rt.cudaDeviceReset())
     ok(rt.cudaMalloc(100))
 
@@ -233,7 +236,7 @@ def test_arrays() -> None:
 
 
 def test_what_is_not_modelled_says_so(rt: Any) -> None:
-    with pytest.raises(NotImplementedError, match="cudaSetDeviceFlags"):
-        rt.cudaSetDeviceFlags(0)
+    with pytest.raises(NotImplementedError, match="cudaChooseDevice"):
+        rt.cudaChooseDevice(cudart.cudaDeviceProp())
     with pytest.raises(NotImplementedError, match="cuGraphDebugDotPrint"):
         rt.cudaGraphDebugDotPrint(ok(rt.cudaGraphCreate(0)), b"", 0)

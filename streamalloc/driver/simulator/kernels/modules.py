@@ -66,7 +66,7 @@ class Image:
 def _text(given: Any) -> str | None:
     """The text of PTX, from an object with the buffer protocol or from an address; None for other formats."""
     if not isinstance(given, int):
-        data = bytes(memoryview(given).cast("B")) if not isinstance(given, bytes) else given
+        data = memoryview(given).tobytes()
         check(data)
     else:
         not_modelled(not is_accessible(given, 1), "an image where nothing lies: the real driver crashes")

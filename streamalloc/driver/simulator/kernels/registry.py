@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fnmatch
 import inspect
@@ -94,7 +95,7 @@ def kernel(
     types
         Types of the parameters: of ctypes or NumPy. They are needed where a launch packs its arguments without types
         (``void**``, arrays of addresses, ``extra``, nodes of graphs) and the module is not PTX. By default the
-        annotations of the function, if each parameter has one.
+        annotations of the function, if each parameter has such a type.
     reads, writes
         Functions that return pairs of an address and a number of bytes for the arguments of a launch. A checker
         (:func:`streamalloc.driver.checked`) knows then what the kernel uses, and :func:`device_view` refuses
@@ -162,17 +163,19 @@ def _c_type(given: Any) -> CType:
     """A type of ctypes, from that or from a type of NumPy."""
     if isinstance(given, type) and issubclass(given, (ctypes._SimpleCData, ctypes.Structure, ctypes.Array)):
         return given
-    try:
-        return np.ctypeslib.as_ctypes_type(np.dtype(given))
-    except (TypeError, NotImplementedError):
-        raise TypeError(f"types: {given!r} is no type of ctypes or NumPy") from None
+    # int and float have no size; NumPy takes unknown classes for objects.
+    with contextlib.suppress(TypeError, NotImplementedError):
+        dtype = np.dtype(given)
+        if given not in (int, float) and not dtype.hasobject:
+            return np.ctypeslib.as_ctypes_type(dtype)
+    raise TypeError(f"types: {given!r} is no type of ctypes or NumPy")
 
 
 def _annotated(function: Callable[..., object]) -> tuple[CType, ...] | None:
-    """The types that a function's parameters are annotated with; None unless each has one."""
+    """The types that a function's parameters are annotated with; None unless each has a type of ctypes or NumPy."""
     try:
         parameters = inspect.signature(function, eval_str=True).parameters.values()
-        return tuple(_c_type(one.annotation) for one in parameters if one.annotation not in (int, float))
+        return tuple(_c_type(one.annotation) for one in parameters)
     except (NameError, TypeError, ValueError):
         return None
 

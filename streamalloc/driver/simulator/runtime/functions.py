@@ -128,7 +128,7 @@ class Functions:
             self.call("cuCtxSetCurrent", 0)
 
     def cudaSetDeviceFlags(self, flags: int) -> None:
-        raise NotModelled("cudaSetDeviceFlags")
+        self.call("cuDevicePrimaryCtxSetFlags", _number(self.cudaGetDevice()), flags)
 
     def cudaDeviceEnablePeerAccess(self, peerDevice: int, flags: int) -> None:
         self.call("cuCtxEnablePeerAccess", self._primary(peerDevice), flags)
