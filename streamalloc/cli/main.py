@@ -24,6 +24,7 @@ _COMMANDS = {
     "replay": "replay recorded allocations on pools and other allocators",
     "serve": "hold weights in GPU memory for engines that come and go",
     "store": "list, show or remove what stores hold",
+    "run": "run a program on the simulated driver",
 }
 """Help text by module; modules are imported on use."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
 import re
 from typing import Any
 
@@ -41,6 +42,12 @@ _ADDED_IN = {
 
 # Both property structs begin with the allocation type and the handle types, each a C int.
 _HANDLE_TYPES_OFFSET = 4
+
+
+@functools.cache
+def runtime() -> Any:
+    """The module ``cuda.bindings.runtime``, which is imported at the first call."""
+    return importlib.import_module("cuda.bindings.runtime")
 
 
 def version_that_added(name: str) -> str:

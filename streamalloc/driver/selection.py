@@ -29,6 +29,7 @@ def simulated(
     name: str | None = None,
     multicast_slots: int = 128,
     patience: float = 10.0,
+    kernels: str = "refuse",
 ) -> Driver:
     """Make a simulated machine: the driver's functions over ordinary memory, on any Linux machine.
 
@@ -59,6 +60,9 @@ def simulated(
     patience
         Seconds that binding or mapping a multicast object waits for other processes and threads to add their devices.
         Then, or at once where there are none, a ``DeadlockError`` names the missing devices.
+    kernels
+        Launch of a kernel that has no Python function (:func:`streamalloc.testing.kernel`): ``"refuse"`` raises
+        :class:`NotImplementedError`, ``"ignore"`` does nothing.
 
     Raises
     ------
@@ -68,7 +72,7 @@ def simulated(
     # Imported on first use: programs on a GPU do not need it.
     from streamalloc.driver.simulator import MachineSpec, SimulatedDriver
 
-    spec = MachineSpec(devices, memory, profile, multicast, fabric, seed, name, multicast_slots, patience)
+    spec = MachineSpec(devices, memory, profile, multicast, fabric, seed, name, multicast_slots, patience, kernels)
     return cast("Driver", SimulatedDriver(spec))  # its functions are added at run time
 
 
@@ -83,6 +87,7 @@ _SETTINGS: dict[str, Callable[[str], object]] = {
     "name": str,
     "multicast_slots": int,
     "patience": float,
+    "kernels": str,
 }
 
 # One machine in a process for each text: all objects with the default driver share it.
@@ -138,6 +143,7 @@ def default() -> Driver:
     ``name=mine``                     name; machines of one name have the same devices
     ``multicast_slots=128``           number of multicast objects
     ``patience=2.5``                  seconds that a multicast object waits for devices
+    ``kernels=ignore``                kernels without a Python function do nothing
     ================================  =======================================================
 
     Raises

@@ -75,6 +75,13 @@ class Uses(Streams):
         """Whether the driver does not know an address: it copies to such memory before the call returns."""
         return self.addresses.find(address) is None and self.ask("cuPointerGetAttribute", MEMORY_TYPE, address) is None
 
+    def kernel_uses(self, *launch: Any) -> list[Touch]:
+        """The uses that a simulated kernel declares, by its function and arguments; none are known of other kernels."""
+        ask = getattr(self.driver, "kernel_uses", None) if launch else None
+        found = None if ask is None else ask(*launch)
+        self.unseen_kernels |= found is None
+        return found or []
+
     # -- waits of the host -------------------------------------------------------------------------------------
 
     def synchronising(self, streams: Iterable[Stream]) -> Callable[[], None]:

@@ -84,13 +84,29 @@ class MappedMemory(Allocation):
 
 @dataclass(eq=False)
 class OpenedMemory(Allocation):
-    """Another process's plain memory."""
+    """Another process's plain memory. ``device`` is that of the context which has opened it and may use it: opening it
+    enables peer access (NVIDIA's page on cuIpcOpenMemHandle).
+    """
+
+    owner: int
+    """Device that has the memory."""
 
 
 def is_gone(allocation: Allocation, address: int, size: int) -> bool:
     """Whether the host has unmapped registered memory, or a part that is in a range."""
     registered = isinstance(allocation, HostMemory) and allocation.block is None
     return registered and not is_accessible(address, size)
+
+
+def is_reachable(allocation: Allocation, context: Context) -> bool:
+    """Whether work in ``context`` may touch the memory directly: its own, the host's, a peer's that was
+    enabled.
+    """
+    ordinal = context.device.ordinal
+    if allocation.pool is not None:
+        return allocation.pool.accessible(ordinal)
+    peer = allocation.context is not None and allocation.context.handle in context.peers
+    return allocation.device in (None, ordinal) or peer
 
 
 class Allocations(AddressMap[Allocation]):

@@ -22,6 +22,7 @@ from .files import Names
 from .graph_memory import DeviceGraphMemory
 from .graphs import Graphs
 from .heap import Heap, Regions
+from .kernels.modules import Modules
 from .memory import Bank
 from .multicast import Multicast
 from .pool import Pools
@@ -67,6 +68,7 @@ class Machine:
         self.arrays: Arrays = Arrays()
         self.pools: Pools = Pools(names, banks, timeline)
         self.graphs: Graphs = Graphs(self.devices)
+        self.modules: Modules = Modules(spec.kernels == "ignore")
         self.virtual: VirtualMemory = VirtualMemory(names, banks, self.allocations, timeline)
         self.sharing: Sharing = Sharing(names, banks, self.allocations, timeline, self.devices)
         self.multicast: Multicast = Multicast(
@@ -140,7 +142,7 @@ class Machine:
         return context
 
     def close_context(self, context: Context) -> None:
-        """Destroy a context with its streams, events and memory of cuMemAlloc."""
+        """Destroy a context with its streams, events, modules and memory of cuMemAlloc."""
         for stream in list(context.streams.values()):
             self.destroy_stream(stream)
         for event in [event for event in self.events.values() if event.context is context]:
@@ -155,6 +157,7 @@ class Machine:
             context.device.heap.free(context.graph_block)
             context.graph_block = None
         self.arrays.forget(context)
+        self.modules.forget(context, self.allocations)
         context.end()
 
     def current_or_none(self) -> Context | None:

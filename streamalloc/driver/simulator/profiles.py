@@ -77,12 +77,15 @@ class MachineSpec:
     name: str | None = None
     multicast_slots: int = 128
     patience: float = 10.0
+    kernels: str = "refuse"
 
     def __post_init__(self) -> None:
         if self.devices < 1:
             raise ValueError(f"devices must be at least 1, got {self.devices}")
         if self.profile_name not in PROFILES:
             raise ValueError(f"profile must be one of {sorted(PROFILES)}, got {self.profile_name!r}")
+        if self.kernels not in ("refuse", "ignore"):
+            raise ValueError(f"kernels must be 'refuse' or 'ignore', got {self.kernels!r}")
         if self.memory is not None and self.memory < 1:
             raise ValueError(f"memory must be at least 1 byte, got {self.memory}")
 

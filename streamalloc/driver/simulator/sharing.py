@@ -63,6 +63,8 @@ class OpenedBlock:
     """A block of another process's plain memory, and how many allocations in it are open here."""
 
     reservation: Reservation
+    owner: int
+    """Device that has the memory."""
     allocations: int = 0
 
 
@@ -206,14 +208,14 @@ class Sharing:
             if block is None:
                 check(is_locked(own, number))
                 end = -(-(offset + size) // BLOCK) * BLOCK
-                block = self._blocks[key] = self._map_block(own, start, end, context)
+                block = self._blocks[key] = self._map_block(own, start, end)
         finally:
             os.close(own)
         address = block.reservation.base + offset - start
         if address + size > block.reservation.end or self.allocations.overlapping(address, address + size):
             raise NotModelled("opening memory while something is open that was freed by its owner before")
         block.allocations += 1
-        allocation = OpenedMemory(address, size, context.device.ordinal, context)
+        allocation = OpenedMemory(address, size, context.device.ordinal, context, block.owner)
         self.allocations.add(allocation)
         self._opened[words] = Opening(allocation, block)
         return address
@@ -226,11 +228,8 @@ class Sharing:
             raise Fault(Result.CUDA_ERROR_INVALID_VALUE)  # all that was in the file is freed
         return own
 
-    def _map_block(self, fd: int, start: int, end: int, context: Context) -> OpenedBlock:
-        label, size = recognise(fd), os.fstat(fd).st_size
-        check(end <= size)
-        if need(label).place.id != context.device.ordinal:
-            raise NotModelled("opening plain memory of another device than the current context's")
+    def _map_block(self, fd: int, start: int, end: int) -> OpenedBlock:
+        check(end <= os.fstat(fd).st_size)
         with operating_system():
             physical = Physical.adopt(os.dup(fd))
             try:
@@ -239,7 +238,7 @@ class Sharing:
             finally:
                 physical.close()
         self.banks.arenas.add(reservation)
-        return OpenedBlock(reservation)
+        return OpenedBlock(reservation, need(recognise(fd)).place.id)
 
     def _unmap_block(self, block: OpenedBlock) -> None:
         self.banks.arenas.remove(block.reservation)

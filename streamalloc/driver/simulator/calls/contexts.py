@@ -50,6 +50,15 @@ class ContextCalls(Calls):
             self._end_context(context)
             context.alive = context.retained > 0
 
+    def cuDevicePrimaryCtxSetFlags(self, dev: Device, flags: UnsignedInt) -> None:
+        dev.primary.flags = self._checked_flags(flags)
+
+    @staticmethod
+    def _checked_flags(flags: int) -> int:
+        check(flags < 0x100 and flags & _SCHEDULE_MASK in (0, 1, 2, 4))
+        not_modelled(flags & ~_KNOWN_FLAGS, f"context flags {flags:#x}")
+        return flags
+
     def cuDevicePrimaryCtxGetState(self, dev: Device) -> tuple[int, int]:
         return dev.primary.flags, int(dev.primary.alive)
 
@@ -57,9 +66,7 @@ class ContextCalls(Calls):
 
     def cuCtxCreate_v4(self, ctxCreateParams: Any, flags: UnsignedInt, dev: Device) -> Any:
         not_modelled(ctxCreateParams is not None, "cuCtxCreate with parameters")
-        check(flags < 0x100 and flags & _SCHEDULE_MASK in (0, 1, 2, 4))
-        not_modelled(flags & ~_KNOWN_FLAGS, f"context flags {flags:#x}")
-        context = self._machine.create_context(dev, flags=flags)
+        context = self._machine.create_context(dev, flags=self._checked_flags(flags))
         self._machine.timeline.caller.contexts.append(context)
         return cuda.CUcontext(context.handle)
 

@@ -8,7 +8,7 @@ from typing import Any
 from streamalloc.driver.bindings import cuda
 
 from .. import arguments
-from ..allocations import Allocation, DeviceMemory, GraphAllocation, HostMemory, PoolMemory
+from ..allocations import Allocation, DeviceMemory, GraphAllocation, HostMemory, OpenedMemory, PoolMemory
 from ..arguments import DevicePointer, HostPointer, Size, UnsignedInt
 from ..constants import CHUNK, Location
 from ..errors import Fault, Result, check, need, need_a, not_modelled
@@ -271,6 +271,8 @@ def _range_start(allocation: Allocation) -> int:
 
 
 def _ordinal(allocation: Allocation) -> int:
+    of_peer = isinstance(allocation, OpenedMemory) and allocation.owner != allocation.device
+    not_modelled(of_peer, "the device of another process's memory that was opened on a peer")
     if allocation.device is not None and allocation.mapping is None:
         return allocation.device
     return 0 if allocation.context is None else allocation.context.device.ordinal
