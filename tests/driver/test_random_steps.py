@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import lzma
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from streamalloc.driver import simulated
+from streamalloc.driver import real, simulated
+from streamalloc.driver.simulator.reading import read_profile
 from tests.driver.random_steps.make import Maker
 from tests.driver.random_steps.run import Program
 from tests.driver.simulator.support import new_rig
@@ -45,11 +47,19 @@ def rig_on(raw: Any) -> Rig:
     return Rig(raw)
 
 
+@pytest.fixture(scope="module")
+def own_profile(on_cuda: bool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The profile of the machine under test."""
+    path = tmp_path_factory.mktemp("profile") / "own.json"
+    path.write_text(json.dumps(read_profile(real() if on_cuda else simulated())))
+    return path
+
+
 @pytest.mark.parametrize("seed", range(60))
-def test_two_drivers_agree(raw: Any, seed: int) -> None:
+def test_two_drivers_agree(raw: Any, own_profile: Path, seed: int) -> None:
     """On a machine with a GPU; without one it says that the simulated driver is deterministic."""
-    devices, memory = value(raw.cuDeviceGetCount()), value(raw.cuDeviceTotalMem(0))
-    programs = [Program(Rig(raw)), Program(rig_on(simulated(devices=devices, memory=memory)))]
+    own = simulated(devices=value(raw.cuDeviceGetCount()), profile=str(own_profile))
+    programs = [Program(Rig(raw)), Program(rig_on(own))]
     try:
         for number, step in enumerate(Maker(seed).make(60)):
             one, two = (program.run(step) for program in programs)

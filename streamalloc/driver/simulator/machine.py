@@ -25,7 +25,7 @@ from .heap import Heap, Regions
 from .memory import Bank
 from .multicast import Multicast
 from .pool import Pools
-from .profiles import MachineSpec, Profile
+from .profiles import Link, MachineSpec, Profile
 from .sharing import Sharing
 from .timeline import Clock, Stream, Timeline, merge
 from .virtual import VirtualMemory
@@ -64,12 +64,15 @@ class Machine:
         self.allocations: Allocations = Allocations()
         banks.arenas.on_add = self.allocations.forget_registered
         self.arrays: Arrays = Arrays()
-        self.pools: Pools = Pools(names, banks, timeline)
+        poolless = frozenset(one.ordinal for one in self.devices if not one.attributes.get("MEMORY_POOLS_SUPPORTED"))
+        self.pools: Pools = Pools(names, banks, timeline, poolless)
         self.graphs: Graphs = Graphs(self.devices)
-        self.virtual: VirtualMemory = VirtualMemory(names, banks, self.allocations, timeline)
+        self.virtual: VirtualMemory = VirtualMemory(names, banks, self.allocations, timeline, self.profile.page)
         self.sharing: Sharing = Sharing(names, banks, self.allocations, timeline, self.devices)
+        of_teams = self.profile.granularity("MULTICAST")
         self.multicast: Multicast = Multicast(
-            names, self.allocations, timeline, self.virtual, spec.multicast_slots, spec.patience
+            *(names, self.allocations, timeline, self.virtual),
+            *(spec.multicast_slots, spec.patience, of_teams.minimum if of_teams else self.profile.page),
         )
         _machines.add(self)
 
@@ -78,15 +81,16 @@ class Machine:
         return Bank(self.profile.total_memory, self.profile.context_overhead) if memory is None else Bank(memory)
 
     def _device(self, names: Names, ordinal: int, bank: Bank) -> Device:
-        attributes = dict(self.profile.attributes)
+        attributes = self.profile.device_attributes(ordinal)
         wanted = self.spec.multicast  # by default as on hardware, where it needs two devices
-        attributes["MULTICAST_SUPPORTED"] = int(self.spec.devices > 1 if wanted is None else wanted)
+        if wanted is None:
+            wanted = self.spec.devices > 1 and bool(attributes.get("MULTICAST_SUPPORTED"))
+        attributes["MULTICAST_SUPPORTED"] = int(wanted)
         if self.fabric is not None:
             attributes["HANDLE_TYPE_FABRIC_SUPPORTED"] = int(self.fabric)
-        attributes["PCI_DEVICE_ID"] += ordinal
         digest = hashlib.sha256(f"{self.identity}/{ordinal}".encode()).digest()[:16]
         banks = self.banks
-        regions = Regions(banks, bank.total + banks.host.total)
+        regions = Regions(banks, bank.total + banks.host.total, self.profile.context_free)
         heap = Heap(str(names.own("heap", device_place(ordinal))), banks, bank, regions)
         pinned = Heap("pinned", banks, banks.host, regions)
         graphs = DeviceGraphMemory(banks, bank)
@@ -167,6 +171,22 @@ class Machine:
             raise Fault(Result.CUDA_ERROR_CONTEXT_IS_DESTROYED)
         context.check()
         return context
+
+    # -- what the devices can do -----------------------------------------------------------------------------
+
+    def link(self, source: int, target: int) -> Link:
+        """The link of a device to another one's memory."""
+        found = self.profile.link(source, target)
+        return need(found, f"the link of devices {source} and {target}, which this profile does not have")
+
+    def has_access(self, source: int, target: int) -> bool:
+        """Whether a device can have access to the memory of another, or of its own."""
+        return source == target or self.link(source, target).access
+
+    def supports(self, name: str, device: int | None = None) -> bool:
+        """Whether a device, or all devices, have an attribute that is not 0."""
+        devices = self.devices if device is None else [self.devices[device]]
+        return all(one.attributes.get(name) for one in devices)
 
     # -- streams ---------------------------------------------------------------------------------------------
 

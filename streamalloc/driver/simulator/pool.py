@@ -323,6 +323,8 @@ class Pools:
     names: Names
     banks: Banks
     timeline: Timeline
+    poolless: frozenset[int] = frozenset()
+    """Devices without MEMORY_POOLS_SUPPORTED."""
     pools: dict[int, Pool] = field(default_factory=dict)
     current: dict[tuple[int, int, int], Pool] = field(default_factory=dict)
     to_release: bool = False
@@ -331,9 +333,13 @@ class Pools:
     """
     _defaults: dict[tuple[int, int, int], Pool] = field(default_factory=dict)
 
-    def create(self, *description: Any, **more: Any) -> Pool:
-        """Create a pool with the fields of :class:`Pool`."""
-        pool = Pool(self, *description, **more)
+    def create(self, place: Place, *description: Any, **more: Any) -> Pool:
+        """Create a pool with the fields of :class:`Pool`. The code of a refusal is that of devices without pools
+        (openvdb#2255, rapidsai/cuvs#2528).
+        """
+        able = not self.poolless if place.device is None else place.device not in self.poolless
+        check(able, Result.CUDA_ERROR_NOT_SUPPORTED)
+        pool = Pool(self, place, *description, **more)
         self.pools[pool.handle] = pool
         return pool
 

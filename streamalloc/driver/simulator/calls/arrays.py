@@ -57,8 +57,13 @@ class ArrayCalls(CopyCalls):
         need(self._machine.current_or_none(), "making an array without a current context")
         return self._machine.current()
 
-    @staticmethod
-    def _layout(descriptor: Any) -> Layout:
+    def _largest(self, kind: str, third: str) -> list[int]:
+        """The largest width, height and depth or layers of a kind of texture."""
+        attributes = self._array_context().device.attributes
+        names = [f"MAXIMUM_TEXTURE{kind}_{part}" if part else "" for part in ("WIDTH", "HEIGHT", third)]
+        return [attributes.get(name, 0) for name in names]
+
+    def _layout(self, descriptor: Any) -> Layout:
         width, height, depth = int(descriptor.Width), int(descriptor.Height), int(descriptor.Depth)
         number, channels, flags = (
             arguments.number_in(descriptor, "Format", None),
@@ -72,7 +77,7 @@ class ArrayCalls(CopyCalls):
         check(height or depth)  # there are none of one dimension
         layered = bool(flags & _LAYERED)
         solid = depth > 0 and not layered
-        largest = (16384, 16384, 16384) if solid else (32768, 32768, 2048) if layered else (131072, 65536, 0)
+        largest = self._largest(*("3D", "DEPTH") if solid else ("2D_LAYERED", "LAYERS") if layered else ("2D", ""))
         if not (solid or layered):
             check(width <= largest[0])
         too_large = any(one > most for one, most in zip((width, height, depth), largest, strict=True))

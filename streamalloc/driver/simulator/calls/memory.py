@@ -10,6 +10,7 @@ from streamalloc.driver.bindings import cuda
 from .. import arguments
 from ..allocations import Allocation, DeviceMemory, GraphAllocation, HostMemory, PoolMemory
 from ..arguments import DevicePointer, HostPointer, Size, UnsignedInt
+from ..blocks import round_up
 from ..constants import CHUNK, Location
 from ..errors import Fault, Result, check, need, need_a, not_modelled
 from ..memory import is_host_memory
@@ -20,7 +21,6 @@ _HOST_ALLOC_FLAGS = 0x7  # portable, device map, write combined
 _HOST_REGISTER_FLAGS = 0xF
 _HOST_REGISTER_SPECIAL = 0xC  # I/O memory, read only
 _PORTABLE, _DEVICE_MAPPED, _WRITE_COMBINED = 1, 2, 4
-_PITCH = 512
 _SYNC_MEMOPS = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_SYNC_MEMOPS
 
 
@@ -35,7 +35,7 @@ class MemoryCalls(Calls):
     def cuMemAllocPitch(self, WidthInBytes: Size, Height: Size, ElementSizeBytes: UnsignedInt) -> tuple[Any, int]:
         self._machine.current()
         check(ElementSizeBytes in (4, 8, 16) and WidthInBytes and Height)
-        pitch = -(-WidthInBytes // _PITCH) * _PITCH
+        pitch = round_up(WidthInBytes, self._machine.profile.pitch)
         return cuda.CUdeviceptr(self._allocate_plain(pitch * Height)), pitch
 
     def _allocate_plain(self, size: int) -> int:
