@@ -22,12 +22,14 @@ from streamalloc.driver.selection import as_asked, default_of_threads, read_choi
 if TYPE_CHECKING:
     from streamalloc.driver.checker.stacks import Stack, here, line_of, lines
     from streamalloc.driver.listener import Listener
+    from streamalloc.driver.simulator.reading import UnreadableMachineError, read_profile
     from streamalloc.driver.wrappers import Wrapper
 
 # Modules that are imported on first use, to keep the import of the package fast.
 _LATER = {
     "Listener": "listener",
     "Wrapper": "wrappers",
+    **dict.fromkeys(("UnreadableMachineError", "read_profile"), "simulator.reading"),
     **dict.fromkeys(("Stack", "here", "line_of", "lines"), "checker.stacks"),
 }
 
