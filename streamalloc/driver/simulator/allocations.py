@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 
+from .advice import Pages
 from .blocks import Block
 from .contexts import Context
 from .graph_memory import GraphMemory
-from .memory import AddressMap, is_accessible
+from .memory import AddressMap, Reservation, is_accessible
 from .physical import Mapping
 from .pool import ImportedPool, Pool
 
@@ -20,6 +21,8 @@ class _Defaults:
     """Number of the allocation, unique in the machine."""
     pool: Pool | ImportedPool | None = None
     mapping: Mapping | None = None
+    pages: Pages | None = None
+    """Advice for managed memory, once there is any."""
     waits: bool = False
     """SYNC_MEMOPS was set."""
 
@@ -34,8 +37,13 @@ class Allocation(_Defaults):
     context: Context | None
 
     @property
+    def managed(self) -> bool:
+        """Whether host and devices use it at one address; the driver counts it as device memory."""
+        return self.pool is not None and self.pool.managed
+
+    @property
     def on_host(self) -> bool:
-        return self.device is None
+        return self.device is None and not self.managed
 
     @property
     def known(self) -> bool:
@@ -48,6 +56,14 @@ class DeviceMemory(Allocation):
     """Device memory of cuMemAlloc."""
 
     block: Block
+
+
+@dataclass(eq=False)
+class ManagedMemory(Allocation):
+    """Memory of cuMemAllocManaged, at the beginning of a reservation."""
+
+    reservation: Reservation
+    managed = True
 
 
 @dataclass(eq=False)

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable
 
 from . import call_lock
-from .allocations import Allocation, Allocations, DeviceMemory, HostMemory, OpenedMemory
+from .allocations import Allocation, Allocations, DeviceMemory, HostMemory, ManagedMemory, OpenedMemory
 from .arrays import Arrays
 from .banks import Banks
 from .constants import LEGACY_STREAM, PER_THREAD_STREAM, device_place
@@ -22,6 +22,7 @@ from .files import Names
 from .graph_memory import DeviceGraphMemory
 from .graphs import Graphs
 from .heap import Heap, Regions
+from .managed import Managed
 from .memory import Bank
 from .multicast import Multicast
 from .pool import Pools
@@ -63,6 +64,7 @@ class Machine:
             device.primary = self.create_context(device, primary=True)
         self.allocations: Allocations = Allocations()
         banks.arenas.on_add = self.allocations.forget_registered
+        self.managed: Managed = Managed(banks, self.allocations)
         self.arrays: Arrays = Arrays()
         poolless = frozenset(one.ordinal for one in self.devices if not one.attributes.get("MEMORY_POOLS_SUPPORTED"))
         self.pools: Pools = Pools(names, banks, timeline, poolless)
@@ -111,6 +113,7 @@ class Machine:
 
     def _release(self) -> None:
         self.pools.close()
+        self.managed.close()
         for device in self.devices:
             device.close()
         self.multicast.close()
@@ -149,7 +152,7 @@ class Machine:
         for event in [event for event in self.events.values() if event.context is context]:
             del self.events[event.handle]
         for allocation in [one for one in self.allocations.at.values() if one.context is context]:
-            if isinstance(allocation, (DeviceMemory, HostMemory)):
+            if isinstance(allocation, (DeviceMemory, HostMemory, ManagedMemory)):
                 self.discard(allocation)
             elif isinstance(allocation, OpenedMemory):
                 self.sharing.forget_memory(allocation)
@@ -248,7 +251,10 @@ class Machine:
                 self.discard(allocation)
 
     def discard(self, allocation: Allocation) -> None:
-        """Release memory of cuMemAlloc, or pinned memory, at once."""
+        """Release memory of cuMemAlloc, pinned or managed memory at once."""
+        if isinstance(allocation, ManagedMemory):
+            self.managed.free(allocation)
+            return
         self.allocations.remove(allocation)
         if isinstance(allocation, (DeviceMemory, HostMemory)) and allocation.block is not None:
             assert allocation.context is not None

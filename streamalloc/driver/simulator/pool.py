@@ -56,10 +56,11 @@ class Accessible:
 
     device: int | None
     access: dict[int, int]
+    managed: bool
 
     def accessible(self, device: int) -> bool:
         """Whether work of ``device`` may touch this memory."""
-        return device == self.device or self.access.get(device, 0) == READ_WRITE
+        return device == self.device or self.access.get(device, 0) == READ_WRITE or self.managed
 
 
 @dataclass(eq=False)
@@ -95,7 +96,8 @@ class Pool(Accessible):
         few = self.device is None or len(banks.devices) == 1
         capacity = 2 * self.max_size if few and self.max_size else bank.addresses
         of_node = self.place.type == Location.HOST_NUMA
-        self.space: Space = Space(str(self.label), banks, bank, capacity, self._timeline.ranks, of_node)
+        kind = (of_node, self.managed or self.device is None)
+        self.space: Space = Space(str(self.label), banks, bank, capacity, self._timeline.ranks, *kind)
         self.line: Line = self.space.line
         banks.pools[self.handle] = self.space
 
@@ -258,7 +260,7 @@ class Pool(Accessible):
         """Whether any device was given access; ungranted host memory is to the driver like any other host
         memory.
         """
-        return READ_WRITE in self.access.values()
+        return self.managed or READ_WRITE in self.access.values()
 
 
 class ImportedPool(Accessible):

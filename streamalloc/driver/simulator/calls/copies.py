@@ -441,4 +441,4 @@ def _reachable(allocation: Allocation, context: Context) -> bool:
     if allocation.pool is not None:
         return allocation.pool.accessible(ordinal)
     peer = allocation.context is not None and allocation.context.handle in context.peers
-    return allocation.device in (None, ordinal) or peer
+    return allocation.device in (None, ordinal) or peer or allocation.managed

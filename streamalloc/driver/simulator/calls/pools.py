@@ -240,8 +240,8 @@ class PoolCalls(Calls):
                 self._unsafe_during_capture()
         if not size:
             return 0
-        not_modelled(pool.managed, "allocating from a managed pool")
         if captured:
+            not_modelled(pool.managed, "allocating from a managed pool during a capture")
             check(pool.device is not None and not pool.handle_types, Result.CUDA_ERROR_NOT_SUPPORTED)
             return int(stream.capture.allocate(size, pool, stream))
         address, block = pool.take(size, stream)

@@ -216,6 +216,7 @@ class VirtualMemoryCalls(Calls):
             not_modelled(refused, "cuMemGetHandleForAddressRange of a multicast object")
             devices = [mapping.memory.properties.device for mapping in self._machine.virtual.span(dptr, size)]
         else:
+            not_modelled(allocation.managed, "cuMemGetHandleForAddressRange of managed memory")
             devices = [allocation.device]
         check(None not in devices)
         if allocation.mapping is None and not self._machine.banks.is_backed(dptr, size):
