@@ -56,6 +56,8 @@ def simulated(
         stream order, in the same way for the same number, so that a missing dependency shows.
     name
         Machines of one name (default: ``STREAMALLOC_MACHINE``, else the other arguments) have the same device UUIDs.
+        Where ``name`` or the variable names it, its processes also share the memory of the devices: ``cuMemGetInfo``
+        counts all of them, until they end.
     multicast_slots
         Number of multicast objects that the simulated switch supports (128 on machines with eight H200).
     patience

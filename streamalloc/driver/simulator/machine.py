@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable
 
-from . import call_lock
+from . import call_lock, usage
 from .allocations import Allocation, Allocations, DeviceMemory, HostMemory, ManagedMemory, OpenedMemory
 from .arrays import Arrays
 from .banks import Banks
@@ -29,6 +29,7 @@ from .pool import Pools
 from .profiles import Link, MachineSpec, Profile
 from .sharing import Sharing
 from .timeline import Clock, Stream, Timeline, merge
+from .usage import Usage
 from .virtual import VirtualMemory
 
 
@@ -63,6 +64,12 @@ class Machine:
         for device in self.devices:
             device.primary = self.create_context(device, primary=True)
         self.allocations: Allocations = Allocations()
+        self.usage: Usage | None = None
+        if spec.given_name:
+            self.usage = Usage(names)
+            host.share(self.usage, usage.HOST)
+            for number, bank in enumerate(banks.devices[: usage.HOST]):
+                bank.share(self.usage, number)
         banks.arenas.on_add = self.allocations.forget_registered
         self.managed: Managed = Managed(banks, self.allocations)
         self.arrays: Arrays = Arrays()
@@ -120,6 +127,8 @@ class Machine:
         self.virtual.close()
         self.sharing.close()
         self.banks.close()
+        if self.usage is not None:
+            self.usage.close()
 
     def cut_short(self, call: str, error: BaseException) -> None:
         """Refuse further calls if a signal handler, not the call, raised ``error``: the state may be half changed."""

@@ -423,11 +423,15 @@ class MachineSpec:
             raise ValueError(f"memory must be at least 1 byte, got {self.memory}")
         object.__setattr__(self, "profile", load(os.fspath(self.profile_name)))
 
+    @functools.cached_property
+    def given_name(self) -> str:
+        """Name that the user gave; "" where there is none."""
+        return self.name or os.environ.get("STREAMALLOC_MACHINE", "")
+
     @property
     def identity(self) -> str:
         """Machines of the same name, or made by the same arguments where they have none, are the same one."""
-        named = self.name or os.environ.get("STREAMALLOC_MACHINE")
-        return named or (
+        return self.given_name or (
             f"{self.profile.identity} x{self.devices} memory={self.memory} multicast={self.multicast} "
             f"fabric={self.fabric}"
         )
