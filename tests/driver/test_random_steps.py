@@ -59,7 +59,7 @@ def own_profile(on_cuda: bool, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 @pytest.mark.parametrize(
-    ("seed", "steps"), [*((seed, 60) for seed in range(60)), *((seed, 200) for seed in range(60, 66))]
+    ("seed", "steps"), [*((seed, 60) for seed in range(60)), *((seed, 200) for seed in range(60, 63))]
 )
 def test_two_drivers_agree(raw: Any, own_profile: Path, seed: int, steps: int) -> None:
     """On a machine with a GPU; without one it says that the simulated driver is deterministic."""
@@ -83,7 +83,7 @@ def same(programs: Sequence[Program | Pair], steps: list[str]) -> None:
 
 
 @pytest.mark.gpus(2)
-@pytest.mark.parametrize(("seed", "steps"), [*((seed, 60) for seed in range(16)), (16, 200), (17, 200)])
+@pytest.mark.parametrize(("seed", "steps"), [*((seed, 60) for seed in range(10)), (10, 200)])
 def test_two_drivers_agree_on_two_devices(raw: Any, own_profile: Path, seed: int, steps: int) -> None:
     own: Any = simulated(devices=value(raw.cuDeviceGetCount()), profile=str(own_profile))
     programs = [DevicesProgram(Rig(raw)), DevicesProgram(on_two_devices(own))]
@@ -94,7 +94,7 @@ def test_two_drivers_agree_on_two_devices(raw: Any, own_profile: Path, seed: int
             program.finish()
 
 
-@pytest.mark.parametrize(("seed", "steps"), [*((seed, 60) for seed in range(6)), (6, 200)])
+@pytest.mark.parametrize(("seed", "steps"), [*((seed, 60) for seed in range(4)), (4, 200)])
 def test_two_drivers_agree_in_two_processes(raw: Any, on_cuda: bool, own_profile: Path, seed: int, steps: int) -> None:
     machine = {"devices": value(raw.cuDeviceGetCount()), "profile": str(own_profile)}
     rigs = [(Rig(raw), lambda: Peer(on_cuda)), (rig_on(simulated(**machine)), lambda: Peer(False, **machine))]
