@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         kernel,
         unregister_kernel,
     )
+    from streamalloc.driver.simulator.reading import UnreadableMachineError, read_profile
     from streamalloc.driver.simulator.runtime import Runtime
     from streamalloc.driver.wrappers import Wrapper
 
@@ -41,6 +42,7 @@ _LATER = {
     **dict.fromkeys(
         ("current_launch", "device_global", "device_view", "kernel", "unregister_kernel"), "simulator.kernels.registry"
     ),
+    **dict.fromkeys(("UnreadableMachineError", "read_profile"), "simulator.reading"),
     **dict.fromkeys(("Stack", "here", "line_of", "lines"), "checker.stacks"),
 }
 

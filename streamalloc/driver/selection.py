@@ -47,7 +47,9 @@ def simulated(
         Bytes of memory of each GPU (None: that of the profile's GPU). Pages of this machine are used only when they are
         written.
     profile
-        Simulated GPU: a built-in name such as ``"h200"``, which is tested against readings from real GPUs, or a file.
+        Simulated GPU and host: ``"h200"``, ``"h100"``, or the ``.json`` file that ``streamalloc profile -o FILE`` wrote
+        on another machine. Where its devices lack something, calls are refused as their driver refuses them. A call
+        whose answer on such a device is unknown raises :class:`NotImplementedError`.
     multicast, fabric
         Support for multicast objects and fabric handles (None: as on a real machine with this many GPUs).
     seed
@@ -55,6 +57,8 @@ def simulated(
         stream order, in the same way for the same number, so that a missing dependency shows.
     name
         Machines of one name (default: ``STREAMALLOC_MACHINE``, else the other arguments) have the same device UUIDs.
+        Where ``name`` or the variable names it, its processes also share the memory of the devices: ``cuMemGetInfo``
+        counts all of them, until they end.
     multicast_slots
         Number of multicast objects that the simulated switch supports (128 on machines with eight H200).
     patience
@@ -67,7 +71,7 @@ def simulated(
     Raises
     ------
     ValueError
-        There is no such profile, or a number is below 1.
+        There is no such profile, a field of it is missing, unknown or out of range, or a number is below 1.
     """
     # Imported on first use: programs on a GPU do not need it.
     from streamalloc.driver.simulator import MachineSpec, SimulatedDriver
@@ -137,7 +141,7 @@ def default() -> Driver:
     ================================  =======================================================
     ``devices=4``                     number of devices
     ``memory=8589934592``             bytes of memory of each device
-    ``profile=h200``                  simulated GPU
+    ``profile=h200``                  simulated GPU: ``h200``, ``h100`` or a file
     ``multicast=1``, ``fabric=0``     support, 0 or 1
     ``seed=7``                        seed of random delays and interleaving of work
     ``name=mine``                     name; machines of one name have the same devices

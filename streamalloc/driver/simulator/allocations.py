@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 
+from .advice import Pages
 from .blocks import Block
 from .contexts import Context
 from .graph_memory import GraphMemory
-from .memory import AddressMap, is_accessible
+from .memory import AddressMap, Reservation, is_accessible
 from .physical import Mapping
 from .pool import ImportedPool, Pool
 
@@ -20,6 +21,8 @@ class _Defaults:
 
     pool: Pool | ImportedPool | None = None
     mapping: Mapping | None = None
+    pages: Pages | None = None
+    """Advice for managed memory, once there is any."""
     waits: bool = False
     """SYNC_MEMOPS was set."""
 
@@ -36,8 +39,13 @@ class Allocation(_Defaults):
     """Number of the allocation, unique in the process."""
 
     @property
+    def managed(self) -> bool:
+        """Whether host and devices use it at one address; the driver counts it as device memory."""
+        return self.pool is not None and self.pool.managed
+
+    @property
     def on_host(self) -> bool:
-        return self.device is None
+        return self.device is None and not self.managed
 
     @property
     def known(self) -> bool:
@@ -50,6 +58,14 @@ class DeviceMemory(Allocation):
     """Device memory of cuMemAlloc."""
 
     block: Block
+
+
+@dataclass(eq=False)
+class ManagedMemory(Allocation):
+    """Memory of cuMemAllocManaged, at the beginning of a reservation."""
+
+    reservation: Reservation
+    managed = True
 
 
 @dataclass(eq=False)
@@ -106,7 +122,7 @@ def is_reachable(allocation: Allocation, context: Context) -> bool:
     if allocation.pool is not None:
         return allocation.pool.accessible(ordinal)
     peer = allocation.context is not None and allocation.context.handle in context.peers
-    return allocation.device in (None, ordinal) or peer
+    return allocation.device in (None, ordinal) or peer or allocation.managed
 
 
 class Allocations(AddressMap[Allocation]):

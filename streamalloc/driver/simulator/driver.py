@@ -12,6 +12,7 @@ from .calls.arrays import ArrayCalls
 from .calls.contexts import ContextCalls
 from .calls.devices import DeviceCalls
 from .calls.graphs import GraphCalls
+from .calls.managed import ManagedCalls
 from .calls.memory import MemoryCalls
 from .calls.multicast import MulticastCalls
 from .calls.pools import PoolCalls
@@ -28,6 +29,7 @@ class SimulatedDriver(
     ContextCalls,
     StreamCalls,
     MemoryCalls,
+    ManagedCalls,
     GraphCalls,
     ArrayCalls,
     MulticastCalls,

@@ -10,8 +10,8 @@ import threading
 import weakref
 from collections.abc import Callable
 
-from . import call_lock
-from .allocations import Allocation, Allocations, DeviceMemory, HostMemory, OpenedMemory
+from . import call_lock, usage
+from .allocations import Allocation, Allocations, DeviceMemory, HostMemory, ManagedMemory, OpenedMemory
 from .arrays import Arrays
 from .banks import Banks
 from .constants import LEGACY_STREAM, PER_THREAD_STREAM, device_place
@@ -23,12 +23,14 @@ from .graph_memory import DeviceGraphMemory
 from .graphs import Graphs
 from .heap import Heap, Regions
 from .kernels.modules import Modules
+from .managed import Managed
 from .memory import Bank
 from .multicast import Multicast
 from .pool import Pools
-from .profiles import MachineSpec, Profile
+from .profiles import Link, MachineSpec, Profile
 from .sharing import Sharing
 from .timeline import Clock, Stream, Timeline, merge
+from .usage import Usage
 from .virtual import VirtualMemory
 
 
@@ -64,15 +66,25 @@ class Machine:
         for device in self.devices:
             device.primary = self.create_context(device, primary=True)
         self.allocations: Allocations = Allocations()
+        self.usage: Usage | None = None
+        if spec.given_name:
+            self.usage = Usage(names)
+            host.share(self.usage, usage.HOST)
+            for number, bank in enumerate(banks.devices[: usage.HOST]):
+                bank.share(self.usage, number)
         banks.arenas.on_add = self.allocations.forget_registered
+        self.managed: Managed = Managed(banks, self.allocations)
         self.arrays: Arrays = Arrays()
-        self.pools: Pools = Pools(names, banks, timeline)
+        poolless = frozenset(one.ordinal for one in self.devices if not one.attributes.get("MEMORY_POOLS_SUPPORTED"))
+        self.pools: Pools = Pools(names, banks, timeline, poolless)
         self.graphs: Graphs = Graphs(self.devices)
         self.modules: Modules = Modules(spec.kernels == "ignore")
-        self.virtual: VirtualMemory = VirtualMemory(names, banks, self.allocations, timeline)
+        self.virtual: VirtualMemory = VirtualMemory(names, banks, self.allocations, timeline, self.profile.page)
         self.sharing: Sharing = Sharing(names, banks, self.allocations, timeline, self.devices)
+        of_teams = self.profile.granularity("MULTICAST")
         self.multicast: Multicast = Multicast(
-            names, self.allocations, timeline, self.virtual, spec.multicast_slots, spec.patience
+            *(names, self.allocations, timeline, self.virtual),
+            *(spec.multicast_slots, spec.patience, of_teams.minimum if of_teams else self.profile.page),
         )
         _machines.add(self)
 
@@ -81,15 +93,16 @@ class Machine:
         return Bank(self.profile.total_memory, self.profile.context_overhead) if memory is None else Bank(memory)
 
     def _device(self, names: Names, ordinal: int, bank: Bank) -> Device:
-        attributes = dict(self.profile.attributes)
+        attributes = self.profile.device_attributes(ordinal)
         wanted = self.spec.multicast  # by default as on hardware, where it needs two devices
-        attributes["MULTICAST_SUPPORTED"] = int(self.spec.devices > 1 if wanted is None else wanted)
+        if wanted is None:
+            wanted = self.spec.devices > 1 and bool(attributes.get("MULTICAST_SUPPORTED"))
+        attributes["MULTICAST_SUPPORTED"] = int(wanted)
         if self.fabric is not None:
             attributes["HANDLE_TYPE_FABRIC_SUPPORTED"] = int(self.fabric)
-        attributes["PCI_DEVICE_ID"] += ordinal
         digest = hashlib.sha256(f"{self.identity}/{ordinal}".encode()).digest()[:16]
         banks = self.banks
-        regions = Regions(banks, bank.total + banks.host.total)
+        regions = Regions(banks, bank.total + banks.host.total, self.profile.context_free)
         heap = Heap(str(names.own("heap", device_place(ordinal))), banks, bank, regions)
         pinned = Heap("pinned", banks, banks.host, regions)
         graphs = DeviceGraphMemory(banks, bank)
@@ -110,12 +123,15 @@ class Machine:
 
     def _release(self) -> None:
         self.pools.close()
+        self.managed.close()
         for device in self.devices:
             device.close()
         self.multicast.close()
         self.virtual.close()
         self.sharing.close()
         self.banks.close()
+        if self.usage is not None:
+            self.usage.close()
 
     def cut_short(self, call: str, error: BaseException) -> None:
         """Refuse further calls if a signal handler, not the call, raised ``error``: the state may be half changed."""
@@ -148,7 +164,7 @@ class Machine:
         for event in [event for event in self.events.values() if event.context is context]:
             del self.events[event.handle]
         for allocation in [one for one in self.allocations.at.values() if one.context is context]:
-            if isinstance(allocation, (DeviceMemory, HostMemory)):
+            if isinstance(allocation, (DeviceMemory, HostMemory, ManagedMemory)):
                 self.discard(allocation)
             elif isinstance(allocation, OpenedMemory):
                 self.sharing.forget_memory(allocation)
@@ -171,6 +187,22 @@ class Machine:
             raise Fault(Result.CUDA_ERROR_CONTEXT_IS_DESTROYED)
         context.check()
         return context
+
+    # -- what the devices can do -----------------------------------------------------------------------------
+
+    def link(self, source: int, target: int) -> Link:
+        """The link of a device to another one's memory."""
+        found = self.profile.link(source, target)
+        return need(found, f"the link of devices {source} and {target}, which this profile does not have")
+
+    def has_access(self, source: int, target: int) -> bool:
+        """Whether a device can have access to the memory of another, or of its own."""
+        return source == target or self.link(source, target).access
+
+    def supports(self, name: str, device: int | None = None) -> bool:
+        """Whether a device, or all devices, have an attribute that is not 0."""
+        devices = self.devices if device is None else [self.devices[device]]
+        return all(one.attributes.get(name) for one in devices)
 
     # -- streams ---------------------------------------------------------------------------------------------
 
@@ -232,7 +264,10 @@ class Machine:
                 self.discard(allocation)
 
     def discard(self, allocation: Allocation) -> None:
-        """Release memory of cuMemAlloc, or pinned memory, at once."""
+        """Release memory of cuMemAlloc, pinned or managed memory at once."""
+        if isinstance(allocation, ManagedMemory):
+            self.managed.free(allocation)
+            return
         self.allocations.remove(allocation)
         if isinstance(allocation, (DeviceMemory, HostMemory)) and allocation.block is not None:
             assert allocation.context is not None

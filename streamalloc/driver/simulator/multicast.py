@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from .allocations import Allocation, Allocations
-from .constants import GRANULARITY, NOWHERE, Location, Place
+from .constants import NOWHERE, Location, Place
 from .errors import DeadlockError, Fault, Result, check, need, need_a, not_modelled
 from .files import Label, Names, reach
 from .memory import AddressRange, Physical, Window
@@ -88,7 +88,7 @@ class MulticastObject(Mappable):
 
     def check_part(self, offset: int, size: int) -> None:
         """A mapping can be smaller than the object; it always starts at offset 0 (mscclpp does so)."""
-        check(size % GRANULARITY == 0 and offset % GRANULARITY == 0 and offset + size <= self.size)
+        check(self._owner.fits(size, offset) and offset + size <= self.size)
         not_modelled(offset, "mapping a multicast object from another offset than 0")
 
     def map_at(self, found: AddressRange, start: int, size: int, offset: int) -> None:
@@ -192,7 +192,12 @@ class Multicast:
     virtual: VirtualMemory
     slots: int
     patience: float
+    granularity: int
     objects: set[MulticastObject] = field(default_factory=set)
+
+    def fits(self, *sizes: int) -> bool:
+        """Whether sizes, offsets and addresses are multiples of the granularity."""
+        return not any(size % self.granularity for size in sizes)
 
     @property
     def has_slot(self) -> bool:

@@ -153,7 +153,8 @@ class ContextCalls(Calls):
     def cuCtxEnablePeerAccess(self, peerContext: Context, Flags: UnsignedInt) -> None:
         context, peer = self._machine.current(), peerContext
         check(Flags == 0)
-        check(peer.device is not context.device, Result.CUDA_ERROR_PEER_ACCESS_UNSUPPORTED)
+        own, other = context.device.ordinal, peer.device.ordinal
+        check(own != other and self._machine.has_access(own, other), Result.CUDA_ERROR_PEER_ACCESS_UNSUPPORTED)
         check(peer.handle not in context.peers, Result.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED)
         context.peers.add(peer.handle)
 
@@ -181,10 +182,11 @@ class ContextCalls(Calls):
         self._unsafe_during_capture()
         name, known = self._limit(limit)
         check(name not in _FIXED, Result.CUDA_ERROR_NOT_PERMITTED)
+        least = need(known.least, f"setting {name}, whose range this profile does not have")
         check(name != "STACK_SIZE" or value < _TOO_LARGE_STACK)
         not_modelled(name == "STACK_SIZE" and value > known.most, f"a stack of {value} bytes")
         check(name not in _REFUSED or value <= known.most)
-        value = min(max(round_up(value, known.step), known.least), known.most)
+        value = min(max(round_up(value, known.step), least), known.most)
         if name == "STACK_SIZE":
             self._resize_stacks(context, context.limits.get(name, known.default), value)
         context.limits[name] = value

@@ -132,13 +132,6 @@ class CopyCalls(Calls):
     cuMemcpyPeer = call("dstDevice dstContext srcDevice srcContext ByteCount", _copy_peer)
     cuMemcpyPeerAsync = call("dstDevice dstContext srcDevice srcContext ByteCount hStream", _copy_peer)
 
-    def _copy_plane(self, copy: Any, hStream: int | None = None) -> None:
-        self._copy_rows(copy, hStream, 1)
-
-    cuMemcpy2D = call("pCopy:cuda.CUDA_MEMCPY2D", _copy_plane)
-    cuMemcpy2DUnaligned = call("pCopy:cuda.CUDA_MEMCPY2D", _copy_plane)
-    cuMemcpy2DAsync = call("pCopy:cuda.CUDA_MEMCPY2D hStream", _copy_plane)
-
     def _copy_between(self, copy: Any, hStream: int | None = None) -> None:
         ends = [self._find(arguments.ContextOrCurrent, one) for one in (copy.dstContext, copy.srcContext)]
         self._copy_rows(copy, hStream, int(copy.Depth), (ends[0], ends[1]))
