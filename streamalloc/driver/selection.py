@@ -29,6 +29,7 @@ def simulated(
     name: str | None = None,
     multicast_slots: int = 128,
     patience: float = 10.0,
+    host: str | None = None,
 ) -> Driver:
     """Make a simulated machine: the driver's functions over ordinary memory, on any Linux machine.
 
@@ -59,6 +60,10 @@ def simulated(
     patience
         Seconds that binding or mapping a multicast object waits for other processes and threads to add their devices.
         Then, or at once where there are none, a ``DeadlockError`` names the missing devices.
+    host
+        Name of this machine among several in one IMEX domain (default: ``STREAMALLOC_HOST``, else the only machine).
+        Machines that differ in this name alone have different devices, and share fabric handles of physical memory and
+        of multicast objects: nothing else that one exports can be imported by another.
 
     Raises
     ------
@@ -68,7 +73,7 @@ def simulated(
     # Imported on first use: programs on a GPU do not need it.
     from streamalloc.driver.simulator import MachineSpec, SimulatedDriver
 
-    spec = MachineSpec(devices, memory, profile, multicast, fabric, seed, name, multicast_slots, patience)
+    spec = MachineSpec(devices, memory, profile, multicast, fabric, seed, name, multicast_slots, patience, host)
     return cast("Driver", SimulatedDriver(spec))  # its functions are added at run time
 
 
@@ -83,6 +88,7 @@ _SETTINGS: dict[str, Callable[[str], object]] = {
     "name": str,
     "multicast_slots": int,
     "patience": float,
+    "host": str,
 }
 
 # One machine in a process for each text: all objects with the default driver share it.
@@ -138,6 +144,7 @@ def default() -> Driver:
     ``name=mine``                     name; machines of one name have the same devices
     ``multicast_slots=128``           number of multicast objects
     ``patience=2.5``                  seconds that a multicast object waits for devices
+    ``host=a``                        name of the machine among those of one IMEX domain
     ================================  =======================================================
 
     Raises

@@ -77,6 +77,7 @@ class MachineSpec:
     name: str | None = None
     multicast_slots: int = 128
     patience: float = 10.0
+    host: str | None = None
 
     def __post_init__(self) -> None:
         if self.devices < 1:
@@ -89,6 +90,11 @@ class MachineSpec:
     @property
     def profile(self) -> Profile:
         return PROFILES[self.profile_name]
+
+    @property
+    def host_name(self) -> str:
+        """Name of the machine in its IMEX domain; "" if it is the only one."""
+        return self.host or os.environ.get("STREAMALLOC_HOST", "")
 
     @property
     def identity(self) -> str:
