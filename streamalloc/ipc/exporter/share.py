@@ -204,11 +204,10 @@ def share(
     free their memory when the last reference to the array is dropped. With ``hold=True``, that waits, too.
 
     Physical memory, and ranges that map it, can also be shared by fabric handles, with processes of other machines in
-    the same IMEX domain. Fabric handles are bytes in the descriptor, so no file descriptor has to travel, and keep no
-    memory: do not close it before it was opened. Importers' streams wait for the contents by the
-    control block, which exists on this machine only. On another machine, and wherever the control block's file
-    descriptor neither comes along nor can be fetched (:func:`streamalloc.ipc.send` and :mod:`multiprocessing` see to
-    that), no stream waits: synchronise ``stream`` before the descriptor leaves.
+    the same IMEX domain. Fabric handles are bytes in the descriptor, so any transport of bytes will do, and keep no
+    memory: do not close it before it was opened, or use ``hold=True``. Importers' streams wait for the contents on
+    every machine; :mod:`streamalloc.ipc.wire.relay` says how, and what limits that has. The first such call of a
+    process allocates 2 MiB on the memory's device and starts a thread.
 
     Parameters
     ----------
@@ -227,11 +226,12 @@ def share(
 
         The free of an allocation waits. Of everything else the hold keeps a reference, and the file descriptors:
         physical memory with one exists until it was opened, also if it is closed and unmapped here; pools, events, and
-        memory with fabric handles must not be closed. Processes of other machines cannot end the hold.
+        memory with fabric handles must not be closed.
 
         After the open, an array of another library in memory of a pool or of ``cuMemAlloc`` is kept until all importers
-        have closed it and their work has ended; in memory of a pool, until they have closed all of its allocation. An
-        array in mapped memory is not: its library may reuse the memory, so keep it while others use it.
+        have closed it and their work has ended; in memory of a pool, until they have closed all of its allocation. So
+        is a range that was shared by fabric handles, or an array in it. With file descriptors, an array in mapped
+        memory is not: its library may reuse the memory, so keep it while others use it.
     handle_type
         Of physical memory and ranges: ``POSIX_FILE_DESCRIPTOR`` or ``FABRIC``. Default: file descriptors if the memory
         was made with them, else fabric handles. Pools are shared by file descriptors only.
@@ -478,6 +478,11 @@ def _describe(
         if hold is not None:
             lease.hold(hold, kept=False)
     if lease is not None:
+        if fields.get("handle_type") == _FABRIC:
+            assert isinstance(device, Device)
+            fields["payload"] = exports.relay(lease.block, device)
+            if hold is not None and fields["origin"] != NOWHERE:
+                fields["flags"] = fields.get("flags", 0) | Flags.LEASED
         fields |= {"slot": lease.slot, "generation": lease.generation, "ready": lease.words.last_announced}
         if stream is not None:
             fields["ready"] = lease.announce(stream)
