@@ -127,13 +127,15 @@ class Sharing:
 
     def fabric_handle(self, kind: str, physical: Physical) -> bytes:
         """``kind`` is pool or memory, the latter for multicast objects too."""
-        return pack(f"fabric {kind}", os.getpid(), physical.fd, self.names.owner)
+        label = need(Label.of(f"/proc/self/fd/{physical.fd}"))
+        return pack(f"fabric {kind}", os.getpid(), physical.fd, int(label.serial, 16))
 
     def open_fabric(self, kind: str, data: bytes) -> int:
         """Open a descriptor of an export of this or another process of the domain."""
         words = need(unpack(f"fabric {kind}", data, 3))
         kinds = ("memory", "multicast") if kind == "memory" else (kind,)
-        fd = reach(words[0], words[1], lambda label: label.kind in kinds and label.domain == self.names.domain)
+        wanted = (self.names.domain, f"{words[2]:016x}")
+        fd = reach(words[0], words[1], lambda label: label.kind in kinds and (label.domain, label.serial) == wanted)
         own = need(fd, "importing from a fabric handle of a process that has given the memory up")
         fcntl.flock(own, fcntl.LOCK_SH)  # as a descriptor that was exported: see Physical.lend
         return own

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -76,6 +77,28 @@ def test_of_another_domain(rig: Rig) -> None:
     elsewhere = new_rig(fabric=True, host="b", name="another domain")
     with pytest.raises(NotImplementedError, match="fabric handle"):
         imported(elsewhere, exported(rig, memory, FABRIC), FABRIC)
+
+
+def test_of_memory_that_is_gone(rig: Rig, other: Rig) -> None:
+    """The handle does not name other memory that was shared since."""
+    memory = rig.memory(handle_types=FABRIC)
+    handle = exported(rig, memory, FABRIC)
+    (file,) = files_of_memory()
+    assert rig.release(memory) == "SUCCESS"
+    while file not in files_of_memory():
+        exported(rig, rig.memory(handle_types=FABRIC), FABRIC)
+    with pytest.raises(NotImplementedError, match="given the memory up"):
+        imported(other, handle, FABRIC)
+
+
+def files_of_memory() -> set[str]:
+    """The numbers of descriptors of physical memory."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the one that lists them
+            if ":memory:" in os.readlink(f"/proc/self/fd/{name}"):
+                found.add(name)
+    return found
 
 
 def test_descriptors_are_refused(rig: Rig, other: Rig) -> None:
