@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,8 +17,9 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc, vmm
 from streamalloc.ipc.wire import relay
+from tests.hosts import Host, share_bytes
 from tests.ipc.support import PAGE, POSIX, busy, hold, idle, no_more, release, state
-from tests.processes import Opened, Partner, There, eventually
+from tests.processes import There, eventually
 from tests.support import MiB, executed, filled, pending, shows
 
 pytestmark = [pytest.mark.fabric, pytest.mark.simulated_only("one machine cannot be two")]
@@ -26,39 +27,6 @@ pytestmark = [pytest.mark.fabric, pytest.mark.simulated_only("one machine cannot
 FABRIC = sa.MemHandleType.FABRIC
 SHORT = 0.3
 """Seconds of silence after which a process counts as dead, where a test waits for that."""
-
-
-class Host(Partner):
-    """A process of another machine: bytes go there and come back, and no file descriptor."""
-
-    def __init__(self, name: str = "b") -> None:
-        super().__init__(False, fabric=True, host=name)
-        self.run(_settle_on, name)
-
-    def begin(self, function: Callable[..., Any], *args: Any, fds: Iterable[ipc.Fd | int] = ()) -> None:
-        assert not list(fds)
-        super().begin(function, *args)
-
-    def opens(self, data: bytes, name: str = "it") -> Opened:
-        """Have it open a descriptor."""
-        return self.open(ipc.Shared(data, {}), name, fds=())
-
-    def bytes_of(self, name: str, **options: Any) -> bytes:
-        """The descriptor of what it shares. The result of share is kept there, as it is here while bytes travel."""
-        data: bytes = self.run(_share_bytes, name, options)
-        return data
-
-
-def _settle_on(there: There, name: str) -> None:
-    os.environ["STREAMALLOC_HOST"] = name
-
-
-def _share_bytes(there: There, name: str, options: dict[str, Any]) -> bytes:
-    return bytes(there.keep(f"shared {name}", ipc.share(there.kept[name], **options)))
-
-
-def _be_impatient(there: There) -> None:
-    relay.SILENCE = SHORT
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +120,7 @@ def _make_held(there: There, name: str) -> None:
 
 def _send_by_tcp(there: There, name: str, port: int) -> None:
     with socket.create_connection(("127.0.0.1", port)) as connection:
-        connection.sendall(_share_bytes(there, name, {}))
+        connection.sendall(share_bytes(there, name, {}))
 
 
 class TestLeases:
