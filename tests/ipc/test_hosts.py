@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,11 +16,15 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc, vmm
+from streamalloc.core.session import Session
+from streamalloc.ipc.exporter.relay import ExporterRelay
+from streamalloc.ipc.importer.relay import ImporterRelay
 from streamalloc.ipc.wire import relay
+from streamalloc.ipc.wire.control_block import ControlBlock
 from tests.hosts import Host, share_bytes
 from tests.ipc.support import PAGE, POSIX, busy, hold, idle, no_more, release, state
 from tests.processes import There, eventually
-from tests.support import MiB, executed, filled, pending, shows
+from tests.support import Account, MiB, executed, filled, pending, shows
 
 pytestmark = [pytest.mark.fabric, pytest.mark.simulated_only("one machine cannot be two")]
 
@@ -303,3 +307,48 @@ def test_thirty_rounds(buffer: vmm.GrowableBuffer, elsewhere: Any) -> None:
             before = state()
     after = state()
     assert after.descriptors < before.descriptors + 10 and after.mappings < before.mappings + 10
+
+
+class TestEveryCallFailsInTurn:
+    """An error at any call of the making leaves nothing, and is raised."""
+
+    def test_of_the_owner(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(relay.Relay, "start", lambda self: None)  # whose calls would be counted, too
+
+        def make(driver: Any) -> ExporterRelay:
+            return ExporterRelay(ControlBlock.create(Session.of(driver)), sa.Device(0, driver=driver))
+
+        assert _failures(sd.simulated(fabric=True, host="a"), make) > 10
+
+    def test_of_an_importer(self, buffer: vmm.GrowableBuffer, monkeypatch: pytest.MonkeyPatch) -> None:
+        described = ipc.share(buffer).descriptor
+        monkeypatch.setattr(relay.Relay, "start", lambda self: None)
+
+        def make(driver: Any) -> ImporterRelay:
+            device = sa.Device(0, driver=driver)
+            return ImporterRelay(Session.of(driver), described.payload, described.control_block, device)
+
+        assert _failures(sd.simulated(fabric=True, host="c"), make) > 10
+
+
+def _failures(machine: Any, make: Callable[[Any], relay.Relay]) -> int:
+    """The number of calls of which each failed in turn, before none did."""
+    for number in range(1, 100):
+        account = Account(machine)
+        sa.Device(0, driver=account.driver).synchronize()
+        account.driver._target = len(account.driver.seen) + number
+        try:
+            made = make(account.driver)
+        except sa.CudaError:
+            made = None
+        account.driver._target = 1 << 40
+        assert (made is None) == bool(account.driver.failed)
+        if made is not None:
+            made.close()
+            del made
+        left = account.left
+        left.pop("registered host memory", None)  # of control blocks, which are dropped
+        assert not left, (number, account.driver.failed, left)
+        if not account.driver.failed:
+            return number
+    raise AssertionError("a making without an end")

@@ -145,6 +145,6 @@ class ExporterRelay(Relay):
 
     def close(self) -> None:
         """Unmap and release the relay, and end the leases of its importers. Idempotent."""
-        super().close()
         while self._deputies:
             self._deputies.popitem()[1].dismiss()
+        super().close()

@@ -216,7 +216,9 @@ class ImporterRelay(Relay):
         """Release the place, the replica and the relay. Idempotent."""
         with contextlib.suppress(CudaError), self.lock:
             self.leave()
-        super().close()
-        if hasattr(self, "block"):
-            self.block.close()
-            self.block.fd.close()
+        try:
+            super().close()
+        finally:
+            if hasattr(self, "block"):
+                self.block.close()
+                self.block.fd.close()

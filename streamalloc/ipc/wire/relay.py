@@ -48,7 +48,7 @@ import weakref
 import numpy as np
 import numpy.typing as npt
 
-from streamalloc.core.errors import CudaError, undoing
+from streamalloc.core.errors import CudaError, undo_all, undoing
 from streamalloc.core.internal import Device, HandleEnd, deferred_queue
 from streamalloc.core.properties import MemAccess
 from streamalloc.core.session import Session
@@ -173,10 +173,8 @@ class Relay:
         self.end()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_JOIN_SECONDS)
-        deferred_queue(self.session).end(self._stream)
-        with contextlib.suppress(CudaError):
-            self._mapping.close(())
-            self.memory.close()
+        later = deferred_queue(self.session)
+        undo_all((lambda: later.end(self._stream), lambda: self._mapping.close(()), self.memory.close))
 
     def __del__(self) -> None:
         stream = getattr(self, "_stream", None)
