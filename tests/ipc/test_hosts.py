@@ -136,8 +136,11 @@ class TestLeases:
         host.opens(data)
         assert eventually(lambda: not shared.held)
 
-    def test_memory_is_kept_until_it_is_closed(self, device: sa.Device, stream: sa.Stream, host: Host) -> None:
-        """Although its owner has dropped it after the open."""
+    @pytest.mark.parametrize("closed", [True, False])
+    def test_memory_is_kept_until_it_is_closed(
+        self, device: sa.Device, stream: sa.Stream, host: Host, closed: bool
+    ) -> None:
+        """Although its owner has closed it before the open, or dropped it after that."""
         with vmm.PhysicalMemory(device, PAGE, handle_types=FABRIC) as other:
             ipc.share(other, stream)  # makes the relay
 
@@ -147,9 +150,12 @@ class TestLeases:
 
         before = free()
         buffer = vmm.GrowableBuffer(device, 64 * MiB, 3 * MiB, handle_types=FABRIC, stream=stream)
+        filled(buffer, 6)
         shared = ipc.share(buffer, hold=True)
+        if closed:
+            buffer.close()
         opened = host.opens(bytes(shared))
-        assert eventually(functools.partial(_arrived, shared))
+        assert opened.shows(6) and eventually(functools.partial(_arrived, shared))
         del buffer, shared
         assert free() == before - 4 * MiB
         opened.close()

@@ -26,8 +26,6 @@ from streamalloc.ipc.wire.relay import CLAIM, FAST, GRANT, PLACES, RELAY_BYTES, 
 from streamalloc.vmm.internal import import_memory
 
 _LOST, _HOLD = map(EXPORTER_WORDS.index, ("lost", "hold"))
-# Seconds of frequent exchanges after an open.
-_LINGER = 0.1
 _ENDED = "the process that shared this memory has ended, or its machine cannot be reached"
 
 
@@ -112,7 +110,7 @@ class ImporterRelay(Relay):
     # -- exchanges -------------------------------------------------------------------------------------------
 
     def exchange(self) -> bool:
-        """Carry all words once; whether a stream or the host waits for contents."""
+        """Carry all words once. Streams do not wait for that, so that once in a while is enough."""
         self._send()
         self._read(0, self._front)
         self._finish()
@@ -129,7 +127,7 @@ class ImporterRelay(Relay):
         self._read(wire.WORDS_AT, words)
         self._finish()
         self._receive(words)
-        return self.block.awaits
+        return False
 
     def _is_mine(self) -> bool:
         """Whether no other importer has the place.
@@ -187,7 +185,6 @@ class ImporterRelay(Relay):
                 if reached(int(self._grants[self._place]["seen"]), wanted):
                     break
             time.sleep(FAST)
-        self.hurry(_LINGER)
 
     # -- the end ---------------------------------------------------------------------------------------------
 

@@ -473,16 +473,11 @@ class ControlBlock:
         """Whether an importer lives."""
         return self._alive(1 + importer)
 
-    @property
-    def awaits(self) -> bool:
-        """Whether a stream of this importer, or the host, waits for a word."""
-        self._drop_reached()
-        return bool(self._expected)
-
     def idle(self) -> bool:
         """Whether no stream of this importer waits for a word or will write one."""
         me = self.importer
-        return not self.awaits and bool((self.opened[:, me] == self.closed[:, me]).all())
+        self._drop_reached()
+        return not self._expected and bool((self.opened[:, me] == self.closed[:, me]).all())
 
     def _drop_reached(self) -> None:
         for slot, wanted in list(self._expected):

@@ -28,8 +28,9 @@ exporter writes ``ready`` in its place, in its own row.
 
 Limits:
 
-* An announcement takes 1 to 3 ms to arrive, an open two to four times as long. For steps in a loop, use the barriers
-  and signals of :class:`~streamalloc.multicast.SymmetricMemory`, which only the GPUs take part in.
+* An announcement takes 1 to 3 ms to arrive, and so does the answer to an open; up to 50 ms if its exporter has shared
+  nothing for a second. The end of a hold or a lease takes up to 100 ms. For steps in a loop, use the barriers and
+  signals of :class:`~streamalloc.multicast.SymmetricMemory`, which only the GPUs take part in.
 * A process that is stopped for longer than :data:`SILENCE` counts as dead. What an importer has open is not kept for
   it until it goes on; the memory stays valid, as the driver counts imports. An exporter is not waited for any more.
 * If the exporter's machine ends, its memory ends with it, and uses of that are errors of the driver, also waits.
@@ -147,7 +148,7 @@ class Relay:
         self.wake.set()
 
     def exchange(self) -> bool:
-        """Carry all words once; whether the other side may wait for the next time. :attr:`lock` is held."""
+        """Carry all words once; whether the other side waits for the next time. :attr:`lock` is held."""
         raise NotImplementedError
 
     def step(self) -> float:
