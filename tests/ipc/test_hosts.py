@@ -170,6 +170,9 @@ class TestLeases:
 
     def test_a_stale_descriptor(self, buffer: vmm.GrowableBuffer, host: Host, device: sa.Device) -> None:
         """The first importer has closed it, and its owner does not keep it any more."""
+        dropped = bytes(ipc.share(buffer, hold=True))
+        with pytest.raises(sa.StaleDescriptorError):
+            host.opens(dropped)
         shared = ipc.share(buffer, hold=True)
         data, lease = bytes(shared), shared._lease
         host.opens(data).close()
@@ -308,7 +311,8 @@ def test_thirty_rounds(buffer: vmm.GrowableBuffer, elsewhere: Any) -> None:
     """Nothing is left of each. What earlier tests have left ends meanwhile, and one more may wait for a death."""
     stream = elsewhere.create_stream()
     for number in range(30):
-        ipc.open(bytes(ipc.share(buffer, hold=True)), stream=stream).close()
+        shared = ipc.share(buffer, hold=True)
+        ipc.open(bytes(shared), stream=stream).close()
         if number == 4:
             before = state()
     after = state()

@@ -8,14 +8,16 @@ from typing import Any
 
 import numpy as np
 
+from streamalloc.core.allocation_properties import MemAllocationProp
 from streamalloc.core.errors import undoing
-from streamalloc.core.internal import Device, Fd
+from streamalloc.core.internal import FABRIC_NEEDS, Device, Fd
 from streamalloc.core.properties import MemHandleType
+from streamalloc.driver.internal import cuda, opaque_bytes
 from streamalloc.ipc.wire import relay as wire
 from streamalloc.ipc.wire.control_block import EXPORTER_WORDS, SLOTS, ControlBlock, fence
 from streamalloc.ipc.wire.relay import CLAIM, GRANT, PLACES, RELAY_BYTES, ROWS_SHAPE, Relay
-from streamalloc.vmm import PhysicalMemory
 
+_FABRIC = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_FABRIC
 _ANNOUNCED, _READY, _LOST, _HOLD = map(EXPORTER_WORDS.index, ("announced", "ready", "lost", "hold"))
 # Seconds of frequent exchanges after an importer's change, and after something was shared.
 _LINGER = 0.1
@@ -60,9 +62,8 @@ class ExporterRelay(Relay):
     """The fabric handle, 64 bytes."""
 
     def __init__(self, block: ControlBlock, device: Device) -> None:
-        memory = PhysicalMemory(device, RELAY_BYTES, handle_types=MemHandleType.FABRIC)
-        with undoing(memory.close):
-            super().__init__(block.session, memory, device)
+        prop = MemAllocationProp(requested_handle_types=MemHandleType.FABRIC, location=device.location).to_driver()
+        super().__init__(block.session, device, "cuMemCreate", RELAY_BYTES, prop, 0, hint=FABRIC_NEEDS)
         self._block = block
         self._deputies: dict[int, _Deputy] = {}
         self._claims = np.zeros(PLACES, CLAIM)
@@ -73,11 +74,9 @@ class ExporterRelay(Relay):
         self._grants = self._front[wire.GRANTS_AT :].view(GRANT)
         self._beat = 0
         with undoing(self.close):
-            handle = memory.export(MemHandleType.FABRIC)
-            assert isinstance(handle, bytes)
-            self.handle = handle
+            self.handle = opaque_bytes(self.session.call("cuMemExportToShareableHandle", self._memory, _FABRIC, 0))
             # New memory may have any contents.
-            self.session.call("cuMemsetD8Async", self._base, 0, RELAY_BYTES, self._stream.raw)
+            self.session.call("cuMemsetD8Async", self._base, 0, RELAY_BYTES, self._stream)
             self.exchange()
             self.start()
 
@@ -120,6 +119,7 @@ class ExporterRelay(Relay):
                 self._finish()
                 deputy.apply(self._rows)
                 grant["seen"] = claim["change"]
+                self.changed = True
                 self._fast_until = max(self._fast_until, now + _LINGER)
         if not number or now - deputy.heard > wire.SILENCE:
             self._dismiss(place)
@@ -139,6 +139,7 @@ class ExporterRelay(Relay):
 
     def _dismiss(self, place: int) -> None:
         self._deputies.pop(place).dismiss()
+        self.changed = True
         self._grants[place] = 0, 0, 0
         self._claims[place] = 0, 0, 0
         self._write(wire.CLAIMS_AT + CLAIM.itemsize * place, self._claims[place : place + 1])

@@ -222,7 +222,8 @@ def share(
     hold
         Keep what is shared while this descriptor is in transit: until the descriptor is opened, :meth:`Shared.cancel`
         is called, or the result is dropped. :func:`streamalloc.ipc.send` moves the hold to the message, which ends it
-        when it is opened, refused or dropped, or when nobody can receive it any more.
+        when it is opened, refused or dropped, or when nobody can receive it any more. A descriptor of a range with
+        fabric handles is stale if it is opened after that, unless an importer has the range open.
 
         The free of an allocation waits. Of everything else the hold keeps a reference, and the file descriptors, or for
         ranges with fabric handles the memory: it exists until it was opened, also if it is closed and unmapped here.

@@ -9,9 +9,9 @@ import time
 import numpy as np
 
 from streamalloc.core.errors import CudaError, undoing
-from streamalloc.core.internal import Device
-from streamalloc.core.properties import MemAccess
+from streamalloc.core.internal import FABRIC_NEEDS, Device
 from streamalloc.core.session import Session
+from streamalloc.driver.internal import cuda, opaque_struct
 from streamalloc.ipc.wire import relay as wire
 from streamalloc.ipc.wire.control_block import (
     EXPORTER_WORDS,
@@ -22,9 +22,9 @@ from streamalloc.ipc.wire.control_block import (
     reached,
     unlock_exporter,
 )
-from streamalloc.ipc.wire.relay import CLAIM, FAST, GRANT, PLACES, RELAY_BYTES, ROWS_SHAPE, Relay
-from streamalloc.vmm.internal import import_memory
+from streamalloc.ipc.wire.relay import CLAIM, FAST, GRANT, PLACES, ROWS_SHAPE, Relay
 
+_FABRIC = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_FABRIC
 _LOST, _HOLD = map(EXPORTER_WORDS.index, ("lost", "hold"))
 _ENDED = "the process that shared this memory has ended, or its machine cannot be reached"
 
@@ -46,10 +46,10 @@ class ImporterRelay(Relay):
     """The replica."""
 
     def __init__(self, session: Session, handle: bytes, name: bytes, device: Device) -> None:
-        memory = import_memory(session, handle, RELAY_BYTES)
-        with undoing(memory.close):
-            super().__init__(session, memory, device)
-        self._devices = {device.ordinal}
+        # The driver reads the handle by its address, so the struct must live until the call returns.
+        struct = opaque_struct("CUmemFabricHandle", handle)
+        args = "cuMemImportFromShareableHandle", int(struct.getPtr()), _FABRIC
+        super().__init__(session, device, *args, hint=f"{_ENDED}; {FABRIC_NEEDS}")
         self._place = -1
         self._claim = np.zeros(1, CLAIM)
         self._change = self._pulse = 0
@@ -171,9 +171,7 @@ class ImporterRelay(Relay):
         ConnectionError
             The exporter has ended.
         """
-        if device.ordinal not in self._devices:
-            self._mapping.set_access(device, MemAccess.READWRITE)
-            self._devices.add(device.ordinal)
+        self.give_access(device)
         with self.lock:
             # A change of its own, so that the answer is one to what was written before.
             wanted = self._change = (self._change + 1) % WORD
@@ -190,7 +188,7 @@ class ImporterRelay(Relay):
 
     def write_ready(self, slot: int, value: int) -> None:
         """Write the word that this process's streams wait for, in place of a dead exporter."""
-        if self._stream.raw is not None and self._is_mine():
+        if self._is_mine():
             word = np.array([value], np.uint32)
             with contextlib.suppress(CudaError), self.lock, self.session.relaxed():
                 self._write(wire.ready_at(self._place) + 4 * slot, word)

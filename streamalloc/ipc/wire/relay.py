@@ -45,17 +45,16 @@ import struct
 import threading
 import time
 import weakref
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from streamalloc.core.errors import CudaError, undo_all, undoing
-from streamalloc.core.internal import Device, HandleEnd, deferred_queue
-from streamalloc.core.properties import MemAccess
+from streamalloc.core.errors import CudaError, undoing
+from streamalloc.core.internal import Device, work
+from streamalloc.core.properties import MemAccess, MemAccessDesc
 from streamalloc.core.session import Session
 from streamalloc.ipc.wire.control_block import EXPORTER_WORDS, SLOTS
-from streamalloc.vmm import PhysicalMemory
-from streamalloc.vmm.internal import LoneMapping, map_alone
 
 SILENCE = 30.0
 """Seconds without a beat after which a process counts as dead."""
@@ -100,36 +99,53 @@ def ready_at(place: int) -> int:
 class Relay:
     """A relay, mapped into this process, and the thread that carries the words; subclasses are its two sides."""
 
-    def __init__(self, session: Session, memory: PhysicalMemory, device: Device) -> None:
+    def __init__(self, session: Session, device: Device, make: str, *args: Any, hint: str) -> None:
+        """``make`` and ``args``: the driver call that makes the memory."""
         self.session: Session = session
-        self.memory: PhysicalMemory = memory
         self.wake: threading.Event = threading.Event()
         """Set to have the thread make the next exchange now."""
         self.ended: bool = False
         self.lock = threading.Lock()
         """Held during an exchange. Its copies wait for no other stream, so that it is short."""
+        self.changed: bool = False
+        """Whether an importer has changed words since the last deferred work."""
         self._thread: threading.Thread | None = None
         self._fast_until = 0.0
-        self._mapping = LoneMapping(*map_alone(memory, 0, {device.location: MemAccess.READWRITE}))
-        self._base = self._mapping.address
-        # A bare handle: a Stream object would be one that other code waits for.
-        self._stream = HandleEnd(session, "cuStreamDestroy", None)
-        with undoing(lambda: self._mapping.close(())), device.current():
-            session.create(self._stream, "_raw", "cuStreamCreateWithPriority", _NON_BLOCKING, 0)
+        self._devices: set[int] = set()
+        # Handles without finalisers, as a relay lasts as long as its session: items that finalisers defer would keep
+        # the session.
+        self._undo = contextlib.ExitStack()
+        with undoing(self._undo.close), device.current():
+            self._memory = session.call(make, *args, hint=hint)
+            self._undo.callback(session.call, "cuMemRelease", self._memory)
+            self._base = int(session.call("cuMemAddressReserve", RELAY_BYTES, 0, 0, 0))
+            self._undo.callback(session.call, "cuMemAddressFree", self._base, RELAY_BYTES)
+            session.call("cuMemMap", self._base, RELAY_BYTES, 0, self._memory, 0)
+            self._undo.callback(session.call, "cuMemUnmap", self._base, RELAY_BYTES)
+            self.give_access(device)
+            self._stream = session.call("cuStreamCreateWithPriority", _NON_BLOCKING, 0)
+            self._undo.callback(session.call, "cuStreamDestroy", self._stream)
+
+    def give_access(self, device: Device) -> None:
+        """Let the streams of a device use the relay (``cuMemSetAccess``)."""
+        if device.ordinal not in self._devices:
+            access = MemAccessDesc(device.location, MemAccess.READWRITE).to_driver()
+            self.session.call("cuMemSetAccess", self._base, RELAY_BYTES, [access], 1)
+            self._devices.add(device.ordinal)
 
     # -- copies ----------------------------------------------------------------------------------------------
 
     def _write(self, at: int, array: npt.NDArray[np.generic]) -> None:
         """Queue a copy to the relay; the array must stay as it is until :meth:`_finish`."""
-        self.session.call("cuMemcpyHtoDAsync", self._base + at, array.ctypes.data, array.nbytes, self._stream.raw)
+        self.session.call("cuMemcpyHtoDAsync", self._base + at, array.ctypes.data, array.nbytes, self._stream)
 
     def _read(self, at: int, array: npt.NDArray[np.generic]) -> None:
         """Queue a copy from the relay, see :meth:`_write`."""
-        self.session.call("cuMemcpyDtoHAsync", array.ctypes.data, self._base + at, array.nbytes, self._stream.raw)
+        self.session.call("cuMemcpyDtoHAsync", array.ctypes.data, self._base + at, array.nbytes, self._stream)
 
     def _finish(self) -> None:
         """Wait for the copies so far."""
-        self.session.call("cuStreamSynchronize", self._stream.raw)
+        self.session.call("cuStreamSynchronize", self._stream)
 
     # -- the thread ------------------------------------------------------------------------------------------
 
@@ -159,6 +175,10 @@ class Relay:
                 awaited = not self.ended and self.exchange()
         except CudaError:
             self.end()
+        if self.changed:
+            # This process may reach no other point of work, while its memory waits for an importer.
+            self.changed = False
+            work(self.session)
         return FAST if awaited or time.monotonic() < self._fast_until else SLOW
 
     def end(self) -> None:
@@ -174,13 +194,7 @@ class Relay:
         self.end()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_JOIN_SECONDS)
-        later = deferred_queue(self.session)
-        undo_all((lambda: later.end(self._stream), lambda: self._mapping.close(()), self.memory.close))
-
-    def __del__(self) -> None:
-        stream = getattr(self, "_stream", None)
-        if stream is not None and stream.raw is not None and self.session.usable:
-            deferred_queue(self.session).submit(stream)
+        self._undo.close()
 
 
 _running: weakref.WeakSet[Relay] = weakref.WeakSet()
