@@ -17,6 +17,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc, vmm
 from streamalloc.core.session import Session
+from streamalloc.ipc import Descriptor
 from streamalloc.ipc.exporter.relay import ExporterRelay
 from streamalloc.ipc.importer.relay import ImporterRelay
 from streamalloc.ipc.wire import relay
@@ -270,6 +271,22 @@ def _has_a_replica(there: There, name: bytes) -> bool:
     return importer_of(Session.of(there.driver)).blocks[name].relay is not None
 
 
+class TestIdleRelays:
+    def test_are_closed_before_leaks_are_reported(self, elsewhere: Any) -> None:
+        """On both sides, and made again when they are needed. One that is in use stays."""
+        account = Account(sd.simulated(fabric=True, host="a"))
+        with vmm.GrowableBuffer(account.device, 64 * MiB, MiB, handle_types=FABRIC) as buffer:
+            stream = elsewhere.create_stream()
+            for _ in range(2):
+                shared = ipc.share(buffer, hold=True)
+                opened = ipc.open(bytes(shared), stream=stream)
+                assert "stream" in account.left  # the relay's
+                opened.close()
+                assert eventually(functools.partial(_arrived, shared))
+                assert eventually(lambda: "stream" not in account.left)
+        assert not {"physical memory", "mapping", "address range"} & set(account.left)
+
+
 class TestHostileDescriptors:
     def test_of_a_relay(self, buffer: vmm.GrowableBuffer, elsewhere: Any, device: sa.Device) -> None:
         """Each is refused, and leaves nothing; the good one opens."""
@@ -331,7 +348,8 @@ class TestEveryCallFailsInTurn:
         assert _failures(sd.simulated(fabric=True, host="a"), make) > 10
 
     def test_of_an_importer(self, buffer: vmm.GrowableBuffer, monkeypatch: pytest.MonkeyPatch) -> None:
-        described = ipc.share(buffer).descriptor
+        shared = ipc.share(buffer, hold=True)
+        described = Descriptor.from_bytes(bytes(shared))  # in transit, so that the relay stays
         monkeypatch.setattr(relay.Relay, "start", lambda self: None)
 
         def make(driver: Any) -> ImporterRelay:

@@ -627,10 +627,10 @@ class Exports:
     def relay(self, block: ControlBlock, device: Device) -> bytes:
         """Return the fabric handle of a control block's relay; make that first if necessary, on ``device``."""
         relay = self._relays.get(block)
-        if relay is None:
+        if relay is None or relay.ended:
             with self.leases.lock:
                 relay = self._relays.get(block)
-                if relay is None:
+                if relay is None or relay.ended:
                     relay = self._relays[block] = ExporterRelay(block, device)
         relay.hurry(SHARED_LINGER)
         return relay.handle

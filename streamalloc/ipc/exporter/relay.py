@@ -144,8 +144,23 @@ class ExporterRelay(Relay):
         self._claims[place] = 0, 0, 0
         self._write(wire.CLAIMS_AT + CLAIM.itemsize * place, self._claims[place : place + 1])
 
+    def leave(self) -> None:
+        """Remove the head, without which no importer goes on."""
+        self._front[:] = 0
+        self._write(0, self._front)
+        self._finish()
+
+    def idle(self) -> bool:
+        """Whether nothing is open, in transit or awaited."""
+        words = self._block.exporter_words
+        blocks = [deputy.block for deputy in list(self._deputies.values())]
+        columns = [(block.opened[:, block.importer], block.closed[:, block.importer]) for block in blocks]
+        is_open = any((opened != closed).any() for opened, closed in columns)
+        return not (is_open or words[_HOLD].any() or (words[_ANNOUNCED] != words[_READY]).any())
+
     def close(self) -> None:
         """Unmap and release the relay, and end the leases of its importers. Idempotent."""
+        self.stop()
         while self._deputies:
             self._deputies.popitem()[1].dismiss()
         super().close()

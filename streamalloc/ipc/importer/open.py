@@ -197,6 +197,12 @@ class Importer:
         name = described.control_block
         if name == NOWHERE:
             return None
+        known = self.blocks.get(name)
+        relay = None if known is None else known.relay
+        if relay is not None and relay.ended and relay.handle != described.payload:
+            # The exporter has closed that relay, and made another.
+            self.blocks.pop(name, None)
+            self.deferred.submit(OnceIdle(self.session, relay.close))
         block = self.control_block(name, handles.take_local)
         if block is None:
             relay = ImporterRelay(self.session, described.payload, name, device)

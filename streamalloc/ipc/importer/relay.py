@@ -44,12 +44,15 @@ class ImporterRelay(Relay):
 
     block: ControlBlock
     """The replica."""
+    handle: bytes
+    """The fabric handle."""
 
     def __init__(self, session: Session, handle: bytes, name: bytes, device: Device) -> None:
         # The driver reads the handle by its address, so the struct must live until the call returns.
         struct = opaque_struct("CUmemFabricHandle", handle)
         args = "cuMemImportFromShareableHandle", int(struct.getPtr()), _FABRIC
         super().__init__(session, device, *args, hint=f"{_ENDED}; {FABRIC_NEEDS}")
+        self.handle = handle
         self._place = -1
         self._claim = np.zeros(1, CLAIM)
         self._change = self._pulse = 0
@@ -99,9 +102,12 @@ class ImporterRelay(Relay):
         Raises
         ------
         ConnectionError
-            There was none for too long.
+            There was none for too long, or the exporter has closed the relay.
         """
-        beat, now = wire.HEAD.unpack(self._front[: wire.HEAD.size].tobytes())[4], time.monotonic()
+        magic, *_, beat, _ = wire.HEAD.unpack(self._front[: wire.HEAD.size].tobytes())
+        now = time.monotonic()
+        if magic != wire.MAGIC:
+            raise ConnectionError(_ENDED)
         if beat != self._beat:
             self._beat, self._heard = beat, now
         elif now - self._heard > wire.SILENCE:
@@ -202,15 +208,17 @@ class ImporterRelay(Relay):
 
     def leave(self) -> None:
         """Release the place."""
-        if self._place >= 0 and not self.ended:
+        if self._place >= 0:
             self._claim["id"] = 0
             self._write(wire.CLAIMS_AT + CLAIM.itemsize * self._place, self._claim)
             self._finish()
 
+    def idle(self) -> bool:
+        """Whether nothing is open or awaited."""
+        return self.block.idle()
+
     def close(self) -> None:
         """Release the place, the replica and the relay. Idempotent."""
-        with contextlib.suppress(CudaError), self.lock:
-            self.leave()
         try:
             super().close()
         finally:

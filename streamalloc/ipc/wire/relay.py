@@ -54,6 +54,7 @@ from streamalloc.core.errors import CudaError, undoing
 from streamalloc.core.internal import Device, work
 from streamalloc.core.properties import MemAccess, MemAccessDesc
 from streamalloc.core.session import Session
+from streamalloc.driver.internal import SETTLERS
 from streamalloc.ipc.wire.control_block import EXPORTER_WORDS, SLOTS
 
 SILENCE = 30.0
@@ -112,8 +113,6 @@ class Relay:
         self._thread: threading.Thread | None = None
         self._fast_until = 0.0
         self._devices: set[int] = set()
-        # Handles without finalisers, as a relay lasts as long as its session: items that finalisers defer would keep
-        # the session.
         self._undo = contextlib.ExitStack()
         with undoing(self._undo.close), device.current():
             self._memory = session.call(make, *args, hint=hint)
@@ -187,14 +186,34 @@ class Relay:
         self.wake.set()
 
     def leave(self) -> None:
-        """Notify the other side, at the end of this process, that there will be no more exchanges."""
+        """Notify the other side that there will be no more exchanges. :attr:`lock` is held."""
+        raise NotImplementedError
 
-    def close(self) -> None:
-        """Unmap and release the relay. Idempotent."""
+    def idle(self) -> bool:
+        """Whether nothing is open, in transit or awaited."""
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        """Notify the other side, and end the thread. Idempotent."""
+        if not self.ended:
+            with contextlib.suppress(CudaError), self.lock, self.session.relaxed():
+                self.leave()
         self.end()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_JOIN_SECONDS)
+
+    def close(self) -> None:
+        """Unmap and release the relay. Idempotent."""
+        self.stop()
+        _running.discard(self)
         self._undo.close()
+
+    def __del__(self) -> None:
+        # At the end of its session: a deferred item would keep that. None of the calls waits.
+        undo = getattr(self, "_undo", None)
+        if undo is not None and self.session.usable:
+            with contextlib.suppress(CudaError):
+                undo.close()
 
 
 _running: weakref.WeakSet[Relay] = weakref.WeakSet()
@@ -211,13 +230,20 @@ def _carry(reference: weakref.ref[Relay], wake: threading.Event) -> None:
         wake.clear()
 
 
+def _close_idle() -> None:
+    for relay in list(_running):
+        if relay.session.usable and relay.idle():
+            with contextlib.suppress(CudaError):
+                relay.close()
+
+
+# What is reported as a leak is the program's: a relay is made again when it is needed.
+SETTLERS.append(_close_idle)
+
+
 @atexit.register
 def _stop() -> None:
     """Stop the threads before the interpreter ends: none may be in the driver when that ends."""
     for relay in list(_running):
-        if relay.session.usable and not relay.ended:
-            with contextlib.suppress(CudaError), relay.lock:
-                relay.leave()
-            relay.end()
-            if relay._thread is not None:
-                relay._thread.join(_JOIN_SECONDS)
+        if relay.session.usable:
+            relay.stop()
