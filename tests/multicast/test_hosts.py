@@ -29,16 +29,15 @@ DEVICES = 4
 
 def on_two_hosts(rank: Rank) -> None:
     """Give half of the ranks a machine each with devices of its own, as processes of two machines have."""
-    host, ordinal = divmod(rank.number, rank.size // 2)
+    host = rank.number // (rank.size // 2)
     rank.machine = sd.simulated(devices=DEVICES, fabric=True, host="ab"[host], patience=2.0)
     rank.fail("")
-    rank.ordinal = ordinal
     rank.group = Meddled(rank.group, "", lambda go_on: go_on())
     rank.group.host = "ab"[host]
 
 
 def memory(rank: Rank, **options: Any) -> SymmetricMemory:
-    return rank.memory(device=sa.Device(rank.ordinal, driver=rank.driver), **options)
+    return rank.memory(device=sa.Device(rank.number % (rank.size // 2), driver=rank.driver), **options)
 
 
 @pytest.mark.parametrize("multicast", [True, False])
@@ -144,4 +143,6 @@ def _group(rank: int, port: int) -> Any:
 
 def _join(there: There, rank: int, port: int) -> int:
     device = sa.Device(rank, driver=there.driver)
-    return there.keep("memory", SymmetricMemory(1000, _group(rank, port), device=device, timeout=SECONDS)).size
+    memory = SymmetricMemory(1000, _group(rank, port), device=device, timeout=SECONDS)
+    there.keep("memory", memory)
+    return memory.size
