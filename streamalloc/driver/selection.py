@@ -30,6 +30,7 @@ def simulated(
     multicast_slots: int = 128,
     patience: float = 10.0,
     kernels: str = "refuse",
+    host: str | None = None,
 ) -> Driver:
     """Make a simulated machine: the driver's functions over ordinary memory, on any Linux machine.
 
@@ -67,6 +68,10 @@ def simulated(
     kernels
         Launch of a kernel that has no Python function (:func:`streamalloc.testing.kernel`): ``"refuse"`` raises
         :class:`NotImplementedError`, ``"ignore"`` does nothing.
+    host
+        Name of this machine among several in one IMEX domain (default: ``STREAMALLOC_HOST``, else the only machine).
+        Machines that differ in this name alone have different devices, and share fabric handles of physical memory and
+        of multicast objects: nothing else that one exports can be imported by another.
 
     Raises
     ------
@@ -76,7 +81,9 @@ def simulated(
     # Imported on first use: programs on a GPU do not need it.
     from streamalloc.driver.simulator import MachineSpec, SimulatedDriver
 
-    spec = MachineSpec(devices, memory, profile, multicast, fabric, seed, name, multicast_slots, patience, kernels)
+    spec = MachineSpec(
+        devices, memory, profile, multicast, fabric, seed, name, multicast_slots, patience, kernels, host=host
+    )
     return cast("Driver", SimulatedDriver(spec))  # its functions are added at run time
 
 
@@ -92,6 +99,7 @@ _SETTINGS: dict[str, Callable[[str], object]] = {
     "multicast_slots": int,
     "patience": float,
     "kernels": str,
+    "host": str,
 }
 
 # One machine in a process for each text: all objects with the default driver share it.
@@ -148,6 +156,7 @@ def default() -> Driver:
     ``multicast_slots=128``           number of multicast objects
     ``patience=2.5``                  seconds that a multicast object waits for devices
     ``kernels=ignore``                kernels without a Python function do nothing
+    ``host=a``                        name of the machine among those of one IMEX domain
     ================================  =======================================================
 
     Raises

@@ -12,7 +12,7 @@ from typing import Any
 from streamalloc import driver as sd
 from streamalloc.core.internal import Device, imex_channels
 from streamalloc.driver import Driver, set_default, simulated, use
-from streamalloc.driver.internal import default_of_threads
+from streamalloc.driver.internal import SETTLERS, default_of_threads
 from streamalloc.testing.settling import settle
 
 lasting: Callable[..., Driver] = functools.cache(simulated)
@@ -43,6 +43,8 @@ def rest(driver: Driver) -> None:
     for ordinal in range(Device.count(driver)):
         Device(ordinal, driver=driver).synchronize()
     settle()
+    for end in SETTLERS:
+        end()
 
 
 def real() -> Driver:

@@ -58,7 +58,7 @@ class Machine:
         self.thread: threading.local = threading.local()
         """``caller``: the :class:`Caller` of the thread, from its first call on."""
         self._context_numbers = itertools.count(1)
-        names, timeline = Names(spec.identity), self.timeline
+        names, timeline = Names(spec.identity, spec.host_name), self.timeline
         host = Bank(self.profile.host_memory, addresses=self.profile.host_pool_addresses)
         banks = Banks(host, [self._bank() for _ in range(spec.devices)])
         self.banks: Banks = banks
@@ -100,7 +100,8 @@ class Machine:
         attributes["MULTICAST_SUPPORTED"] = int(wanted)
         if self.fabric is not None:
             attributes["HANDLE_TYPE_FABRIC_SUPPORTED"] = int(self.fabric)
-        digest = hashlib.sha256(f"{self.identity}/{ordinal}".encode()).digest()[:16]
+        host = f"/{self.spec.host_name}" if self.spec.host_name else ""
+        digest = hashlib.sha256(f"{self.identity}{host}/{ordinal}".encode()).digest()[:16]
         banks = self.banks
         regions = Regions(banks, bank.total + banks.host.total, self.profile.context_free)
         heap = Heap(str(names.own("heap", device_place(ordinal))), banks, bank, regions)

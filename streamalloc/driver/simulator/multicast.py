@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from .allocations import Allocation, Allocations
 from .constants import NOWHERE, Location, Place
-from .errors import DeadlockError, Fault, Result, check, need, need_a, not_modelled
+from .errors import DeadlockError, Result, check, need, need_a, not_modelled
 from .files import Label, Names, reach
 from .memory import AddressRange, Physical, Window
 from .multicast_table import FORMED, NO_SLOT, WAITING, Binding, MulticastTable
@@ -97,9 +97,9 @@ class MulticastObject(Mappable):
     # -- bindings --------------------------------------------------------------------------------------------
 
     def bind(self, offset: int, size: int, backing: Backing) -> None:
-        device, physical = backing.device, backing.physical
-        if device is None or device not in self.table.devices:
-            raise Fault(Result.CUDA_ERROR_INVALID_DEVICE)
+        physical = backing.physical
+        device = -1 if backing.device is None else self._owner.names.number(backing.device)
+        check(device in self.table.devices, Result.CUDA_ERROR_INVALID_DEVICE)
         label = Label.of(f"/proc/self/fd/{physical.fd}")
         if label is not None:
             physical.seal()
@@ -244,7 +244,8 @@ class Multicast:
         if table.state != WAITING:
             return
         added = table.devices
-        names = f"{len(added)} of {table.device_count} devices were added ({', '.join(map(str, added)) or 'none'})"
+        ordinals = ", ".join(str(number % (1 << 32)) for number in added)
+        names = f"{len(added)} of {table.device_count} devices were added ({ordinals or 'none'})"
         if self._may_come(table):
             why = f"nobody has added the others within {self.patience:g} s"
         else:

@@ -416,6 +416,7 @@ class MachineSpec:
     patience: float = 10.0
     kernels: str = "refuse"
     profile: Profile = field(init=False, repr=False, compare=False)
+    host: str | None = None
 
     def __post_init__(self) -> None:
         if self.devices < 1:
@@ -430,6 +431,11 @@ class MachineSpec:
     def given_name(self) -> str:
         """Name that the user gave; "" where there is none."""
         return self.name or os.environ.get("STREAMALLOC_MACHINE", "")
+
+    @property
+    def host_name(self) -> str:
+        """Name of the machine in its IMEX domain; "" if it is the only one."""
+        return self.host or os.environ.get("STREAMALLOC_HOST", "")
 
     @property
     def identity(self) -> str:

@@ -45,6 +45,7 @@ from streamalloc.core.internal import (
 from streamalloc.core.properties import MemHandleType, MemLocationType
 from streamalloc.core.session import PerDriver, Session, session_of
 from streamalloc.driver.internal import cuda, opaque_bytes
+from streamalloc.ipc.exporter.relay import SHARED_LINGER, ExporterRelay
 from streamalloc.ipc.transport import handle_server
 from streamalloc.ipc.transport.channel import Channel
 from streamalloc.ipc.wire.control_block import SLOTS, WORD, ControlBlock, Mark, SlotWords, fence, reached
@@ -557,6 +558,7 @@ class Exports:
         self._ids: weakref.WeakKeyDictionary[PhysicalMemory | VirtualBuffer, bytes] = weakref.WeakKeyDictionary()
         self._held: weakref.WeakValueDictionary[int, Lease] = weakref.WeakValueDictionary()
         """Leases of other libraries' allocations, by address."""
+        self._relays: dict[ControlBlock, ExporterRelay] = {}
 
     def serve(self) -> None:
         """Start the handle server of this process. Descriptors made later carry its address."""
@@ -622,6 +624,17 @@ class Exports:
         if isinstance(handle, Fd):
             return Chunk(self.id(memory), memory.nbytes), handle
         return Chunk(self.id(memory), memory.nbytes, handle), None
+
+    def relay(self, block: ControlBlock, device: Device) -> bytes:
+        """Return the fabric handle of a control block's relay; make that first if necessary, on ``device``."""
+        relay = self._relays.get(block)
+        if relay is None or relay.ended:
+            with self.leases.lock:
+                relay = self._relays.get(block)
+                if relay is None or relay.ended:
+                    relay = self._relays[block] = ExporterRelay(block, device)
+        relay.hurry(SHARED_LINGER)
+        return relay.handle
 
     def id(self, thing: PhysicalMemory | VirtualBuffer) -> bytes:
         """Return the id, 16 bytes, by which importers recognise memory, or a buffer that may grow."""

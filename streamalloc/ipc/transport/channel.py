@@ -53,9 +53,15 @@ _LONGEST_PATH = 107  # bytes: sun_path without its zero at the end
 
 
 def to_kernel(address: Address) -> str | bytes:
-    """An address for the socket functions: bytes with a zero first for an abstract name, else a path."""
+    """An address for the socket functions: bytes with a zero first for an abstract name, else a path.
+
+    Abstract names are those of one machine. If this process is of a named host (``STREAMALLOC_HOST``), the name of that
+    comes first, so that it meets no process of another host.
+    """
     name = os.fsdecode(address)
-    found = b"\0" + os.fsencode(name[1:]) if name.startswith(("@", "\0")) else name
+    host = os.environ.get("STREAMALLOC_HOST")
+    abstract = os.fsencode(f"\0{host}/{name[1:]}" if host else f"\0{name[1:]}")
+    found = abstract if name.startswith(("@", "\0")) else name
     if len(os.fsencode(found)) > _LONGEST_PATH or len(found) < 2:
         raise ValueError(f"{shown(address)!r} is no address: one has 2 to {_LONGEST_PATH} bytes")
     return found

@@ -134,7 +134,8 @@ class MulticastCalls(CopyCalls):
         check(able, Result.CUDA_ERROR_NOT_SUPPORTED)
         # users say that it is refused, but not with which code (InternLM/lmdeploy#4296)
         not_modelled(devices == 1, "a multicast object for one device")
-        not_modelled(devices > able, "a multicast object for more devices than this machine has")
+        too_many = devices > able and not self._machine.spec.host_name
+        not_modelled(too_many, "a multicast object for more devices than this machine has")
         return devices, int(props.size), handle_types
 
     def cuMulticastAddDevice(self, mcHandle: MulticastObject, dev: Device) -> None:
@@ -142,7 +143,8 @@ class MulticastCalls(CopyCalls):
         unknown.
         """
         check(dev.attributes["MULTICAST_SUPPORTED"], Result.CUDA_ERROR_NOT_SUPPORTED)
-        check(mcHandle.table.add(dev.ordinal, self._machine.multicast.has_slot))
+        multicast = self._machine.multicast
+        check(mcHandle.table.add(multicast.names.number(dev.ordinal), multicast.has_slot))
         self._machine.timeline.announce()  # to threads that wait for the team
 
     # -- bindings --------------------------------------------------------------------------------------------
@@ -199,8 +201,9 @@ class MulticastCalls(CopyCalls):
 
     def cuMulticastUnbind(self, mcHandle: MulticastObject, dev: Device, mcOffset: Size, size: Size) -> None:
         self._check_part(mcHandle, mcOffset, size)
-        check(dev.ordinal in mcHandle.table.devices, Result.CUDA_ERROR_INVALID_DEVICE)
-        mcHandle.unbind(dev.ordinal, mcOffset, size)
+        number = self._machine.multicast.names.number(dev.ordinal)
+        check(number in mcHandle.table.devices, Result.CUDA_ERROR_INVALID_DEVICE)
+        mcHandle.unbind(number, mcOffset, size)
 
     def _launch(self, stream: Stream, kernel: Callable[[Launch], None]) -> None:
         """No function of the driver: submit a function that stands for a kernel (:mod:`streamalloc.testing`)."""

@@ -164,16 +164,16 @@ class VirtualMemoryCalls(Calls):
                 check(not refused, Result.CUDA_ERROR_NOT_SUPPORTED)
                 mapping.grant(place, flags)
 
-    @staticmethod
-    def _check_teams(mappings: list[Mapping], wanted: list[tuple[Place, int]]) -> None:
+    def _check_teams(self, mappings: list[Mapping], wanted: list[tuple[Place, int]]) -> None:
         """A device outside the team gets no access to a multicast object: ILLEGAL_STATE, users report (NVIDIA developer
         forum, 356726).
         """
+        number = self._machine.multicast.names.number
         for mapping in mappings:
             if isinstance(mapping.memory, MulticastObject):
                 team = mapping.memory.table.devices
                 outside = any(
-                    flags and place.type == Location.DEVICE and place.id not in team for place, flags in wanted
+                    flags and place.type == Location.DEVICE and number(place.id) not in team for place, flags in wanted
                 )
                 check(not outside, Result.CUDA_ERROR_ILLEGAL_STATE)
 
