@@ -108,8 +108,8 @@ class DiskFile:
         part = folder / f".{name or secrets.token_hex(8)}.part"
         with contextlib.suppress(FileNotFoundError):
             part.unlink()  # left by a process that has died
-        fd = Fd(os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
         with undoing(lambda: part.unlink(missing_ok=True)):
+            fd = Fd(os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
             os.fchmod(fd.fileno(), 0o600)  # whatever the umask is
             if path is None:
                 part.unlink()

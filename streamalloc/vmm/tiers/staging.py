@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import _thread
 import abc
 import contextlib
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
-from streamalloc.core.errors import ClosedError, CudaError
+from streamalloc.core.errors import ClosedError, CudaError, undoing
 from streamalloc.core.internal import CopySide, Deferred, Event, QueuedWork, Stream, copy_bytes, deferred_queue
 from streamalloc.core.session import Session, session_of
 from streamalloc.vmm.tiers.disk_file import Block, DiskFile, aligned
@@ -82,6 +83,53 @@ class _Unregister(Deferred):
         return 0
 
 
+class _Workers:
+    """Threads that call functions. Made of calls into C only: a signal handler that raises leaves no lock taken."""
+
+    def __init__(self, count: int) -> None:
+        self._tasks: SimpleQueue[Any] = SimpleQueue()
+        self._ended: SimpleQueue[None] = SimpleQueue()
+        self._count = 0
+        with undoing(self.close):
+            while self._count < count:
+                _thread.start_new_thread(self._run, ())
+                self._count += 1
+
+    def submit(self, function: Callable[..., object], *args: Any) -> SimpleQueue[BaseException | None]:
+        """Have a thread call a function; the result gets None, or the error."""
+        result: SimpleQueue[BaseException | None] = SimpleQueue()
+        self._tasks.put((result, function, args))
+        return result
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            result, function, args = task
+            try:
+                function(*args)
+                result.put(None)
+            except BaseException as error:
+                result.put(error)
+            del task, result, function, args
+        self._ended.put(None)
+
+    def close(self) -> None:
+        """Drop the calls that have not begun, and end the threads after those that have. Idempotent."""
+        with contextlib.suppress(Empty):
+            while True:
+                self._tasks.get_nowait()
+        count, self._count = self._count, 0
+        for _ in range(count):
+            self._tasks.put(None)
+        for _ in range(count):
+            self._ended.get()
+
+
+def _wait(result: SimpleQueue[BaseException | None]) -> None:
+    error = result.get()
+    if error is not None:
+        raise error
+
+
 class Step(NamedTuple):
     """A block on its way through a slot."""
 
@@ -89,7 +137,7 @@ class Step(NamedTuple):
     file: DiskFile
     block: Block
     end: Any
-    """Event of the copy, or future of the read or write."""
+    """Event of the copy, or result of the read or write."""
     target: CopySide | None = None
     """Device memory that a read is for."""
 
@@ -111,11 +159,11 @@ class _Transfer(abc.ABC):
         self._free = list(staging.slots)
         self._first: deque[Step] = deque()
         self._second: deque[Step] = deque()
-        self._threads = ThreadPoolExecutor(threads, "streamalloc-disk")
+        self._threads = _Workers(threads)
 
     @abc.abstractmethod
     def _begin_second(self, step: Step) -> Any:
-        """Wait for the first part of a block and begin the second; return its event or future."""
+        """Wait for the first part of a block and begin the second; return its event or result."""
 
     @abc.abstractmethod
     def _finish(self, step: Step) -> None:
@@ -145,7 +193,7 @@ class _Transfer(abc.ABC):
         while self._second:
             self._end_oldest()
         self._complete()
-        self._threads.shutdown()
+        self._threads.close()
         self._give_back(self._staging)
 
     def _complete(self) -> None:  # noqa: B027 (a read ends with its blocks)
@@ -153,7 +201,7 @@ class _Transfer(abc.ABC):
 
     def abandon(self) -> None:
         """Stop after an error. Staging memory that copies may still use is released after them."""
-        self._threads.shutdown(cancel_futures=True)
+        self._threads.close()
         with contextlib.suppress(CudaError, ClosedError):
             self._stream.synchronize()
             self._give_back(self._staging)
@@ -183,13 +231,13 @@ class Saving(_Transfer):
             event = self._copied(_side(slot[: block.nbytes]), part_of(source, block.offset, block.nbytes))
             self._first.append(Step(slot, file, block, event))
 
-    def _begin_second(self, step: Step) -> Future[None]:
+    def _begin_second(self, step: Step) -> SimpleQueue[BaseException | None]:
         step.end.synchronize()
         step.end.close()
         return self._threads.submit(step.file.write, step.block, step.slot)
 
     def _finish(self, step: Step) -> None:
-        step.end.result()
+        _wait(step.end)
 
     def _complete(self) -> None:
         for file in self._files:
@@ -203,11 +251,11 @@ class Loading(_Transfer):
         """Begin to copy a buffer of a file to device memory."""
         for block in file.blocks(index):
             slot = self._slot()
-            future = self._threads.submit(file.read, block, slot)
-            self._first.append(Step(slot, file, block, future, part_of(target, block.offset, block.nbytes)))
+            result = self._threads.submit(file.read, block, slot)
+            self._first.append(Step(slot, file, block, result, part_of(target, block.offset, block.nbytes)))
 
     def _begin_second(self, step: Step) -> Event:
-        step.end.result()
+        _wait(step.end)
         assert step.target is not None
         return self._copied(step.target, _side(step.slot[: step.block.nbytes]))
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ import pytest
 import streamalloc as sa
 from streamalloc import ipc, vmm
 from streamalloc.testing import Faults
-from tests.support import filled, shows
+from tests.support import Account, filled, in_a_thread, pattern, shows
 
 WAIT = 20.0
 """Seconds after which a thread counts as stuck."""
@@ -223,3 +225,93 @@ class TestRanks:
         assert all(buffer.evicted for buffer in ranks[0].buffers)
         ranks[0].group.wake()
         assert ranks[0].right
+
+
+@pytest.mark.simulated_only("calls that fail are the same on any driver")
+@in_a_thread
+def test_a_hook_fails_and_any_call_of_the_undo(machine: Any) -> None:
+    """The bytes are in the backup still, and the next wake has them."""
+    for nth in itertools.count(1):
+        account = Account(machine)
+        faults: Any = Faults(account.driver)
+        device = sa.Device(0, driver=faults)
+        group = vmm.SleepGroup(device)
+        several = made(group)
+        group.sleep()
+
+        def fail(buffers: list[vmm.VirtualBuffer], faults: Any = faults, nth: int = nth) -> None:
+            buffers[0].fill(9)
+            faults.fail(nth, result="CUDA_ERROR_UNKNOWN")
+            raise RuntimeError("hook")
+
+        group.after_wake(fail)
+        with pytest.raises(RuntimeError, match="hook"):
+            group.wake()
+        reached = list(faults.failed)
+        faults.stop()
+        for call in reached:
+            if call == "cuCtxPopCurrent":
+                machine.cuCtxPopCurrent()
+        assert all(buffer.evicted for buffer in several)
+        group._after_wake.clear()
+        group.wake()
+        assert all(shows(buffer, seed) for seed, buffer in enumerate(several))
+        for buffer in several:
+            buffer.close()
+        group.close()
+        device.synchronize()
+        assert account.left == {} and account.checked.hazards == []
+        if not reached:
+            break
+    assert nth > 3
+
+
+@pytest.mark.simulated_only("calls that fail are the same on any driver")
+@pytest.mark.parametrize("step", ["resume", "write"])
+@in_a_thread
+def test_any_call_fails(machine: Any, tmp_path: Path, step: str) -> None:
+    """Of those that replace bytes: the old ones, or all new ones."""
+    for nth in itertools.count(1):
+        account = Account(machine)
+        faults: Any = Faults(account.driver)
+        device = sa.Device(0, driver=faults)
+        tier = vmm.DiskTier(device, tmp_path / str(nth), persistent=True, block=4096)
+        group = vmm.SleepGroup(device, backup=tier)
+        several = made(group)
+        group.sleep()
+        group.wake()
+        for seed, buffer in enumerate(several):
+            filled(buffer, seed + 5)
+        asleep = [step == "write", step == "write"]
+        if step == "write":
+            group.sleep(keep=False)
+        device.synchronize()
+        faults.fail(nth, result="CUDA_ERROR_UNKNOWN")
+        failed = False
+        try:
+            if step == "resume":
+                group.resume()
+            else:
+                group.write(several[0], pattern(5000, 7))
+        except sa.CudaError:
+            failed = True
+        reached = list(faults.failed)
+        faults.stop()
+        if "cuCtxPopCurrent" in reached:
+            machine.cuCtxPopCurrent()
+        if failed:
+            assert [buffer.evicted for buffer in several] == asleep
+        group.wake()
+        if step == "resume":
+            assert all(shows(buffer, seed + 5 * failed) for seed, buffer in enumerate(several))
+        else:
+            assert failed or shows(several[0], 7)
+        for buffer in several:
+            buffer.close()
+        group.close()
+        tier.close()
+        device.synchronize()
+        assert account.left == {} and account.checked.hazards == []
+        if not reached:
+            break
+    assert nth > (3 if step == "resume" else 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import itertools
@@ -18,6 +19,7 @@ import streamalloc as sa
 from streamalloc import vmm
 from streamalloc.testing import Faults
 from streamalloc.vmm.tiers import disk, disk_file
+from tests.interrupting import Interrupt, Interrupted
 from tests.support import Account, end_what_was_dropped, filled, in_a_thread, pattern, read, shows
 from tests.vmm.support import PAGE
 
@@ -350,7 +352,7 @@ def test_one_and_two_calls_fail(machine: Any, tmp_path: Path, monkeypatch: pytes
     kind: Any = Faults
     met = set()
     for first in itertools.count(1):
-        for gap in (0, 1, 3, 1 << 40):
+        for gap in (0, 2, 1 << 40):
             account = Account(machine)
             outer = kind(inner := kind(account.driver))
             device = sa.Device(0, driver=outer)
@@ -385,8 +387,50 @@ def test_one_and_two_calls_fail(machine: Any, tmp_path: Path, monkeypatch: pytes
             group.close()
             tier.close()
             device.synchronize()
+            if len(reached) > 1:
+                gc.collect()  # an error and its frames may be a cycle
             assert account.left == {} and account.checked.hazards == []
             met.add(len(reached))
         if not reached:
             break
     assert first > 5 and met == {0, 1, 2}
+
+
+@pytest.mark.simulated_only("where a signal may come is the same on any driver")
+@pytest.mark.parametrize("step", ["sleep", "wake"])
+def test_interrupted_at_any_point(
+    device: sa.Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """No bytes are lost, nothing waits for ever, and what is not complete has no name."""
+    monkeypatch.setattr(disk, "_SLOTS", 1)
+
+    def prepare() -> tuple[vmm.SleepGroup, list[vmm.VirtualBuffer]]:
+        tier = vmm.DiskTier(device, tmp_path, block=BLOCK, threads=1)
+        group = vmm.SleepGroup(device, backup=tier)
+        several = [group.allocate(2 * BLOCK + 100)]
+        for seed, buffer in enumerate(several):
+            filled(buffer, seed)
+        if step == "wake":
+            group.sleep()
+        return group, several
+
+    for _ in range(2):
+        group, several = prepare()
+        points = Interrupt()
+        with points:
+            getattr(group, step)()
+    wrong = []
+    assert len(points.distinct()) > 20
+    for nth in points.distinct():
+        group, several = prepare()
+        block = Interrupt(nth)
+        with contextlib.suppress(Interrupted), block:
+            getattr(group, step)()
+        if not all(buffer.evicted or shows(buffer, seed) for seed, buffer in enumerate(several)):
+            wrong.append(f"{block.came}: bytes")
+        group.wake()
+        if not all(shows(buffer, seed) for seed, buffer in enumerate(several)):
+            wrong.append(f"{block.came}: bytes after waking")
+        for buffer in several:
+            buffer.close()
+    assert wrong == [] and list(tmp_path.iterdir()) == []
