@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from streamalloc.core.errors import CudaError, EvictedError, InUseError, size_text, undo_all, undoing
 from streamalloc.core.html import Drawn, Html, Row, gauge
-from streamalloc.core.internal import CopySide, Device, Memory, Stream, StreamLike, as_stream, refuse_capture
+from streamalloc.core.internal import CopySide, Device, Event, Memory, Stream, StreamLike, as_stream, refuse_capture
 from streamalloc.core.properties import MemAccess, MemLocation, MemLocationType
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import Session, session_of
@@ -23,6 +23,9 @@ from streamalloc.vmm.physical_memory import MemorySpec, PhysicalMemory
 from streamalloc.vmm.reservation import MappedBytes
 from streamalloc.vmm.tiers.disk import DiskTier, tier_of
 from streamalloc.vmm.tiers.tier import Held
+
+_BATCH = 64 << 20
+"""Bytes after whose copy memory is unmapped, while later copies run."""
 
 
 class ChunkSpec(NamedTuple):
@@ -527,12 +530,26 @@ def evict_all(
                 undo_all(one.leave for buffer, one in saved.items() if buffer._evicted is None)
 
         with undoing(undo):
-            for buffer, one in () if stored else saved.items():
+            copied = {} if stored else saved
+            # Memory is unmapped while the copies of later buffers run.
+            batches: list[tuple[list[VirtualBuffer], Event | None]] = [([], None)]
+            queued = 0
+            for buffer, one in copied.items():
                 one.save(CopySide.of(buffer), copies)
+                batches[-1][0].append(buffer)
+                queued += one.nbytes
+                if queued >= _BATCH:
+                    batches[-1:] = (batches[-1][0], stream.record()), ([], None)
+                    queued = 0
+            batches[-1][0].extend(buffer for buffer in entries if buffer not in copied)
             copies.settle()
-            copies.synchronize()
-            for buffer, several in entries.items():
-                buffer._give_back(several, saved.get(buffer))
+            for buffers, copied_by in batches:
+                if copied_by is None:
+                    copies.synchronize()
+                else:
+                    copied_by.synchronize()
+                for buffer in buffers:
+                    buffer._give_back(entries[buffer], saved.get(buffer))
             if confirm is not None:
                 confirm()
     for buffer, several in entries.items():
@@ -565,14 +582,13 @@ def restore_all(
             undo_all(functools.partial(buffer._discard, several) for buffer, several in made.items())
 
         with undoing(undo):
-            # Create all memory before the first copy: most errors are a lack of memory.
+            # The first copies run while more memory is created.
             for buffer, eviction in evictions.items():
                 if eviction.held:
                     buffer._take_back(eviction.held, stream)
                     continue
                 buffer._clear()
                 made[buffer] = buffer._create_chunks(eviction.pieces)
-            for buffer, eviction in evictions.items():
                 if eviction.saved is not None:
                     buffer._load(eviction.saved, made[buffer], copies, stream)
             copies.settle()

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 import streamalloc as sa
+import streamalloc.driver as sd
 from streamalloc import vmm
 from streamalloc.testing import Faults
+from streamalloc.vmm import virtual_buffer
 from streamalloc.vmm.tiers import host
-from tests.support import KEEP, filled, pattern, read, shows
+from tests.support import KEEP, filled, names, pattern, read, shows
 from tests.vmm.support import HOST, PAGE, READWRITE
 
 PIECE = 1 << 20
@@ -74,6 +76,26 @@ class TestPieces:
             faults.stop()
             device.synchronize()
             assert shows(buffer, 1) and pool.statistics().used == 0
+            buffer.close()
+
+
+def test_copies_run_while_other_memory_is_unmapped_and_made(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(virtual_buffer, "_BATCH", 2 * PIECE)
+    traced: Any = sd.traced(machine)
+    with vmm.SleepGroup(sa.Device(0, driver=traced)) as group:
+        several = [group.allocate(PIECE) for _ in range(5)]
+        for seed, buffer in enumerate(several):
+            filled(buffer, seed)
+        traced.calls.clear()
+        group.sleep()
+        waits = names(traced, "cuEventSynchronize", "cuStreamSynchronize", "cuMemUnmap")
+        event, unmap = "cuEventSynchronize", "cuMemUnmap"
+        assert waits == [event, unmap, unmap, event, unmap, unmap, "cuStreamSynchronize", unmap]
+        traced.calls.clear()
+        group.wake()
+        assert names(traced, "cuMemCreate", "cuMemcpyAsync") == ["cuMemCreate", "cuMemcpyAsync"] * 5
+        assert all(shows(buffer, seed) for seed, buffer in enumerate(several))
+        for buffer in several:
             buffer.close()
 
 
