@@ -120,8 +120,6 @@ def copying(stream: Stream) -> Iterator[Copies]:
 class Backup:
     """Memory with the bytes of one or several buffers.
 
-    Another kind of store implements the same methods, and a :class:`Deferred` for its release.
-
     Parameters
     ----------
     memory
@@ -222,17 +220,20 @@ class BackupRange:
     def read(self, offset: int, target: Any) -> None:
         """Copy bytes from ``offset`` on to a host array. Blocks the host."""
         memory = self.memory[offset : offset + target.nbytes]
-        # The stream of the memory may have ended.
-        with memory.stream.device.create_stream() as stream:
-            memory.copy_to(target, stream)
-            stream.synchronize()
+        if memory.host_accessible:
+            target[:] = memory.as_array()
+        else:
+            memory.copy_to(target)
+            memory.stream.synchronize()
 
     def write(self, offset: int, source: Any) -> None:
         """Replace bytes from ``offset`` on by those of a host array. Blocks the host."""
         memory = self.memory[offset : offset + source.nbytes]
-        with memory.stream.device.create_stream() as stream:
-            memory.copy_from(source, stream)
-            stream.synchronize()
+        if memory.host_accessible:
+            memory.as_array()[:] = source
+        else:
+            memory.copy_from(source)
+            memory.stream.synchronize()
 
     def save(self, source: CopySide, copies: Copies) -> None:
         """Queue the copy of the buffer's bytes into the backup."""

@@ -14,6 +14,7 @@ from streamalloc.core.session import session_of
 from streamalloc.pool import MemoryPool
 from streamalloc.pool.internal import known_pools
 from streamalloc.vmm.allocation_handles import allocations_of
+from streamalloc.vmm.physical_memory import PhysicalMemory
 from streamalloc.vmm.reservation import Reservation
 
 
@@ -86,8 +87,8 @@ def _mapped(device: Device, reservation: Reservation) -> dict[object, int]:
     found: dict[object, int] = {}
     for entry in list(reservation.entries):
         memory, location = entry._memory, None
-        if memory is not None:
-            location = None if entry.state.imported else getattr(memory, "location", None)
+        if isinstance(memory, PhysicalMemory):
+            location = None if entry.state.imported else memory.location
         elif entry._raw is not None:
             location = reservation.maker.prop.location
         if not entry.gone and location == device.location:

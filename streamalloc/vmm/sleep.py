@@ -47,24 +47,24 @@ class SleepGroup(Closes):
     tag that are put to sleep together share one backup, which is freed when none of them needs it any more, after the
     copies that read it. A buffer that is closed or dropped leaves the group and the backup.
 
-    Thread-safe: :meth:`sleep`, :meth:`wake` and :meth:`close` wait for each other; :meth:`allocate` and :meth:`add` do
-    not wait.
+    Thread-safe: :meth:`sleep`, :meth:`wake`, :meth:`resume`, :meth:`read`, :meth:`write` and :meth:`close` wait for
+    each other; :meth:`allocate` and :meth:`add` do not wait.
 
     Parameters
     ----------
     device
         Device of :meth:`allocate`; its default stream copies if no stream is given.
     backup
-        Pool in host memory for the kept bytes, to which the device has access. By default the group makes one, which
-        keeps its memory for the next sleep, as pinning memory takes longer than a copy: ``group.backup.trim()``
-        releases it.
+        Pool in host memory for the kept bytes, to which the device has access, or a :class:`DiskTier`. By default the
+        group makes a pool on the NUMA node of the device, which keeps its memory for the next sleep, as pinning memory
+        takes longer than a copy: ``group.backup.trim()`` releases it.
     handle_types
         Handle types for sharing the memory of :meth:`allocate` with other processes.
 
     Raises
     ------
     TypeError
-        ``device`` is no device, or ``backup`` no pool.
+        ``device`` is no device, or ``backup`` no pool and no tier.
     """
 
     __slots__ = (
@@ -427,7 +427,7 @@ class SleepGroup(Closes):
         buffer
             A buffer that sleeps.
         target
-            Writable, contiguous object with the buffer protocol, such as a numpy array; its size says how many bytes.
+            Writable, contiguous array, or object with the buffer protocol; its size says how many bytes.
         offset
             First byte in the buffer.
 
@@ -450,7 +450,7 @@ class SleepGroup(Closes):
         buffer
             A buffer that sleeps.
         source
-            Contiguous object with the buffer protocol, such as a numpy array; its size says how many bytes.
+            Contiguous array, or object with the buffer protocol; its size says how many bytes.
         offset
             First byte in the buffer.
 
@@ -523,6 +523,8 @@ class SleepGroup(Closes):
             self._check_idle()
             self.closed = True
             self._members.clear()
+            self._before_sleep.clear()
+            self._after_wake.clear()
             if self._own and self._backup is not None:
                 self._backup.close()
                 self._backup, self._own = None, False
@@ -542,7 +544,7 @@ class SleepGroup(Closes):
 def _checked_bytes(buffer: VirtualBuffer, array: Any, offset: int) -> tuple[int, Bytes]:
     """Return the offset and the array as bytes, if they are in the buffer."""
     start = checked_size("offset", offset)
-    found: Bytes = np.asarray(array if isinstance(array, np.ndarray) else memoryview(array))
+    found: Bytes = np.asarray(array if hasattr(array, "__array__") else memoryview(array))
     if not found.flags.c_contiguous:
         raise ValueError("the array is not contiguous: copy it to a contiguous one first")
     found = found.reshape(-1).view(np.uint8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -134,15 +135,14 @@ class DiskTier(Closes):
         if session_of(stream) is not self._session:
             raise ValueError(f"backup {self!r} belongs to another driver")
 
-    def transfer(self, kind: type[Any], copies: Copies) -> Any:
+    def _transfer(self, kind: type[Any], copies: Copies) -> Any:
         """Return the transfer of this kind for the copies of one call."""
 
         def make(stream: Stream) -> Any:
-            try:
+            staging = None
+            with contextlib.suppress(IndexError):
                 staging = self._idle.pop()
-            except IndexError:
-                staging = Staging(stream, _SLOTS, self.block)
-            return kind(stream, staging, self._threads, self._take_back)
+            return kind(stream, staging or Staging(stream, _SLOTS, self.block), self._threads, self._take_back)
 
         return copies.by_host((self, kind), make)
 
@@ -187,11 +187,11 @@ class DiskBytes:
 
     def save(self, source: CopySide, copies: Copies) -> None:
         """Begin to write device memory to the file."""
-        self._tier.transfer(Saving, copies).save(self._opened(), self._index, source)
+        self._tier._transfer(Saving, copies).save(self._opened(), self._index, source)
 
     def load(self, target: CopySide, copies: Copies) -> None:
         """Begin to read device memory from the file."""
-        self._tier.transfer(Loading, copies).load(self._opened(), self._index, target)
+        self._tier._transfer(Loading, copies).load(self._opened(), self._index, target)
 
     def read(self, offset: int, target: Bytes) -> None:
         """Copy bytes to a host array."""

@@ -18,6 +18,11 @@ from streamalloc.vmm.tiers.tier import Bytes, part_of
 
 __all__ = ["Loading", "Saving", "Staging"]
 
+_PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: pinned for all devices
+
+
+_lost: list[Bytes] = []
+
 
 class Staging:
     """Pinned host memory in slots of equal size (``cuMemHostRegister``).
@@ -63,7 +68,7 @@ class _Unregister(Deferred):
         with self.session.current(self._ordinal):
             self._raw = self._memory.ctypes.data
             try:
-                self.session.call("cuMemHostRegister", self._raw, self._memory.nbytes, 0)
+                self.session.call("cuMemHostRegister", self._raw, self._memory.nbytes, _PORTABLE)
             except CudaError:
                 self._raw = None
                 raise
@@ -76,7 +81,15 @@ class _Unregister(Deferred):
             if not self._work.done():
                 return False
         with self.session.current(self._ordinal):
-            self.session.release(self, "cuMemHostUnregister")
+            try:
+                self.session.release(self, "cuMemHostUnregister")
+            except CudaError as error:
+                if error.name != "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED":  # an exception of a signal handler came first
+                    raise
+            except BaseException:
+                # It may be registered still: no other memory may get its addresses.
+                _lost.append(self._memory)
+                raise
         return True
 
     def memory(self) -> int | None:
