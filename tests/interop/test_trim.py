@@ -86,15 +86,14 @@ class TestTrim:
         group = vmm.SleepGroup(device)
         bridge: Any = torch.use(group.tagged("steps"), callbacks=True)
         gone = torch.make(N)
-        pool = bridge.pool
+        pool = weakref.ref(bridge.pool)
         del gone
         with monkeypatch.context() as patch:
-            patch.setattr(type(pool), "use_count", lambda self: 2)
-            assert bridge.trim() == 0 and bridge.pool is pool
+            patch.setattr(type(bridge.pool), "use_count", lambda self: 2)
+            assert bridge.trim() == 0 and bridge.pool is pool()
             bridge.close()
             dropped(device)
-            assert group.mapped_bytes == N
-        del pool
+            assert group.mapped_bytes == N and pool() is not None
         with torch.use(group.tagged("steps"), callbacks=True) as other:
             assert other.trim() == N  # type: ignore[attr-defined]
         torch.finish(other)

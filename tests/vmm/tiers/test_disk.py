@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import gc
 import itertools
 import os
@@ -17,7 +18,7 @@ import pytest
 
 import streamalloc as sa
 from streamalloc import vmm
-from streamalloc.testing import Faults
+from streamalloc.testing import Faults, Gate
 from streamalloc.vmm.tiers import disk, disk_file
 from tests.interrupting import Interrupt, Interrupted
 from tests.support import Account, end_what_was_dropped, filled, in_a_thread, pattern, read, shows
@@ -87,6 +88,27 @@ class TestContents:
             group.wake()
             expected = np.concatenate((pattern(SIZES[0], 0)[: -part.nbytes], part))
             assert np.array_equal(read(several[0]), expected) and shows(several[1], 1)
+
+    @pytest.mark.parametrize("step", ["sleep", "wake"])
+    def test_staging_memory_waits_for_the_copies(
+        self, device: sa.Device, tier: vmm.DiskTier, gate: Gate, step: str
+    ) -> None:
+        with vmm.SleepGroup(device, backup=tier) as group, device.create_stream() as held:
+            several = made(group)
+            device.synchronize()
+            if step == "wake":
+                group.sleep()
+            gate.hold(held)
+            act = functools.partial(group.sleep, after=()) if step == "sleep" else group.wake
+            thread = threading.Thread(target=lambda: act(stream=held))
+            thread.start()
+            thread.join(0.05)
+            assert thread.is_alive()
+            gate.open()
+            thread.join(20)
+            group.wake()
+            held.synchronize()
+            assert right(several)
 
     def test_memory_that_the_device_may_only_read(self, device: sa.Device, tier: vmm.DiskTier) -> None:
         with vmm.GrowableBuffer(device, PAGE, PAGE) as buffer:
