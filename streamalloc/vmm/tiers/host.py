@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Sequence
 
-from streamalloc.core.errors import undo_all, undoing
+from streamalloc.core.errors import InvalidValueError, NotSupportedError, undo_all, undoing
 from streamalloc.core.internal import CopySide, Device, Memory, Stream
 from streamalloc.core.properties import MemAccess, MemLocation
 from streamalloc.core.session import session_of
@@ -23,13 +24,18 @@ _KEEP_ALL = (1 << 64) - 1  # release threshold in bytes: the pool never releases
 
 
 def backup_pool(device: Device) -> MemoryPool:
-    """Make a pool of pinned host memory for backups, on the NUMA node of a device if the driver has pools there.
+    """Make a pool of pinned host memory for backups, on the NUMA node of a device if the driver makes pools there.
 
     The pool keeps its memory until it is trimmed or closed, as pinning memory takes longer than a copy.
     """
     node = device.supports.host_numa_id
-    near = node is not None and node >= 0 and device.supports.host_numa_memory_pools
-    location = MemLocation.host_numa(node) if near and node is not None else MemLocation.host()
+    if node is not None and node >= 0:
+        with contextlib.suppress(InvalidValueError, NotSupportedError):
+            return _pool(device, MemLocation.host_numa(node))
+    return _pool(device, MemLocation.host())
+
+
+def _pool(device: Device, location: MemLocation) -> MemoryPool:
     pool = MemoryPool(location, release_threshold=_KEEP_ALL, driver=device.driver)
     with undoing(pool.close):
         pool.set_access(device, MemAccess.READWRITE)

@@ -39,6 +39,20 @@ def test_the_pool_of_a_group_is_on_the_node_of_its_device(device: sa.Device) -> 
         assert group.backup.location == sa.MemLocation.host_numa(node)
 
 
+@pytest.mark.parametrize("result", ["CUDA_ERROR_INVALID_VALUE", "CUDA_ERROR_NOT_SUPPORTED"])
+def test_a_node_without_pools(machine: Any, result: str) -> None:
+    faults: Any = Faults(machine)
+    with vmm.SleepGroup(sa.Device(0, driver=faults)) as group:
+        faults.fail("cuMemPoolCreate", result=result)
+        assert group.backup.location == sa.MemLocation.host()
+        buffer = group.allocate(100)
+        filled(buffer, 1)
+        group.sleep()
+        group.wake()
+        assert shows(buffer, 1)
+        buffer.close()
+
+
 @pytest.mark.usefixtures("small_pieces")
 class TestPieces:
     def test_buffers_span_them(self, device: sa.Device, pool: sa.MemoryPool) -> None:
