@@ -36,9 +36,9 @@ class DiskTier(Closes):
             group.wake()
 
     A file of a tier that is not ``persistent`` has no name: it is gone with the last buffer in it, and when the process
-    ends. That of a persistent tier is named after the tag, as soon as it is complete. It stays after the buffers have
-    woken, until the next sleep replaces it; :meth:`SleepGroup.resume` takes the bytes in another process. A folder for
-    persistent files is for one group at a time.
+    ends. A persistent tier names the file of a group after the tag, as soon as it is complete. It stays after the
+    buffers have woken, until the next sleep replaces it; :meth:`SleepGroup.resume` takes the bytes in another process.
+    A folder for persistent files is for one group at a time.
 
     Thread-safe. Bytes stay until the buffers wake or are closed, also after :meth:`close`.
 
@@ -94,8 +94,8 @@ class DiskTier(Closes):
         """Staging memory that no call uses."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
-    def hold(self, sizes: Sequence[int], stream: Stream, name: str = "") -> Sequence[Held]:
-        """Create a file for buffers of these sizes.
+    def hold(self, sizes: Sequence[int], stream: Stream, name: str | None = None) -> Sequence[Held]:
+        """Create a file for buffers of these sizes; it outlives them if it has a name and the tier is persistent.
 
         Raises
         ------
@@ -105,9 +105,10 @@ class DiskTier(Closes):
             The file cannot be created.
         """
         self._check(stream)
-        return self._held(DiskFile.create(self.folder, sizes, self.block, self._name(name) if self.persistent else ""))
+        stays = self.persistent and name is not None
+        return self._held(DiskFile.create(self.folder, sizes, self.block, self._name(name or "") if stays else ""))
 
-    def resume(self, sizes: Sequence[int], stream: Stream, name: str = "") -> Sequence[Held]:
+    def resume(self, sizes: Sequence[int], stream: Stream, name: str) -> Sequence[Held]:
         """Open the complete file of an earlier :meth:`hold` of buffers of the same sizes, under the same name.
 
         Raises

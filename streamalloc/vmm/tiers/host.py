@@ -105,7 +105,7 @@ class PoolTier:
         self.pool: MemoryPool = pool
         self._piece = piece or PIECE
 
-    def hold(self, sizes: Sequence[int], stream: Stream, name: str = "") -> Sequence[Held]:
+    def hold(self, sizes: Sequence[int], stream: Stream, name: str | None = None) -> Sequence[Held]:
         """Allocate memory for buffers on a stream.
 
         Raises

@@ -60,7 +60,7 @@ class Held(Protocol):
 class Tier(Protocol):
     """A store for the bytes of device memory."""
 
-    def hold(self, sizes: Sequence[int], stream: Stream, name: str = "", /) -> Sequence[Held]:
+    def hold(self, sizes: Sequence[int], stream: Stream, name: str | None = None, /) -> Sequence[Held]:
         """Reserve room for buffers of these sizes in bytes, each at least 1: for all, or for none.
 
         Parameters
@@ -70,7 +70,7 @@ class Tier(Protocol):
         stream
             Stream of the copies.
         name
-            Name under which a tier that outlives the process stores the bytes.
+            Name under which a tier that outlives the process stores the bytes; None: they end with the buffers.
         """
 
 

@@ -191,6 +191,16 @@ class TestFiles:
             group.wake()
             assert not read(several[0]).any() and shows(several[2], 2)
 
+    def test_bytes_of_one_buffer_alone_have_no_file(self, device: sa.Device, kept: vmm.DiskTier) -> None:
+        with vmm.SleepGroup(device, backup=kept) as group:
+            several = made(group)
+            several[0].evict(kept)
+            group.sleep(keep=False)
+            group.write(several[1], pattern(SIZES[1], 1))
+            assert list(kept.folder.iterdir()) == []
+            group.wake()
+            assert shows(several[0], 0) and shows(several[1], 1)
+
     def test_only_a_tier_on_disk_resumes(self, device: sa.Device) -> None:
         with vmm.SleepGroup(device) as group, pytest.raises(TypeError, match="DiskTier"):
             group.resume()
