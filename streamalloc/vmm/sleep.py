@@ -22,8 +22,8 @@ from streamalloc.vmm.growable import GrowableBuffer
 from streamalloc.vmm.resident import Residents
 from streamalloc.vmm.tiers.agreement import Hook, Ranks, run_hooks, vote
 from streamalloc.vmm.tiers.disk import DiskTier, tier_of
-from streamalloc.vmm.tiers.host import backup_pool
-from streamalloc.vmm.tiers.tier import Bytes, Held
+from streamalloc.vmm.tiers.host import NearTier
+from streamalloc.vmm.tiers.tier import Bytes, Held, Tier
 from streamalloc.vmm.virtual_buffer import VirtualBuffer, copying_stream, evict_all, restore_all
 
 T = TypeVar("T")
@@ -56,8 +56,8 @@ class SleepGroup(Closes):
         Device of :meth:`allocate`; its default stream copies if no stream is given.
     backup
         Pool in host memory for the kept bytes, to which the device has access, or a :class:`DiskTier`. By default the
-        group makes a pool on the NUMA node of the device, which keeps its memory for the next sleep, as pinning memory
-        takes longer than a copy: ``group.backup.trim()`` releases it.
+        group makes a pool on the NUMA node of the device, and one on any node if memory runs out there. It keeps its
+        memory for the next sleep, as pinning memory takes longer than a copy: ``group.backup.trim()`` releases it.
     handle_types
         Handle types for sharing the memory of :meth:`allocate` with other processes.
 
@@ -68,7 +68,7 @@ class SleepGroup(Closes):
     """
 
     __slots__ = (
-        "_after_wake", "_backup", "_before_sleep", "_busy", "_handle_types", "_lock", "_members", "_own", "closed",
+        "_after_wake", "_backup", "_before_sleep", "_busy", "_handle_types", "_lock", "_members", "_near", "closed",
         "device",
     )  # fmt: skip
 
@@ -87,7 +87,7 @@ class SleepGroup(Closes):
         if backup is not None:
             tier_of(backup)
         self._backup: MemoryPool | DiskTier | None = backup
-        self._own = False
+        self._near: NearTier | None = None
         self._handle_types = handle_types
         self._members: weakref.WeakKeyDictionary[VirtualBuffer, str] = weakref.WeakKeyDictionary()
         self._before_sleep: list[tuple[Hook, Hook | None]] = []
@@ -105,17 +105,21 @@ class SleepGroup(Closes):
     def backup(self) -> Any:
         """Pool or :class:`DiskTier` for the kept bytes; the first use makes a pool."""
         self._check_open()
-        return self._backup or self._make_backup()
+        return self._backup or self._near_tier().pool
 
-    def _make_backup(self) -> MemoryPool:
-        pool = backup_pool(self.device)
-        # Another thread may have made one.
-        if self._backup is None:
-            self._backup, self._own = pool, True
-            return pool
-        pool.close()
-        found: MemoryPool = self.backup
-        return found
+    def _near_tier(self) -> NearTier:
+        if self._near is None:
+            made = NearTier(self.device)
+            # Another thread may have made one.
+            if self._near is None:
+                self._near = made
+            else:
+                made.close()
+        return self._near
+
+    def _tier(self, backup: MemoryPool | DiskTier | None) -> Tier:
+        given = backup or self._backup
+        return self._near_tier() if given is None else tier_of(given)
 
     def allocate(self, nbytes: int, stream: StreamLike | None = None, *, tag: str = "") -> VirtualBuffer:
         """Allocate a buffer that belongs to the group; it can be used at once on any stream.
@@ -270,7 +274,7 @@ class SleepGroup(Closes):
         def hold(tag: str, buffers: Sequence[VirtualBuffer]) -> Sequence[Held]:
             kept = keep if isinstance(keep, bool) else tag in keep
             sizes = [buffer.nbytes for buffer in buffers]
-            return tier_of(backup or self.backup).hold(sizes, ordered, tag) if kept else ()
+            return self._tier(backup).hold(sizes, ordered, tag) if kept else ()
 
         return self._evict(chosen, hold, ordered, shared, after, agree)
 
@@ -336,7 +340,7 @@ class SleepGroup(Closes):
         """
 
         def act() -> int:
-            tier = backup or self.backup
+            tier = backup or self._backup
             if not isinstance(tier, DiskTier):
                 raise TypeError(f"backup must be a DiskTier, not {type(tier).__name__} ({tier!r})")
             ordered = self._copying_stream(stream)
@@ -468,7 +472,7 @@ class SleepGroup(Closes):
             if eviction is None or eviction.saved is not None or array.nbytes < buffer.nbytes or eviction.held:
                 self._kept(buffer).write(start, array)
                 return
-            (held,) = tier_of(self.backup).hold([buffer.nbytes], self._copying_stream(None))
+            (held,) = self._tier(None).hold([buffer.nbytes], self._copying_stream(None))
             with undoing(held.leave):
                 held.write(0, array)
             _replace(buffer, held)
@@ -525,9 +529,9 @@ class SleepGroup(Closes):
             self._members.clear()
             self._before_sleep.clear()
             self._after_wake.clear()
-            if self._own and self._backup is not None:
-                self._backup.close()
-                self._backup, self._own = None, False
+            if self._near is not None:
+                self._near.close()
+                self._near = None
 
     @property
     def _session(self) -> Session:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections.abc import Sequence
 
-from streamalloc.core.errors import InvalidValueError, NotSupportedError, undo_all, undoing
+from streamalloc.core.errors import InvalidValueError, NotSupportedError, OutOfMemoryError, undo_all, undoing
 from streamalloc.core.internal import CopySide, Device, Memory, Stream
 from streamalloc.core.properties import MemAccess, MemLocation
 from streamalloc.core.session import session_of
@@ -15,31 +15,12 @@ from streamalloc.pool.internal import reachable_from
 from streamalloc.vmm.backup import Backup, BackupRange, Copies
 from streamalloc.vmm.tiers.tier import Bytes, Held, part_of
 
-__all__ = ["HostBytes", "PoolTier", "backup_pool"]
+__all__ = ["HostBytes", "NearTier", "PoolTier"]
 
 PIECE = 1 << 30
 """Most bytes of one allocation. A pool reuses equal pieces for other buffers, and a driver may pin no larger ones."""
 _ALIGNMENT = 512  # bytes between buffers in a piece, as between allocations of a pool
 _KEEP_ALL = (1 << 64) - 1  # release threshold in bytes: the pool never releases memory by itself
-
-
-def backup_pool(device: Device) -> MemoryPool:
-    """Make a pool of pinned host memory for backups, on the NUMA node of a device if the driver makes pools there.
-
-    The pool keeps its memory until it is trimmed or closed, as pinning memory takes longer than a copy.
-    """
-    node = device.supports.host_numa_id
-    if node is not None and node >= 0:
-        with contextlib.suppress(InvalidValueError, NotSupportedError):
-            return _pool(device, MemLocation.host_numa(node))
-    return _pool(device, MemLocation.host())
-
-
-def _pool(device: Device, location: MemLocation) -> MemoryPool:
-    pool = MemoryPool(location, release_threshold=_KEEP_ALL, driver=device.driver)
-    with undoing(pool.close):
-        pool.set_access(device, MemAccess.READWRITE)
-    return pool
 
 
 class HostBytes:
@@ -144,3 +125,49 @@ class PoolTier:
         if not reachable_from(pool, stream.device):
             how = "pool.set_access(device, MemAccess.READWRITE) gives it, so that copies run at full speed"
             raise ValueError(f"backup={pool!r} gives {stream.device!r} no access: {how}")
+
+
+class NearTier:
+    """Host memory on the NUMA node of a device, and on any node if there is not enough or the node has no pools.
+
+    Its pools keep their memory until they are trimmed or closed, as pinning memory takes longer than a copy.
+    """
+
+    __slots__ = ("_device", "_pools")
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._pools: list[MemoryPool] = []
+        node = device.supports.host_numa_id
+        if node is not None and node >= 0:
+            with contextlib.suppress(InvalidValueError, NotSupportedError):
+                self._add(MemLocation.host_numa(node))
+        if not self._pools:
+            self._add(MemLocation.host())
+
+    def _add(self, location: MemLocation) -> None:
+        pool = MemoryPool(location, release_threshold=_KEEP_ALL, driver=self._device.driver)
+        with undoing(pool.close):
+            pool.set_access(self._device, MemAccess.READWRITE)
+        self._pools.append(pool)
+
+    @property
+    def pool(self) -> MemoryPool:
+        """The pool that is used first."""
+        return self._pools[0]
+
+    def hold(self, sizes: Sequence[int], stream: Stream, name: str | None = None) -> Sequence[Held]:
+        """Allocate memory for buffers on a stream; errors as for :meth:`PoolTier.hold`."""
+        try:
+            return PoolTier(self.pool).hold(sizes, stream)
+        except OutOfMemoryError:
+            if self.pool.location == MemLocation.host():
+                raise
+        if len(self._pools) == 1:
+            self._add(MemLocation.host())
+        return PoolTier(self._pools[-1]).hold(sizes, stream)
+
+    def close(self) -> None:
+        """Close the pools; bytes that are stored stay."""
+        for pool in self._pools:
+            pool.close()

@@ -14,7 +14,7 @@ from streamalloc import vmm
 from streamalloc.testing import Faults
 from streamalloc.vmm import virtual_buffer
 from streamalloc.vmm.tiers import host
-from tests.support import KEEP, filled, names, pattern, read, shows
+from tests.support import KEEP, Account, filled, names, pattern, read, shows
 from tests.vmm.support import HOST, PAGE, READWRITE
 
 PIECE = 1 << 20
@@ -51,6 +51,33 @@ def test_a_node_without_pools(machine: Any, result: str) -> None:
         group.wake()
         assert shows(buffer, 1)
         buffer.close()
+
+
+def test_a_node_without_memory(machine: Any) -> None:
+    account = Account(machine)
+    faults: Any = Faults(account.driver)
+    device = sa.Device(0, driver=faults)
+    with vmm.SleepGroup(device) as group:
+        buffer = group.allocate(100)
+        for seed in range(2):
+            filled(buffer, seed)
+            faults.fail("cuMemAllocFromPoolAsync")
+            group.sleep()
+            faults.stop()
+            assert group.backup.statistics().used == 0
+            backup = buffer.eviction and buffer.eviction.backup
+            assert backup is not None and backup.location == sa.MemLocation.host()
+            del backup
+            group.wake()
+            assert shows(buffer, seed)
+        faults.fail("cuMemAllocFromPoolAsync", times=2)
+        with pytest.raises(sa.OutOfMemoryError):
+            group.sleep()
+        faults.stop()
+        assert shows(buffer, 1)
+        buffer.close()
+    device.synchronize()
+    assert account.left == {}
 
 
 @pytest.mark.usefixtures("small_pieces")
