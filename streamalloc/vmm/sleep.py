@@ -108,14 +108,14 @@ class SleepGroup(Closes):
         return self._backup or self._near_tier().pool
 
     def _near_tier(self) -> NearTier:
-        if self._near is None:
-            made = NearTier(self.device)
-            # Another thread may have made one.
-            if self._near is None:
-                self._near = made
-            else:
-                made.close()
-        return self._near
+        if self._near is not None:
+            return self._near
+        made = NearTier(self.device)
+        # Another thread may have made one.
+        self._near = near = self._near or made
+        if near is not made:
+            made.close()
+        return near
 
     def _tier(self, backup: MemoryPool | DiskTier | None) -> Tier:
         given = backup or self._backup
