@@ -201,6 +201,15 @@ class TestFiles:
             group.wake()
             assert shows(several[0], 0) and shows(several[1], 1)
 
+    def test_what_a_dead_process_left_is_replaced(self, device: sa.Device, kept: vmm.DiskTier) -> None:
+        (kept.folder / ".a.backup.part").write_bytes(b"half")
+        with vmm.SleepGroup(device, backup=kept) as group:
+            several = made(group)
+            group.sleep("a")
+            assert [path.name for path in kept.folder.iterdir()] == ["a.backup"]
+            group.wake()
+            assert right(several)
+
     def test_only_a_tier_on_disk_resumes(self, device: sa.Device) -> None:
         with vmm.SleepGroup(device) as group, pytest.raises(TypeError, match="DiskTier"):
             group.resume()
