@@ -215,7 +215,7 @@ class SleepGroup(Closes):
         Parameters
         ----------
         tags
-            Tags of the buffers, in the order of eviction. By default all buffers, the first added first.
+            Tags of the buffers; none for all. A buffer whose bytes are kept is unmapped once they are copied.
         keep
             True to keep the bytes, False to discard them, or the tags of buffers to keep.
         shared
