@@ -311,6 +311,18 @@ def _slept(world: Virtual, one: Any) -> None:
     one.wake(stream=world.stream)
 
 
+def _read_asleep(world: Virtual, one: Any) -> None:
+    one.sleep("one", stream=world.stream)
+    world.shapes.append(world.shape())
+    one.read(world.sleeper, np.zeros(PAGE, np.uint8))
+
+
+def _written_asleep(world: Virtual, one: Any) -> None:
+    one.sleep("one", keep=False, stream=world.stream)
+    world.shapes.append(world.shape())
+    one.write(world.sleeper, DATA)
+
+
 def _made_current(world: World, one: Any) -> None:
     with one.make_current():
         pass
@@ -399,6 +411,12 @@ ACTS: dict[str, Act] = {
     "add": lambda world, one: one.add(world.growable, "two"),
     "SleepGroup.allocate": lambda world, one: one.allocate(PAGE, world.stream),
     "remove": lambda world, one: one.remove(world.sleeper),
+    "SleepGroup.read": _read_asleep,
+    "SleepGroup.write": _written_asleep,
+    "after_wake": lambda world, one: one.after_wake(len),
+    "before_sleep": lambda world, one: one.before_sleep(len),
+    "resident": lambda world, one: one.resident(),
+    "resume": lambda world, one: None,  # with a tier on disk, in tests/vmm
     "sleep": _slept,
     "tagged": lambda world, one: one.tagged("one"),
     "wake": lambda world, one: None,  # with sleep
