@@ -508,19 +508,15 @@ class Ledger:
             self._held[address] = memory, get_ident(), handle
         return address
 
-    def __contains__(self, address: int) -> bool:
-        return address in self._held
-
-    def free(self, address: int, ordinal: int, handle: int | None = None) -> int:
-        """Free the memory at an address in the order of a stream; None: that of its allocation. Returns its bytes."""
+    def free(self, address: int, ordinal: int, handle: int | None = None) -> None:
+        """Free the memory at an address in the order of a stream; None: the stream of its allocation."""
         held = self._held.pop(address, None)
         if held is None:
-            return 0
+            return
         memory, thread, own = held
-        nbytes = memory.nbytes
         same = handle is None or handle == own or (handle or _LEGACY) == (own or _LEGACY)
         if same and type(memory) is CachedBuffer:
-            return nbytes  # Its finaliser returns the block to the cache.
+            return  # Its finaliser returns the block to the cache.
         if not isinstance(memory, Buffer):
             # Virtual memory is unmapped once the work that its devices have now is done.
             del held, memory
@@ -532,4 +528,3 @@ class Ledger:
                 memory.free(self.sources.stream(ordinal, handle))
             except CudaError:
                 deferred_queue(self.sources.session).submit(FreeAfterAll(memory))
-        return nbytes
