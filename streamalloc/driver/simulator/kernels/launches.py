@@ -16,7 +16,7 @@ from .. import call_lock
 from ..allocations import Allocation, is_reachable
 from ..constants import READ, READ_WRITE, device_place
 from ..contexts import Context
-from ..errors import Result
+from ..errors import Result, not_modelled
 from ..machine import Machine
 from ..timeline import HostFunction
 from .registry import Extent, Kernel, run_for
@@ -114,6 +114,8 @@ def _may_use(machine: Machine, context: Context, address: int, size: int, write:
         if allocation is None:
             break
         there = True
+        on_team = allocation.mapping is not None and allocation.mapping.is_multicast
+        not_modelled(on_team, "a view of multicast memory: use testing.multimem_st, _red and _ld_reduce")
         if not _has_right(allocation, context, write):
             return False
         at = allocation.base + allocation.size
