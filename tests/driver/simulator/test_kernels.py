@@ -107,6 +107,17 @@ def test_the_bindings_refuse_other_packings(raw: Any, scale: list[Any]) -> None:
             launch(raw, function, wrong)
 
 
+def test_more_and_fewer_arguments_than_parameters(raw: Any, scale: list[Any]) -> None:
+    function, memory = load(raw), ones(raw)
+    values, kinds = typed(memory, 2.0)
+    ok(launch(raw, function, ((*values, 7), (*kinds, ctypes.c_int))))
+    assert contents(raw, memory) == {2.0}
+    with pytest.raises(NotImplementedError, match="fewer arguments than 'scale'"):
+        launch(raw, function, (values[:2], kinds[:2]))
+    for none in (None, 0, ((), ())):
+        assert launch(raw, function, none) == (cuda.CUresult.CUDA_ERROR_INVALID_VALUE,)
+
+
 def plain(x: int, count: np.int32) -> None:
     """A kernel whose first parameter has no size."""
 
