@@ -91,6 +91,8 @@ class Launch(HostFunction):
             writable = any(covering)
         call_lock.enter()
         try:
+            if writable and self._uses is None and size:
+                writable = _may_use(self._machine, self._context, address, size, write=True)
             if size and not _may_use(self._machine, self._context, address, size, writable):
                 raise NoAccess(f"no memory that device {self.device} may use: {size} bytes at {address:#x}")
         finally:
