@@ -95,6 +95,12 @@ def test_copies_by_kind(rt: Any) -> None:
     assert wrong == (Error.cudaErrorInvalidPitchValue,)
     with pytest.raises(AttributeError):
         rt.cudaMemcpy(row, source, 64, 1)
+    order = cudart.cudaMemcpyAttributes()
+    order.srcAccessOrder = cudart.cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderStream
+    ok(rt.cudaMemcpyBatchAsync([row, row + 32], [source[2], plane], [16, 16], 2, [order], [0], 1, stream))
+    ok(rt.cudaStreamSynchronize(stream))
+    ok(rt.cudaMemcpy(found, row, 64, Kind.cudaMemcpyDeviceToHost))
+    assert (found[0] == source[2]).all() and (found[2] == 7).all()
 
 
 def test_structs_enumerations_and_handles(rt: Any) -> None:
