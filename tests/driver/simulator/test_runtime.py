@@ -57,6 +57,8 @@ def test_a_call_makes_the_primary_context_current() -> None:
     ok(rt.cudaSetDevice(1))
     assert int(driver.cuCtxGetDevice()[1]) == ok(rt.cudaGetDevice()) == 1
     assert ok(rt.cudaPointerGetAttributes(ok(rt.cudaMalloc(100)))).device == 1
+    assert ok(rt.cudaDeviceGetByPCIBusId(ok(rt.cudaDeviceGetPCIBusId(16, 1)))) == 1
+    assert int(driver.cuCtxGetDevice_v2(None)[1]) == 1
     assert rt.cudaSetDevice(2) == (Error.cudaErrorInvalidDevice,)
     ok(rt.cudaSetDeviceFlags(cudart.cudaDeviceScheduleSpin))
     assert ok(rt.cudaGetDeviceFlags()) == cudart.cudaDeviceScheduleSpin | cudart.cudaDeviceMapHost
