@@ -140,7 +140,6 @@ class Migrating(MemoryBase):
             return
         if name.endswith("BatchAsync"):
             refuse_legacy(ordered, name)
-        self._await_on(ordered)
         with ordered._context():
             self._session.call(name, *args, ordered._checked_raw())
 

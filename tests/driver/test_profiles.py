@@ -187,12 +187,18 @@ class TestOtherGenerations:
         with pytest.raises(NotImplementedError, match="no granularity for"):
             rig.raw.cuMemGetAllocationGranularity(props, minimum)
 
+    def test_address_ranges_are_aligned(self, altered: Altered) -> None:
+        kinds = {kind: [16 * MiB, 16 * MiB] for kind in ("NONE", "POSIX_FILE_DESCRIPTOR", "FABRIC")}
+        rig = altered.rig(granularities={"DEVICE": kinds})
+        assert [rig.reserve(16 * MiB) % (16 * MiB) for _ in range(4)] == [0] * 4
+        assert said(rig.try_reserve(8 * MiB)) == "INVALID_VALUE"
+
     def test_limit_whose_range_nobody_read(self, altered: Altered) -> None:
-        raw = altered.rig(limits={"STACK_SIZE": [512], "MALLOC_HEAP_SIZE": None}).raw
+        raw = altered.rig(limits={**altered.read["limits"], "STACK_SIZE": [512], "MALLOC_HEAP_SIZE": None}).raw
         stack, printf, heap = (raw.CUlimit(number) for number in range(3))
         assert value(raw.cuCtxGetLimit(stack)) == 512
         assert said(raw.cuCtxGetLimit(heap)) == "UNSUPPORTED_LIMIT"
-        assert said(raw.cuCtxSetLimit(printf, 1 << 20)) == "SUCCESS"  # the base's
+        assert said(raw.cuCtxSetLimit(printf, 1 << 20)) == "SUCCESS"  # the default of the base, whose range it has
         with pytest.raises(NotImplementedError, match="setting STACK_SIZE, whose range"):
             raw.cuCtxSetLimit(stack, 1024)
 
