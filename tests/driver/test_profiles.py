@@ -146,6 +146,13 @@ class TestOtherGenerations:
         props.requestedHandleTypes = raw.CUmemAllocationHandleType(FABRIC)
         assert said(raw.cuMemCreate(2 * MiB, props, 0)) == "NOT_SUPPORTED"
 
+    def test_imex_channel(self, altered: Altered) -> None:
+        assert altered.read["imex_channel"] == 0
+        assert said(altered.rig().create_memory(handle_types=FABRIC)) == "NOT_PERMITTED"
+        rig = altered.rig(imex_channel=1)
+        assert said(rig.create_memory(handle_types=FABRIC)) == "SUCCESS"
+        assert read_profile(rig.raw)["imex_channel"] == 1
+
     def test_no_concurrent_managed_access(self, altered: Altered) -> None:
         rig = altered.rig(attributes={"CONCURRENT_MANAGED_ACCESS": 0})
         assert said(rig.create_pool(allocation_type=MANAGED)) == "NOT_SUPPORTED"
