@@ -21,7 +21,7 @@ _LEGACY = (0, 1)
 
 @dataclass(frozen=True, slots=True)
 class MemRangeAttributes:
-    """What holds for all pages of managed memory (``cuMemRangeGetAttributes``).
+    """Attributes of all pages of managed memory (``cuMemRangeGetAttributes``).
 
     Attributes
     ----------

@@ -144,7 +144,9 @@ class TestOtherGenerations:
         raw = (rig := altered.rig(attributes={"HANDLE_TYPE_FABRIC_SUPPORTED": 0})).raw
         props = rig.memory_props()
         props.requestedHandleTypes = raw.CUmemAllocationHandleType(FABRIC)
-        assert said(raw.cuMemCreate(2 * MiB, props, 0)) == "NOT_SUPPORTED"
+        with pytest.raises(NotImplementedError, match="fabric handles where these are not supported"):
+            raw.cuMemCreate(2 * MiB, props, 0)
+        assert "imex_channel" not in read_profile(raw)
 
     def test_imex_channel(self, altered: Altered) -> None:
         assert altered.read["imex_channel"] == 0
@@ -156,6 +158,10 @@ class TestOtherGenerations:
     def test_no_concurrent_managed_access(self, altered: Altered) -> None:
         rig = altered.rig(attributes={"CONCURRENT_MANAGED_ACCESS": 0})
         assert said(rig.create_pool(allocation_type=MANAGED)) == "NOT_SUPPORTED"
+        pointer = rig.own(value(rig.raw.cuMemAllocManaged(4096, 1)), rig.raw.cuMemFree)
+        here, preferred = rig.location(DEVICE), rig.raw.CUmem_advise.CU_MEM_ADVISE_SET_PREFERRED_LOCATION
+        assert said(rig.raw.cuMemPrefetchAsync(pointer, 4096, here, 0, rig.stream())) == "INVALID_DEVICE"
+        assert said(rig.raw.cuMemAdvise(pointer, 4096, preferred, here)) == "INVALID_DEVICE"
 
     def test_no_multicast(self, altered: Altered) -> None:
         raw = altered.rig(attributes={"MULTICAST_SUPPORTED": 0}).raw

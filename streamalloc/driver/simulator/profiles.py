@@ -42,7 +42,7 @@ class Granularity(NamedTuple):
 
 @dataclass(frozen=True)
 class Link:
-    """What one device can do with the memory of another."""
+    """Access of one device to the memory of another."""
 
     access: bool
     attributes: Mapping[str, int | None]
