@@ -24,7 +24,7 @@ _Overlap = Literal["default", "prefer_overlap_with_compute"]
 
 @dataclass(frozen=True, slots=True)
 class CopyOptions:
-    """How the driver may make a copy of :func:`copy_batch` (``CUmemcpyAttributes``).
+    """Options of a copy of :func:`copy_batch` (``CUmemcpyAttributes``).
 
     Attributes
     ----------

@@ -21,7 +21,7 @@ _LEGACY = (0, 1)
 
 @dataclass(frozen=True, slots=True)
 class MemRangeAttributes:
-    """What holds for all pages of managed memory (``cuMemRangeGetAttributes``).
+    """Attributes of all pages of managed memory (``cuMemRangeGetAttributes``).
 
     Attributes
     ----------
@@ -140,7 +140,6 @@ class Migrating(MemoryBase):
             return
         if name.endswith("BatchAsync"):
             refuse_legacy(ordered, name)
-        self._await_on(ordered)
         with ordered._context():
             self._session.call(name, *args, ordered._checked_raw())
 

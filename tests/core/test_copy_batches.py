@@ -51,6 +51,28 @@ def test_one_call_in_stream_order(device: sa.Device, gate: Any) -> None:
             buffer.free()
 
 
+class Foreign:
+    """Memory of another library, to be used after the work of a stream."""
+
+    def __init__(self, buffer: sa.Buffer, stream: sa.Stream) -> None:
+        interface = buffer.__cuda_array_interface__
+        self.__cuda_array_interface__ = {**interface, "stream": stream.handle}
+
+
+def test_memory_of_others_is_waited_for(pool: sa.MemoryPool, device: sa.Device, stream: sa.Stream, gate: Any) -> None:
+    with pool.allocate(64, stream) as source, pool.allocate(64, stream) as target, device.create_stream() as other:
+        stream.synchronize()
+        gate.hold(other)
+        source.fill(3, other)
+        copy_batch(stream, [Foreign(source, other)], [target])
+        assert not stream.query()
+        gate.open()
+        found = np.zeros(64, np.uint8)
+        target.copy_to(found)
+        stream.synchronize()
+        assert set(found) == {3}
+
+
 def test_options_of_equal_neighbours_are_one(device: sa.Device) -> None:
     traced = sd.traced(device.driver)
     own = sa.Device(0, driver=traced)

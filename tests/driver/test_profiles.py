@@ -144,11 +144,24 @@ class TestOtherGenerations:
         raw = (rig := altered.rig(attributes={"HANDLE_TYPE_FABRIC_SUPPORTED": 0})).raw
         props = rig.memory_props()
         props.requestedHandleTypes = raw.CUmemAllocationHandleType(FABRIC)
-        assert said(raw.cuMemCreate(2 * MiB, props, 0)) == "NOT_SUPPORTED"
+        with pytest.raises(NotImplementedError, match="fabric handles where these are not supported"):
+            raw.cuMemCreate(2 * MiB, props, 0)
+        assert "imex_channel" not in read_profile(raw)
+
+    def test_imex_channel(self, altered: Altered) -> None:
+        assert altered.read["imex_channel"] == 0
+        assert said(altered.rig().create_memory(handle_types=FABRIC)) == "NOT_PERMITTED"
+        rig = altered.rig(imex_channel=1)
+        assert said(rig.create_memory(handle_types=FABRIC)) == "SUCCESS"
+        assert read_profile(rig.raw)["imex_channel"] == 1
 
     def test_no_concurrent_managed_access(self, altered: Altered) -> None:
         rig = altered.rig(attributes={"CONCURRENT_MANAGED_ACCESS": 0})
         assert said(rig.create_pool(allocation_type=MANAGED)) == "NOT_SUPPORTED"
+        pointer = rig.own(value(rig.raw.cuMemAllocManaged(4096, 1)), rig.raw.cuMemFree)
+        here, preferred = rig.location(DEVICE), rig.raw.CUmem_advise.CU_MEM_ADVISE_SET_PREFERRED_LOCATION
+        assert said(rig.raw.cuMemPrefetchAsync(pointer, 4096, here, 0, rig.stream())) == "INVALID_DEVICE"
+        assert said(rig.raw.cuMemAdvise(pointer, 4096, preferred, here)) == "INVALID_DEVICE"
 
     def test_no_multicast(self, altered: Altered) -> None:
         raw = altered.rig(attributes={"MULTICAST_SUPPORTED": 0}).raw
@@ -187,12 +200,18 @@ class TestOtherGenerations:
         with pytest.raises(NotImplementedError, match="no granularity for"):
             rig.raw.cuMemGetAllocationGranularity(props, minimum)
 
+    def test_address_ranges_are_aligned(self, altered: Altered) -> None:
+        kinds = {kind: [16 * MiB, 16 * MiB] for kind in ("NONE", "POSIX_FILE_DESCRIPTOR", "FABRIC")}
+        rig = altered.rig(granularities={"DEVICE": kinds})
+        assert [rig.reserve(16 * MiB) % (16 * MiB) for _ in range(4)] == [0] * 4
+        assert said(rig.try_reserve(8 * MiB)) == "INVALID_VALUE"
+
     def test_limit_whose_range_nobody_read(self, altered: Altered) -> None:
-        raw = altered.rig(limits={"STACK_SIZE": [512], "MALLOC_HEAP_SIZE": None}).raw
+        raw = altered.rig(limits={**altered.read["limits"], "STACK_SIZE": [512], "MALLOC_HEAP_SIZE": None}).raw
         stack, printf, heap = (raw.CUlimit(number) for number in range(3))
         assert value(raw.cuCtxGetLimit(stack)) == 512
         assert said(raw.cuCtxGetLimit(heap)) == "UNSUPPORTED_LIMIT"
-        assert said(raw.cuCtxSetLimit(printf, 1 << 20)) == "SUCCESS"  # the base's
+        assert said(raw.cuCtxSetLimit(printf, 1 << 20)) == "SUCCESS"  # the default of the base, whose range it has
         with pytest.raises(NotImplementedError, match="setting STACK_SIZE, whose range"):
             raw.cuCtxSetLimit(stack, 1024)
 

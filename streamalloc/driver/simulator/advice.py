@@ -1,4 +1,4 @@
-"""What was advised for the pages of managed memory, and where to they were prefetched."""
+"""Advice for the pages of managed memory, and the places that they were prefetched to."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ PAGE = 4096
 
 @dataclass(frozen=True)
 class Advice:
-    """What was said about a page."""
+    """Advice for a page."""
 
     read_mostly: bool = False
     preferred: Place | None = None
     accessed_by: frozenset[Place] = frozenset()
     prefetched: Place | None = None
-    """Where to it was prefetched last."""
+    """Place of the last prefetch."""
 
 
 class Pages:

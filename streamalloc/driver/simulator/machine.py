@@ -41,7 +41,8 @@ class Machine:
         self.spec: MachineSpec = spec
         self.profile: Profile = spec.profile
         self.identity: str = spec.identity
-        self.fabric: bool | None = spec.fabric
+        has_channel = bool(self.profile.imex_channel) or None
+        self.fabric: bool | None = has_channel if spec.fabric is None else spec.fabric
         self.ready: bool = False
         self.forked: bool = False
         self.cut_call: str | None = None

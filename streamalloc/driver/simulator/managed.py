@@ -51,9 +51,6 @@ class Discard(Operation):
                 ctypes.memset(address, FREED, size)
         return True
 
-    def touches(self, start: int, end: int) -> bool:
-        return any(address < end and start < address + size for address, size in self._ranges)
-
 
 @dataclass(eq=False)
 class Managed:

@@ -42,7 +42,7 @@ class Granularity(NamedTuple):
 
 @dataclass(frozen=True)
 class Link:
-    """What one device can do with the memory of another."""
+    """Access of one device to the memory of another."""
 
     access: bool
     attributes: Mapping[str, int | None]
@@ -68,6 +68,8 @@ class Profile:
     were seen.
     """
     numa_nodes: int
+    imex_channel: int
+    """Whether there is one that the user may open: without it fabric handles are not permitted."""
     context_api_version: int
     context_flags: int
     stream_priorities: tuple[int, int]
@@ -249,6 +251,7 @@ _FIELDS: dict[str, Check] = {
     "host_memory": _whole(_GiB, 16 * _TiB),
     "host_pool_addresses": _whole(CHUNK, 16 * _TiB),
     "numa_nodes": _whole(1, 64),
+    "imex_channel": _whole(0, 1),
     "context_api_version": _whole(0, 99999),
     "context_flags": _whole(0, 255),
     "stream_priorities": _priorities,

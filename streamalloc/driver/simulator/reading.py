@@ -96,6 +96,7 @@ def read_profile(driver: Any, *, multicast: bool = False) -> dict[str, Any]:
             "context_flags": flags,
             "stream_priorities": [int(one) for one in _succeeded(driver.cuCtxGetStreamPriorityRange())],
             "numa_nodes": _nodes(driver),
+            "imex_channel": _imex_channel(driver) if attributes[0].get("HANDLE_TYPE_FABRIC_SUPPORTED") else None,
             **_placement(driver),
             "granularities": _granularities(driver, count, multicast and bool(attributes[0]["MULTICAST_SUPPORTED"])),
             "attributes": attributes[0],
@@ -164,6 +165,20 @@ def _nodes(driver: Any) -> int | None:
     return _NODES
 
 
+def _imex_channel(driver: Any) -> int | None:
+    """Whether the driver permits fabric handles, tried with a granule of memory; None where its answer is another."""
+    properties = _memory_properties("DEVICE", HANDLE_TYPES["FABRIC"])
+    minimum = cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+    size = _asked(driver.cuMemGetAllocationGranularity, properties, minimum)
+    if size is None:
+        return None
+    result, handle = driver.cuMemCreate(size, properties, 0)
+    if not result:
+        driver.cuMemRelease(handle)
+        return 1
+    return 0 if result == cuda.CUresult.CUDA_ERROR_NOT_PERMITTED else None
+
+
 def _placement(driver: Any) -> dict[str, int]:
     """The size by which a pool grows, and the distance of its allocations; nothing where there are no pools."""
     with contextlib.ExitStack() as stack:
@@ -182,14 +197,18 @@ def _placement(driver: Any) -> dict[str, int]:
     return {"pool_chunk": chunk, "pool_alignment": abs(addresses[1] - addresses[0])}
 
 
+def _memory_properties(place: str, kind: int) -> Any:
+    properties = cuda.CUmemAllocationProp()
+    properties.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    properties.location = _location(place)
+    properties.requestedHandleTypes = cuda.CUmemAllocationHandleType(kind)
+    return properties
+
+
 def _granularities(driver: Any, count: int, multicast: bool) -> dict[str, dict[str, list[int] | None]]:
     def of_memory(place: str, kind: int, option: int) -> Any:
-        properties = cuda.CUmemAllocationProp()
-        properties.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-        properties.location = _location(place)
-        properties.requestedHandleTypes = cuda.CUmemAllocationHandleType(kind)
         flag = cuda.CUmemAllocationGranularity_flags(option)
-        return _asked(driver.cuMemGetAllocationGranularity, properties, flag)
+        return _asked(driver.cuMemGetAllocationGranularity, _memory_properties(place, kind), flag)
 
     def of_teams(place: str, kind: int, option: int) -> Any:
         properties = cuda.CUmulticastObjectProp()

@@ -58,7 +58,7 @@ class Usage:
         found = 0
         for slot in range(self._words[_HIGHEST]):
             used = self._words[slot * _BANKS + bank]
-            if used and slot != self._slot and is_locked(self._fd, slot):
+            if used and is_locked(self._fd, slot):  # a lock of one's own is none
                 found += used
         return found
 

@@ -67,6 +67,7 @@ def free(rig: Rig) -> list[int]:
 
 def test_memory_info_counts_all_processes(rig: Rig, name: str) -> None:
     before = free(rig)
+    assert before == free(new_rig(devices=2, memory=256 * MiB))
     other = Other(name, device=1)
     assert free(rig) == [before[0], before[1] - 64] and other.free // MiB == before[1] - 64
     other.pipe.send("free")

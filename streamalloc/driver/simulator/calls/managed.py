@@ -56,7 +56,7 @@ class ManagedCalls(Calls):
         place = arguments.place(location)
         if place.type == Location.DEVICE:
             check(0 <= place.id < len(self._machine.devices), Result.CUDA_ERROR_INVALID_DEVICE)
-            # users see this code where devices lack it (NVIDIA developer forum, cudaMemPrefetchAsync on Windows)
+            # as users report of prefetches and advice (rapidsai/rmm#2023, intel/llvm#4809, owl-project/owl#43)
             able = self._machine.supports("CONCURRENT_MANAGED_ACCESS", place.id)
             check(able, Result.CUDA_ERROR_INVALID_DEVICE)
             return place

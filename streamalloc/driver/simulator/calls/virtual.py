@@ -61,10 +61,9 @@ class VirtualMemoryCalls(Calls):
         special = tile_pool and (rdma or wanted == Location.HOST_NUMA)
         not_modelled(special, "cuMemCreate of memory for tiles that is RDMA-capable or of a HOST_NUMA")
         if handle_types & Handle.FABRIC:
-            # NCCL makes other handles where the driver refuses these with one of two codes (src/allocator.cc of 2.28):
-            # the device cannot, or there is no IMEX channel. By default a machine is like the one that was observed,
-            # where there is none.
-            check(self._machine.supports("HANDLE_TYPE_FABRIC_SUPPORTED", place.device), Result.CUDA_ERROR_NOT_SUPPORTED)
+            able = self._machine.supports("HANDLE_TYPE_FABRIC_SUPPORTED", place.device)
+            not_modelled(not able, "cuMemCreate of memory with fabric handles where these are not supported")
+            # By default a machine is like the one that was observed: the devices can, but there is no IMEX channel.
             check(self._machine.fabric is not None, Result.CUDA_ERROR_NOT_PERMITTED)
             not_modelled(place.type != Location.DEVICE, "cuMemCreate of host memory with fabric handles")
         return Properties(place, handle_types, 0 if rdma else compression, rdma, tile_pool)
