@@ -16,9 +16,10 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc, vmm
-from streamalloc.core.session import Session
+from streamalloc.core.session import Session, session_of
 from streamalloc.ipc import Descriptor
 from streamalloc.ipc.exporter.relay import ExporterRelay
+from streamalloc.ipc.importer.open import importer_of
 from streamalloc.ipc.importer.relay import ImporterRelay
 from streamalloc.ipc.wire import relay
 from streamalloc.ipc.wire.control_block import ControlBlock
@@ -222,6 +223,29 @@ class TestDeaths:
             importer.run(_end_relays)
             assert eventually(lambda: shared._lease.readers == 0)  # type: ignore[union-attr]
 
+    def test_an_owner_that_ends_says_so(self, host: Host, stream: sa.Stream) -> None:
+        host.run(_make_held, "made")
+        opened = ipc.open(host.bytes_of("made"), stream=stream)
+        assert pending(stream)
+        host.run(_end_relays)
+        assert executed(stream)
+        opened.close()
+
+    def test_the_next_importer_in_a_place(
+        self, buffer: vmm.GrowableBuffer, elsewhere: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It has not open what the one before it had."""
+        monkeypatch.setattr("secrets.choice", min)
+        shared = ipc.share(buffer, hold=True)
+        opened = ipc.open(bytes(shared), stream=elsewhere.create_stream())
+        assert eventually(lambda: shared._lease.readers == 1)  # type: ignore[union-attr]
+        importer_of(session_of(elsewhere)).blocks[shared.descriptor.control_block].relay.stop()
+        assert eventually(lambda: shared._lease.readers == 0)  # type: ignore[union-attr]
+        another = sa.Device(0, driver=sd.simulated(fabric=True, host="d"))
+        ipc.open(bytes(ipc.share(buffer)), stream=another.create_stream()).close()
+        assert shared._lease.readers == 0  # type: ignore[union-attr]
+        opened.close()
+
     def test_one_that_was_stopped_for_too_long(self, buffer: vmm.GrowableBuffer, impatient: None) -> None:
         """It has no lease until it goes on, and keeps the memory."""
         filled(buffer, 4)
@@ -265,9 +289,6 @@ class TestNothingElseIsShared:
 
 
 def _has_a_replica(there: There, name: bytes) -> bool:
-    from streamalloc.core.session import Session
-    from streamalloc.ipc.importer.open import importer_of
-
     return importer_of(Session.of(there.driver)).blocks[name].relay is not None
 
 

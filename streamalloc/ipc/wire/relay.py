@@ -24,7 +24,8 @@ process of the exporter's machine would see.
 
 Deaths: both sides count up a *beat*. A process whose beat stays the same for :data:`SILENCE` seconds counts as dead,
 and so does an exporter whose relay the driver refuses to read. The leases of a dead importer end. An importer of a dead
-exporter writes ``ready`` in its place, in its own row.
+exporter writes ``ready`` in its place, in its own row. A process that ends in order withdraws its claim, or the head of
+its relay.
 
 Limits:
 
