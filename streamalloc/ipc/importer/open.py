@@ -205,7 +205,8 @@ class Importer:
             self.deferred.submit(OnceIdle(self.session, relay.close))
         block = self.control_block(name, handles.take_local)
         if block is None:
-            relay = ImporterRelay(self.session, described.payload, name, device)
+            with self.session.relaxed():
+                relay = ImporterRelay(self.session, described.payload, name, device)
             # No lock is held while the exporter is waited for: another thread may have made one, too.
             block = self.blocks.setdefault(name, relay.block)
             if block is not relay.block:

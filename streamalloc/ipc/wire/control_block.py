@@ -20,6 +20,8 @@ Every word has one writer, a process: its stream or, if that has no work left, i
 Nothing keeps a hostile importer from writing the words of others, so the exporter keeps its own copy of the values that
 it announced and waits for.
 
+Importers on other machines have a replica of the control block (:mod:`streamalloc.ipc.wire.relay`).
+
 Each process locks one byte of the file. The kernel releases the lock when the process dies, so that a wait for the lock
 is a wait for the death. The file is sealed against truncation.
 """

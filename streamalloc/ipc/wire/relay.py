@@ -76,7 +76,6 @@ CLAIM = np.dtype([("id", "<u8"), ("beat", "<u4"), ("change", "<u4")])
 """An entry that an importer writes: a random id, its beat, and the number of its changes so far."""
 IMPORTER_ROWS = ("opened", "closing", "closed", "taken")
 """Kinds of words that an importer writes, by slot. ``taken``, by mark: the value of a hold that it has ended."""
-ROWS_SHAPE = len(IMPORTER_ROWS), SLOTS
 GRANTS_AT = 64
 WORDS_AT = 4096
 CLAIMS_AT = WORDS_AT + 4 * SLOTS * len(EXPORTER_WORDS)
@@ -114,6 +113,13 @@ class Relay:
         self._thread: threading.Thread | None = None
         self._fast_until = 0.0
         self._devices: set[int] = set()
+        self._rows = np.zeros((len(IMPORTER_ROWS), SLOTS), np.uint32)
+        """An importer's words, as they are in the relay."""
+        self._words = np.zeros((len(EXPORTER_WORDS), SLOTS), np.uint32)
+        """The exporter's, likewise."""
+        # The head, and behind it the grants, in one array: they are copied at once.
+        self._front = np.zeros(GRANTS_AT + GRANT.itemsize * PLACES, np.uint8)
+        self._grants = self._front[GRANTS_AT:].view(GRANT)
         self._undo = contextlib.ExitStack()
         with undoing(self._undo.close), device.current():
             self._memory = session.call(make, *args, hint=hint)
