@@ -357,6 +357,19 @@ def test_thirty_rounds(buffer: vmm.GrowableBuffer, elsewhere: Any) -> None:
     assert after.descriptors < before.descriptors + 10 and after.mappings < before.mappings + 10
 
 
+def test_captures_are_not_broken(buffer: vmm.GrowableBuffer, host: Host, device: sa.Device) -> None:
+    """The thread exchanges words all the time, in whatever mode others capture."""
+    host.opens(bytes(ipc.share(buffer)))
+    raw: Any = device.driver
+    with device.create_stream() as captured:
+        for _ in range(5):
+            assert not raw.cuStreamBeginCapture(captured.handle, raw.CUstreamCaptureMode(0))[0]
+            time.sleep(0.01)
+            result, graph = raw.cuStreamEndCapture(captured.handle)
+            assert not result
+            raw.cuGraphDestroy(graph)
+
+
 class TestEveryCallFailsInTurn:
     """An error at any call of the making leaves nothing, and is raised."""
 
