@@ -197,13 +197,18 @@ class TestDeaths:
             owner.run(_make_held, "made")
             data = owner.bytes_of("made")
             opened = ipc.open(data, stream=stream)
-            assert not stream.query()
+            assert not stream.query() and (opened.lost, opened.owner_alive) == (False, True)
             owner.kill()
             assert executed(stream)
-            opened.fill(1)
-            stream.synchronize()
             with pytest.raises(ConnectionError, match="has ended"):
                 ipc.open(data, stream=stream)
+            assert (opened.lost, opened.owner_alive) == (True, False)
+            block = importer_of(session_of(stream)).blocks[Descriptor.from_bytes(data).control_block]
+            importer_of(session_of(stream))._release_ended()
+            stream.device.synchronize()  # deferred work
+            assert eventually(lambda: block._own.closed) and not opened.owner_alive
+            opened.fill(1)
+            stream.synchronize()
             opened.close()
 
     def test_of_an_importer(self, buffer: vmm.GrowableBuffer, impatient: None) -> None:

@@ -627,6 +627,8 @@ def _open_range(request: _Request, total: int, growable: bool) -> ImportedRange:
             wait_until_ready(block, described.slot, described.ready, ordered)
     if leases:
         opened._take_lease(leases)
+    if block is not None:
+        opened._announced = block, described.slot, described.ready
     if growable:
         importer.ranges[described.origin] = opened
     if stream is None and block is not None and opened.stream.is_default:

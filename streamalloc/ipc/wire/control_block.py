@@ -468,8 +468,9 @@ class ControlBlock:
 
     def exporter_alive(self) -> bool:
         """Whether the process that made the block lives."""
-        # A thread that waited for the exporter's death holds its lock for a moment: so the byte is checked first.
-        return not self._map[_DEAD] and self._alive(0)
+        # A thread that waited for the exporter's death holds its lock for a moment: so the byte is checked first. An
+        # importer closes the block once the exporter has ended.
+        return not (self._map[_DEAD] or self._own.closed) and self._alive(0)
 
     def importer_alive(self, importer: int) -> bool:
         """Whether an importer lives."""
