@@ -16,9 +16,10 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc, vmm
-from streamalloc.core.session import Session
+from streamalloc.core.session import Session, session_of
 from streamalloc.ipc import Descriptor
 from streamalloc.ipc.exporter.relay import ExporterRelay
+from streamalloc.ipc.importer.open import importer_of
 from streamalloc.ipc.importer.relay import ImporterRelay
 from streamalloc.ipc.wire import relay
 from streamalloc.ipc.wire.control_block import ControlBlock
@@ -196,13 +197,18 @@ class TestDeaths:
             owner.run(_make_held, "made")
             data = owner.bytes_of("made")
             opened = ipc.open(data, stream=stream)
-            assert not stream.query()
+            assert not stream.query() and (opened.lost, opened.owner_alive) == (False, True)
             owner.kill()
             assert executed(stream)
-            opened.fill(1)
-            stream.synchronize()
             with pytest.raises(ConnectionError, match="has ended"):
                 ipc.open(data, stream=stream)
+            assert (opened.lost, opened.owner_alive) == (True, False)
+            block = importer_of(session_of(stream)).blocks[Descriptor.from_bytes(data).control_block]
+            importer_of(session_of(stream))._release_ended()
+            stream.device.synchronize()  # deferred work
+            assert eventually(lambda: block._own.closed) and not opened.owner_alive
+            opened.fill(1)
+            stream.synchronize()
             opened.close()
 
     def test_of_an_importer(self, buffer: vmm.GrowableBuffer, impatient: None) -> None:
@@ -221,6 +227,29 @@ class TestDeaths:
             assert eventually(lambda: shared._lease.readers == 1)  # type: ignore[union-attr]
             importer.run(_end_relays)
             assert eventually(lambda: shared._lease.readers == 0)  # type: ignore[union-attr]
+
+    def test_an_owner_that_ends_says_so(self, host: Host, stream: sa.Stream) -> None:
+        host.run(_make_held, "made")
+        opened = ipc.open(host.bytes_of("made"), stream=stream)
+        assert pending(stream)
+        host.run(_end_relays)
+        assert executed(stream)
+        opened.close()
+
+    def test_the_next_importer_in_a_place(
+        self, buffer: vmm.GrowableBuffer, elsewhere: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It has not open what the one before it had."""
+        monkeypatch.setattr("secrets.choice", min)
+        shared = ipc.share(buffer, hold=True)
+        opened = ipc.open(bytes(shared), stream=elsewhere.create_stream())
+        assert eventually(lambda: shared._lease.readers == 1)  # type: ignore[union-attr]
+        importer_of(session_of(elsewhere)).blocks[shared.descriptor.control_block].relay.stop()
+        assert eventually(lambda: shared._lease.readers == 0)  # type: ignore[union-attr]
+        another = sa.Device(0, driver=sd.simulated(fabric=True, host="d"))
+        ipc.open(bytes(ipc.share(buffer)), stream=another.create_stream()).close()
+        assert shared._lease.readers == 0  # type: ignore[union-attr]
+        opened.close()
 
     def test_one_that_was_stopped_for_too_long(self, buffer: vmm.GrowableBuffer, impatient: None) -> None:
         """It has no lease until it goes on, and keeps the memory."""
@@ -265,9 +294,6 @@ class TestNothingElseIsShared:
 
 
 def _has_a_replica(there: There, name: bytes) -> bool:
-    from streamalloc.core.session import Session
-    from streamalloc.ipc.importer.open import importer_of
-
     return importer_of(Session.of(there.driver)).blocks[name].relay is not None
 
 
@@ -334,6 +360,19 @@ def test_thirty_rounds(buffer: vmm.GrowableBuffer, elsewhere: Any) -> None:
             before = state()
     after = state()
     assert after.descriptors < before.descriptors + 10 and after.mappings < before.mappings + 10
+
+
+def test_captures_are_not_broken(buffer: vmm.GrowableBuffer, host: Host, device: sa.Device) -> None:
+    """The thread exchanges words all the time, in whatever mode others capture."""
+    host.opens(bytes(ipc.share(buffer)))
+    raw: Any = device.driver
+    with device.create_stream() as captured:
+        for _ in range(5):
+            assert not raw.cuStreamBeginCapture(captured.handle, raw.CUstreamCaptureMode(0))[0]
+            time.sleep(0.01)
+            result, graph = raw.cuStreamEndCapture(captured.handle)
+            assert not result
+            raw.cuGraphDestroy(graph)
 
 
 class TestEveryCallFailsInTurn:

@@ -632,7 +632,8 @@ class Exports:
             with self.leases.lock:
                 relay = self._relays.get(block)
                 if relay is None or relay.ended:
-                    relay = self._relays[block] = ExporterRelay(block, device)
+                    with self.session.relaxed():
+                        relay = self._relays[block] = ExporterRelay(block, device)
         relay.hurry(SHARED_LINGER)
         return relay.handle
 

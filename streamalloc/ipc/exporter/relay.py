@@ -15,7 +15,7 @@ from streamalloc.core.properties import MemHandleType
 from streamalloc.driver.internal import cuda, opaque_bytes
 from streamalloc.ipc.wire import relay as wire
 from streamalloc.ipc.wire.control_block import EXPORTER_WORDS, SLOTS, ControlBlock, fence
-from streamalloc.ipc.wire.relay import CLAIM, GRANT, PLACES, RELAY_BYTES, ROWS_SHAPE, Relay
+from streamalloc.ipc.wire.relay import CLAIM, PLACES, RELAY_BYTES, Relay
 
 _FABRIC = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_FABRIC
 _ANNOUNCED, _READY, _LOST, _HOLD = map(EXPORTER_WORDS.index, ("announced", "ready", "lost", "hold"))
@@ -67,11 +67,6 @@ class ExporterRelay(Relay):
         self._block = block
         self._deputies: dict[int, _Deputy] = {}
         self._claims = np.zeros(PLACES, CLAIM)
-        self._rows = np.zeros(ROWS_SHAPE, np.uint32)
-        self._words = np.zeros((len(EXPORTER_WORDS), SLOTS), np.uint32)
-        # The head, and behind it the grants, in one array: they are copied at once.
-        self._front = np.zeros(wire.GRANTS_AT + GRANT.itemsize * PLACES, np.uint8)
-        self._grants = self._front[wire.GRANTS_AT :].view(GRANT)
         self._beat = 0
         with undoing(self.close):
             self.handle = opaque_bytes(self.session.call("cuMemExportToShareableHandle", self._memory, _FABRIC, 0))

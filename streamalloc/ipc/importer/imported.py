@@ -732,14 +732,17 @@ class ImportedRange(RemappableBuffer, Foreign):
     :attr:`range` are not seen: only the default stream waits then, so order other streams after it.
     """
 
-    __slots__ = ("_contents", "_leases")
+    __slots__ = ("_announced", "_contents", "_leases")
 
+    _announced: tuple[ControlBlock, int, int] | None
+    """The control block, slot and value of ``ready`` of the last open; None without one."""
     _contents: tuple[Contents, ...]
     """One for each open without a stream."""
     _leases: tuple[RangeLease, ...]
     """Of the last open that had one."""
 
     def __init__(self, device: Device, capacity: int, rights: Rights, stream: StreamLike | None, offset: int) -> None:
+        self._announced = None
         self._contents = ()
         self._leases = ()
         super().__init__(device, capacity, rights, stream, offset)
@@ -759,6 +762,21 @@ class ImportedRange(RemappableBuffer, Foreign):
     def _await_on(self, stream: Stream) -> None:
         for contents in self._contents:
             contents.await_on(self, stream)
+
+    @property
+    def lost(self) -> bool:
+        """Whether the contents that this process waited for never came: the owner died, or its driver failed before."""
+        self._check_open()
+        if self._announced is None:
+            return False
+        block, slot, ready = self._announced
+        return block.slot_words(slot).was_lost(ready)
+
+    @property
+    def owner_alive(self) -> bool | None:
+        """Whether the process that shared it lives; None if that cannot be determined."""
+        self._check_open()
+        return None if self._announced is None else self._announced[0].exporter_alive()
 
     def close(self, after: After = None) -> None:
         """Wait for ``after``, then unmap and release the memory, and end its lease. Idempotent."""

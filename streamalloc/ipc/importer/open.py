@@ -205,7 +205,8 @@ class Importer:
             self.deferred.submit(OnceIdle(self.session, relay.close))
         block = self.control_block(name, handles.take_local)
         if block is None:
-            relay = ImporterRelay(self.session, described.payload, name, device)
+            with self.session.relaxed():
+                relay = ImporterRelay(self.session, described.payload, name, device)
             # No lock is held while the exporter is waited for: another thread may have made one, too.
             block = self.blocks.setdefault(name, relay.block)
             if block is not relay.block:
@@ -626,6 +627,8 @@ def _open_range(request: _Request, total: int, growable: bool) -> ImportedRange:
             wait_until_ready(block, described.slot, described.ready, ordered)
     if leases:
         opened._take_lease(leases)
+    if block is not None:
+        opened._announced = block, described.slot, described.ready
     if growable:
         importer.ranges[described.origin] = opened
     if stream is None and block is not None and opened.stream.is_default:

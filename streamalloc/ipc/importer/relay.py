@@ -22,7 +22,7 @@ from streamalloc.ipc.wire.control_block import (
     reached,
     unlock_exporter,
 )
-from streamalloc.ipc.wire.relay import CLAIM, FAST, GRANT, PLACES, ROWS_SHAPE, Relay
+from streamalloc.ipc.wire.relay import CLAIM, FAST, PLACES, Relay
 
 _FABRIC = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_FABRIC
 _LOST, _HOLD = map(EXPORTER_WORDS.index, ("lost", "hold"))
@@ -56,10 +56,6 @@ class ImporterRelay(Relay):
         self._place = -1
         self._claim = np.zeros(1, CLAIM)
         self._change = self._pulse = 0
-        self._rows = np.zeros(ROWS_SHAPE, np.uint32)
-        self._words = np.zeros((len(EXPORTER_WORDS), SLOTS), np.uint32)
-        self._front = np.zeros(wire.GRANTS_AT + GRANT.itemsize * PLACES, np.uint8)
-        self._grants = self._front[wire.GRANTS_AT :].view(GRANT)
         self._beat = -1
         self._heard = time.monotonic()
         with undoing(self.close):
@@ -85,7 +81,8 @@ class ImporterRelay(Relay):
                 self._place = tried
                 self._write(wire.rows_at(tried), self._rows)  # it may have those of an earlier importer
                 return
-            self._listen()
+            if not self._is_there():
+                raise ConnectionError(_ENDED)
             if tried < 0 or self._grants[tried]["id"]:
                 # Not always the first one: several importers may begin at once.
                 free = np.flatnonzero(self._grants["id"] == 0).tolist()
@@ -96,22 +93,13 @@ class ImporterRelay(Relay):
                 self._finish()
             time.sleep(FAST)
 
-    def _listen(self) -> None:
-        """Check the exporter's beat.
-
-        Raises
-        ------
-        ConnectionError
-            There was none for too long, or the exporter has closed the relay.
-        """
+    def _is_there(self) -> bool:
+        """Whether the exporter has not closed the relay, and was not silent for too long."""
         magic, *_, beat, _ = wire.HEAD.unpack(self._front[: wire.HEAD.size].tobytes())
         now = time.monotonic()
-        if magic != wire.MAGIC:
-            raise ConnectionError(_ENDED)
         if beat != self._beat:
             self._beat, self._heard = beat, now
-        elif now - self._heard > wire.SILENCE:
-            raise ConnectionError(_ENDED)
+        return bool(magic == wire.MAGIC) and now - self._heard <= wire.SILENCE
 
     # -- exchanges -------------------------------------------------------------------------------------------
 
@@ -120,12 +108,7 @@ class ImporterRelay(Relay):
         self._send()
         self._read(0, self._front)
         self._finish()
-        if not self._is_mine():
-            self.end()
-            return False
-        try:
-            self._listen()
-        except ConnectionError:
+        if not (self._is_mine() and self._is_there()):
             self.end()
             return False
         # After the grants, as it was written before them.
@@ -140,7 +123,7 @@ class ImporterRelay(Relay):
 
         The exporter takes it from a process that was stopped for too long, and grants it again to the next claim.
         """
-        return self._grants[self._place]["id"] in (0, self._claim["id"][0])
+        return bool(self._grants[self._place]["id"] in (0, self._claim["id"][0]))
 
     def _send(self) -> None:
         """Write this importer's words to its place, and the claim."""

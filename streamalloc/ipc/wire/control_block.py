@@ -20,6 +20,8 @@ Every word has one writer, a process: its stream or, if that has no work left, i
 Nothing keeps a hostile importer from writing the words of others, so the exporter keeps its own copy of the values that
 it announced and waits for.
 
+Importers on other machines have a replica of the control block (:mod:`streamalloc.ipc.wire.relay`).
+
 Each process locks one byte of the file. The kernel releases the lock when the process dies, so that a wait for the lock
 is a wait for the death. The file is sealed against truncation.
 """
@@ -466,8 +468,9 @@ class ControlBlock:
 
     def exporter_alive(self) -> bool:
         """Whether the process that made the block lives."""
-        # A thread that waited for the exporter's death holds its lock for a moment: so the byte is checked first.
-        return not self._map[_DEAD] and self._alive(0)
+        # A thread that waited for the exporter's death holds its lock for a moment: so the byte is checked first. An
+        # importer closes the block once the exporter has ended.
+        return not (self._map[_DEAD] or self._own.closed) and self._alive(0)
 
     def importer_alive(self, importer: int) -> bool:
         """Whether an importer lives."""

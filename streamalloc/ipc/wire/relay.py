@@ -24,7 +24,8 @@ process of the exporter's machine would see.
 
 Deaths: both sides count up a *beat*. A process whose beat stays the same for :data:`SILENCE` seconds counts as dead,
 and so does an exporter whose relay the driver refuses to read. The leases of a dead importer end. An importer of a dead
-exporter writes ``ready`` in its place, in its own row.
+exporter writes ``ready`` in its place, in its own row. A process that ends in order withdraws its claim, or the head of
+its relay.
 
 Limits:
 
@@ -75,7 +76,6 @@ CLAIM = np.dtype([("id", "<u8"), ("beat", "<u4"), ("change", "<u4")])
 """An entry that an importer writes: a random id, its beat, and the number of its changes so far."""
 IMPORTER_ROWS = ("opened", "closing", "closed", "taken")
 """Kinds of words that an importer writes, by slot. ``taken``, by mark: the value of a hold that it has ended."""
-ROWS_SHAPE = len(IMPORTER_ROWS), SLOTS
 GRANTS_AT = 64
 WORDS_AT = 4096
 CLAIMS_AT = WORDS_AT + 4 * SLOTS * len(EXPORTER_WORDS)
@@ -113,6 +113,13 @@ class Relay:
         self._thread: threading.Thread | None = None
         self._fast_until = 0.0
         self._devices: set[int] = set()
+        self._rows = np.zeros((len(IMPORTER_ROWS), SLOTS), np.uint32)
+        """An importer's words, as they are in the relay."""
+        self._words = np.zeros((len(EXPORTER_WORDS), SLOTS), np.uint32)
+        """The exporter's, likewise."""
+        # The head, and behind it the grants, in one array: they are copied at once.
+        self._front = np.zeros(GRANTS_AT + GRANT.itemsize * PLACES, np.uint8)
+        self._grants = self._front[GRANTS_AT:].view(GRANT)
         self._undo = contextlib.ExitStack()
         with undoing(self._undo.close), device.current():
             self._memory = session.call(make, *args, hint=hint)
