@@ -12,7 +12,7 @@ __all__ = ["interleaved"]
 
 T = TypeVar("T")
 
-_BLOCKED = 0.01
+_BLOCKED = 0.003
 """Seconds after which the second thread is taken to wait for a lock of the first."""
 
 

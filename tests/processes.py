@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc
+from streamalloc.driver.simulator import SimulatedDriver
 from streamalloc.testing import Gate
 from tests.facts.support import Rig, said
 from tests.support import filled, holds, shows
@@ -54,6 +55,8 @@ _forkserver.set_forkserver_preload(
         "streamalloc.multicast",
     ]
 )
+for _name in dir(SimulatedDriver):
+    getattr(SimulatedDriver, _name)  # compiles a driver call, here for all of them
 
 
 def start_quickly(function: Callable[..., None], *args: Any) -> Any:

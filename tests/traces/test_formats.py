@@ -409,18 +409,25 @@ SAYS_MUCH = {
     "a length of an array of bytes": _said(b"\x96", 1 << 28, 8),
     "a length of a number": _said(b"\x8b", 1 << 28, 4),
     "a length of a frame": _said(b"\x95", 1 << 28, 8),
-    "a compressed pickle": gzip.compress(b"\x80\x04B" + (1 << 26).to_bytes(4, "little") + bytes(1 << 26) + b"."),
-    "a compressed line of RMM's log": gzip.compress(b"Thread,Time,Action,Pointer,Size,Stream\n" + b"1" * (1 << 26)),
-    "a compressed line of a trace": gzip.compress(b"{" + b" " * (1 << 26)),
-    "a compressed header of RMM's log": gzip.compress(b"T" * (1 << 26)),
-    "lists in lists": gzip.compress(b'{"format": "streamalloc trace", "version": 1}\n' + b"[" * (1 << 26)),
 }
+LONG = 1 << 26
+COMPRESSED = {
+    "a pickle": (b"\x80\x04B" + LONG.to_bytes(4, "little"), b"\0", b"."),
+    "a line of RMM's log": (b"Thread,Time,Action,Pointer,Size,Stream\n", b"1", b""),
+    "a line of a trace": (b"{", b" ", b""),
+    "a header of RMM's log": (b"", b"T", b""),
+    "lists in lists": (b'{"format": "streamalloc trace", "version": 1}\n', b"[", b""),
+}
+"""The begin of a file, the byte that follows 64 Mi times, and the end."""
 
 
-@pytest.mark.parametrize("name", SAYS_MUCH)
-def test_no_more_memory_than_the_file_is_long(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("said", [*SAYS_MUCH.values(), *COMPRESSED.values()], ids=[*SAYS_MUCH, *COMPRESSED])
+def test_no_more_memory_than_the_file_is_long(tmp_path: Path, said: bytes | tuple[bytes, bytes, bytes]) -> None:
     path = tmp_path / "file"
-    path.write_bytes(SAYS_MUCH[name])
+    if isinstance(said, tuple):
+        begin, byte, end = said
+        said = gzip.compress(begin + byte * LONG + end)
+    path.write_bytes(said)
     assert _peak(path) < (24 << 20)
     with pytest.raises(TraceFormatError):
         traces.load(path)

@@ -24,6 +24,7 @@ from tests.driver.simulator.support import new_rig
 from tests.facts.support import MiB
 from tests.facts.support import value as ok
 from tests.interrupting import since_3_11
+from tests.processes import eventually
 
 pytestmark = pytest.mark.simulated_only("tests of the simulated driver itself")
 
@@ -345,7 +346,7 @@ def test_a_storm_of_signals_whose_handler_raises(alarm: Alarm) -> None:
         ok(d.cuMemFree(address))
 
     in_threads(1, work)
-    assert not call_lock.is_mine() and gc.isenabled()
+    assert not call_lock.is_mine() and eventually(gc.isenabled)  # the device's thread may be at work
 
 
 def test_a_handler_that_makes_calls(alarm: Alarm) -> None:

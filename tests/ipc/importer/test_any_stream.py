@@ -22,7 +22,7 @@ from tests.support import MiB, holds
 OLD, NEW, THEIRS = 1, 2, 3
 
 
-def answered(partner: Partner, within: float = 0.05) -> bool:
+def answered(partner: Partner, within: float = 0.02) -> bool:
     """Whether a function has returned over there."""
     return bool(select.select([partner._socket], [], [], within)[0])
 
