@@ -21,6 +21,7 @@ _ADDED_IN = {
     "cuMemGetDefaultMemPool": "13.0",
     "cuMemGetMemPool": "13.0",
     "cuMemSetMemPool": "13.0",
+    "cuMemcpyBatchAsync": "13.0",  # earlier with another result
     "CU_MEM_ALLOCATION_TYPE_MANAGED": "13.0",
     "CU_MEM_LOCATION_TYPE_NONE": "13.0",
     "CU_DEVICE_ATTRIBUTE_HOST_MEMORY_POOLS_SUPPORTED": "13.0",

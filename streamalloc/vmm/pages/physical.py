@@ -5,19 +5,23 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import groupby, islice
+from typing import Any, Protocol
 
 from streamalloc.core.errors import (
     ClosedError,
     CudaError,
+    InUseError,
     OutOfMemoryError,
     refused,
     size_text,
     undo_all,
     undoing,
 )
-from streamalloc.core.internal import Device, HandleEnd, deferred_queue, raw_handle
+from streamalloc.core.internal import Device, HandleEnd, Stream, deferred_queue, raw_handle
 from streamalloc.core.properties import MemAccess, MemHandleType, checked_size
 from streamalloc.core.session import Session, session_of
 from streamalloc.vmm.access import structs_of
@@ -25,6 +29,9 @@ from streamalloc.vmm.address_range import AddressRange
 from streamalloc.vmm.allocation_handles import Allocations, allocations_of
 from streamalloc.vmm.physical_memory import MemorySpec, properties_for, spec_of
 from streamalloc.vmm.reservation import MappedBytes
+
+_PATIENCE = 0.05
+"""Seconds for which memory that is being cleared is waited for, if another user of the device has none."""
 
 
 class Page(HandleEnd):
@@ -50,11 +57,29 @@ class Page(HandleEnd):
             deferred_queue(self._session).submit(HandleEnd(self._session, "cuMemRelease", raw))
 
 
+class Holder(Protocol):
+    """Places of a space."""
+
+    def retire(self, places: Collection[int], /) -> None:
+        """Unmap the pages of places, which are then spare unless somebody else uses them: of all, or of none."""
+
+
+class Clearing(Protocol):
+    """Released pages that are being cleared."""
+
+    def finish(self) -> bool:
+        """Keep the pages if they are cleared: whether that is done; within :meth:`PhysicalPages.changing`."""
+
+    def synchronize(self) -> None:
+        """Block the host until they are cleared."""
+
+
 class PhysicalPages:
     """The physical pages of an arena and its spaces. It lives as long as the last of them.
 
     :attr:`lock` protects the spare pages, all counts, and the page lists of spaces. It is the innermost lock: no driver
-    call is made under it.
+    call is made under it. :meth:`changing` excludes other threads while mappings change, those of all spaces: a commit
+    in one may take the page that another one keeps.
     """
 
     def __init__(self, device: Device, page_size: int, limit: int | None) -> None:
@@ -68,6 +93,10 @@ class PhysicalPages:
         self.allocations: Allocations = allocations_of(self.session)
         self.lock = threading.RLock()
         self.spare: list[Page] = []
+        self.kept: dict[Page, tuple[Holder, int]] = {}
+        """Pages that are released, cleared and still mapped, each with its place, in the order of their release."""
+        self.clearing: dict[Clearing, None] = {}
+        """Released pages whose work has completed, and which are being cleared."""
         self.count: int = 0
         """Number of pages that exist, or are being created."""
         self.parked: int = 0
@@ -80,7 +109,55 @@ class PhysicalPages:
         self.zero: Page = Page(self.session, -1)
         """The page of zeros, at all places that hold no page. It does not count for the limit; the arena is a user."""
         self._filling = threading.RLock()
+        self._changing = threading.RLock()
+        self._busy = False
+        self._executor: ThreadPoolExecutor | None = None
+        self._stream: Stream | None = None
         self.allocations.recyclers.add(self)
+
+    @property
+    def available(self) -> int:
+        """Number of pages that a commit gets without creating one."""
+        return len(self.spare) + len(self.kept)
+
+    @property
+    def stream(self) -> Stream:
+        """Stream that clears pages, unless they are released behind a stream; used within :meth:`changing`."""
+        if self._stream is None:
+            self._stream = self.device.create_stream()
+        return self._stream
+
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[None]:
+        """Block in which no other thread changes mappings; it makes driver calls, and waits for no stream.
+
+        Raises
+        ------
+        InUseError
+            A signal handler has interrupted such a block on its own thread.
+        """
+        with self._changing:
+            if self._busy:
+                raise InUseError("a signal handler has interrupted a call that maps pages, on its thread")
+            self._busy = True
+            try:
+                yield
+            finally:
+                self._busy = False
+
+    @contextlib.contextmanager
+    def unless_busy(self) -> Iterator[bool]:
+        """Block for items of the deferred queue, which must not wait: whether nobody else changes mappings in it."""
+        free = self._changing.acquire(blocking=False)
+        mine = free and not self._busy
+        self._busy = self._busy or mine
+        try:
+            yield mine
+        finally:
+            if mine:
+                self._busy = False
+            if free:
+                self._changing.release()
 
     def hold_zero(self) -> None:
         """Count a space that maps :attr:`zero`, which the first one creates.
@@ -129,8 +206,10 @@ class PhysicalPages:
             finally:
                 addresses.unmap(after=())
 
-    def take(self, count: int) -> list[Page]:
-        """Return spare pages, and create those that are missing; all of them have one user.
+    def take(self, count: int, besides: Collection[Page] = ()) -> list[Page]:
+        """Return spare pages, then kept ones, which are unmapped, and create those that are missing.
+
+        All of them have one user. Within :meth:`changing`. Pages of ``besides`` are not taken.
 
         Raises
         ------
@@ -141,7 +220,11 @@ class PhysicalPages:
         """
         with self.lock:
             self._check_open()
-            self._check_limit(count - len(self.spare))
+            missing = count - len(self.spare)
+            kept = {page: where for page, where in self.kept.items() if page not in besides} if missing > 0 else {}
+            self._check_limit(missing - len(kept))
+        self.vacate(dict(islice(kept.items(), max(missing, 0))))
+        with self.lock:
             first = max(len(self.spare) - count, 0)
             taken = self.spare[first:]
             del self.spare[first:]
@@ -152,11 +235,31 @@ class PhysicalPages:
                 taken.append(self._create())
         return taken
 
+    def vacate(self, kept: Mapping[Page, tuple[Holder, int]]) -> None:
+        """Unmap kept pages, which are spare then; within :meth:`changing`. A space is changed whole or not at all."""
+        by_space = sorted(kept.values(), key=lambda where: id(where[0]))
+        for places, group in groupby(by_space, lambda where: where[0]):
+            places.retire([place for _, place in group])
+
     def fill(self, count: int) -> int:
-        """Create pages until ``count`` are spare; return how many are."""
-        while len(self.spare) < count and not self.closed:
+        """Create pages until ``count`` are spare or kept; return how many are."""
+        while self.available < count and not self.closed:
             self.drop([self._create()])
-        return len(self.spare)
+        return self.available
+
+    def clear(self, address: int, nbytes: int, stream: Stream) -> None:
+        """Queue zeros on a stream (``cuMemsetD8Async``)."""
+        self.session.call("cuMemsetD8Async", address, 0, nbytes, raw_handle(stream))
+
+    def finish_clearing(self) -> None:
+        """Keep the pages that are cleared by now; within :meth:`changing`."""
+        for parking in list(self.clearing):
+            parking.finish()
+
+    def await_clearing(self) -> None:
+        """Block the host until the pages of :attr:`clearing` are cleared."""
+        for parking in list(self.clearing):
+            parking.synchronize()
 
     def hold(self, pages: Iterable[Page]) -> None:
         """Count another user of each page."""
@@ -180,7 +283,19 @@ class PhysicalPages:
             self._release(unused)
 
     def trim(self, keep: int) -> int:
-        """Release spare pages until ``keep`` are left; return how many were released."""
+        """Release spare pages, then kept ones, until ``keep`` are left; return how many were released."""
+        self.await_clearing()
+        with self.changing():
+            self.finish_clearing()
+            self._vacate_most(keep)
+        return self._trim_spare(max(keep - len(self.kept), 0))
+
+    def _vacate_most(self, keep: int) -> None:
+        with self.lock:
+            surplus = dict(islice(self.kept.items(), max(len(self.kept) - keep, 0)))
+        self.vacate(surplus)
+
+    def _trim_spare(self, keep: int) -> int:
         with self.lock:
             released = self.spare[keep:]
             del self.spare[keep:]
@@ -188,23 +303,45 @@ class PhysicalPages:
         return len(released)
 
     def close(self) -> None:
-        """Release all spare pages, and keep none from now on; idempotent."""
+        """Release all pages that no space uses, and keep none from now on; idempotent."""
         with self.lock:
             first, self.closed = not self.closed, True
+            executor, self._executor = self._executor, None
         if first:
             self.drop([self.zero])
         self.trim(0)
+        if executor is not None:
+            executor.shutdown(wait=False, cancel_futures=True)
+
+    def in_background(self, function: Callable[[], int]) -> Future[int]:
+        """Call a function on the thread of the arena.
+
+        Raises
+        ------
+        ClosedError
+            The arena was closed.
+        """
+        with self.lock:
+            self._check_open()
+            if self._executor is None:
+                self._executor = ThreadPoolExecutor(1, "streamalloc-pages")
+            return self._executor.submit(function)
 
     def _check_open(self) -> None:
         if self.closed:
             raise ClosedError("the arena was closed")
 
     def make_room(self) -> int:
-        """Release all spare pages, for another user of device memory; return their size in bytes."""
-        before = len(self.spare)
+        """Release all pages that no space uses, for another user of device memory; return their size in bytes."""
+        before, until = self.count, time.monotonic() + _PATIENCE
+        with contextlib.suppress(CudaError), self.unless_busy() as mine:
+            while mine and self.clearing and time.monotonic() < until:
+                self.finish_clearing()
+            if mine:
+                self._vacate_most(0)
         with contextlib.suppress(CudaError):
-            self.trim(0)
-        return before * self.size
+            self._trim_spare(0)
+        return (before - self.count) * self.size
 
     def _create(self) -> Page:
         with self.lock:
@@ -231,7 +368,7 @@ class PhysicalPages:
         """Raise if the limit leaves no room for so many more pages."""
         if self.limit is None or missing <= 0 or (self.count + missing) * self.size <= self.limit:
             return
-        used = f"{self.count - len(self.spare)} pages are in use, and {self.parked} parked behind queued work"
+        used = f"{self.count - self.available} pages are in use, and {self.parked} parked behind queued work"
         why = (
             f"the arena's limit of {size_text(self.limit)} leaves no room for {missing} pages of {size_text(self.size)}"
         )
