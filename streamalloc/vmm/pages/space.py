@@ -415,7 +415,7 @@ class PageSpace(Memory, Closes):
         clear_on = None if others else self._single(ordered)
         with places.locked():
             held = [place for place in chosen if places.numbers[place] >= 0]
-            stored = dict(zip(held, tier.save([self._page(place) for place in held], ordered), strict=True))
+            stored = dict(zip(held, tier.save_pages([self._page(place) for place in held], ordered), strict=True))
             with undoing(lambda: undo_all(one.drop for one in stored.values())):
                 parking = Parking(places, Work.of([ordered, *others], self.device))
             places.park(held, parking)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import threading
 import zlib
 from collections.abc import Iterable, Sequence
@@ -11,14 +12,29 @@ import numpy as np
 import numpy.typing as npt
 
 from streamalloc.core.errors import ClosedError, OutOfMemoryError, refused, size_text
-from streamalloc.core.internal import CopySide, Device, HandleEnd, Stream, check_device, deferred_queue
+from streamalloc.core.internal import (
+    CopySide,
+    Device,
+    HandleEnd,
+    Memory,
+    Stream,
+    StreamLike,
+    check_device,
+    deferred_queue,
+)
 from streamalloc.core.properties import checked_size
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import session_of
+from streamalloc.pool import MemoryPool
 from streamalloc.vmm.pages.queued import Copy, Work, copy_batch
+from streamalloc.vmm.virtual_buffer import copying_stream
 
 _LEAST, _MOST = 32 << 20, 1 << 30  # bytes of a chunk, unless a page is larger
 _PORTABLE = 1
+_STAGED = 8
+"""Least number of copies that are staged."""
+_STAGED_BELOW = 32 << 10
+"""Bytes of a page. From here on a copy takes longer than the driver takes to begin the next one."""
 
 
 class _End(HandleEnd):
@@ -113,13 +129,27 @@ def _copy(copies: Sequence[tuple[Stored, Copy]], stream: Stream) -> None:
         if before is not None and not before.done():
             before.precede(stream)
     try:
-        copy_batch((copy for _, copy in copies), stream)
+        _copy_staged([copy for _, copy in copies], stream)
     finally:
         work = Work.behind(stream)
         for chunk in {one.chunk for one, _ in copies}:
             chunk.use(work)
         for one, _ in copies:
             one.work = work
+
+
+def _copy_staged(copies: Sequence[Copy], stream: Stream) -> None:
+    """Queue copies; many small ones by way of device memory, in which they lie side by side as in the tier."""
+    if len(copies) < _STAGED or copies[0].nbytes >= _STAGED_BELOW:
+        copy_batch(copies, stream)
+        return
+    ends = [*itertools.accumulate(copy.nbytes for copy in copies)]
+    with MemoryPool.current(stream.device).allocate(ends[-1], stream) as stage:
+        places = [stage.address + end - copy.nbytes for end, copy in zip(ends, copies, strict=True)]
+        first = [Copy(at, copy.source, copy.nbytes) for at, copy in zip(places, copies, strict=True)]
+        then = [Copy(copy.target, at, copy.nbytes) for at, copy in zip(places, copies, strict=True)]
+        copy_batch(first, stream)
+        copy_batch(then, stream)
 
 
 class HostTier(Closes):
@@ -158,7 +188,54 @@ class HostTier(Closes):
         self._used = 0
         self._lock = threading.RLock()
 
-    def save(self, pages: Sequence[CopySide], stream: Stream) -> list[Stored]:
+    def save(self, memory: Sequence[Memory], stream: StreamLike) -> list[Stored]:
+        """Queue the copies of memory to the tier: of all, or of none. For blocks that are smaller than a page.
+
+        Parameters
+        ----------
+        memory
+            Memory of the device, of any sizes.
+        stream
+            Stream of the copies.
+
+        Returns
+        -------
+        list of Stored
+            The contents, one for each. :meth:`load` copies them back, ``drop()`` returns their memory to the tier.
+
+        Raises
+        ------
+        OutOfMemoryError
+            The tier has no room.
+        CaptureError
+            ``stream`` is being captured.
+        ClosedError, CudaError, ValueError
+            The tier was closed, the driver refused a call, or a memory belongs to another driver.
+        """
+        session = session_of(self.device)
+        ordered = copying_stream(stream, session)
+        stored = self.save_pages([CopySide.readable(one, session) for one in memory], ordered)
+        self.settle(stored, ordered)
+        return stored
+
+    def load(self, stored: Sequence[Stored], memory: Sequence[Memory], stream: StreamLike) -> None:
+        """Queue the copies of contents to memory of the same sizes. Parameters and errors as for :meth:`save`.
+
+        Raises
+        ------
+        ValueError
+            Contents have changed in a tier that checks them, or a size or number differs.
+        """
+        session = session_of(self.device)
+        ordered = copying_stream(stream, session)
+        sides = [CopySide.writable(one, session) for one in memory]
+        if [one.chunk.nbytes for one in stored] != [side.nbytes for side in sides]:
+            raise ValueError("memory: give as many as there are contents, each of the same size")
+        for one in stored:
+            one.check()
+        load(zip(stored, sides, strict=True), ordered)
+
+    def save_pages(self, pages: Sequence[CopySide], stream: Stream) -> list[Stored]:
         """Queue the copies of pages to host memory: of all, or of none."""
         stored: list[Stored] = []
         try:

@@ -92,6 +92,16 @@ def _swapped(world: Paged, one: vmm.PageSpace) -> None:
     one.swap_in([2, 4])
 
 
+def _saved(world: Paged, one: vmm.HostTier) -> None:
+    blocks = [world.space[at : at + 4096] for at in range(0, PAGE, PAGE // 16)]
+    stored = one.save(blocks, world.stream)
+    try:
+        one.load(stored, blocks, world.stream)
+    finally:
+        for contents in stored:
+            contents.drop()
+
+
 PAGE_ACTS: dict[str, Callable[[Any, Any], Any]] = {
     "PageArena.close": lambda world, one: one.close(),
     "PageArena.prepare": _prepared,
@@ -110,7 +120,9 @@ PAGE_ACTS: dict[str, Callable[[Any, Any], Any]] = {
     "PageTable.close": lambda world, one: one.close(),
     "PageTable.update": lambda world, one: (world.space.commit([8, 9]), one.update()),
     "HostTier.close": lambda world, one: one.close(),
-    "HostTier.save": lambda world, one: None,  # with swap_out
+    "HostTier.load": lambda world, one: None,  # with save
+    "HostTier.save": _saved,
+    "HostTier.save_pages": lambda world, one: None,  # with swap_out
     "HostTier.settle": lambda world, one: None,  # with swap_out
     "HostTier.trim": lambda world, one: one.trim(),
 }

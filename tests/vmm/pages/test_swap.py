@@ -12,7 +12,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
 from streamalloc.testing import Faults, Gate
-from tests.support import names, pending
+from tests.support import names, pending, read
 from tests.vmm.pages.conftest import PAGES
 from tests.vmm.pages.support import fill, opening, page, settled, values
 from tests.vmm.support import PAGE, each
@@ -74,6 +74,37 @@ def test_a_batch_is_one_call(device: sa.Device) -> None:
             assert copies == [call, call]
             assert not any("Synchronize" in name for name in names(traced) if not name.startswith("cuEvent"))
             space.release(pages, after=stream)
+
+
+@pytest.mark.parametrize("size", [4096, 64 << 10])
+def test_of_blocks_that_are_smaller_than_a_page(device: sa.Device, size: int) -> None:
+    traced = sd.traced(device.driver)
+    device = sa.Device(0, driver=traced)
+    with (
+        device.create_stream() as stream,
+        vmm.HostTier(device, check=True) as tier,
+        sa.allocate(20 * 2 * size, stream) as buffer,
+    ):
+        blocks = [buffer[at * size : (at + 1) * size] for at in range(0, 40, 2)]
+        for value, block in enumerate(blocks):
+            block.fill(value)
+        traced.calls.clear()
+        stored = tier.save(blocks, stream)
+        # Small ones are gathered side by side, and are one copy then.
+        staged = ["cuMemcpyBatchAsync", "cuMemcpyAsync"] if size == 4096 else ["cuMemcpyBatchAsync"]
+        assert [name for name in names(traced) if "Memcpy" in name] == staged
+        buffer.fill(0)
+        tier.load(stored, blocks, stream)
+        assert read(buffer).reshape(40, size)[::2, ::1024].tolist() == [[n] * (size // 1024) for n in range(20)]
+        assert not read(buffer).reshape(40, size)[1::2].any()
+        with pytest.raises(ValueError, match="each of the same size"):
+            tier.load(stored, blocks[:-1], stream)
+        stored[3].array()[5] += 1
+        with pytest.raises(ValueError, match="checksum differs"):
+            tier.load(stored, blocks, stream)
+        for one in stored:
+            one.drop()
+        assert tier.used == 0
 
 
 @pytest.mark.simulated_only("the driver has batches, or it has not")
