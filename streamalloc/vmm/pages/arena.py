@@ -11,6 +11,7 @@ from streamalloc.core.internal import Device, StreamLike, check_device
 from streamalloc.core.properties import MemLocation, checked_size
 from streamalloc.core.resource import Closes
 from streamalloc.driver import Driver
+from streamalloc.vmm.pages.budget import PageBudget
 from streamalloc.vmm.pages.physical import PhysicalPages
 from streamalloc.vmm.pages.space import PageSpace
 
@@ -55,18 +56,31 @@ class PageArena(Closes):
     limit
         Bytes of all physical pages of the arena, spare ones included. The page of zeros does not count. None for no
         limit.
+    budget
+        Limit that the arena shares with others, also of other processes.
 
     Raises
     ------
     TypeError, ValueError
-        ``device`` is no device, or ``page_size`` is zero or no multiple of the granularity.
+        ``device`` is no device, ``budget`` no budget, or ``page_size`` is zero or no multiple of the granularity.
+    ClosedError
+        The budget was closed.
     """
 
     __slots__ = ("__weakref__", "_physical")
 
-    def __init__(self, device: Device, page_size: int = 2 << 20, limit: int | None = None) -> None:
+    def __init__(
+        self,
+        device: Device,
+        page_size: int = 2 << 20,
+        limit: int | None = None,
+        *,
+        budget: PageBudget | None = None,
+    ) -> None:
         check_device("device", device)
-        self._physical = PhysicalPages(device, page_size, limit)
+        if budget is not None and not isinstance(budget, PageBudget):
+            raise TypeError(f"budget must be a PageBudget, not {type(budget).__name__} ({budget!r})")
+        self._physical = PhysicalPages(device, page_size, limit, budget)
 
     @property
     def device(self) -> Device:
@@ -92,6 +106,11 @@ class PageArena(Closes):
     def limit(self) -> int | None:
         """Bytes of all physical pages; None for no limit."""
         return self._physical.limit
+
+    @property
+    def budget(self) -> PageBudget | None:
+        """Limit that it shares with other arenas; None if it has none."""
+        return self._physical.budget
 
     @property
     def closed(self) -> bool:

@@ -22,11 +22,12 @@ from streamalloc.core.errors import (
     undoing,
 )
 from streamalloc.core.internal import Device, HandleEnd, Stream, deferred_queue, raw_handle
-from streamalloc.core.properties import MemAccess, MemHandleType, checked_size
+from streamalloc.core.properties import MemAccess, MemHandleType, MemLocation, checked_size
 from streamalloc.core.session import Session, session_of
 from streamalloc.vmm.access import structs_of
 from streamalloc.vmm.address_range import AddressRange
 from streamalloc.vmm.allocation_handles import Allocations, allocations_of
+from streamalloc.vmm.pages.budget import PageBudget
 from streamalloc.vmm.physical_memory import MemorySpec, properties_for, spec_of
 from streamalloc.vmm.reservation import MappedBytes
 
@@ -37,7 +38,7 @@ _PATIENCE = 0.05
 class Page(HandleEnd):
     """One physical page; its end is ``cuMemRelease``. A dropped page is released by the deferred queue."""
 
-    __slots__ = ("number", "users")
+    __slots__ = ("number", "seat", "users")
 
     def __init__(self, session: Session, number: int) -> None:
         super().__init__(session, "cuMemRelease", None)
@@ -45,6 +46,8 @@ class Page(HandleEnd):
         """Number of the page in its arena; unique while the page exists."""
         self.users: int = 1
         """Number of places that hold it; :attr:`PhysicalPages.lock` protects it."""
+        self.seat: int = 0
+        """Address of the committed place by which observers count it; 0 if it is at none."""
 
     def forget(self) -> None:
         """Drop the handle: the driver has ended."""
@@ -82,7 +85,7 @@ class PhysicalPages:
     in one may take the page that another one keeps.
     """
 
-    def __init__(self, device: Device, page_size: int, limit: int | None) -> None:
+    def __init__(self, device: Device, page_size: int, limit: int | None, budget: PageBudget | None = None) -> None:
         self.device: Device = device
         self.session: Session = session_of(device)
         self.spec: MemorySpec = spec_of(self.session, properties_for(device, MemHandleType.NONE, False, False))
@@ -90,15 +93,21 @@ class PhysicalPages:
         """Size of a page in bytes."""
         self.limit: int | None = None if limit is None else checked_size("limit", limit)
         """Bytes of all pages; None for no limit."""
+        self.budget: PageBudget | None = budget
+        """Limit that other arenas, and processes, share."""
         self.allocations: Allocations = allocations_of(self.session)
         self.lock = threading.RLock()
         self.spare: list[Page] = []
         self.kept: dict[Page, tuple[Holder, int]] = {}
         """Pages that are released, cleared and still mapped, each with its place, in the order of their release."""
+        self.news: dict[int, None] = {}
+        """Addresses at which pages were committed, for observers."""
         self.clearing: dict[Clearing, None] = {}
         """Released pages whose work has completed, and which are being cleared."""
         self.count: int = 0
         """Number of pages that exist, or are being created."""
+        self._unborn: int = 0
+        """Number of pages that the budget has room for, and that are about to be created."""
         self.parked: int = 0
         """Number of places that wait for the work that uses them."""
         self.closed: bool = False
@@ -114,6 +123,36 @@ class PhysicalPages:
         self._executor: ThreadPoolExecutor | None = None
         self._stream: Stream | None = None
         self.allocations.recyclers.add(self)
+        if budget is not None:
+            budget.join(self)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of a page in bytes, as observers ask for it."""
+        return self.size
+
+    @property
+    def location(self) -> MemLocation:
+        """Location of the memory."""
+        return self.device.location
+
+    def announce(self) -> None:
+        """Notify observers of the pages that were committed. Under no lock: they may call functions of the user."""
+        while self.news:
+            with self.lock:
+                at = next(iter(self.news), 0)
+                self.news.pop(at, None)
+            for watcher in self.allocations.watchers if at else ():
+                watcher.mapped(at, self)
+
+    @property
+    def claimed(self) -> int:
+        """Bytes of the pages that exist or are about to be created."""
+        return (self.count + self._unborn) * self.size
+
+    def give(self, nbytes: int) -> int:
+        """Release pages that are not in use, up to so many bytes; return how many bytes were released."""
+        return self.trim(max(self.available - -(-nbytes // self.size), 0)) * self.size
 
     @property
     def available(self) -> int:
@@ -230,10 +269,33 @@ class PhysicalPages:
             del self.spare[first:]
             for page in taken:
                 page.users = 1
-        with undoing(lambda: self.drop(taken)):
+        with undoing(lambda: self.drop(taken)), self._room(count - len(taken)) as room:
             while len(taken) < count:
-                taken.append(self._create())
+                taken.append(self._create(room))
         return taken
+
+    @contextlib.contextmanager
+    def _room(self, count: int) -> Iterator[list[None]]:
+        """Block that creates so many pages, for all of which the budget has room; it gets an item for each."""
+        room = [None] * max(count, 0)
+        budget = self.budget
+        if budget is None or not room:
+            yield room
+            return
+        with self.lock:
+            self._unborn += count
+        try:
+            if not budget.settle(self):
+                why = f"the budget of {size_text(budget.limit)} leaves no room for {count} pages of"
+                error = refused(OutOfMemoryError, "cuMemCreate", f"{why} {size_text(self.size)}: others were asked")
+                error.requested, error.used, error.limit = count * self.size, budget.used, budget.limit
+                raise error
+            yield room
+        finally:
+            if room:
+                with self.lock:
+                    self._unborn -= len(room)
+                budget.settle()
 
     def vacate(self, kept: Mapping[Page, tuple[Holder, int]]) -> None:
         """Unmap kept pages, which are spare then; within :meth:`changing`. A space is changed whole or not at all."""
@@ -244,7 +306,8 @@ class PhysicalPages:
     def fill(self, count: int) -> int:
         """Create pages until ``count`` are spare or kept; return how many are."""
         while self.available < count and not self.closed:
-            self.drop([self._create()])
+            with self._room(1) as room:
+                self.drop([self._create(room)])
         return self.available
 
     def clear(self, address: int, nbytes: int, stream: Stream) -> None:
@@ -343,11 +406,14 @@ class PhysicalPages:
             self._trim_spare(0)
         return (before - self.count) * self.size
 
-    def _create(self) -> Page:
+    def _create(self, room: list[None]) -> Page:
         with self.lock:
             self._check_limit(1)
             number = self._numbers.pop() if self._numbers else self.count
             self.count += 1
+            if self.budget is not None:
+                self._unborn -= 1
+                del room[0]
         page = Page(self.session, number)
         with undoing(lambda: self._forget([page])):
             self._obtain(page)
@@ -380,7 +446,11 @@ class PhysicalPages:
         """Release pages. Pages that the driver refuses are released later."""
         later = deferred_queue(self.session)
         self._forget(pages)
-        undo_all(functools.partial(later.end, page) for page in pages)
+        try:
+            undo_all(functools.partial(later.end, page) for page in pages)
+        finally:
+            if self.budget is not None and not self.budget.closed:
+                self.budget.settle()
 
     def _forget(self, pages: Sequence[Page]) -> None:
         numbers = [page.number for page in pages if page is not self.zero]

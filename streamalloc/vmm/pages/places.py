@@ -89,6 +89,10 @@ class Places(MappedBytes):
 
         Within :meth:`locked`, for places that are not committed.
         """
+        for watcher in self.physical.allocations.watchers if places else ():
+            watcher.to_be_mapped(
+                int(self.reservation.raw) + places[0] * self.physical.size, len(places) * self.physical.size
+            )
         with self.physical.lock:
             ready, _ = self.split(places)
         held = set(ready)
@@ -126,6 +130,7 @@ class Places(MappedBytes):
                 for page in before:
                     self.physical.kept.pop(page, None)
                 for place, page in pages.items():
+                    self._unseat(place)
                     self.backing[place] = None if page is zero else page
                     done.add(place)
                 if parking is None:
@@ -190,6 +195,8 @@ class Places(MappedBytes):
         """Release committed places; :meth:`Parking.finish` does the rest as soon as their work has completed."""
         with self.physical.lock:
             self.numbers[places] = -1
+            for place in places:
+                self._unseat(place)
             self.physical.parked += len([place for place in places if place not in self.parked])
             self.parked.update(dict.fromkeys(places, parking))
             parking.places = places
@@ -207,7 +214,37 @@ class Places(MappedBytes):
             else:
                 self.numbers[place] = page.number
                 self.physical.kept.pop(page, None)
+                self._seat(page, place)
             self._unpark(place)
+
+    # Observers count a page once, at the address of one of the committed places that hold it: its seat.
+
+    def _seat(self, page: Page, place: int) -> None:
+        if not page.seat:
+            page.seat = int(self.reservation.raw) + place * self.physical.size
+            if self.physical.allocations.watchers:
+                self.physical.news[page.seat] = None
+
+    def _unseat(self, place: int) -> None:
+        page = self.backing[place]
+        at = int(self.reservation.raw) + place * self.physical.size
+        if page is not None and page.seat == at:
+            page.seat = 0
+            self.physical.news.pop(at, None)
+            watchers = self.physical.allocations.watchers
+            for watcher in watchers:
+                watcher.unmapped(at)
+            if watchers and page.users > 1:
+                self._seat_elsewhere(page, place)
+
+    def _seat_elsewhere(self, page: Page, besides: int) -> None:
+        for reservation in list(self.physical.allocations.reservations):
+            for places in reservation.entries:
+                if isinstance(places, Places) and places.physical is self.physical:
+                    for place in np.flatnonzero(places.numbers == page.number).tolist():
+                        if places is not self or place != besides:
+                            places._seat(page, place)
+                            return
 
     def _unpark(self, place: int) -> None:
         if self.parked.pop(place, None) is not None:
@@ -265,8 +302,11 @@ class Places(MappedBytes):
             super().unmapped()
             with self.physical.lock:
                 pages = [page for page in self.backing if page is not None]
-                for page in pages:
-                    self.physical.kept.pop(page, None)
+                self.numbers[:] = -1
+                for place, held in enumerate(self.backing):
+                    if held is not None:
+                        self.physical.kept.pop(held, None)
+                        self._unseat(place)
                 self.backing, self.mapped = [], []
                 self.physical.parked -= len(self.parked)
                 for parking in self.parked.values():

@@ -175,6 +175,8 @@ class PageSpace(Memory, Closes):
             new = [place for place in chosen if self._places.numbers[place] < 0]
             ready, pages = self._places.claim(new)
             self._places.exchange(pages, ready)
+        with undoing(lambda: self.release(new, ())):
+            self._physical.announce()
 
     def prepare(self, pages: Pages) -> Future[int]:
         """Map memory at pages in the background, so that their commit makes no driver call.
@@ -259,6 +261,7 @@ class PageSpace(Memory, Closes):
                     parking.order_zeros(self.stream)
         for one in dropped:
             one.drop()
+        self._physical.announce()
 
     def _begin(self, parking: Parking, stream: Stream | None = None) -> None:
         """Begin to clear parked places, on a stream if one is given; within :meth:`Places.locked`."""
@@ -322,6 +325,7 @@ class PageSpace(Memory, Closes):
                     raise ValueError(f"page {taken[0]} of {self!r} is committed: release it before it shares memory")
                 physical.hold(wanted.values())
             places.exchange(wanted)
+        physical.announce()
 
     def make_private(self, pages: Pages, stream: StreamLike | None = None, after: After = ()) -> int:
         """Give each of these pages that shares memory a copy of its own; return the number of copies.
@@ -367,6 +371,7 @@ class PageSpace(Memory, Closes):
         finally:
             physical.drop(unused)
             physical.drop(old.values())
+        physical.announce()
         return len(still)
 
     def _copy(self, sources: Sequence[Page], targets: Sequence[Page], stream: Stream) -> None:
@@ -424,6 +429,7 @@ class PageSpace(Memory, Closes):
             tier.settle([*stored.values()], ordered)
         with places.locked():
             self._begin(parking, clear_on)
+        self._physical.announce()
         return len(held)
 
     def _take_back(self, stored: Mapping[int, Stored]) -> None:
@@ -486,6 +492,7 @@ class PageSpace(Memory, Closes):
                 del places.stored[place]
         for one in stored.values():
             one.drop()
+        self._physical.announce()
         return len(stored)
 
     def close(self, after: After = None) -> None:
@@ -500,6 +507,7 @@ class PageSpace(Memory, Closes):
         with self._locked_after(lambda: set(places.parked.values()), closing=True):
             places.unmap_all()
         self._range._free()
+        self._physical.announce()
 
     def _page(self, place: int) -> CopySide:
         return CopySide(self.address + place * self.page_size, self.page_size, self.device.ordinal, self)
