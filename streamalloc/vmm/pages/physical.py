@@ -260,15 +260,22 @@ class PhysicalPages:
         with self.lock:
             self._check_open()
             missing = count - len(self.spare)
-            kept = {page: where for page, where in self.kept.items() if page not in besides} if missing > 0 else {}
-            self._check_limit(missing - len(kept))
-        self.vacate(dict(islice(kept.items(), max(missing, 0))))
+            victims: dict[Page, tuple[Holder, int]] = {}
+            if missing > 0:
+                usable = len(self.kept) - sum(page in self.kept for page in besides)
+                self._check_limit(missing - usable)
+                if usable:
+                    others = ((page, where) for page, where in self.kept.items() if page not in besides)
+                    victims = dict(islice(others, missing))
+        self.vacate(victims)
         with self.lock:
             first = max(len(self.spare) - count, 0)
             taken = self.spare[first:]
             del self.spare[first:]
             for page in taken:
                 page.users = 1
+        if len(taken) == count:
+            return taken
         with undoing(lambda: self.drop(taken)), self._room(count - len(taken)) as room:
             while len(taken) < count:
                 taken.append(self._create(room))

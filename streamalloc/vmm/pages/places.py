@@ -97,7 +97,7 @@ class Places(MappedBytes):
             ready, _ = self.split(places)
         held = set(ready)
         rest = [place for place in places if place not in held]
-        pages = [page for page in (self.backing[place] for place in ready) if page is not None]
+        pages = {page for page in (self.backing[place] for place in ready) if page is not None}
         return ready, dict(zip(rest, self.physical.take(len(rest), pages), strict=True))
 
     def split(self, places: Iterable[int]) -> tuple[list[int], list[int]]:
@@ -361,9 +361,9 @@ class Parking(Deferred):
         if owner.gone or owner.given_up:
             physical.clearing.pop(self, None)
             return True  # its release unmaps the pages
-        if not self.done():
-            return False
         mine = [place for place in self.places if owner.parked.get(place) is self]
+        if mine and not self.done():
+            return False
         with physical.lock:
             alone, shared = owner.split(mine)
         if physical.closed or self._refused:

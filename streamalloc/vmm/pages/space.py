@@ -262,15 +262,17 @@ class PageSpace(Memory, Closes):
         for one in dropped:
             one.drop()
         self._physical.announce()
+        # More than a release submits, so that the queue does not grow.
+        deferred_queue(self._session).work(4)
 
     def _begin(self, parking: Parking, stream: Stream | None = None) -> None:
         """Begin to clear parked places, on a stream if one is given; within :meth:`Places.locked`."""
-        if parking.places:
-            deferred_queue(self._session).submit(parking)
-            # The rest is done later if the driver refuses it now.
-            with contextlib.suppress(CudaError):
-                if stream is not None:
-                    parking.clear_behind(stream)
+        # The rest is done later if the driver refuses it now.
+        with contextlib.suppress(CudaError):
+            if stream is not None:
+                parking.clear_behind(stream)
+            if parking.places:
+                deferred_queue(self._session).submit(parking)
                 parking.finish()
 
     def _single(self, after: After) -> Stream | None:

@@ -12,6 +12,8 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
+from streamalloc.core.internal import deferred_queue
+from streamalloc.core.session import session_of
 from streamalloc.testing import Faults, Gate
 from tests.support import end_what_was_dropped, names, pending, read
 from tests.vmm.pages.conftest import PAGES
@@ -83,6 +85,20 @@ class TestRecommit:
             space.commit(range(0, 80, 5))
             assert names(traced) == []
             assert space.prepare(range(80)).result() == 0
+
+
+def test_releases_do_not_pile_up(space: vmm.PageSpace, gate: Gate, other: sa.Stream) -> None:
+    """Nothing else is a point of work in the loop, and some pages wait all the time."""
+    queue = deferred_queue(session_of(space))
+    space.commit(range(PAGES))
+    gate.hold(other)
+    space.release([0, 1], after=other)
+    before = len(queue)
+    for turn in range(50):
+        page = 2 + turn % 3
+        space.commit(page)
+        space.release(page, after=(space.stream, ())[turn % 2])
+    assert len(queue) <= before + 8
 
 
 class TestZeros:
