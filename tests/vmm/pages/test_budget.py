@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -60,6 +61,15 @@ def state(there: There) -> tuple[int, list[int]]:
 
 def refuse(there: There) -> None:
     there.kept["gives"] = False
+
+
+def forked(there: There) -> int:
+    """The number of a child, which lives until it is killed."""
+    child = os.fork()
+    if not child:
+        signal.pause()
+        os._exit(0)
+    return child
 
 
 class TestOne:
@@ -216,3 +226,16 @@ class TestProcesses:
             assert eventually(lambda: budget.used == 6 * PAGE)
             another().run(engine, str(path), 2)
             assert budget.used == 8 * PAGE
+
+    @pytest.mark.simulated_only("forks a process that has used the driver")
+    def test_a_forked_child_keeps_nothing(self, path: Path, another: Callable[[], Partner]) -> None:
+        other = another()
+        with vmm.PageBudget(path, 8 * PAGE) as budget:
+            other.run(engine, str(path), 6)
+            child = other.run(forked)
+            try:
+                assert budget.used == 6 * PAGE
+                other.kill()
+                assert budget.used == 0
+            finally:
+                os.kill(child, signal.SIGKILL)
