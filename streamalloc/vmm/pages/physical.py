@@ -28,9 +28,12 @@ from streamalloc.vmm.access import structs_of
 from streamalloc.vmm.address_range import AddressRange
 from streamalloc.vmm.allocation_handles import Allocations, allocations_of
 from streamalloc.vmm.pages.budget import PageBudget
+from streamalloc.vmm.pages.queued import Work
 from streamalloc.vmm.physical_memory import MemorySpec, properties_for, spec_of
 from streamalloc.vmm.reservation import MappedBytes
 
+_STREAMS = 16
+"""Number of streams that clear pages at most: each may wait for work of its own."""
 _PATIENCE = 0.05
 """Seconds for which memory that is being cleared is waited for, if another user of the device has none."""
 
@@ -68,7 +71,11 @@ class Holder(Protocol):
 
 
 class Clearing(Protocol):
-    """Released pages that are being cleared."""
+    """Released pages for which zeros are queued."""
+
+    @property
+    def before(self) -> Work:
+        """Work that precedes the zeros."""
 
     def finish(self) -> bool:
         """Keep the pages if they are cleared: whether that is done; within :meth:`PhysicalPages.changing`."""
@@ -103,7 +110,7 @@ class PhysicalPages:
         self.news: dict[int, None] = {}
         """Addresses at which pages were committed, for observers."""
         self.clearing: dict[Clearing, None] = {}
-        """Released pages whose work has completed, and which are being cleared."""
+        """Released pages for which zeros are queued."""
         self.count: int = 0
         """Number of pages that exist, or are being created."""
         self._unborn: int = 0
@@ -121,7 +128,8 @@ class PhysicalPages:
         self._changing = threading.RLock()
         self._busy = False
         self._executor: ThreadPoolExecutor | None = None
-        self._stream: Stream | None = None
+        self._streams: dict[Stream, Work] = {}
+        """Streams that clear pages, each with its last work."""
         self.allocations.recyclers.add(self)
         if budget is not None:
             budget.join(self)
@@ -159,12 +167,21 @@ class PhysicalPages:
         """Number of pages that a commit gets without creating one."""
         return len(self.spare) + len(self.kept)
 
-    @property
-    def stream(self) -> Stream:
-        """Stream that clears pages, unless they are released behind a stream; used within :meth:`changing`."""
-        if self._stream is None:
-            self._stream = self.device.create_stream()
-        return self._stream
+    def idle_stream(self) -> Stream | None:
+        """Return a stream without queued work, to clear pages; None if all are in use. Within :meth:`changing`."""
+        for stream, work in self._streams.items():
+            if work.done():
+                return stream
+        if len(self._streams) >= _STREAMS:
+            return None
+        stream = self.device.create_stream()
+        self._streams[stream] = Work(self.device)
+        return stream
+
+    def used(self, stream: Stream, work: Work) -> None:
+        """Record the last work of a stream that clears pages, if it is one of the arena's."""
+        if stream in self._streams:
+            self._streams[stream] = work
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
@@ -321,15 +338,16 @@ class PhysicalPages:
         """Queue zeros on a stream (``cuMemsetD8Async``)."""
         self.session.call("cuMemsetD8Async", address, 0, nbytes, raw_handle(stream))
 
-    def finish_clearing(self) -> None:
-        """Keep the pages that are cleared by now; within :meth:`changing`."""
-        for parking in list(self.clearing):
-            parking.finish()
+    def finish_clearing(self, *, wait: bool = False) -> None:
+        """Keep the pages that are cleared by now, within :meth:`changing`.
 
-    def await_clearing(self) -> None:
-        """Block the host until the pages of :attr:`clearing` are cleared."""
+        With ``wait``, wait instead for the zeros whose turn has come; under no lock.
+        """
         for parking in list(self.clearing):
-            parking.synchronize()
+            if not wait:
+                parking.finish()
+            elif parking.before.done():
+                parking.synchronize()
 
     def hold(self, pages: Iterable[Page]) -> None:
         """Count another user of each page."""
@@ -354,7 +372,7 @@ class PhysicalPages:
 
     def trim(self, keep: int) -> int:
         """Release spare pages, then kept ones, until ``keep`` are left; return how many were released."""
-        self.await_clearing()
+        self.finish_clearing(wait=True)
         with self.changing():
             self.finish_clearing()
             self._vacate_most(keep)
@@ -405,8 +423,10 @@ class PhysicalPages:
         """Release all pages that no space uses, for another user of device memory; return their size in bytes."""
         before, until = self.count, time.monotonic() + _PATIENCE
         with contextlib.suppress(CudaError), self.unless_busy() as mine:
-            while mine and self.clearing and time.monotonic() < until:
+            while mine and time.monotonic() < until:
                 self.finish_clearing()
+                if not any(parking.before.done() for parking in self.clearing):
+                    break
             if mine:
                 self._vacate_most(0)
         with contextlib.suppress(CudaError):

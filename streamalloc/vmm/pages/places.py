@@ -324,16 +324,16 @@ class Parking(Deferred):
     Its work is what uses the pages, and then what clears them.
     """
 
-    __slots__ = ("_cleared", "_owner_places", "_refused", "places", "work")
+    __slots__ = ("_cleared", "_owner_places", "before", "places", "work")
 
-    def __init__(self, owner: Places, work: Work) -> None:
+    def __init__(self, owner: Places, work: Work, before: Work | None = None) -> None:
         self._owner_places = owner
+        self.before: Work = work if before is None else before
+        """The work that uses the pages."""
         self.work: Work = work
         """The work, and then the zeros."""
         self._cleared = False
         """Whether :attr:`work` is the zeros."""
-        self._refused = False
-        """Whether the driver has refused to clear the pages."""
         self.places: Sequence[int] = ()
         """The places; those that were committed meanwhile have left."""
 
@@ -348,14 +348,14 @@ class Parking(Deferred):
             self.work.synchronize()
 
     def attempt(self) -> bool:
-        """Clear the pages if the work has completed, and keep them once they are cleared."""
+        """Keep the pages if they are cleared; unmap those that could not be cleared behind their work."""
         with self._owner_places.physical.unless_busy() as mine:
             return mine and self.finish()
 
     def finish(self) -> bool:
-        """Make the next step if the work has completed: whether all is done. Within :meth:`Places.locked`.
+        """Keep the pages if they are cleared, or unmap them if the work has completed: whether that is done.
 
-        If the driver refuses to clear the pages, they are unmapped.
+        Within :meth:`Places.locked`.
         """
         owner, physical = self._owner_places, self._owner_places.physical
         if owner.gone or owner.given_up:
@@ -364,49 +364,40 @@ class Parking(Deferred):
         mine = [place for place in self.places if owner.parked.get(place) is self]
         if mine and not self.done():
             return False
-        with physical.lock:
-            alone, shared = owner.split(mine)
-        if physical.closed or self._refused:
-            alone, shared = [], mine
-        if shared:
-            owner.retire(shared)
-        if alone and not self._cleared:
-            with physical.session.relaxed():
-                self._clear(alone, physical.stream)
-            physical.clearing[self] = None
-            return False
-        owner.keep(alone)
+        if self._cleared and not physical.closed:
+            owner.keep(mine)
+        elif mine:
+            owner.retire(mine)
         physical.clearing.pop(self, None)
         return True
 
-    def clear_behind(self, stream: Stream) -> None:
-        """Clear the pages that no place shares in the order of a stream; within :meth:`Places.locked`.
+    def clear(self, behind: Stream | None) -> Parking | None:
+        """Queue zeros for the pages that no other place shares, and return what they are parked for then.
 
-        All work that uses them is on this stream. If the driver refuses, they are unmapped after it.
+        Within :meth:`Places.locked`. All work that uses the pages is on the stream ``behind``; with None, the zeros are
+        queued on a stream of the arena, after the work. If the driver refuses, the pages are unmapped after it.
         """
         owner, physical = self._owner_places, self._owner_places.physical
         with physical.lock:
             alone, shared = owner.split(self.places)
-        if alone and not physical.closed:
-            ahead = Parking(owner, Work(stream.device, stream))
+        done = behind is None and self.work.done()
+        with physical.session.relaxed():
+            stream = physical.idle_stream() if alone and behind is None else behind
+            if stream is None or not alone or physical.closed:
+                return None
+            if behind is None and not done:
+                self.work.precede(stream)
+            ahead = Parking(owner, Work(stream.device, stream), self.work)
             owner.park(alone, ahead)
             self.places = shared
             deferred_queue(physical.session).submit(ahead)
-            ahead._clear(alone, stream)
-
-    def order_zeros(self, stream: Stream) -> None:
-        """Let later work of a stream wait for the zeros, if they are queued."""
-        if self._cleared:
-            self.work.precede(stream)
-
-    def _clear(self, places: Sequence[int], stream: Stream) -> None:
-        # Until there is an event after the zeros, the whole stream stands for it: some may have been queued.
-        self.work = Work(stream.device, stream)
-        try:
-            self._owner_places.clear(places, stream)
-            self.work, self._cleared = Work.behind(stream), True
-        except (CudaError, ClosedError):
-            self._refused = True
+            # Until there is an event after the zeros, the whole stream stands for it: some may have been queued.
+            with contextlib.suppress(CudaError, ClosedError):
+                owner.clear(alone, stream)
+                ahead.work, ahead._cleared = Work.behind(stream), True
+            physical.used(stream, ahead.work)
+            physical.clearing[ahead] = None
+        return ahead
 
 
 def adjacent(places: Iterable[int]) -> Iterator[range]:

@@ -212,7 +212,7 @@ class PageSpace(Memory, Closes):
                 new = [place for place in batch if places.backing[place] is None and place not in places.stored]
                 parking = Parking(places, Work(self.device))
                 places.exchange(dict(zip(new, physical.take(len(new), physical.kept), strict=True)), parking=parking)
-                self._begin(parking)
+                parking = self._begin(parking) or parking
             made += len(new)
             parking.synchronize()
             with places.locked():
@@ -248,32 +248,37 @@ class PageSpace(Memory, Closes):
         places = self._places
         self._check_open()
         work, stream = Work.of(after, self.device), self._single(after)
-        parking = Parking(places, work)
+        zeros, now = None, False
         with places.locked():
             held = [place for place in chosen if places.numbers[place] >= 0]
-            places.park(held, parking)
-            self._begin(parking, stream)
+            if held:
+                now = stream is None and work.done()
+                parking = Parking(places, work)
+                places.park(held, parking)
+                zeros = self._begin(parking, stream)
             dropped = [places.stored.pop(place) for place in chosen if place in places.stored]
-        if held and stream is None:
+        if zeros is not None and now:
             # An error of the stream is one of the user's next call; a capture needs no zeros of now.
             with contextlib.suppress(CudaError), may_queue(self.stream, mine=True) as allowed:
                 if allowed:
-                    parking.order_zeros(self.stream)
+                    zeros.work.precede(self.stream)
         for one in dropped:
             one.drop()
         self._physical.announce()
         # More than a release submits, so that the queue does not grow.
         deferred_queue(self._session).work(4)
 
-    def _begin(self, parking: Parking, stream: Stream | None = None) -> None:
-        """Begin to clear parked places, on a stream if one is given; within :meth:`Places.locked`."""
+    def _begin(self, parking: Parking, behind: Stream | None = None) -> Parking | None:
+        """Queue the zeros of parked places; return what stands for them. Within :meth:`Places.locked`."""
         # The rest is done later if the driver refuses it now.
         with contextlib.suppress(CudaError):
-            if stream is not None:
-                parking.clear_behind(stream)
-            if parking.places:
-                deferred_queue(self._session).submit(parking)
-                parking.finish()
+            try:
+                return parking.clear(behind)
+            finally:
+                if parking.places:
+                    deferred_queue(self._session).submit(parking)
+                    parking.finish()
+        return None
 
     def _single(self, after: After) -> Stream | None:
         """Return the stream on which released pages can be cleared; None if ``after`` is no such stream."""
@@ -541,12 +546,14 @@ class PageSpace(Memory, Closes):
         self._check_open()
         places, physical = self._places, self._physical
         wait(after, self._session, (physical.device.ordinal,))
-        if physical.parked and physical.available < len(chosen):
+        short = physical.parked and physical.available < len(chosen)
+        if short:
             # Pages of other places, whose work has completed, become available. No lock may be held here.
             physical.allocations.work()
-            physical.await_clearing()
+            physical.finish_clearing(wait=True)
         with self._locked_after(lambda: places.parkings(chosen)):
-            physical.finish_clearing()
+            if short:
+                physical.finish_clearing()
             yield
 
     @contextlib.contextmanager

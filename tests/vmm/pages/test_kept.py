@@ -120,19 +120,29 @@ class TestZeros:
             other.synchronize()
         assert before[::PAGE].tolist() == [3, 4] and not after.any()
 
-    def test_are_seen_by_the_stream_of_the_space(self, space: vmm.PageSpace, arena: vmm.PageArena, gate: Gate) -> None:
+    def test_are_seen_by_the_stream_of_the_space(
+        self, space: vmm.PageSpace, arena: vmm.PageArena, gate: Gate, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         space.commit(range(PAGES))
         fill(space, range(PAGES))
         space.stream.synchronize()
-        gate.hold(arena._physical.stream)
+        stream = arena._physical.idle_stream()
+        assert stream is not None
+        gate.hold(stream)
+        monkeypatch.setattr(type(arena._physical), "idle_stream", lambda _: stream)
         space.release(range(PAGES), after=())
         assert pending(space.stream)
         gate.open()
         assert values(space) == EMPTY
 
-    def test_are_written_before_a_space_ends(self, space: vmm.PageSpace, arena: vmm.PageArena, gate: Gate) -> None:
+    def test_are_written_before_a_space_ends(
+        self, space: vmm.PageSpace, arena: vmm.PageArena, gate: Gate, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         space.commit(1)
-        gate.hold(arena._physical.stream)
+        stream = arena._physical.idle_stream()
+        assert stream is not None
+        gate.hold(stream)
+        monkeypatch.setattr(type(arena._physical), "idle_stream", lambda _: stream)
         space.release(1, after=())
         space._places.release()
         assert not space.closed and arena.statistics() == (1, 0, 1, 0)
@@ -158,6 +168,47 @@ class TestZeros:
         assert arena.statistics() == (1, 0, 1, 0) and values(space)[1] == 9
         gate.open()
         assert settled(arena) == (1, 0, 1) and values(space) == EMPTY
+
+    @pytest.mark.parametrize("after", [None, "event"])
+    def test_are_there_once_the_device_has_synchronised(
+        self, space: vmm.PageSpace, device: sa.Device, gate: Gate, other: sa.Stream, after: Any
+    ) -> None:
+        """No call on the pages is between, and the reader is any stream."""
+        space.commit(range(PAGES))
+        fill(space, range(PAGES))
+        space.stream.synchronize()
+        gate.hold(other)
+        space.release(range(PAGES), after=after and other.record())
+        gate.open()
+        device.synchronize()
+        seen = np.ones(PAGES * PAGE, np.uint8)
+        space.copy_to(seen, other)
+        other.synchronize()
+        assert not seen.any()
+
+    def test_of_one_release_do_not_wait_for_another(self, space: vmm.PageSpace, gate: Gate, other: sa.Stream) -> None:
+        space.commit([1, 2, 3])
+        gate.hold(other)
+        space.release(1, after=other.record())
+        space.release(2, after=[space.stream, space.stream.record()])
+        space.release(3, after=())
+        space.commit([2, 3])
+        assert pending(other) and space.parked == 1
+
+    def test_of_more_releases_than_there_are_streams(
+        self, space: vmm.PageSpace, arena: vmm.PageArena, gate: Gate, other: sa.Stream, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The pages of the others are unmapped after their work."""
+        monkeypatch.setattr("streamalloc.vmm.pages.physical._STREAMS", 2)
+        space.commit(range(4))
+        fill(space, range(4))
+        space.stream.synchronize()
+        gate.hold(other)
+        for one in range(4):
+            space.release(one, after=other.record())
+        assert arena.statistics().parked == 4
+        gate.open()
+        assert settled(arena) == (4, 2, 2) and space.kept.tolist() == [0, 1] and values(space) == EMPTY
 
     @pytest.mark.simulated_only("a call that fails is the same on any driver")
     @pytest.mark.parametrize("call", ["cuMemsetD8Async", "cuEventRecord"])
@@ -216,7 +267,7 @@ class TestShared:
             copy.copy_to(seen, other)
             other.synchronize()
         assert (seen == 7).all()
-        assert settled(arena) == (1, 0, 1) and values(space) == EMPTY
+        assert settled(arena) == (1, 1, 0) and values(space) == EMPTY
 
     def test_a_copy_that_is_under_way_is_a_user(
         self, space: vmm.PageSpace, arena: vmm.PageArena, monkeypatch: pytest.MonkeyPatch
