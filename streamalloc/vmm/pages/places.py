@@ -127,9 +127,8 @@ class Places(MappedBytes):
         try:
             self.put(pages)
             with self.physical.lock:
-                for page in before:
-                    self.physical.kept.pop(page, None)
                 for place, page in pages.items():
+                    self._unkeep(place)
                     self._unseat(place)
                     self.backing[place] = None if page is zero else page
                     done.add(place)
@@ -213,7 +212,7 @@ class Places(MappedBytes):
                 self.numbers[place] = -1
             else:
                 self.numbers[place] = page.number
-                self.physical.kept.pop(page, None)
+                self._unkeep(place)
                 self._seat(page, place)
             self._unpark(place)
 
@@ -245,6 +244,16 @@ class Places(MappedBytes):
                         if places is not self or place != besides:
                             places._seat(page, place)
                             return
+
+    def alone_at(self, place: int) -> bool:
+        """Whether no other place holds the page of a place."""
+        page = self.backing[place]
+        return page is not None and page.users == 1
+
+    def _unkeep(self, place: int) -> None:
+        page = self.backing[place]
+        if page is not None and self.physical.kept.get(page) == (self, place):
+            del self.physical.kept[page]
 
     def _unpark(self, place: int) -> None:
         if self.parked.pop(place, None) is not None:
@@ -305,7 +314,7 @@ class Places(MappedBytes):
                 self.numbers[:] = -1
                 for place, held in enumerate(self.backing):
                     if held is not None:
-                        self.physical.kept.pop(held, None)
+                        self._unkeep(place)
                         self._unseat(place)
                 self.backing, self.mapped = [], []
                 self.physical.parked -= len(self.parked)
@@ -364,10 +373,11 @@ class Parking(Deferred):
         mine = [place for place in self.places if owner.parked.get(place) is self]
         if mine and not self.done():
             return False
-        if self._cleared and not physical.closed:
-            owner.keep(mine)
-        elif mine:
-            owner.retire(mine)
+        with physical.lock:
+            kept = [place for place in mine if self._cleared and not physical.closed and owner.alone_at(place)]
+        if len(kept) < len(mine):
+            owner.retire([place for place in mine if place not in set(kept)])
+        owner.keep(kept)
         physical.clearing.pop(self, None)
         return True
 
