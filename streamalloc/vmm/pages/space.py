@@ -222,11 +222,11 @@ class PageSpace(Memory, Closes):
     def release(self, pages: Pages, after: After = None) -> None:
         """Return the memory of pages to the arena; they read as zeros then (``cuMemsetD8Async``).
 
-        The host does not wait, and the pages stay mapped. If ``after`` is one stream, they are cleared in its order:
-        its later work reads zeros. Otherwise they are cleared on a stream of the arena: now if the work of ``after``
-        has completed, and later work of the space's stream reads zeros; else at a later point of work, such as a commit
-        or a synchronisation, and they have their contents until then. Until a page is cleared it is parked, then its
-        memory may be used elsewhere. A page that shares its memory is unmapped instead.
+        The host does not wait, and the pages stay mapped. Zeros are queued behind the work of ``after``: if that is one
+        stream, on this stream, so that its later work reads zeros; otherwise on a stream of the arena. If the work has
+        completed, later work of the space's stream reads zeros too. Any work may read a page that is not parked any
+        more, or once the device has synchronised. Then the memory may be used elsewhere. Of pages that share memory,
+        all but the last one are unmapped once the work has completed, as are all if the driver refuses to clear them.
 
         Parameters
         ----------
@@ -546,28 +546,31 @@ class PageSpace(Memory, Closes):
         self._check_open()
         places, physical = self._places, self._physical
         wait(after, self._session, (physical.device.ordinal,))
-        short = physical.parked and physical.available < len(chosen)
-        if short:
-            # Pages of other places, whose work has completed, become available. No lock may be held here.
-            physical.allocations.work()
-            physical.finish_clearing(wait=True)
-        with self._locked_after(lambda: places.parkings(chosen)):
-            if short:
-                physical.finish_clearing()
+        with self._locked_after(lambda: places.parkings(chosen), len(chosen)):
             yield
 
     @contextlib.contextmanager
-    def _locked_after(self, parkings: Callable[[], set[Parking]], *, closing: bool = False) -> Iterator[None]:
-        """Block that changes places alone, after the work of some parkings."""
+    def _locked_after(
+        self, parkings: Callable[[], set[Parking]], needed: int = 0, *, closing: bool = False
+    ) -> Iterator[None]:
+        """Block that changes places alone, after the work of some parkings, and may need so many pages."""
+        physical = self._physical
         with contextlib.ExitStack() as block:
             while True:
                 for parking in parkings():
                     parking.synchronize()
+                short = physical.parked and physical.available < needed
+                if short:
+                    # Pages of other places, whose work has completed, become available. No lock may be held here.
+                    physical.allocations.work()
+                    physical.finish_clearing(wait=True)
                 block.enter_context(self._places.locked(closing=closing))
                 # Another thread may have released some of the places meanwhile.
                 if all(parking.done() for parking in parkings()):
                     break
                 block.close()
+            if short:
+                physical.finish_clearing()
             yield
 
     def _check_here(self, chosen: Sequence[int]) -> None:
