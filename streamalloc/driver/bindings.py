@@ -24,6 +24,7 @@ _ADDED_IN = {
     "cuMemSetMemPool": "13.0",
     "cuMemDiscardBatchAsync": "13.0",
     "cuMemDiscardAndPrefetchBatchAsync": "13.0",
+    "cuMemcpyBatchAsync": "13.0",  # earlier with another result
     "CU_MEM_ALLOCATION_TYPE_MANAGED": "13.0",
     "CU_MEM_LOCATION_TYPE_NONE": "13.0",
     "CU_DEVICE_ATTRIBUTE_HOST_MEMORY_POOLS_SUPPORTED": "13.0",

@@ -27,8 +27,8 @@ from streamalloc.observing.records import Allocation, Happening, Phase, Source, 
 from streamalloc.observing.report import places
 from streamalloc.pool import CachingAllocator
 from streamalloc.pool.internal import collect_dropped
-from streamalloc.vmm import AddressRange, VirtualBuffer
-from streamalloc.vmm.internal import GenericAllocation, is_counted, unwatch_mappings, watch_mappings
+from streamalloc.vmm import AddressRange, PageSpace, VirtualBuffer
+from streamalloc.vmm.internal import MappedMemory, is_counted, unwatch_mappings, watch_mappings
 
 Hook = Callable[[Allocation], object]
 
@@ -173,7 +173,7 @@ class Account:
         if self._everything or self._devices or self._spanned(address):
             self.asked(None, nbytes)
 
-    def mapped(self, address: int, memory: GenericAllocation) -> None:
+    def mapped(self, address: int, memory: MappedMemory) -> None:
         """Memory was mapped."""
         if not self._spanned(address):
             where = getattr(memory, "location", None)
@@ -305,6 +305,8 @@ def _spans(target: object) -> list[tuple[int, int]]:
     if isinstance(target, (VirtualBuffer, AddressRange)):
         range = target if isinstance(target, AddressRange) else target.range
         return [(range.address, range.address + range.nbytes)]
+    if isinstance(target, PageSpace):
+        return [(target.address, target.address + target.page_count * target.page_size)]
     if isinstance(target, SymmetricMemory):
         begins = target.addresses
         return [(int(begins[rank]), int(begins[rank]) + target.physical_bytes) for rank in target.ranks]
@@ -317,6 +319,12 @@ def _mapped_in(target: object) -> list[tuple[int, int, Source]]:
         return [
             (one.address, one.nbytes, Source("mapping", one.memory.location, repr(target))) for one in target.mappings
         ]
+    if isinstance(target, PageSpace):
+        # Pages that share memory count once.
+        numbers = target.numbers
+        found = {int(numbers[page]): page for page in reversed(target.committed.tolist())}
+        source = Source("mapping", target.location, repr(target))
+        return [(target.address + page * target.page_size, target.page_size, source) for page in found.values()]
     if isinstance(target, SymmetricMemory):
         return [
             (start, stop - start, Source("mapping", device.location, repr(target)))

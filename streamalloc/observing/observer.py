@@ -21,7 +21,7 @@ from streamalloc.observing.account import Account, Hook
 from streamalloc.observing.profiler import Profiler
 from streamalloc.observing.records import Allocation, Happening, Phase
 from streamalloc.observing.report import LeakReport
-from streamalloc.vmm import AddressRange, VirtualBuffer
+from streamalloc.vmm import AddressRange, PageSpace, VirtualBuffer
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -171,7 +171,7 @@ class Observer(Drawn, Leaves):
 
 
 def observe(
-    *what: Device | Allocator | VirtualBuffer | AddressRange | SymmetricMemory,
+    *what: Device | Allocator | VirtualBuffer | AddressRange | PageSpace | SymmetricMemory,
     limit: int = 0,
     depth: int = 1,
     history: int | None = 1 << 20,
@@ -190,10 +190,10 @@ def observe(
     Parameters
     ----------
     what
-        Pools, caches (with their pool), growable and striped buffers, address ranges, symmetric memory; or devices, for
-        all of these in the device's memory, also those made later. Default: everything of ``driver``. Allocations
-        without a pool (:func:`streamalloc.allocate`) are observed with their device. Memory that is mapped several
-        times counts once; memory of another process does not count.
+        Pools, caches (with their pool), growable and striped buffers, address ranges, spaces of pages (the committed
+        ones), symmetric memory; or devices, for all of these in the device's memory, also those made later. Default:
+        everything of ``driver``. Allocations without a pool (:func:`streamalloc.allocate`) are observed with their
+        device. Memory that is mapped several times counts once; memory of another process does not count.
     limit
         Bytes that may be allocated at once; 0: no limit. A larger allocation raises :class:`OutOfMemoryError` before
         the driver is called. Threads that allocate at the same moment may together exceed the limit.
@@ -230,8 +230,10 @@ def observe(
         if value < 0:
             raise ValueError(f"{name}={value}: must be at least 0")
     for one in what:
-        if not isinstance(one, (Device, Allocator, VirtualBuffer, AddressRange, SymmetricMemory)):
-            raise TypeError(f"what: {one!r} is no device, pool, cache, virtual or symmetric memory, or address range")
+        if not isinstance(one, (Device, Allocator, VirtualBuffer, AddressRange, PageSpace, SymmetricMemory)):
+            raise TypeError(
+                f"what: {one!r} is no device, pool, cache, virtual or symmetric memory, address range or space of pages"
+            )
         if getattr(one, "closed", False):
             raise ClosedError(f"{one!r} was closed")
     sessions = [Session.of(one.driver) if isinstance(one, SymmetricMemory) else session_of(one) for one in what]

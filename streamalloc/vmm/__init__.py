@@ -4,6 +4,7 @@ from streamalloc.vmm.address_range import AddressRange, Mapping, RangeView
 from streamalloc.vmm.dma_buf import dma_buf
 from streamalloc.vmm.growable import GrowableBuffer, StripedBuffer, stripe
 from streamalloc.vmm.pages.arena import ArenaStatistics, PageArena
+from streamalloc.vmm.pages.budget import PageBudget
 from streamalloc.vmm.pages.space import PageSpace
 from streamalloc.vmm.pages.table import PageTable
 from streamalloc.vmm.pages.tiers import HostTier
@@ -29,6 +30,7 @@ __all__ = [
     "MemoryRecycler",
     "MipTail",
     "PageArena",
+    "PageBudget",
     "PageSpace",
     "PageTable",
     "PhysicalMemory",

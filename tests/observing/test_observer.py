@@ -279,6 +279,42 @@ class TestMappedMemory:
             assert "cuMemCreate" not in [call.name for call in traced.calls]
             assert buffer.nbytes == 2 * MiB
 
+    def test_pages(self, device: sa.Device) -> None:
+        page = 2 * MiB
+        with vmm.PageArena(device) as arena, arena.space(16 * page) as space, vmm.HostTier(device) as tier:
+            space.commit([1, 2])
+            space.alias(5, space, 2)
+            with sa.observe(space) as observer, sa.observe(device, limit=7 * page) as second:
+                assert {(one.address - space.address) // page for one in observer.live} == {1, 2}
+                space.commit([8, 9]); here = line()  # fmt: skip  # noqa: E702
+                assert observer.live[-1].sites[0].line == here and second.nbytes == 2 * page
+                space.alias([10, 11], space, [8, 9])
+                space.release(8, after=())
+                assert {(one.address - space.address) // page for one in second.live} == {9, 10}
+                space.make_private([9])
+                assert observer.nbytes == 5 * page and second.nbytes == 3 * page
+                space.swap_out([9, 10], tier)
+                assert second.nbytes == page
+                space.swap_in([9, 10])
+                with pytest.raises(sa.OutOfMemoryError, match="limit, 14 MiB,"):
+                    space.commit(range(8))
+                assert space.committed.tolist() == [1, 2, 5, 9, 10, 11] and second.nbytes == 3 * page
+                space.close()
+                assert observer.live == second.live == () and observer.peak == 5 * page
+
+    def test_a_hook_that_refuses_pages(self, device: sa.Device) -> None:
+        def refuse(one: sa.observing.Allocation) -> None:
+            raise PermissionError("no")
+
+        with (
+            vmm.PageArena(device) as arena,
+            arena.space(16 * MiB) as space,
+            sa.observe(space, on_allocate=refuse) as observer,
+        ):
+            with pytest.raises(PermissionError):
+                space.commit([1, 2])
+            assert space.committed.size == 0 and observer.live == ()
+
     @pytest.mark.gpus(2)
     def test_symmetric(self, device: sa.Device, peer: sa.Device) -> None:
         from streamalloc import multicast

@@ -614,6 +614,7 @@ NOT_SWEPT = {
     "live": "as LiveView",
     "Layout": "makes no driver calls",
     "StoreServer": "makes no driver calls",
+    "PageBudget": "makes no driver calls",
 }
 """The other public names, and why."""
 
