@@ -1,8 +1,8 @@
 """Run the notebooks again and write their new outputs: ``make notebooks``.
 
-A second run changes nothing: no times of the run are stored, and a cell keeps its stored outputs if the new ones have the
-same text, addresses aside, and the same pictures. Pictures of measured times, in cells with the tag ``measured``, stay as
-well; ``--measured`` takes the new ones.
+A second run changes nothing: no times of the run are stored, and a cell keeps its stored outputs if the new ones have
+the same text, addresses aside, and the same pictures. Pictures of measured times, in cells with the tag ``measured``,
+stay as well; ``--measured`` takes the new ones.
 """
 
 from __future__ import annotations

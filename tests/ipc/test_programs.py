@@ -55,6 +55,19 @@ def test_runs(page: str, name: str, on_cuda: bool, tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, printed, "")
 
 
+@pytest.mark.parametrize(
+    ("name", "printed"),
+    [
+        ("producer_consumer.py", "the consumer read {7}\n"),
+        ("ring.py", f"the consumers read the batches {[*range(12)]}\n"),
+    ],
+)
+def test_examples_run(name: str, printed: str, on_cuda: bool) -> None:
+    command = [sys.executable, "-W", "error", str(ROOT / "notebooks" / "examples" / name)]
+    done = finished([*command, *([] if on_cuda else ["--simulated"])], on_cuda=True, STREAMALLOC_CHECK="raise")
+    assert (done.returncode, done.stdout, done.stderr) == (0, printed, "")
+
+
 def test_tests_pass(on_cuda: bool, tmp_path: Path) -> None:
     """Those of all pages, in one run of pytest."""
     names = [name for page, name in starts() if name.startswith("test_")]
