@@ -20,7 +20,7 @@ import streamalloc
 project = "streamalloc"
 author = "the authors of streamalloc"
 version = release = streamalloc.__version__
-extensions = ["sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.viewcode", "numpydoc", "myst_nb"]
+extensions = ["sphinx.ext.autodoc", "sphinx.ext.viewcode", "numpydoc", "myst_nb"]
 exclude_patterns = ["examples/README.md", "_build"]
 html_theme = "furo"
 html_title = f"streamalloc {version}"
@@ -34,37 +34,47 @@ myst_heading_anchors = 3
 # Their outputs are stored, and a test holds that the code still gives them.
 nb_execution_mode = "off"
 numpydoc_show_class_members = False
-autosummary_generate = False
 autodoc_typehints = "signature"
+autodoc_type_aliases = {name: name for name in ("StreamLike", "CommunicatorLike")}
 autodoc_preserve_defaults = True
 autodoc_member_order = "bysource"
 maximum_signature_line_length = 90
 toc_object_entries_show_parents = "hide"
 nitpicky = False
 
-# Classes of Python's own whose members need no description here.
-_FOREIGN = "object, BaseException, Exception, RuntimeError, tuple, int, str, Enum, Generic, ABC, Protocol"
+# Classes whose members are described there, or are Python's own.
+_FOREIGN = "CudaError, object, BaseException, Exception, RuntimeError, tuple, int, str, Enum, Generic, ABC, Protocol"
 _REFERENCE = re.compile(r"^```\{reference\} ([\w.]+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Modules by the last parts of their objects' names, for references that name an object in short.
 _PLACES: dict[str, set[str]] = defaultdict(set)
 
 
 def describe(app: Sphinx, page: str, source: list[str]) -> None:
-    """Replace each ``{reference}`` block, a module and names, by a table of the names and the description of each."""
-    source[0] = _REFERENCE.sub(lambda found: _described(found[1], found[2].split()), source[0])
+    """Replace each ``{reference}`` block by a table of its names and the description of each.
+
+    The block names a module, and has a public name of it in each line; data that is no class and no function with text.
+    """
+    source[0] = _REFERENCE.sub(lambda found: _described(found[1], found[2].splitlines()), source[0])
 
 
-def _described(module: str, names: list[str]) -> str:
-    lines = [".. autosummary::", "   :nosignatures:", "", *(f"   ~{module}.{name}" for name in names), ""]
-    for name in names:
+def _described(module: str, given: list[str]) -> str:
+    table, lines = [".. list-table::", "   :class: names", "   :widths: auto", ""], []
+    for name, _, text in (one.partition(": ") for one in given):
         thing = getattr(importlib.import_module(module), name)
-        kind = "class" if inspect.isclass(thing) else "function" if callable(thing) else "data"
-        lines.append(f".. auto{kind}:: {module}.{name}")
-        if kind == "class":
-            lines += ["   :members:", f"   :inherited-members: {_FOREIGN}"]
-            lines += ["   :show-inheritance:"] if any(map(_is_public, thing.__bases__)) else []
-        lines.append("")
-    return "\n".join(["```{eval-rst}", *lines, "```"])
+        table += [f"   * - :py:obj:`~{module}.{name}`", f"     - {text or _summary(thing)}"]
+        if text:
+            lines += [f".. py:data:: {module}.{name}", "", f"   {text}", ""]
+        elif inspect.isclass(thing):
+            lines += [f".. autoclass:: {module}.{name}", "   :members:", f"   :inherited-members: {_FOREIGN}"]
+            lines += ["   :show-inheritance:", ""] if any(map(_is_public, thing.__bases__)) else [""]
+        else:
+            lines += [f".. autofunction:: {module}.{name}", ""]
+    return "\n".join(["```{eval-rst}", *table, "", *lines, "```"])
+
+
+def _summary(thing: object) -> str:
+    """The first paragraph of the docstring."""
+    return " ".join((inspect.getdoc(thing) or "").partition("\n\n")[0].split())
 
 
 def _is_public(base: Any) -> bool:
