@@ -66,16 +66,3 @@ def test_examples_run(name: str, printed: str, on_cuda: bool) -> None:
     command = [sys.executable, "-W", "error", str(ROOT / "notebooks" / "examples" / name)]
     done = finished([*command, *([] if on_cuda else ["--simulated"])], on_cuda=True, STREAMALLOC_CHECK="raise")
     assert (done.returncode, done.stdout, done.stderr) == (0, printed, "")
-
-
-def test_tests_pass(on_cuda: bool, tmp_path: Path) -> None:
-    """Those of all pages, in one run of pytest."""
-    names = [name for page, name in starts() if name.startswith("test_")]
-    assert len(names) == len(set(names)) >= 2
-    for page in PAGES:
-        for name, text in files(page).items():
-            (tmp_path / name).write_text(text)
-    plugins = ["-p", "no:cacheprovider", "-p", "streamalloc.testing.plugin"]
-    command = ["env", f"--chdir={tmp_path}", sys.executable, "-m", "pytest", "-q", *plugins, *names]
-    done = finished(command, on_cuda)
-    assert done.returncode == 0 and " passed" in done.stdout, done.stdout + done.stderr
