@@ -43,7 +43,9 @@ toc_object_entries_show_parents = "hide"
 nitpicky = False
 
 # Classes whose members are described there, or are Python's own.
-_FOREIGN = "CudaError, object, BaseException, Exception, RuntimeError, tuple, int, str, Enum, Generic, ABC, Protocol"
+_FOREIGN = (
+    "CudaError, object, BaseException, Exception, RuntimeError, tuple, int, str, Enum, Generic, ABC, Mapping, Protocol"
+)
 _REFERENCE = re.compile(r"^```\{reference\} ([\w.]+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Modules by the last parts of their objects' names, for references that name an object in short.
 _PLACES: dict[str, set[str]] = defaultdict(set)
@@ -91,9 +93,10 @@ def hide_private_bases(app: Sphinx, name: str, thing: Any, options: Any, bases: 
 
 
 def hide_refusals(*arguments: Any) -> tuple[str, str | None] | None:
-    """No signature for classes that users do not make."""
+    """No signature for classes that users do not make, protocols and enums among them."""
     signature, returned = arguments[-2:]
-    return ("", returned) if signature and signature.startswith("(*_") else None
+    hidden = signature and (signature.startswith("(*_") or signature in ("(*args, **kwargs)", "(value)"))
+    return ("", returned) if hidden else None
 
 
 def hide_aliases(app: Sphinx, kind: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
