@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from streamalloc.core.allocation_properties import MemAllocationProp, MemAllocFlags, MulticastObjectProp
     from streamalloc.core.buffer import Buffer, GraphBuffer
     from streamalloc.core.capabilities import Capabilities
+    from streamalloc.core.copy_batches import CopyOptions, copy_batch
     from streamalloc.core.device import Device, MemoryInfo
     from streamalloc.core.errors import (
         AddressSpaceError,
@@ -46,10 +47,12 @@ if TYPE_CHECKING:
     from streamalloc.core.event import Event
     from streamalloc.core.fd import Fd
     from streamalloc.core.graph import Graph, GraphMemory, GraphMemoryStatistics
+    from streamalloc.core.managed import MemRangeAttributes
     from streamalloc.core.memory import BufferView, Memory, TypedView
     from streamalloc.core.properties import (
         MemAccess,
         MemAccessDesc,
+        MemAdvise,
         MemAllocationType,
         MemHandleType,
         MemLocality,
@@ -74,6 +77,7 @@ __all__ = [
     "Capabilities",
     "CaptureError",
     "ClosedError",
+    "CopyOptions",
     "CudaError",
     "Device",
     "DeviceLostError",
@@ -94,6 +98,7 @@ __all__ = [
     "InvalidValueError",
     "MemAccess",
     "MemAccessDesc",
+    "MemAdvise",
     "MemAllocFlags",
     "MemAllocationProp",
     "MemAllocationType",
@@ -102,6 +107,7 @@ __all__ = [
     "MemLocation",
     "MemLocationType",
     "MemPoolProps",
+    "MemRangeAttributes",
     "Memory",
     "MemoryInfo",
     "MemoryKind",
@@ -125,6 +131,7 @@ __all__ = [
     "SystemNotReadyError",
     "TypedView",
     "allocate",
+    "copy_batch",
     "driver",
     "interop",
     "ipc",
@@ -164,6 +171,7 @@ _PACKAGES = ("driver", "interop", "ipc", "multicast", "observing", "plots", "tes
 _NAMES_BY_MODULE = {
     "core.buffer": "Buffer GraphBuffer",
     "core.capabilities": "Capabilities",
+    "core.copy_batches": "CopyOptions copy_batch",
     "core.device": "Device MemoryInfo",
     "core.errors": (
         "AddressSpaceError CaptureError ClosedError CudaError DeviceLostError EvictedError InUseError "
@@ -173,10 +181,12 @@ _NAMES_BY_MODULE = {
     ),
     "core.fd": "Fd",
     "core.graph": "Graph GraphMemory GraphMemoryStatistics",
+    "core.managed": "MemRangeAttributes",
     "core.memory": "BufferView Memory TypedView",
     "core.allocation_properties": "MemAllocFlags MemAllocationProp MulticastObjectProp",
     "core.properties": (
-        "MemAccess MemAccessDesc MemAllocationType MemHandleType MemLocality MemLocation MemLocationType MemPoolProps"
+        "MemAccess MemAccessDesc MemAdvise MemAllocationType MemHandleType MemLocality MemLocation MemLocationType "
+        "MemPoolProps"
     ),
     "core.event": "Event",
     "core.stream": "Stream StreamLike",

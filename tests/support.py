@@ -167,8 +167,8 @@ def bytecodes(work: Callable[[], object]) -> int:
 def in_a_thread(function: Callable[P, T]) -> Callable[P, T]:
     """Has a function run in a thread of its own.
 
-    For tests that make many calls: those of the main thread take ten times as long on the simulated driver, which has
-    another thread make them so that no signal comes in the middle of one.
+    For tests that make many calls: those of the main thread take half as long again on the simulated driver, which
+    replaces the handlers of signals during each.
     """
 
     @functools.wraps(function)

@@ -132,6 +132,8 @@ class Bench:
         shared.enter_context(self.device.current())
         self.stream: sa.Stream = shared.enter_context(self.device.create_stream())
         self.raw_stream: Any = self.driver.CUstream(self.stream.handle)
+        self.pool: sa.MemoryPool
+        self.raw_pool: Any
         self.pool, self.raw_pool = self.new_pool()
 
     def new_pool(self) -> tuple[sa.MemoryPool, Any]:

@@ -38,7 +38,7 @@ class Spares(list[Any]):
     """Events kept for a stream. A data loader has about as many batches under way."""
 
     def __init__(self) -> None:
-        self.open = True
+        self.open: bool = True
 
     def end_if_closed(self, session: Session) -> None:
         """Destroy all events if another thread has closed the stream."""

@@ -19,6 +19,7 @@ from streamalloc.core.copies import Copyable
 from streamalloc.core.elements import Index, fill_steps, interface_type, part_of, to_element
 from streamalloc.core.errors import ClosedError
 from streamalloc.core.html import Row
+from streamalloc.core.managed import Migrating
 from streamalloc.core.properties import MemLocation
 from streamalloc.core.stream import Stream, StreamLike
 
@@ -29,7 +30,7 @@ ScalarT = TypeVar("ScalarT", bound=np.generic)
 OtherT = TypeVar("OtherT", bound=np.generic)
 
 
-class Memory(Copyable, Exportable):
+class Memory(Copyable, Exportable, Migrating):
     """A range of bytes that devices, the host or both can reach.
 
     Every operation is queued on a stream: the one given, or the memory's own. Nothing is synchronised, except where
@@ -165,6 +166,11 @@ class BufferView(Memory):
     def location(self) -> MemLocation:
         """Location of the memory."""
         return self._parent.location
+
+    @property
+    def managed(self) -> bool:
+        """Whether the driver migrates the memory between devices and host."""
+        return self._parent.managed
 
     @property
     def host_accessible(self) -> bool:

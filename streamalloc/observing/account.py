@@ -54,11 +54,11 @@ class Account:
     ) -> None:
         self.limit: int = limit
         """Bytes that may be allocated at once; 0: no limit."""
-        self.started = False
+        self.started: bool = False
         self.live: dict[int, Allocation] = {}
         """Live allocations, by address."""
-        self.nbytes = 0
-        self.peak = 0
+        self.nbytes: int = 0
+        self.peak: int = 0
         self.happened: deque[Happening] = deque(maxlen=history)
         self.open: tuple[Phase, ...] = ()
         """Phases that have not ended."""

@@ -70,9 +70,9 @@ class PoolEnd(Deferred):
         """Work with the last frees; None where it is not recorded."""
         self._in_vain = 0
         """Bytes in use when a search for lost allocations has not found them all; 0 before."""
-        self.lent = False
+        self.lent: bool = False
         """True once other code has the handle, or the pool was current: anybody may have an allocation of it."""
-        self.readers = 0
+        self.readers: int = 0
         """Number of threads that read statistics by the handle, which keeps the pool from being destroyed."""
 
     @property

@@ -53,6 +53,9 @@ A test that takes the fixture ``streamalloc_faults`` can make driver calls fail:
         with pytest.raises(sa.OutOfMemoryError):
             ...
 
+The fixture ``streamalloc_installed`` is for code that calls ``cuda.bindings`` itself: the machine is in the place of
+the bindings during the test (:func:`streamalloc.testing.install`).
+
 CI without a GPU needs no setup. On a runner with GPUs use ``pytest --streamalloc-driver=cuda``. If pytest does not load
 plugins by itself (``PYTEST_DISABLE_PLUGIN_AUTOLOAD=1``), use ``-p streamalloc.testing.plugin``.
 """
@@ -418,6 +421,18 @@ def streamalloc_faults(request: pytest.FixtureRequest) -> Faults:
         raise pytest.UsageError("streamalloc_faults: the test has to name it, so that its machine is made with it")
     machine: Faults = request.getfixturevalue("streamalloc_machine")
     return machine
+
+
+@pytest.fixture
+def streamalloc_installed(request: pytest.FixtureRequest, streamalloc_machine: Driver) -> Iterator[Driver]:
+    """Like streamalloc_machine, and in the place of cuda.bindings for the code under test (testing.install)."""
+    if driver_under_test(request.config) == "cuda":
+        yield streamalloc_machine
+        return
+    from streamalloc.testing import install
+
+    with install(streamalloc_machine):
+        yield streamalloc_machine
 
 
 @pytest.fixture

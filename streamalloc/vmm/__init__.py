@@ -9,13 +9,19 @@ from streamalloc.vmm.pages.table import PageTable
 from streamalloc.vmm.pages.tiers import HostTier
 from streamalloc.vmm.physical_memory import PhysicalMemory
 from streamalloc.vmm.recycler import MemoryRecycler, RecyclerStatistics
+from streamalloc.vmm.resident import Residents
 from streamalloc.vmm.sleep import SleepGroup, Tagged
 from streamalloc.vmm.sparse import MipTail, SparseArray, TilePool
+from streamalloc.vmm.tiers.agreement import RankRefusedError
+from streamalloc.vmm.tiers.disk import DiskTier
+from streamalloc.vmm.tiers.disk_file import DamagedBackupError
 from streamalloc.vmm.virtual_buffer import Eviction, VirtualBuffer
 
 __all__ = [
     "AddressRange",
     "ArenaStatistics",
+    "DamagedBackupError",
+    "DiskTier",
     "Eviction",
     "GrowableBuffer",
     "HostTier",
@@ -27,7 +33,9 @@ __all__ = [
     "PageTable",
     "PhysicalMemory",
     "RangeView",
+    "RankRefusedError",
     "RecyclerStatistics",
+    "Residents",
     "SleepGroup",
     "SparseArray",
     "StripedBuffer",

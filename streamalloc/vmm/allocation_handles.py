@@ -12,6 +12,7 @@ import threading
 import weakref
 from bisect import bisect_right
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import Any, ClassVar, Protocol
 
@@ -214,7 +215,7 @@ class Allocations:
         """States by driver handle. Handles that only a mapping holds are not listed."""
         self.reservations: dict[Any, None] = {}
         """All reserved address ranges."""
-        self.lock = threading.RLock()
+        self.lock: AbstractContextManager[bool] = threading.RLock()
         """Held while a mapping hands its handle to an object, and while watchers change."""
 
     def mapped_at(self, address: int, nbytes: int) -> list[AllocationState]:

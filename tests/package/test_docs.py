@@ -156,7 +156,9 @@ def test_each_page_of_the_reference_has_an_example_or_a_link(page: Path) -> None
 
 
 _THEIRS = re.compile(r"`((cuda\.core|rmm|cupy|torch|torch_memory_saver)(?:\.\w+)+)")
-_OURS = re.compile(r"`(?:(?:sa\.)?(vmm|ipc|interop|multicast|driver|traces|plots|testing|observing)\.|sa\.)(\w[\w.]*)")
+_OURS = re.compile(
+    r"`(?:(?:sa\.)?(vmm|ipc|interop|multicast|driver|traces|plots|testing|observing)\.|sa\.)(?!cu[A-Z])(\w[\w.]*)"
+)
 
 
 def resolved(path: str) -> object:

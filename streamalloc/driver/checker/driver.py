@@ -139,10 +139,14 @@ class Checked(Wrapper):
         return self._observing == threading.get_ident()
 
     def _alone(self, step: Callable[..., Any], *args: Any) -> Any:
-        """Call a function under the lock, then record the calls of finalisers that ran meanwhile."""
+        """Call a function under the lock, and record the calls of finalisers that ran meanwhile.
+
+        One that ran at the very end of the record before this one is recorded first: it came before this call.
+        """
         with self._lock:
             self._observing = threading.get_ident()
             try:
+                self._record_postponed()
                 result = step(*args)
                 # No loop in this block: Python 3.12 and 3.13 can leave a loop in a block without its finally clause.
                 self._record_postponed()

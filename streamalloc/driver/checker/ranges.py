@@ -45,10 +45,10 @@ class Moment:
     __slots__ = ("actor", "stack", "time", "what")
 
     def __init__(self, actor: Actor, what: str, stack: Stack) -> None:
-        self.actor = actor
+        self.actor: Actor = actor
         self.time: int = actor.time
-        self.what = what
-        self.stack = stack
+        self.what: str = what
+        self.stack: Stack = stack
 
     def __str__(self) -> str:
         if self.actor.name.startswith("graph node"):
@@ -67,8 +67,8 @@ class Access(Moment):
         super().__init__(actor, what, stack)
         if time is not None:
             self.time = time
-        self.write = write
-        self.atomic = atomic
+        self.write: bool = write
+        self.atomic: bool = atomic
         """Whether any order with other atomic operations is correct."""
 
 
@@ -100,7 +100,7 @@ class Bytes:
     __slots__ = ("_segments", "fresh", "shared")
 
     def __init__(self) -> None:
-        self.shared = False
+        self.shared: bool = False
         """Whether other processes may have the memory."""
         self.fresh: tuple[tuple[int, int], ...] = ()
         """Intervals to which no device has had access."""

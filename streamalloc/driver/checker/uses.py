@@ -51,7 +51,7 @@ class Uses(Streams):
         self.reserved: Addresses = Addresses()
         """Address ranges of ``cuMemAddressReserve``."""
         self.values: WaitValues = WaitValues(self.timeline, self.addresses, self.is_of_host)
-        self.judge: Judge = Judge(self.timeline, found, self.values.published)
+        self.judge: Judge = Judge(self.timeline, found, self.timeline.published)
         self.events: dict[int, Event] = {}
         self.interprocess: Interprocess = Interprocess(
             self.timeline, self.addresses, self.values, self.events, self.judge
@@ -74,6 +74,13 @@ class Uses(Streams):
     def is_pageable(self, address: int) -> bool:
         """Whether the driver does not know an address: it copies to such memory before the call returns."""
         return self.addresses.find(address) is None and self.ask("cuPointerGetAttribute", MEMORY_TYPE, address) is None
+
+    def kernel_uses(self, *launch: Any) -> list[Touch]:
+        """The uses that a simulated kernel declares, by its function and arguments; none are known of other kernels."""
+        ask = getattr(self.driver, "kernel_uses", None) if launch else None
+        found = None if ask is None else ask(*launch)
+        self.unseen_kernels |= found is None
+        return found or []
 
     # -- waits of the host -------------------------------------------------------------------------------------
 

@@ -72,11 +72,6 @@ class Line:
     def pending_streams(self) -> list[int]:
         return [stream for stream, shelf in self._left.items() if shelf]
 
-    @property
-    def streams(self) -> int:
-        """The number of streams that have a shelf."""
-        return len(self._left)
-
     # -- allocating ------------------------------------------------------------------------------------------
 
     def find(self, size: int, stream: int, ordered: Reach | None, done: Reach) -> Block | None:
@@ -90,7 +85,7 @@ class Line:
     def find_at_hand(self, size: int, stream: int) -> Block | None:
         """Rules 1 and 2, which ignore the blocks that other streams left."""
         left = self._left.get(stream)
-        own = self._shelf(stream).best(size) if left is None else left.best(size) if left else None
+        own = (self._shelf(stream) if left is None else left).best(size)
         return self._heap.best(size, self._is_backed) if own is None else own
 
     def find_further(self, size: int, ordered: Reach | None, done: Reach) -> Block | None:
@@ -132,35 +127,10 @@ class Line:
 
     # -- freeing ---------------------------------------------------------------------------------------------
 
-    def free(self, block: Block, stream: int, seq: int) -> None:
-        """Free a used block in stream order: it is free once operation ``seq`` of ``stream`` is done."""
-        self._shelf(stream)
-        self._give(block, stream, seq)
-
-    def free_ready(self, block: Block) -> None:
-        """Free a used block for everybody at once."""
-        self._give(block, HEAP, 0)
-
-    def settle(self, reach: Reach) -> bool:
-        """Make the blocks that streams left up to ``reach`` free for everybody. True if there was one."""
-        changed = False
-        for stream, shelf in self._shelves():
-            if shelf:
-                limit = reach(stream)
-                found = [one for one in shelf if one.seq <= limit]
-                for block in sorted(found, key=_when_left, reverse=True):
-                    shelf.remove(block)
-                    self._give(block, HEAP, 0)
-                    changed = True
-        return changed
-
-    def forget(self, is_gone: Callable[[int], bool]) -> None:
-        """Drop the streams that are gone and left nothing."""
-        for stream in [stream for stream, shelf in self._left.items() if not shelf and is_gone(stream)]:
-            del self._left[stream]
-
-    def _give(self, block: Block, owner: int, seq: int) -> None:
-        """Put a block that is on no shelf on that of ``owner``, as one with such neighbours."""
+    def free(self, block: Block, owner: int = HEAP, seq: int = 0) -> None:
+        """Free a block that is on no shelf: for everybody, or once operation ``seq`` of stream ``owner`` is done. It
+        becomes one with neighbours of the same owner.
+        """
         block.owner, block.seq = owner, seq
         before, after = block.prev, block.next
         if after is not None and after.owner == owner:
@@ -171,6 +141,19 @@ class Line:
             self._absorb(before, block)
             block = before
         self._put(block)
+
+    def settle(self, reach: Reach) -> bool:
+        """Make the blocks that streams left up to ``reach`` free for everybody. True if there was one."""
+        changed = False
+        for stream, shelf in self._shelves():
+            if shelf:
+                limit = reach(stream)
+                found = [one for one in shelf if one.seq <= limit]
+                for block in sorted(found, key=_when_left, reverse=True):
+                    shelf.remove(block)
+                    self.free(block)
+                    changed = True
+        return changed
 
     # -- memory ----------------------------------------------------------------------------------------------
 
@@ -214,9 +197,12 @@ class Line:
     # -- shelves and links -----------------------------------------------------------------------------------
 
     def _shelf(self, stream: int) -> Shelf:
-        shelf = self._left.get(stream)
-        if shelf is None:
-            shelf = self._left[stream] = Shelf()
+        """A shelf for a stream that has none. Those of streams that are gone and left nothing are dropped."""
+        ranks = self._ranks
+        if ranks is not None and len(self._left) > 2 * len(ranks) + 8:
+            for gone in [number for number, shelf in self._left.items() if not shelf and number not in ranks]:
+                del self._left[gone]
+        shelf = self._left[stream] = Shelf()
         return shelf
 
     def _shelves(self) -> list[tuple[int, Shelf]]:
@@ -229,7 +215,8 @@ class Line:
     def _put(self, block: Block) -> None:
         self._clock += 1
         if block.owner != HEAP:
-            self._left[block.owner].put(block, self._clock)
+            shelf = self._left.get(block.owner)
+            (self._shelf(block.owner) if shelf is None else shelf).put(block, self._clock)
         elif block is not self._last:
             self._heap.put(block, self._clock)
         else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from streamalloc.driver.bindings import cuda
@@ -65,19 +66,20 @@ def signed_int(value: Any) -> int:
     return number
 
 
-def _handle(cls: Any) -> Callable[[Any], int]:
-    def convert(value: Any) -> int:
-        if type(value) is cls:
-            return int(value)
-        return 0 if value is None else int(cls(value))
+@dataclass(frozen=True)
+class Handle:
+    """Number of a handle: of the bindings' class for it, of anything that this class takes, or None."""
 
-    return convert
+    cls: Any
+
+    def __call__(self, value: Any) -> int:
+        return 0 if value is None else int(self.cls(value))
 
 
-device_pointer: Convert = _handle(cuda.CUdeviceptr)
-context: Convert = _handle(cuda.CUcontext)
-stream: Convert = _handle(cuda.CUstream)
-event: Convert = _handle(cuda.CUevent)
+device_pointer: Convert = Handle(cuda.CUdeviceptr)
+context: Convert = Handle(cuda.CUcontext)
+stream: Convert = Handle(cuda.CUstream)
+event: Convert = Handle(cuda.CUevent)
 
 
 def _word(cls: Any, convert: Convert) -> Convert:
@@ -141,30 +143,30 @@ Word32 = Annotated[int, _word(cuda.cuuint32_t, _unsigned(32, "uint32_t", "value 
 Word64 = Annotated[int, _word(cuda.cuuint64_t, _unsigned(64, "uint64_t", _TOO_LARGE))]
 HostPointer = Annotated[int, host_pointer]
 DevicePointer = Annotated[int, device_pointer]
-MemoryHandle = Annotated[int, _handle(cuda.CUmemGenericAllocationHandle)]
-PoolHandle = Annotated[int, _handle(cuda.CUmemoryPool)]
+MemoryHandle = Annotated[int, Handle(cuda.CUmemGenericAllocationHandle)]
+PoolHandle = Annotated[int, Handle(cuda.CUmemoryPool)]
 StreamHandle = Annotated[int, stream]
 ContextHandle = Annotated[int, context]
-DeviceNumber = Annotated[int, _handle(cuda.CUdevice)]
-HostFunctionHandle = Annotated[int, _handle(cuda.CUhostFn)]
-StreamCallback = Annotated[int, _handle(cuda.CUstreamCallback)]
+DeviceNumber = Annotated[int, Handle(cuda.CUdevice)]
+HostFunctionHandle = Annotated[int, Handle(cuda.CUhostFn)]
+StreamCallback = Annotated[int, Handle(cuda.CUstreamCallback)]
 
 # Kinds of parameters that are objects: how the handle is read, and how the object is found.
-Device = Annotated[contexts.Device, _handle(cuda.CUdevice), _device]
+Device = Annotated[contexts.Device, Handle(cuda.CUdevice), _device]
 Context = Annotated[contexts.Context, context, _context]
 ContextOrCurrent = Annotated[contexts.Context, context, _given_or_current]
 Stream = Annotated[timeline.Stream, stream, Machine.stream]
 Event = Annotated[events.Event, event, _event]
-Graph = Annotated[graphs.Graph, _handle(cuda.CUgraph), lambda machine, at: need(machine.graphs.graphs.get(at))]
-Node = Annotated[graphs.Node, _handle(cuda.CUgraphNode), lambda machine, at: need(machine.graphs.nodes.get(at))]
+Graph = Annotated[graphs.Graph, Handle(cuda.CUgraph), lambda machine, at: need(machine.graphs.graphs.get(at))]
+Node = Annotated[graphs.Node, Handle(cuda.CUgraphNode), lambda machine, at: need(machine.graphs.nodes.get(at))]
 GraphExec = Annotated[
-    graphs.GraphExec, _handle(cuda.CUgraphExec), lambda machine, at: need(machine.graphs.executables.get(at))
+    graphs.GraphExec, Handle(cuda.CUgraphExec), lambda machine, at: need(machine.graphs.executables.get(at))
 ]
-Array = Annotated[arrays.Array, _handle(cuda.CUarray), _array]
-MipmappedArray = Annotated[arrays.MipmappedArray, _handle(cuda.CUmipmappedArray), _mipmapped_array]
+Array = Annotated[arrays.Array, Handle(cuda.CUarray), _array]
+MipmappedArray = Annotated[arrays.MipmappedArray, Handle(cuda.CUmipmappedArray), _mipmapped_array]
 MulticastObject = Annotated[
     multicast.MulticastObject,
-    _handle(cuda.CUmemGenericAllocationHandle),
+    Handle(cuda.CUmemGenericAllocationHandle),
     lambda machine, handle: machine.multicast.object(handle),
 ]
 
@@ -238,6 +240,28 @@ def struct(name: str, value: Any, cls: Any, optional: bool = True) -> Any:
     return value
 
 
+def numbers(values: Any, count: int) -> list[int]:
+    """A list of sizes with at least ``count`` entries."""
+    return [size_t(one) for one in _enough(list(values), count)[:count]]
+
+
+def members(name: str, values: Any, cls: Any, count: int) -> list[Any]:
+    """A list of members of an enum of the bindings with at least ``count`` entries."""
+    items = list(values or ())
+    if not all(isinstance(item, cls) for item in items):
+        raise TypeError(
+            f"Argument '{name}' is not instance of type (expected tuple[cydriver.{cls.__name__}] "
+            f"or list[cydriver.{cls.__name__}]"
+        )
+    return _enough(items, count)
+
+
+def _enough(items: list[Any], count: int) -> list[Any]:
+    if count > len(items):
+        raise RuntimeError(f"List is too small: {len(items)} < {count}")
+    return items
+
+
 def structs(name: str, value: Any, cls: Any, count: int) -> list[Any]:
     """A list of structs of the bindings with at least ``count`` entries."""
     items = [] if value is None else list(value)
@@ -246,6 +270,4 @@ def structs(name: str, value: Any, cls: Any, count: int) -> list[Any]:
             f"Argument '{name}' is not instance of type (expected tuple[cydriver.{cls.__name__},] "
             f"or list[cydriver.{cls.__name__},]"
         )
-    if count > len(items):
-        raise RuntimeError(f"List is too small: {len(items)} < {count}")
-    return items[:count]
+    return _enough(items, count)[:count]

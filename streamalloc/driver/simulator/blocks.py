@@ -40,36 +40,26 @@ class Shelf:
     """Free blocks of one owner, by size, then by time on the shelf, the oldest first."""
 
     def __init__(self) -> None:
-        self._keys: list[int] = []
-        self._blocks: dict[int, Block] = {}
+        self._sorted: list[tuple[int, int, Block]] = []
+        """Size, stamp and block; of these no two have the same stamp."""
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self._sorted)
 
     def __iter__(self) -> Iterator[Block]:
-        """In the order in which they were put here."""
-        return iter(self._blocks.values())
+        return (block for _, _, block in self._sorted)
 
     def put(self, block: Block, stamp: int) -> None:
         block.stamp = stamp
-        self._blocks[stamp] = block
-        insort(self._keys, block.size << 64 | stamp)
+        insort(self._sorted, (block.size, stamp, block))
 
     def remove(self, block: Block) -> None:
-        del self._blocks[block.stamp]
-        del self._keys[bisect_left(self._keys, block.size << 64 | block.stamp)]
-
-    def fitting(self, size: int) -> Iterator[Block]:
-        """The blocks of at least ``size`` bytes, the best fit first."""
-        for at in range(bisect_left(self._keys, size << 64), len(self._keys)):
-            yield self._blocks[self._keys[at] & _STAMP]
+        del self._sorted[bisect_left(self._sorted, (block.size, block.stamp))]
 
     def best(self, size: int, usable: Callable[[Block], bool] | None = None) -> Block | None:
-        """The first of :meth:`fitting` that is ``usable``."""
+        """The first block of at least ``size`` bytes that is ``usable``."""
+        found = self._sorted
+        at = bisect_left(found, (size,))
         if usable is None:
-            at = bisect_left(self._keys, size << 64)
-            return self._blocks[self._keys[at] & _STAMP] if at < len(self._keys) else None
-        return next((block for block in self.fitting(size) if usable(block)), None)
-
-
-_STAMP = (1 << 64) - 1
+            return found[at][2] if at < len(found) else None
+        return next((found[one][2] for one in range(at, len(found)) if usable(found[one][2])), None)

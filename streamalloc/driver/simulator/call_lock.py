@@ -53,9 +53,14 @@ _collects = True  # whether automatic collections were on before these calls
 
 def enter(is_main: bool = False) -> None:
     """Wait for the lock and begin a call, which may be inside another call of the thread."""
-    global _depth, _collects
+    global _depth, _collects, _holding
     if is_main:
-        _hold_signals()
+        if not _holding:  # a handler can raise here before it is replaced
+            if [*map(_get_handler, _SIGNALS)] != _handlers:
+                _remember_handlers()
+            for number in _replaced:
+                _set_handler(number, _record)
+        _holding += 1
     _acquire()
     _depth += 1
     if _depth == 1:
@@ -65,13 +70,18 @@ def enter(is_main: bool = False) -> None:
 
 def leave(is_main: bool = False) -> None:
     """End the call that :func:`enter` began with the same argument."""
-    global _depth
+    global _depth, _holding
     if _depth == 1 and _collects:
         _collect()
     _depth -= 1
     _release()
     if is_main:
-        _deliver_signals()
+        _holding -= 1
+        if not _holding:
+            for number, handler in _replaced.items():
+                _set_handler(number, handler)
+            while _late:
+                signal.raise_signal(_late.pop(0))
 
 
 def is_mine() -> bool:
@@ -87,31 +97,26 @@ def sleep(until: _thread.LockType, seconds: float) -> None:
     """Release the lock until another thread releases ``until``, or for this time; a call of the main thread ends with
     :class:`WaitEnded` when a signal handler raises.
     """
-    global _depth, _holding
-    depth, holding = _depth, _holding if threading.get_ident() == threading.main_thread().ident else 0
-    if _collects:
-        gc.enable()
-    _depth = 0
-    for _ in range(depth):
-        _release()
-    error = None
+    global _holding
+    is_main = _holding > 0 and threading.get_ident() == threading.main_thread().ident
+    depth, holding, error = _depth, _holding, None
+    if is_main:
+        _holding = depth  # more in a finaliser that runs where a call begins
     try:
-        if holding:
-            _holding = 1
-            _deliver_signals()
+        for _ in range(depth):
+            leave(is_main)
         until.acquire(True, seconds)
     except BaseException as raised:
         error = raised
-    while holding:
+    entered = 0
+    while entered < depth:
         try:
-            _hold_signals()
-            break
+            enter(is_main)
+            entered += 1
         except BaseException as raised:  # another signal
             error = raised
-    if holding:
+    if is_main:
         _holding = holding
-    for _ in range(depth):
-        enter()
     if error is not None:
         raise WaitEnded(error)
 
@@ -137,35 +142,14 @@ _replaced: dict[int, Any] = {}  # those that are functions, by signal
 _late: list[int] = []  # signals that came during a call
 
 
-def _hold_signals() -> None:
-    """Replace the handlers of the program. One of them can raise here before it is replaced."""
-    global _holding
-    if not _holding:
-        handlers = list(map(_get_handler, _SIGNALS))
-        if handlers != _handlers:
-            _remember(handlers)
-        for number in _replaced:
-            _set_handler(number, _record)
-    _holding += 1
-
-
-def _remember(handlers: list[Any]) -> None:
+def _remember_handlers() -> None:
+    """Note the handlers that the program installed. One that is still replaced stays as noted."""
     global _handlers, _replaced
     known = _replaced
-    pairs = list(zip(_SIGNALS, handlers, strict=True))
-    _handlers = [known.get(number, signal.SIG_DFL) if handler is _record else handler for number, handler in pairs]
-    _replaced = {number: handler for number, handler in zip(_SIGNALS, _handlers, strict=True) if callable(handler)}
-
-
-def _deliver_signals() -> None:
-    """Put the handlers back, and run those of the signals that came."""
-    global _holding
-    _holding -= 1
-    if not _holding:
-        for number, handler in _replaced.items():
-            _set_handler(number, handler)
-        while _late:
-            signal.raise_signal(_late.pop(0))
+    pairs = [(number, _get_handler(number)) for number in _SIGNALS]
+    found = [known.get(number, signal.SIG_DFL) if handler is _record else handler for number, handler in pairs]
+    _replaced = {number: handler for number, handler in zip(_SIGNALS, found, strict=True) if callable(handler)}
+    _handlers = found  # last: a handler can raise at any point before, and the next call begins anew
 
 
 def _record(number: int, _frame: object) -> None:
@@ -178,16 +162,14 @@ def _record(number: int, _frame: object) -> None:
 
 def _after_fork() -> None:
     """Free the lock, which another thread of the parent may have held."""
-    global _acquire, _depth, _holding, _release
+    global _acquire, _collects, _depth, _holding, _release
     lock = threading.RLock()
     _acquire, _release = lock.acquire, lock.release
-    if _depth and _collects:
-        gc.enable()
-    _depth = 0
-    if _holding:
-        _holding = 1
-        _late.clear()
-        _deliver_signals()
+    _late.clear()
+    in_main, _holding = bool(_holding), min(_holding, 1)
+    _acquire()
+    _depth, _collects = 1, _collects if _depth else gc.isenabled()
+    leave(in_main)
 
 
 os.register_at_fork(after_in_child=_after_fork)

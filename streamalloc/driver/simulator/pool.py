@@ -13,7 +13,7 @@ from .allocator import Line
 from .banks import Banks, Space
 from .blocks import HEAP, Block, round_up
 from .constants import ALIGNMENT, CHUNK, PINNED, READ_WRITE, Handle, Location, Place, new_handle
-from .errors import Fault, Result, check, operating_system
+from .errors import Fault, Result, check, need, operating_system
 from .files import Label, Names
 from .memory import Physical, Reservation
 from .timeline import Clock, Operation, Stream, Timeline
@@ -21,15 +21,6 @@ from .timeline import Clock, Operation, Stream, Timeline
 _MOST_KEPT = (1 << 64) - CHUNK
 _VIEW = 16 << 30
 """Bytes of another process's pool that get addresses at first."""
-
-
-@dataclass
-class Policies:
-    """Reuse policies: memory freed in other streams that an allocation can take."""
-
-    follow_events: int = 1
-    opportunistic: int = 1
-    internal_dependencies: int = 1
 
 
 class Taken(Operation):
@@ -56,10 +47,11 @@ class Accessible:
 
     device: int | None
     access: dict[int, int]
+    managed: bool
 
     def accessible(self, device: int) -> bool:
         """Whether work of ``device`` may touch this memory."""
-        return device == self.device or self.access.get(device, 0) == READ_WRITE
+        return device == self.device or self.access.get(device, 0) == READ_WRITE or self.managed
 
 
 @dataclass(eq=False)
@@ -77,7 +69,10 @@ class Pool(Accessible):
     used_high: int = 0
     reserved_high: int = 0
     destroyed: bool = False
-    policies: Policies = field(default_factory=Policies)
+    follow_events: int = 1
+    """The reuse policies, of which memory freed in other streams an allocation can take."""
+    opportunistic: int = 1
+    internal_dependencies: int = 1
     access: dict[int, int] = field(default_factory=dict)
     handle: int = field(default_factory=new_handle)
     _outstanding: int = 0
@@ -95,7 +90,8 @@ class Pool(Accessible):
         few = self.device is None or len(banks.devices) == 1
         capacity = 2 * self.max_size if few and self.max_size else bank.addresses
         of_node = self.place.type == Location.HOST_NUMA
-        self.space: Space = Space(str(self.label), banks, bank, capacity, self._timeline.ranks, of_node)
+        kind = (of_node, self.managed or self.device is None)
+        self.space: Space = Space(str(self.label), banks, bank, capacity, self._timeline.ranks, *kind)
         self.line: Line = self.space.line
         banks.pools[self.handle] = self.space
 
@@ -107,37 +103,36 @@ class Pool(Accessible):
 
     def take(self, size: int, stream: Stream) -> tuple[int, Block]:
         """Memory for ``size`` bytes, first used in ``stream``: its address and its block."""
-        line, policies, timeline = self.line, self.policies, self._timeline
-        if stream.id not in timeline.ranks:
-            timeline.rank(stream)
+        line, number = self.line, stream.id
+        if number not in self._timeline.ranks:
+            self._timeline.rank(stream)
         rounded = -(-size // ALIGNMENT) * ALIGNMENT
-        if line.streams > 2 * len(timeline.streams) + 8:
-            line.forget(lambda number: number not in timeline.streams)
-        block = line.find_at_hand(rounded, stream.id)
-        looks = block is None and bool(policies.follow_events)
+        block = line.find_at_hand(rounded, number)
         if block is None:
-            ordered = None
-            if looks:  # this alone shows the stream their order (observed on H200: test_placements)
-                stream.look()
-                ordered = stream.comes_after
-            done = timeline.executed if policies.opportunistic else timeline.outlived
-            block = line.find_further(rounded, ordered, done)
-        if block is None:
-            raise Fault(Result.CUDA_ERROR_OUT_OF_MEMORY)
-        if block.owner == HEAP and not self._back(block, rounded):
-            self.release()
-            block = line.find_left(rounded) if policies.internal_dependencies else None
-            if block is None:
-                raise Fault(Result.CUDA_ERROR_OUT_OF_MEMORY)
-            self._wait_for(block, stream)
-        if looks:  # no other allocation is work (observed on H200: test_events)
-            stream.submit(Taken())
-        used = line.carve(block, rounded)
+            block = self._find_further(rounded, stream)
+        line.carve(block, rounded)
         self._outstanding += 1
         self.used += size
         if self.used > self.used_high:
             self.used_high = self.used
-        return self.space.base + used.start, used
+        return self.space.base + block.start, block
+
+    def _find_further(self, size: int, stream: Stream) -> Block:
+        """A block with memory under its first ``size`` bytes, where the stream finds none at hand."""
+        line, timeline, ordered = self.line, self._timeline, None
+        if self.follow_events:  # this alone shows the stream their order (observed on H200: test_placements)
+            stream.look()
+            ordered = stream.comes_after
+        done = timeline.executed if self.opportunistic else timeline.outlived
+        block = need(line.find_further(size, ordered, done), Result.CUDA_ERROR_OUT_OF_MEMORY)
+        if block.owner == HEAP and not self._back(block, size):
+            self.release()
+            left = line.find_left(size) if self.internal_dependencies else None
+            block = need(left, Result.CUDA_ERROR_OUT_OF_MEMORY)
+            self._wait_for(block, stream)
+        if self.follow_events:  # no other allocation is work (observed on H200: test_events)
+            stream.submit(Taken())
+        return block
 
     def give_back(self, block: Block, size: int, stream: Stream) -> None:
         """Free in stream order."""
@@ -153,7 +148,7 @@ class Pool(Accessible):
 
         The statistics do not notice (observed on H200: test_pool_sizes; USED_MEM_CURRENT counts on).
         """
-        self.line.free_ready(block)
+        self.line.free(block)
         self.release()
         self.returned()
 
@@ -258,7 +253,7 @@ class Pool(Accessible):
         """Whether any device was given access; ungranted host memory is to the driver like any other host
         memory.
         """
-        return READ_WRITE in self.access.values()
+        return self.managed or READ_WRITE in self.access.values()
 
 
 class ImportedPool(Accessible):
@@ -323,6 +318,8 @@ class Pools:
     names: Names
     banks: Banks
     timeline: Timeline
+    poolless: frozenset[int] = frozenset()
+    """Devices without MEMORY_POOLS_SUPPORTED."""
     pools: dict[int, Pool] = field(default_factory=dict)
     current: dict[tuple[int, int, int], Pool] = field(default_factory=dict)
     to_release: bool = False
@@ -331,9 +328,13 @@ class Pools:
     """
     _defaults: dict[tuple[int, int, int], Pool] = field(default_factory=dict)
 
-    def create(self, *description: Any, **more: Any) -> Pool:
-        """Create a pool with the fields of :class:`Pool`."""
-        pool = Pool(self, *description, **more)
+    def create(self, place: Place, *description: Any, **more: Any) -> Pool:
+        """Create a pool with the fields of :class:`Pool`. The code of a refusal is that of devices without pools
+        (openvdb#2255, rapidsai/cuvs#2528).
+        """
+        able = not self.poolless if place.device is None else place.device not in self.poolless
+        check(able, Result.CUDA_ERROR_NOT_SUPPORTED)
+        pool = Pool(self, place, *description, **more)
         self.pools[pool.handle] = pool
         return pool
 

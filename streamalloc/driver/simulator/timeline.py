@@ -53,6 +53,8 @@ class Operation:
     """Submission sends it to the device at once, not with a later operation."""
     polled = False
     """Its condition is polled, because no call announces it."""
+    runs = False
+    """It uses memory now, on a thread of its own."""
     seq = 0
     after: tuple[tuple[Stream, int], ...] = ()
     """Operations of other streams that must be done first."""
@@ -237,18 +239,18 @@ class Stream:
             self.barrier = ()
         if after:
             after = tuple((other, seq) for other, seq in after if other.done < seq and other is not self)
-        self.seq += 1
-        at_once = not (self.queue or after or operation.heavy or self.timeline.seeded)
-        if at_once and not operation.held() and operation.step():
-            self.done = self.seq
+        self.seq = seq = self.seq + 1
+        later = self.queue or after or operation.heavy or self.timeline.seeded
+        if not later and not operation.held() and operation.step():
+            self.done = seq
             if operation.is_command:
-                self.marked = self.seq
-            return self.seq
-        operation.seq = self.seq
+                self.marked = seq
+            return seq
+        operation.seq = seq
         operation.after = after
         self.queue.append(operation)
         self.timeline.hold(self)
-        return self.seq
+        return seq
 
 
 def learn(clock: Clock, other: Stream) -> None:
@@ -367,10 +369,13 @@ class Timeline:
         return progress
 
     def run_down(self) -> None:
-        """Release the lock and wait until each unfinished operation is held. With a seed this returns at once."""
-        if not self.seeded:
-            streams = self._busy.values
-            self.wait(lambda: not any(one.queue and self._may_run(one.queue[0]) for one in streams()))
+        """Release the lock and wait until each unfinished operation is held; with a seed, only for those that run."""
+
+        def is_down() -> bool:
+            heads = [one.queue[0] for one in self._busy.values() if one.queue]
+            return not any(one.runs or (not self.seeded and self._may_run(one)) for one in heads)
+
+        self.wait(is_down)
 
     def _advance(self, stream: Stream, heavy: bool) -> bool:
         progress = False

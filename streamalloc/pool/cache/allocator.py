@@ -113,7 +113,7 @@ class CacheState(Deferred):
     )  # fmt: skip
 
     def __init__(self, pool: MemoryPool) -> None:
-        self.pool = pool
+        self.pool: MemoryPool = pool
         self.session: Session = session_of(pool)
         self._queue = deferred_queue(self.session)
         self.keys: tuple[object, object] = (object(), object())
@@ -126,8 +126,8 @@ class CacheState(Deferred):
         """The latest one for each device and stream handle; ended ones leave."""
         self.dropped: deque[Block] = deque()
         """Blocks of dropped buffers that only the slow path may free."""
-        self.closed = False
-        self.misses = 0
+        self.closed: bool = False
+        self.misses: int = 0
         self._opening = threading.RLock()
         """Held while a stream is opened; no finaliser takes it."""
         self._bought = 0

@@ -66,7 +66,7 @@ class PhysicalPages:
         self.limit: int | None = None if limit is None else checked_size("limit", limit)
         """Bytes of all pages; None for no limit."""
         self.allocations: Allocations = allocations_of(self.session)
-        self.lock = threading.RLock()
+        self.lock: contextlib.AbstractContextManager[bool] = threading.RLock()
         self.spare: list[Page] = []
         self.count: int = 0
         """Number of pages that exist, or are being created."""

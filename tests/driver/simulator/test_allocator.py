@@ -55,7 +55,7 @@ def validate(line: Line) -> None:
     assert position == line.capacity and line._last is previous
     assert len(line._heap) + sum(map(len, line._left.values())) == len(shelved)
     for shelf in (line._heap, *line._left.values()):
-        assert list(shelf.fitting(1)) == sorted(shelf, key=lambda block: (block.size, block.stamp))
+        assert list(shelf) == sorted(shelf, key=lambda block: (block.size, block.stamp))
     for chunk in line.spare():
         inside = [block for block in line.blocks() if block.start < (chunk + 1) * line.chunk]
         assert all(block.owner == HEAP for block in inside if block.end > chunk * line.chunk)
@@ -84,7 +84,7 @@ def test_random_use_keeps_the_line_consistent(seed: int) -> None:
             done[stream] += 1
             line.free(live.pop(dice.randrange(len(live))), stream, done[stream])
         elif action < 0.8 and live:
-            line.free_ready(live.pop())
+            line.free(live.pop())
         elif action < 0.9:
             line.settle(lambda stream: done[stream] - 1)
         elif action < 0.95:
@@ -106,14 +106,14 @@ def test_best_fit_then_longest_free() -> None:
     line = Line(1 << 40)
     blocks = takes(line, 5, 1, 3, 1, 5, 1)
     for block in (blocks[4], blocks[2], blocks[0]):
-        line.free_ready(block)
+        line.free(block)
     assert [block.start // MiB for block in takes(line, 2, 4, 4)] == [6, 10, 0]
 
 
 def test_the_end_of_the_line_comes_last_however_well_it_fits() -> None:
     line = Line(1 << 40)
     large, _ = takes(line, 22, 1)
-    line.free_ready(large)
+    line.free(large)
     assert take(line, 9 * MiB).start == 0
 
 
@@ -164,7 +164,7 @@ def test_what_is_done_joins_where_none_of_it_is_large_enough() -> None:
 def test_blocks_without_memory_come_after_what_others_left() -> None:
     line = Line(1 << 40)
     large, _, left, _ = takes(line, 64, 1, 8, 1)
-    line.free_ready(large)
+    line.free(large)
     line.unback(line.spare()[:1])
     line.free(left, 2, 1)
     assert take(line, 4 * MiB, 1, everything).start == 65 * MiB
@@ -174,7 +174,7 @@ def test_blocks_without_memory_come_after_what_others_left() -> None:
 def test_spare_chunks_are_whole() -> None:
     line = Line(1 << 40)
     _, rest, _ = takes(line, 1, 120, 1)
-    line.free_ready(rest)
+    line.free(rest)
     assert line.spare() == [1, 2]
     block = line.find(70 * MiB, 1, None, nothing)
     assert block is not None and line.spare_besides(block, 70 * MiB) == []
@@ -187,19 +187,21 @@ def test_spare_chunks_that_have_been_free_longest_come_first() -> None:
     line = Line(1 << 40)
     first, _, second, _, end = takes(line, 32, 32, 32, 32, 64)
     for block in (second, end, first):
-        line.free_ready(block)
+        line.free(block)
     assert line.spare() == [2, 4, 5, 0]
 
 
 def test_streams_that_are_gone_are_forgotten_once_they_left_nothing() -> None:
-    line = Line(1 << 40)
-    block = take(line, 4096, 7)
-    line.free(block, 7, 1)
-    line.forget(lambda stream: True)
-    assert line.streams == 1
-    line.settle(everything)
-    line.forget(lambda stream: True)
-    assert line.streams == 0
+    ranks = {1: 0, 2: 1}
+    line = Line(1 << 40, ranks=ranks)
+    line.free(take(line, 4096, 1), 1, 1)
+    line.free(take(line, 4096, 2), 2, 1)
+    for stream in range(3, 100):  # streams that are gone once they were used
+        ranks[stream] = 2
+        line.free(take(line, 4096, stream), stream, 1)
+        del ranks[stream]
+        line.settle(lambda number: int(number > 2))
+    assert set(line.pending_streams()) == {1, 2} <= set(line._left) and len(line._left) < 20
 
 
 def test_many_holes_cost_no_scan() -> None:

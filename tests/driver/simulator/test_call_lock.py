@@ -103,11 +103,10 @@ def in_threads(count: int, work: Callable[[int], None]) -> None:
 def test_no_collection_starts_in_a_call(starts: list[bool], threshold: int) -> None:
     device = sa.Device(0, driver=sd.simulated())
     pool = sa.MemoryPool(device, handle_types=sa.MemHandleType.POSIX_FILE_DESCRIPTOR)
-    end = time.monotonic() + 0.7
 
     def work(_: int) -> None:
         stream = device.create_stream()
-        while time.monotonic() < end:
+        for _ in range(150):
             buffer = pool.allocate(4096, stream)
             ipc.share(buffer)
             cycle: list[object] = [buffer, stream.record()]
@@ -130,7 +129,7 @@ def test_collections_that_others_force(starts: list[bool]) -> None:
     rig = new_rig()
     d, inside, finalised = rig.raw, list[bool](), list[int]()
     context = ok(d.cuCtxGetCurrent())
-    end = time.monotonic() + 0.7
+    end = time.monotonic() + 0.3
 
     class Finalised:
         def __init__(self) -> None:
@@ -191,8 +190,8 @@ def test_an_exception_of_a_handler_comes_after_the_call(alarm: Alarm) -> None:
     pool = rig.pool(threshold=0)
     machine = d._machine
     found = machine.pools.get(int(pool))
-    end = time.monotonic() + 1.5
-    while time.monotonic() < end:
+    end = time.monotonic() + 20
+    while alarm.came < 60 and time.monotonic() < end:
         size = dice.randrange(1, 40 * MiB)
         before = set(machine.allocations.at)
         with contextlib.suppress(Interrupted), alarm(dice.random() * 0.0004):
@@ -205,7 +204,7 @@ def test_an_exception_of_a_handler_comes_after_the_call(alarm: Alarm) -> None:
         for address in left:
             ok(d.cuMemFreeAsync(address, stream))
     ok(d.cuStreamSynchronize(stream))
-    assert alarm.came > 20
+    assert alarm.came == 60
     assert rig.reserved(pool) == 0
     blocks = list(found.line.blocks())
     assert sum(block.size for block in blocks) == found.line.capacity
@@ -239,6 +238,29 @@ def test_handlers_are_in_place_between_calls(alarm: Alarm) -> None:
     assert during != [handle] and seen == [False]
     assert signal.getsignal(signal.SIGALRM) is handle
     assert int(ok(rig.raw.cuMemPoolGetAttribute(pool, attribute))) == 7
+
+
+def test_a_handler_that_raises_where_handlers_are_noted(alarm: Alarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are noted again in the next call, and all are in place after it."""
+    driver = sd.simulated()
+    assert driver.cuInit(0)[0] == 0
+    raised: list[object] = []
+
+    def is_handler(handler: object) -> bool:
+        if not raised:
+            raised.append(handler)
+            raise Interrupted
+        return callable(handler)
+
+    def handle(*_: object) -> None:
+        pass
+
+    signal.signal(signal.SIGALRM, handle)
+    monkeypatch.setattr(call_lock, "callable", is_handler, raising=False)
+    with pytest.raises(Interrupted):
+        driver.cuDeviceGetCount()
+    assert driver.cuDeviceGetCount()[1] == 1
+    assert signal.getsignal(signal.SIGALRM) is handle
 
 
 def test_a_call_that_was_cut_short_breaks_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,11 +319,11 @@ def test_a_storm_of_signals_whose_handler_raises(alarm: Alarm) -> None:
             raise Interrupted
 
     signal.signal(signal.SIGALRM, handle)
-    end = time.monotonic() + 0.7
+    end = time.monotonic() + 20
     gc.disable()  # Python loses what a handler raises in a finaliser
     signal.setitimer(signal.ITIMER_REAL, 2e-4, 2e-4)
     try:
-        while time.monotonic() < end:
+        while came < 100 and time.monotonic() < end:
             for value in (0, 1):
                 held.value = value
                 with contextlib.suppress(Interrupted):
@@ -313,7 +335,7 @@ def test_a_storm_of_signals_whose_handler_raises(alarm: Alarm) -> None:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         gc.enable()
-    assert came > 20
+    assert came >= 100
     d.cuStreamQuery(stream)
     assert signal.getsignal(signal.SIGALRM) is handle
 
@@ -363,9 +385,8 @@ def test_a_handler_that_makes_calls_while_a_wait_ends(alarm: Alarm) -> None:
         alarm.armed = True
         signal.signal(signal.SIGALRM, handle)
         signal.setitimer(signal.ITIMER_REAL, 2e-4)
-        end = time.monotonic() + 0.6
         try:
-            while time.monotonic() < end:
+            for _ in range(200):
                 stream.launch_host_func(lambda: time.sleep(3e-4))
                 stream.synchronize()
         finally:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
-import inspect
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -37,75 +35,122 @@ def call(parameters: str, body: Method, *first: Any) -> Any:
         return body(self, *first, *given)
 
     pairs = [one.partition(":")[::2] for one in parameters.split()]
-    annotations = {name: kind or arguments.BY_NAME.get(name, "Any") for name, kind in pairs}
-    method.__annotations__ = annotations
-    shown = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("self", *annotations)]
-    setattr(method, "__signature__", inspect.Signature(shown))  # noqa: B010
+    method.__annotations__ = {name: kind or arguments.BY_NAME.get(name, "Any") for name, kind in pairs}
     return method
+
+
+_SOURCE = """
+def {name}(self{parameters}):
+    machine = self._machine
+    if exiting():  # the worker may have been stopped for good while it held the lock
+        return (deinitialized, {nothing})
+    if not machine.ready:
+        code = refusal(machine, {before_init})
+        if code is not None:
+            return (code, {nothing})
+    {convert}
+    try:
+        caller = machine.thread.caller
+    except AttributeError:
+        caller = machine.thread.caller = Caller()
+    enter(caller.is_main)
+    machine.timeline.caller = caller
+    try:
+        {find}
+        value = method(self{given})
+    except Fault as fault:
+        return (fault.code, {nothing})
+    except WaitEnded as ended:
+        raise ended.error from None
+    except BaseException as error:
+        machine.cut_short("{name}", error)
+        raise
+    finally:
+        leave(caller.is_main)
+    return (success, {value})
+"""
+"""A driver call. Its parameters keep the objects whose addresses the conversions take."""
 
 
 def driver_call(name: str, method: Method) -> Method:
     """Make a driver call of a method that returns its results and raises :class:`Fault`.
 
     The call returns a tuple of the result code and as many values as the bindings document; after a failure each value
-    is None. Arguments are converted, and objects found, as their annotations say.
+    is None. Arguments are converted, and objects found, as their annotations say. The call is compiled, since a general
+    one would take arguments apart each time.
     """
+    space: dict[str, Any] = {"method": method, **_NAMES}
+    parameters, given, convert, find = [], [], [], []
+    kinds = {one: kind for one, kind in method.__annotations__.items() if one != "return"}
+    defaults = method.__defaults__ or ()
+    for at, (one, annotation) in enumerate(kinds.items(), len(defaults) - len(kinds)):
+        parameters.append(one if at < 0 else f"{one}={defaults[at]!r}")
+        space[f"convert_{one}"], space[f"find_{one}"] = conversion, finder = arguments.kind(one, annotation)
+        converted = f"convert_{one}({one})"
+        if isinstance(conversion, arguments.Handle):
+            space[f"class_{one}"] = conversion.cls
+            converted = f"int({one}) if type({one}) is class_{one} else {converted}"
+        now = one
+        if conversion is not None:
+            now = f"{one}_number"
+            convert.append(f"{now} = {converted}")
+        if finder is not None:
+            find.append(f"{one}_found = find_{one}(machine, {now})")
+            now = f"{one}_found"
+        given.append(now)
     values = value_count(name)
-    annotations = [one for one in method.__annotations__.items() if one[0] != "return"]
-    kinds = [(at, *arguments.kind(*one)) for at, one in enumerate(annotations)]
-    conversions = [(at, convert) for at, convert, _ in kinds if convert is not None]
-    finders = [(at, find) for at, _, find in kinds if find is not None]
-    positional = max((at for at, _ in (*conversions, *finders)), default=-1) + 1
-    before_init = name in _BEFORE_INIT
-    nothing = (None,) * values
-    success, not_initialized = Result.CUDA_SUCCESS, Result.CUDA_ERROR_NOT_INITIALIZED
-    deinitialized = Result.CUDA_ERROR_DEINITIALIZED
-    enter, leave = call_lock.enter, call_lock.leave
-    exiting = sys.is_finalizing  # kept here: at that time a module's own names may be gone
+    source = _SOURCE.format(
+        name=name,
+        parameters="".join(f", {one}" for one in parameters),
+        given="".join(f", {one}" for one in given),
+        convert="\n    ".join(convert),
+        find="\n        ".join(find),
+        before_init=name in _BEFORE_INIT,
+        nothing="None, " * values,
+        value="value" if values == 1 else "*value" if values else "",
+    )
+    exec(compile(source, f"<simulated {name}>", "exec"), space)
+    made: Method = space[name]
+    made.__doc__, made.__module__ = method.__doc__, method.__module__
+    return made
 
-    @functools.wraps(method)
-    def checked(self: Calls, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        machine = self._machine
-        if not machine.ready:
-            machine.check_whole()
-            if machine.forked or not before_init:
-                return (deinitialized if machine.timeline.closed else not_initialized, *nothing)
-        if exiting():  # the worker may have been stopped for good while it held the lock
-            return (deinitialized, *nothing)
-        if kwargs or len(args) < positional:
-            bound = inspect.signature(method).bind(self, *args, **kwargs)
-            bound.apply_defaults()
-            args = bound.args[1:]
-        given: Any = args  # args keep the objects whose addresses the conversions take
-        if positional:
-            given = list(args)
-            for at, converted in conversions:
-                given[at] = converted(given[at])
-        try:
-            caller = machine.thread.caller
-        except AttributeError:
-            caller = machine.thread.caller = call_lock.Caller()
-        is_main = caller.is_main
-        enter(is_main)
-        machine.timeline.caller = caller
-        try:
-            for at, find in finders:
-                given[at] = find(machine, given[at])
-            value = method(self, *given)
-        except Fault as fault:
-            return (fault.code, *nothing)
-        except call_lock.WaitEnded as ended:
-            raise ended.error from None
-        except BaseException as error:
-            machine.cut_short(name, error)
-            raise
-        finally:
-            leave(is_main)
-        if values == 1:
-            return (success, value)
-        return (success, *value) if values else (success,)
 
-    return checked
+def _refusal(machine: Machine, before_init: bool) -> Any:
+    """The code of a call that a machine refuses that is not ready; None where it may be made."""
+    machine.check_whole()
+    if before_init and not machine.forked:
+        return None
+    return Result.CUDA_ERROR_DEINITIALIZED if machine.timeline.closed else Result.CUDA_ERROR_NOT_INITIALIZED
+
+
+_NAMES = {
+    "Caller": call_lock.Caller,
+    "Fault": Fault,
+    "WaitEnded": call_lock.WaitEnded,
+    "deinitialized": Result.CUDA_ERROR_DEINITIALIZED,
+    "enter": call_lock.enter,
+    "exiting": sys.is_finalizing,
+    "leave": call_lock.leave,
+    "refusal": _refusal,
+    "success": Result.CUDA_SUCCESS,
+}
+"""Kept here: while the interpreter exits, a module's own names may be gone."""
+
+
+class _Uncompiled:
+    """A driver call that is compiled when it is first looked up."""
+
+    def __init__(self, owner: type[Calls], name: str) -> None:
+        self._owner, self._name = owner, name
+        self._method = vars(owner)[name]
+        self._exiting = sys.is_finalizing
+        self._refused = (Result.CUDA_ERROR_DEINITIALIZED, *[None] * value_count(name))
+
+    def __get__(self, calls: Any, cls: Any) -> Any:
+        if self._exiting():
+            return lambda *_, **__: self._refused
+        setattr(self._owner, self._name, driver_call(self._name, self._method))
+        return getattr(cls if calls is None else calls, self._name)
 
 
 class Calls:
@@ -117,9 +162,8 @@ class Calls:
     _machine: Machine
 
     def __init_subclass__(cls) -> None:
-        for name, method in list(vars(cls).items()):
-            if name.startswith("cu"):
-                setattr(cls, name, driver_call(name, method))
+        for name in [name for name in vars(cls) if name.startswith("cu")]:
+            setattr(cls, name, _Uncompiled(cls, name))
 
     def _find(self, kind: Any, handle: Any) -> Any:
         """The object of a handle that is no parameter of the call."""
@@ -134,17 +178,23 @@ class Calls:
 
     def _check_launch(self, stream: Stream, name: str) -> None:
         """Refuse work that is not modelled during a capture."""
-        not_modelled(self._machine.graphs.captures and self._captured(stream), f"{name} during stream capture")
+        not_modelled(self._captured(stream), f"{name} during stream capture")
 
-    def _submit(self, stream: Stream, operation: Operation, kind: str) -> None:
-        """Put work into a stream, or into the graph that is being captured from it."""
-        if self._machine.graphs.captures and self._captured(stream):
-            stream.capture.add(kind, operation, stream)
+    def _submit(
+        self, stream: Stream, operation: Operation, kind: str, values: Callable[[], dict[str, Any]] | None = None
+    ) -> None:
+        """Put work into a stream, or into the graph that is being captured from it; ``values`` makes the parameters of
+        its node.
+        """
+        if self._captured(stream):
+            stream.capture.add(kind, operation, stream, None if values is None else values())
         else:
             stream.submit(operation)
 
     def _captured(self, stream: Stream) -> bool:
         """Whether ``stream`` is being captured; fails if work can go neither into the stream nor into the graph."""
+        if not self._machine.graphs.captures:
+            return False
         capture = stream.capture
         if capture is None:
             self._not_behind_captures(stream)
@@ -154,7 +204,15 @@ class Calls:
 
     def _not_behind_captures(self, stream: Stream) -> None:
         """The legacy stream would wait for blocking streams that are being captured; that spoils their captures."""
-        self._spoil([peer.capture for peer in stream.peers or ()], Result.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT)
+        if self._machine.graphs.captures:
+            self._spoil([peer.capture for peer in stream.peers or ()], Result.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT)
+
+    def _not_captured(self, stream: Stream) -> None:
+        """A call that tells of the work of ``stream``: not while that is being captured."""
+        if self._machine.graphs.captures:
+            self._spoil([stream.capture])
+            self._not_behind_captures(stream)
+            self._unsafe_during_capture()
 
     def _unsafe_during_capture(self) -> None:
         """A call that may not be made while a capture runs that forbids it; it spoils that capture."""

@@ -54,7 +54,7 @@ class DeviceCalls(Calls):
     def cuGetErrorString(self, error: Any) -> bytes:
         name = str(self._error(error).name)
         plain = name.removeprefix("CUDA_ERROR_").replace("_", " ").lower()
-        return self._machine.profile.error_strings.get(name, plain).encode()
+        return need(self._machine.profile.error_strings.get(name, plain)).encode()
 
     @staticmethod
     def _error(error: Any) -> Any:
@@ -107,8 +107,9 @@ class DeviceCalls(Calls):
         return (name + b"\0").ljust(length, b" ")
 
     def cuDeviceCanAccessPeer(self, dev: Device, peerDev: Device) -> int:
-        return int(dev is not peerDev)
+        return int(dev is not peerDev and self._machine.has_access(dev.ordinal, peerDev.ordinal))
 
     def cuDeviceGetP2PAttribute(self, attrib: cuda.CUdevice_P2PAttribute, srcDevice: Device, dstDevice: Device) -> int:
         check(srcDevice is not dstDevice, Result.CUDA_ERROR_INVALID_DEVICE)
-        return need(self._machine.profile.peer_attributes.get(_PEER_ATTRIBUTES.get(attrib, "")))
+        link = self._machine.link(srcDevice.ordinal, dstDevice.ordinal)
+        return need(link.attributes.get(_PEER_ATTRIBUTES.get(attrib, "")))

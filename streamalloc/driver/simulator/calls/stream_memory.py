@@ -67,7 +67,7 @@ class StreamMemoryCalls(Calls):
     """cuStreamWaitValue*, cuStreamWriteValue*, cuStreamBatchMemOp."""
 
     def _one(self, kind: int, stream: Stream, address: int, value: int, flags: int) -> None:
-        captured = bool(self._machine.graphs.captures) and self._captured(stream)
+        captured = self._captured(stream)
         operation = self._word_operation(stream.context, kind, address, value, flags, captured)
         self._submit(stream, operation, "BATCH_MEM_OP")
 
@@ -77,7 +77,7 @@ class StreamMemoryCalls(Calls):
     cuStreamWriteValue64 = call("stream addr value:Word64 flags", _one, _WRITE_64)
 
     def cuStreamBatchMemOp(self, stream: Stream, count: UnsignedInt, paramArray: Any, flags: UnsignedInt) -> None:
-        captured = bool(self._machine.graphs.captures) and self._captured(stream)
+        captured = self._captured(stream)
         operation = self._batch(stream.context, paramArray, count, flags, captured)
         if captured:
             stream.capture.add("BATCH_MEM_OP", operation, stream)

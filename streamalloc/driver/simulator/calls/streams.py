@@ -71,18 +71,14 @@ class StreamCalls(Calls):
         self._machine.destroy_stream(hStream)
 
     def cuStreamQuery(self, hStream: Stream) -> None:
-        self._spoil([hStream.capture])
-        self._captured(hStream)
-        self._unsafe_during_capture()
+        self._not_captured(hStream)
         if not hStream.idle and not self._machine.timeline.seeded:
             self._machine.timeline.pump()
         check(hStream.idle, Result.CUDA_ERROR_NOT_READY)
         hStream.context.check()
 
     def cuStreamSynchronize(self, hStream: Stream) -> None:
-        self._spoil([hStream.capture])
-        self._captured(hStream)
-        self._unsafe_during_capture()
+        self._not_captured(hStream)
         clock = hStream.done_with()
         goals = [(hStream, hStream.seq)] + [(peer, peer.seq) for peer in hStream.peers or ()]
         told = hStream.id in self._machine.timeline.ranks  # pools know the stream (observed on H200: test_placements)
@@ -120,7 +116,7 @@ class StreamCalls(Calls):
 
     def cuStreamWaitEvent(self, hStream: Stream, hEvent: Event, Flags: UnsignedInt) -> None:
         # first of all: also where the event was never recorded (observed on H200: test_capture)
-        captured = self._machine.graphs.captures and self._captured(hStream)
+        captured = self._captured(hStream)
         check(Flags in (0, _EXTERNAL))
         if hEvent.capture is not None and not hEvent.capture.running:
             self._spoil([hStream.capture], Result.CUDA_ERROR_INVALID_VALUE)
@@ -142,7 +138,8 @@ class StreamCalls(Calls):
         hEvent.hold(hStream)
 
     def cuLaunchHostFunc(self, hStream: Stream, fn: HostFunctionHandle, userData: HostPointer) -> None:
-        self._submit(hStream, self._host_function(fn, userData), "HOST")
+        operation = self._host_function(fn, userData)
+        self._submit(hStream, operation, "HOST", lambda: {"fn": cuda.CUhostFn(fn), "userData": userData})
 
     def cuStreamAddCallback(
         self, hStream: Stream, callback: StreamCallback, userData: HostPointer, flags: UnsignedInt
@@ -179,7 +176,7 @@ class StreamCalls(Calls):
 
     def _record(self, event: Event, stream: Stream) -> None:
         check(stream.context is event.context, Result.CUDA_ERROR_INVALID_HANDLE)
-        if self._machine.graphs.captures and self._captured(stream):
+        if self._captured(stream):
             # unlike waiting for one this does not break the capture (observed on H200: test_capture)
             check(not event.flags & EventFlag.INTERPROCESS, Result.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
             stream.capture.record(event, stream)
@@ -188,8 +185,9 @@ class StreamCalls(Calls):
 
     def _check_captured(self, event: Event) -> None:
         """An event that was recorded in a capture last cannot be asked, not even once that has ended or is invalid."""
-        check(event.capture is None or (event.capture.running and event.capture.valid))
-        self._spoil([event.capture], Result.CUDA_ERROR_CAPTURED_EVENT)
+        if event.capture is not None:
+            check(event.capture.running and event.capture.valid)
+            self._spoil([event.capture], Result.CUDA_ERROR_CAPTURED_EVENT)
 
     def cuEventQuery(self, hEvent: Event) -> None:
         self._check_captured(hEvent)
