@@ -6,6 +6,8 @@ See :mod:`streamalloc.pool` for stream-ordered memory pools, :mod:`streamalloc.v
 memory from which line, :mod:`streamalloc.plots` for pictures, :mod:`streamalloc.traces` for recording and replaying
 allocations, :mod:`streamalloc.testing` for tests without a GPU, and :mod:`streamalloc.driver` for the choice of a real
 or a simulated driver.
+
+PYTEST_DONT_REWRITE: the package may be imported before pytest starts (``streamalloc run -m pytest``).
 """
 
 import importlib

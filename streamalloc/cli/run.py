@@ -10,7 +10,7 @@ import sys
 from streamalloc.cli.choice import Chosen
 from streamalloc.cli.terminal import Terminal
 from streamalloc.driver.internal import as_asked
-from streamalloc.testing.installing import install, load_kernels
+from streamalloc.testing import install
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,8 +29,7 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
     if not chosen.is_simulated:
         _run(options)
         return 0
-    with install(as_asked(chosen.driver)):
-        load_kernels(options.kernels)
+    with install(as_asked(chosen.driver), kernels=options.kernels):
         _run(options)
     return 0
 

@@ -8,12 +8,13 @@ import os
 import runpy
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from streamalloc.driver import Driver, real, set_default, simulated
+import streamalloc.driver as sd
+from streamalloc.driver import Driver
 from streamalloc.driver.internal import Runtime, as_asked, cuda, default_of_threads, read_choice, runtime
 from streamalloc.testing.compiled import watch_imports
 
@@ -31,7 +32,7 @@ _for_good = contextlib.ExitStack()
 
 
 @contextlib.contextmanager
-def install(machine: Driver | None = None) -> Iterator[Driver]:
+def install(machine: Driver | None = None, *, kernels: Iterable[str] = ()) -> Iterator[Driver]:
     """Put a simulated machine in the place of the CUDA driver, for code that calls it through the bindings.
 
     In the block, the functions of ``cuda.bindings.driver`` and ``cuda.bindings.runtime`` are those of the machine, and
@@ -50,6 +51,9 @@ def install(machine: Driver | None = None) -> Iterator[Driver]:
     ----------
     machine
         The machine, which may be wrapped (:func:`streamalloc.driver.checked`); by default a new one.
+    kernels
+        Python files that register kernels (:func:`streamalloc.testing.kernel`). They are run at the beginning of the
+        block, and in child processes.
 
     Raises
     ------
@@ -58,7 +62,8 @@ def install(machine: Driver | None = None) -> Iterator[Driver]:
     TypeError
         The driver is not a simulated one.
     """
-    driver: Any = as_asked(simulated()) if machine is None else machine
+    driver: Any = as_asked(sd.simulated()) if machine is None else machine
+    files = [os.path.abspath(one) for one in kernels]
     settings = getattr(driver, "settings", None)
     if not isinstance(settings, str):
         raise TypeError(f"machine={driver!r}: must be a simulated machine (streamalloc.driver.simulated)")
@@ -68,16 +73,19 @@ def install(machine: Driver | None = None) -> Iterator[Driver]:
                 raise RuntimeError(f"a machine is installed already: {_targets[cuda.__name__]!r}; end its block first")
             _targets.update({cuda.__name__: driver, runtime().__name__: Runtime(driver)})
         undo.callback(_targets.clear)
-        undo.callback(real.cache_clear)  # the machine may have been found as the real driver
+        undo.callback(sd.real.cache_clear)  # the machine may have been found as the real driver
         for holder, name, stand_in in _places():
             undo.callback(setattr, holder, name, getattr(holder, name))
             setattr(holder, name, stand_in)
-        undo.callback(set_default, default_of_threads())
-        set_default(driver)
-        for variable, value in ((VARIABLE, settings), ("PYTHONPATH", _search_path())):
+        undo.callback(sd.set_default, default_of_threads())
+        sd.set_default(driver)
+        variables = {VARIABLE: settings, KERNELS: os.pathsep.join(files), "PYTHONPATH": _search_path()}
+        for variable, value in variables.items():
             undo.callback(_set_variable, variable, os.environ.get(variable))
             os.environ[variable] = value
         undo.enter_context(watch_imports())
+        for file in files:
+            runpy.run_path(file)
         yield driver
 
 
@@ -123,20 +131,10 @@ def _search_path() -> str:
     return os.pathsep.join([_STARTUP, *others])
 
 
-def load_kernels(paths: list[str]) -> None:
-    """Run Python files that register kernels (:func:`streamalloc.testing.kernel`), in child processes too."""
-    known = os.environ.get(KERNELS, "").split(os.pathsep)
-    for path in map(os.path.abspath, paths):
-        runpy.run_path(path)
-        if path not in known:
-            known.append(path)
-    os.environ[KERNELS] = os.pathsep.join(filter(None, known))
-
-
 def install_in_child() -> None:
     """Install the machine of the parent process for the life of this one; nothing happens where it has none."""
     text = os.environ.get(VARIABLE)
     if text:
         _, settings = read_choice(text, VARIABLE)
-        _for_good.enter_context(install(as_asked(simulated(**settings))))
-        load_kernels(list(filter(None, os.environ.get(KERNELS, "").split(os.pathsep))))
+        kernels = filter(None, os.environ.get(KERNELS, "").split(os.pathsep))
+        _for_good.enter_context(install(as_asked(sd.simulated(**settings)), kernels=kernels))

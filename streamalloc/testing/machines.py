@@ -7,7 +7,6 @@ import functools
 import gc
 import os
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from streamalloc import driver as sd
 from streamalloc.core.internal import Device, imex_channels
@@ -17,12 +16,6 @@ from streamalloc.testing.settling import settle
 
 lasting: Callable[..., Driver] = functools.cache(simulated)
 """Returns the simulated machine of this process with these settings; made at the first call."""
-
-
-def as_text(settings: dict[str, Any]) -> str:
-    """The value of ``STREAMALLOC_DRIVER`` for another process that simulates the machine with these settings."""
-    pairs = (f"{name}={int(value) if isinstance(value, bool) else value}" for name, value in settings.items())
-    return ":".join(filter(None, ["simulated", ",".join(pairs)]))
 
 
 @contextlib.contextmanager

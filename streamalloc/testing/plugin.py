@@ -438,8 +438,7 @@ def streamalloc_installed(request: pytest.FixtureRequest, streamalloc_machine: D
 @pytest.fixture
 def streamalloc_environment(request: pytest.FixtureRequest, streamalloc_machine: Driver) -> dict[str, str]:
     """Environment variables for another process on the test's machine: ``env={**os.environ, **these}``."""
-    from streamalloc.testing import machines
-
-    on_cuda = driver_under_test(request.config) == "cuda"
+    machine: Any = streamalloc_machine
     checks = {name: os.environ[name] for name in ("STREAMALLOC_TEST",) if name in os.environ}
-    return {"STREAMALLOC_DRIVER": "cuda" if on_cuda else machines.as_text(_settings(request)), **checks}
+    on_cuda = driver_under_test(request.config) == "cuda"
+    return {"STREAMALLOC_DRIVER": "cuda" if on_cuda else machine.settings, **checks}

@@ -52,11 +52,6 @@ class SimulatedDriver(
         weakref.finalize(self, machine.close).atexit = False
 
     @property
-    def machine_name(self) -> str:
-        """Value of STREAMALLOC_MACHINE with which another process simulates the same machine."""
-        return self._machine.identity
-
-    @property
     def settings(self) -> str:
         """Value of STREAMALLOC_DRIVER with which another process makes the same machine."""
         spec = self._machine.spec

@@ -17,6 +17,14 @@ def _run_next() -> None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
+def _has_bindings() -> bool:
+    """Whether this interpreter has something that the machine can be put in the place of."""
+    try:
+        return importlib.util.find_spec("cuda.bindings") is not None
+    except ModuleNotFoundError:
+        return False
+
+
 def _install() -> None:
     if importlib.util.find_spec("streamalloc") is None:
         sys.path.append(os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 3)))
@@ -26,11 +34,10 @@ def _install() -> None:
 
 
 _run_next()
-if os.environ.get("STREAMALLOC_INSTALL"):
+if os.environ.get("STREAMALLOC_INSTALL") and _has_bindings():
     try:
         _install()
     except Exception:
         # Without the machine the program must not run: it would reach the real driver.
         traceback.print_exc()
-        print("streamalloc: the simulated machine of the parent process could not be installed", file=sys.stderr)
-        os._exit(1)
+        raise SystemExit("streamalloc: the simulated machine of the parent process could not be installed") from None

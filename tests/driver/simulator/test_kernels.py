@@ -107,6 +107,17 @@ def test_the_bindings_refuse_other_packings(raw: Any, scale: list[Any]) -> None:
             launch(raw, function, wrong)
 
 
+def test_more_and_fewer_arguments_than_parameters(raw: Any, scale: list[Any]) -> None:
+    function, memory = load(raw), ones(raw)
+    values, kinds = typed(memory, 2.0)
+    ok(launch(raw, function, ((*values, 7), (*kinds, ctypes.c_int))))
+    assert contents(raw, memory) == {2.0}
+    with pytest.raises(NotImplementedError, match="fewer arguments than 'scale'"):
+        launch(raw, function, (values[:2], kinds[:2]))
+    for none in (None, 0, ((), ())):
+        assert launch(raw, function, none) == (cuda.CUresult.CUDA_ERROR_INVALID_VALUE,)
+
+
 def plain(x: int, count: np.int32) -> None:
     """A kernel whose first parameter has no size."""
 
@@ -312,13 +323,14 @@ def test_unmapping_waits_for_a_kernel_that_runs(raw: Any) -> None:
     def slow(address: int) -> None:
         begun.set()
         go.wait(10)
-        seen.append(int(testing.device_view(address, 1)[0]))
+        view = testing.device_view(address, 1)
+        seen.append((int(view[0]), view.flags.writeable))
 
     properties = cuda.CUmemAllocationProp()
     properties.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
     properties.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
     access = cuda.CUmemAccessDesc()
-    access.location, access.flags = properties.location, cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    access.location, access.flags = properties.location, cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READ
     size = 2 << 20
     memory, address = ok(raw.cuMemCreate(size, properties, 0)), ok(raw.cuMemAddressReserve(size, 0, 0, 0))
     ok(raw.cuMemMap(address, size, 0, memory, 0))
@@ -329,7 +341,7 @@ def test_unmapping_waits_for_a_kernel_that_runs(raw: Any) -> None:
     ok(raw.cuMemUnmap(address, size))
     testing.unregister_kernel("slow")
     ok(raw.cuCtxSynchronize())
-    assert seen == [0]
+    assert seen == [(0, False)]
     ok(raw.cuMemRelease(memory))
     ok(raw.cuMemAddressFree(address, size))
 

@@ -57,6 +57,8 @@ def test_a_call_makes_the_primary_context_current() -> None:
     ok(rt.cudaSetDevice(1))
     assert int(driver.cuCtxGetDevice()[1]) == ok(rt.cudaGetDevice()) == 1
     assert ok(rt.cudaPointerGetAttributes(ok(rt.cudaMalloc(100)))).device == 1
+    assert ok(rt.cudaDeviceGetByPCIBusId(ok(rt.cudaDeviceGetPCIBusId(16, 1)))) == 1
+    assert int(driver.cuCtxGetDevice_v2(None)[1]) == 1
     assert rt.cudaSetDevice(2) == (Error.cudaErrorInvalidDevice,)
     ok(rt.cudaSetDeviceFlags(cudart.cudaDeviceScheduleSpin))
     assert ok(rt.cudaGetDeviceFlags()) == cudart.cudaDeviceScheduleSpin | cudart.cudaDeviceMapHost
@@ -95,6 +97,12 @@ def test_copies_by_kind(rt: Any) -> None:
     assert wrong == (Error.cudaErrorInvalidPitchValue,)
     with pytest.raises(AttributeError):
         rt.cudaMemcpy(row, source, 64, 1)
+    order = cudart.cudaMemcpyAttributes()
+    order.srcAccessOrder = cudart.cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderStream
+    ok(rt.cudaMemcpyBatchAsync([row, row + 32], [source[2], plane], [16, 16], 2, [order], [0], 1, stream))
+    ok(rt.cudaStreamSynchronize(stream))
+    ok(rt.cudaMemcpy(found, row, 64, Kind.cudaMemcpyDeviceToHost))
+    assert (found[0] == source[2]).all() and (found[2] == 7).all()
 
 
 def test_structs_enumerations_and_handles(rt: Any) -> None:

@@ -107,6 +107,9 @@ class ContextCalls(Calls):
     def cuCtxGetDevice(self) -> Any:
         return cuda.CUdevice(self._machine.current().device.ordinal)
 
+    def cuCtxGetDevice_v2(self, ctx: ContextOrCurrent) -> Any:
+        return cuda.CUdevice(ctx.device.ordinal)
+
     def cuCtxSynchronize(self) -> None:
         self._synchronize(self._machine.current())
 

@@ -9,7 +9,7 @@ from streamalloc.driver.bindings import cuda
 
 from .. import arguments
 from ..arguments import Device, Int, UnsignedInt
-from ..errors import Fault, Result, check, need
+from ..errors import Fault, Result, check, need, not_modelled
 from .base import Calls
 
 
@@ -105,6 +105,13 @@ class DeviceCalls(Calls):
         check(length > len(name))
         # observed on H200 (test_device): one terminating zero, and the rest of the buffer as it was
         return (name + b"\0").ljust(length, b" ")
+
+    def cuDeviceGetByPCIBusId(self, pciBusId: Any) -> Any:
+        """By the name that cuDeviceGetPCIBusId returns. The documentation allows shorter ones, too."""
+        wanted = bytes(pciBusId).partition(b"\0")[0].decode(errors="replace").lower()
+        known = {_pci(device): device.ordinal for device in self._machine.devices}
+        not_modelled(wanted not in known, f"the PCI bus ID {wanted!r}: known are {', '.join(known)}")
+        return cuda.CUdevice(known[wanted])
 
     def cuDeviceCanAccessPeer(self, dev: Device, peerDev: Device) -> int:
         return int(dev is not peerDev and self._machine.has_access(dev.ordinal, peerDev.ordinal))

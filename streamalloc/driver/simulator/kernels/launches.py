@@ -16,7 +16,7 @@ from .. import call_lock
 from ..allocations import Allocation, is_reachable
 from ..constants import READ, READ_WRITE, device_place
 from ..contexts import Context
-from ..errors import Result
+from ..errors import Result, not_modelled
 from ..machine import Machine
 from ..timeline import HostFunction
 from .registry import Extent, Kernel, run_for
@@ -91,6 +91,8 @@ class Launch(HostFunction):
             writable = any(covering)
         call_lock.enter()
         try:
+            if writable and self._uses is None and size:
+                writable = _may_use(self._machine, self._context, address, size, write=True)
             if size and not _may_use(self._machine, self._context, address, size, writable):
                 raise NoAccess(f"no memory that device {self.device} may use: {size} bytes at {address:#x}")
         finally:
@@ -114,6 +116,8 @@ def _may_use(machine: Machine, context: Context, address: int, size: int, write:
         if allocation is None:
             break
         there = True
+        on_team = allocation.mapping is not None and allocation.mapping.is_multicast
+        not_modelled(on_team, "a view of multicast memory: use testing.multimem_st, _red and _ld_reduce")
         if not _has_right(allocation, context, write):
             return False
         at = allocation.base + allocation.size

@@ -29,12 +29,14 @@ def unpack(name: str, params: Any, extra: Any, types: tuple[Any, ...] | None) ->
     if buffer:
         return _from_buffer(buffer, _known(name, types))
     if not slots:
-        # Before types are asked for: without parameters there is nothing to read.
-        check(not types or params == ((), ()))
+        check(not types)
         return ()
     if isinstance(params, tuple):
-        addresses = _addresses(slots, len(params[0]))
-        return tuple(_given(*one) for one in zip(addresses, *params, strict=True))
+        count = len(params[0])
+        missing = types is not None and count < len(types)
+        not_modelled(missing, f"fewer arguments than {name!r} has parameters: the real driver crashes")
+        cells = tuple(_given(*one) for one in zip(_addresses(slots, count), *params, strict=True))
+        return cells if types is None else cells[: len(types)]
     known = _known(name, types)
     pairs = zip(_addresses(slots, len(known)), known, strict=True)
     return tuple(_read(address, kind) for address, kind in pairs)

@@ -209,7 +209,8 @@ def run_for(launch: Launch, function: Callable[..., object], arguments: tuple[An
 def device_view(address: int, shape: int | tuple[int, ...], dtype: npt.DTypeLike = np.uint8) -> npt.NDArray[Any]:
     """Simulated memory as a NumPy array, for the kernel that runs on this thread. It is valid until the kernel returns.
 
-    The array is read-only where the kernel is registered with ``reads`` or ``writes`` and no write covers the memory.
+    The array is read-only where the device may only read the memory, and where the kernel is registered with ``reads``
+    or ``writes`` and no write covers it.
 
     Parameters
     ----------

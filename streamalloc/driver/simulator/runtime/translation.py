@@ -41,12 +41,12 @@ class Argument:
 
     def __init__(self, name: str, theirs: str, ours: str) -> None:
         self._name, self._is_pointer = name, not theirs
-        self._list = theirs.startswith("[]")
+        self._list = ours.startswith("[]")
         self._from: Any = getattr(runtime(), theirs.removeprefix("[]"), None)
         self._to: Any = getattr(cuda, ours.removeprefix("[]"), None)
 
     def __call__(self, value: Any) -> Any:
-        if self._list and self._from is not None:
+        if self._list:
             return value if value is None else [self._one(item) for item in value]
         return self._one(value)
 
@@ -56,7 +56,8 @@ class Argument:
             value.value  # noqa: B018  # the bindings read it, and raise AttributeError for others
             return cls(int(value))
         if not (_is_struct(cls) and _is_struct(self._from)):
-            return address(value) if self._is_pointer else value
+            found = address(value) if self._is_pointer else value
+            return cls(found) if self._list and self._is_pointer else found
         if value is None:
             return None
         if not isinstance(value, self._from):
