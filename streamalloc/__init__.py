@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from streamalloc.pool import CacheStatistics, CachingAllocator, MemoryPool, PoolAttributes, PoolStatistics, allocate
     from streamalloc.pool.pointers import MemoryKind, PointerAttributes, pointer_attributes
 
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"
 
 __all__ = [
     "AddressSpaceError",

@@ -44,8 +44,11 @@ class Peer(NamedTuple):
     """
 
     pid: int
+    """Process id; 0 for a process of another PID namespace."""
     uid: int
+    """User id."""
     gid: int
+    """Group id."""
 
 
 _CREDENTIALS = struct.Struct("3i")
@@ -133,7 +136,9 @@ class Message(NamedTuple):
     """A received message: bytes and descriptors."""
 
     data: bytes
+    """The bytes that were sent."""
     handles: tuple[Fd, ...]
+    """The file descriptors that came along; the receiver owns them."""
 
 
 # Magic, version, number of descriptors, bytes of data.

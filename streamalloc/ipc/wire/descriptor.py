@@ -86,10 +86,12 @@ class Foreign:
 
 
 class Chunk(NamedTuple):
-    """A chunk of physical memory: an id of 16 bytes, the size in bytes, and the handle if that is bytes."""
+    """A chunk of physical memory."""
 
     id: bytes
+    """16 bytes that name the memory for all processes."""
     nbytes: int
+    """Size in bytes."""
     fabric: bytes = b""
     """64 bytes, the fabric handle; empty if a file descriptor travels instead."""
 
