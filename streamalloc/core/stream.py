@@ -170,6 +170,8 @@ class Stream(Closes):
             stream._session.create(stream, "_raw", "cuStreamCreateWithPriority", int(flags), priority)
         stream._open(non_blocking=not blocking)
         _made_here(stream._session).add(stream)
+        if name:
+            _named(stream._session)[stream._number] = stream
         listener = stream._session.listener
         if name and listener is not None:
             listener.named(stream._raw, name)
@@ -745,6 +747,15 @@ def end_of(stream: Stream) -> list[Event]:
     The list stays empty if the driver refuses to record the event.
     """
     return stream._last
+
+
+_named: PerDriver[weakref.WeakValueDictionary[int, Stream]] = PerDriver(lambda _: weakref.WeakValueDictionary())
+
+
+def name_of_stream(session: Session, handle: int) -> str:
+    """The name of the open stream with a handle; empty for a stream without one."""
+    stream = _named(session).get(handle)
+    return "" if stream is None or stream.closed else stream.name
 
 
 def spare_events(stream: Stream) -> set[int]:

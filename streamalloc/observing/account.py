@@ -18,13 +18,13 @@ from contextvars import ContextVar
 from typing import Any
 
 from streamalloc.core.errors import OutOfMemoryError, refused, size_text
-from streamalloc.core.internal import Allocator, Device, watching_of, work
+from streamalloc.core.internal import Allocator, Device, name_of_stream, watching_of, work
 from streamalloc.core.properties import MemLocation
-from streamalloc.core.session import Session
+from streamalloc.core.session import Session, session_of
 from streamalloc.multicast import SymmetricMemory
 from streamalloc.observing.profiler import Profiler
 from streamalloc.observing.records import Allocation, Happening, Phase, Source, sites
-from streamalloc.observing.report import places
+from streamalloc.observing.report import largest
 from streamalloc.pool import CachingAllocator
 from streamalloc.pool.internal import collect_dropped
 from streamalloc.vmm import AddressRange, VirtualBuffer
@@ -138,17 +138,21 @@ class Account:
                 raise self._over(limit, whose, nbytes, "cuMemCreate" if allocator is None else "cuMemAllocAsync")
 
     def _over(self, limit: int, whose: str, nbytes: int, call: str) -> OutOfMemoryError:
-        largest = "; ".join(map(str, places(tuple(self.live.values()))[:3]))
         why = f"{whose}, {size_text(limit)}, leaves no room for {size_text(nbytes)}"
-        have = f"{size_text(self.nbytes)} are allocated{f', most of it {largest}' if largest else ''}"
-        error = refused(OutOfMemoryError, call, f"{why}: {have}")
+        error = refused(OutOfMemoryError, call, f"{why}: {size_text(self.nbytes)} are allocated")
         error.requested, error.used, error.limit = nbytes, self.nbytes, limit
+        error.holders = tuple(largest(self.live.values()))
         return error
+
+    def holders(self, location: MemLocation) -> list[str]:
+        """The lines whose allocations are live in a location, most bytes first."""
+        self._keep(threading.get_ident())
+        return largest(one for one in tuple(self.live.values()) if one.source.location == location)
 
     def allocated(self, allocator: Allocator | None, address: int, nbytes: int, stream: Any) -> None:
         """Memory was allocated."""
         if allocator is not None:
-            one = self._allocation(address, nbytes, int(stream), self._source(allocator), sites(self._depth))
+            one = self._from(allocator, address, nbytes, int(stream))
             self._note(_ALLOCATED, one, one.stream)
             self.look()
             if self._on_allocate is not None:
@@ -157,7 +161,7 @@ class Account:
     def failed(self, allocator: Allocator | None, nbytes: int, stream: Any) -> None:
         """The driver has refused an allocation."""
         if allocator is not None:
-            one = self._allocation(0, nbytes, int(stream), self._source(allocator), sites(self._depth))
+            one = self._from(allocator, 0, nbytes, int(stream))
             self._note(_FAILED, one, one.stream)
 
     def freed(self, address: int, stream: Any) -> None:
@@ -179,7 +183,7 @@ class Account:
             where = getattr(memory, "location", None)
             if not (self._everything or any(where == one.location for one in self._devices)) or not is_counted(memory):
                 return
-        source = Source("mapping", getattr(memory, "location", MemLocation.none()), "physical memory")
+        source = Source("mapping", getattr(memory, "location", MemLocation.none()), "")
         one = self._allocation(address, memory.nbytes, 0, source, sites(self._depth))
         self._note(_ALLOCATED, one, 0)
         self.look()
@@ -193,18 +197,24 @@ class Account:
     def _spanned(self, address: int) -> bool:
         return any(start <= address < stop for start, stop in self._spans)
 
-    def _allocation(self, address: int, nbytes: int, stream: int, source: Source, where: Any) -> Allocation:
+    def _from(self, allocator: Allocator, address: int, nbytes: int, stream: int) -> Allocation:
+        name = name_of_stream(session_of(allocator), stream)
+        return self._allocation(address, nbytes, stream, self._source(allocator), sites(self._depth), name)
+
+    def _allocation(
+        self, address: int, nbytes: int, stream: int, source: Source, where: Any, name: str = ""
+    ) -> Allocation:
         phase = self.phase.get()
         path = "" if phase is None else phase.path
         return Allocation(
-            address, nbytes, stream, threading.get_ident(), self.tag.get(), path, time.time_ns(), where, source
+            address, nbytes, stream, threading.get_ident(), self.tag.get(), path, time.time_ns(), where, source, name
         )
 
     def _source(self, allocator: Allocator) -> Source:
         found = self._sources.get(allocator)
         if found is None:
-            cached = isinstance(allocator, CachingAllocator)
-            found = Source("cache" if cached else "pool", allocator.location, repr(allocator))
+            pool = allocator.pool if isinstance(allocator, CachingAllocator) else allocator
+            found = Source("pool" if pool is allocator else "cache", allocator.location, getattr(pool, "name", ""))
             self._sources[allocator] = found
         return found
 
@@ -314,12 +324,10 @@ def _spans(target: object) -> list[tuple[int, int]]:
 def _mapped_in(target: object) -> list[tuple[int, int, Source]]:
     """The mappings that an object has already: address, bytes and source."""
     if isinstance(target, (VirtualBuffer, AddressRange)):
-        return [
-            (one.address, one.nbytes, Source("mapping", one.memory.location, repr(target))) for one in target.mappings
-        ]
+        return [(one.address, one.nbytes, Source("mapping", one.memory.location, "")) for one in target.mappings]
     if isinstance(target, SymmetricMemory):
         return [
-            (start, stop - start, Source("mapping", device.location, repr(target)))
+            (start, stop - start, Source("mapping", device.location, ""))
             for (start, stop), device in zip(_spans(target), target.devices, strict=True)
         ]
     return []

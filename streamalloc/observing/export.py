@@ -82,7 +82,7 @@ def _entries(one: Happening) -> Iterator[dict[str, Any]]:
 
 
 def _frames(one: Allocation) -> list[dict[str, Any]]:
-    words = [f"{name}: {word}" for name, word in (("tag", one.tag), ("phase", one.phase)) if word]
+    words = [f"{name}: {word}" for name, word in one.names]
     found = [{"filename": site.file, "line": site.line, "name": site.function} for site in one.sites]
     return found + [{"filename": word, "line": 0, "name": ""} for word in words]
 
@@ -199,7 +199,8 @@ def save_chrome(
 
 
 def _counter(one: Allocation) -> str:
-    return f"{one.source.kind} {one.source.location}"
+    name = f" {one.source.name!r}" if one.source.name else ""
+    return f"{one.source.kind}{name} {one.source.location}"
 
 
 def _before(history: Iterable[Happening], live: Iterable[Allocation]) -> dict[int, Allocation]:
