@@ -11,10 +11,12 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 from streamalloc.core.errors import OutOfMemoryError, refused, size_text
@@ -22,6 +24,7 @@ from streamalloc.core.internal import Allocator, Device, name_of_stream, watchin
 from streamalloc.core.properties import MemLocation
 from streamalloc.core.session import Session, session_of
 from streamalloc.multicast import SymmetricMemory
+from streamalloc.observing.export import Log
 from streamalloc.observing.profiler import Profiler
 from streamalloc.observing.records import Allocation, Happening, Phase, Source, sites
 from streamalloc.observing.report import largest
@@ -51,6 +54,7 @@ class Account:
         on_allocate: Hook | None,
         on_free: Hook | None,
         profiler: Profiler | None,
+        log: str | Path | None,
     ) -> None:
         self.limit: int = limit
         """Bytes that may be allocated at once; 0: no limit."""
@@ -67,6 +71,11 @@ class Account:
         """Innermost phase of the thread or task."""
         self.tag: ContextVar[str] = ContextVar("tag", default="")
         self.profiler = profiler
+        self._log_path = log
+        self._log: Log | None = None
+        self._logged = False
+        """Whether the file of the log was begun."""
+        self._unwritten: deque[Happening] = deque()
         self._depth = depth
         self._on_allocate = on_allocate
         self._on_free = on_free
@@ -89,6 +98,9 @@ class Account:
     def start(self) -> None:
         """Begin to record; idempotent."""
         if not self.started:
+            if self._log_path is not None:
+                self._log = Log(self._log_path, append=self._logged)
+                self._logged = True
             self.started = True
             for address, nbytes, source in self._before:
                 self._note(_ALLOCATED, self._allocation(address, nbytes, 0, source, ()), 0)
@@ -106,6 +118,9 @@ class Account:
                     undo.callback(watching_of(session).remove, self)
                 self.settle()
             self.started = False
+            if self._log is not None:
+                self._log.close()
+                self._log = None
 
     def begin(self, phase: Phase) -> None:
         """Record a phase that begins."""
@@ -163,6 +178,7 @@ class Account:
         if allocator is not None:
             one = self._from(allocator, 0, nbytes, int(stream))
             self._note(_FAILED, one, one.stream)
+            self.look()
 
     def freed(self, address: int, stream: Any) -> None:
         """Memory is about to be freed. Called by finalisers."""
@@ -265,6 +281,19 @@ class Account:
     def _enter_all(self) -> None:
         while self._notes:
             self._enter(*self._notes[0])
+        if self._unwritten and self._log is not None:
+            self._write(self._log, len(self._unwritten))
+
+    def _write(self, log: Log, count: int) -> None:
+        try:
+            log.write([self._unwritten[at] for at in range(count)])
+            for _ in range(count):
+                self._unwritten.popleft()
+        except OSError as error:
+            self._log = None
+            log.close()
+            self._unwritten.clear()
+            warnings.warn(f"the log of allocations ends here: {error}", RuntimeWarning, stacklevel=2)
 
     def _enter(self, kind: int, what: Any, stream: int, thread: int, now: int) -> None:
         untold: tuple[Allocation, ...] = ()
@@ -303,6 +332,8 @@ class Account:
             happened = (Happening("failure", what, now, stream, thread),) if kind == _FAILED else ()
         self.nbytes = total
         self.happened += happened
+        if self._log is not None:
+            self._unwritten += happened
         self._gone += gone
         self._untold += untold
         del self._notes[0]
