@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from typing import TYPE_CHECKING, Any, Protocol
 
+from streamalloc.core.awaiting import finished
 from streamalloc.core.deferred import OFTEN, deferred_queue, refused_to_end, work
 from streamalloc.core.errors import ClosedError, error_from
 from streamalloc.core.properties import checked_type
@@ -144,6 +146,19 @@ class Event(Closes):
         """Block the host until the work before the event is done (``cuEventSynchronize``)."""
         self._session.call("cuEventSynchronize", self._checked_raw())
         work(self._session, OFTEN)
+
+    def __await__(self) -> Generator[Any, None, None]:
+        """Wait in a coroutine of :mod:`asyncio` as :meth:`synchronize` does; the loop runs other tasks meanwhile.
+
+        No thread is used: the loop queries the event at intervals of 1 to 10 ms (``cuEventQuery``). An event that is
+        recorded again meanwhile is done when the later record is.
+
+        Raises
+        ------
+        ClosedError
+            The event was closed, perhaps during the wait.
+        """
+        return finished(self).__await__()
 
     def elapsed_since(self, start: Event) -> float:
         """Milliseconds between two recorded events that measure time (``cuEventElapsedTime``).

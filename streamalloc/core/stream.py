@@ -11,10 +11,11 @@ import ctypes
 import enum
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias, Union, cast
 
+from streamalloc.core.awaiting import finished_once
 from streamalloc.core.deferred import OFTEN, Deferred, HandleEnd, deferred_queue, refused_to_end, work
 from streamalloc.core.errors import CaptureError, ClosedError, CudaError, NotReadyError, error_from, refused
 from streamalloc.core.event import Event, EventLike, Spares, destroy_event, foreign_event, is_done
@@ -483,6 +484,14 @@ class Stream(Closes):
         else:
             self._call("cuStreamSynchronize")
         work(self._session, OFTEN)
+
+    def __await__(self) -> Generator[Any, None, None]:
+        """Wait in a coroutine of :mod:`asyncio` for the work queued so far; the loop runs other tasks meanwhile.
+
+        As ``await stream.record()`` (:meth:`Event.__await__`). Work that is queued during the wait is not waited for.
+        """
+        self._refuse_capture("cuEventQuery", "await it after the capture")
+        return finished_once(self.record()).__await__()
 
     def query(self) -> bool:
         """Whether all work queued so far is done (``cuStreamQuery``)."""
