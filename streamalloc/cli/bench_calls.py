@@ -266,7 +266,6 @@ ROWS = (
             Target(OURS, 1.25, RAW),
             Target(CACHED, 0.75, C_LOOP),
             Target(CACHED, 1.0, CUPY_CACHING),
-            Target(OURS, 25.0, simulated=True),
         ),
     ),
     Row(

@@ -90,7 +90,7 @@ ROWS = (
         "host_memory",
         "Host memory of a live buffer",
         {"the bindings' pointer": pointer_memory, "streamalloc": buffer_memory},
-        (Target("streamalloc", 250.0), Target("streamalloc", 250.0, simulated=True)),
+        (Target("streamalloc", 250.0),),
         most=1,
         unit="bytes",
         rounds="once",
