@@ -51,9 +51,6 @@ class Exportable(MemoryBase):
         self._check_usable()
         if not self.host_accessible:
             raise ValueError(f"{self!r} is in device memory, which the host cannot reach: copy it with copy_to")
-        listener = self._session.listener
-        if listener is not None and self.nbytes:
-            listener.used(self.address, self.nbytes, None, False)
         flat = np.asarray(self).view(dtype)
         return flat if shape is None else flat.reshape(shape)
 
@@ -95,6 +92,8 @@ class Exportable(MemoryBase):
         self._check_usable()
         if not self.host_accessible:
             raise AttributeError(f"{self!r} is not accessible from the host")
+        if self.nbytes:
+            self.used(write=False, on_host=True)
         # numpy 2.2 takes the address 0 of empty memory for a missing one; that of no bytes is never used.
         data = (self.address or 1, self._read_only(on_host=True))
         return {"shape": (self.nbytes,), "typestr": "|u1", "data": data, "version": 3}
@@ -162,7 +161,10 @@ class Exportable(MemoryBase):
                 if self._session.listener is not None and not (stream is None and self.host_accessible):
                     self.used(Stream.of_handle(ours.device, handle, self), write=False)
         # A consumer that names no stream may use the address at once.
-        unordered = on_host or stream == -1 or (stream is None and self.host_accessible)
+        of_host = on_host or (stream is None and self.host_accessible)
+        if of_host and self.nbytes:
+            self.used(write=False, on_host=True)
+        unordered = of_host or stream == -1
         part = dlpack.part(self, self.address if unordered else self._at, self.nbytes, device)
         if self._read_only(on_host=on_host):
             part.flags.writeable = False

@@ -7,6 +7,7 @@ from typing import Any
 
 from streamalloc.driver.checker.capture import Node
 from streamalloc.driver.checker.clocks import CERTAIN, Actor, Clock, Obstacle, Stream
+from streamalloc.driver.checker.element_types import ElementTypes
 from streamalloc.driver.checker.events import Event
 from streamalloc.driver.checker.interprocess import Interprocess
 from streamalloc.driver.checker.judge import Judge, missing_order
@@ -59,6 +60,7 @@ class Uses(Streams):
         self.sources: QueuedSources = QueuedSources(
             self.timeline, self.foreign, self.judge, lambda: self.unseen_kernels
         )
+        self.types: ElementTypes = ElementTypes(self.addresses, self.judge)
         self.uninitialized: bool = False
         """Whether copies of unwritten memory are reported."""
         self.unseen_kernels: bool = False
@@ -158,6 +160,7 @@ class Uses(Streams):
     ) -> None:
         pieces, what, stack, kernel = node.pieces, node.what, node.stack, node.kernel
         self._prepare(pieces)
+        self.types.forget(pieces)
         capture = self.capture_of(stream)
         if capture is not None:
             capture.add(stream, node)
