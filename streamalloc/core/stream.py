@@ -11,7 +11,7 @@ import ctypes
 import enum
 import threading
 import weakref
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias, Union, cast
 
@@ -19,6 +19,7 @@ from streamalloc.core.awaiting import finished_once
 from streamalloc.core.deferred import OFTEN, Deferred, HandleEnd, deferred_queue, refused_to_end, work
 from streamalloc.core.errors import CaptureError, ClosedError, CudaError, NotReadyError, error_from, refused
 from streamalloc.core.event import Event, EventLike, Spares, destroy_event, foreign_event, is_done
+from streamalloc.core.html import Row, Shown
 from streamalloc.core.library_streams import (
     CuPyStreamLike,
     NumbaStreamLike,
@@ -67,7 +68,7 @@ _DEFAULT = Kind.DEFAULT
 _BORROWED = Kind.BORROWED
 
 
-class Stream(Closes):
+class Stream(Closes, Shown):
     """A stream of one device.
 
     Made by :meth:`Device.create_stream`, :attr:`Device.default_stream` or :attr:`Device.per_thread_stream`;
@@ -626,6 +627,13 @@ class Stream(Closes):
             result = destroy(raw)[0]
             if result:
                 refused_to_end(self._session, "cuStreamDestroy", raw, result)
+
+    def _about(self) -> Iterator[Row]:
+        yield from (("name", self.name),) * bool(self.name)
+        yield "handle", f"{int(self._checked_raw()):#x}"
+        yield "device", self.device
+        with self._session.relaxed():
+            yield "state", "capturing" if self._captured() else "idle" if self.query() else "has work to do"
 
     def __repr__(self) -> str:
         if getattr(self, "_raw", None) is None:

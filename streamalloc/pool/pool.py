@@ -19,7 +19,7 @@ from streamalloc.core.errors import (
     size_text,
     undoing,
 )
-from streamalloc.core.html import Drawn, escape, place
+from streamalloc.core.html import Drawn, Row, gauge, place
 from streamalloc.core.internal import (
     FABRIC_NEEDS,
     Allocator,
@@ -470,10 +470,13 @@ class MemoryPool(Allocator, Closes, Drawn):
         name = f" {self.name!r}" if self.name else ""
         return f"{name}{kind} {self.location} {state}"
 
-    def _repr_html_(self) -> str:
-        name = f" {escape(repr(self.name))}" if self.name else ""
-        title = f"<b>Memory pool</b>{name} of {place(self.location)} (handle {int(self._raw):#x})"
-        return f"{title}, closed" if self._closed else title + self.statistics()._repr_html_()
+    def _about(self) -> Iterator[Row]:
+        self._checked_raw()
+        now = self.statistics()
+        yield from (("name", self.name),) * bool(self.name)
+        yield "memory of", place(self.location)
+        yield "handle", f"{int(self._raw):#x}"
+        yield from ((name.replace("_", " "), gauge(value, now.reserved_high)) for name, value in now._asdict().items())
 
 
 class MadeCurrent(Leaves):
