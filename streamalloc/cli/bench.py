@@ -19,11 +19,11 @@ from streamalloc.cli.terminal import Terminal
 
 FULL = Effort(
     rounds=25, block=0.01, live=(10, 1_000, 100_000, 1_000_000), host_buffers=10_000, imports=15, growths=24,
-    whole_devices=6, evictions=9, evicted=8 << 30, replays=9,
+    evictions=9, evicted=8 << 30, replays=9,
 )  # fmt: skip
 QUICK = Effort(
     rounds=11, block=0.002, live=(10, 1_000, 100_000), host_buffers=1_000, imports=3, growths=6,
-    whole_devices=2, evictions=3, evicted=1 << 30, replays=3,
+    evictions=3, evicted=1 << 30, replays=3,
 )  # fmt: skip
 
 _AREAS = (bench_calls, bench_host, bench_vmm, bench_ipc, bench_store, bench_traces)

@@ -354,27 +354,6 @@ ROWS = (
         most=_QUEUED,
     ),
     Row(
-        "synchronize",
-        "Synchronize a stream that is idle",
-        {
-            RAW: lambda bench: partial(bench.driver.cuStreamSynchronize, bench.raw_stream),
-            OURS: lambda bench: bench.stream.synchronize,
-            "cuda.core": with_(CudaCore, lambda cuda: cuda.stream.sync),
-            "CuPy": with_(CuPy, lambda cupy: cupy.stream.synchronize),
-            "PyTorch": with_(PyTorch, lambda torch: torch.stream.synchronize),
-        },
-    ),
-    Row(
-        "query",
-        "Ask whether a stream is idle",
-        {
-            RAW: lambda bench: partial(bench.driver.cuStreamQuery, bench.raw_stream),
-            OURS: lambda bench: bench.stream.query,
-            "CuPy": with_(CuPy, lambda cupy: lambda: cupy.stream.done),
-            "PyTorch": with_(PyTorch, lambda torch: torch.stream.query),
-        },
-    ),
-    Row(
         "dlpack",
         "DLPack capsule, without ordering",
         {

@@ -84,7 +84,6 @@ def _import(statement: str) -> Setup:
     return setup
 
 
-_IMPORTS = {statement: _import(statement) for statement in (BASE, OURS)}
 ROWS = (
     Row(
         "host_memory",

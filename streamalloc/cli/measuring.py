@@ -66,8 +66,6 @@ class Effort:
     """Rounds of importing the package."""
     growths: int
     """Rounds of growing a buffer."""
-    whole_devices: int
-    """Rounds of growing a buffer to all device memory."""
     evictions: int
     """Rounds of evicting and restoring a buffer."""
     evicted: int

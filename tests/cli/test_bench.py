@@ -41,7 +41,6 @@ SHORT = Effort(
     host_buffers=200,
     imports=1,
     growths=1,
-    whole_devices=1,
     evictions=1,
     evicted=4 << 20,
     replays=1,
