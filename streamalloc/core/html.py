@@ -37,13 +37,6 @@ def escape(text: str) -> str:
     return html.escape(text)
 
 
-def unescape(text: str) -> str:
-    """The reverse of :func:`escape`."""
-    import html
-
-    return html.unescape(text)
-
-
 def mib(nbytes: int) -> str:
     """A size in MiB, with one decimal."""
     return f"{nbytes / 2**20:,.1f} MiB"
@@ -118,7 +111,8 @@ class Shown:
 
     def __rich__(self) -> Any:
         """The card in a terminal, for ``rich.print``."""
-        # Only rich calls this.
+        # Only rich calls this, so that rich is there.
+        from html import unescape
         from importlib import import_module
 
         try:

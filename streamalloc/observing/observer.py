@@ -186,7 +186,8 @@ def observe(
 ) -> Observer:
     """Make an observer of memory, for a ``with`` block: allocations, their lines, limits and leaks.
 
-    It records every allocation and free, also frees of finalisers and deferred frees. Several observers may observe the
+    It records every allocation and free, also frees of finalisers and deferred frees. While it does, an
+    :class:`OutOfMemoryError` names the lines that hold the memory (``holders``). Several observers may observe the
     same memory, and start and stop in any order. Not recorded: memory allocated before the start (except existing
     mappings of the objects passed), memory owned by the graph of a capture, and memory that another library allocates
     from a pool's handle.

@@ -578,7 +578,7 @@ def pool_holders(session: Session, location: MemLocation, besides: MemoryPool | 
     found: list[tuple[int, str]] = []
     for pool in known_pools(session):
         if pool.location == location and pool is not besides:
-            with contextlib.suppress(ClosedError, CudaError), reading(pool):
+            with contextlib.suppress(ClosedError, CudaError), session.relaxed(), reading(pool):
                 reserved, used = pool.attributes.reserved_mem_current, pool.attributes.used_mem_current
                 name = f"pool {pool.name!r}" if pool.name else f"the pool {int(pool._checked_raw()):#x}"
                 found += [(reserved, f"{name}: {size_text(reserved)} reserved, {size_text(used)} used")] * bool(

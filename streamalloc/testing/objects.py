@@ -194,7 +194,8 @@ class Watch(Leaves):
         found: list[Leak | Kept] = []
         for one in set(threading.enumerate()) - self._threads - {threading.current_thread()}:
             target = getattr(one, "_target", None) or type(one)
-            if str(getattr(target, "__module__", "")).startswith(_WITH_THREADS):
+            foreign = isinstance(one, threading._DummyThread)  # which nobody can join
+            if foreign or str(getattr(target, "__module__", "")).startswith(_WITH_THREADS):
                 continue
             one.join(max(end - time.monotonic(), 0))
             frame = sys._current_frames().get(one.ident or 0)

@@ -10,6 +10,7 @@ from tests.processes import ROOT
 from tests.testing.conftest import Run
 
 PROJECT = """
+import _thread
 import multiprocessing
 import os
 import threading
@@ -127,6 +128,7 @@ def test_what_is_left_open(streamalloc_machine, right, open_it):
 def test_a_thread_that_is_left_running(streamalloc_machine, right):
     stop = threading.Event()
     kept.append(stop)
+    _thread.start_new_thread(threading.current_thread, ())  # as threads of the driver do
     thread = threading.Thread(target=stop.wait, name="prefetch", daemon=True)
     thread.start()
     if right:
@@ -176,7 +178,9 @@ FOUND = {
 def test_each_bug_is_found_by_its_test(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     result = run(PROJECT, "--streamalloc-check", "--streamalloc-leaks")
-    reports = dict(re.findall(r"_+ ERROR at teardown of (\S+) _+\n((?:.*\n)+?)(?=_+ ERROR |={3,})", result.stdout.str()))
+    reports = dict(
+        re.findall(r"_+ ERROR at teardown of (\S+) _+\n((?:.*\n)+?)(?=_+ ERROR |={3,})", result.stdout.str())
+    )
     assert {name: found for name, found in FOUND.items() if found not in reports.get(name, "")} == {}
     assert reports.keys() == FOUND.keys()
     # The unsigned pattern of an integer is no other type.
