@@ -299,7 +299,7 @@ class Checked(Wrapper):
     def _type(self, address: int, nbytes: int, dtype: Any, write: bool) -> None:
         if write:
             self._state.types.wrote(address, nbytes, dtype, here())
-        elif not (self._state.unseen_kernels or self._state.foreign.is_there):
+        elif not self._state.unseen_writes():
             self._state.types.read(address, nbytes, dtype, "a copy of a view")
 
     def shared(self, address: int, nbytes: int, stream: Any, name: bytes) -> None:
@@ -326,6 +326,7 @@ class Checked(Wrapper):
     def _lend(self, handle: Any, used: bool) -> None:
         foreign, stream = self._state.foreign, self._state.stream(handle)
         (foreign.uses if used else foreign.can_use)(stream)
+        foreign.may_write = True
 
     def _share(self, address: int, nbytes: int, stream: Any, name: bytes) -> None:
         self._state.sources.clear()

@@ -66,6 +66,10 @@ class Uses(Streams):
         self.unseen_kernels: bool = False
         """Whether kernels were launched, which may have written anything."""
 
+    def unseen_writes(self) -> bool:
+        """Whether kernels that the checker does not see may have written anything."""
+        return self.unseen_kernels or self.foreign.may_write
+
     def look(self) -> None:
         """Check for changes that no call shows: values in memory, and work of other libraries."""
         if self.timeline.held:
@@ -191,7 +195,7 @@ class Uses(Streams):
         """Check the reads and writes of an operation when its stream runs it."""
         written = self.interprocess.written
         for access, piece in accesses(stream, pieces, what, stack, atomic, kernel):
-            if self.uninitialized and not (access.write or kernel or self.unseen_kernels or self.foreign.is_there):
+            if self.uninitialized and not (access.write or kernel or self.unseen_writes()):
                 self.judge.reads_unwritten(piece, access)
             self.judge.use((piece,), access, stream.clock, device)
             if access.write and written and piece[0] in written:
