@@ -101,12 +101,12 @@ class Bytes:
     __slots__ = ("_segments", "fresh", "shared", "types")
 
     def __init__(self) -> None:
-        self.types: tuple[Any, ...] = ()
-        """Intervals whose elements have a type, see :mod:`streamalloc.driver.checker.element_types`."""
         self.shared = False
         """Whether other processes may have the memory."""
         self.fresh: tuple[tuple[int, int], ...] = ()
         """Intervals to which no device has had access."""
+        self.types: tuple[Any, ...] = ()
+        """Intervals whose elements have a type, see :mod:`streamalloc.driver.checker.element_types`."""
         # One list alone: an interrupt cannot leave two that differ.
         self._segments: list[_Segment] = []
 
