@@ -274,6 +274,12 @@ class TypedView(BufferView, Generic[ScalarT]):
         """
         if width is not None:
             raise TypeError(f"width={width!r}: elements of {self.dtype} have one; .bytes.fill takes a width")
+        self._fill_elements(value, stream)
+        listener = self._session.listener
+        if listener is not None and self._nbytes:
+            listener.typed(self._at, self._nbytes, self.dtype, True)
+
+    def _fill_elements(self, value: Any, stream: StreamLike | None) -> None:
         element = to_element(value, self.dtype)
         flat = self.bytes
         pattern, first = fill_steps(element, self.address)
@@ -308,6 +314,9 @@ class TypedView(BufferView, Generic[ScalarT]):
         """
         self._check_form(target, "target")
         super().copy_to(target, stream)
+        listener = self._session.listener
+        if listener is not None and self._nbytes:
+            listener.typed(self._at, self._nbytes, self.dtype, False)
 
     def copy_from(
         self,

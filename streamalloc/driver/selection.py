@@ -198,7 +198,8 @@ def as_asked(driver: Driver) -> Driver:
 
     found = _checked.get(id(driver))
     if found is None:
-        made = checked(driver, cast("Any", "report" if _CHECK in ("", "1") else _CHECK))
+        action = cast("Any", "report" if _CHECK in ("", "1") else _CHECK)
+        made = checked(driver, action, uninitialized=test is not None)
         made.show = made.print if test is None else made.reporter(test)
         found = _checked.setdefault(id(driver), made)
     return cast("Driver", found)

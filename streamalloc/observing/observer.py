@@ -152,7 +152,10 @@ class Observer(Drawn, Leaves):
         export.save_pytorch(path, self.history, self.live)
 
     def save_rmm(self, path: str | Path) -> None:
-        """Write a log in RMM's format (CSV), which :func:`streamalloc.traces.from_rmm` reads."""
+        """Write a log in RMM's format (CSV), which :func:`streamalloc.traces.from_rmm` reads.
+
+        After RMM's columns come the names of pool and stream, tag, phase, and the line of the program.
+        """
         export.save_rmm(path, self.history)
 
     def save_chrome(self, path: str | Path) -> None:
@@ -178,11 +181,13 @@ def observe(
     on_allocate: Hook | None = None,
     on_free: Hook | None = None,
     nvtx: bool = False,
+    log: str | Path | None = None,
     driver: Driver | None = None,
 ) -> Observer:
     """Make an observer of memory, for a ``with`` block: allocations, their lines, limits and leaks.
 
-    It records every allocation and free, also frees of finalisers and deferred frees. Several observers may observe the
+    It records every allocation and free, also frees of finalisers and deferred frees. While it does, an
+    :class:`OutOfMemoryError` names the lines that hold the memory (``holders``). Several observers may observe the
     same memory, and start and stop in any order. Not recorded: memory allocated before the start (except existing
     mappings of the objects passed), memory owned by the graph of a capture, and memory that another library allocates
     from a pool's handle.
@@ -207,6 +212,9 @@ def observe(
         For memory that a finaliser has freed, ``on_free`` is called at the next allocation or free.
     nvtx
         True: phases are NVTX ranges, and the allocated bytes an NVTX counter (needs ``nvtx``).
+    log
+        A file for a line on each allocation, free and failure, written at once: it has them all if the process is
+        killed. The format is that of :meth:`Observer.save_rmm`. Frees by finalisers are written with the next line.
     driver
         The driver to observe if ``what`` is empty.
 
@@ -242,4 +250,4 @@ def observe(
     elif driver is not None:
         raise ValueError("driver: what is observed has a driver already")
     profiler = Profiler() if nvtx else None
-    return Observer(Account(dict.fromkeys(sessions), what, limit, depth, history, on_allocate, on_free, profiler))
+    return Observer(Account(dict.fromkeys(sessions), what, limit, depth, history, on_allocate, on_free, profiler, log))

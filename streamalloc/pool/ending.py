@@ -20,7 +20,7 @@ from streamalloc.driver.internal import cuda
 from streamalloc.pool.lost import free_lost, no_collection_is_left, pool_of_address
 
 if TYPE_CHECKING:
-    from streamalloc.core.internal import Allocator
+    from streamalloc.core.internal import Allocator, Stream
 
 _ATTRIBUTES = cuda.CUmemPool_attribute
 
@@ -32,6 +32,8 @@ class OverPool(Protocol):
     def pool(self) -> Allocator: ...
 
     def close(self) -> None: ...
+
+    def _make_room(self, stream: Stream) -> bool: ...
 
 
 class Pools:

@@ -26,10 +26,12 @@ them; on real hardware that does not, the test is skipped. The arguments:
 ``machine=dict(memory=1 << 30)``
     more arguments for :func:`streamalloc.driver.simulated`.
 ``leaks=True``
-    fail the test if it does not release everything that it has made: driver resources, objects of streamalloc, and
-    descriptors of sockets, pipes and memfds. The report has the lines that made them.
+    fail the test if it does not release everything that it has made: driver resources, objects of streamalloc,
+    descriptors of sockets, pipes and memfds, and threads that still run. The report has the lines that made them, or
+    that a thread is in.
 ``check=True``
-    fail the test if it breaks stream order (:func:`streamalloc.driver.checked`).
+    fail the test if it breaks stream order, copies memory that nothing has written, or reads elements as another type
+    than they were written (:func:`streamalloc.driver.checked`).
 
 The mark of a test overrides the mark of its class, and that overrides the mark of the module (``pytestmark``). A marked
 test uses a machine even without the fixture; a mark with only ``simulated_only`` needs no machine.
@@ -299,7 +301,7 @@ def _watched_machine(request: pytest.FixtureRequest, stack: contextlib.ExitStack
         children = stack.enter_context(Reports(*checks))
     checker = accounts = watch = faults = None
     if "check" in checks:
-        driver = checker = sd.checked(driver)
+        driver = checker = sd.checked(driver, uninitialized=True)
     if "leaks" in checks:
         from streamalloc.testing.leaks import Accounts
         from streamalloc.testing.objects import Watch

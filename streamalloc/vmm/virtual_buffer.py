@@ -80,15 +80,23 @@ class VirtualBuffer(Memory, Closes, Drawn):
     """
 
     __slots__ = (
-        "__weakref__", "_device", "_direct", "_evicted", "_given_stream", "_mapped", "_nbytes", "_rights", "_session",
-        "_structs", "range",
+        "__weakref__", "_device", "_direct", "_evicted", "_given_stream", "_location", "_mapped", "_nbytes", "_rights",
+        "_session", "_structs", "range",
     )  # fmt: skip
 
     def _open(
-        self, device: Device, capacity: int, alignment: int, address: int, rights: Rights, stream: StreamLike | None
+        self,
+        device: Device,
+        capacity: int,
+        alignment: int,
+        address: int,
+        rights: Rights,
+        stream: StreamLike | None,
+        location: MemLocation | None = None,
     ) -> None:
         """Reserve the addresses and set all attributes."""
         self._device = device
+        self._location = device.location if location is None else location
         self._session: Session = session_of(device)
         self._given_stream = None if stream is None else as_stream(stream, self._session)
         self._rights = rights
@@ -136,7 +144,7 @@ class VirtualBuffer(Memory, Closes, Drawn):
 
     @property
     def device(self) -> Device:
-        """Device of the memory; the first of several."""
+        """Device of the memory, the first of several; of host memory the device whose stream is the default."""
         return self._device
 
     @property
@@ -147,7 +155,7 @@ class VirtualBuffer(Memory, Closes, Drawn):
     @property
     def location(self) -> MemLocation:
         """Location of the memory; the first of several devices."""
-        return self._device.location
+        return self._location
 
     @property
     def owner(self) -> object:
@@ -161,8 +169,8 @@ class VirtualBuffer(Memory, Closes, Drawn):
 
     @property
     def host_accessible(self) -> bool:
-        """False: the host has no access to device memory."""
-        return False
+        """Whether the CPU has access, as to host memory."""
+        return bool(self._rights.get(MemLocation.host(), MemAccess.NONE))
 
     @property
     def rights(self) -> Rights:
@@ -191,7 +199,7 @@ class VirtualBuffer(Memory, Closes, Drawn):
         it is restored.
         """
         self._check_open()
-        rights = device_rights(who, self._session, access)
+        rights = device_rights(who, self._session, access, location=self._location)
         self._direct = None
         self._trim(self._mapped)
         entries = self.range._node.table()
@@ -466,7 +474,7 @@ class VirtualBuffer(Memory, Closes, Drawn):
             raise EvictedError(f"{self!r} is evicted: restore() it before it is used")
 
     def _read_only(self, on_host: bool) -> bool:
-        return self._rights.get(self.stream.device.location) == MemAccess.READ
+        return self._rights.get(MemLocation.host() if on_host else self.stream.device.location) == MemAccess.READ
 
     def _access_hint(self, stream: Stream) -> str:
         where = stream.device.location
@@ -610,11 +618,16 @@ def copying_stream(stream: StreamLike, session: Session) -> Stream:
 
 
 def device_rights(
-    access: Access, session: Session, permission: MemAccess = MemAccess.READWRITE, *, devices: Sequence[Device] = ()
+    access: Access,
+    session: Session,
+    permission: MemAccess = MemAccess.READWRITE,
+    *,
+    devices: Sequence[Device] = (),
+    location: MemLocation | None = None,
 ) -> Rights:
-    """Convert an argument to permissions on device memory; ``devices`` may read and write."""
+    """Convert an argument to permissions on memory of a location; ``devices`` may read and write."""
     rights = {device.location: MemAccess.READWRITE for device in devices} | rights_of(access, session, permission)
     for where, allowed in rights.items():
-        if where.type is not MemLocationType.DEVICE and allowed:
+        if where.type is not MemLocationType.DEVICE and allowed and not (location and location.on_host):
             raise ValueError(f"access: {where} cannot be given access to device memory")
     return rights

@@ -48,6 +48,16 @@ def runner(on_cuda: bool) -> Iterator[Runner]:
         yield runner
 
 
+def test_a_picture_is_drawn_once(runner: Runner) -> None:
+    cells = [
+        "import streamalloc as sa; pool = sa.MemoryPool(sa.Device(0))",
+        "pool.plot()",  # as the value of the cell
+        "picture = pool.plot()\nprint(1)",  # at the end of the cell
+        "picture",
+    ]
+    assert [one.images for one in runner.run(FOLDER, cells)] == [0, 1, 1, 1]
+
+
 @pytest.fixture(scope="module", params=NOTEBOOKS, ids=lambda path: str(path.stem))
 def path(request: pytest.FixtureRequest) -> Path:
     """A notebook of the project."""

@@ -81,6 +81,8 @@ def _copies(stream_at: int | None, size_at: int = 2, source_at: int = 1) -> _Wor
 
     def then(state: State, stream: Stream, args: Arguments) -> None:
         if int(args[size_at]):
+            if stream not in state.captures and not state.unseen_writes():
+                state.types.copied(args[0], args[source_at], int(args[size_at]), "a copy")
             _waits_for_copy(state, stream, stream_at, args[0], args[source_at])
 
     return _Work(stream_at, touched, then)
