@@ -42,6 +42,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import struct
 import threading
 import time
@@ -51,7 +52,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from streamalloc.core.errors import CudaError, undoing
+from streamalloc.core.errors import CudaError, undo_all, undoing
 from streamalloc.core.internal import Device, work
 from streamalloc.core.properties import MemAccess, MemAccessDesc
 from streamalloc.core.session import Session
@@ -120,17 +121,22 @@ class Relay:
         # The head, and behind it the grants, in one array: they are copied at once.
         self._front = np.zeros(GRANTS_AT + GRANT.itemsize * PLACES, np.uint8)
         self._grants = self._front[GRANTS_AT:].view(GRANT)
-        self._undo = contextlib.ExitStack()
-        with undoing(self._undo.close), device.current():
+        self._releases: list[tuple[Any, ...]] = []
+        """Driver calls, each with its arguments, that release what was made; the last one first."""
+        with undoing(self._release), device.current():
             self._memory = session.call(make, *args, hint=hint)
-            self._undo.callback(session.call, "cuMemRelease", self._memory)
+            self._releases.append(("cuMemRelease", self._memory))
             self._base = int(session.call("cuMemAddressReserve", RELAY_BYTES, 0, 0, 0))
-            self._undo.callback(session.call, "cuMemAddressFree", self._base, RELAY_BYTES)
+            self._releases.append(("cuMemAddressFree", self._base, RELAY_BYTES))
             session.call("cuMemMap", self._base, RELAY_BYTES, 0, self._memory, 0)
-            self._undo.callback(session.call, "cuMemUnmap", self._base, RELAY_BYTES)
+            self._releases.append(("cuMemUnmap", self._base, RELAY_BYTES))
             self.give_access(device)
             self._stream = session.call("cuStreamCreateWithPriority", _NON_BLOCKING, 0)
-            self._undo.callback(session.call, "cuStreamDestroy", self._stream)
+            self._releases.append(("cuStreamDestroy", self._stream))
+
+    def _release(self) -> None:
+        releases, self._releases = self._releases, []
+        undo_all(functools.partial(self.session.call, *one) for one in reversed(releases))
 
     def give_access(self, device: Device) -> None:
         """Let the streams of a device use the relay (``cuMemSetAccess``)."""
@@ -213,14 +219,14 @@ class Relay:
         """Unmap and release the relay. Idempotent."""
         self.stop()
         _running.discard(self)
-        self._undo.close()
+        self._release()
 
     def __del__(self) -> None:
-        # At the end of its session: a deferred item would keep that. None of the calls waits.
-        undo = getattr(self, "_undo", None)
-        if undo is not None and self.session.usable:
-            with contextlib.suppress(CudaError):
-                undo.close()
+        # At the end of its session, which a deferred item would keep. None of the calls waits. Errors are not raised:
+        # they would keep the frames of the code in which the collector runs.
+        if self.session.usable:
+            for name, *args in reversed(getattr(self, "_releases", ())):
+                getattr(self.session.driver, name)(*args)
 
 
 _running: weakref.WeakSet[Relay] = weakref.WeakSet()
