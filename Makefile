@@ -51,7 +51,7 @@ bench: $(BASE) ## Measure the package beside the raw calls
 	$(BIN)/python -m streamalloc bench $(ARGS)
 
 notebooks: $(NOTEBOOKS) ## Run the notebooks again and keep their new outputs
-	STREAMALLOC_DRIVER=simulated $(BIN)/python -m jupyter execute --inplace $(ARGS) notebooks/*.ipynb
+	STREAMALLOC_DRIVER=simulated $(BIN)/python notebooks/execute.py $(ARGS)
 
 docs: $(DOCS) ## Build the documentation into build/docs
 	STREAMALLOC_DRIVER=simulated $(BIN)/python -m sphinx --fail-on-warning --keep-going -d build/doctrees $(ARGS) notebooks build/docs

@@ -23,7 +23,6 @@ from streamalloc import Buffer, Event, PoolStatistics, Stream
 from streamalloc.plots import drawing, figure
 from streamalloc.plots.ranges import Piece, pieces_of, strip
 from streamalloc.plots.style import (
-    ADDRESSES,
     GREY,
     INK,
     RED,
@@ -40,6 +39,8 @@ from streamalloc.plots.style import (
 )
 from streamalloc.vmm import AddressRange, PhysicalMemory
 
+ADDRESSES = ("#3f78b5", "#e0923d", "#8a6fb0", "#5f9467", "#c45d7c", "#4a9aa5", "#a3863c", "#7d8794")
+"""Colours of series, in order."""
 MINUS = "\N{MINUS SIGN}"
 SETTLE = 0.01
 """Seconds in which an idle stream certainly runs a small fill."""

@@ -6,6 +6,8 @@ See :mod:`streamalloc.pool` for stream-ordered memory pools, :mod:`streamalloc.v
 memory from which line, :mod:`streamalloc.plots` for pictures, :mod:`streamalloc.traces` for recording and replaying
 allocations, :mod:`streamalloc.testing` for tests without a GPU, and :mod:`streamalloc.driver` for the choice of a real
 or a simulated driver.
+
+PYTEST_DONT_REWRITE: the package may be imported before pytest starts (``streamalloc run -m pytest``).
 """
 
 import importlib
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from streamalloc.core.allocation_properties import MemAllocationProp, MemAllocFlags, MulticastObjectProp
     from streamalloc.core.buffer import Buffer, GraphBuffer
     from streamalloc.core.capabilities import Capabilities
+    from streamalloc.core.copy_batches import CopyOptions, copy_batch
     from streamalloc.core.device import Device, MemoryInfo
     from streamalloc.core.errors import (
         AddressSpaceError,
@@ -46,10 +49,12 @@ if TYPE_CHECKING:
     from streamalloc.core.event import Event
     from streamalloc.core.fd import Fd
     from streamalloc.core.graph import Graph, GraphMemory, GraphMemoryStatistics
+    from streamalloc.core.managed import MemRangeAttributes
     from streamalloc.core.memory import BufferView, Memory, TypedView
     from streamalloc.core.properties import (
         MemAccess,
         MemAccessDesc,
+        MemAdvise,
         MemAllocationType,
         MemHandleType,
         MemLocality,
@@ -63,7 +68,7 @@ if TYPE_CHECKING:
     from streamalloc.pool import CacheStatistics, CachingAllocator, MemoryPool, PoolAttributes, PoolStatistics, allocate
     from streamalloc.pool.pointers import MemoryKind, PointerAttributes, pointer_attributes
 
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"
 
 __all__ = [
     "AddressSpaceError",
@@ -74,6 +79,7 @@ __all__ = [
     "Capabilities",
     "CaptureError",
     "ClosedError",
+    "CopyOptions",
     "CudaError",
     "Device",
     "DeviceLostError",
@@ -94,6 +100,7 @@ __all__ = [
     "InvalidValueError",
     "MemAccess",
     "MemAccessDesc",
+    "MemAdvise",
     "MemAllocFlags",
     "MemAllocationProp",
     "MemAllocationType",
@@ -102,6 +109,7 @@ __all__ = [
     "MemLocation",
     "MemLocationType",
     "MemPoolProps",
+    "MemRangeAttributes",
     "Memory",
     "MemoryInfo",
     "MemoryKind",
@@ -125,6 +133,7 @@ __all__ = [
     "SystemNotReadyError",
     "TypedView",
     "allocate",
+    "copy_batch",
     "driver",
     "interop",
     "ipc",
@@ -164,6 +173,7 @@ _PACKAGES = ("driver", "interop", "ipc", "multicast", "observing", "plots", "tes
 _NAMES_BY_MODULE = {
     "core.buffer": "Buffer GraphBuffer",
     "core.capabilities": "Capabilities",
+    "core.copy_batches": "CopyOptions copy_batch",
     "core.device": "Device MemoryInfo",
     "core.errors": (
         "AddressSpaceError CaptureError ClosedError CudaError DeviceLostError EvictedError InUseError "
@@ -173,10 +183,12 @@ _NAMES_BY_MODULE = {
     ),
     "core.fd": "Fd",
     "core.graph": "Graph GraphMemory GraphMemoryStatistics",
+    "core.managed": "MemRangeAttributes",
     "core.memory": "BufferView Memory TypedView",
     "core.allocation_properties": "MemAllocFlags MemAllocationProp MulticastObjectProp",
     "core.properties": (
-        "MemAccess MemAccessDesc MemAllocationType MemHandleType MemLocality MemLocation MemLocationType MemPoolProps"
+        "MemAccess MemAccessDesc MemAdvise MemAllocationType MemHandleType MemLocality MemLocation MemLocationType "
+        "MemPoolProps"
     ),
     "core.event": "Event",
     "core.stream": "Stream StreamLike",

@@ -1,4 +1,4 @@
-"""``python -m streamalloc tour | info | bench | replay | serve | store``."""
+"""``python -m streamalloc tour | info | bench | replay | serve | store | run``."""
 
 import sys
 

@@ -211,6 +211,11 @@ class Partner:
         self.begin(function, *args, fds=fds)
         return self.result()
 
+    def exchange(self, function: Callable[..., Any], *args: Any, fds: Iterable[ipc.Fd | int] = ()) -> Any:
+        """Call a function over there; what it returned, and the descriptors that came with that."""
+        self.begin(function, *args, fds=fds)
+        return self._answer()
+
     def _answer(self) -> tuple[Any, tuple[ipc.Fd, ...]]:
         data, numbers, _, _ = socket.recv_fds(self._socket, _LARGEST, 64)
         fds = tuple(ipc.Fd(number) for number in numbers)
@@ -256,8 +261,8 @@ class Partner:
 
     def shared(self, name: str, **options: Any) -> tuple[bytes, tuple[ipc.Fd, ...]]:
         """What the partner shares, as it comes here."""
-        self.begin(_share, name, options)
-        return self._answer()
+        found: tuple[bytes, tuple[ipc.Fd, ...]] = self.exchange(_share, name, options)
+        return found
 
     # --- its life
 
@@ -365,8 +370,8 @@ class Peer(Partner):
 
     def fetch(self, fd: int) -> int:
         """A duplicate of a descriptor of the other process."""
-        self.begin(_fetch, fd)
-        return self._answer()[1][0].detach()
+        number: int = self.exchange(_fetch, fd)[1][0].detach()
+        return number
 
     def _ask(self, function: Callable[..., Any], name: str, arguments: tuple[Any, ...], *more: Any) -> Any:
         fds = [one.fd for one in arguments if isinstance(one, Descriptor)]
@@ -396,6 +401,10 @@ class There:
     def keep(self, name: str, thing: Any) -> Any:
         self.kept[name] = thing
         return thing
+
+    def send(self, fd: int) -> None:
+        """Have a duplicate of a descriptor go back with the answer."""
+        self.goes = (ipc.Fd(os.dup(fd)),)
 
     def open(self, data: bytes, stream: sa.Stream | None = None) -> Any:
         return ipc.open(data, self.came, stream=stream, driver=self.driver)
@@ -510,7 +519,7 @@ def _ask(there: There, name: str, attribute: str) -> Any:
 # --- raw driver calls at the other end
 
 
-def _raw(there: There) -> Rig:
+def rig_of(there: There) -> Rig:
     """The rig of that process, with device 0's primary context current."""
     if there.rig is None:
         raw = there.driver
@@ -521,7 +530,7 @@ def _raw(there: There) -> Rig:
 
 
 def _raw_call(there: There, name: str, arguments: tuple[Any, ...], keep: str | None) -> tuple[str, Any]:
-    rig, objects = _raw(there), _objects(there, arguments)
+    rig, objects = rig_of(there), _objects(there, arguments)
     if name in ("cuEventDestroy", "cuStreamDestroy"):
         rig.disown(objects[0])
     answer = getattr(rig.raw, name)(*objects)
@@ -545,7 +554,7 @@ def _undo_later(rig: Rig, name: str, answer: Any) -> None:
 
 
 def _rig_call(there: There, method: str, arguments: tuple[Any, ...], keep: str | None, options: dict[str, Any]) -> Any:
-    answer = getattr(_raw(there), method)(*_objects(there, arguments), **options)
+    answer = getattr(rig_of(there), method)(*_objects(there, arguments), **options)
     if keep is not None:
         there.kept[keep] = answer
     return _plain(answer)
@@ -556,7 +565,7 @@ def _kept_call(there: There, name: str, method: str, arguments: tuple[Any, ...])
 
 
 def _fetch(there: There, fd: int) -> None:
-    there.goes = (ipc.Fd(os.dup(fd)),)
+    there.send(fd)
 
 
 def _objects(there: There, arguments: tuple[Any, ...]) -> list[Any]:

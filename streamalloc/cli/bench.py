@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 from typing import Any
 
 from streamalloc.cli import bench_calls, bench_host, bench_ipc, bench_store, bench_traces, bench_vmm, figures
@@ -18,11 +19,11 @@ from streamalloc.cli.terminal import Terminal
 
 FULL = Effort(
     rounds=25, block=0.01, live=(10, 1_000, 100_000, 1_000_000), host_buffers=10_000, imports=15, growths=24,
-    whole_devices=6, evictions=9, evicted=8 << 30, replays=9,
+    evictions=9, evicted=8 << 30, replays=9,
 )  # fmt: skip
 QUICK = Effort(
     rounds=11, block=0.002, live=(10, 1_000, 100_000), host_buffers=1_000, imports=3, growths=6,
-    whole_devices=2, evictions=3, evicted=1 << 30, replays=3,
+    evictions=3, evicted=1 << 30, replays=3,
 )  # fmt: skip
 
 _AREAS = (bench_calls, bench_host, bench_vmm, bench_ipc, bench_store, bench_traces)
@@ -46,6 +47,10 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
     if not rows:
         keys = ", ".join(row.key for row in ROWS)
         raise UsageError(f"no row has {', '.join(options.rows)}; there are {keys}")
+    if options.strict and chosen.is_simulated:
+        raise UsageError("--strict judges targets, which are those of a GPU")
+    if options.plot and not importlib.util.find_spec("matplotlib"):
+        raise UsageError("--plot needs matplotlib: pip install 'streamalloc[plot]'")
     found = versions(chosen)
     report: dict[str, Any] = {"headline": chosen.headline, "simulated": chosen.is_simulated}
     report |= {"quick": options.quick, "versions": found}
@@ -62,10 +67,7 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
     figures.show_targets(terminal, reports)
     write_json({**report, "rows": reports}, options.json)
     if options.plot:
-        try:
-            figures.draw(reports, options.plot, chosen.headline)
-        except ImportError as error:
-            raise UsageError(f"--plot needs matplotlib: {error}") from error
+        figures.draw(reports, options.plot, chosen.headline)
     return int(options.strict and any(figures.missed(reports)))
 
 
@@ -74,4 +76,4 @@ def _show_head(chosen: Chosen, terminal: Terminal, found: dict[str, Any]) -> Non
     about = f"streamalloc {found['streamalloc']}, Python {found['python']}, cuda-bindings {found['cuda_bindings']}"
     terminal.line(terminal.dim(about))
     if chosen.is_simulated:
-        terminal.line(terminal.dim("Times are those of the simulation; other libraries are measured on a GPU only."))
+        terminal.line(terminal.dim("Times are those of the simulation. Targets and other libraries are for a GPU."))

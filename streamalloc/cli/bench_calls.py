@@ -266,7 +266,6 @@ ROWS = (
             Target(OURS, 1.25, RAW),
             Target(CACHED, 0.75, C_LOOP),
             Target(CACHED, 1.0, CUPY_CACHING),
-            Target(OURS, 25.0, simulated=True),
         ),
     ),
     Row(
@@ -353,27 +352,6 @@ ROWS = (
         },
         (Target(OURS, 1.5, RAW), Target(OURS, 1.0, "CuPy set")),
         most=_QUEUED,
-    ),
-    Row(
-        "synchronize",
-        "Synchronize a stream that is idle",
-        {
-            RAW: lambda bench: partial(bench.driver.cuStreamSynchronize, bench.raw_stream),
-            OURS: lambda bench: bench.stream.synchronize,
-            "cuda.core": with_(CudaCore, lambda cuda: cuda.stream.sync),
-            "CuPy": with_(CuPy, lambda cupy: cupy.stream.synchronize),
-            "PyTorch": with_(PyTorch, lambda torch: torch.stream.synchronize),
-        },
-    ),
-    Row(
-        "query",
-        "Ask whether a stream is idle",
-        {
-            RAW: lambda bench: partial(bench.driver.cuStreamQuery, bench.raw_stream),
-            OURS: lambda bench: bench.stream.query,
-            "CuPy": with_(CuPy, lambda cupy: lambda: cupy.stream.done),
-            "PyTorch": with_(PyTorch, lambda torch: torch.stream.query),
-        },
     ),
     Row(
         "dlpack",

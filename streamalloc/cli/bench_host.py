@@ -84,13 +84,12 @@ def _import(statement: str) -> Setup:
     return setup
 
 
-_IMPORTS = {statement: _import(statement) for statement in (BASE, OURS)}
 ROWS = (
     Row(
         "host_memory",
         "Host memory of a live buffer",
         {"the bindings' pointer": pointer_memory, "streamalloc": buffer_memory},
-        (Target("streamalloc", 250.0), Target("streamalloc", 250.0, simulated=True)),
+        (Target("streamalloc", 250.0),),
         most=1,
         unit="bytes",
         rounds="once",

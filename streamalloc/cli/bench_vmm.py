@@ -27,10 +27,6 @@ STEP_SIMULATED = 2 << 20
 """Bytes of a step on the simulated driver: 2 MiB."""
 EVICTED_SIMULATED = 32 << 20
 """Bytes evicted on the simulated driver, at most: 32 MiB."""
-DEVICE_STEP = 1 << 30
-"""Bytes of a step that grows to all memory: 1 GiB."""
-DEVICE_RESERVE = 4 << 30
-"""Bytes left free for the driver and other processes: 4 GiB."""
 PINNED = 2 << 30
 """Bytes of pinned memory, at most: enough to measure the copy rate."""
 SYMMETRIC = 1 << 20
@@ -111,15 +107,14 @@ def copied_growth(bench: Bench, count: int, nbytes: int) -> list[float]:
             driver.cuMemFree(held)
 
 
-def _grown(grow: Callable[[Bench, int, int], list[float]], *, whole_device: bool = False) -> Setup:
+def _grown(grow: Callable[[Bench, int, int], list[float]]) -> Setup:
     """Return the microseconds to grow from nothing in steps; the release is not timed."""
 
     def setup(bench: Bench) -> Measured:
-        steps = (_device_steps(bench), DEVICE_STEP) if whole_device else (STEPS, _step(bench))
         extra: dict[str, float] = {}
 
         def measure(number: int) -> float:
-            found = grow(bench, *steps)
+            found = grow(bench, STEPS, _step(bench))
             extra.update(first=found[0], step=sorted(found)[len(found) // 2], last=found[-1])
             return sum(found)
 
@@ -130,16 +125,6 @@ def _grown(grow: Callable[[Bench, int, int], list[float]], *, whole_device: bool
 
 def _step(bench: Bench) -> int:
     return STEP_SIMULATED if bench.chosen.is_simulated else STEP
-
-
-def _device_steps(bench: Bench) -> int:
-    return (bench.device.memory_info().free - DEVICE_RESERVE) // DEVICE_STEP
-
-
-def _need_whole_device(bench: Bench) -> None:
-    bench.need_virtual_memory()
-    if _device_steps(bench) < 2:
-        raise Unavailable(f"less than {size_text(DEVICE_RESERVE + 2 * DEVICE_STEP)} of the device's memory are free")
 
 
 def raw_regrowth(bench: Bench) -> Call:
@@ -329,15 +314,6 @@ ROWS = (
         1,
         rounds="growths",
         need=Bench.need_virtual_memory,
-    ),
-    Row(
-        "whole_device",
-        f"Grow a buffer to nearly all free memory of the device, in steps of {size_text(DEVICE_STEP)}",
-        {RAW: _grown(raw_growth, whole_device=True), OURS: _grown(our_growth, whole_device=True)},
-        (Target(OURS, 1.1, RAW),),
-        1,
-        rounds="whole_devices",
-        need=_need_whole_device,
     ),
     Row(
         "eviction",

@@ -152,7 +152,7 @@ def _show(terminal: Terminal, found: dict[str, Any], chosen: Chosen) -> None:
     terminal.heading("Sharing between processes")
     rows = ((one["what"], one["how"], _found(terminal, one)) for one in found["sharing"])
     terminal.table(rows, header=("", "by", "tried, on device 0"))
-    _imex(terminal, found["imex_channels"], found["devices"][0]["missing"])
+    _imex(terminal, found["imex_channels"])
     _multicast(terminal, found["multicast"])
 
     terminal.heading("Pool attributes that cannot be read")
@@ -221,8 +221,7 @@ def _peers(terminal: Terminal, peer_access: list[list[bool]]) -> None:
     terminal.table(rows, header=["", *map(str, range(len(rows)))], align="l" + "r" * len(rows))
 
 
-def _imex(terminal: Terminal, channels: list[dict[str, Any]], missing: list[str]) -> None:
-    """Print the channels, and the requirements of fabric handles."""
+def _imex(terminal: Terminal, channels: list[dict[str, Any]]) -> None:
     terminal.heading("IMEX channels")
     terminal.table(
         (one["path"], terminal.good("may be opened") if one["permitted"] else terminal.warning("may not be opened"))
@@ -230,9 +229,6 @@ def _imex(terminal: Terminal, channels: list[dict[str, Any]], missing: list[str]
     )
     if not channels:
         terminal.paragraph("none: /dev/nvidia-caps-imex-channels is absent or empty")
-    for line in missing:
-        if line.startswith("fabric handles"):
-            terminal.paragraph(line)
 
 
 def _multicast(terminal: Terminal, found: dict[str, Any]) -> None:

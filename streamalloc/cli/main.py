@@ -20,10 +20,12 @@ from streamalloc.driver import DriverNotFoundError, use
 _COMMANDS = {
     "tour": "show the library at work and check each result",
     "info": "print the features that this machine supports or lacks",
+    "profile": "write what this machine is like to a file that simulated machines are made of",
     "bench": "measure the library beside raw driver calls and other libraries",
     "replay": "replay recorded allocations on pools and other allocators",
     "serve": "hold weights in GPU memory for engines that come and go",
     "store": "list, show or remove what stores hold",
+    "run": "run a program on the simulated driver",
 }
 """Help text by module; modules are imported on use."""
 

@@ -66,8 +66,6 @@ class Effort:
     """Rounds of importing the package."""
     growths: int
     """Rounds of growing a buffer."""
-    whole_devices: int
-    """Rounds of growing a buffer to all device memory."""
     evictions: int
     """Rounds of evicting and restoring a buffer."""
     evicted: int
@@ -79,7 +77,7 @@ class Effort:
 
 @dataclass(frozen=True)
 class Target:
-    """A maximum for a figure of variant ``of``. It applies on a GPU, or with ``simulated`` on the simulated driver."""
+    """A maximum for a figure of variant ``of``, on a GPU."""
 
     of: str
     limit: float
@@ -87,7 +85,6 @@ class Target:
     """Variant to divide by; empty: the limit is absolute."""
     figure: str = ""
     """Key in ``extra``, or ``"ratio_to_raw"``; empty: the time."""
-    simulated: bool = False
 
 
 @dataclass(frozen=True)
@@ -132,6 +129,8 @@ class Bench:
         shared.enter_context(self.device.current())
         self.stream: sa.Stream = shared.enter_context(self.device.create_stream())
         self.raw_stream: Any = self.driver.CUstream(self.stream.handle)
+        self.pool: sa.MemoryPool
+        self.raw_pool: Any
         self.pool, self.raw_pool = self.new_pool()
 
     def new_pool(self) -> tuple[sa.MemoryPool, Any]:
@@ -277,9 +276,7 @@ def _targets(
     bench: Bench, row: Row, rows: dict[str, dict[str, Any]], times: dict[str, list[float]]
 ) -> Iterator[dict[str, Any]]:
     """Yield the row's targets with the figures found; None if a variant was not measured or lacks the figure."""
-    for target in row.targets:
-        if target.simulated != bench.chosen.is_simulated:
-            continue
+    for target in () if bench.chosen.is_simulated else row.targets:
         names = [target.of, *([target.to] if target.to else [])]
         found: float | None = None
         if target.figure:

@@ -20,7 +20,6 @@ from streamalloc import ipc, vmm
 from streamalloc.cli.worker import POSIX, Worker, WorkerBase, WorkerError, read
 from streamalloc.core.allocation_properties import MemAllocFlags
 from streamalloc.core.errors import size_text
-from streamalloc.core.internal import missing_for
 from streamalloc.multicast import MulticastObject
 
 Row = dict[str, Any]
@@ -243,7 +242,7 @@ def query_multicast(devices: list[sa.Device]) -> dict[str, Any]:
 
     * ``largest_team``: number of devices in the largest team of this process; 0 if none is possible.
     * ``granularity``: rows with the granularity in bytes, by handle type.
-    * ``needs``: missing requirements, and the person who can change them.
+    * ``needs``: advice beside the missing requirements of the devices.
     """
     team = [device for device in devices if device.supports.multicast]
     if len(team) < 2:
@@ -273,12 +272,12 @@ def _granularity(team: list[sa.Device], kind: sa.MemHandleType) -> Row:
 
 
 def _needs(devices: list[sa.Device], team: list[sa.Device]) -> list[str]:
-    lines = {line for device in devices for line in missing_for(device.supports) if line.startswith("multicast: ")}
+    lines = []
     if any(device.supports.multicast is None for device in devices):
-        lines.add("multicast: these bindings or this driver cannot tell whether the devices support it")
+        lines.append("multicast: these bindings or this driver cannot tell whether the devices support it")
     if team:
-        lines.add(f"multicast: if creating an object fails although the devices support it, {_ADMINISTRATOR}")
+        lines.append(f"multicast: if creating an object fails although the devices support it, {_ADMINISTRATOR}")
     elif len(devices) > 1:
         # A single GPU never supports it, so the administrator cannot help.
-        lines.add(f"multicast: if NVSwitch joins the GPUs, {_ADMINISTRATOR}")
-    return sorted(lines)
+        lines.append(f"multicast: if NVSwitch joins the GPUs, {_ADMINISTRATOR}")
+    return lines

@@ -55,7 +55,7 @@ def environment(driver: Driver) -> dict[str, str]:
     path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
     found = {**os.environ, "PYTHONPATH": path, "STREAMALLOC_DRIVER": "cuda"}
     if getattr(driver, "is_simulated", False):
-        found |= {"STREAMALLOC_DRIVER": "simulated", "STREAMALLOC_MACHINE": driver.machine_name}  # type: ignore[attr-defined]
+        found["STREAMALLOC_DRIVER"] = driver.settings  # type: ignore[attr-defined]
     return found
 
 

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any, Protocol
 
+from streamalloc.core.properties import MemLocation
 from streamalloc.core.session import NOT_CALLED, PerDriver, Session
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -48,6 +49,9 @@ class Watcher(Protocol):
 
     def look(self) -> None:
         """After a free that no finaliser made."""
+
+    def holders(self, location: MemLocation, /) -> list[str]:
+        """Lines for an error: live allocations in a location, by the program's line. Calls no driver."""
 
 
 class Watched(Protocol):
@@ -199,6 +203,12 @@ class Watching:
 
 watching_of: PerDriver[Watching] = PerDriver(Watching)
 """The watchers of a driver: ``watching_of(session)``."""
+
+
+def holders(session: Session, location: MemLocation) -> tuple[str, ...]:
+    """Lines of all watchers about live allocations in a location, for an error of memory that ran out."""
+    lines = [line for watcher in watching_of(session).watchers for line in watcher.holders(location)]
+    return tuple(dict.fromkeys(lines))  # of several observers
 
 
 @contextlib.contextmanager

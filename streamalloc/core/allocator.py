@@ -6,10 +6,11 @@ binds the two driver functions of both itself: those of a closed pool raise.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from streamalloc.core.allocation_hooks import Watcher, bare, watch, watching_of
+from streamalloc.core.allocation_hooks import Watcher, bare, holders, watch, watching_of
 from streamalloc.core.buffer import Buffer, GraphBuffer, PlainBuffer
 from streamalloc.core.deferred import work
 from streamalloc.core.device import Device
@@ -24,6 +25,7 @@ from streamalloc.driver.internal import cuda
 
 T = TypeVar("T")
 
+_OUT_OF_MEMORY = cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY
 _IN_GRAPHS = (
     "an allocation in a capture becomes memory of the graph, which the driver takes from pools of device memory that "
     "were made without handle_types: allocate before the capture, or from such a pool. The capture goes on"
@@ -164,8 +166,8 @@ class Allocator(Unique):
         return result
 
     def _recover(self, result: Any, buffer: Buffer) -> None:
-        """Allocate again if memory was released meanwhile; else raise the exception for ``result``."""
-        if result != cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+        """Allocate again as long as memory was released meanwhile; else raise the exception for ``result``."""
+        if result != _OUT_OF_MEMORY:
             in_graph = type(buffer) is GraphBuffer and result == cuda.CUresult.CUDA_ERROR_NOT_SUPPORTED
             raise error_from(result, self._alloc_name, f"{self._no_source()}; {_IN_GRAPHS}" if in_graph else "")
         # While the stream is captured nothing may be synchronised or asked of the pool: it would end the capture.
@@ -178,11 +180,24 @@ class Allocator(Unique):
                     return
             except CudaError as error:
                 trouble = f"making room failed: {error}"
-        raise self._out_of_memory(result, buffer, capturing, trouble)
+        while result == _OUT_OF_MEMORY:
+            failure = self._out_of_memory(result, buffer, capturing, trouble)
+            try:
+                if capturing or not self._ask_again(failure):
+                    raise failure
+            finally:
+                # The frame would make a cycle with its error, which keeps the objects of its callers.
+                del failure
+            result = self._try(buffer)
+        if result:
+            raise error_from(result, self._alloc_name)
 
     def _out_of_memory(self, result: Any, buffer: Buffer, capturing: bool, trouble: str) -> CudaError:
         figures = self._figures(buffer._stream.device, capturing)
         figures["requested"] = buffer._nbytes
+        if figures.get("used", 0) + buffer._nbytes > (figures.get("limit") or math.inf):
+            figures.pop("holders", None)  # other pools have no part in it
+        figures["holders"] = (*figures.get("holders", ()), *holders(self._session, self.location))
         return error_from(result, self._alloc_name, trouble or _advice(**figures), **figures)
 
     def _no_source(self) -> str:
@@ -194,6 +209,10 @@ class Allocator(Unique):
 
     def _make_room(self, stream: Stream) -> bool:
         """Release unused memory if the pool is configured to; returns whether any may be free now."""
+        return False
+
+    def _ask_again(self, failure: CudaError) -> bool:
+        """Whether the function that the pool was given for such failures wants another attempt."""
         return False
 
     def _figures(self, device: Device, capturing: bool) -> dict[str, Any]:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 _cuda_windows = dlpack.cuda_windows
+_WRITABLE = 1  # PyBUF_WRITABLE
 
 
 class HasCudaArrayInterface(Protocol):
@@ -51,11 +52,26 @@ class Exportable(MemoryBase):
         self._check_usable()
         if not self.host_accessible:
             raise ValueError(f"{self!r} is in device memory, which the host cannot reach: copy it with copy_to")
-        listener = self._session.listener
-        if listener is not None and self.nbytes:
-            listener.used(self.address, self.nbytes, None, False)
-        flat = np.asarray(self).view(dtype)
+        flat = np.asarray(_Interface(self)).view(dtype)
         return flat if shape is None else flat.reshape(shape)
+
+    def __buffer__(self, flags: int) -> memoryview:
+        """The bytes for ``memoryview`` and all that takes a buffer, from Python 3.12 on, where the host reaches them.
+
+        Synchronise with the stream first, as for :meth:`as_array`.
+
+        Raises
+        ------
+        BufferError
+            The host cannot reach the memory, or may only read it and a writable buffer was asked for.
+        """
+        self._check_usable()
+        if not self.host_accessible:
+            raise BufferError(f"{self!r} is in device memory, which the host cannot reach: copy it with copy_to")
+        view: memoryview = np.asarray(_Interface(self)).data
+        if flags & _WRITABLE and view.readonly:
+            raise BufferError(f"{self!r} is read-only to the host")
+        return view
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -95,6 +111,8 @@ class Exportable(MemoryBase):
         self._check_usable()
         if not self.host_accessible:
             raise AttributeError(f"{self!r} is not accessible from the host")
+        if self.nbytes:
+            self.used(write=False, on_host=True)
         # numpy 2.2 takes the address 0 of empty memory for a missing one; that of no bytes is never used.
         data = (self.address or 1, self._read_only(on_host=True))
         return {"shape": (self.nbytes,), "typestr": "|u1", "data": data, "version": 3}
@@ -162,11 +180,22 @@ class Exportable(MemoryBase):
                 if self._session.listener is not None and not (stream is None and self.host_accessible):
                     self.used(Stream.of_handle(ours.device, handle, self), write=False)
         # A consumer that names no stream may use the address at once.
-        unordered = on_host or stream == -1 or (stream is None and self.host_accessible)
+        of_host = on_host or (stream is None and self.host_accessible)
+        if of_host and self.nbytes:
+            self.used(write=False, on_host=True)
+        unordered = of_host or stream == -1
         part = dlpack.part(self, self.address if unordered else self._at, self.nbytes, device)
         if self._read_only(on_host=on_host):
             part.flags.writeable = False
         return part
+
+
+class _Interface:
+    """Memory by its array interface alone: NumPy asks for a buffer first, which is made of such an array."""
+
+    def __init__(self, memory: Exportable) -> None:
+        self._memory = memory
+        self.__array_interface__: dict[str, Any] = memory.__array_interface__
 
 
 def form_of(other: Any) -> tuple[np.dtype[Any], tuple[int, ...]] | None:

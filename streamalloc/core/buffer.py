@@ -118,7 +118,12 @@ class Buffer(Memory, Closes):
     @property
     def host_accessible(self) -> bool:
         """Whether the CPU may use the memory at the same address: host memory and managed memory."""
-        return self._allocator._is_managed() or self.location.on_host
+        return self.managed or self.location.on_host
+
+    @property
+    def managed(self) -> bool:
+        """Whether the memory is of a managed pool, whose memory the driver migrates between devices and host."""
+        return self._allocator._is_managed()
 
     @property
     def device_accessible(self) -> bool:
@@ -278,7 +283,8 @@ class PlainBuffer(Buffer):
 
     __slots__ = ()
 
-    __init__ = object.__init__
+    if not TYPE_CHECKING:
+        __init__ = object.__init__
 
     def __del__(self) -> None:
         try:

@@ -148,6 +148,13 @@ class CopySide:
         """Target of a copy."""
         return cls._of_argument(target, session, "target", writable=True)
 
+    def ordered_before(self, stream: Stream) -> None:
+        """Have a stream wait until the memory may be used."""
+        if type(self.keep) in kinds:
+            self.keep._await_on(stream)  # type: ignore[attr-defined]
+        elif self.after is not None and self.after != stream.handle:
+            stream.wait(Stream.of_handle(stream.device, self.after, self.keep))
+
     @classmethod
     def _of_argument(cls, other: object, session: Session, name: str, *, writable: bool) -> Self:
         if isinstance(other, MemoryBase):
@@ -241,10 +248,7 @@ def copy_bytes(target: CopySide, source: CopySide, stream: Stream) -> None:
     raw = stream._checked_raw()
     session = stream._session
     for side in (target, source):
-        if type(side.keep) in kinds:
-            side.keep._await_on(stream)  # type: ignore[attr-defined]
-        elif side.after is not None and side.after != stream.handle:
-            stream.wait(Stream.of_handle(stream.device, side.after, side.keep))
+        side.ordered_before(stream)
     if stream._capture is not None:
         stream._capture.graph.kept += (target.keep, source.keep)
     # Copies of pool memory are refused unless the stream's own context is the current one (programming guide 4.3.5.1).

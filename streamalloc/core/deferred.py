@@ -43,6 +43,7 @@ POINTS = (
     "the host has synchronised with a stream, an event or a device",
     "a pool, physical memory or a range of addresses is made, and memory has run out",
     "statistics are read: of a pool, of a device's memory",
+    "pages of an arena are released, or committed where it has no memory",
     "an object is shared, opened, lent to a library or borrowed from one, or such an object is closed",
     "a library that does not name streams allocates virtual memory, releases it, or after a free was refused",
     "a bridge of such a library is stopped",

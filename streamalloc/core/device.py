@@ -26,7 +26,9 @@ class MemoryInfo(NamedTuple):
     """A device's memory in bytes, as ``cuMemGetInfo`` gives it."""
 
     free: int
+    """Bytes that no process has allocated."""
     total: int
+    """Bytes of the device."""
 
 
 class Device:

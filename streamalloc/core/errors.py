@@ -114,6 +114,9 @@ class OutOfMemoryError(CudaError, MemoryError):
         The memory of the device as ``cuMemGetInfo`` gives it.
     pool
         The name of the pool; empty if it has none.
+    holders
+        Lines of text: the other pools of the same location that hold memory, and for each observer
+        (:func:`streamalloc.observe`) the lines of the program whose allocations are live there, most bytes first.
     """
 
     _FIGURES = ("requested", "used", "reserved", "limit", "free", "total")
@@ -124,10 +127,11 @@ class OutOfMemoryError(CudaError, MemoryError):
     free: int | None = None
     total: int | None = None
     pool: str = ""
+    holders: tuple[str, ...] = ()
 
     def __init__(self, name: str, code: int, call: str, hint: str = "", **figures: Any) -> None:
         super().__init__(name, code, call, hint)
-        unknown = figures.keys() - {*self._FIGURES, "pool"}
+        unknown = figures.keys() - {*self._FIGURES, "pool", "holders"}
         if unknown:
             raise TypeError(f"{', '.join(sorted(unknown))}: no figures of an {type(self).__name__}")
         vars(self).update(figures)
@@ -136,7 +140,8 @@ class OutOfMemoryError(CudaError, MemoryError):
         values = {name: getattr(self, name) for name in self._FIGURES}
         figures = ", ".join(f"{name} {value:,}" for name, value in values.items() if value is not None)
         shown = [f"pool {self.pool!r}"] * bool(self.pool) + [f"bytes: {figures}"] * bool(figures)
-        return f"{super().__str__()} [{'; '.join(shown)}]" if shown else super().__str__()
+        text = f"{super().__str__()} [{'; '.join(shown)}]" if shown else super().__str__()
+        return "\n  ".join([f"{text}; held by:", *self.holders]) if self.holders else text
 
 
 class AddressSpaceError(CudaError, MemoryError):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
+from streamalloc.core.awaiting import finished
 from streamalloc.core.deferred import OFTEN, deferred_queue, refused_to_end, work
 from streamalloc.core.errors import ClosedError, error_from
+from streamalloc.core.html import Row, Shown
 from streamalloc.core.properties import checked_type
 from streamalloc.core.resource import Closes, made_for_sharing
 from streamalloc.core.session import Session
@@ -38,7 +41,7 @@ class Spares(list[Any]):
     """Events kept for a stream. A data loader has about as many batches under way."""
 
     def __init__(self) -> None:
-        self.open = True
+        self.open: bool = True
 
     def end_if_closed(self, session: Session) -> None:
         """Destroy all events if another thread has closed the stream."""
@@ -67,7 +70,7 @@ def destroy_event(session: Session, raw: Any) -> None:
         refused_to_end(session, "cuEventDestroy", raw, result)
 
 
-class Event(Closes):
+class Event(Closes, Shown):
     """A point in a stream's work, recorded by :meth:`Stream.record`.
 
     Parameters
@@ -145,6 +148,19 @@ class Event(Closes):
         self._session.call("cuEventSynchronize", self._checked_raw())
         work(self._session, OFTEN)
 
+    def __await__(self) -> Generator[Any, None, None]:
+        """Wait in a coroutine of :mod:`asyncio` as :meth:`synchronize` does; the loop runs other tasks meanwhile.
+
+        No thread is used: the loop queries the event at intervals of 1 to 10 ms (``cuEventQuery``). An event that is
+        recorded again meanwhile is done when the later record is.
+
+        Raises
+        ------
+        ClosedError
+            The event was closed, perhaps during the wait.
+        """
+        return finished(self).__await__()
+
     def elapsed_since(self, start: Event) -> float:
         """Milliseconds between two recorded events that measure time (``cuEventElapsedTime``).
 
@@ -191,6 +207,13 @@ class Event(Closes):
         # Other objects of the same garbage cycle may still use the event.
         self._raw = None
         destroy_event(self._session, raw)
+
+    def _about(self) -> Iterator[Row]:
+        yield "handle", f"{self.handle:#x}"
+        yield "device", self.device
+        if self._capture is None:
+            with self._session.relaxed():
+                yield "done", self.query()
 
     def _text(self) -> str:
         return f" {'closed' if self._raw is None else hex(int(self._raw))} of device {self.device.ordinal}"

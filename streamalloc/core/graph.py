@@ -218,9 +218,13 @@ class GraphMemoryStatistics(NamedTuple):
     """Memory that a device's graphs use and hold, in bytes."""
 
     reserved: int
+    """Bytes reserved for graphs."""
     reserved_high: int
+    """The most bytes reserved since :meth:`GraphMemory.reset_peaks`."""
     used: int
+    """Bytes in use by graphs."""
     used_high: int
+    """The most bytes in use since :meth:`GraphMemory.reset_peaks`."""
 
 
 class GraphMemory:

@@ -5,6 +5,7 @@ A class gives the rows of its card (:meth:`Shown._about`). Locations have the co
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeAlias
 
@@ -107,6 +108,23 @@ class Shown:
         except Exception:  # closed, freed, evicted, or half made
             return code(repr(self))
         return f"<b>{escape(type(self).__name__)}</b>{table((), rows)}"
+
+    def __rich__(self) -> Any:
+        """The card in a terminal, for ``rich.print``."""
+        # Only rich calls this, so that rich is there.
+        from html import unescape
+        from importlib import import_module
+
+        try:
+            rows = list(self._about())
+        except Exception:
+            rows = []
+        made = import_module("rich.table").Table(title=type(self).__name__, show_header=False, title_justify="left")
+        for name, value in rows or [("", repr(self))]:
+            text = unescape(re.sub("<[^>]*>", " ", value)) if isinstance(value, Html) else str(value)
+            if text.strip():
+                made.add_row(name, import_module("rich.text").Text(" ".join(text.split())))
+        return made
 
 
 class Drawn(Shown):

@@ -5,7 +5,7 @@ The modules of its vocabulary (errors, html, properties, resource, session) are 
 
 from __future__ import annotations
 
-from streamalloc.core.allocation_hooks import Watcher, besides, look, tell_freed, watching_of
+from streamalloc.core.allocation_hooks import Watcher, besides, holders, look, tell_freed, watching_of
 from streamalloc.core.allocator import Allocator, allocate_safely, read_or_none
 from streamalloc.core.buffer import (
     Buffer,
@@ -54,6 +54,7 @@ from streamalloc.core.stream import (
     give_lists,
     is_borrowed,
     leave_stream,
+    name_of_stream,
     raw_handle,
     refuse_capture,
     sees_all_work,

@@ -19,6 +19,7 @@ from streamalloc.core.copies import Copyable
 from streamalloc.core.elements import Index, fill_steps, interface_type, part_of, to_element
 from streamalloc.core.errors import ClosedError
 from streamalloc.core.html import Row
+from streamalloc.core.managed import Migrating
 from streamalloc.core.properties import MemLocation
 from streamalloc.core.stream import Stream, StreamLike
 
@@ -29,7 +30,7 @@ ScalarT = TypeVar("ScalarT", bound=np.generic)
 OtherT = TypeVar("OtherT", bound=np.generic)
 
 
-class Memory(Copyable, Exportable):
+class Memory(Copyable, Exportable, Migrating):
     """A range of bytes that devices, the host or both can reach.
 
     Every operation is queued on a stream: the one given, or the memory's own. Nothing is synchronised, except where
@@ -167,6 +168,11 @@ class BufferView(Memory):
         return self._parent.location
 
     @property
+    def managed(self) -> bool:
+        """Whether the driver migrates the memory between devices and host."""
+        return self._parent.managed
+
+    @property
     def host_accessible(self) -> bool:
         """Whether the CPU may use the memory."""
         return self._parent.host_accessible
@@ -268,6 +274,12 @@ class TypedView(BufferView, Generic[ScalarT]):
         """
         if width is not None:
             raise TypeError(f"width={width!r}: elements of {self.dtype} have one; .bytes.fill takes a width")
+        self._fill_elements(value, stream)
+        listener = self._session.listener
+        if listener is not None and self._nbytes:
+            listener.typed(self._at, self._nbytes, self.dtype, True)
+
+    def _fill_elements(self, value: Any, stream: StreamLike | None) -> None:
         element = to_element(value, self.dtype)
         flat = self.bytes
         pattern, first = fill_steps(element, self.address)
@@ -302,6 +314,9 @@ class TypedView(BufferView, Generic[ScalarT]):
         """
         self._check_form(target, "target")
         super().copy_to(target, stream)
+        listener = self._session.listener
+        if listener is not None and self._nbytes:
+            listener.typed(self._at, self._nbytes, self.dtype, False)
 
     def copy_from(
         self,

@@ -84,6 +84,17 @@ class MemAccess(_Named, enum.IntEnum):
     READWRITE = 3
 
 
+class MemAdvise(_Named, enum.IntEnum):
+    """Advice about managed memory (``CUmem_advise``)."""
+
+    SET_READ_MOSTLY = 1
+    UNSET_READ_MOSTLY = 2
+    SET_PREFERRED_LOCATION = 3
+    UNSET_PREFERRED_LOCATION = 4
+    SET_ACCESSED_BY = 5
+    UNSET_ACCESSED_BY = 6
+
+
 def checked_size(name: str, value: object, largest: int = (1 << 64) - 1) -> int:
     """``value`` as a number of bytes, or a ``TypeError``/``ValueError`` that names the argument and the rule."""
     if type(value) is int and 0 <= value <= largest:

@@ -11,13 +11,15 @@ import ctypes
 import enum
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias, Union, cast
 
+from streamalloc.core.awaiting import finished_once
 from streamalloc.core.deferred import OFTEN, Deferred, HandleEnd, deferred_queue, refused_to_end, work
 from streamalloc.core.errors import CaptureError, ClosedError, CudaError, NotReadyError, error_from, refused
 from streamalloc.core.event import Event, EventLike, Spares, destroy_event, foreign_event, is_done
+from streamalloc.core.html import Row, Shown
 from streamalloc.core.library_streams import (
     CuPyStreamLike,
     NumbaStreamLike,
@@ -66,7 +68,7 @@ _DEFAULT = Kind.DEFAULT
 _BORROWED = Kind.BORROWED
 
 
-class Stream(Closes):
+class Stream(Closes, Shown):
     """A stream of one device.
 
     Made by :meth:`Device.create_stream`, :attr:`Device.default_stream` or :attr:`Device.per_thread_stream`;
@@ -170,6 +172,8 @@ class Stream(Closes):
             stream._session.create(stream, "_raw", "cuStreamCreateWithPriority", int(flags), priority)
         stream._open(non_blocking=not blocking)
         _made_here(stream._session).add(stream)
+        if name:
+            _named(stream._session)[stream._number] = stream
         listener = stream._session.listener
         if name and listener is not None:
             listener.named(stream._raw, name)
@@ -482,6 +486,14 @@ class Stream(Closes):
             self._call("cuStreamSynchronize")
         work(self._session, OFTEN)
 
+    def __await__(self) -> Generator[Any, None, None]:
+        """Wait in a coroutine of :mod:`asyncio` for the work queued so far; the loop runs other tasks meanwhile.
+
+        As ``await stream.record()`` (:meth:`Event.__await__`). Work that is queued during the wait is not waited for.
+        """
+        self._refuse_capture("cuEventQuery", "await it after the capture")
+        return finished_once(self.record()).__await__()
+
     def query(self) -> bool:
         """Whether all work queued so far is done (``cuStreamQuery``)."""
         handle = self._handle
@@ -616,6 +628,13 @@ class Stream(Closes):
             if result:
                 refused_to_end(self._session, "cuStreamDestroy", raw, result)
 
+    def _about(self) -> Iterator[Row]:
+        yield from (("name", self.name),) * bool(self.name)
+        yield "handle", f"{int(self._checked_raw()):#x}"
+        yield "device", self.device
+        with self._session.relaxed():
+            yield "state", "capturing" if self._captured() else "idle" if self.query() else "has work to do"
+
     def __repr__(self) -> str:
         if getattr(self, "_raw", None) is None:
             return "<Stream that could not be made>"
@@ -745,6 +764,15 @@ def end_of(stream: Stream) -> list[Event]:
     The list stays empty if the driver refuses to record the event.
     """
     return stream._last
+
+
+_named: PerDriver[weakref.WeakValueDictionary[int, Stream]] = PerDriver(lambda _: weakref.WeakValueDictionary())
+
+
+def name_of_stream(session: Session, handle: int) -> str:
+    """The name of the open stream with a handle; empty for a stream without one."""
+    stream = _named(session).get(handle)
+    return "" if stream is None or stream.closed else stream.name
 
 
 def spare_events(stream: Stream) -> set[int]:

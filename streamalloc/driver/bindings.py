@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
 import re
 from typing import Any
 
@@ -21,6 +22,9 @@ _ADDED_IN = {
     "cuMemGetDefaultMemPool": "13.0",
     "cuMemGetMemPool": "13.0",
     "cuMemSetMemPool": "13.0",
+    "cuMemDiscardBatchAsync": "13.0",
+    "cuMemDiscardAndPrefetchBatchAsync": "13.0",
+    "cuMemcpyBatchAsync": "13.0",  # earlier with another result
     "CU_MEM_ALLOCATION_TYPE_MANAGED": "13.0",
     "CU_MEM_LOCATION_TYPE_NONE": "13.0",
     "CU_DEVICE_ATTRIBUTE_HOST_MEMORY_POOLS_SUPPORTED": "13.0",
@@ -41,6 +45,12 @@ _ADDED_IN = {
 
 # Both property structs begin with the allocation type and the handle types, each a C int.
 _HANDLE_TYPES_OFFSET = 4
+
+
+@functools.cache
+def runtime() -> Any:
+    """The module ``cuda.bindings.runtime``, which is imported at the first call."""
+    return importlib.import_module("cuda.bindings.runtime")
 
 
 def version_that_added(name: str) -> str:

@@ -14,6 +14,7 @@ from streamalloc.driver.bindings import (
     opaque_bytes,
     opaque_struct,
     read_handle_types,
+    runtime,
     version_that_added,
 )
 from streamalloc.driver.parent import VARIABLE, ParentTest, configuration
@@ -22,12 +23,26 @@ from streamalloc.driver.selection import as_asked, default_of_threads, read_choi
 if TYPE_CHECKING:
     from streamalloc.driver.checker.stacks import Stack, here, line_of, lines
     from streamalloc.driver.listener import Listener
+    from streamalloc.driver.simulator.kernels.registry import (
+        current_launch,
+        device_global,
+        device_view,
+        kernel,
+        unregister_kernel,
+    )
+    from streamalloc.driver.simulator.reading import UnreadableMachineError, read_profile
+    from streamalloc.driver.simulator.runtime import Runtime
     from streamalloc.driver.wrappers import Wrapper
 
 # Modules that are imported on first use, to keep the import of the package fast.
 _LATER = {
     "Listener": "listener",
+    "Runtime": "simulator.runtime",
     "Wrapper": "wrappers",
+    **dict.fromkeys(
+        ("current_launch", "device_global", "device_view", "kernel", "unregister_kernel"), "simulator.kernels.registry"
+    ),
+    **dict.fromkeys(("UnreadableMachineError", "read_profile"), "simulator.reading"),
     **dict.fromkeys(("Stack", "here", "line_of", "lines"), "checker.stacks"),
 }
 

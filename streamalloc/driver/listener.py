@@ -22,6 +22,9 @@ class Listener(Protocol):
     def named(self, stream: Any, name: str) -> None:
         """Record the name of a new stream."""
 
+    def typed(self, address: int, nbytes: int, dtype: Any, write: bool) -> None:
+        """Record that the latest work writes elements of NumPy's type; not ``write``: that it reads them as such."""
+
     def shared(self, address: int, nbytes: int, stream: Any, name: bytes) -> None:
         """Record that importers may use ``nbytes`` bytes after the work queued in ``stream`` so far.
 

@@ -24,9 +24,8 @@ def real() -> Driver:
     try:
         (result,) = cuda.cuInit(0)
     except Exception as reason:  # the types of the bindings' loader differ between versions
-        raise DriverNotFoundError(
-            _not_found(f"libcuda.so.1 could not be loaded: {str(reason).rstrip('.')}")
-        ) from reason
+        # The message has the reason; its traceback is that of the bindings' loader.
+        raise DriverNotFoundError(_not_found(f"libcuda.so.1 could not be loaded: {str(reason).rstrip('.')}")) from None
     if result:
         raise DriverNotFoundError(_not_found(f"cuInit answered {result.name} ({int(result)})"))
     return cast("Driver", cuda)

@@ -29,6 +29,8 @@ def simulated(
     name: str | None = None,
     multicast_slots: int = 128,
     patience: float = 10.0,
+    kernels: str = "refuse",
+    host: str | None = None,
 ) -> Driver:
     """Make a simulated machine: the driver's functions over ordinary memory, on any Linux machine.
 
@@ -46,7 +48,9 @@ def simulated(
         Bytes of memory of each GPU (None: that of the profile's GPU). Pages of this machine are used only when they are
         written.
     profile
-        Simulated GPU: a built-in name such as ``"h200"``, which is tested against readings from real GPUs, or a file.
+        Simulated GPU and host: ``"h200"``, ``"h100"``, or the ``.json`` file that ``streamalloc profile -o FILE`` wrote
+        on another machine. Where its devices lack something, calls are refused as their driver refuses them. A call
+        whose answer on such a device is unknown raises :class:`NotImplementedError`.
     multicast, fabric
         Support for multicast objects and fabric handles (None: as on a real machine with this many GPUs).
     seed
@@ -54,21 +58,32 @@ def simulated(
         stream order, in the same way for the same number, so that a missing dependency shows.
     name
         Machines of one name (default: ``STREAMALLOC_MACHINE``, else the other arguments) have the same device UUIDs.
+        Where ``name`` or the variable names it, its processes also share the memory of the devices: ``cuMemGetInfo``
+        counts all of them, until they end.
     multicast_slots
         Number of multicast objects that the simulated switch supports (128 on machines with eight H200).
     patience
         Seconds that binding or mapping a multicast object waits for other processes and threads to add their devices.
         Then, or at once where there are none, a ``DeadlockError`` names the missing devices.
+    kernels
+        Launch of a kernel that has no Python function (:func:`streamalloc.testing.kernel`): ``"refuse"`` raises
+        :class:`NotImplementedError`, ``"ignore"`` does nothing.
+    host
+        Name of this machine among several in one IMEX domain (default: ``STREAMALLOC_HOST``, else the only machine).
+        Machines that differ in this name alone have different devices, and share fabric handles of physical memory and
+        of multicast objects: nothing else that one exports can be imported by another.
 
     Raises
     ------
     ValueError
-        There is no such profile, or a number is below 1.
+        There is no such profile, a field of it is missing, unknown or out of range, or a number is below 1.
     """
     # Imported on first use: programs on a GPU do not need it.
     from streamalloc.driver.simulator import MachineSpec, SimulatedDriver
 
-    spec = MachineSpec(devices, memory, profile, multicast, fabric, seed, name, multicast_slots, patience)
+    spec = MachineSpec(
+        devices, memory, profile, multicast, fabric, seed, name, multicast_slots, patience, kernels, host=host
+    )
     return cast("Driver", SimulatedDriver(spec))  # its functions are added at run time
 
 
@@ -83,6 +98,8 @@ _SETTINGS: dict[str, Callable[[str], object]] = {
     "name": str,
     "multicast_slots": int,
     "patience": float,
+    "kernels": str,
+    "host": str,
 }
 
 # One machine in a process for each text: all objects with the default driver share it.
@@ -132,12 +149,14 @@ def default() -> Driver:
     ================================  =======================================================
     ``devices=4``                     number of devices
     ``memory=8589934592``             bytes of memory of each device
-    ``profile=h200``                  simulated GPU
+    ``profile=h200``                  simulated GPU: ``h200``, ``h100`` or a file
     ``multicast=1``, ``fabric=0``     support, 0 or 1
     ``seed=7``                        seed of random delays and interleaving of work
     ``name=mine``                     name; machines of one name have the same devices
     ``multicast_slots=128``           number of multicast objects
     ``patience=2.5``                  seconds that a multicast object waits for devices
+    ``kernels=ignore``                kernels without a Python function do nothing
+    ``host=a``                        name of the machine among those of one IMEX domain
     ================================  =======================================================
 
     Raises
@@ -179,7 +198,8 @@ def as_asked(driver: Driver) -> Driver:
 
     found = _checked.get(id(driver))
     if found is None:
-        made = checked(driver, cast("Any", "report" if _CHECK in ("", "1") else _CHECK))
+        action = cast("Any", "report" if _CHECK in ("", "1") else _CHECK)
+        made = checked(driver, action, uninitialized=test is not None)
         made.show = made.print if test is None else made.reporter(test)
         found = _checked.setdefault(id(driver), made)
     return cast("Driver", found)

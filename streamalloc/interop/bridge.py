@@ -181,7 +181,9 @@ class Sources:
             raise ValueError("name at least one source" if not sessions else "the sources are of different drivers")
         self.session: Session = sessions.pop()
         """Session of the sources' driver."""
-        self.works = not all(isinstance(source, (MemoryPool, CachingAllocator)) for source in self.by_device.values())
+        self.works: bool = not all(
+            isinstance(source, (MemoryPool, CachingAllocator)) for source in self.by_device.values()
+        )
         """Whether memory that was dropped needs points of work to be released, as virtual memory does."""
         self._capturing: Any = self.session.driver.cuStreamIsCapturing
         self.exchange: Any = self.session.driver.cuThreadExchangeStreamCaptureMode
@@ -373,12 +375,12 @@ class FreeAfterAll(Deferred):
 
     def __init__(self, buffer: Buffer) -> None:
         self._device = buffer.stream.device
-        self.session = session_of(buffer)
-        self.buffers = [buffer]
+        self.session: Session = session_of(buffer)
+        self.buffers: list[Buffer] = [buffer]
         """Buffers to free."""
-        self.nbytes = buffer.nbytes
+        self.nbytes: int = buffer.nbytes
         """Bytes of them; less if several threads have added buffers at once."""
-        self.sealed = False
+        self.sealed: bool = False
         """Whether an attempt has begun."""
 
     def add(self, buffer: Buffer) -> bool:
@@ -431,7 +433,7 @@ class Dropped:
     def __init__(self, _: Session) -> None:
         self._batches: dict[int, FreeAfterAll] = {}
         """Batches that are not full, by ordinal of the device."""
-        self.refused = False
+        self.refused: bool = False
         """Whether the queue has batches that were attempted."""
 
     def add(self, buffer: Buffer) -> None:
@@ -486,7 +488,7 @@ class Ledger:
     __slots__ = ("_held", "_last", "sources")
 
     def __init__(self, sources: Sources) -> None:
-        self.sources = sources
+        self.sources: Sources = sources
         self._last = sources.last
         self._held: dict[int, tuple[Memory, int, int]] = {}
         """Memory by address, with the thread and the stream's handle of its allocation."""

@@ -187,7 +187,7 @@ class Callbacks:
     __slots__ = ("_functions", "ledger", "refusal")
 
     def __init__(self, ledger: Ledger) -> None:
-        self.ledger = ledger
+        self.ledger: Ledger = ledger
         self.refusal: OutOfMemoryError | None = None
         """Error of the last failed allocation."""
         self._functions = _ALLOCATE(self._allocate), _FREE(self._free)

@@ -11,24 +11,27 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 from streamalloc.core.errors import OutOfMemoryError, refused, size_text
-from streamalloc.core.internal import Allocator, Device, watching_of, work
+from streamalloc.core.internal import Allocator, Device, name_of_stream, watching_of, work
 from streamalloc.core.properties import MemLocation
-from streamalloc.core.session import Session
+from streamalloc.core.session import Session, session_of
 from streamalloc.multicast import SymmetricMemory
+from streamalloc.observing.export import Log
 from streamalloc.observing.profiler import Profiler
 from streamalloc.observing.records import Allocation, Happening, Phase, Source, sites
-from streamalloc.observing.report import places
+from streamalloc.observing.report import largest
 from streamalloc.pool import CachingAllocator
 from streamalloc.pool.internal import collect_dropped
-from streamalloc.vmm import AddressRange, VirtualBuffer
-from streamalloc.vmm.internal import GenericAllocation, is_counted, unwatch_mappings, watch_mappings
+from streamalloc.vmm import AddressRange, PageSpace, VirtualBuffer
+from streamalloc.vmm.internal import MappedMemory, is_counted, unwatch_mappings, watch_mappings
 
 Hook = Callable[[Allocation], object]
 
@@ -51,14 +54,15 @@ class Account:
         on_allocate: Hook | None,
         on_free: Hook | None,
         profiler: Profiler | None,
+        log: str | Path | None,
     ) -> None:
         self.limit: int = limit
         """Bytes that may be allocated at once; 0: no limit."""
-        self.started = False
+        self.started: bool = False
         self.live: dict[int, Allocation] = {}
         """Live allocations, by address."""
-        self.nbytes = 0
-        self.peak = 0
+        self.nbytes: int = 0
+        self.peak: int = 0
         self.happened: deque[Happening] = deque(maxlen=history)
         self.open: tuple[Phase, ...] = ()
         """Phases that have not ended."""
@@ -67,6 +71,11 @@ class Account:
         """Innermost phase of the thread or task."""
         self.tag: ContextVar[str] = ContextVar("tag", default="")
         self.profiler = profiler
+        self._log_path = log
+        self._log: Log | None = None
+        self._logged = False
+        """Whether the file of the log was begun."""
+        self._unwritten: deque[Happening] = deque()
         self._depth = depth
         self._on_allocate = on_allocate
         self._on_free = on_free
@@ -89,6 +98,9 @@ class Account:
     def start(self) -> None:
         """Begin to record; idempotent."""
         if not self.started:
+            if self._log_path is not None:
+                self._log = Log(self._log_path, append=self._logged)
+                self._logged = True
             self.started = True
             for address, nbytes, source in self._before:
                 self._note(_ALLOCATED, self._allocation(address, nbytes, 0, source, ()), 0)
@@ -106,6 +118,9 @@ class Account:
                     undo.callback(watching_of(session).remove, self)
                 self.settle()
             self.started = False
+            if self._log is not None:
+                self._log.close()
+                self._log = None
 
     def begin(self, phase: Phase) -> None:
         """Record a phase that begins."""
@@ -138,17 +153,21 @@ class Account:
                 raise self._over(limit, whose, nbytes, "cuMemCreate" if allocator is None else "cuMemAllocAsync")
 
     def _over(self, limit: int, whose: str, nbytes: int, call: str) -> OutOfMemoryError:
-        largest = "; ".join(map(str, places(tuple(self.live.values()))[:3]))
         why = f"{whose}, {size_text(limit)}, leaves no room for {size_text(nbytes)}"
-        have = f"{size_text(self.nbytes)} are allocated{f', most of it {largest}' if largest else ''}"
-        error = refused(OutOfMemoryError, call, f"{why}: {have}")
+        error = refused(OutOfMemoryError, call, f"{why}: {size_text(self.nbytes)} are allocated")
         error.requested, error.used, error.limit = nbytes, self.nbytes, limit
+        error.holders = tuple(largest(self.live.values()))
         return error
+
+    def holders(self, location: MemLocation) -> list[str]:
+        """The lines whose allocations are live in a location, most bytes first."""
+        self._keep(threading.get_ident())
+        return largest(one for one in tuple(self.live.values()) if one.source.location == location)
 
     def allocated(self, allocator: Allocator | None, address: int, nbytes: int, stream: Any) -> None:
         """Memory was allocated."""
         if allocator is not None:
-            one = self._allocation(address, nbytes, int(stream), self._source(allocator), sites(self._depth))
+            one = self._from(allocator, address, nbytes, int(stream))
             self._note(_ALLOCATED, one, one.stream)
             self.look()
             if self._on_allocate is not None:
@@ -157,8 +176,9 @@ class Account:
     def failed(self, allocator: Allocator | None, nbytes: int, stream: Any) -> None:
         """The driver has refused an allocation."""
         if allocator is not None:
-            one = self._allocation(0, nbytes, int(stream), self._source(allocator), sites(self._depth))
+            one = self._from(allocator, 0, nbytes, int(stream))
             self._note(_FAILED, one, one.stream)
+            self.look()
 
     def freed(self, address: int, stream: Any) -> None:
         """Memory is about to be freed. Called by finalisers."""
@@ -173,13 +193,13 @@ class Account:
         if self._everything or self._devices or self._spanned(address):
             self.asked(None, nbytes)
 
-    def mapped(self, address: int, memory: GenericAllocation) -> None:
+    def mapped(self, address: int, memory: MappedMemory) -> None:
         """Memory was mapped."""
         if not self._spanned(address):
             where = getattr(memory, "location", None)
             if not (self._everything or any(where == one.location for one in self._devices)) or not is_counted(memory):
                 return
-        source = Source("mapping", getattr(memory, "location", MemLocation.none()), "physical memory")
+        source = Source("mapping", getattr(memory, "location", MemLocation.none()), "")
         one = self._allocation(address, memory.nbytes, 0, source, sites(self._depth))
         self._note(_ALLOCATED, one, 0)
         self.look()
@@ -193,18 +213,24 @@ class Account:
     def _spanned(self, address: int) -> bool:
         return any(start <= address < stop for start, stop in self._spans)
 
-    def _allocation(self, address: int, nbytes: int, stream: int, source: Source, where: Any) -> Allocation:
+    def _from(self, allocator: Allocator, address: int, nbytes: int, stream: int) -> Allocation:
+        name = name_of_stream(session_of(allocator), stream)
+        return self._allocation(address, nbytes, stream, self._source(allocator), sites(self._depth), name)
+
+    def _allocation(
+        self, address: int, nbytes: int, stream: int, source: Source, where: Any, name: str = ""
+    ) -> Allocation:
         phase = self.phase.get()
         path = "" if phase is None else phase.path
         return Allocation(
-            address, nbytes, stream, threading.get_ident(), self.tag.get(), path, time.time_ns(), where, source
+            address, nbytes, stream, threading.get_ident(), self.tag.get(), path, time.time_ns(), where, source, name
         )
 
     def _source(self, allocator: Allocator) -> Source:
         found = self._sources.get(allocator)
         if found is None:
-            cached = isinstance(allocator, CachingAllocator)
-            found = Source("cache" if cached else "pool", allocator.location, repr(allocator))
+            pool = allocator.pool if isinstance(allocator, CachingAllocator) else allocator
+            found = Source("pool" if pool is allocator else "cache", allocator.location, getattr(pool, "name", ""))
             self._sources[allocator] = found
         return found
 
@@ -255,6 +281,19 @@ class Account:
     def _enter_all(self) -> None:
         while self._notes:
             self._enter(*self._notes[0])
+        if self._unwritten and self._log is not None:
+            self._write(self._log, len(self._unwritten))
+
+    def _write(self, log: Log, count: int) -> None:
+        try:
+            log.write([self._unwritten[at] for at in range(count)])
+            for _ in range(count):
+                self._unwritten.popleft()
+        except OSError as error:
+            self._log = None
+            log.close()
+            self._unwritten.clear()
+            warnings.warn(f"the log of allocations ends here: {error}", RuntimeWarning, stacklevel=2)
 
     def _enter(self, kind: int, what: Any, stream: int, thread: int, now: int) -> None:
         untold: tuple[Allocation, ...] = ()
@@ -293,6 +332,8 @@ class Account:
             happened = (Happening("failure", what, now, stream, thread),) if kind == _FAILED else ()
         self.nbytes = total
         self.happened += happened
+        if self._log is not None:
+            self._unwritten += happened
         self._gone += gone
         self._untold += untold
         del self._notes[0]
@@ -305,6 +346,8 @@ def _spans(target: object) -> list[tuple[int, int]]:
     if isinstance(target, (VirtualBuffer, AddressRange)):
         range = target if isinstance(target, AddressRange) else target.range
         return [(range.address, range.address + range.nbytes)]
+    if isinstance(target, PageSpace):
+        return [(target.address, target.address + target.page_count * target.page_size)]
     if isinstance(target, SymmetricMemory):
         begins = target.addresses
         return [(int(begins[rank]), int(begins[rank]) + target.physical_bytes) for rank in target.ranks]
@@ -314,12 +357,16 @@ def _spans(target: object) -> list[tuple[int, int]]:
 def _mapped_in(target: object) -> list[tuple[int, int, Source]]:
     """The mappings that an object has already: address, bytes and source."""
     if isinstance(target, (VirtualBuffer, AddressRange)):
-        return [
-            (one.address, one.nbytes, Source("mapping", one.memory.location, repr(target))) for one in target.mappings
-        ]
+        return [(one.address, one.nbytes, Source("mapping", one.memory.location, "")) for one in target.mappings]
+    if isinstance(target, PageSpace):
+        # Pages that share memory count once.
+        numbers = target.numbers
+        found = {int(numbers[page]): page for page in reversed(target.committed.tolist())}
+        source = Source("mapping", target.location, "")
+        return [(target.address + page * target.page_size, target.page_size, source) for page in found.values()]
     if isinstance(target, SymmetricMemory):
         return [
-            (start, stop - start, Source("mapping", device.location, repr(target)))
+            (start, stop - start, Source("mapping", device.location, ""))
             for (start, stop), device in zip(_spans(target), target.devices, strict=True)
         ]
     return []

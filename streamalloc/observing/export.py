@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import csv
+import io
 import json
 import os
 import pickle
@@ -11,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from streamalloc.core.errors import undoing
 from streamalloc.core.properties import MemLocationType
 from streamalloc.observing.records import Allocation, Happening, Phase
 
@@ -82,7 +86,7 @@ def _entries(one: Happening) -> Iterator[dict[str, Any]]:
 
 
 def _frames(one: Allocation) -> list[dict[str, Any]]:
-    words = [f"{name}: {word}" for name, word in (("tag", one.tag), ("phase", one.phase)) if word]
+    words = [f"{name}: {word}" for name, word in one.names]
     found = [{"filename": site.file, "line": site.line, "name": site.function} for site in one.sites]
     return found + [{"filename": word, "line": 0, "name": ""} for word in words]
 
@@ -139,16 +143,53 @@ def _block(address: int, size: int, requested: int, state: str, frames: list[dic
 _ACTIONS = {"allocate": "allocate", "free": "free", "failure": "allocate failure"}
 
 
-def save_rmm(path: str | Path, history: Iterable[Happening]) -> None:
-    """Write a log like RMM's ``LoggingResourceAdaptor``. Mappings, which have no stream, get stream 0."""
-    with open(path, "w", encoding="ascii") as file:
-        print("Thread,Time,Action,Pointer,Size,Stream", file=file)
+_NAMES = ("pool", "stream", "tag", "phase")
+_HEADER = b"Thread,Time,Action,Pointer,Size,Stream,Pool,Stream name,Tag,Phase,Line\n"
+
+
+class Log:
+    """A file like that of RMM's ``LoggingResourceAdaptor``, with columns for names and the line of the program.
+
+    Each :meth:`write` is one call of the operating system, so that the lines are there however the process ends.
+    Mappings, which have no stream, get stream 0.
+    """
+
+    def __init__(self, path: str | Path, *, append: bool = False) -> None:
+        self._file = open(path, "ab" if append else "wb", buffering=0)  # noqa: SIM115
+        if not append:
+            with undoing(self.close):
+                self._file.write(_HEADER)
+
+    def write(self, history: Iterable[Happening]) -> None:
+        """Append a line for each entry."""
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
         for one in history:
             seconds, rest = divmod(one.time, 10**9)
-            clock = time.strftime("%H:%M:%S", time.localtime(seconds))
+            clock = f"{time.strftime('%H:%M:%S', time.localtime(seconds))}:{rest // 1000:06}"
             allocation = one.allocation
-            where = f"{allocation.address:#x},{allocation.nbytes},{one.stream:#x}"
-            print(f"{one.thread},{clock}:{rest // 1000:06},{_ACTIONS[one.action]},{where}", file=file)
+            numbers = (
+                one.thread,
+                clock,
+                _ACTIONS[one.action],
+                f"{allocation.address:#x}",
+                allocation.nbytes,
+                hex(one.stream),
+            )
+            names = dict(allocation.names)
+            words = (*(names.get(name, "") for name in _NAMES), *map(str, allocation.sites[:1]))
+            writer.writerow([*numbers, *(" ".join(word.split()) for word in words)])
+        self._file.write(text.getvalue().encode())
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def save_rmm(path: str | Path, history: Iterable[Happening]) -> None:
+    """Write a whole history as a :class:`Log`."""
+    with contextlib.closing(Log(path)) as log:
+        log.write(history)
 
 
 # --- Chrome and Perfetto --------------------------------------------------------------------------------------------
@@ -199,7 +240,8 @@ def save_chrome(
 
 
 def _counter(one: Allocation) -> str:
-    return f"{one.source.kind} {one.source.location}"
+    name = f" {one.source.name!r}" if one.source.name else ""
+    return f"{one.source.kind}{name} {one.source.location}"
 
 
 def _before(history: Iterable[Happening], live: Iterable[Allocation]) -> dict[int, Allocation]:

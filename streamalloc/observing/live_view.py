@@ -1,12 +1,14 @@
 """A view of this process's pools that updates itself, in a terminal or in a notebook while a cell runs.
 
-A thread reads the pools' statistics. It frees nothing, and invalidates no capture.
+A thread reads the pools' statistics. It frees nothing, and invalidates no capture. The bar of used memory is a share of
+the reserved memory, and that of reserved memory a share of what the pool may reserve.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -14,7 +16,8 @@ from typing import Any, NamedTuple
 
 from streamalloc.core.errors import ClosedError, CudaError
 from streamalloc.core.html import gauge, mib, place, table
-from streamalloc.core.internal import deferred_queue
+from streamalloc.core.internal import Device, deferred_queue
+from streamalloc.core.properties import MemLocationType
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import session_of, sessions
 from streamalloc.driver import ForkedProcessError
@@ -30,10 +33,20 @@ class PoolFigures(NamedTuple):
     name: str
     """Name of the pool, else the location of its memory; and the driver's handle."""
     now: PoolStatistics
+    capacity: int
+    """Bytes that it may reserve: its ``max_size``, else the memory of its device or of the host."""
 
 
 def _name(pool: MemoryPool) -> str:
     return f"{pool.name or place(pool.location)}, {int(raw_pool(pool)):#x}"
+
+
+def _capacity(pool: MemoryPool) -> int:
+    if pool.properties is not None and pool.properties.max_size:
+        return pool.properties.max_size
+    if pool.location.type is MemLocationType.DEVICE:
+        return Device(pool.location.id, driver=session_of(pool).driver).total_memory
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _figures(pool: MemoryPool) -> PoolFigures | None:
@@ -47,7 +60,7 @@ def _figures(pool: MemoryPool) -> PoolFigures | None:
             now = PoolStatistics(
                 read.reserved_mem_current, read.reserved_mem_high, read.used_mem_current, read.used_mem_high
             )
-            return PoolFigures(_name(pool), now)
+            return PoolFigures(_name(pool), now, _capacity(pool))
     except (ClosedError, CudaError, ForkedProcessError):
         return None
 
@@ -64,12 +77,12 @@ def _html(figures: list[PoolFigures]) -> str:
     rows = (
         (
             name,
-            gauge(now.used, now.reserved_high),
-            gauge(now.reserved, now.reserved_high),
+            gauge(now.used, now.reserved),
+            gauge(now.reserved, capacity),
             mib(now.used_high),
             mib(now.reserved_high),
         )
-        for name, now in figures
+        for name, now, capacity in figures
     )
     return table(_HEAD, rows) if figures else "no pools"
 
@@ -84,8 +97,8 @@ def _terminal() -> _Screen:
 
     def renderable(figures: list[PoolFigures]) -> Any:
         made = rich_table.Table(*_HEAD)
-        for name, now in figures:
-            made.add_row(name, _bar(now.used, now.reserved_high), _bar(now.reserved, now.reserved_high),
+        for name, now, capacity in figures:
+            made.add_row(name, _bar(now.used, now.reserved), _bar(now.reserved, capacity),
                          mib(now.used_high), mib(now.reserved_high))  # fmt: skip
         return made
 

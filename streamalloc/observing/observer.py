@@ -21,7 +21,7 @@ from streamalloc.observing.account import Account, Hook
 from streamalloc.observing.profiler import Profiler
 from streamalloc.observing.records import Allocation, Happening, Phase
 from streamalloc.observing.report import LeakReport
-from streamalloc.vmm import AddressRange, VirtualBuffer
+from streamalloc.vmm import AddressRange, PageSpace, VirtualBuffer
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -152,7 +152,10 @@ class Observer(Drawn, Leaves):
         export.save_pytorch(path, self.history, self.live)
 
     def save_rmm(self, path: str | Path) -> None:
-        """Write a log in RMM's format (CSV), which :func:`streamalloc.traces.from_rmm` reads."""
+        """Write a log in RMM's format (CSV), which :func:`streamalloc.traces.from_rmm` reads.
+
+        After RMM's columns come the names of pool and stream, tag, phase, and the line of the program.
+        """
         export.save_rmm(path, self.history)
 
     def save_chrome(self, path: str | Path) -> None:
@@ -171,18 +174,20 @@ class Observer(Drawn, Leaves):
 
 
 def observe(
-    *what: Device | Allocator | VirtualBuffer | AddressRange | SymmetricMemory,
+    *what: Device | Allocator | VirtualBuffer | AddressRange | PageSpace | SymmetricMemory,
     limit: int = 0,
     depth: int = 1,
     history: int | None = 1 << 20,
     on_allocate: Hook | None = None,
     on_free: Hook | None = None,
     nvtx: bool = False,
+    log: str | Path | None = None,
     driver: Driver | None = None,
 ) -> Observer:
     """Make an observer of memory, for a ``with`` block: allocations, their lines, limits and leaks.
 
-    It records every allocation and free, also frees of finalisers and deferred frees. Several observers may observe the
+    It records every allocation and free, also frees of finalisers and deferred frees. While it does, an
+    :class:`OutOfMemoryError` names the lines that hold the memory (``holders``). Several observers may observe the
     same memory, and start and stop in any order. Not recorded: memory allocated before the start (except existing
     mappings of the objects passed), memory owned by the graph of a capture, and memory that another library allocates
     from a pool's handle.
@@ -190,10 +195,10 @@ def observe(
     Parameters
     ----------
     what
-        Pools, caches (with their pool), growable and striped buffers, address ranges, symmetric memory; or devices, for
-        all of these in the device's memory, also those made later. Default: everything of ``driver``. Allocations
-        without a pool (:func:`streamalloc.allocate`) are observed with their device. Memory that is mapped several
-        times counts once; memory of another process does not count.
+        Pools, caches (with their pool), growable and striped buffers, address ranges, spaces of pages (the committed
+        ones), symmetric memory; or devices, for all of these in the device's memory, also those made later. Default:
+        everything of ``driver``. Allocations without a pool (:func:`streamalloc.allocate`) are observed with their
+        device. Memory that is mapped several times counts once; memory of another process does not count.
     limit
         Bytes that may be allocated at once; 0: no limit. A larger allocation raises :class:`OutOfMemoryError` before
         the driver is called. Threads that allocate at the same moment may together exceed the limit.
@@ -207,6 +212,9 @@ def observe(
         For memory that a finaliser has freed, ``on_free`` is called at the next allocation or free.
     nvtx
         True: phases are NVTX ranges, and the allocated bytes an NVTX counter (needs ``nvtx``).
+    log
+        A file for a line on each allocation, free and failure, written at once: it has them all if the process is
+        killed. The format is that of :meth:`Observer.save_rmm`. Frees by finalisers are written with the next line.
     driver
         The driver to observe if ``what`` is empty.
 
@@ -230,8 +238,10 @@ def observe(
         if value < 0:
             raise ValueError(f"{name}={value}: must be at least 0")
     for one in what:
-        if not isinstance(one, (Device, Allocator, VirtualBuffer, AddressRange, SymmetricMemory)):
-            raise TypeError(f"what: {one!r} is no device, pool, cache, virtual or symmetric memory, or address range")
+        if not isinstance(one, (Device, Allocator, VirtualBuffer, AddressRange, PageSpace, SymmetricMemory)):
+            raise TypeError(
+                f"what: {one!r} is no device, pool, cache, virtual or symmetric memory, address range or space of pages"
+            )
         if getattr(one, "closed", False):
             raise ClosedError(f"{one!r} was closed")
     sessions = [Session.of(one.driver) if isinstance(one, SymmetricMemory) else session_of(one) for one in what]
@@ -240,4 +250,4 @@ def observe(
     elif driver is not None:
         raise ValueError("driver: what is observed has a driver already")
     profiler = Profiler() if nvtx else None
-    return Observer(Account(dict.fromkeys(sessions), what, limit, depth, history, on_allocate, on_free, profiler))
+    return Observer(Account(dict.fromkeys(sessions), what, limit, depth, history, on_allocate, on_free, profiler, log))

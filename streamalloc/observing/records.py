@@ -57,7 +57,7 @@ class Source(NamedTuple):
     """``"mapping"``: physical memory mapped into an address range."""
     location: MemLocation
     name: str
-    """Description for people."""
+    """Name of the pool (``MemoryPool(name=)``); empty for a pool without one, and for mappings."""
 
 
 class Allocation(NamedTuple):
@@ -79,10 +79,18 @@ class Allocation(NamedTuple):
     sites: tuple[Site, ...]
     """Lines that allocated it, innermost first; empty if it was allocated before."""
     source: Source
+    stream_name: str = ""
+    """Name of the stream (``Device.create_stream(name=)``); ``""`` without one."""
+
+    @property
+    def names(self) -> tuple[tuple[str, str], ...]:
+        """Names that the program gave: of the pool, the stream, the tag and the phase; those that are there."""
+        all_of = ("pool", self.source.name), ("stream", self.stream_name), ("tag", self.tag), ("phase", self.phase)
+        return tuple([one for one in all_of if one[1]])
 
     def __str__(self) -> str:
         where = f" from {self.sites[0]}" if self.sites else ""
-        words = "".join(f", {name}={word!r}" for name, word in (("tag", self.tag), ("phase", self.phase)) if word)
+        words = "".join(f", {name} {word!r}" for name, word in self.names)
         return f"{size_text(self.nbytes)} at {self.address:#x}{where}{words}"
 
 

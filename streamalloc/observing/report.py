@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from streamalloc.core.errors import size_text
@@ -19,7 +19,7 @@ class LeakError(AssertionError):
 
 
 class Place(NamedTuple):
-    """Live allocations of one line of a program."""
+    """Live allocations of one line of a program, with the same names."""
 
     site: Site | None
     """The line; None for memory allocated before the observer started."""
@@ -28,21 +28,26 @@ class Place(NamedTuple):
     allocations: tuple[Allocation, ...]
 
     @property
+    def names(self) -> tuple[tuple[str, str], ...]:
+        """The names of their pool, stream, tag and phase (:attr:`Allocation.names`)."""
+        return self.allocations[0].names
+
+    @property
     def nbytes(self) -> int:
         """Bytes still allocated."""
         return sum(one.nbytes for one in self.allocations)
 
     def __str__(self) -> str:
-        words = "".join(f", {name} {word!r}" for name, word in (("tag", self.tag), ("phase", self.phase)) if word)
-        return f"{_amount(self)} from {self.site or 'before the observer'}{words}"
+        words = "".join(f", {name} {word!r}" for name, word in self.names)
+        return f"{_amount(self.allocations)} from {self.site or 'before the observer'}{words}"
 
 
 def places(allocations: Iterable[Allocation]) -> list[Place]:
-    """Allocations grouped by line, tag and phase, most bytes first."""
+    """Allocations grouped by line and names, most bytes first."""
     found: dict[tuple[object, ...], list[Allocation]] = {}
     for one in allocations:
         site = one.sites[0] if one.sites else None
-        key = (None if site is None else (id(site.code), site.line), one.tag, one.phase)
+        key = (None if site is None else (id(site.code), site.line), one.names)
         found.setdefault(key, []).append(one)
     made = [
         Place(group[0].sites[0] if group[0].sites else None, group[0].tag, group[0].phase, tuple(group))
@@ -51,9 +56,17 @@ def places(allocations: Iterable[Allocation]) -> list[Place]:
     return sorted(made, key=lambda place: -place.nbytes)
 
 
-def _amount(of: Place | LeakReport) -> str:
-    count = len(of.allocations)
-    return f"{size_text(of.nbytes)} in {count} allocation{'s' if count > 1 else ''}"
+def largest(allocations: Iterable[Allocation], count: int = 5) -> list[str]:
+    """Lines of text for the places with the most bytes, and one line for all others."""
+    found = places(allocations)
+    rest = tuple(one for place in found[count:] for one in place.allocations)
+    lines = [str(place) for place in found[:count]]
+    return lines + [f"{_amount(rest)} from other lines"] * bool(rest)
+
+
+def _amount(allocations: Sequence[Allocation]) -> str:
+    count = len(allocations)
+    return f"{size_text(sum(one.nbytes for one in allocations))} in {count} allocation{'s' if count > 1 else ''}"
 
 
 class LeakReport:
@@ -62,7 +75,7 @@ class LeakReport:
     def __init__(self, allocations: Iterable[Allocation]) -> None:
         self.allocations: tuple[Allocation, ...] = tuple(allocations)
         self.places: list[Place] = places(self.allocations)
-        """Groups by line, tag and phase, most bytes first."""
+        """Groups by line and names, most bytes first."""
 
     @property
     def nbytes(self) -> int:
@@ -80,7 +93,7 @@ class LeakReport:
     def __str__(self) -> str:
         if not self:
             return "nothing is allocated"
-        return "\n".join([f"{_amount(self)} still allocated:", *(f"  {place}" for place in self.places)])
+        return "\n".join([f"{_amount(self.allocations)} still allocated:", *(f"  {place}" for place in self.places)])
 
     def __repr__(self) -> str:
         return f"<LeakReport: {str(self).splitlines()[0].rstrip(':')}>"
@@ -88,8 +101,16 @@ class LeakReport:
     def _repr_html_(self) -> str:
         if not self:
             return "nothing is allocated"
+        named = [
+            name for name in ("pool", "stream", "tag", "phase") if any(name in dict(one.names) for one in self.places)
+        ]
         rows = (
-            (mib(one.nbytes), len(one.allocations), code(str(one.site or "before the observer")), one.tag, one.phase)
+            (
+                mib(one.nbytes),
+                len(one.allocations),
+                code(str(one.site or "before the observer")),
+                *(dict(one.names).get(name, "") for name in named),
+            )
             for one in self.places
         )
-        return table(("still allocated", "allocations", "from", "tag", "phase"), rows)
+        return table(("still allocated", "allocations", "from", *named), rows)

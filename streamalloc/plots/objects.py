@@ -7,11 +7,12 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from streamalloc.core.errors import size_text
 from streamalloc.core.html import place
 from streamalloc.observing import Observer
 from streamalloc.plots.observed import memory
 from streamalloc.plots.ranges import address_range
-from streamalloc.plots.style import RED, RESERVED_EDGE, USED, MiB, drawing, rows
+from streamalloc.plots.style import INK, RESERVED, RESERVED_EDGE, USED, drawing, rows, unit_of, whole_numbers
 from streamalloc.pool import MemoryPool
 from streamalloc.vmm import AddressRange, VirtualBuffer
 
@@ -19,22 +20,22 @@ from streamalloc.vmm import AddressRange, VirtualBuffer
 def pool(of: MemoryPool, *, ax: Axes | None = None) -> Figure:
     """Draw the current statistics of a pool, reserved light and used dark, with the peaks as lines."""
     now = of.statistics()
+    unit, scale = unit_of(now.reserved_high)
     with drawing(ax, height=1.7) as (made, axes):
         rows(axes, ["reserved", "used"])
         for row, (value, peak, color) in enumerate(
-            ((now.reserved, now.reserved_high, RESERVED_EDGE), (now.used, now.used_high, USED))
+            ((now.reserved, now.reserved_high, RESERVED), (now.used, now.used_high, USED))
         ):
-            axes.barh(row, value / MiB, 0.6, color=color)
-            axes.plot([peak / MiB] * 2, [row - 0.4, row + 0.4], color=RED, lw=1.6)
+            axes.barh(row, value / scale, 0.6, fc=color, ec=RESERVED_EDGE)
+            axes.plot([peak / scale] * 2, [row - 0.4, row + 0.4], color=INK, lw=1.6)
             axes.annotate(
-                f"{value / MiB:,.1f}, at most {peak / MiB:,.1f}", (max(value, peak) / MiB, row), (7, 0),
+                f"{size_text(value)}, at most {size_text(peak)}", (max(value, peak) / scale, row), (7, 0),
                 textcoords="offset points", va="center",
             )  # fmt: skip
-        # 35 % more, for the texts.
-        axes.set_xlim(0, max(now.reserved_high, MiB) / MiB * 1.35)
-        axes.xaxis.set_major_formatter("{x:,.0f}")
-        axes.set_xlabel("MiB")
-        axes.set_title(f"Memory pool of {place(of.location)}")
+        # More than the peak, for the texts.
+        whole_numbers(axes.xaxis, 1.3 * now.reserved_high / scale)
+        axes.set_xlabel(unit)
+        axes.set_title(f"Memory pool{f' {of.name!r}' if of.name else ''} of {place(of.location)}")
     return made
 
 

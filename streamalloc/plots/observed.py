@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -10,33 +11,36 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
+from streamalloc.core.errors import size_text
 from streamalloc.driver import Call
-from streamalloc.observing import Happening, Observer, Phase
+from streamalloc.observing import Allocation, Happening, Observer, Phase
 from streamalloc.plots.style import (
-    ADDRESSES,
     GREY,
     INK,
+    PHASES,
     RED,
-    RESERVED,
-    TINT,
-    USED,
-    MiB,
+    STREAMS,
+    USES,
     bare,
     drawing,
     figure,
     inside,
-    sizes,
+    time_unit,
+    unit_of,
+    whole_numbers,
 )
 
 
 def memory(of: Observer) -> Figure:
-    """Draw the allocated bytes over time, with the phases above; return the figure.
+    """Draw the allocated bytes over time by tag or pool, with the phases above; return the figure.
 
     The observer must keep its history, which is the default.
     """
     happened, phases = of.history, [one for one in of.phases if one.ended is not None]
     starts = [one.time for one in happened] + [one.began for one in phases]
     zero = min(starts, default=0)
+    end = max([one.time for one in happened] + [one.ended or 0 for one in phases], default=0) - zero
+    clock, tick = time_unit(end)
     depth = 1 + max((one.path.count("/") for one in phases), default=-1)
     made, axes = figure(
         1 + bool(phases), 1, height=2.6 + 0.36 * depth, sharex=True,
@@ -44,43 +48,65 @@ def memory(of: Observer) -> Figure:
     )  # fmt: skip
     ax = axes[-1, 0]
     with drawing(ax):
-        x, y, failures = [0.0], [0.0], []
-        for one in happened:
-            now = (one.time - zero) / 1e6
-            if one.action == "failure":
-                failures.append(now)
-                continue
-            change = one.allocation.nbytes / MiB
-            x.append(now)
-            y.append(y[-1] + (change if one.action == "allocate" else -change))
-        end = max([x[-1], *((one.ended - zero) / 1e6 for one in phases if one.ended is not None)])
-        x.append(max(end, x[-1]))
-        y.append(y[-1])
-        ax.fill_between(x, y, step="post", color=RESERVED, lw=0)
-        ax.step(x, y, where="post", color=USED, lw=1.6)
+        times, amounts, highest = _by_name(happened)
+        unit, scale = unit_of(highest)
+        x = [(at - zero) / tick for at in times] + [end / tick]
+        stacked = [[value / scale for value in (*values, values[-1])] for values in amounts.values()]
+        if stacked:
+            labels = [str(name or "other") for name in amounts]
+            ax.stackplot(x, stacked, labels=labels, step="post", colors=USES, lw=0.5)
+        failures = [(one.time - zero) / tick for one in happened if one.action == "failure"]
         if failures:  # an empty plot would still change the limits
-            ax.plot(failures, [0] * len(failures), "x", color=RED, ms=7, mew=2, clip_on=False)
-        sizes(ax)
-        ax.set_xlim(0, x[-1] or 1)
-        ax.set_ylim(0, 1.12 * max(y) or 1)
-        ax.set_xlabel("milliseconds")
-        highest = max(range(len(y)), key=y.__getitem__)
-        ax.set_title("Allocated, in MiB")
-        ax.set_title(f"at most {y[highest]:,.1f}", loc="right", color=GREY, weight="normal")
+            ax.plot(failures, [0] * len(failures), "x", color=RED, ms=7, mew=2, clip_on=False, label="out of memory")
+        ax.set_xlim(0, end / tick or 1)
+        whole_numbers(ax.yaxis, highest / scale)
+        ax.set_xlabel(clock if times else "nothing was recorded")
+        if not times:
+            ax.set_xticks([])
+        ax.set_title(f"Allocated, in {unit}")
+        ax.set_title(f"at most {size_text(highest)}", loc="right", color=GREY, weight="normal")
+        if failures or any(amounts):
+            made.legend(loc="outside lower left", ncols=6)
     if phases:
-        axes[0, 0].set_xlim(0, x[-1] or 1)
+        axes[0, 0].set_xlim(0, end / tick or 1)
         with drawing(axes[0, 0]):
-            _phases(made, axes[0, 0], phases, zero)
+            _phases(made, axes[0, 0], phases, zero, tick)
     return made
 
 
-def _phases(made: Figure, ax: Axes, phases: Sequence[Phase], zero: int) -> None:
+def _by_name(happened: Sequence[Happening]) -> tuple[list[int], dict[str, list[int]], int]:
+    """Times of the changes; the bytes from then on by tag, else pool, most bytes first; and the most bytes in all."""
+    changes = [one for one in happened if one.action != "failure"]
+    peaks: Counter[str] = Counter()
+    now: Counter[str] = Counter()
+    highest = 0
+    for one in changes:
+        name = _name(one.allocation)
+        now[name] += one.allocation.nbytes if one.action == "allocate" else -one.allocation.nbytes
+        peaks[name] = max(peaks[name], now[name])
+        highest = max(highest, now.total())
+    shown = [name for name, _ in peaks.most_common() if name][: len(USES) - 1]
+    amounts: dict[str, list[int]] = {name: [] for name in (*shown, *[""] * (len(peaks) > len(shown)))}
+    now.clear()
+    for one in changes:
+        name = _name(one.allocation)
+        now[name if name in amounts else ""] += (1 if one.action == "allocate" else -1) * one.allocation.nbytes
+        for each, values in amounts.items():
+            values.append(now[each])
+    return [one.time for one in changes], amounts, highest
+
+
+def _name(one: Allocation) -> str:
+    return one.tag or one.source.name
+
+
+def _phases(made: Figure, ax: Axes, phases: Sequence[Phase], zero: int, tick: int) -> None:
     texts = []
     for number, one in enumerate(phases):
         row = one.path.count("/")
-        start, stop = ((at - zero) / 1e6 for at in (one.began, one.ended or one.began))
-        ax.barh(row, stop - start, 0.88, left=start, color=(RESERVED, TINT)[number % 2] if row else "#b9c9dc")
-        texts.append((start, stop, row, f"{one.name}: {one.peak / MiB:,.0f} MiB", INK))
+        start, stop = ((at - zero) / tick for at in (one.began, one.ended or one.began))
+        ax.barh(row, stop - start, 0.88, left=start, color=PHASES[1 + number % 2 if row else 0], ec="white", lw=1)
+        texts.append((start, stop, row, f"{one.name}\n{size_text(one.peak)}", INK))
     bare(ax)
     ax.set_ylim(max(row for _, _, row, *_ in texts) + 0.5, -0.5)
     ax.tick_params(labelbottom=False)
@@ -98,6 +124,8 @@ class Life(NamedTuple):
     stream: int
     why: str
     """Ordering that permitted the reuse, one of ``WHY``; empty: new memory."""
+    name: str = ""
+    """Tag of the allocation, else the name of its pool; only in records of an observer."""
 
 
 SAME, SYNCHRONISED, EVENT, OTHER = (
@@ -106,7 +134,8 @@ SAME, SYNCHRONISED, EVENT, OTHER = (
     "an event orders them",
     "the free had run, or the driver waits for it",
 )
-WHY = {SAME: GREY, SYNCHRONISED: "#5f9467", EVENT: INK, OTHER: RED}
+WHY = {SAME: (GREY, "-"), SYNCHRONISED: (INK, (0, (1, 0.6))), EVENT: (INK, "-"), OTHER: (RED, "-")}
+"""Colour and style of the line for each reason."""
 
 
 class _Freed(NamedTuple):
@@ -128,7 +157,9 @@ def lives(of: Observer | Iterable[Call]) -> list[Life]:
         records only show whether the stream is the same.
     """
     if isinstance(of, Observer):
-        return _lives(_steps(of.history))
+        happened = [one for one in of.history if one.action != "failure"]
+        names = [_name(one.allocation) for one in happened if one.action == "allocate"]
+        return [one._replace(name=name) for one, name in zip(_lives(_steps(happened)), names, strict=True)]
     return _lives(_steps_of_calls(of))
 
 
@@ -137,11 +168,7 @@ _Step = tuple[str, tuple[int, ...]]
 
 
 def _steps(happened: Iterable[Happening]) -> list[_Step]:
-    return [
-        (one.action, (one.allocation.address, one.allocation.nbytes, one.stream))
-        for one in happened
-        if one.action != "failure"
-    ]
+    return [(one.action, (one.allocation.address, one.allocation.nbytes, one.stream)) for one in happened]
 
 
 _ALLOCATIONS = {"cuMemAllocAsync": 1, "cuMemAllocFromPoolAsync": 2}
@@ -218,42 +245,50 @@ def reuse(of: Observer | Iterable[Call], *, ax: Axes | None = None) -> Figure:
     freed memory; ``of`` is as for :func:`lives`. Unused addresses are left out.
     """
     found = lives(of)
+    places = _packed(found)
+    top = max((places[one.address] + one.nbytes for one in found), default=0)
+    unit, scale = unit_of(top)
+    names = {one.stream: one.allocation.stream_name for one in of.history} if isinstance(of, Observer) else {}
     with drawing(ax, height=4.2) as (made, axes):
         end = 1 + max([one.stop or one.start for one in found], default=0)
-        places = _packed(found)
         streams = {stream: number for number, stream in enumerate(dict.fromkeys(one.stream for one in found))}
+        texts, heights = [], []
         for one in found:
-            y, height = places[one.address], one.nbytes / MiB
+            y, height = places[one.address] / scale, one.nbytes / scale
             left, right = one.start, end if one.stop is None else one.stop
-            color = ADDRESSES[streams[one.stream] % len(ADDRESSES)]
-            axes.add_patch(Rectangle((left, y), right - left, height, fc=color, ec="white", lw=0.8, alpha=0.85))
+            color = STREAMS[streams[one.stream] % len(STREAMS)]
+            axes.add_patch(Rectangle((left, y), right - left, height, fc=color, ec="white", lw=0.8))
             if one.why:
-                axes.plot([left, left], [y, y + height], color=WHY[one.why], lw=3, solid_capstyle="butt", zorder=3)
+                color, style = WHY[one.why]
+                axes.plot([left, left], [y, y + height], color=color, ls=style, lw=3, solid_capstyle="butt", zorder=3)
+            label = f"{one.name}\n{size_text(one.nbytes)}".lstrip()
+            texts.append((left, right, y + height / 2, label, INK))
+            heights.append(height)
+        whole_numbers(axes.xaxis, end)
         axes.set_xlim(0, end)
-        axes.set_ylim(0, max((places[one.address] + one.nbytes / MiB for one in found), default=1) * 1.02)
-        axes.yaxis.set_major_formatter("{x:,.0f}")
-        axes.set_xlabel("call")
-        axes.set_ylabel("addresses, in MiB")
+        whole_numbers(axes.yaxis, top / scale)
+        axes.set_xlabel("call" if found else "nothing was recorded")
+        axes.set_ylabel(f"addresses, in {unit}")
         handles: list[Any] = [
-            Patch(fc=ADDRESSES[number % len(ADDRESSES)], alpha=0.85, label=f"stream {number + 1}")
-            for number in list(streams.values())[:8]
+            Patch(fc=STREAMS[number % len(STREAMS)], label=f"stream {names.get(stream) or number + 1}")
+            for stream, number in list(streams.items())[:8]
         ]
         seen = [why for why in WHY if any(one.why == why for one in found)]
-        handles += [Line2D([], [], color=WHY[why], lw=3, label=f"reused, {why}") for why in seen]
-        made.legend(handles=handles, loc="outside lower left", ncols=3)
+        handles += [Line2D([], [], color=WHY[why][0], ls=WHY[why][1], lw=3, label=f"reused, {why}") for why in seen]
+        if handles:
+            made.legend(handles=handles, loc="outside lower left", ncols=3)
+        inside(made, axes, texts, heights)
     return made
 
 
-def _packed(found: Iterable[Life]) -> dict[int, float]:
-    """Return the y position of each address in MiB; unused addresses take no space."""
-    pieces = sorted({(one.address, one.address + one.nbytes) for one in found})
-    places: dict[int, float] = {}
-    low = 0.0
-    start = stop = 0
-    for begin, end in pieces:
+def _packed(found: Iterable[Life]) -> dict[int, int]:
+    """Position of each address in bytes; unused addresses take no space."""
+    places: dict[int, int] = {}
+    low = start = stop = 0
+    for begin, end in sorted({(one.address, one.address + one.nbytes) for one in found}):
         if begin > stop:
-            low += (stop - start) / MiB
+            low += stop - start
             start = begin
         stop = max(stop, end)
-        places[begin] = low + (begin - start) / MiB
+        places[begin] = low + begin - start
     return places

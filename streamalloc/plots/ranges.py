@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Polygon, Rectangle
 
+from streamalloc.core.errors import size_text
 from streamalloc.core.html import color_of, place
 from streamalloc.core.properties import MemAccess, MemLocation
 from streamalloc.plots.style import GREY, INK, MiB, bare, drawing
@@ -95,7 +96,7 @@ def address_range(
         for y, text in ((4.45, "access"), (3.5, "addresses"), (2, "mappings"), (0.5, "physical\nmemory")):
             axes.text(-0.02 * total, y, text, ha="right", va="center", weight="bold")
         axes.text(0, 2.93, "0", ha="center", va="top", color=GREY)
-        axes.text(total, 2.93, f"{total:,.0f} MiB", ha="center", va="top", color=GREY)
+        axes.text(total, 2.93, size_text(addresses.nbytes), ha="center", va="top", color=GREY)
         axes.set_xlim(-0.14 * total, 1.03 * total)
         axes.set_ylim(-0.9, top)
         axes.set_xticks([])
@@ -127,7 +128,7 @@ def _width(text: str) -> float:
 
 
 def _size_of(memory: PhysicalMemory) -> str:
-    return f"{memory.nbytes / MiB:,.0f} MiB\n{place(memory.location)}"
+    return f"{size_text(memory.nbytes)}\n{place(memory.location)}"
 
 
 def _below(ax: Axes, labels: Sequence[tuple[float, str]], total: float) -> None:

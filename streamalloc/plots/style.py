@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -15,11 +17,17 @@ MiB = 1 << 20
 WIDTH = 9.4
 """Inches: the width of a figure in a notebook."""
 
+# Each colour means one thing in all figures. Locations have those of :func:`streamalloc.core.html.color_of`.
 INK, GREY, TINT = "#24292f", "#6e7781", "#eef4fa"
-RESERVED, RESERVED_EDGE, USED, RED = "#cfe0f1", "#7ba3cf", "#1f4e86", "#b3402e"
-GREEN, ORANGE, LIGHT = "#5f9467", "#e0923d", "#f6ddbd"
-ADDRESSES = ("#3f78b5", ORANGE, "#8a6fb0", GREEN, "#c45d7c", "#4a9aa5", "#a3863c", "#7d8794")
-"""Colours of series, in order."""
+RESERVED, RESERVED_EDGE, USED = "#cfe0f1", "#7ba3cf", "#1f4e86"
+RED = "#b3402e"
+"""What failed, or depends on timing."""
+USES = (USED, "#93b1d6", "#4c74a8", "#7599c6", "#2c548a", "#5f87bb")
+"""Used memory by name, in order."""
+STREAMS = ("#9fd3c7", "#f4d58d", "#d8b4e2", "#b7d58f", "#f2b5a7", "#c8c2b4", "#e6a4c4", "#aeb9c7")
+"""Streams, in order."""
+PHASES = ("#d5dae0", "#e4e7eb", "#eef0f3")
+"""Phases: the outer ones, and the inner ones by turns."""
 
 STYLE: dict[str, Any] = {
     **dict.fromkeys(("figure.facecolor", "savefig.facecolor", "axes.facecolor", "hatch.color"), "white"),
@@ -50,6 +58,46 @@ def styled() -> Iterator[None]:
         plt.rcParams.update(before)
 
 
+class Picture(Figure):
+    """A figure that a cell of a notebook draws once.
+
+    At the end of a cell the backend of notebooks draws all figures that are open, which the value of the last line is.
+    """
+
+    def _ipython_display_(self) -> None:
+        if "inline" in plt.get_backend():
+            plt.close(self)
+        raise NotImplementedError("IPython draws the figure itself")
+
+
+class Unit(NamedTuple):
+    """A unit for the values of an axis."""
+
+    name: str
+    scale: int
+
+
+_UNITS = (Unit("GiB", 1 << 30), Unit("MiB", MiB), Unit("KiB", 1 << 10), Unit("bytes", 1))
+_TIMES = (Unit("seconds", 10**9), Unit("milliseconds", 10**6), Unit("microseconds", 1000))
+
+
+def unit_of(most: float, units: Sequence[Unit] = _UNITS) -> Unit:
+    """The largest unit in which ``most`` bytes are 2 or more; MiB for nothing."""
+    return next((one for one in units if most >= 2 * one.scale), units[-1]) if most else units[1]
+
+
+def time_unit(most: float) -> Unit:
+    """The largest unit in which ``most`` nanoseconds are 2 or more."""
+    return unit_of(most, _TIMES)
+
+
+def whole_numbers(axis: Axis, most: float) -> None:
+    """Set up an axis from 0 to a little more than ``most``, with at most six labels, all of whole numbers."""
+    axis.set_view_interval(0, 1.08 * max(most, 1), ignore=True)
+    axis.set_major_locator(MaxNLocator(5, steps=[1, 2, 4, 5, 8, 10], integer=True))
+    axis.set_major_formatter("{x:,.0f}")
+
+
 def figure(
     nrows: int = 1, ncols: int = 1, *, height: float = 2.9, width: float = WIDTH, **options: Any
 ) -> tuple[Figure, Any]:
@@ -57,7 +105,7 @@ def figure(
     subplots: Any = plt.subplots
     with styled():
         made: tuple[Figure, Any] = subplots(
-            nrows, ncols, figsize=(width, height), squeeze=False, layout="constrained", **options
+            nrows, ncols, FigureClass=Picture, figsize=(width, height), squeeze=False, layout="constrained", **options
         )
     return made
 
@@ -90,19 +138,31 @@ def rows(ax: Axes, names: Sequence[str]) -> None:
 
 
 def sizes(ax: Axes) -> None:
-    """Set up a y axis of MiB from 0, with at most five labels."""
-    ax.set_ylim(0, 1.08 * ax.get_ylim()[1])
-    ax.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 4, 8, 10], integer=True))
-    ax.yaxis.set_major_formatter("{x:,.0f}")
+    """Set up a y axis of MiB from 0."""
+    whole_numbers(ax.yaxis, ax.get_ylim()[1])
 
 
-def inside(made: Figure, ax: Axes, texts: Iterable[tuple[float, float, float, str, str]]) -> None:
-    """Write texts into those bars that are wide enough."""
+def inside(
+    made: Figure,
+    ax: Axes,
+    texts: Iterable[tuple[float, float, float, str, str]],
+    heights: Iterable[float] = itertools.repeat(1),
+) -> None:
+    """Write texts into those bars that are large enough; of two lines, the first if both are too wide together.
+
+    A text is start and stop of the bar, its row, the text and its colour. ``heights`` are those of the bars.
+    """
     made.draw_without_rendering()
-    for start, stop, row, text, ink in texts:
-        if text:
-            label = ax.text((start + stop) / 2, row, text, color=ink, ha="center", va="center", weight="bold")
+    zero = ax.transData.transform((0, 0))
+    for (start, stop, row, text, ink), height in zip(texts, heights, strict=False):
+        width, tall = map(abs, ax.transData.transform((stop - start, height)) - zero)
+        for shown in (text.replace("\n", ": "), text.partition("\n")[0]) if text else ():
+            # Before a text is made, which takes time: no character has less than 3 pixels.
+            if 3 * len(shown) > width:
+                continue
+            label = ax.text((start + stop) / 2, row, shown, color=ink, ha="center", va="center", weight="bold")
             label.set_in_layout(False)
-            left, right = (ax.transData.transform((x, 0))[0] for x in (start, stop))
-            if label.get_window_extent().width > right - left:
-                label.remove()
+            box = label.get_window_extent()
+            if box.width <= width and box.height <= tall:
+                break
+            label.remove()

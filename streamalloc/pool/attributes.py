@@ -165,8 +165,8 @@ class PoolAttributes:
             # Bindings that list the attribute but have no way to read it.
             raise unsupported(
                 attribute.driver_name,
-                "newer cuda-bindings, which can read it",
-                f"cuda-bindings {BINDINGS_VERSION}: {error}",
+                "cuda-bindings that can read it",
+                f"cuda-bindings {BINDINGS_VERSION}, which only list it; no release up to 13.4.4 reads it",
             ) from error
         except InvalidValueError as error:
             if attribute.since == "11.2":

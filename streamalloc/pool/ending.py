@@ -20,7 +20,7 @@ from streamalloc.driver.internal import cuda
 from streamalloc.pool.lost import free_lost, no_collection_is_left, pool_of_address
 
 if TYPE_CHECKING:
-    from streamalloc.core.internal import Allocator
+    from streamalloc.core.internal import Allocator, Stream
 
 _ATTRIBUTES = cuda.CUmemPool_attribute
 
@@ -32,6 +32,8 @@ class OverPool(Protocol):
     def pool(self) -> Allocator: ...
 
     def close(self) -> None: ...
+
+    def _make_room(self, stream: Stream) -> bool: ...
 
 
 class Pools:
@@ -70,9 +72,9 @@ class PoolEnd(Deferred):
         """Work with the last frees; None where it is not recorded."""
         self._in_vain = 0
         """Bytes in use when a search for lost allocations has not found them all; 0 before."""
-        self.lent = False
+        self.lent: bool = False
         """True once other code has the handle, or the pool was current: anybody may have an allocation of it."""
-        self.readers = 0
+        self.readers: int = 0
         """Number of threads that read statistics by the handle, which keeps the pool from being destroyed."""
 
     @property

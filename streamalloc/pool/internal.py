@@ -4,38 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from streamalloc.core.errors import ClosedError, undo_all
 from streamalloc.core.internal import Buffer, Device, Event, Stream
-from streamalloc.core.session import Session
 from streamalloc.pool.attributes import ATTRIBUTES
 from streamalloc.pool.cache.allocator import CachingAllocator
 from streamalloc.pool.cache.blocks import CachedBuffer
-from streamalloc.pool.ending import pools_of
 from streamalloc.pool.pointers import MemoryKind, pointer_attributes
-from streamalloc.pool.pool import MemoryPool
-
-
-def known_pools(session: Session) -> list[MemoryPool]:
-    """The open pools of a driver that have an object in this process."""
-    return [pool for pool in list(pools_of(session).alive.values()) if isinstance(pool, MemoryPool) and not pool.closed]
-
-
-@contextlib.contextmanager
-def reading(pool: MemoryPool) -> Iterator[None]:
-    """Block in which a pool that was found open is not destroyed, whichever thread closes it."""
-    end = pool._end
-    if end is None:
-        yield
-        return
-    # Threads are not switched between the read and the write, as neither calls a function.
-    end.readers += 1
-    try:
-        yield
-    finally:
-        end.readers -= 1
+from streamalloc.pool.pool import MemoryPool, known_pools, pool_holders, reading
 
 
 def raw_pool(pool: MemoryPool) -> Any:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from streamalloc.core.errors import (
     ClosedError,
+    CudaError,
+    OutOfMemoryError,
     PeerAccessError,
     PendingFreesWarning,
     error_from,
@@ -16,7 +19,7 @@ from streamalloc.core.errors import (
     size_text,
     undoing,
 )
-from streamalloc.core.html import Drawn, escape, place
+from streamalloc.core.html import Drawn, Row, gauge, place
 from streamalloc.core.internal import (
     FABRIC_NEEDS,
     Allocator,
@@ -48,12 +51,12 @@ from streamalloc.core.session import Session
 from streamalloc.driver import default as default_driver
 from streamalloc.driver.internal import cuda
 from streamalloc.pool.attributes import PoolAttributes, PoolStatistics
-from streamalloc.pool.ending import PoolEnd, existing_pool, pools_of, set_current_pool
+from streamalloc.pool.ending import OverPool, PoolEnd, existing_pool, pools_of, set_current_pool
 
 if TYPE_CHECKING:
     from streamalloc.driver import Driver
 
-OutOfMemoryPolicy = Literal["raise", "sync-trim-retry"]
+OutOfMemoryPolicy: TypeAlias = Literal["raise", "sync-trim-retry"] | Callable[[OutOfMemoryError], bool]
 _POLICIES = ("raise", "sync-trim-retry")
 
 _RESERVED = cuda.CUmemPool_attribute.CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT
@@ -96,8 +99,11 @@ class MemoryPool(Allocator, Closes, Drawn):
     name
         A name for people, which ``repr``, reports, leaks and errors show.
     on_oom
-        Policy for memory that runs out: ``"raise"``, or ``"sync-trim-retry"``, which synchronises the stream's device,
-        trims the pool and tries once more.
+        Policy for memory that runs out, after caches of the pool have returned their memory: ``"raise"``;
+        ``"sync-trim-retry"``, which synchronises the stream's device, trims the pool and tries once more; or a function
+        that gets the :class:`OutOfMemoryError`, and returns True for another attempt once it has released memory. It is
+        called after each attempt that fails, on the thread of the allocation, and not while the stream is captured;
+        what it raises goes to the caller of the allocation.
     driver
         The driver to use, where ``where`` does not name a device.
 
@@ -135,8 +141,8 @@ class MemoryPool(Allocator, Closes, Drawn):
         driver: Driver | None = None,
     ) -> None:
         self._end = None
-        if on_oom not in _POLICIES:
-            raise ValueError(f"on_oom={on_oom!r}: allowed are {', '.join(map(repr, _POLICIES))}")
+        if not callable(on_oom) and on_oom not in _POLICIES:
+            raise ValueError(f"on_oom={on_oom!r}: allowed are {', '.join(map(repr, _POLICIES))} and a function")
         checked_type("name", name, str)
         if release_threshold is not None:
             checked_size("release_threshold", release_threshold)
@@ -399,17 +405,25 @@ class MemoryPool(Allocator, Closes, Drawn):
         set_current_pool(self._session, self._lend(), self.location, self.allocation_type)
 
     def _make_room(self, stream: Stream) -> bool:
-        if self.on_oom == "raise":
-            return False
+        freed = any([cache._make_room(stream) for cache in self._caches()])
+        if self.on_oom != "sync-trim-retry":
+            return freed
         stream.device.synchronize()
         self._call("cuMemPoolTrimTo", 0)
         return True
+
+    def _ask_again(self, failure: CudaError) -> bool:
+        return callable(self.on_oom) and isinstance(failure, OutOfMemoryError) and bool(self.on_oom(failure))
+
+    def _caches(self) -> list[OverPool]:
+        return [cache for cache in tuple(pools_of(self._session).caches) if cache.pool is self]
 
     def _figures(self, device: Device, capturing: bool) -> dict[str, Any]:
         figures: dict[str, Any] = {"pool": self.name} if self.name else {}
         statistics = None if capturing else read_or_none(self.statistics)
         if statistics is not None:
             figures.update(used=statistics.used, reserved=statistics.reserved)
+            figures["holders"] = pool_holders(self._session, self.location, besides=self)
         if self.properties is not None and self.properties.max_size:
             figures["limit"] = self.properties.max_size
         if self.location.type is MemLocationType.DEVICE:
@@ -428,9 +442,8 @@ class MemoryPool(Allocator, Closes, Drawn):
         """
         if self._closed or self._end is None:
             return
-        for cache in tuple(pools_of(self._session).caches):
-            if cache.pool is self:
-                cache.close()
+        for cache in self._caches():
+            cache.close()
         with self._session.relaxed():
             self._end.close()
         self._shut()
@@ -457,10 +470,13 @@ class MemoryPool(Allocator, Closes, Drawn):
         name = f" {self.name!r}" if self.name else ""
         return f"{name}{kind} {self.location} {state}"
 
-    def _repr_html_(self) -> str:
-        name = f" {escape(repr(self.name))}" if self.name else ""
-        title = f"<b>Memory pool</b>{name} of {place(self.location)} (handle {int(self._raw):#x})"
-        return f"{title}, closed" if self._closed else title + self.statistics()._repr_html_()
+    def _about(self) -> Iterator[Row]:
+        self._checked_raw()
+        now = self.statistics()
+        yield from (("name", self.name),) * bool(self.name)
+        yield "memory of", place(self.location)
+        yield "handle", f"{int(self._raw):#x}"
+        yield from ((name.replace("_", " "), gauge(value, now.reserved_high)) for name, value in now._asdict().items())
 
 
 class MadeCurrent(Leaves):
@@ -519,6 +535,9 @@ class CurrentPool(Allocator):
     def _make_room(self, stream: Stream) -> bool:
         return MemoryPool.current(self.location, driver=self._session.driver)._make_room(stream)
 
+    def _ask_again(self, failure: CudaError) -> bool:
+        return MemoryPool.current(self.location, driver=self._session.driver)._ask_again(failure)
+
     def _figures(self, device: Device, capturing: bool) -> dict[str, Any]:
         pool = None if capturing else read_or_none(lambda: MemoryPool.current(device))
         return _memory_of(device) if pool is None else pool._figures(device, capturing)
@@ -532,6 +551,40 @@ def allocate(nbytes: int, stream: StreamLike) -> Buffer:
     if not isinstance(stream, Stream):
         stream = as_stream(stream, Session.of(default_driver()))
     return CurrentPool.of(stream.device).allocate(nbytes, stream)
+
+
+@contextlib.contextmanager
+def reading(pool: MemoryPool) -> Iterator[None]:
+    """Block in which a pool that was found open is not destroyed, whichever thread closes it."""
+    end = pool._end
+    if end is None:
+        yield
+        return
+    # Threads are not switched between the read and the write, as neither calls a function.
+    end.readers += 1
+    try:
+        yield
+    finally:
+        end.readers -= 1
+
+
+def known_pools(session: Session) -> list[MemoryPool]:
+    """The open pools of a driver that have an object in this process."""
+    return [pool for pool in list(pools_of(session).alive.values()) if isinstance(pool, MemoryPool) and not pool.closed]
+
+
+def pool_holders(session: Session, location: MemLocation, besides: MemoryPool | None = None) -> tuple[str, ...]:
+    """Lines for an error of memory that ran out: the pools of a location that hold some, most bytes first."""
+    found: list[tuple[int, str]] = []
+    for pool in known_pools(session):
+        if pool.location == location and pool is not besides:
+            with contextlib.suppress(ClosedError, CudaError), session.relaxed(), reading(pool):
+                reserved, used = pool.attributes.reserved_mem_current, pool.attributes.used_mem_current
+                name = f"pool {pool.name!r}" if pool.name else f"the pool {int(pool._checked_raw()):#x}"
+                found += [(reserved, f"{name}: {size_text(reserved)} reserved, {size_text(used)} used")] * bool(
+                    reserved
+                )
+    return tuple(line for _, line in sorted(found, reverse=True))
 
 
 def _refuse(pool: str, *_: object) -> Any:

@@ -1,7 +1,7 @@
 """Tools for tests and demonstrations of stream-ordered code.
 
-:class:`Gate`, :func:`settle` and :class:`Faults` work on every driver, the multimem functions on the simulated driver
-only. :mod:`streamalloc.testing.plugin` is a plugin for pytest.
+:class:`Gate`, :func:`settle` and :class:`Faults` work on every driver, kernels as Python functions and the multimem
+functions on the simulated driver only. :mod:`streamalloc.testing.plugin` is a plugin for pytest.
 """
 
 import importlib
@@ -10,15 +10,32 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from streamalloc.testing.faults import Faults
     from streamalloc.testing.gate import Gate
+    from streamalloc.testing.installing import install
+    from streamalloc.testing.kernels import current_launch, device_global, device_view, kernel, unregister_kernel
     from streamalloc.testing.multimem import multimem_ld_reduce, multimem_red, multimem_st
     from streamalloc.testing.settling import settle
 
-__all__ = ["Faults", "Gate", "multimem_ld_reduce", "multimem_red", "multimem_st", "settle"]
+__all__ = [
+    "Faults",
+    "Gate",
+    "current_launch",
+    "device_global",
+    "device_view",
+    "install",
+    "kernel",
+    "multimem_ld_reduce",
+    "multimem_red",
+    "multimem_st",
+    "settle",
+    "unregister_kernel",
+]
 
 # Imported at the first use: every run of pytest imports the plugin, and with it this module.
 _LATER = {
     "Faults": "faults",
     "Gate": "gate",
+    "install": "installing",
+    **dict.fromkeys(("current_launch", "device_global", "device_view", "kernel", "unregister_kernel"), "kernels"),
     **dict.fromkeys(("multimem_ld_reduce", "multimem_red", "multimem_st"), "multimem"),
     "settle": "settling",
 }

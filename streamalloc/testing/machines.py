@@ -6,23 +6,16 @@ import contextlib
 import functools
 import gc
 import os
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 from streamalloc import driver as sd
 from streamalloc.core.internal import Device, imex_channels
 from streamalloc.driver import Driver, set_default, simulated, use
-from streamalloc.driver.internal import default_of_threads
+from streamalloc.driver.internal import SETTLERS, default_of_threads
 from streamalloc.testing.settling import settle
 
-lasting = functools.cache(simulated)
+lasting: Callable[..., Driver] = functools.cache(simulated)
 """Returns the simulated machine of this process with these settings; made at the first call."""
-
-
-def as_text(settings: dict[str, Any]) -> str:
-    """The value of ``STREAMALLOC_DRIVER`` for another process that simulates the machine with these settings."""
-    pairs = (f"{name}={int(value) if isinstance(value, bool) else value}" for name, value in settings.items())
-    return ":".join(filter(None, ["simulated", ",".join(pairs)]))
 
 
 @contextlib.contextmanager
@@ -43,6 +36,8 @@ def rest(driver: Driver) -> None:
     for ordinal in range(Device.count(driver)):
         Device(ordinal, driver=driver).synchronize()
     settle()
+    for end in SETTLERS:
+        end()
 
 
 def real() -> Driver:

@@ -12,6 +12,8 @@ import os
 import socket
 import sys
 import threading
+import time
+import traceback
 import types
 import weakref
 from collections import deque
@@ -38,6 +40,10 @@ _DEPTH = 6  # levels of attributes and containers that are searched for an objec
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _COUNTED = {"socket:": "socket", "pipe:": "pipe", "/memfd:": "memfd"}
 _MACHINE = "/memfd:streamalloc:"
+_GRACE = 0.5
+"""Seconds in which threads that are about to end may do so."""
+_WITH_THREADS = ("streamalloc.", "multiprocessing.", "asyncio.", "tqdm.")
+"""Modules whose threads end by themselves, or belong to an object that is counted."""
 _STANDARD = 3
 _NOT_KEEPERS = ("streamalloc.driver.", "streamalloc.testing.")
 
@@ -128,6 +134,7 @@ class Watch(Leaves):
         _places.begin()
         self._objects = {id(one): _reference(one) for one in _live()}
         self._descriptors = _descriptors()
+        self._threads = set(threading.enumerate())
         return self
 
     def _leave(self, *, failed: bool) -> None:
@@ -140,6 +147,7 @@ class Watch(Leaves):
             yield
             self._objects |= {id(one): _reference(one) for one in _live() if not block._was_there(one)}
             self._descriptors |= dict(_descriptors().items() - block._descriptors.items())
+            self._threads |= set(threading.enumerate()) - block._threads
 
     def found(
         self, driver: Driver, leaks: Sequence[Leak], exported: dict[tuple[int, int, int], Stack]
@@ -178,7 +186,23 @@ class Watch(Leaves):
         kept: list[Leak | Kept] = [Kept(_name(one), places[at]) for at, one in enumerate(objects) if not is_part(at)]
         seen = set(filter(None, places))
         kept += [one for one in self._left_open(inside, live, exported) if one.place not in seen]
-        return [leak for leak in leaks if leak.place not in seen] + kept
+        return [leak for leak in leaks if leak.place not in seen] + kept + self._running()
+
+    def _running(self) -> list[Leak | Kept]:
+        """The threads that the test has started and not ended, with the lines that they are in."""
+        end = time.monotonic() + _GRACE
+        found: list[Leak | Kept] = []
+        for one in set(threading.enumerate()) - self._threads - {threading.current_thread()}:
+            target = getattr(one, "_target", None) or type(one)
+            foreign = isinstance(one, threading._DummyThread)  # which nobody can join
+            if foreign or str(getattr(target, "__module__", "")).startswith(_WITH_THREADS):
+                continue
+            one.join(max(end - time.monotonic(), 0))
+            frame = sys._current_frames().get(one.ident or 0)
+            if one.is_alive() and frame is not None:
+                stack = [(at.f_code, at.f_lasti) for at, _ in traceback.walk_stack(frame)]
+                found.append(Kept(f"thread {one.name!r} still runs", tuple(stack)))
+        return found
 
     def _was_there(self, one: object) -> bool:
         if id(one) not in self._objects:

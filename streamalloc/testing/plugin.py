@@ -26,10 +26,12 @@ them; on real hardware that does not, the test is skipped. The arguments:
 ``machine=dict(memory=1 << 30)``
     more arguments for :func:`streamalloc.driver.simulated`.
 ``leaks=True``
-    fail the test if it does not release everything that it has made: driver resources, objects of streamalloc, and
-    descriptors of sockets, pipes and memfds. The report has the lines that made them.
+    fail the test if it does not release everything that it has made: driver resources, objects of streamalloc,
+    descriptors of sockets, pipes and memfds, and threads that still run. The report has the lines that made them, or
+    that a thread is in.
 ``check=True``
-    fail the test if it breaks stream order (:func:`streamalloc.driver.checked`).
+    fail the test if it breaks stream order, copies memory that nothing has written, or reads elements as another type
+    than they were written (:func:`streamalloc.driver.checked`).
 
 The mark of a test overrides the mark of its class, and that overrides the mark of the module (``pytestmark``). A marked
 test uses a machine even without the fixture; a mark with only ``simulated_only`` needs no machine.
@@ -52,6 +54,9 @@ A test that takes the fixture ``streamalloc_faults`` can make driver calls fail:
         streamalloc_faults.fail("cuMemMap", nth=2)
         with pytest.raises(sa.OutOfMemoryError):
             ...
+
+The fixture ``streamalloc_installed`` is for code that calls ``cuda.bindings`` itself: the machine is in the place of
+the bindings during the test (:func:`streamalloc.testing.install`).
 
 CI without a GPU needs no setup. On a runner with GPUs use ``pytest --streamalloc-driver=cuda``. If pytest does not load
 plugins by itself (``PYTEST_DISABLE_PLUGIN_AUTOLOAD=1``), use ``-p streamalloc.testing.plugin``.
@@ -296,7 +301,7 @@ def _watched_machine(request: pytest.FixtureRequest, stack: contextlib.ExitStack
         children = stack.enter_context(Reports(*checks))
     checker = accounts = watch = faults = None
     if "check" in checks:
-        driver = checker = sd.checked(driver)
+        driver = checker = sd.checked(driver, uninitialized=True)
     if "leaks" in checks:
         from streamalloc.testing.leaks import Accounts
         from streamalloc.testing.objects import Watch
@@ -421,10 +426,21 @@ def streamalloc_faults(request: pytest.FixtureRequest) -> Faults:
 
 
 @pytest.fixture
+def streamalloc_installed(request: pytest.FixtureRequest, streamalloc_machine: Driver) -> Iterator[Driver]:
+    """Like streamalloc_machine, and in the place of cuda.bindings for the code under test (testing.install)."""
+    if driver_under_test(request.config) == "cuda":
+        yield streamalloc_machine
+        return
+    from streamalloc.testing import install
+
+    with install(streamalloc_machine):
+        yield streamalloc_machine
+
+
+@pytest.fixture
 def streamalloc_environment(request: pytest.FixtureRequest, streamalloc_machine: Driver) -> dict[str, str]:
     """Environment variables for another process on the test's machine: ``env={**os.environ, **these}``."""
-    from streamalloc.testing import machines
-
-    on_cuda = driver_under_test(request.config) == "cuda"
+    machine: Any = streamalloc_machine
     checks = {name: os.environ[name] for name in ("STREAMALLOC_TEST",) if name in os.environ}
-    return {"STREAMALLOC_DRIVER": "cuda" if on_cuda else machines.as_text(_settings(request)), **checks}
+    on_cuda = driver_under_test(request.config) == "cuda"
+    return {"STREAMALLOC_DRIVER": "cuda" if on_cuda else machine.settings, **checks}

@@ -31,9 +31,13 @@ class Figures(NamedTuple):
     """Measurements of a replay without times; :class:`Replayed` describes the fields."""
 
     failures: int
+    """Allocations that failed."""
     peak_used: int
+    """Most bytes allocated at once."""
     peak_reserved: int | None
+    """Most bytes reserved; None if the allocator does not report them."""
     driver_calls: int | None
+    """Calls of the driver; None if they cannot be counted."""
 
     @property
     def reserved_over_used(self) -> float | None:

@@ -118,7 +118,8 @@ _DAY = 24 * 3600 * 10**9
 def from_rmm(path: str | Path) -> Trace:
     """A trace from the log that RMM's ``LoggingResourceAdaptor`` writes.
 
-    The columns are ``Thread,Time,Action,Pointer,Size,Stream``. Actions are ``allocate``, ``allocate failure`` and
+    The columns are ``Thread,Time,Action,Pointer,Size,Stream``; more are ignored, such as those of
+    :func:`streamalloc.observe` (``log=``). Actions are ``allocate``, ``allocate failure`` and
     ``free``. A time is a time of day (``HH:MM:SS:ffffff``) or a number of seconds.
 
     Raises
@@ -131,15 +132,15 @@ def from_rmm(path: str | Path) -> Trace:
 
 
 def _read_rmm(lines: Iterator[str], file: str) -> Trace:
-    if next(lines, "").strip() != _RMM_HEADER:
-        raise TraceFormatError(f"the first line has to be {_RMM_HEADER}", file, 1)
+    if not next(lines, "").startswith(_RMM_HEADER):
+        raise TraceFormatError(f"the first line has to begin with {_RMM_HEADER}", file, 1)
     recording = _Recording()
     days = before = 0
     for number, line in enumerate(lines, 2):
         try:
-            fields = line.strip().split(",")
-            if len(fields) != 6:
-                raise ValueError(f"{len(fields)} fields, not 6")
+            fields = line.strip().split(",", 6)[:6]
+            if len(fields) < 6:
+                raise ValueError(f"{len(fields)} fields, not 6 or more")
             thread, clock, action, pointer, size, stream = (one.strip() for one in fields)
             time = _nanoseconds(clock)
             # Lines of several threads may be slightly out of order; a step of half a day back is midnight.

@@ -54,6 +54,7 @@ class Event(NamedTuple):
     """One allocation or free. Streams, threads and allocations are numbered from 0 in order of appearance."""
 
     action: Action
+    """``"allocate"`` or ``"free"``."""
     id: int
     """Number of the allocation, unique in a trace."""
     nbytes: int

@@ -4,18 +4,25 @@ from streamalloc.vmm.address_range import AddressRange, Mapping, RangeView
 from streamalloc.vmm.dma_buf import dma_buf
 from streamalloc.vmm.growable import GrowableBuffer, StripedBuffer, stripe
 from streamalloc.vmm.pages.arena import ArenaStatistics, PageArena
+from streamalloc.vmm.pages.budget import PageBudget
 from streamalloc.vmm.pages.space import PageSpace
 from streamalloc.vmm.pages.table import PageTable
 from streamalloc.vmm.pages.tiers import HostTier
 from streamalloc.vmm.physical_memory import PhysicalMemory
 from streamalloc.vmm.recycler import MemoryRecycler, RecyclerStatistics
+from streamalloc.vmm.resident import Residents
 from streamalloc.vmm.sleep import SleepGroup, Tagged
 from streamalloc.vmm.sparse import MipTail, SparseArray, TilePool
+from streamalloc.vmm.tiers.agreement import RankRefusedError
+from streamalloc.vmm.tiers.disk import DiskTier
+from streamalloc.vmm.tiers.disk_file import DamagedBackupError
 from streamalloc.vmm.virtual_buffer import Eviction, VirtualBuffer
 
 __all__ = [
     "AddressRange",
     "ArenaStatistics",
+    "DamagedBackupError",
+    "DiskTier",
     "Eviction",
     "GrowableBuffer",
     "HostTier",
@@ -23,11 +30,14 @@ __all__ = [
     "MemoryRecycler",
     "MipTail",
     "PageArena",
+    "PageBudget",
     "PageSpace",
     "PageTable",
     "PhysicalMemory",
     "RangeView",
+    "RankRefusedError",
     "RecyclerStatistics",
+    "Residents",
     "SleepGroup",
     "SparseArray",
     "StripedBuffer",

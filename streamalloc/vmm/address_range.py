@@ -10,7 +10,15 @@ from collections.abc import Iterator, Sequence
 
 from streamalloc.core.errors import AddressSpaceError, ClosedError, OutOfMemoryError, size_text
 from streamalloc.core.html import Html, Row, mib, place, strip, table
-from streamalloc.core.internal import Device, Memory, Stream, address_space_limit, location_of, session_for
+from streamalloc.core.internal import (
+    BufferView,
+    Device,
+    Memory,
+    Stream,
+    address_space_limit,
+    location_of,
+    session_for,
+)
 from streamalloc.core.properties import MemAccess, MemLocation, MemLocationType, checked_size
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import Session
@@ -198,8 +206,16 @@ class AddressRange(OwnsNode):
         if rights and entries:
             self._node.set_rights(entries, rights, after)
 
-    def view(self, start: int = 0, stop: int | None = None) -> RangeView:
+    def view(self, start: int = 0, stop: int | None = None, *, holes: bool = False) -> RangeView:
         """Return the bytes from ``start`` to ``stop`` as :class:`Memory`; they may be in several adjacent mappings.
+
+        Parameters
+        ----------
+        start, stop
+            Offsets in the range in bytes; by default the whole range.
+        holes
+            Whether parts may be unmapped: for kernels and other libraries, which use only what is mapped at that time.
+            Fills and copies need all bytes that they use to be mapped: take a slice of the view.
 
         Raises
         ------
@@ -207,8 +223,9 @@ class AddressRange(OwnsNode):
             The part is outside the range, or has a hole.
         """
         begin, end = self._node.bounds(start, stop)
-        self._covering(begin, end)
-        return RangeView(self, begin, end)
+        if not holes:
+            self._covering(begin, end)
+        return RangeView(self, begin, end, holes)
 
     def unmap(self, start: int = 0, stop: int | None = None, *, after: After = None) -> None:
         """Unmap all mappings of a part of the range, by default of the whole range (``cuMemUnmap``).
@@ -345,9 +362,10 @@ class RangeView(Memory):
     first mapping.
     """
 
-    __slots__ = ("__weakref__", "_start", "_stop", "range")
+    __slots__ = ("__weakref__", "_holes", "_start", "_stop", "range")
 
-    def __init__(self, range: AddressRange, start: int, stop: int) -> None:
+    def __init__(self, range: AddressRange, start: int, stop: int, holes: bool = False) -> None:
+        self._holes = holes
         self.range: AddressRange = range
         """Range of the bytes."""
         self._start = start
@@ -401,7 +419,19 @@ class RangeView(Memory):
     def _session(self) -> Session:
         return self.range._session
 
+    def __getitem__(self, item: slice) -> BufferView:
+        part = super().__getitem__(item)
+        if not self._holes:
+            return part
+        start = self._start + part.address - self.address
+        return BufferView(RangeView(self.range, start, start + part.nbytes, holes=True), 0, part.nbytes)
+
+    def _await_on(self, stream: Stream) -> None:
+        self.range._covering(self._start, self._stop)
+
     def _entries(self) -> Sequence[MappedBytes]:
+        if self._holes:
+            return self.range._node.touching(self._start, self._stop)
         try:
             return self.range._covering(self._start, self._stop)
         except ValueError as error:

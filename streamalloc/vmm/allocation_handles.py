@@ -12,6 +12,7 @@ import threading
 import weakref
 from bisect import bisect_right
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import Any, ClassVar, Protocol
 
@@ -185,13 +186,25 @@ class WorkNode(Node):
             self.gone = True  # no work is left
 
 
+class MappedMemory(Protocol):
+    """Memory that was mapped: of an object, or a page."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+
+    @property
+    def location(self) -> MemLocation:
+        """Where it is."""
+
+
 class MappingWatcher(Protocol):
     """Listener for the mappings of one driver."""
 
     def to_be_mapped(self, address: int, nbytes: int, /) -> None:
         """Memory is about to be created and mapped at an address. An error propagates to the caller."""
 
-    def mapped(self, address: int, memory: Any, /) -> None:
+    def mapped(self, address: int, memory: MappedMemory, /) -> None:
         """Memory was mapped at an address. After an error it is unmapped, and the error propagates to the caller."""
 
     def unmapped(self, address: int, /) -> None:
@@ -214,7 +227,7 @@ class Allocations:
         """States by driver handle. Handles that only a mapping holds are not listed."""
         self.reservations: dict[Any, None] = {}
         """All reserved address ranges."""
-        self.lock = threading.RLock()
+        self.lock: AbstractContextManager[bool] = threading.RLock()
         """Held while a mapping hands its handle to an object, and while watchers change."""
 
     def mapped_at(self, address: int, nbytes: int) -> list[AllocationState]:

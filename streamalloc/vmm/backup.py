@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 from streamalloc.core.errors import LOST, ClosedError, CudaError
 from streamalloc.core.internal import (
@@ -28,26 +29,64 @@ from streamalloc.core.internal import (
 from streamalloc.core.session import session_of
 from streamalloc.pool import MemoryPool
 
-__all__ = ["Backup", "BackupRange", "Copies", "copying"]
+__all__ = ["Backup", "BackupRange", "Copies", "HostWork", "copying"]
+
+
+class HostWork(Protocol):
+    """The part of copies that the host makes: reads and writes of files."""
+
+    def settle(self) -> None:
+        """Block the host until the bytes are stored, or are in device memory."""
+
+    def abandon(self) -> None:
+        """Stop after an error: afterwards nothing reads or writes device memory."""
 
 
 class Copies:
     """The copies from or to backups that one call queues on one stream; made by :func:`copying`."""
 
-    __slots__ = ("_end", "backups", "finished", "stream")
+    __slots__ = ("_end", "_staged", "backups", "finished", "stream", "work")
 
     def __init__(self, stream: Stream) -> None:
         self.backups: weakref.WeakSet[Backup] = weakref.WeakSet()
         """Backups that the copies use; empty after the call."""
         self.stream: Stream | None = stream
         """Stream of the copies; None after the call, when its owner may destroy it."""
-        self.finished = False
+        self.finished: bool = False
         """True if the host has synchronised with the copies."""
+        self.work: dict[Any, Any] = {}
+        """:class:`HostWork` of the copies that has not ended, by tier."""
+        self._staged = False
         self._end: Event | None = None
+
+    def by_host(self, key: object, make: Callable[[Stream], Any]) -> Any:
+        """Return the :class:`HostWork` of a key; ``make`` makes it for the stream of the copies."""
+        if key not in self.work:
+            assert self.stream is not None
+            self._staged = True
+            self.work[key] = make(self.stream)
+        return self.work[key]
+
+    def settle(self) -> None:
+        """Block the host until its part of the copies is made.
+
+        Raises
+        ------
+        OSError, DamagedBackupError
+            A file cannot be written, or cannot be read.
+        """
+        for key in list(self.work):
+            self.work[key].settle()
+            del self.work[key]
+
+    def abandon(self) -> None:
+        """Stop the host's part of the copies, if an error has come before its end."""
+        while self.work:
+            self.work.popitem()[1].abandon()
 
     def synchronize(self) -> None:
         """Block the host until the copies have completed."""
-        if self.backups and self.stream is not None:
+        if (self.backups or self._staged) and self.stream is not None:
             self.stream.synchronize()
         self.finished = True
 
@@ -73,14 +112,13 @@ def copying(stream: Stream) -> Iterator[Copies]:
     try:
         yield copies
     finally:
+        copies.abandon()
         copies.stream = None
         copies.record(stream)
 
 
 class Backup:
     """Memory with the bytes of one or several buffers.
-
-    Another kind of store implements the same methods, and a :class:`Deferred` for its release.
 
     Parameters
     ----------
@@ -173,6 +211,29 @@ class BackupRange:
     def memory(self) -> Memory:
         """The bytes."""
         return self.backup.view(self._offset, self.nbytes)
+
+    @property
+    def own(self) -> bool:
+        """Whether the memory is freed with the backup."""
+        return self.backup.own
+
+    def read(self, offset: int, target: Any) -> None:
+        """Copy bytes from ``offset`` on to a host array. Blocks the host."""
+        memory = self.memory[offset : offset + target.nbytes]
+        if memory.host_accessible:
+            target[:] = memory.as_array()
+        else:
+            memory.copy_to(target)
+            memory.stream.synchronize()
+
+    def write(self, offset: int, source: Any) -> None:
+        """Replace bytes from ``offset`` on by those of a host array. Blocks the host."""
+        memory = self.memory[offset : offset + source.nbytes]
+        if memory.host_accessible:
+            memory.as_array()[:] = source
+        else:
+            memory.copy_from(source)
+            memory.stream.synchronize()
 
     def save(self, source: CopySide, copies: Copies) -> None:
         """Queue the copy of the buffer's bytes into the backup."""

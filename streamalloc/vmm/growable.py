@@ -8,8 +8,8 @@ from collections.abc import Callable, Hashable, Sequence
 
 from streamalloc.core.allocation_properties import MemAllocationProp
 from streamalloc.core.errors import PeerAccessError, error_from, refused, size_text, undoing
-from streamalloc.core.internal import Device, StreamLike, check_device
-from streamalloc.core.properties import MemHandleType, checked_size
+from streamalloc.core.internal import Device, StreamLike, check_device, check_location
+from streamalloc.core.properties import MemAccess, MemHandleType, MemLocation, checked_size, checked_type
 from streamalloc.core.resource import close_all
 from streamalloc.core.session import session_of
 from streamalloc.vmm.access import Access, After, Rights, wait_for_users
@@ -21,7 +21,7 @@ from streamalloc.vmm.virtual_buffer import ChunkSpec, VirtualBuffer, device_righ
 
 
 class GrowableBuffer(VirtualBuffer):
-    """Device memory that grows and shrinks in place: its address is constant, and no bytes are copied.
+    """Memory that grows and shrinks in place: its address is constant, and no bytes are copied.
 
     The buffer reserves addresses for ``capacity`` bytes, which needs no memory. Each growth creates physical memory,
     maps it at the end of the buffer and sets the same permissions; its time does not depend on the size. ::
@@ -41,6 +41,9 @@ class GrowableBuffer(VirtualBuffer):
     access
         Permissions of other devices, also for later chunks: a device, several, or a ``dict`` with a
         :class:`MemAccess` for each.
+    location
+        Location of the memory, if it is not ``device``: ``MemLocation.host_numa(0)`` for memory of the host, which the
+        host may read and write, too.
     chunk
         Largest chunk of physical memory in bytes; 0 makes each growth one chunk. Shrinking releases whole chunks:
         smaller chunks release more, larger ones cost fewer driver calls.
@@ -75,6 +78,7 @@ class GrowableBuffer(VirtualBuffer):
         nbytes: int = 0,
         *,
         access: Access = None,
+        location: MemLocation | None = None,
         chunk: int = 0,
         handle_types: MemHandleType = MemHandleType.NONE,
         compressible: bool = False,
@@ -86,7 +90,11 @@ class GrowableBuffer(VirtualBuffer):
     ) -> None:
         check_device("device", device)
         session = session_of(device)
-        prop = properties_for(device, handle_types, compressible, gpu_direct_rdma)
+        if location is not None:
+            checked_type("location", location, MemLocation)
+            check_location(session, location)
+        place = device.location if location is None else location
+        prop = properties_for(place, handle_types, compressible, gpu_direct_rdma)
         self._spec = spec_for(recycler, session, prop, asked=bool(handle_types or compressible or gpu_direct_rdma))
         self._recycler = self._spec if isinstance(self._spec, RecyclingSpec) else None
         most = checked_size("capacity", capacity)
@@ -95,8 +103,10 @@ class GrowableBuffer(VirtualBuffer):
         self._chunk = self._spec.round_up(checked_size("chunk", chunk))
         self._largest = self._chunk or self._spec.round_up(most)
         size = self._checked("nbytes", nbytes, most)
-        rights = device_rights(access, session, devices=(device,))
-        self._open(device, self._spec.round_up(most), alignment, address, rights, stream)
+        rights = device_rights(access, session, location=place, devices=(device,))
+        if place.on_host:
+            rights = {MemLocation.host(): MemAccess.READWRITE} | rights
+        self._open(device, self._spec.round_up(most), alignment, address, rights, stream, place)
         if self._recycler is None:
             self.range._node.maker = self._spec
         with undoing(self.close):

@@ -13,6 +13,7 @@ from streamalloc.vmm.allocation_handles import (
     AllocationState,
     GenericAllocation,
     HandleNode,
+    MappedMemory,
     MappingWatcher,
     allocations_of,
 )
@@ -100,8 +101,10 @@ def unwatch_mappings(session: Session, watcher: MappingWatcher) -> None:
         allocations.watchers = tuple(other for other in allocations.watchers if other is not watcher)
 
 
-def is_counted(memory: GenericAllocation) -> bool:
+def is_counted(memory: MappedMemory) -> bool:
     """Whether memory that was just mapped was created by this process and has no other mapping."""
+    if not isinstance(memory, GenericAllocation):
+        return True  # a page
     state = memory._state
     ours = memory._node.kind is Kind.MEMORY and not state.imported
     return ours and len(state.mappings) == 1

@@ -18,12 +18,13 @@ from streamalloc.core.errors import (
     undoing,
 )
 from streamalloc.core.html import Row, mib, place
-from streamalloc.core.internal import FABRIC_NEEDS, Device, Fd, check_location, location_of, session_for
+from streamalloc.core.internal import FABRIC_NEEDS, Device, Fd, check_location, holders, location_of, session_for
 from streamalloc.core.properties import MemHandleType, MemLocation, MemLocationType, checked_size
 from streamalloc.core.resource import made_for_sharing
 from streamalloc.core.session import OwnsHandle, Session
 from streamalloc.driver import Driver
 from streamalloc.driver.internal import cuda
+from streamalloc.pool.internal import pool_holders
 from streamalloc.vmm.access import Rights
 from streamalloc.vmm.allocation_handles import AllocationHandle, Allocations, GenericAllocation, allocations_of
 from streamalloc.vmm.release_order import Kind
@@ -168,6 +169,8 @@ class MemorySpec:
                     self.prop.location.id, driver=self.session.driver
                 ).memory_info()
             hint += "; what pools hold in reserve comes back by trim()"
+        location = self.prop.location
+        figures["holders"] = (*pool_holders(self.session, location), *holders(self.session, location))
         return OutOfMemoryError(error.name, error.code, error.call, hint, **figures)
 
 

@@ -36,7 +36,9 @@ class MappedBytes(Node):
 
     def __init__(self, reservation: Reservation, offset: int, stop: int, rights: Rights) -> None:
         # Inlined Node.__init__(): a growing buffer makes one entry for each step.
-        self.given_up = self.gone = self._busy = False
+        self.given_up: bool = False
+        self.gone: bool = False
+        self._busy = False
         self._first = self._then = NOTHING
         self.reservation: Reservation = reservation
         self.offset: int = offset

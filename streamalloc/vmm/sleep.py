@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from typing import Any, TypeVar
 
-from streamalloc.core.errors import EvictedError, InUseError, size_text, undo_all, undoing
+import numpy as np
+
+from streamalloc.core.errors import CudaError, EvictedError, InUseError, size_text, undo_all, undoing
 from streamalloc.core.internal import Device, Stream, StreamLike, check_device
-from streamalloc.core.properties import MemAccess, MemHandleType, MemLocation, checked_size
+from streamalloc.core.properties import MemHandleType, MemLocation, checked_size
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import Session, session_of
 from streamalloc.pool import MemoryPool
 from streamalloc.vmm.access import After, wait_for_users
-from streamalloc.vmm.backup import Backup, BackupRange
 from streamalloc.vmm.growable import GrowableBuffer
+from streamalloc.vmm.resident import Residents
+from streamalloc.vmm.tiers.agreement import Hook, Ranks, run_hooks, vote
+from streamalloc.vmm.tiers.disk import DiskTier, tier_of
+from streamalloc.vmm.tiers.host import NearTier
+from streamalloc.vmm.tiers.tier import Bytes, Held, Tier
 from streamalloc.vmm.virtual_buffer import VirtualBuffer, copying_stream, evict_all, restore_all
 
-_KEEP_ALL = (1 << 64) - 1  # release threshold in bytes: the pool never releases memory by itself
-_ALIGNMENT = 512  # bytes between the ranges of a backup, as between allocations of a pool
+T = TypeVar("T")
 
 
 class SleepGroup(Closes):
@@ -39,33 +47,36 @@ class SleepGroup(Closes):
     tag that are put to sleep together share one backup, which is freed when none of them needs it any more, after the
     copies that read it. A buffer that is closed or dropped leaves the group and the backup.
 
-    Thread-safe: :meth:`sleep`, :meth:`wake` and :meth:`close` wait for each other; :meth:`allocate` and :meth:`add` do
-    not wait.
+    Thread-safe: :meth:`sleep`, :meth:`wake`, :meth:`resume`, :meth:`read`, :meth:`write` and :meth:`close` wait for
+    each other; :meth:`allocate` and :meth:`add` do not wait.
 
     Parameters
     ----------
     device
         Device of :meth:`allocate`; its default stream copies if no stream is given.
     backup
-        Pool in host memory for the kept bytes, to which the device has access. By default the group makes one, which
-        keeps its memory for the next sleep, as pinning memory takes longer than a copy: ``group.backup.trim()``
-        releases it.
+        Pool in host memory for the kept bytes, to which the device has access, or a :class:`DiskTier`. By default the
+        group makes a pool on the NUMA node of the device, and one on any node if memory runs out there. It keeps its
+        memory for the next sleep, as pinning memory takes longer than a copy: ``group.backup.trim()`` releases it.
     handle_types
         Handle types for sharing the memory of :meth:`allocate` with other processes.
 
     Raises
     ------
     TypeError
-        ``device`` is no device, or ``backup`` no pool.
+        ``device`` is no device, or ``backup`` no pool and no tier.
     """
 
-    __slots__ = ("_backup", "_busy", "_handle_types", "_lock", "_members", "_own", "closed", "device")
+    __slots__ = (
+        "_after_wake", "_backup", "_before_sleep", "_busy", "_handle_types", "_lock", "_members", "_near", "closed",
+        "device",
+    )  # fmt: skip
 
     def __init__(
         self,
         device: Device,
         *,
-        backup: MemoryPool | None = None,
+        backup: MemoryPool | DiskTier | None = None,
         handle_types: MemHandleType = MemHandleType.NONE,
     ) -> None:
         check_device("device", device)
@@ -73,12 +84,14 @@ class SleepGroup(Closes):
         """Device of :meth:`allocate`."""
         self.closed: bool = False
         """True if :meth:`close` was called."""
-        if backup is not None and not isinstance(backup, MemoryPool):
-            raise TypeError(f"backup must be a MemoryPool, not {type(backup).__name__} ({backup!r})")
-        self._backup = backup
-        self._own = False
+        if backup is not None:
+            tier_of(backup)
+        self._backup: MemoryPool | DiskTier | None = backup
+        self._near: NearTier | None = None
         self._handle_types = handle_types
         self._members: weakref.WeakKeyDictionary[VirtualBuffer, str] = weakref.WeakKeyDictionary()
+        self._before_sleep: list[tuple[Hook, Hook | None]] = []
+        self._after_wake: list[tuple[Hook, Hook | None]] = []
         # Held by sleep(), wake() and close(). A signal handler on the same thread gets it, and finds _busy set.
         self._lock = threading.RLock()
         self._busy = False
@@ -89,21 +102,24 @@ class SleepGroup(Closes):
         return self.device.location
 
     @property
-    def backup(self) -> MemoryPool:
-        """Pool in host memory for the kept bytes; the first use makes it."""
+    def backup(self) -> Any:
+        """Pool or :class:`DiskTier` for the kept bytes; the first use makes a pool."""
         self._check_open()
-        return self._backup or self._make_backup()
+        return self._backup or self._near_tier().pool
 
-    def _make_backup(self) -> MemoryPool:
-        pool = MemoryPool(MemLocation.host(), release_threshold=_KEEP_ALL, driver=self.device.driver)
-        with undoing(pool.close):
-            pool.set_access(self.device, MemAccess.READWRITE)
+    def _near_tier(self) -> NearTier:
+        if self._near is not None:
+            return self._near
+        made = NearTier(self.device)
         # Another thread may have made one.
-        if self._backup is None:
-            self._backup, self._own = pool, True
-            return pool
-        pool.close()
-        return self._backup
+        self._near = near = self._near or made
+        if near is not made:
+            made.close()
+        return near
+
+    def _tier(self, backup: MemoryPool | DiskTier | None) -> Tier:
+        given = backup or self._backup
+        return self._near_tier() if given is None else tier_of(given)
 
     def allocate(self, nbytes: int, stream: StreamLike | None = None, *, tag: str = "") -> VirtualBuffer:
         """Allocate a buffer that belongs to the group; it can be used at once on any stream.
@@ -188,73 +204,165 @@ class SleepGroup(Closes):
         shared: bool = False,
         stream: StreamLike | None = None,
         after: After = None,
+        backup: MemoryPool | DiskTier | None = None,
+        ranks: Ranks | None = None,
+        timeout: float | None = None,
     ) -> int:
         """Evict all buffers, or those with these tags; return the released bytes.
 
-        The host waits until the kept bytes are in host memory. Buffers that sleep already are skipped.
+        The host waits until the kept bytes are stored. Buffers that sleep already are skipped.
 
         Parameters
         ----------
         tags
-            Tags of the buffers, in the order of eviction. By default all buffers, the first added first.
+            Tags of the buffers; none for all. A buffer whose bytes are kept is unmapped once they are copied.
         keep
-            True to keep the bytes in host memory, False to discard them, or the tags of buffers to keep.
+            True to keep the bytes, False to discard them, or the tags of buffers to keep.
         shared
             Evict memory that was exported too; see :meth:`VirtualBuffer.evict`.
         stream
             Stream of the copies; default: the device's default stream.
         after
             Events or streams to wait for first, as for :meth:`VirtualBuffer.evict`.
+        backup
+            Pool or :class:`DiskTier` for the kept bytes of this call; default: :attr:`backup`.
+        ranks
+            A communicator, such as one of ``ipc.ProcessCommunicator`` or ``ipc.as_communicator(group)``: the groups of
+            all its ranks make this call, and all sleep or none. They vote before any memory is released.
+        timeout
+            Seconds to wait for the votes of the other ranks; None for the communicator's own limit.
 
         Raises
         ------
         InUseError
-            The memory of a buffer cannot be released, as for :meth:`VirtualBuffer.evict`; or a signal handler has
-            called this during another call on the same thread.
+            The memory of a buffer cannot be released, as for :meth:`VirtualBuffer.evict`; or a signal handler or a hook
+            has called this during another call on the same thread.
         OutOfMemoryError
             There is not enough host memory for the bytes.
+        OSError
+            A file cannot be written.
         KeyError
             No buffer has such a tag.
         ClosedError
             The group was closed.
+        RankRefusedError
+            Another rank cannot sleep.
         CudaError
-            The driver refused a call. In all these cases every buffer is unchanged. If the driver refuses the undo too,
-            some buffers sleep with their bytes: :meth:`wake` them.
+            The driver refused a call. In all these cases, and after an error of a hook or of the communicator, every
+            buffer is unchanged. If the driver refuses the undo too, some buffers sleep with their bytes: :meth:`wake`
+            them.
         """
-        return self._alone(lambda: self._sleep(tags, keep, shared, stream, after))
+
+        def act(agree: Callable[[], object]) -> int:
+            return self._alone(lambda: self._sleep(tags, keep, shared, stream, after, backup, agree))
+
+        return vote(ranks, "sleep", timeout, act)
 
     def _sleep(
-        self, tags: Sequence[str], keep: bool | Collection[str], shared: bool, stream: StreamLike | None, after: After
+        self,
+        tags: Sequence[str],
+        keep: bool | Collection[str],
+        shared: bool,
+        stream: StreamLike | None,
+        after: After,
+        backup: MemoryPool | DiskTier | None,
+        agree: Callable[[], object],
     ) -> int:
         chosen = {buffer: tag for buffer, tag in self._chosen(tags).items() if not buffer.evicted}
-        entries = {buffer: buffer._evictable(shared=shared) for buffer in chosen}
         ordered = self._copying_stream(stream)
-        wait_for_users(after, self._session, (entry.rights for several in entries.values() for entry in several))
-        saved: dict[VirtualBuffer, BackupRange] = {}
-        with undoing(lambda: undo_all(one.leave for one in saved.values())):
-            for tag in dict.fromkeys(chosen.values()):
-                if keep if isinstance(keep, bool) else tag in keep:
-                    kept = [buffer for buffer in chosen if chosen[buffer] == tag and buffer.nbytes]
-                    saved |= self._ranges(kept, ordered)
-        evict_all(entries, saved, ordered)
-        return sum(entry.nbytes for several in entries.values() for entry in several)
 
-    def _ranges(self, buffers: Sequence[VirtualBuffer], stream: Stream) -> dict[VirtualBuffer, BackupRange]:
-        """Allocate one backup for several buffers: one allocation is pinned and freed faster than many."""
-        offsets = []
-        end = 0
-        for buffer in buffers:
-            offsets.append(end)
-            end = -(-(end + buffer.nbytes) // _ALIGNMENT) * _ALIGNMENT
-        if not end:
-            return {}
-        backup = Backup.allocate(self.backup, end, stream)
-        return {buffer: backup.hold(offset, buffer.nbytes) for buffer, offset in zip(buffers, offsets, strict=True)}
+        def hold(tag: str, buffers: Sequence[VirtualBuffer]) -> Sequence[Held]:
+            kept = keep if isinstance(keep, bool) else tag in keep
+            sizes = [buffer.nbytes for buffer in buffers]
+            return self._tier(backup).hold(sizes, ordered, tag) if kept else ()
 
-    def wake(self, *tags: str, stream: StreamLike | None = None) -> int:
+        return self._evict(chosen, hold, ordered, shared, after, agree)
+
+    def _evict(
+        self,
+        chosen: dict[VirtualBuffer, str],
+        hold: Callable[[str, Sequence[VirtualBuffer]], Sequence[Held]],
+        ordered: Stream,
+        shared: bool,
+        after: After,
+        agree: Callable[[], object],
+        *,
+        stored: bool = False,
+    ) -> int:
+        def evict() -> int:
+            entries = {buffer: buffer._evictable(shared=shared) for buffer in chosen if not buffer.evicted}
+            wait_for_users(after, self._session, (entry.rights for several in entries.values() for entry in several))
+            saved: dict[VirtualBuffer, Held] = {}
+            with undoing(lambda: undo_all(one.leave for one in saved.values())):
+                for tag in dict.fromkeys(chosen.values()):
+                    buffers = [buffer for buffer in chosen if chosen[buffer] == tag and buffer.nbytes]
+                    saved.update(zip(buffers, hold(tag, buffers) if buffers else (), strict=False))
+            asleep = {buffer: saved.pop(buffer) for buffer in list(saved) if buffer not in entries}
+            with undoing(lambda: undo_all(one.leave for one in asleep.values())):
+                evict_all(entries, saved, ordered, stored=stored, confirm=agree)
+            for buffer, one in asleep.items():
+                _replace(buffer, one)
+            return sum(entry.nbytes for several in entries.values() for entry in several)
+
+        return run_hooks(self._before_sleep, [buffer for buffer in chosen if not buffer.evicted], evict)
+
+    def resume(
+        self, *tags: str, backup: DiskTier | None = None, stream: StreamLike | None = None, after: After = None
+    ) -> int:
+        """Put the buffers to sleep with the bytes that an earlier group stored in a persistent :class:`DiskTier`.
+
+        Their own bytes are discarded. The buffers of each tag must have the sizes, and the order, of those that were
+        stored; :meth:`wake` reads the bytes.
+
+        Parameters
+        ----------
+        tags
+            Tags of the buffers; none for all. Buffers that sleep take part.
+        backup
+            The tier; default: :attr:`backup`.
+        stream, after
+            As for :meth:`sleep`.
+
+        Returns
+        -------
+        The released bytes.
+
+        Raises
+        ------
+        DamagedBackupError
+            The file of a tag is damaged or truncated, has another layout, or other users own it or can open it.
+        FileNotFoundError
+            There is no file of a tag.
+        TypeError
+            The backup is no :class:`DiskTier`.
+        InUseError, KeyError, ClosedError, CudaError
+            As for :meth:`sleep`. After each error every buffer is unchanged.
+        """
+
+        def act() -> int:
+            tier = backup or self._backup
+            if not isinstance(tier, DiskTier):
+                raise TypeError(f"backup must be a DiskTier, not {type(tier).__name__} ({tier!r})")
+            ordered = self._copying_stream(stream)
+
+            def hold(tag: str, buffers: Sequence[VirtualBuffer]) -> Sequence[Held]:
+                return tier.resume([buffer.nbytes for buffer in buffers], ordered, tag)
+
+            return self._evict(self._chosen(tags), hold, ordered, False, after, lambda: None, stored=True)
+
+        return self._alone(act)
+
+    def wake(
+        self,
+        *tags: str,
+        stream: StreamLike | None = None,
+        ranks: Ranks | None = None,
+        timeout: float | None = None,
+    ) -> int:
         """Restore all buffers that sleep, or those with these tags; return the restored bytes.
 
         The copies are stream-ordered: use the bytes on ``stream`` or after it. Bytes that were not kept are undefined.
+        The host waits while bytes are read from a disk.
 
         Parameters
         ----------
@@ -262,30 +370,129 @@ class SleepGroup(Closes):
             Tags of the buffers, in the order of restoring; none for all.
         stream
             Stream of the copies; default: the device's default stream.
+        ranks, timeout
+            As for :meth:`sleep`: the groups of all ranks wake, or none.
 
         Raises
         ------
         OutOfMemoryError
             There is not enough memory. All buffers still sleep, with their bytes, and the call can be repeated.
+        OSError, DamagedBackupError
+            A file cannot be read, or is damaged: :meth:`write` replaces the bytes.
         KeyError
             No buffer has such a tag.
         ClosedError
             The group was closed: :meth:`VirtualBuffer.restore` restores its buffers one by one.
         InUseError
-            A signal handler has called this during another call on the same thread.
+            A signal handler or a hook has called this during another call on the same thread.
+        RankRefusedError
+            Another rank cannot wake.
         CudaError
-            The driver refused a call. All buffers still sleep, with their bytes.
+            The driver refused a call. In all these cases, and after an error of a hook or of the communicator, all
+            buffers still sleep, with their bytes.
         """
-        return self._alone(lambda: self._wake(tags, stream))
 
-    def _wake(self, tags: Sequence[str], stream: StreamLike | None) -> int:
+        def act(agree: Callable[[], object]) -> int:
+            return self._alone(lambda: self._wake(tags, stream, agree))
+
+        return vote(ranks, "wake", timeout, act)
+
+    def _wake(self, tags: Sequence[str], stream: StreamLike | None, agree: Callable[[], object]) -> int:
         found = {buffer: buffer.eviction for buffer in self._chosen(tags)}
         evictions = {buffer: eviction for buffer, eviction in found.items() if eviction is not None}
-        restore_all(evictions, self._copying_stream(stream))
+        hooks = functools.partial(run_hooks, self._after_wake, list(evictions), agree)
+        restore_all(evictions, self._copying_stream(stream), hooks)
         return sum(eviction.nbytes for eviction in evictions.values())
 
-    def _alone(self, act: Callable[[], int]) -> int:
-        """Call ``act`` while no other thread is in :meth:`sleep`, :meth:`wake` or :meth:`close`."""
+    def before_sleep(self, hook: Hook, undo: Hook | None = None) -> None:
+        """Call ``hook(buffers)`` in each :meth:`sleep`, before memory is released; hooks are called in this order.
+
+        ``buffers`` is a list of those that will sleep; without any, no hook is called. If a later hook or the sleep
+        fails, ``undo(buffers)`` is called, for the last hook first. For registrations that name the memory::
+
+            group.before_sleep(deregister, undo=register)
+            group.after_wake(register, undo=deregister)
+        """
+        self._before_sleep.append((hook, undo))
+
+    def after_wake(self, hook: Hook, undo: Hook | None = None) -> None:
+        """Call ``hook(buffers)`` in each :meth:`wake`, when these buffers can be used; hooks are called in this order.
+
+        The bytes are complete on the stream of :meth:`wake`. If a later hook fails, ``undo(buffers)`` is called, for
+        the last hook first, and the buffers sleep again, with the bytes that they had before.
+        """
+        self._after_wake.append((hook, undo))
+
+    def read(self, buffer: VirtualBuffer, target: Any, offset: int = 0) -> None:
+        """Copy the kept bytes of a buffer that sleeps to a host array, without waking it. Blocks the host.
+
+        Parameters
+        ----------
+        buffer
+            A buffer that sleeps.
+        target
+            Writable, contiguous array, or object with the buffer protocol; its size says how many bytes.
+        offset
+            First byte in the buffer.
+
+        Raises
+        ------
+        ValueError
+            The buffer is awake, its bytes were not kept, or ``target`` passes its end.
+        DamagedBackupError, OSError
+            The bytes are damaged, or a file cannot be read.
+        """
+        self._alone(lambda: self._kept(buffer).read(*_checked_bytes(buffer, target, offset)))
+
+    def write(self, buffer: VirtualBuffer, source: Any, offset: int = 0) -> None:
+        """Replace bytes of a buffer that sleeps by those of a host array, without waking it. Blocks the host.
+
+        Bytes that were not kept can be replaced as a whole; they are stored in :attr:`backup`.
+
+        Parameters
+        ----------
+        buffer
+            A buffer that sleeps.
+        source
+            Contiguous array, or object with the buffer protocol; its size says how many bytes.
+        offset
+            First byte in the buffer.
+
+        Raises
+        ------
+        ValueError
+            The buffer is awake, ``source`` passes its end, or is a part of bytes that were not kept.
+        OutOfMemoryError, OSError
+            There is no room for bytes that were not kept.
+        """
+
+        def act() -> None:
+            start, array = _checked_bytes(buffer, source, offset)
+            eviction = buffer.eviction
+            if eviction is None or eviction.saved is not None or array.nbytes < buffer.nbytes or eviction.held:
+                self._kept(buffer).write(start, array)
+                return
+            (held,) = self._tier(None).hold([buffer.nbytes], self._copying_stream(None))
+            with undoing(held.leave):
+                held.write(0, array)
+            _replace(buffer, held)
+
+        self._alone(act)
+
+    def _kept(self, buffer: VirtualBuffer) -> Held:
+        if buffer.eviction is None:
+            raise ValueError(f"{buffer!r} is awake: copy_to and copy_from copy its bytes")
+        if buffer.eviction.saved is None:
+            raise ValueError(f"the bytes of {buffer!r} were not kept: replace all of them")
+        return buffer.eviction.saved
+
+    def resident(self) -> Residents:
+        """Return what is on the device now, by owner; the rest is what the group cannot put to sleep."""
+        self._check_open()
+        return Residents.of(self.device, self.buffers)
+
+    def _alone(self, act: Callable[[], T]) -> T:
+        """Call ``act`` while no other thread sleeps, wakes, reads, writes or closes."""
         with self._lock:
             self._check_idle()
             self._check_open()
@@ -297,7 +504,7 @@ class SleepGroup(Closes):
 
     def _check_idle(self) -> None:
         if self._busy:
-            raise InUseError(f"{self!r}: a signal handler has interrupted a call that sleeps or wakes, on its thread")
+            raise InUseError(f"{self!r}: a signal handler or a hook has called it while it sleeps or wakes")
 
     def _chosen(self, tags: Sequence[str]) -> dict[VirtualBuffer, str]:
         buffers = self.buffers
@@ -320,9 +527,11 @@ class SleepGroup(Closes):
             self._check_idle()
             self.closed = True
             self._members.clear()
-            if self._own and self._backup is not None:
-                self._backup.close()
-                self._backup, self._own = None, False
+            self._before_sleep.clear()
+            self._after_wake.clear()
+            if self._near is not None:
+                self._near.close()
+                self._near = None
 
     @property
     def _session(self) -> Session:
@@ -334,6 +543,30 @@ class SleepGroup(Closes):
         buffers = self.buffers
         state = f"{sum(buffer.evicted for buffer in buffers)} asleep, {size_text(self.mapped_bytes)} mapped"
         return f" of {len(buffers)} buffers, {state}"
+
+
+def _checked_bytes(buffer: VirtualBuffer, array: Any, offset: int) -> tuple[int, Bytes]:
+    """Return the offset and the array as bytes, if they are in the buffer."""
+    start = checked_size("offset", offset)
+    found: Bytes = np.asarray(array if hasattr(array, "__array__") else memoryview(array))
+    if not found.flags.c_contiguous:
+        raise ValueError("the array is not contiguous: copy it to a contiguous one first")
+    found = found.reshape(-1).view(np.uint8)
+    if start + found.nbytes > buffer.nbytes:
+        raise ValueError(f"offset={start} and {size_text(found.nbytes)}: {buffer!r} ends before")
+    return start, found
+
+
+def _replace(buffer: VirtualBuffer, held: Held) -> None:
+    """Replace the kept bytes of a buffer that sleeps."""
+    eviction = buffer._evicted
+    assert eviction is not None
+    buffer._evicted = eviction._replace(saved=held, held=())
+    for entry in eviction.held:
+        entry.close()
+    if eviction.saved is not None:
+        with contextlib.suppress(CudaError):
+            eviction.saved.leave()
 
 
 class Tagged:

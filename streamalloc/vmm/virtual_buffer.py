@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from streamalloc.core.errors import CudaError, EvictedError, InUseError, size_text, undo_all, undoing
 from streamalloc.core.html import Drawn, Html, Row, gauge
-from streamalloc.core.internal import CopySide, Device, Memory, Stream, StreamLike, as_stream, refuse_capture
+from streamalloc.core.internal import CopySide, Device, Event, Memory, Stream, StreamLike, as_stream, refuse_capture
 from streamalloc.core.properties import MemAccess, MemLocation, MemLocationType
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import Session, session_of
 from streamalloc.pool import MemoryPool
-from streamalloc.pool.internal import reachable_from
 from streamalloc.vmm.access import Access, After, Rights, rights_of, structs_of, wait_for_users
 from streamalloc.vmm.address_range import AddressRange, drawn, rights_text
 from streamalloc.vmm.address_range import Mapping as MemoryMapping
 from streamalloc.vmm.allocation_handles import GenericAllocation, allocations_of
-from streamalloc.vmm.backup import Backup, BackupRange, Copies, copying
+from streamalloc.vmm.backup import Backup, Copies, copying
 from streamalloc.vmm.physical_memory import MemorySpec, PhysicalMemory
 from streamalloc.vmm.reservation import MappedBytes
+from streamalloc.vmm.tiers.disk import DiskTier, tier_of
+from streamalloc.vmm.tiers.tier import Held
+
+_BATCH = 64 << 20
+"""Bytes after whose copy memory is unmapped, while later copies run."""
 
 
 class ChunkSpec(NamedTuple):
@@ -37,20 +41,20 @@ class Eviction(NamedTuple):
 
     pieces: tuple[ChunkSpec, ...]
     """Chunks that :meth:`VirtualBuffer.restore` creates again."""
-    saved: BackupRange | None
+    saved: Held | None
     """The bytes in a backup; None without a backup."""
     held: tuple[MappedBytes, ...] = ()
     """Unmapped memory with the bytes, after an eviction that could neither finish nor be undone."""
 
     @property
     def backup(self) -> Memory | None:
-        """The copy of the bytes; None without a backup."""
+        """The copy of the bytes; None without one, and if it is on disk or in several pieces."""
         return None if self.saved is None else self.saved.memory
 
     @property
     def own(self) -> bool:
         """Whether the copy was allocated for the buffer; it is freed after the restore."""
-        return self.saved is not None and self.saved.backup.own
+        return self.saved is not None and self.saved.own
 
     @property
     def nbytes(self) -> int:
@@ -76,15 +80,23 @@ class VirtualBuffer(Memory, Closes, Drawn):
     """
 
     __slots__ = (
-        "__weakref__", "_device", "_direct", "_evicted", "_given_stream", "_mapped", "_nbytes", "_rights", "_session",
-        "_structs", "range",
+        "__weakref__", "_device", "_direct", "_evicted", "_given_stream", "_location", "_mapped", "_nbytes", "_rights",
+        "_session", "_structs", "range",
     )  # fmt: skip
 
     def _open(
-        self, device: Device, capacity: int, alignment: int, address: int, rights: Rights, stream: StreamLike | None
+        self,
+        device: Device,
+        capacity: int,
+        alignment: int,
+        address: int,
+        rights: Rights,
+        stream: StreamLike | None,
+        location: MemLocation | None = None,
     ) -> None:
         """Reserve the addresses and set all attributes."""
         self._device = device
+        self._location = device.location if location is None else location
         self._session: Session = session_of(device)
         self._given_stream = None if stream is None else as_stream(stream, self._session)
         self._rights = rights
@@ -132,7 +144,7 @@ class VirtualBuffer(Memory, Closes, Drawn):
 
     @property
     def device(self) -> Device:
-        """Device of the memory; the first of several."""
+        """Device of the memory, the first of several; of host memory the device whose stream is the default."""
         return self._device
 
     @property
@@ -143,7 +155,7 @@ class VirtualBuffer(Memory, Closes, Drawn):
     @property
     def location(self) -> MemLocation:
         """Location of the memory; the first of several devices."""
-        return self._device.location
+        return self._location
 
     @property
     def owner(self) -> object:
@@ -157,8 +169,8 @@ class VirtualBuffer(Memory, Closes, Drawn):
 
     @property
     def host_accessible(self) -> bool:
-        """False: the host has no access to device memory."""
-        return False
+        """Whether the CPU has access, as to host memory."""
+        return bool(self._rights.get(MemLocation.host(), MemAccess.NONE))
 
     @property
     def rights(self) -> Rights:
@@ -187,7 +199,7 @@ class VirtualBuffer(Memory, Closes, Drawn):
         it is restored.
         """
         self._check_open()
-        rights = device_rights(who, self._session, access)
+        rights = device_rights(who, self._session, access, location=self._location)
         self._direct = None
         self._trim(self._mapped)
         entries = self.range._node.table()
@@ -198,7 +210,7 @@ class VirtualBuffer(Memory, Closes, Drawn):
 
     def evict(
         self,
-        backup: MemoryPool | Memory | None = None,
+        backup: MemoryPool | DiskTier | Memory | None = None,
         *,
         stream: StreamLike | None = None,
         after: After = None,
@@ -210,7 +222,7 @@ class VirtualBuffer(Memory, Closes, Drawn):
         ----------
         backup
             A pool in host memory that gives the device access, which the copy is allocated from (the copy then runs at
-            the speed of pinned memory); or memory of the same size. None discards the bytes.
+            the speed of pinned memory); a :class:`DiskTier`; or memory of the same size. None discards the bytes.
         stream
             The stream of the copy; default: the buffer's.
         after
@@ -232,6 +244,8 @@ class VirtualBuffer(Memory, Closes, Drawn):
             ``stream`` is being captured, or another stream is and ``after`` is None.
         TypeError, ValueError
             ``backup`` is of another driver or size, or its pool gives the device no access.
+        OSError
+            A file cannot be written. The buffer is unchanged.
         """
         entries = self._evictable(shared=shared)
         ordered = self._copying_stream(stream)
@@ -259,7 +273,7 @@ class VirtualBuffer(Memory, Closes, Drawn):
                 raise InUseError(f"{memory!r} is held by another PhysicalMemory, too: close that")
         return entries
 
-    def _give_back(self, entries: Sequence[MappedBytes], saved: BackupRange | None) -> None:
+    def _give_back(self, entries: Sequence[MappedBytes], saved: Held | None) -> None:
         """Unmap memory whose bytes are in a backup; the handles stay open for :meth:`_take_back`."""
         chunks = tuple(ChunkSpec(entry.offset, entry.nbytes, _spec_of(entry)) for entry in entries)
         self._direct, self._evicted = None, Eviction(chunks, saved)
@@ -314,6 +328,8 @@ class VirtualBuffer(Memory, Closes, Drawn):
             It is not evicted.
         OutOfMemoryError
             There is not enough memory. The buffer is still evicted, and its backup complete.
+        OSError, DamagedBackupError
+            A file cannot be read, or is damaged. The buffer is still evicted.
         """
         self._check_open()
         evicted = self._evicted
@@ -324,7 +340,7 @@ class VirtualBuffer(Memory, Closes, Drawn):
     def _copying_stream(self, stream: StreamLike | None) -> Stream:
         return copying_stream(self.stream if stream is None else stream, self._session)
 
-    def _load(self, saved: BackupRange, made: Sequence[MappedBytes], copies: Copies, stream: Stream) -> None:
+    def _load(self, saved: Held, made: Sequence[MappedBytes], copies: Copies, stream: Stream) -> None:
         """Queue the copy of the bytes into new memory."""
         target = CopySide(self.address, self._nbytes, self._resident_on(), self)
         writer = stream.device.location
@@ -335,6 +351,7 @@ class VirtualBuffer(Memory, Closes, Drawn):
         # The device that copies needs write access during the copy.
         self.range._node.grant(made, {writer: MemAccess.READWRITE})
         saved.load(target, copies)
+        copies.settle()
         stream.synchronize()
         self.range._node.grant(made, {writer: allowed})
 
@@ -436,25 +453,19 @@ class VirtualBuffer(Memory, Closes, Drawn):
         """Return the mappings that no recycler has taken from the buffer."""
         return entries
 
-    def _backup(self, backup: MemoryPool | Memory | None, stream: Stream) -> BackupRange | None:
+    def _backup(self, backup: MemoryPool | DiskTier | Memory | None, stream: Stream) -> Held | None:
         if backup is None:
             return None
-        if not isinstance(backup, (MemoryPool, Memory)):
-            raise TypeError(f"backup must be a MemoryPool or Memory, not {type(backup).__name__} ({backup!r})")
+        if not isinstance(backup, Memory):
+            tier = tier_of(backup)
+            return tier.hold([self._nbytes], stream)[0] if self._nbytes else None
         if session_of(backup) is not self._session:
             raise ValueError(f"backup {backup!r} belongs to another driver")
-        if isinstance(backup, Memory):
-            if backup.nbytes != self._nbytes:
-                raise ValueError(f"backup has {size_text(backup.nbytes)} and the buffer {size_text(self._nbytes)}")
-            if self.address - backup.nbytes < backup.address < self.address + self._nbytes:
-                raise ValueError(f"backup={backup!r} is the buffer's own memory, which is released")
-            return Backup(backup, own=False).hold(0, self._nbytes)
-        if not backup.location.on_host:
-            raise ValueError(f"backup={backup!r} is not in host memory")
-        if not reachable_from(backup, stream.device):
-            how = "pool.set_access(device, MemAccess.READWRITE) gives it, so that copies run at full speed"
-            raise ValueError(f"backup={backup!r} gives {stream.device!r} no access: {how}")
-        return Backup.allocate(backup, self._nbytes, stream).hold(0, self._nbytes)
+        if backup.nbytes != self._nbytes:
+            raise ValueError(f"backup has {size_text(backup.nbytes)} and the buffer {size_text(self._nbytes)}")
+        if self.address - backup.nbytes < backup.address < self.address + self._nbytes:
+            raise ValueError(f"backup={backup!r} is the buffer's own memory, which is released")
+        return Backup(backup, own=False).hold(0, self._nbytes)
 
     def _check_usable(self) -> None:
         if self.range.closed:
@@ -463,7 +474,7 @@ class VirtualBuffer(Memory, Closes, Drawn):
             raise EvictedError(f"{self!r} is evicted: restore() it before it is used")
 
     def _read_only(self, on_host: bool) -> bool:
-        return self._rights.get(self.stream.device.location) == MemAccess.READ
+        return self._rights.get(MemLocation.host() if on_host else self.stream.device.location) == MemAccess.READ
 
     def _access_hint(self, stream: Stream) -> str:
         where = stream.device.location
@@ -493,12 +504,30 @@ def _spec_of(entry: MappedBytes) -> MemorySpec:
 
 
 def evict_all(
-    entries: Mapping[VirtualBuffer, Sequence[MappedBytes]], saved: Mapping[VirtualBuffer, BackupRange], stream: Stream
+    entries: Mapping[VirtualBuffer, Sequence[MappedBytes]],
+    saved: Mapping[VirtualBuffer, Held],
+    stream: Stream,
+    *,
+    stored: bool = False,
+    confirm: Callable[[], object] | None = None,
 ) -> None:
     """Copy the bytes of buffers to their backups, and release their memory: all of it, or none.
 
     No memory is released before all of it is unmapped, so that an error can be undone. If the undo of a buffer fails
     too, the buffer is evicted, with its backup or its memory.
+
+    Parameters
+    ----------
+    entries
+        Mappings of each buffer.
+    saved
+        Backups of the buffers whose bytes are kept. After an error they are dropped.
+    stream
+        Stream of the copies.
+    stored
+        Whether the backups have the bytes already, so that nothing is copied.
+    confirm
+        Called when all memory is unmapped and none is released; its error is undone like any other.
     """
     with copying(stream) as copies:
 
@@ -509,11 +538,28 @@ def evict_all(
                 undo_all(one.leave for buffer, one in saved.items() if buffer._evicted is None)
 
         with undoing(undo):
-            for buffer, one in saved.items():
+            copied = {} if stored else saved
+            # Memory is unmapped while the copies of later buffers run.
+            batches: list[tuple[list[VirtualBuffer], Event | None]] = [([], None)]
+            queued = 0
+            for buffer, one in copied.items():
                 one.save(CopySide.of(buffer), copies)
-            copies.synchronize()
-            for buffer, several in entries.items():
-                buffer._give_back(several, saved.get(buffer))
+                batches[-1][0].append(buffer)
+                queued += one.nbytes
+                if queued >= _BATCH:
+                    batches[-1:] = (batches[-1][0], stream.record()), ([], None)
+                    queued = 0
+            batches[-1][0].extend(buffer for buffer in entries if buffer not in copied)
+            copies.settle()
+            for buffers, copied_by in batches:
+                if copied_by is None:
+                    copies.synchronize()
+                else:
+                    copied_by.synchronize()
+                for buffer in buffers:
+                    buffer._give_back(entries[buffer], saved.get(buffer))
+            if confirm is not None:
+                confirm()
     for buffer, several in entries.items():
         for entry in several:
             entry.close()
@@ -521,33 +567,43 @@ def evict_all(
         buffer.range._node.table()
 
 
-def restore_all(evictions: Mapping[VirtualBuffer, Eviction], stream: Stream) -> None:
-    """Map new memory for evicted buffers, and queue the copies of their bytes: for all, or for none."""
+def restore_all(
+    evictions: Mapping[VirtualBuffer, Eviction], stream: Stream, confirm: Callable[[], object] | None = None
+) -> None:
+    """Map new memory for evicted buffers, and queue the copies of their bytes: for all, or for none.
+
+    ``confirm`` is called when the buffers can be used. After its error they are evicted again, with the bytes that they
+    had before.
+    """
     made: dict[VirtualBuffer, list[MappedBytes]] = {}
     with copying(stream) as copies:
 
         def undo() -> None:
+            awake = [buffer for buffer in made if buffer._evicted is None]
+            for one in awake:
+                one._direct, one._evicted = None, evictions[one]
             # No copy may write memory that is unmapped. The next attempt unmaps what stays mapped.
+            copies.abandon()
             copies.synchronize()
-            undo_all(
-                functools.partial(buffer._discard, several)
-                for buffer, several in made.items()
-                if buffer._evicted is not None
-            )
+            users = [entry.rights for buffer in awake for entry in made[buffer]]
+            wait_for_users(None, session_of(stream), users)
+            undo_all(functools.partial(buffer._discard, several) for buffer, several in made.items())
 
         with undoing(undo):
-            # Create all memory before the first copy: most errors are a lack of memory.
+            # The first copies run while more memory is created.
             for buffer, eviction in evictions.items():
                 if eviction.held:
                     buffer._take_back(eviction.held, stream)
                     continue
                 buffer._clear()
                 made[buffer] = buffer._create_chunks(eviction.pieces)
-            for buffer, eviction in evictions.items():
                 if eviction.saved is not None:
                     buffer._load(eviction.saved, made[buffer], copies, stream)
+            copies.settle()
             for buffer in made:
                 buffer._evicted = None
+            if confirm is not None:
+                confirm()
         for eviction in evictions.values():
             if eviction.saved is not None:
                 with contextlib.suppress(CudaError):
@@ -562,11 +618,16 @@ def copying_stream(stream: StreamLike, session: Session) -> Stream:
 
 
 def device_rights(
-    access: Access, session: Session, permission: MemAccess = MemAccess.READWRITE, *, devices: Sequence[Device] = ()
+    access: Access,
+    session: Session,
+    permission: MemAccess = MemAccess.READWRITE,
+    *,
+    devices: Sequence[Device] = (),
+    location: MemLocation | None = None,
 ) -> Rights:
-    """Convert an argument to permissions on device memory; ``devices`` may read and write."""
+    """Convert an argument to permissions on memory of a location; ``devices`` may read and write."""
     rights = {device.location: MemAccess.READWRITE for device in devices} | rights_of(access, session, permission)
     for where, allowed in rights.items():
-        if where.type is not MemLocationType.DEVICE and allowed:
+        if where.type is not MemLocationType.DEVICE and allowed and not (location and location.on_host):
             raise ValueError(f"access: {where} cannot be given access to device memory")
     return rights

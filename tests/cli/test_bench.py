@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,7 +41,6 @@ SHORT = Effort(
     host_buffers=200,
     imports=1,
     growths=1,
-    whole_devices=1,
     evictions=1,
     evicted=4 << 20,
     replays=1,
@@ -188,7 +186,9 @@ def test_picture(machine: Any, run: Run, tmp_path: Path) -> None:
 def test_picture_without_matplotlib(
     machine: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    """Which is found out before anything is measured."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr(bench, "measured", None)
     assert main(["bench", "--quick", "-k", "view", "--plot", "nowhere.png"]) == 2
     assert "--plot needs matplotlib" in capsys.readouterr().err
 
@@ -269,7 +269,6 @@ def test_medians_ratios_and_targets(machine: Any) -> None:
             Target("ours", 5.0, figure="size"),
             Target("ours", 1.0, "absent"),
             Target("raw", 1.0, figure="size"),
-            Target("ours", 1.0, simulated=True),
         ),
     )
     found = measured(machine, row)
@@ -318,7 +317,8 @@ def test_other_libraries_are_not_measured_without_a_gpu(
 
 @pytest.mark.parametrize(("limit", "strict", "code"), [(1, True, 1), (2, True, 0), (1, False, 0)])
 def test_strict(machine: Any, run: Run, monkeypatch: pytest.MonkeyPatch, limit: float, strict: bool, code: int) -> None:
-    targets = tuple(Target("ours", limit, "raw", simulated=simulated) for simulated in (False, True))
+    monkeypatch.setattr(Chosen, "is_simulated", False)
+    targets = (Target("ours", limit, "raw"),)
     monkeypatch.setattr(bench, "ROWS", (row_of({"raw": fixed(2), "ours": fixed(3)}, targets),))
     found, text = run("bench", *(["--strict"] if strict else []))
     assert found == code
@@ -326,8 +326,20 @@ def test_strict(machine: Any, run: Run, monkeypatch: pytest.MonkeyPatch, limit: 
     assert (f"row - ours: 1.5 times raw (target: <= {limit})" in text) == (limit == 1)
 
 
+@pytest.mark.simulated_only("targets are judged on a GPU")
+def test_the_simulation_judges_no_targets(
+    machine: Any, run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "ROWS", (row_of({"ours": fixed(3)}, (Target("ours", 1),)),))
+    code, text = run("bench")
+    assert code == 0 and "missed" not in text
+    assert main(["bench", "--strict"]) == 2
+    assert "--strict judges targets, which are those of a GPU" in capsys.readouterr().err
+
+
 def test_target_beside_what_is_not_there(machine: Any, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    targets = tuple(Target("ours", 1, "CuPy", simulated=simulated) for simulated in (False, True))
+    monkeypatch.setattr(Chosen, "is_simulated", False)
+    targets = (Target("ours", 1, "CuPy"),)
     ways = {"ours": fixed(3), "CuPy": raising(ImportError("not there"))}
     monkeypatch.setattr(bench, "ROWS", (row_of(ways, targets),))
     code, text = run("bench", "--strict")

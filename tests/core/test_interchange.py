@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -109,6 +110,28 @@ class TestNumpy:
         host.fill(3)
         host.stream.synchronize()
         assert (host.as_array() == 3).all()
+
+
+class TestBuffer:
+    def test_is_the_memory_itself(self, host: sa.Buffer) -> None:
+        view = host.__buffer__(1)
+        assert (view.format, view.nbytes, view.readonly) == ("B", host.nbytes, False)
+        view[3] = 201
+        assert host.as_array()[3] == 201 and host[3:4].__buffer__(0)[0] == 201
+        typed = host.view_as(np.uint8).__buffer__(0)
+        assert typed.nbytes == host.nbytes
+
+    def test_of_device_memory(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        with pool.allocate(64, stream) as buffer, pytest.raises(BufferError, match="copy it with copy_to"):
+            buffer.__buffer__(0)
+        with pytest.raises(sa.ClosedError):
+            buffer.__buffer__(0)
+
+    @pytest.mark.skipif(sys.version_info < (3, 12), reason="classes have no buffers before Python 3.12")
+    def test_of_python(self, host: sa.Buffer) -> None:
+        with memoryview(host) as view:
+            assert view.nbytes == host.nbytes
+        assert np.asarray(host).ctypes.data == host.address
 
 
 class TestCudaArrayInterface:

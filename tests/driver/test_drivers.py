@@ -178,6 +178,7 @@ import streamalloc as sa, streamalloc.driver as sd
 try:
     {what}
 except sa.DriverNotFoundError as error:
+    assert error.__context__ is None or error.__suppress_context__, "a chain of tracebacks"
     print(error)
 else:
     raise SystemExit("fell back in silence")

@@ -65,6 +65,7 @@ def test_threads_share_one_default_machine(environment: Callable[[str], None], t
         ("simulated:4,seed=3", {"devices": 4, "seed": 3}),
         ("simulated:devices=2,multicast=0,fabric=1", {"devices": 2, "multicast": False, "fabric": True}),
         ("simulated:memory=1073741824,profile=h200,name=mine", {"memory": 1 << 30, "name": "mine"}),
+        ("simulated:2,profile=h100", {"devices": 2, "profile_name": "h100"}),
         ("simulated:multicast_slots=3,patience=0.5", {"multicast_slots": 3, "patience": 0.5}),
     ],
 )
@@ -86,6 +87,7 @@ def test_settings(environment: Callable[[str], None], text: str, expected: dict[
         ("simulated:fabric=yes", "'fabric=yes'"),
         ("simulated:0", "devices must be at least 1"),
         ("simulated:profile=b300", "profile must be one of"),
+        ("simulated:profile=/no/such.json", "there is no such file"),
         ("cuda:0", "'cuda:0'"),
     ],
 )

@@ -15,7 +15,7 @@ from streamalloc import ipc, vmm
 from streamalloc.ipc import Chunk, Descriptor
 from streamalloc.ipc.transport.channel import PACKET_DATA
 from tests.ipc.exporter.test_foreign import Array
-from tests.ipc.support import PAGE, POSIX, State, busy, hold, idle, no_more, release, state
+from tests.ipc.support import PAGE, POSIX, State, busy, hold, no_more, release, state
 from tests.ipc.test_faults import sweep
 from tests.ipc.wire.test_descriptor import OTHER, REFUSED, again
 from tests.processes import SECONDS, Partner, There
@@ -312,19 +312,20 @@ class TestOrder:
 
     @pytest.mark.parametrize("endpoint", [NOTHING, OTHER], ids=["nobody to ask", "asked in vain"])
     def test_without_the_control_block(
-        self, buffer: vmm.GrowableBuffer, partner: Partner, gate: Any, endpoint: bytes
+        self, device: sa.Device, stream: sa.Stream, gate: Any, on_cuda: bool, endpoint: bytes
     ) -> None:
-        """As on another machine: nothing waits."""
-        buffer.fill(1)
-        buffer.stream.synchronize()
-        gate.hold(buffer.stream)
-        buffer.fill(2)
-        described = ipc.share(buffer, handle_type=FABRIC).descriptor._replace(endpoint=endpoint)
-        shared = ipc.Shared(described.to_bytes(), {})
-        opened = partner.open(shared, fds=())
-        assert partner.run(idle)
-        assert opened.nbytes == 3 * MiB
-        gate.open()
+        """As on another machine: through the relay."""
+        with (
+            Partner(on_cuda, fabric=True) as partner,
+            vmm.GrowableBuffer(device, 64 * MiB, 3 * MiB, handle_types=FABRIC, stream=stream) as buffer,
+        ):
+            gate.hold(stream)
+            filled(buffer, 2)
+            described = ipc.share(buffer).descriptor._replace(endpoint=endpoint)
+            opened = partner.open(ipc.Shared(described.to_bytes(), {}), fds=())
+            assert partner.run(busy)
+            gate.open()
+            assert opened.shows(2)
 
     def test_the_owner_dies(self, on_cuda: bool, stream: sa.Stream, device: sa.Device) -> None:
         """Whoever waits for its contents is released, and keeps the memory."""
@@ -332,9 +333,10 @@ class TestOrder:
             owner.run(_make_held)
             data, fds = owner.shared("buffer")
             opened = ipc.open(data, fds, stream=stream)
-            assert not stream.query()
+            assert not stream.query() and (opened.lost, opened.owner_alive) == (False, True)
             owner.kill()
             assert executed(stream)
+            assert (opened.lost, opened.owner_alive) == (True, False)
             opened.fill(1)
             stream.synchronize()
             opened.close()

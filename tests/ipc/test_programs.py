@@ -10,22 +10,24 @@ import pytest
 
 from tests.processes import finished
 
-DOCS = Path(__file__).parents[2] / "notebooks" / "docs"
-_FILE = re.compile(r"^```py\n(# (\w+\.py)\n.*?)^```", re.MULTILINE | re.DOTALL)
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "notebooks" / "docs").rglob("*.md"))]
+# A program, and below it what it prints, if it prints anything.
+_FILE = re.compile(r"^```py\n(# (\w+\.py)\n.*?)^```\n(?:\n```text\n(.*?)^```)?", re.MULTILINE | re.DOTALL)
 
 
 def files(page: Path) -> dict[str, str]:
     """The files that a page prints, by the names in their first lines."""
-    return {name: text for text, name in _FILE.findall(page.read_text())}
+    return {name: text for text, name, _ in _FILE.findall(page.read_text())}
 
 
 def starts() -> list[tuple[str, str]]:
     """Pages, and their programs that no other one of the page starts."""
     found = []
-    for page in sorted(DOCS.rglob("*.md")):
+    for page in PAGES:
         printed = files(page)
         found += [
-            (str(page.relative_to(DOCS)), name)
+            (str(page.relative_to(ROOT)), name)
             for name in printed
             if not any(f'"{name}"' in text for other, text in printed.items() if other != name)
         ]
@@ -34,19 +36,33 @@ def starts() -> list[tuple[str, str]]:
 
 def test_there_are_some() -> None:
     pages = {page for page, _ in starts()}
-    assert {"guides/ipc.md", "recipes/shared-weights.md"} <= pages
-    for page in DOCS.rglob("*.md"):
+    assert {"README.md", "notebooks/docs/guides/ipc.md", "notebooks/docs/recipes/shared-weights.md"} <= pages
+    for page in PAGES:
         for block in re.findall(r"^```py\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
             # One that starts processes is run as well, and so has a name.
-            assert "Popen(" not in block or _FILE.match(f"```py\n{block}```"), (page, block)
+            assert "Popen(" not in block or _FILE.match(f"```py\n{block}```\n"), (page, block)
 
 
-@pytest.mark.parametrize(("page", "name"), starts())
+@pytest.mark.parametrize(("page", "name"), [one for one in starts() if not one[1].startswith("test_")])
 def test_runs(page: str, name: str, on_cuda: bool, tmp_path: Path) -> None:
-    """To the end, with no error in any of the processes, and with nothing to report by the checker."""
-    for file, text in files(DOCS / page).items():
+    """To the end, with the output that the page prints, no error in any process, and no report of the checker."""
+    for file, text in files(ROOT / page).items():
         (tmp_path / file).write_text(text)
+    (printed,) = (printed for _, file, printed in _FILE.findall((ROOT / page).read_text()) if file == name)
     command = ["env", f"--chdir={tmp_path}", sys.executable, "-W", "error", name]
     # Sockets of stores are there, so that other runs of this test serve stores of the same names.
     done = finished(command, on_cuda, STREAMALLOC_CHECK="raise", XDG_RUNTIME_DIR=str(tmp_path))
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, printed, "")
+
+
+@pytest.mark.parametrize(
+    ("name", "printed"),
+    [
+        ("producer_consumer.py", "the consumer read {7}\n"),
+        ("ring.py", f"the consumers read the batches {[*range(12)]}\n"),
+    ],
+)
+def test_examples_run(name: str, printed: str, on_cuda: bool) -> None:
+    command = [sys.executable, "-W", "error", str(ROOT / "notebooks" / "examples" / name)]
+    done = finished([*command, *([] if on_cuda else ["--simulated"])], on_cuda=True, STREAMALLOC_CHECK="raise")
+    assert (done.returncode, done.stdout, done.stderr) == (0, printed, "")

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import json
+import os
 import pickle
+import signal
+import subprocess
 import sys
 import types
 from collections.abc import Iterator
@@ -49,7 +53,8 @@ def test_rmm_s_log_reads_back(observer: sa.Observer, tmp_path: Path) -> None:
     file = tmp_path / "log.csv"
     observer.save_rmm(file)
     trace = traces.from_rmm(file)
-    assert file.read_text().splitlines()[0] == "Thread,Time,Action,Pointer,Size,Stream"
+    header = "Thread,Time,Action,Pointer,Size,Stream,Pool,Stream name,Tag,Phase,Line"
+    assert file.read_text().splitlines()[0] == header
     assert [(event.action, event.nbytes, event.stream) for event in trace.events] == [
         ("allocate", 2 * MiB, 0),
         ("allocate", 3 * MiB, 1),
@@ -62,6 +67,61 @@ def test_rmm_s_log_reads_back(observer: sa.Observer, tmp_path: Path) -> None:
     assert trace.skipped == {"failed allocations": 1}
     times = [one.time // 1000 - observer.history[0].time // 1000 for one in observer.history if one.action != "failure"]
     assert [event.time // 1000 for event in trace.events] == times
+
+
+_KILLED = """
+import os, signal, sys
+import streamalloc as sa
+
+device = sa.Device(0)
+stream = device.create_stream(name="a, b")
+with sa.MemoryPool(device, name="kv") as pool, sa.observe(pool, history=0, log=sys.argv[1]) as observer:
+    first = pool.allocate(512, stream)
+    with observer.tag("one\\ntwo"), observer.phase("load"):
+        second = pool.allocate(1024, stream)
+    first.free()
+    try:
+        pool.allocate(1 << 60, stream)
+    except sa.OutOfMemoryError:
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+class TestLog:
+    @pytest.mark.simulated_only("the process ends in the middle of its work")
+    def test_of_a_process_that_was_killed(self, tmp_path: Path) -> None:
+        file = tmp_path / "log.csv"
+        environment = os.environ | {"STREAMALLOC_DRIVER": "simulated"}
+        assert subprocess.run([sys.executable, "-c", _KILLED, file], env=environment).returncode == -signal.SIGKILL
+        rows = list(csv.DictReader(file.read_text().splitlines()))
+        assert [(one["Action"], int(one["Size"]), one["Tag"], one["Phase"]) for one in rows] == [
+            ("allocate", 512, "", ""),
+            ("allocate", 1024, "one two", "load"),
+            ("free", 512, "", ""),
+            ("allocate failure", 1 << 60, "", ""),
+        ]
+        assert {(one["Pool"], one["Stream name"]) for one in rows} == {("kv", "a, b")}
+        assert rows[1]["Line"].startswith("<string>:10 in ")
+        assert [event.action for event in traces.from_rmm(file).events] == ["allocate", "allocate", "free"]
+
+    def test_goes_on_after_a_stop(self, pool: sa.MemoryPool, stream: sa.Stream, tmp_path: Path) -> None:
+        file = tmp_path / "log.csv"
+        observer = sa.observe(pool, log=file)
+        for _ in range(2):
+            with observer:
+                pool.allocate(512, stream).free()
+        assert [line.split(",")[2] for line in file.read_text().splitlines()[1:]] == ["allocate", "free"] * 2
+
+    def test_a_full_disk_ends_it(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        with pytest.raises(OSError, match="No space left"):
+            sa.observe(pool, log="/dev/full").start()
+        observer = sa.observe(pool, log="/dev/full")
+        observer._account._logged = True  # it has a header, as before the disk was full
+        with observer:
+            with pytest.warns(RuntimeWarning, match="No space left"):
+                buffer = pool.allocate(512, stream)
+            buffer.free()
+            assert observer.nbytes == 0
 
 
 class TestPyTorch:

@@ -132,6 +132,15 @@ class TestTerminal:
         with pytest.raises(ModuleNotFoundError, match=r"pip install 'streamalloc\[live\]'"):
             live(pool).start()
 
+    def test_bars_are_shares_of_what_there_is(self, device: sa.Device, stream: sa.Stream) -> None:
+        with sa.MemoryPool(device, 128 * MiB, release_threshold=1 << 40) as limited, sa.MemoryPool(device) as pool:
+            limited.allocate(8 * MiB, stream).free()
+            first, second = live(limited, pool).figures()
+            assert (first.now.used, first.now.reserved, first.capacity) == (0, 32 * MiB, 128 * MiB)
+            assert second.capacity == device.total_memory
+            html = live_view._html([first])
+            assert "0.0 MiB of 32.0 MiB" in html and "32.0 MiB of 128.0 MiB" in html
+
 
 class TestNotebook:
     def test_updates_one_output(self, notebook: Screen, pool: sa.MemoryPool, stream: sa.Stream) -> None:

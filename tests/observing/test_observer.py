@@ -6,6 +6,7 @@ import contextlib
 import gc
 import inspect
 import itertools
+import pickle
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -279,6 +280,42 @@ class TestMappedMemory:
             assert "cuMemCreate" not in [call.name for call in traced.calls]
             assert buffer.nbytes == 2 * MiB
 
+    def test_pages(self, device: sa.Device) -> None:
+        page = 2 * MiB
+        with vmm.PageArena(device) as arena, arena.space(16 * page) as space, vmm.HostTier(device) as tier:
+            space.commit([1, 2])
+            space.alias(5, space, 2)
+            with sa.observe(space) as observer, sa.observe(device, limit=7 * page) as second:
+                assert {(one.address - space.address) // page for one in observer.live} == {1, 2}
+                space.commit([8, 9]); here = line()  # fmt: skip  # noqa: E702
+                assert observer.live[-1].sites[0].line == here and second.nbytes == 2 * page
+                space.alias([10, 11], space, [8, 9])
+                space.release(8, after=())
+                assert {(one.address - space.address) // page for one in second.live} == {9, 10}
+                space.make_private([9])
+                assert observer.nbytes == 5 * page and second.nbytes == 3 * page
+                space.swap_out([9, 10], tier)
+                assert second.nbytes == page
+                space.swap_in([9, 10])
+                with pytest.raises(sa.OutOfMemoryError, match="limit, 14 MiB,"):
+                    space.commit(range(8))
+                assert space.committed.tolist() == [1, 2, 5, 9, 10, 11] and second.nbytes == 3 * page
+                space.close()
+                assert observer.live == second.live == () and observer.peak == 5 * page
+
+    def test_a_hook_that_refuses_pages(self, device: sa.Device) -> None:
+        def refuse(one: sa.observing.Allocation) -> None:
+            raise PermissionError("no")
+
+        with (
+            vmm.PageArena(device) as arena,
+            arena.space(16 * MiB) as space,
+            sa.observe(space, on_allocate=refuse) as observer,
+        ):
+            with pytest.raises(PermissionError):
+                space.commit([1, 2])
+            assert space.committed.size == 0 and observer.live == ()
+
     @pytest.mark.gpus(2)
     def test_symmetric(self, device: sa.Device, peer: sa.Device) -> None:
         from streamalloc import multicast
@@ -335,6 +372,62 @@ class TestPhases:
             pool.allocate(41, stream)
         with pool.allocate(41, stream), kept:
             assert observer.nbytes == 101
+
+
+class TestHolders:
+    """An error of memory that ran out names the pools and the lines that hold it."""
+
+    @pytest.mark.streamalloc(machine={"memory": 512 * MiB})
+    def test_of_a_pool(self, device: sa.Device, stream: sa.Stream) -> None:
+        memory = device.memory_info().total
+        with (
+            sa.MemoryPool(device, name="weights") as weights,
+            sa.MemoryPool(device, name="activations") as activations,
+            sa.observe(device) as observer,
+        ):
+            with observer.tag("layer"), observer.phase("load"):
+                one = weights.allocate(3 * MiB, stream); here = line()  # fmt: skip  # noqa: E702
+            many = [activations.allocate(MiB >> number, stream) for number in range(2)]
+            with pytest.raises(sa.OutOfMemoryError) as caught:
+                activations.allocate(2 * memory, stream)
+            pool, first, second = caught.value.holders[:3]
+            assert pool == "pool 'weights': 32 MiB reserved, 3 MiB used"
+            assert first.startswith(f"3 MiB in 1 allocation from test_observer.py:{here} in ")
+            assert first.endswith(", pool 'weights', tag 'layer', phase 'load'")
+            assert second.startswith("1,536 KiB in 2 allocations from ")
+            assert str(caught.value).endswith("; held by:\n  " + "\n  ".join(caught.value.holders))
+            again = pickle.loads(pickle.dumps(caught.value))
+            assert again.holders == caught.value.holders
+            for buffer in (one, *many):
+                buffer.free()
+
+    def test_of_physical_memory(self, device: sa.Device, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        size = -(-device.memory_info().total // (32 * MiB)) * 32 * MiB
+        with pool.allocate(MiB, stream), vmm.GrowableBuffer(device, 4 * MiB) as buffer, sa.observe(buffer):
+            buffer.resize(2 * MiB)
+            with pytest.raises(sa.OutOfMemoryError) as caught:
+                vmm.PhysicalMemory(device, 2 * size)
+        pools, mapped = caught.value.holders
+        assert pools == f"the pool {pool.handle:#x}: 32 MiB reserved, 1 MiB used"
+        assert mapped.startswith("2 MiB in 1 allocation from test_observer.py:")
+
+    def test_of_another_location_does_not(self, device: sa.Device, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        host = sa.MemoryPool(sa.MemLocation.host(), max_size=32 * MiB)
+        with host, sa.observe(), pool.allocate(MiB, stream), pytest.raises(sa.OutOfMemoryError) as caught:
+            host.allocate(64 * MiB, stream)
+        assert caught.value.holders == ()
+
+    def test_only_the_largest(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        with sa.observe(pool, limit=100) as observer:
+            buffers = []
+            for number in range(7):
+                with observer.tag(str(number)):
+                    buffers.append(pool.allocate(8 + number, stream))
+            with pytest.raises(sa.OutOfMemoryError) as caught:
+                pool.allocate(80, stream)
+            *lines, rest = caught.value.holders
+        assert [text.rpartition("tag ")[2] for text in lines] == ["'6'", "'5'", "'4'", "'3'", "'2'"]
+        assert rest == "17 bytes in 2 allocations from other lines"
 
 
 class TestLimits:
@@ -430,6 +523,20 @@ class TestHooks:
 
 
 class TestReports:
+    def test_the_names_of_pools_and_streams(self, device: sa.Device) -> None:
+        copies = device.create_stream(name="copies")
+        with sa.MemoryPool(device, name="kv") as pool, sa.observe(pool) as observer, sa.CachingAllocator(pool) as cache:
+            for allocator in (pool, cache):
+                with allocator.allocate(512, copies):
+                    assert observer.live[-1].names == (("pool", "kv"), ("stream", "copies"))
+                    assert str(observer.leaks().places[0]).endswith("pool 'kv', stream 'copies'")
+                    assert "<th style='text-align:left'>stream</th>" in observer._repr_html_()
+            copies.close()
+            # The driver may give its handle to another stream.
+            one = pool.allocate(512, device.create_stream())
+            assert observer.live[-1].names == (("pool", "kv"),)
+            one.free()
+
     def test_leaks_by_place(self, observer: sa.Observer, pool: sa.MemoryPool, stream: sa.Stream) -> None:
         assert not observer.leaks()
         observer.assert_nothing_left()

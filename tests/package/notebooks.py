@@ -111,11 +111,12 @@ def _run(folder: Path, cells: list[str]) -> Iterator[tuple[dict[str, str], list[
 def _draw_quickly() -> None:
     from IPython.core import pylabtools
     from matplotlib.backend_bases import FigureCanvasBase
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     def print_figure(figure: Any, *_: object, base64: bool = False, **__: object) -> bytes | str:
         figure.set_dpi(20)
         picture = io.BytesIO()
-        figure.canvas.print_png(picture)
+        FigureCanvasAgg(figure).print_png(picture)
         return binascii.b2a_base64(picture.getvalue()).decode() if base64 else picture.getvalue()
 
     pylabtools.print_figure = print_figure

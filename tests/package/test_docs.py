@@ -6,18 +6,25 @@ import ast
 import importlib
 import inspect
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import streamalloc
 import streamalloc.driver as sd
+from streamalloc.driver.checker.reports import KINDS
+from tests.driver.checker.corpus import CASES
+from tests.driver.test_random_steps import recorded
+from tests.interop.standins import STANDINS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "notebooks" / "docs"
-PAGES = [page for page in sorted(DOCS.rglob("*.md")) if page.parent.name != "reference"]
-_PROGRAM = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+REFERENCE = DOCS / "reference"
+PAGES = sorted(DOCS.rglob("*.md"))
+PROGRAMS = [ROOT / "README.md", *PAGES]
+# A program, and below it what it prints, if the page shows that.
+_PROGRAM = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```)?", re.MULTILINE | re.DOTALL)
 
 
 def name(page: Path) -> str:
@@ -27,9 +34,11 @@ def name(page: Path) -> str:
 @pytest.mark.simulated_only("the programs make their own simulated machines, or take the default driver")
 # Beside a checker nothing is cached, so that a pool that is trimmed has frees of its own pending.
 @pytest.mark.filterwarnings("ignore::streamalloc.PendingFreesWarning")
-@pytest.mark.parametrize("page", [page for page in PAGES if _PROGRAM.search(page.read_text())], ids=name)
-def test_programs_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks marked ``python``, one after the other in one namespace; those marked ``py`` need more than a test has.
+@pytest.mark.parametrize("page", [page for page in PROGRAMS if _PROGRAM.search(page.read_text())], ids=name)
+def test_programs_run(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Blocks marked ``python``, one after the other in one namespace; see the next test for those marked ``py``.
 
     Nor does any of them do what stream order does not allow, where it does not say so with a driver of its own.
     """
@@ -41,6 +50,26 @@ def test_programs_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             # Lines as in the page, so that an error tells where it is.
             line = text[: found.start()].count("\n") + 1
             exec(compile("\n" * line + found[1], str(page), "exec"), names)
+            printed = capsys.readouterr().out
+            assert found[2] in (None, printed)
+
+
+_WITH_LIBRARIES = re.compile(r"^```py\n(?!# \w+\.py\n)(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.simulated_only("with stand-ins for the libraries")
+@pytest.mark.parametrize("page", [page for page in PROGRAMS if _WITH_LIBRARIES.search(page.read_text())], ids=name)
+def test_programs_with_other_libraries_run(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks marked ``py``, each on its own; those that name a file are run by ``tests/ipc/test_programs.py``."""
+    for block in _WITH_LIBRARIES.findall(page.read_text()):
+        if "live" in block:
+            pytest.importorskip("rich")
+        machine = sd.simulated()
+        for library in ("cupy", "torch", "numba", "rmm"):
+            for module, standin in STANDINS[library](machine).items():
+                monkeypatch.setitem(sys.modules, module, standin)
+        with sd.use(machine):
+            exec(compile(block, str(page), "exec"), {"__name__": "page"})
 
 
 def test_tests_that_are_named_are_there() -> None:
@@ -51,6 +80,13 @@ def test_tests_that_are_named_are_there() -> None:
         assert function in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}, (file, function)
 
 
+def test_figures_of_the_page_on_tests() -> None:
+    programs = [steps for _, steps in recorded()]
+    text = (DOCS / "tested.md").read_text()
+    assert f"{len(programs)} recorded random programs of {sum(map(len, programs)):,} calls" in text
+    assert f"{len(CASES)} planted hazards of {len(KINDS)} kinds" in text
+
+
 def test_links_lead_somewhere() -> None:
     for page in [*PAGES, ROOT / "README.md"]:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
@@ -58,26 +94,97 @@ def test_links_lead_somewhere() -> None:
 
 
 def test_every_page_is_listed() -> None:
-    listed = (ROOT / "notebooks" / "index.md").read_text() + (DOCS / "recipes" / "index.md").read_text()
+    indices = [ROOT / "notebooks" / "index.md", DOCS / "recipes" / "index.md", REFERENCE / "index.md"]
+    listed = "\n".join(index.read_text() for index in indices)
     for page in PAGES:
-        assert re.search(rf"\b{re.escape(page.stem)}$", listed, re.MULTILINE), name(page)
+        assert re.search(rf"(^|[/(]){re.escape(page.stem)}$", listed, re.MULTILINE), name(page)
 
 
-def test_the_reference_is_of_all_public_modules() -> None:
-    tree = ast.parse((ROOT / "notebooks" / "conf.py").read_text())
-    (areas,) = (
-        ast.literal_eval(node.value)
-        for node in tree.body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "AREAS"
-    )
-    public = {"streamalloc"} | {
-        f"streamalloc.{one}" for one in dir(streamalloc) if inspect.ismodule(getattr(streamalloc, one))
-    }
-    # The two inner ones publish their names in the package.
-    inner = {"streamalloc.core", "streamalloc.pool"}
-    assert {area for area in areas if area.count(".") < 2} == public - inner
-    for area in areas:
-        module = importlib.import_module(area)
-        for exported in module.__all__:
-            thing = getattr(module, exported)
-            assert not (inspect.isclass(thing) or inspect.isfunction(thing)) or thing.__doc__, f"{area}.{exported}"
+def test_titles_differ() -> None:
+    """Nor do words in the navigation and in search results lead to two pages."""
+    pages = [page.read_text().splitlines() for page in PAGES if page.stem != "changelog"]
+    titles = [next(line for line in lines if line.startswith("# ")).lower() for lines in pages]
+    assert sorted(set(titles)) == sorted(titles)
+
+
+_REFERENCE = re.compile(r"^```\{reference\} ([\w.]+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def described() -> list[tuple[str, str, str]]:
+    """Modules, the names in them that the reference describes, and the texts that it has of its own."""
+    text = "\n".join(page.read_text() for page in sorted(REFERENCE.glob("*.md")))
+    return [
+        (module, one.partition(": ")[0], one.partition(": ")[2])
+        for module, names in _REFERENCE.findall(text)
+        for one in names.splitlines()
+    ]
+
+
+def test_every_public_name_is_in_the_reference_once() -> None:
+    modules = ["streamalloc"]
+    for module in modules:  # grows meanwhile
+        package = importlib.import_module(module)
+        modules += [f"{module}.{one}" for one in package.__all__ if inspect.ismodule(getattr(package, one))]
+    public = {id(thing): f"{module}.{one}" for module in modules for one, thing in exported(module).items()}
+    listed = [id(exported(module)[one]) for module, one, _ in described()]
+    assert {public[one] for one in public.keys() - set(listed)} == set()
+    assert len(listed) == len(set(listed))
+
+
+def exported(module: str) -> dict[str, Any]:
+    package = importlib.import_module(module)
+    return {one: thing for one in package.__all__ if not inspect.ismodule(thing := getattr(package, one))}
+
+
+def test_what_the_reference_describes_has_text_and_types() -> None:
+    listed = described()
+    texts = {(module, name) for module, name, text in listed if text}
+    for module, one, _ in listed:
+        thing = inspect.unwrap(exported(module)[one])
+        assert (module, one) in texts if not (inspect.isclass(thing) or inspect.isfunction(thing)) else thing.__doc__, (
+            one
+        )
+        if inspect.isfunction(thing):
+            signature = inspect.signature(thing)
+            untyped = [of for of in signature.parameters.values() if of.annotation is of.empty]
+            assert not untyped and signature.return_annotation is not signature.empty, f"{module}.{one}"
+
+
+@pytest.mark.parametrize("page", sorted(REFERENCE.glob("*.md")), ids=name)
+def test_each_page_of_the_reference_has_an_example_or_a_link(page: Path) -> None:
+    assert re.search(r"^```py|\]\(\.\./", page.read_text(), re.MULTILINE) or page.stem == "index"
+
+
+_THEIRS = re.compile(r"`((cuda\.core|rmm|cupy|torch|torch_memory_saver)(?:\.\w+)+)")
+_OURS = re.compile(
+    r"`(?:(?:sa\.)?(vmm|ipc|interop|multicast|driver|traces|plots|testing|observing)\.|sa\.)(?!cu[A-Z])(\w[\w.]*)"
+)
+
+
+def resolved(path: str) -> object:
+    """The object of a dotted path: the longest module, and attributes of it."""
+    parts = path.split(".")
+    found: Any = importlib.import_module(parts[0])
+    for number, part in enumerate(parts[1:], 2):
+        found = getattr(found, part, None) or importlib.import_module(".".join(parts[:number]))
+    return found
+
+
+@pytest.mark.parametrize("library", ["cuda.core", "rmm", "cupy", "torch", "torch_memory_saver"])
+def test_names_of_other_libraries_are_theirs(library: str) -> None:
+    pytest.importorskip(library, exc_type=ImportError)
+    named = {path for path, of in _THEIRS.findall((DOCS / "coming-from.md").read_text()) if of == library}
+    modules = {"cuda.core": "cuda.core", "rmm": "rmm.mr", "cupy": "cupy.cuda", "torch": "torch"}
+    if library in modules:
+        column = 3 + list(modules).index(library)
+        rows = [line.split("|") for line in (DOCS / "comparison.md").read_text().splitlines() if line.startswith("|")]
+        named |= {f"{modules[library]}.{path}" for row in rows for path in re.findall(r"`([A-Z][\w.]*)`", row[column])}
+    assert named
+    for path in named:
+        assert resolved(path) is not None, path
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if _OURS.search(page.read_text())], ids=name)
+def test_names_of_ours_are_there(page: Path) -> None:
+    for area, path in set(_OURS.findall(page.read_text())):
+        assert resolved(".".join(filter(None, ["streamalloc", area, path.rstrip(".")]))), (area, path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from collections.abc import Callable
 from contextlib import ExitStack
 from html.parser import HTMLParser
@@ -107,7 +109,15 @@ OBJECTS: dict[str, tuple[Made, list[str]]] = {
     "shared": (_shared, ["Shared", "2.0 MiB by", "1 handles"]),
     "ring": (_ring, ["RingProducer", "3 of 1.0 MiB", "free 3", "consumers 0"]),
     "cache": (_cache, ["CachingAllocator", "0.0 MiB of 0.0 MiB", "misses 0"]),
-    "pool": (lambda stack, device, _: stack.enter_context(sa.MemoryPool(device)), ["Memory pool", "GPU 0", "0.0 MiB"]),
+    "pool": (lambda stack, device, _: stack.enter_context(sa.MemoryPool(device)), ["MemoryPool", "GPU 0", "0.0 MiB"]),
+    "stream": (
+        lambda stack, device, _: stack.enter_context(device.create_stream(name="copies")),
+        ["Stream", "name copies", "device <Device 0", "state idle"],
+    ),
+    "event": (
+        lambda stack, device, _: stack.enter_context(stack.enter_context(device.create_stream()).record()),
+        ["Event", "handle 0x", "device <Device 0"],
+    ),
 }
 
 
@@ -129,6 +139,39 @@ def test_says_what_it_is(device: sa.Device, peer: sa.Device, kind: str) -> None:
 def test_of_a_team(device: sa.Device, peer: sa.Device) -> None:
     with ExitStack() as stack:
         assert "2 devices, of which added here: GPU 0" in shown(_team(stack, device, peer))
+
+
+class Table:
+    """A stand-in for rich's."""
+
+    def __init__(self, title: str, show_header: bool, title_justify: str) -> None:
+        self.title = title
+        self.rows: dict[str, str] = {}
+
+    def add_row(self, name: str, text: str) -> None:
+        self.rows[name] = text
+
+
+def test_in_rich(device: sa.Device, stream: sa.Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+    modules: dict[str, Any] = {"rich": {}, "rich.table": {"Table": Table}, "rich.text": {"Text": str}}
+    for name, members in modules.items():
+        module = types.ModuleType(name)
+        vars(module).update(members)
+        monkeypatch.setitem(sys.modules, name, module)
+    pool = sa.MemoryPool(device, name="a & b")
+    with pool, pool.allocate(3 * MiB, stream):
+        made = pool.__rich__()
+        assert made.title == "MemoryPool"
+        assert made.rows["name"] == "a & b" and made.rows["used"] == "3.0 MiB of 32.0 MiB"
+    assert list(pool.__rich__().rows) == [""] and "closed" in pool.__rich__().rows[""]
+
+
+def test_a_card_breaks_no_capture(device: sa.Device, stream: sa.Stream) -> None:
+    event = stream.record()
+    with device.create_stream() as other, other.capture() as graph:
+        assert "capturing" in shown(other) and "state" in shown(stream) and "done" in shown(event)
+        sa.allocate(512, other).free()
+    assert graph.nodes == ["MEM_ALLOC", "MEM_FREE"]
 
 
 def test_text_is_escaped() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,16 @@ def _without_numbers(text: str) -> str:
 def runner(on_cuda: bool) -> Iterator[Runner]:
     with Runner(on_cuda) as runner:
         yield runner
+
+
+def test_a_picture_is_drawn_once(runner: Runner) -> None:
+    cells = [
+        "import streamalloc as sa; pool = sa.MemoryPool(sa.Device(0))",
+        "pool.plot()",  # as the value of the cell
+        "picture = pool.plot()\nprint(1)",  # at the end of the cell
+        "picture",
+    ]
+    assert [one.images for one in runner.run(FOLDER, cells)] == [0, 1, 1, 1]
 
 
 @pytest.fixture(scope="module", params=NOTEBOOKS, ids=lambda path: str(path.stem))
@@ -96,3 +107,45 @@ class TestCommitted:
                 assert _printed(now), cell.id
             else:
                 assert _printed(now) == _printed(then) and now.images == then.images, cell.id
+
+
+class TestExecutedAgain:
+    """The outputs that ``make notebooks`` stores."""
+
+    @staticmethod
+    def settled(text: str, picture: str, *tags: str, measured: bool = False) -> str:
+        """The picture that is stored of a cell with the picture "old" and the text "at 0x1"."""
+        sys.path.insert(0, str(FOLDER))
+        try:
+            from execute import settle  # type: ignore[import-not-found]
+        finally:
+            sys.path.remove(str(FOLDER))
+        old, new = (
+            nbformat.v4.new_notebook(
+                metadata={"language_info": {"name": "python", "version": version}},
+                cells=[nbformat.v4.new_code_cell("x", id="cell", metadata={"tags": [*tags]}, outputs=[
+                    nbformat.v4.new_output("stream", text=said),
+                    nbformat.v4.new_output("display_data", {"image/png": shown}),
+                ])],
+            )
+            for version, said, shown in (("3.11", "at 0x1", "old"), ("3.12", text, picture))
+        )  # fmt: skip
+        settle(old, new, measured=measured)
+        assert "version" not in new.metadata.language_info
+        said, shown = new.cells[0].outputs
+        return f"{said.text}, {shown.data['image/png']}"
+
+    def test_addresses_stay(self) -> None:
+        assert self.settled("at 0x2", "old") == "at 0x1, old"
+
+    def test_new_texts_and_pictures_count(self) -> None:
+        assert self.settled("on 0x2", "old") == "on 0x2, old"
+        assert self.settled("at 0x2", "new") == "at 0x2, new"
+
+    def test_pictures_of_measured_times_stay(self) -> None:
+        assert self.settled("at 0x2", "new", "measured") == "at 0x1, old"
+        assert self.settled("on 0x2", "new", "measured") == "on 0x2, new"
+        assert self.settled("at 0x2", "new", "measured", measured=True) == "at 0x2, new"
+
+    def test_what_varies_stays(self) -> None:
+        assert self.settled("took 3 us", "old", "varies") == "at 0x1, old"

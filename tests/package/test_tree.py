@@ -192,7 +192,7 @@ def test_public_functions_are_typed_throughout() -> None:
 
 
 def test_the_version_is_stated_once() -> None:
-    assert re.fullmatch(r"\d+\.\d+\.\d+", sa.__version__)
+    assert re.fullmatch(r"\d+\.\d+\.\d+(\.dev0)?", sa.__version__)
     holders = [_relative(path) for path in SOURCES if re.search(r"^__version__\s*=", path.read_text(), re.M)]
     assert holders == ["__init__.py"]
     project = PACKAGE.parent / "pyproject.toml"
@@ -202,12 +202,18 @@ def test_the_version_is_stated_once() -> None:
         assert not re.search(r'^version\s*=\s*"', text, re.M)
 
 
-def test_the_changelog_knows_the_version() -> None:
+def test_the_changelog_and_the_citation_know_the_version() -> None:
+    """Changes without a release are of a ``.dev0`` version, which is higher than that of the last release."""
     changelog = PACKAGE.parent / "CHANGELOG.md"
     if not changelog.exists():
         pytest.skip("installed without the repository")
-    assert "keepachangelog" in changelog.read_text().lower()
-    assert f"[{sa.__version__}]" in changelog.read_text() or "[Unreleased]" in changelog.read_text()
+    headings = re.findall(r"^## \[(.*?)\](?: - (\S+))?$", changelog.read_text(), re.M)
+    unreleased = headings[0] == ("Unreleased", "")
+    (released, date), *_ = headings[unreleased:]
+    numbers = [tuple(map(int, one.removesuffix(".dev0").split("."))) for one in (released, sa.__version__)]
+    assert sa.__version__.endswith(".dev0") and numbers[0] < numbers[1] if unreleased else sa.__version__ == released
+    citation = (PACKAGE.parent / "CITATION.cff").read_text()
+    assert f"\nversion: {released}\n" in citation and f"\ndate-released: {date}\n" in citation
 
 
 def test_the_protocol_names_what_the_package_calls() -> None:

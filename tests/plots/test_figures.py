@@ -138,6 +138,67 @@ class TestText:
         assert overlaps(PICTURES.curves({"linear": same, "log": same}, log=["log"])) == []
 
 
+def shown(figure: Any) -> set[str]:
+    return {text.get_text() for text in figure.findobj(matplotlib.text.Text) if text.get_visible()}
+
+
+class TestAxes:
+    @pytest.mark.parametrize("size", [0, 100, 40 * GiB])
+    def test_have_whole_numbers_each_once(self, size: int) -> None:
+        device = sa.Device(0, driver=sd.simulated(memory=141 * GiB))
+        with sa.MemoryPool(device) as pool, device.create_stream() as stream, sa.observe(pool) as observer:
+            if size:
+                pool.allocate(size, stream).free()
+            # The time of the observer's picture is no whole number.
+            drawn = [
+                (pool.plot(), "x"),
+                (observer.plot(), "y"),
+                (plots.reuse(observer), "x"),
+                (plots.reuse(observer), "y"),
+            ]
+            for figure, which in drawn:
+                axis = getattr(figure.axes[-1], f"{which}axis")
+                figure.canvas.draw()
+                labels = [one.get_text() for one in axis.get_ticklabels()]
+                assert len(set(labels)) == len(labels) > 1 and all(one.replace(",", "").isdigit() for one in labels)
+
+    def test_units(self, device: sa.Device, stream: sa.Stream) -> None:
+        with sa.MemoryPool(device) as pool, sa.observe(pool) as observer, pool.allocate(100, stream):
+            assert {"MiB", "100 bytes, at most 100 bytes"} <= shown(pool.plot())
+            assert "Allocated, in bytes" in shown(observer.plot())
+            with pool.allocate(3 * MiB, stream):
+                assert "Allocated, in MiB" in shown(observer.plot())
+
+
+def test_names_are_shown(device: sa.Device) -> None:
+    streams = [device.create_stream(name="copies"), device.create_stream()]
+    with sa.MemoryPool(device, name="kv") as pool, sa.observe(pool) as observer:
+        with observer.tag("weights"):
+            buffers = [pool.allocate(8 * MiB, streams[0])]
+        buffers.append(pool.allocate(8 * MiB, streams[1]))
+        assert "Memory pool 'kv' of GPU 0" in shown(pool.plot())
+        assert {"weights", "kv"} <= shown(observer.plot())
+        assert {"weights: 8 MiB", "kv: 8 MiB", "stream copies", "stream 2"} <= shown(plots.reuse(observer))
+        for buffer in buffers:
+            buffer.free()
+
+
+def test_each_colour_has_one_meaning() -> None:
+    from streamalloc.core.html import color_of
+    from streamalloc.plots import style
+
+    places = {color_of(where) for where in (sa.MemLocation.host(), *map(sa.MemLocation.device, range(8)))}
+    groups = [
+        places,
+        {style.RED},
+        {style.RESERVED, style.RESERVED_EDGE},
+        {*style.USES},
+        {*style.STREAMS},
+        {*style.PHASES},
+    ]
+    assert len(set().union(*groups)) == sum(map(len, groups))
+
+
 class TestLives:
     """Why memory could be handed out again, from the calls of a traced driver."""
 

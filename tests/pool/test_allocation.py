@@ -256,6 +256,50 @@ class TestOutOfMemory:
             assert names(driver, *tried) == [*tried, tried[0]]
             assert (caught.value.requested, caught.value.used, caught.value.limit) == (20 * MiB, 20 * MiB, GROWTH)
 
+    def test_a_function_is_asked_until_there_is_memory(self, device: sa.Device, stream: sa.Stream) -> None:
+        failures: list[sa.OutOfMemoryError] = []
+
+        def release(failure: sa.OutOfMemoryError) -> bool:
+            failures.append(failure)
+            kept.pop().free()
+            return True
+
+        with sa.MemoryPool(device, max_size=GROWTH, on_oom=release) as pool:
+            kept = [pool.allocate(GROWTH // 4, stream) for _ in range(4)]
+            with pool.allocate(GROWTH // 2, stream):
+                assert [one.used for one in failures] == [GROWTH, 3 * GROWTH // 4] and len(kept) == 2
+            for buffer in kept:
+                buffer.free()
+
+    def test_a_function_that_refuses_or_raises(self, device: sa.Device, stream: sa.Stream) -> None:
+        asked: list[sa.OutOfMemoryError] = []
+
+        def refuse(failure: sa.OutOfMemoryError) -> bool:
+            asked.append(failure)
+            return False
+
+        def fail(failure: sa.OutOfMemoryError) -> bool:
+            raise KeyError(failure.requested)
+
+        with sa.MemoryPool(device, max_size=GROWTH, on_oom=refuse) as pool, pool.make_current():
+            for allocate in (pool.allocate, sa.allocate):
+                with pytest.raises(sa.OutOfMemoryError) as caught:
+                    allocate(2 * GROWTH, stream)
+                assert asked.pop() is caught.value and asked == []
+            pool.on_oom = fail
+            with pytest.raises(KeyError, match=str(2 * GROWTH)):
+                pool.allocate(2 * GROWTH, stream)
+
+    def test_caches_return_their_memory_before(self, device: sa.Device, stream: sa.Stream) -> None:
+        def fail(failure: sa.OutOfMemoryError) -> bool:
+            raise AssertionError(failure)
+
+        with sa.MemoryPool(device, max_size=GROWTH, on_oom=fail) as pool, sa.CachingAllocator(pool) as cache:
+            for allocator in (pool, cache):
+                for one in [cache.allocate(MiB, stream) for _ in range(32)]:
+                    one.free()
+                allocator.allocate(GROWTH, stream).free()
+
     def test_no_hidden_work_by_default(self, machine: Any) -> None:
         driver = sd.traced(machine)
         device = sa.Device(0, driver=driver)

@@ -193,7 +193,7 @@ class TestRmm:
             traces.load(path)
 
     def test_other_columns(self, tmp_path: Path) -> None:
-        with pytest.raises(TraceFormatError, match="line 1: the first line has to be Thread,Time"):
+        with pytest.raises(TraceFormatError, match="line 1: the first line has to begin with Thread,Time"):
             traces.load(written(tmp_path / "log", "Thread,Time,Action"))
 
 

@@ -17,6 +17,7 @@ import streamalloc.driver as sd
 from streamalloc import vmm
 from streamalloc.driver.bindings import cuda
 from streamalloc.testing import Faults, Gate
+from streamalloc.vmm import virtual_buffer
 from tests.interrupting import Interrupt, Interrupted
 from tests.support import KEEP, Account, end_what_was_dropped, filled, holds, in_a_thread, read, shows
 from tests.vmm.support import HOST, PAGE, READWRITE
@@ -514,8 +515,9 @@ STEPS: dict[str, tuple[Callable[[Faulted], None] | None, Callable[[Faulted], Non
 @pytest.mark.parametrize("step", STEPS)
 class TestFaults:
     @in_a_thread
-    def test_one_and_two(self, machine: Any, step: str) -> None:
+    def test_one_and_two(self, machine: Any, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
         """All or nothing: one call that fails has changed nothing, unless all is done that users see."""
+        monkeypatch.setattr(virtual_buffer, "_BATCH", 1)
         met = set()
         for first in itertools.count(1):
             for later in itertools.count(first):

@@ -46,6 +46,24 @@ class TestMake:
             assert (buffer.capacity, buffer.mapped_bytes) == (reserved, mapped)
             assert buffer.range.nbytes == reserved and buffer.range.mapped_bytes == mapped
 
+    @pytest.mark.parametrize("where", [sa.MemLocation.host_numa(0), None], ids=["host", "device"])
+    def test_of_the_host(self, device: sa.Device, stream: sa.Stream, where: sa.MemLocation | None) -> None:
+        with vmm.GrowableBuffer(device, 8 * PAGE, PAGE, location=where, stream=stream) as buffer:
+            on_host = where is not None
+            assert buffer.location == (where or device.location) and buffer.host_accessible is on_host
+            assert buffer.rights.get(HOST, NONE) == (READWRITE if on_host else NONE) and buffer.device_accessible
+            buffer.fill(3)
+            buffer.grow(PAGE)
+            buffer[PAGE:].fill(4)
+            stream.synchronize()
+            if on_host:
+                assert (buffer.as_array().reshape(2, PAGE) == [[3], [4]]).all()
+            with sa.MemoryPool(sa.MemLocation.host(), driver=device.driver) as backup:
+                backup.set_access(device, READWRITE)
+                buffer.evict(backup)
+                buffer.restore()
+                assert holds(buffer[:PAGE], 3) and holds(buffer[PAGE:], 4)
+
     def test_what_it_says(self, device: sa.Device, stream: sa.Stream) -> None:
         with vmm.GrowableBuffer(device, 4 * PAGE, 100, stream=stream) as buffer:
             assert buffer.stream is stream and buffer.device == device and buffer.owner is buffer.range

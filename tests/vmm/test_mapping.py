@@ -340,6 +340,25 @@ class TestHostMemory:
             there.set_access(HOST)
             assert (there.as_array() == 3).all()
 
+    def test_a_view_with_holes(self, device: sa.Device, pages: vmm.AddressRange) -> None:
+        with pytest.raises(ValueError, match="nothing is mapped at offset 0"):
+            pages.view(0, 4 * PAGE)
+        view = pages.view(0, 4 * PAGE, holes=True)
+        assert (view.address, view.nbytes) == (pages.address, 4 * PAGE)
+        with vmm.PhysicalMemory(device, PAGE) as memory:
+            pages.map(memory, PAGE, access=device)
+        # Kernels take the addresses of all of it.
+        assert view.__cuda_array_interface__["data"][0] == pages.address and view.location == device.location
+        part = view[PAGE : 2 * PAGE]
+        assert part.address == pages.address + PAGE
+        part.fill(5)
+        assert holds(part, 5) and holds(part[: PAGE // 2], 5)
+        for unmapped in (view, view[PAGE + 1 : 2 * PAGE + 1]):
+            with pytest.raises(ValueError, match="nothing is mapped at offset"):
+                unmapped.fill(1)
+            with pytest.raises(ValueError, match="nothing is mapped at offset"):
+                unmapped.copy_to(np.zeros(unmapped.nbytes, np.uint8))
+
     def test_an_array_keeps_it(self, machine: Any) -> None:
         account = Account(machine)
         pages, host = (

@@ -207,7 +207,7 @@ class TestMembers:
             group.add(wrong)
 
     def test_a_backup_that_is_no_pool(self, device: sa.Device) -> None:
-        with pytest.raises(TypeError, match="backup must be a MemoryPool, not Device"):
+        with pytest.raises(TypeError, match="backup must be a MemoryPool or DiskTier, not Device"):
             vmm.SleepGroup(device, backup=device)  # type: ignore[arg-type]
 
 

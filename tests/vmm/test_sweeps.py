@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,13 +14,13 @@ from streamalloc import vmm
 from tests.package.test_sweeps import ACTS, Faults, fails_in_turn, makers, members
 from tests.vmm.support import PAGE
 
-CLASSES: list[type] = [vmm.SparseArray, vmm.TilePool, vmm.StripedBuffer, vmm.Tagged]
+CLASSES: list[type] = [vmm.SparseArray, vmm.TilePool, vmm.StripedBuffer, vmm.Tagged, vmm.DiskTier]
 
 
 class Tiles(Faults):
     """One of each class."""
 
-    def __init__(self, machine: Any) -> None:
+    def __init__(self, machine: Any, folder: Path) -> None:
         super().__init__(machine)
         keep = self.made.enter_context
         self.tiles = keep(vmm.TilePool(self.device, PAGE))
@@ -31,12 +32,17 @@ class Tiles(Faults):
         self.host_pool.set_access(self.device, sa.MemAccess.READWRITE)
         self.striped = keep(vmm.stripe([self.device], PAGE))
         self.group = keep(vmm.SleepGroup(self.device))
+        self.disk = keep(vmm.DiskTier(self.device, folder, block=4096, threads=1, persistent=True))
+        self.sleeper = keep(self.group.allocate(5000))
+        self.group.sleep(backup=self.disk)
+        self.group.wake()
         self.stream.synchronize()
         self.things = {
             vmm.SparseArray: self.array,
             vmm.TilePool: self.spare,
             vmm.StripedBuffer: self.striped,
             vmm.Tagged: self.group.tagged("one"),
+            vmm.DiskTier: self.disk,
             object: None,
         }
 
@@ -50,7 +56,20 @@ class Tiles(Faults):
             **super().shape(),
             "tiles": (self.tiles.free_tiles, self.array.closed or self.array.mapped_bytes),
             "striped": striped.closed or (striped.mapped_bytes, striped.evicted),
+            "sleeper": self.sleeper.closed or (self.sleeper.mapped_bytes, self.sleeper.evicted),
         }
+
+
+def _evicted_to_disk(world: Tiles, one: vmm.DiskTier) -> None:
+    world.sleeper.evict(one, stream=world.stream)
+    world.shapes.append(world.shape())
+    world.sleeper.restore(stream=world.stream)
+
+
+def _resumed(world: Tiles, one: vmm.DiskTier) -> None:
+    world.group.resume(backup=one)
+    world.shapes.append(world.shape())
+    world.group.wake()
 
 
 CORNER = (slice(0, 128), slice(0, 128))
@@ -73,6 +92,8 @@ TILE_ACTS: dict[str, Callable[[Any, Any], Any]] = {
     "SparseArray.mapped": lambda world, one: None,  # mapped_tiles() by its old name
     "SparseArray.unmap": lambda world, one: one.unmap(stream=world.other),
     "unmap_tail": lambda world, one: None,  # with map_tail
+    "DiskTier.hold": _evicted_to_disk,
+    "DiskTier.resume": _resumed,
     "Tagged.allocate": lambda world, one: one.allocate(PAGE, world.stream),
     "StripedBuffer.set_access": lambda world, one: one.set_access(world.device, sa.MemAccess.READWRITE),
 }
@@ -87,5 +108,5 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.simulated_only("calls that fail are the same on any driver")
 @pytest.mark.parametrize(("kind", "act"), [*members(CLASSES, TILE_ACTS, inherited=False), *makers(MAKERS)])
-def test_each_call_fails_in_turn(machine: Any, kind: type, act: Any) -> None:
-    fails_in_turn(lambda: Tiles(machine), kind, act, most=12)
+def test_each_call_fails_in_turn(machine: Any, tmp_path: Path, kind: type, act: Any) -> None:
+    fails_in_turn(lambda: Tiles(machine, tmp_path), kind, act, most=12)

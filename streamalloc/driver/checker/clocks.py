@@ -61,11 +61,11 @@ class Actor:
     """A host thread or a stream: its operations have an order."""
 
     __slots__ = ("name", "number", "time", "within")
-    is_host = True
+    is_host: bool = True
 
     def __init__(self, number: int, name: str) -> None:
-        self.number = number
-        self.name = name
+        self.number: int = number
+        self.name: str = name
         self.time: int = 0
         self.within: Stream | None = None
         """Stream that called the host function in which a thread is."""
@@ -80,7 +80,7 @@ class Obstacle:
     __slots__ = ("clock", "source", "waiters")
 
     def __init__(self, source: Stream | None = None) -> None:
-        self.source = source
+        self.source: Stream | None = source
         self.clock: Clock | None = None
         """Everything before it; None until it has happened."""
         self.waiters: list[Stream] = []
@@ -98,7 +98,7 @@ class Stream(Actor):
 
     def __init__(self, number: int, name: str, context: object) -> None:
         super().__init__(number, name)
-        self.context = context
+        self.context: object = context
         self.clock: Clock = Clock()
         self.seen_host: int = -1
         """Version of the host clock that it has merged."""
@@ -129,7 +129,14 @@ class Timeline:
         """Streams that other libraries may have ordered."""
         self.over: dict[int, int] = {}
         """Time by actor number up to which the host may have waited for such streams."""
+        self.ended_threads: deque[int] = deque()
+        """Numbers of host threads that have ended; finalisers append to it."""
+        self.published: Clock = Clock()
+        """Clock of all work that other processes can wait for."""
+        self.ready: Clock = Clock()
+        """Clock of all announcements of other processes."""
         self._gone: set[int] = set()
+        """Numbers of streams and threads that have ended, whose work comes before all later work."""
         self._choices: deque[tuple[Clock, int, int]] = deque(maxlen=_CHOICES)
         """The driver's choices: a clock, and the actor number and time that come after it."""
         self._searches = 0
@@ -354,23 +361,25 @@ class Timeline:
         """Record that the host has waited for everything in ``clock``."""
         self.host.learn(clock)
         self.version += 1
-        if len(self.retired) > 32:
+        if len(self.retired) + len(self.ended_threads) > 32:
             self._forget()
 
     def _forget(self) -> None:
-        """Remove destroyed streams whose work the host has waited for."""
+        """Remove ended threads, and destroyed streams whose work the host has waited for."""
         known = self.host.known
+        while self.ended_threads:
+            self._gone.add(self.ended_threads.popleft())
         over = [one for one in self.retired if not one.queue and known.get(one.number, 0) >= one.time]
         self.retired = [one for one in self.retired if one not in over]
-        numbers = {one.number for one in over}
-        self._gone |= numbers
+        self._gone |= {one.number for one in over}
         for stream in over:
             del self._streams[stream]
             self.foreign.pop(stream, None)
-        self.forget(numbers)
+        # All of them: what was recorded before has brought some back.
+        self.forget(self._gone)
 
-    def forget(self, numbers: set[int], *others: Clock) -> None:
-        """Remove actors, by number, from all clocks and from ``others``."""
-        for clock in (self.host, *others, *(stream.clock for stream in self._streams)):
-            for number in numbers & clock.known.keys():
+    def forget(self, numbers: set[int]) -> None:
+        """Remove actors, by number, from all clocks but those of records."""
+        for clock in (self.host, self.published, self.ready, *(stream.clock for stream in self._streams)):
+            for number in [one for one in clock.known if one in numbers]:
                 del clock.known[number]

@@ -139,10 +139,14 @@ class Checked(Wrapper):
         return self._observing == threading.get_ident()
 
     def _alone(self, step: Callable[..., Any], *args: Any) -> Any:
-        """Call a function under the lock, then record the calls of finalisers that ran meanwhile."""
+        """Call a function under the lock, and record the calls of finalisers that ran meanwhile.
+
+        One that ran at the very end of the record before this one is recorded first: it came before this call.
+        """
         with self._lock:
             self._observing = threading.get_ident()
             try:
+                self._record_postponed()
                 result = step(*args)
                 # No loop in this block: Python 3.12 and 3.13 can leave a loop in a block without its finally clause.
                 self._record_postponed()
@@ -292,6 +296,16 @@ class Checked(Wrapper):
         """Record the name of a new stream, for reports."""
         self._notified(False, self._state.rename, stream, name)
 
+    def typed(self, address: int, nbytes: int, dtype: Any, write: bool) -> None:
+        """Record that queued work writes elements of a type; not ``write``: that it reads them."""
+        self._notified(False, self._type, address, nbytes, dtype, write)
+
+    def _type(self, address: int, nbytes: int, dtype: Any, write: bool) -> None:
+        if write:
+            self._state.types.wrote(address, nbytes, dtype, here())
+        elif not self._state.unseen_writes():
+            self._state.types.read(address, nbytes, dtype, "a copy of a view")
+
     def shared(self, address: int, nbytes: int, stream: Any, name: bytes) -> None:
         """Record that importers may use memory after the queued work of ``stream``; ``name`` is for :meth:`opened`."""
         self._notified(True, self._share, address, nbytes, stream, name)
@@ -316,6 +330,7 @@ class Checked(Wrapper):
     def _lend(self, handle: Any, used: bool) -> None:
         foreign, stream = self._state.foreign, self._state.stream(handle)
         (foreign.uses if used else foreign.can_use)(stream)
+        foreign.may_write = True
 
     def _share(self, address: int, nbytes: int, stream: Any, name: bytes) -> None:
         self._state.sources.clear()

@@ -18,11 +18,11 @@ class Event:
         self.mark: Obstacle | None = None
         """End of the recorded work; None where no recording was seen."""
         self.captured: tuple[Capture, Clock] | None = None
-        self.shared = shared
+        self.shared: bool = shared
         """Whether the event is an interprocess event."""
-        self.elsewhere = False
+        self.elsewhere: bool = False
         """Whether another process has it and may record it."""
-        self.foreign = foreign
+        self.foreign: bool = foreign
         """Whether another library has it and may record it."""
         self.index: int | None = None
         """Entry on the board of this process."""

@@ -30,6 +30,8 @@ class ForeignStreams:
         self._reachable: dict[Stream, None] = {}
         self.is_there: bool = False
         """Whether another library has used a stream."""
+        self.may_write: bool = False
+        """Whether other code has asked for a stream's handle, by which it can launch kernels unseen."""
         self.pending: dict[Stream, deque[tuple[int, Any]]] = {}
         """Operations that have not ended: the time of each, and an event after it."""
 
@@ -46,7 +48,7 @@ class ForeignStreams:
 
     def uses(self, stream: Stream) -> None:
         """Record that another library uses a stream: it may use all streams that it can reach."""
-        self.is_there = True
+        self.is_there = self.may_write = True
         self._timeline.foreign.update((*self._reachable.items(), (stream, None)))
         self._reachable.clear()
 

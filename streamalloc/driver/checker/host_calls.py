@@ -34,9 +34,9 @@ class HostCall:
         self._running: list[Obstacle] = []
         self.node: Node | None = None
         """Node of a capture."""
-        self.stays = stays
+        self.stays: bool = stays
         """Whether a graph has it, which may be launched again."""
-        self.cancelled = False
+        self.cancelled: bool = False
 
     def queue(self, handle: Any) -> None:
         """Queue a call in a stream."""

@@ -266,7 +266,7 @@ class Interprocess:
     def _may_be_known(self, moment: Moment) -> bool:
         """Whether the host or other processes may have waited for an operation."""
         number, time = moment.actor.number, moment.time
-        return self._values.published.after(number, time) or self._timeline.is_known(number, time)
+        return self._timeline.published.after(number, time) or self._timeline.is_known(number, time)
 
     def awaited(self, range_: Range, name: bytes) -> None:
         """Record an import by its export data, and the events that its exporter has announced."""
@@ -289,7 +289,7 @@ class Interprocess:
         found = announcements.post_of(name)
         if found is None:
             return
-        ready, all_ready = self._ready(found.post), self._values.ready.known
+        ready, all_ready = self._ready(found.post), self._timeline.ready.known
         if stream is None:
             self._timeline.host_observes(Clock({ready: 1}))
             return
@@ -320,7 +320,7 @@ class Interprocess:
                 missing = self._missing(piece, stream.clock)
                 if missing is not None:
                     self._incomplete(piece[0], missing, stack)
-            self._values.published.learn(stream.clock)
+            self._timeline.published.learn(stream.clock)
 
         self._timeline.submit(stream, share)
 
@@ -343,8 +343,8 @@ class Interprocess:
             return self._timeline.everything()
         if not event.elsewhere:
             return None
-        clock = self._values.published.copy()
-        clock.learn(self._values.ready)
+        clock = self._timeline.published.copy()
+        clock.learn(self._timeline.ready)
         if event.there is not None and event.there.number:
             clock.known[self._actor(event.there).number] = event.there.number
         return clock
@@ -358,10 +358,10 @@ class Interprocess:
 
     def _ready(self, post: Entry) -> int:
         """The number of the actor that stands for a post; the oldest ones are forgotten."""
-        number, ready = self._actor(post).number, self._values.ready
+        number, ready = self._actor(post).number, self._timeline.ready
         ready.known[number] = 1
         if len(ready.known) > 2 * _MOST_ANNOUNCEMENTS:
             gone = set(list(ready.known)[:_MOST_ANNOUNCEMENTS])
             self._actors = {entry: actor for entry, actor in self._actors.items() if actor.number not in gone}
-            self._timeline.forget(gone, ready)
+            self._timeline.forget(gone)
         return number

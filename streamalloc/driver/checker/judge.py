@@ -147,7 +147,8 @@ class Judge:
     def reads_unwritten(self, piece: Piece, access: Access) -> None:
         """Report a copy of bytes that nothing has written."""
         range_, low, high = piece
-        if range_.ended is not None or range_.awaited or not range_.grants:
+        # The host writes through arrays, unseen.
+        if range_.ended is not None or range_.awaited or not range_.grants or range_.viewed:
             return
         parts = range_.physical(low, high)
         if parts and not any(memory.writes(start, end) or memory.shared for memory, start, end in parts):

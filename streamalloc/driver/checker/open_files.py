@@ -23,7 +23,7 @@ _syscall = ctypes.CDLL(None).syscall
 _EPOLL_TARGET = 7  # KCMP_EPOLL_TFD
 _SLOT = struct.Struct("<III")
 _MOST_FILES = 256
-"""Files without names that are recorded at a time."""
+"""Files that are recorded at a time, of each of the two sorts."""
 
 
 class OpenFiles(Generic[T]):
@@ -46,7 +46,10 @@ class OpenFiles(Generic[T]):
         """Set the value of the file of a descriptor."""
         key = _inode(number)
         if key is not None:
+            self._by_inode.pop(key, None)
             self._by_inode[key] = thing
+            if len(self._by_inode) > _MOST_FILES:
+                del self._by_inode[next(iter(self._by_inode))]
             return
         with contextlib.suppress(OSError, ValueError):
             if self._epoll is None:

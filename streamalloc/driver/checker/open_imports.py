@@ -13,9 +13,11 @@ import os
 import tempfile
 from pathlib import Path
 
-__all__ = ["alive", "close_import", "digest", "directory", "importers", "open_import"]
+__all__ = ["alive", "close_import", "digest", "directory", "importers", "open_import", "runs"]
 
 _numbers = itertools.count()
+_EXITING = 4
+"""``PF_EXITING`` of the kernel."""
 
 
 def directory() -> Path:
@@ -62,10 +64,16 @@ def importers(exported: bytes) -> list[int]:
 
 
 def alive(process: int) -> bool:
-    """Whether a process runs; one that has ended and that its parent has not waited for does not."""
+    """Whether a process runs; one that is exiting, or that its parent has not waited for, does not."""
     try:
-        state = Path(f"/proc/{process}/stat").read_bytes()
+        return runs(Path(f"/proc/{process}/stat").read_bytes())
     except OSError:
         return False
+
+
+def runs(stat: bytes) -> bool:
+    """Whether a process with this line in ``/proc/PID/stat`` runs."""
     # The name before the state may contain anything.
-    return state.rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+    state, *_, flags = stat.rpartition(b")")[2].split()[:7]
+    # The kernel closes the files of an exiting process, and so releases its locks, before the state changes.
+    return state not in (b"Z", b"X") and not int(flags) & _EXITING

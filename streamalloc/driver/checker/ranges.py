@@ -11,6 +11,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
+from typing import Any
 
 from streamalloc.driver.checker.clocks import CERTAIN, UNORDERED, Actor, Clock
 from streamalloc.driver.checker.stacks import Stack
@@ -45,10 +46,10 @@ class Moment:
     __slots__ = ("actor", "stack", "time", "what")
 
     def __init__(self, actor: Actor, what: str, stack: Stack) -> None:
-        self.actor = actor
+        self.actor: Actor = actor
         self.time: int = actor.time
-        self.what = what
-        self.stack = stack
+        self.what: str = what
+        self.stack: Stack = stack
 
     def __str__(self) -> str:
         if self.actor.name.startswith("graph node"):
@@ -67,8 +68,8 @@ class Access(Moment):
         super().__init__(actor, what, stack)
         if time is not None:
             self.time = time
-        self.write = write
-        self.atomic = atomic
+        self.write: bool = write
+        self.atomic: bool = atomic
         """Whether any order with other atomic operations is correct."""
 
 
@@ -97,13 +98,15 @@ Order = Callable[[Clock, int, int], int]
 class Bytes:
     """Physical memory, and the latest uses of each interval of it."""
 
-    __slots__ = ("_segments", "fresh", "shared")
+    __slots__ = ("_segments", "fresh", "shared", "types")
 
     def __init__(self) -> None:
-        self.shared = False
+        self.shared: bool = False
         """Whether other processes may have the memory."""
         self.fresh: tuple[tuple[int, int], ...] = ()
         """Intervals to which no device has had access."""
+        self.types: tuple[Any, ...] = ()
+        """Intervals whose elements have a type, see :mod:`streamalloc.driver.checker.element_types`."""
         # One list alone: an interrupt cannot leave two that differ.
         self._segments: list[_Segment] = []
 

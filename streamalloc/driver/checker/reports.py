@@ -23,6 +23,7 @@ KINDS = (
     "export before completion",
     "free before the importer's",
     "uninitialized",
+    "another type",
     "leak",
 )
 """The kinds of a :class:`Hazard`."""
@@ -37,7 +38,8 @@ class Hazard:
     ``"free racing a use"``, ``"reuse race"`` (of memory that was freed and allocated again), ``"race"`` (two uses,
     of which one writes), ``"unmap while in use"``, ``"release while in use"``, ``"access without a grant"``,
     ``"export before completion"``, ``"free before the importer's"``, ``"uninitialized"`` (a copy of bytes that nothing
-    has written), ``"leak"``."""
+    has written), ``"another type"`` (a copy to an array whose elements have another type than those that were written),
+    ``"leak"``."""
     what: str
     """The operations in conflict and the order that is missing, in one sentence."""
     remedy: str

@@ -108,7 +108,7 @@ class State(Launches):
                 self.timeline.submit(stream, lambda stream: self._publish(stream, event, number))
 
     def _publish(self, stream: Stream, event: Event, number: int) -> None:
-        self.values.published.learn(stream.clock)
+        self.timeline.published.learn(stream.clock)
         self.interprocess.covers(event, stream.clock, number)
 
     def wait(self, stream: Stream, event: Event, external: bool = False) -> None:

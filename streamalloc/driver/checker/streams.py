@@ -19,7 +19,7 @@ from streamalloc.driver.checker.stacks import Stack, place_of
 __all__ = ["MEMORY_TYPE", "Streams", "number_of"]
 
 _LEGACY, _PER_THREAD = 1, 2
-MEMORY_TYPE = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+MEMORY_TYPE: Any = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
 _IS_MANAGED = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_MANAGED
 _HOST = int(cuda.CUmemorytype.CU_MEMORYTYPE_HOST)
 
@@ -94,6 +94,7 @@ class Streams:
         if found is None:
             found = self._here.thread = _Thread(self.timeline.thread(""))
             weakref.finalize(found, self._over.append, found.streams).atexit = False
+            weakref.finalize(found, self.timeline.ended_threads.append, found.actor.number).atexit = False
         return found
 
     def thread(self) -> Actor:
@@ -123,7 +124,11 @@ class Streams:
             return self._own(self.context())
         # A query of the flags of a captured stream would break the capture.
         flags = 1 if self.ask("cuStreamIsCapturing", number) else self.ask("cuStreamGetFlags", number) or 0
-        return self.add_stream(number, not flags & 1, self.ask("cuStreamGetCtx", number) or 0)
+        where = self.ask("cuStreamGetCtx", number) or 0
+        self.legacy(where)
+        # The driver was asked without the lock: another thread may have added the stream.
+        found = self.streams.get(number)
+        return self.add_stream(number, not flags & 1, where) if found is None else found
 
     def _own(self, context: int) -> Stream:
         """The per-thread default stream of the calling thread."""
@@ -145,12 +150,14 @@ class Streams:
 
     def legacy(self, context: int) -> Stream:
         """The legacy default stream of a context."""
-        found = self._legacy.get(context)
-        if found is None:
-            found = self._legacy[context] = self.timeline.stream("the legacy default stream", context)
-            self.devices[found] = self.ask("cuCtxGetDevice")
-            self.foreign.can_use(found)
-        return found
+        if context not in self._legacy:
+            device = self.ask("cuCtxGetDevice")
+            if context not in self._legacy:  # another thread may have added it during the question
+                found = self.timeline.stream("the legacy default stream", context)
+                self.devices[found] = device
+                self.foreign.can_use(found)
+                self._legacy[context] = found
+        return self._legacy[context]
 
     def add_stream(
         self, handle: int, blocking: bool, context: int | None = None, made_at: Stack | None = None

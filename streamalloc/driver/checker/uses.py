@@ -7,6 +7,7 @@ from typing import Any
 
 from streamalloc.driver.checker.capture import Node
 from streamalloc.driver.checker.clocks import CERTAIN, Actor, Clock, Obstacle, Stream
+from streamalloc.driver.checker.element_types import ElementTypes
 from streamalloc.driver.checker.events import Event
 from streamalloc.driver.checker.interprocess import Interprocess
 from streamalloc.driver.checker.judge import Judge, missing_order
@@ -51,7 +52,7 @@ class Uses(Streams):
         self.reserved: Addresses = Addresses()
         """Address ranges of ``cuMemAddressReserve``."""
         self.values: WaitValues = WaitValues(self.timeline, self.addresses, self.is_of_host)
-        self.judge: Judge = Judge(self.timeline, found, self.values.published)
+        self.judge: Judge = Judge(self.timeline, found, self.timeline.published)
         self.events: dict[int, Event] = {}
         self.interprocess: Interprocess = Interprocess(
             self.timeline, self.addresses, self.values, self.events, self.judge
@@ -59,10 +60,15 @@ class Uses(Streams):
         self.sources: QueuedSources = QueuedSources(
             self.timeline, self.foreign, self.judge, lambda: self.unseen_kernels
         )
+        self.types: ElementTypes = ElementTypes(self.addresses, self.judge)
         self.uninitialized: bool = False
         """Whether copies of unwritten memory are reported."""
         self.unseen_kernels: bool = False
         """Whether kernels were launched, which may have written anything."""
+
+    def unseen_writes(self) -> bool:
+        """Whether kernels that the checker does not see may have written anything."""
+        return self.unseen_kernels or self.foreign.may_write
 
     def look(self) -> None:
         """Check for changes that no call shows: values in memory, and work of other libraries."""
@@ -74,6 +80,13 @@ class Uses(Streams):
     def is_pageable(self, address: int) -> bool:
         """Whether the driver does not know an address: it copies to such memory before the call returns."""
         return self.addresses.find(address) is None and self.ask("cuPointerGetAttribute", MEMORY_TYPE, address) is None
+
+    def kernel_uses(self, *launch: Any) -> list[Touch]:
+        """The uses that a simulated kernel declares, by its function and arguments; none are known of other kernels."""
+        ask = getattr(self.driver, "kernel_uses", None) if launch else None
+        found = None if ask is None else ask(*launch)
+        self.unseen_kernels |= found is None
+        return found or []
 
     # -- waits of the host -------------------------------------------------------------------------------------
 
@@ -158,6 +171,7 @@ class Uses(Streams):
     ) -> None:
         pieces, what, stack, kernel = node.pieces, node.what, node.stack, node.kernel
         self._prepare(pieces)
+        self.types.forget(pieces)
         capture = self.capture_of(stream)
         if capture is not None:
             capture.add(stream, node)
@@ -188,7 +202,7 @@ class Uses(Streams):
         """Check the reads and writes of an operation when its stream runs it."""
         written = self.interprocess.written
         for access, piece in accesses(stream, pieces, what, stack, atomic, kernel):
-            if self.uninitialized and not (access.write or kernel or self.unseen_kernels or self.foreign.is_there):
+            if self.uninitialized and not (access.write or kernel or self.unseen_writes()):
                 self.judge.reads_unwritten(piece, access)
             self.judge.use((piece,), access, stream.clock, device)
             if access.write and written and piece[0] in written:

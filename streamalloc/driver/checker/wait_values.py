@@ -51,10 +51,6 @@ class WaitValues:
         self._on_host = on_host
         """Whether the host can read memory at an address without a range."""
         self._writes: dict[_Key, list[tuple[int, Clock]]] = {}
-        self.published: Clock = Clock()
-        """Clock of all work that other processes can wait for."""
-        self.ready: Clock = Clock()
-        """Clock of all announcements of other processes."""
         self._ignored: set[_Key] = set()
 
     def _key(self, address: int) -> tuple[_Key, Range | None]:
@@ -78,7 +74,7 @@ class WaitValues:
             if len(self._writes) > _MOST_ADDRESSES:
                 del self._writes[next(iter(self._writes))]
             if shared:
-                self.published.learn(stream.clock)
+                self._timeline.published.learn(stream.clock)
             for held in tuple(self._timeline.held):
                 wait = held.obstacle
                 if isinstance(wait, _Waiting) and wait.key == key and wait.accepts(value):
@@ -130,7 +126,7 @@ class WaitValues:
         if gone or wait.accepts(wait.read()):
             clock = self._timeline.host.copy()
             if wait.range is None or wait.range.bytes.shared:
-                clock.learn(self.published)
+                clock.learn(self._timeline.published)
                 if wait.key not in self._ignored:
-                    clock.learn(self.ready)
+                    clock.learn(self._timeline.ready)
             self._timeline.end(wait, clock)

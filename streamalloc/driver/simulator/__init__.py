@@ -7,7 +7,10 @@ the state. The parts of the state do not refer to the machine:
 * :mod:`.memory` maps real memory at simulated addresses; :mod:`.banks` counts it by device. :mod:`.allocator` chooses
   addresses in a :mod:`.pool`, :mod:`.heap` for cuMemAlloc; :mod:`.allocations` lists the live ones.
 * :mod:`.copy_operations` has copies and fills, :mod:`.graphs` and :mod:`.graph_memory` graphs.
-* :mod:`.virtual` maps :mod:`.physical` memory; :mod:`.arrays` has sparse arrays.
+* :mod:`.managed` has managed memory, and :mod:`.advice` what was said about its pages.
+* :mod:`.virtual` maps :mod:`.physical` memory; :mod:`.arrays` has arrays.
+* :mod:`.profiles` describes the machine, from files that :mod:`.reading` makes of others.
+* :mod:`.usage` counts the memory of all processes of a machine.
 * :mod:`.files` and :mod:`.sharing` have the objects of several processes; :mod:`.multicast` and
   :mod:`.multicast_table` those of several devices.
 

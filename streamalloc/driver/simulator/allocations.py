@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 
+from .advice import Pages
 from .blocks import Block
 from .contexts import Context
 from .graph_memory import GraphMemory
-from .memory import AddressMap, is_accessible
+from .memory import AddressMap, Reservation, is_accessible
 from .physical import Mapping
 from .pool import ImportedPool, Pool
 
@@ -20,6 +21,8 @@ class _Defaults:
 
     pool: Pool | ImportedPool | None = None
     mapping: Mapping | None = None
+    pages: Pages | None = None
+    """Advice for managed memory, once there is any."""
     waits: bool = False
     """SYNC_MEMOPS was set."""
 
@@ -36,8 +39,13 @@ class Allocation(_Defaults):
     """Number of the allocation, unique in the process."""
 
     @property
+    def managed(self) -> bool:
+        """Whether host and devices use it at one address; the driver counts it as device memory."""
+        return self.pool is not None and self.pool.managed
+
+    @property
     def on_host(self) -> bool:
-        return self.device is None
+        return self.device is None and not self.managed
 
     @property
     def known(self) -> bool:
@@ -50,6 +58,14 @@ class DeviceMemory(Allocation):
     """Device memory of cuMemAlloc."""
 
     block: Block
+
+
+@dataclass(eq=False)
+class ManagedMemory(Allocation):
+    """Memory of cuMemAllocManaged, at the beginning of a reservation."""
+
+    reservation: Reservation
+    managed = True
 
 
 @dataclass(eq=False)
@@ -84,13 +100,29 @@ class MappedMemory(Allocation):
 
 @dataclass(eq=False)
 class OpenedMemory(Allocation):
-    """Another process's plain memory."""
+    """Another process's plain memory. ``device`` is that of the context which has opened it and may use it: opening it
+    enables peer access (NVIDIA's page on cuIpcOpenMemHandle).
+    """
+
+    owner: int
+    """Device that has the memory."""
 
 
 def is_gone(allocation: Allocation, address: int, size: int) -> bool:
     """Whether the host has unmapped registered memory, or a part that is in a range."""
     registered = isinstance(allocation, HostMemory) and allocation.block is None
     return registered and not is_accessible(address, size)
+
+
+def is_reachable(allocation: Allocation, context: Context) -> bool:
+    """Whether work in ``context`` may touch the memory directly: its own, the host's, a peer's that was
+    enabled.
+    """
+    ordinal = context.device.ordinal
+    if allocation.pool is not None:
+        return allocation.pool.accessible(ordinal)
+    peer = allocation.context is not None and allocation.context.handle in context.peers
+    return allocation.device in (None, ordinal) or peer or allocation.managed
 
 
 class Allocations(AddressMap[Allocation]):

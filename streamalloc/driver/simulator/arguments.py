@@ -240,6 +240,28 @@ def struct(name: str, value: Any, cls: Any, optional: bool = True) -> Any:
     return value
 
 
+def numbers(values: Any, count: int) -> list[int]:
+    """A list of sizes with at least ``count`` entries."""
+    return [size_t(one) for one in _enough(list(values), count)[:count]]
+
+
+def members(name: str, values: Any, cls: Any, count: int) -> list[Any]:
+    """A list of members of an enum of the bindings with at least ``count`` entries."""
+    items = list(values or ())
+    if not all(isinstance(item, cls) for item in items):
+        raise TypeError(
+            f"Argument '{name}' is not instance of type (expected tuple[cydriver.{cls.__name__}] "
+            f"or list[cydriver.{cls.__name__}]"
+        )
+    return _enough(items, count)
+
+
+def _enough(items: list[Any], count: int) -> list[Any]:
+    if count > len(items):
+        raise RuntimeError(f"List is too small: {len(items)} < {count}")
+    return items
+
+
 def structs(name: str, value: Any, cls: Any, count: int) -> list[Any]:
     """A list of structs of the bindings with at least ``count`` entries."""
     items = [] if value is None else list(value)
@@ -248,6 +270,4 @@ def structs(name: str, value: Any, cls: Any, count: int) -> list[Any]:
             f"Argument '{name}' is not instance of type (expected tuple[cydriver.{cls.__name__},] "
             f"or list[cydriver.{cls.__name__},]"
         )
-    if count > len(items):
-        raise RuntimeError(f"List is too small: {len(items)} < {count}")
-    return items[:count]
+    return _enough(items, count)[:count]

@@ -1,12 +1,14 @@
-"""Sparse arrays: which of their tiles have memory, and moving bytes between tiles and ordinary memory.
+"""Arrays, and moving bytes between them and ordinary memory.
 
-A tile is 64 KiB of the memory it is mapped to, its elements in rows. A tile without memory reads as zero and drops
-what is written. Mip levels smaller than a tile share one block of 64 KiB, the tail.
+An ordinary array has all of its memory from the start, in rows, as the documentation describes it. Of a sparse one,
+some tiles have memory. A tile is 64 KiB of the memory it is mapped to, its elements in rows. A tile without memory
+reads as zero and drops what is written. Mip levels smaller than a tile share one block of 64 KiB, the tail.
 """
 
 from __future__ import annotations
 
 import ctypes
+import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -14,9 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from .banks import Banks
-from .constants import STEP, TILE_SIZE, new_handle
+from .blocks import round_up
+from .constants import BLOCK, STEP, TILE_SIZE, new_handle
 from .contexts import Context
 from .errors import NotModelled, Result
+from .memory import view_address
 from .physical import Memory
 from .timeline import Operation
 
@@ -30,6 +34,7 @@ Tile = tuple[int, int, int, int, int, int]
 """Tile: device, level (or TAIL), layer, then x, y and z in tiles."""
 Bytes = npt.NDArray[np.uint8]
 TAIL = -1
+_MAP_NORESERVE = 0x4000
 
 
 def _rows(address: int, pitch: int, shape: tuple[int, int]) -> Bytes:
@@ -42,7 +47,7 @@ def _rows(address: int, pitch: int, shape: tuple[int, int]) -> Bytes:
 
 @dataclass(frozen=True)
 class Layout:
-    """Description of a sparse array. ``layers`` is 0 without layers; ``extent`` is that of one layer."""
+    """Description of an array. ``layers`` is 0 without layers; ``extent`` is that of one layer."""
 
     extent: Extent
     layers: int
@@ -52,6 +57,20 @@ class Layout:
     """Bytes."""
     levels: int = 1
     mipmapped: bool = False
+    sparse: bool = True
+    described: tuple[int, int, int] = (0, 0, 0)
+    """Format, channels and flags of the descriptor."""
+    line: bool = False
+    """Of one dimension."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of all levels and layers."""
+        return self.start_of(self.levels)
+
+    def start_of(self, level: int) -> int:
+        """Bytes of an ordinary array before a level."""
+        return sum(self.bytes_of(above) for above in range(level)) * max(self.layers, 1)
 
     @property
     def tile(self) -> Extent:
@@ -68,6 +87,8 @@ class Layout:
     @property
     def tail_first(self) -> int:
         """The first level that is smaller than a tile; as many as there are levels where none is."""
+        if not self.sparse:
+            return self.levels
         for level in range(self.levels):
             if any(length < tile for length, tile in zip(self.extent_of(level), self.tile, strict=True)):
                 return level
@@ -92,10 +113,12 @@ class Layout:
 
 @dataclass(eq=False)
 class Storage:
-    """The tiles of an array, or of all levels of a mipmapped one, and the memory behind them."""
+    """The memory of an array, or of all levels of a mipmapped one: one block, or that of its tiles."""
 
     context: Context
     layout: Layout
+    memory: mmap.mmap | None = None
+    """Of an ordinary array."""
     tiles: dict[Tile, tuple[Memory, int]] = field(default_factory=dict)
     queued: int = 0
     """Operations on it that are not done yet."""
@@ -108,9 +131,64 @@ class Storage:
         if backing is not None:
             self.tiles[tile] = backing
 
+    def allocate(self) -> None:
+        """Get the memory of an ordinary array, which counts as whole blocks."""
+        self.memory = mmap.mmap(-1, self.layout.size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+        self.context.device.bank.used += round_up(self.layout.size, BLOCK)
+
     def clear(self) -> None:
+        if self.memory is not None:
+            self.context.device.bank.used -= round_up(self.layout.size, BLOCK)
+            self.memory = None
         for tile in list(self.tiles):
             self.put(tile, None)
+
+    def rows(self, level: int, z: int, box: Box) -> Iterator[tuple[Bytes | None, int, int, tuple[int, int]]]:
+        """A slice of a box, part by part: the bytes that the array has there, or None; where in the slice the part
+        begins (row and byte), and its shape.
+        """
+        layout = self.layout
+        if self.memory is not None:
+            width, height, _ = layout.extent_of(level)
+            pitch = width * layout.element
+            start = layout.start_of(level) + (z * height + box.y) * pitch + box.x
+            shape = (box.height, box.width)
+            yield _rows(view_address(self.memory) + start, pitch, shape), 0, 0, shape
+            return
+        for tile, y, x, shape, offset, pitch in self._segments(level, z, box):
+            backing = self.tiles.get(tile)
+            if backing is None:
+                yield None, y, x, shape
+            else:
+                memory, start = backing
+                yield _rows(memory.window.address + start + offset, pitch, shape), y, x, shape
+
+    def _segments(self, level: int, z: int, box: Box) -> Iterator[tuple[Tile, int, int, tuple[int, int], int, int]]:
+        """A slice of the box, tile by tile: the tile, where in the slice its part begins (row and byte), the shape
+        of the part, where in the tile it begins, and the tile's pitch.
+        """
+        layout, device = self.layout, self.context.device.ordinal
+        layer, z = (z, 0) if layout.layers else (0, z)
+        if layout.has_tail and level >= layout.tail_first:
+            pitch = layout.extent_of(level)[0] * layout.element
+            offset = layout.tail_offset(level) + box.y * pitch + box.x
+            yield (device, TAIL, layer, 0, 0, 0), 0, 0, (box.height, box.width), offset, pitch
+            return
+        columns, rows, slices = layout.tile
+        pitch = columns * layout.element
+        top, right, bottom = box.y, box.x + box.width, box.y + box.height
+        while top < bottom:
+            row = top // rows
+            below = min((row + 1) * rows, bottom)
+            left = box.x
+            while left < right:
+                column = left // pitch
+                beyond = min((column + 1) * pitch, right)
+                offset = ((z % slices) * rows + top % rows) * pitch + left % pitch
+                tile = (device, level, layer, column, row, z // slices)
+                yield tile, top - box.y, left - box.x, (below - top, beyond - left), offset, pitch
+                left = beyond
+            top = below
 
 
 @dataclass(eq=False)
@@ -121,6 +199,17 @@ class Array:
     level: int = 0
     mipmap: MipmappedArray | None = None
     handle: int = field(default_factory=new_handle)
+
+    def load(self, box: Box, z: int, rows: Bytes) -> None:
+        """Read a slice of a box. Tiles without memory read as zero."""
+        for stored, y, x, shape in self.storage.rows(self.level, z, box):
+            rows[y : y + shape[0], x : x + shape[1]] = 0 if stored is None else stored
+
+    def store(self, box: Box, z: int, rows: Bytes) -> None:
+        """Write a slice of a box; tiles without memory drop it."""
+        for stored, y, x, shape in self.storage.rows(self.level, z, box):
+            if stored is not None:
+                stored[:] = rows[y : y + shape[0], x : x + shape[1]]
 
 
 @dataclass(eq=False)
@@ -202,7 +291,7 @@ class Linear:
         return (box.depth - 1) * self.slice_pitch + (box.height - 1) * self.pitch + box.width
 
 
-class TileCopy(Operation):
+class BoxCopy(Operation):
     """Moves a box between an array and ordinary memory, some slices at a time."""
 
     def __init__(self, banks: Banks, context: Context, array: Array, box: Box, linear: Linear, into: bool) -> None:
@@ -226,7 +315,7 @@ class TileCopy(Operation):
             stop = self._done = box.depth
         for z in range(self._done, stop):
             rows = _rows(linear.address + z * linear.slice_pitch, linear.pitch, (box.height, box.width))
-            self._move(rows, box.z + z)
+            (self._array.store if self._into else self._array.load)(box, box.z + z, rows)
         self._done = stop
         if self._done < box.depth:
             return False
@@ -237,45 +326,27 @@ class TileCopy(Operation):
         first = self._linear.address
         return self._simulated and first < end and start < first + self._linear.span(self._box)
 
-    def _move(self, rows: Bytes, z: int) -> None:
-        for tile, y, x, shape, offset, pitch in self._segments(z):
-            part = rows[y : y + shape[0], x : x + shape[1]]
-            backing = self._array.storage.tiles.get(tile)
-            if backing is None:
-                if not self._into:
-                    part[:] = 0
-                continue
-            memory, start = backing
-            stored = _rows(memory.window.address + start + offset, pitch, shape)
-            if self._into:
-                stored[:] = part
-            else:
-                part[:] = stored
 
-    def _segments(self, z: int) -> Iterator[tuple[Tile, int, int, tuple[int, int], int, int]]:
-        """A slice of the box, tile by tile: the tile, where in the slice its part begins (row and byte), the shape
-        of the part, where in the tile it begins, and the tile's pitch.
-        """
-        box, layout, level = self._box, self._array.storage.layout, self._array.level
-        device = self._context.device.ordinal
-        layer, z = (z, 0) if layout.layers else (0, z)
-        if layout.has_tail and level >= layout.tail_first:
-            pitch = layout.extent_of(level)[0] * layout.element
-            offset = layout.tail_offset(level) + box.y * pitch + box.x
-            yield (device, TAIL, layer, 0, 0, 0), 0, 0, (box.height, box.width), offset, pitch
-            return
-        columns, rows, slices = layout.tile
-        pitch = columns * layout.element
-        top, right, bottom = box.y, box.x + box.width, box.y + box.height
-        while top < bottom:
-            row = top // rows
-            below = min((row + 1) * rows, bottom)
-            left = box.x
-            while left < right:
-                column = left // pitch
-                beyond = min((column + 1) * pitch, right)
-                offset = ((z % slices) * rows + top % rows) * pitch + left % pitch
-                tile = (device, level, layer, column, row, z // slices)
-                yield tile, top - box.y, left - box.x, (below - top, beyond - left), offset, pitch
-                left = beyond
-            top = below
+class ArrayCopy(Operation):
+    """Moves a box between two arrays, some slices at a time."""
+
+    def __init__(self, target: Array, source: Array, to: Box, of: Box) -> None:
+        self._target = target
+        self._source = source
+        self._to = to
+        self._of = of
+        self._done = 0
+        self.heavy: bool = of.width * of.height * of.depth > STEP
+        for array in (target, source):
+            array.storage.queued += 1
+
+    def step(self) -> bool:
+        rows: Bytes = np.empty((self._of.height, self._of.width), np.uint8)
+        self._source.load(self._of, self._of.z + self._done, rows)
+        self._target.store(self._to, self._to.z + self._done, rows)
+        self._done += 1
+        if self._done < self._of.depth:
+            return False
+        for array in (self._target, self._source):
+            array.storage.queued -= 1
+        return True

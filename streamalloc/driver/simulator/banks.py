@@ -93,6 +93,7 @@ class Space(Arena):
         capacity: int,
         ranks: dict[int, int] | None = None,
         of_node: bool = False,
+        on_host: bool = False,
     ) -> None:
         self.line: Line = Line(round_up(capacity, CHUNK), CHUNK, ranks)
         self.bank = bank
@@ -100,7 +101,7 @@ class Space(Arena):
         self._arenas = banks.arenas
         # reserved at creation, so that no other range takes these addresses (observed on H200: test_pool_creation)
         with operating_system(only_memory=True):
-            super().__init__(name, self.line.capacity, CHUNK, on_host=bank is banks.host, low=True)
+            super().__init__(name, self.line.capacity, CHUNK, on_host=on_host, low=True)
         self._arenas.add(self.reservation)
 
     def back(self, chunks: list[int]) -> None:

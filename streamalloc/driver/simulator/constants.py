@@ -36,8 +36,6 @@ CHUNK = 32 << 20
 BLOCK = 2 << 20
 """Bytes; cuMemAlloc takes blocks of this size, which smaller allocations share (observed on H200: test_plain_memory).
 """
-GRANULARITY = 2 << 20
-"""Bytes; granularity of physical memory, reservations and mappings (observed on H200: test_physical_memory)."""
 TILE_SIZE = 64 << 10
 """Bytes of a tile of a sparse array."""
 STEP = 4 << 20

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import fields
 from typing import Any
 
 from streamalloc.driver.bindings import cuda
@@ -11,6 +12,7 @@ from .calls.arrays import ArrayCalls
 from .calls.contexts import ContextCalls
 from .calls.devices import DeviceCalls
 from .calls.graphs import GraphCalls
+from .calls.managed import ManagedCalls
 from .calls.memory import MemoryCalls
 from .calls.multicast import MulticastCalls
 from .calls.pools import PoolCalls
@@ -27,6 +29,7 @@ class SimulatedDriver(
     ContextCalls,
     StreamCalls,
     MemoryCalls,
+    ManagedCalls,
     GraphCalls,
     ArrayCalls,
     MulticastCalls,
@@ -49,9 +52,14 @@ class SimulatedDriver(
         weakref.finalize(self, machine.close).atexit = False
 
     @property
-    def machine_name(self) -> str:
-        """Value of STREAMALLOC_MACHINE with which another process simulates the same machine."""
-        return self._machine.identity
+    def settings(self) -> str:
+        """Value of STREAMALLOC_DRIVER with which another process makes the same machine."""
+        spec = self._machine.spec
+        changed = [one for one in fields(spec) if getattr(spec, one.name) != one.default]
+        pairs = ((one.name.removesuffix("_name"), getattr(spec, one.name)) for one in changed)
+        return ":".join(
+            filter(None, ("simulated", ",".join(f"{name}={int(v) if v in (True, False) else v}" for name, v in pairs)))
+        )
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(cuda, name)

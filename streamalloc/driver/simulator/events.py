@@ -39,7 +39,7 @@ class EventTable:
         self.fd = fd
         self.taken: int = 0
         memory = mmap.mmap(fd, TABLE_BYTES)
-        self.words = memoryview(memory).cast("Q")
+        self.words: memoryview = memoryview(memory).cast("Q")
         self.close: Callable[[], object]
         self.close = finalizer = weakref.finalize(self, _close, self.words, memory, fd)
         finalizer.atexit = False

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from .constants import NOWHERE, Place
 
-_NAME = re.compile(r"/memfd:streamalloc:(\w+):([0-9a-f]{16}):([0-9a-f]{16}):(\d+)\.(\d+)\.(\d+) \(deleted\)")
+_NAME = re.compile(r"/memfd:streamalloc:(\w+):([0-9a-f]{24}):([0-9a-f]{16}):(\d+)\.(\d+)\.(\d+) \(deleted\)")
 
 
 class Label(NamedTuple):
@@ -20,12 +20,17 @@ class Label(NamedTuple):
 
     kind: str
     machine: str
-    """The same for all processes that simulate the same machine."""
+    """The same for all processes that simulate the same machine: 16 digits of the domain, 8 of the host."""
     serial: str
     """Random number, unique for the files of this machine object."""
     place: Place
     compression: int = 0
     """Compression type of memory; an importer reads it."""
+
+    @property
+    def domain(self) -> str:
+        """The same for all hosts of an IMEX domain."""
+        return self.machine[:16]
 
     def __str__(self) -> str:
         return f"{self.kind}:{self.machine}:{self.serial}:{self.place.type}.{self.place.id}.{self.compression}"
@@ -108,10 +113,12 @@ def is_locked(fd: int, first: int, count: int = 1) -> bool:
 
 
 class Names:
-    """Makes the labels of a machine's files."""
+    """Makes the labels of a machine's files. ``host`` is the machine's name in its IMEX domain; "": it is alone."""
 
-    def __init__(self, identity: str) -> None:
-        self.machine: str = hashlib.sha256(identity.encode()).hexdigest()[:16]
+    def __init__(self, identity: str, host: str = "") -> None:
+        self.domain: str = hashlib.sha256(identity.encode()).hexdigest()[:16]
+        self.host: int = int(hashlib.sha256(host.encode()).hexdigest()[:8], 16) if host else 0
+        self.machine: str = f"{self.domain}{self.host:08x}"
         self.owner: int = int.from_bytes(os.urandom(8), "little")
         """Random number of this machine object, part of its 64-byte handles."""
 
@@ -122,6 +129,10 @@ class Names:
     def own(self, kind: str, place: Place = NOWHERE) -> Label:
         """The label of a file with device memory or events, which others find by process and descriptor."""
         return Label(kind, self.machine, f"{self.owner:016x}", place)
+
+    def number(self, ordinal: int) -> int:
+        """The number of a device of this machine, unique in the domain."""
+        return self.host << 32 | ordinal
 
     def is_own(self, process: int, owner: int) -> bool:
         return owner == self.owner and process == os.getpid()

@@ -41,6 +41,8 @@ class Node:
     enter: Callable[[Stream], object] | None = None
     values: Values | None = None
     """The parameters it was made with."""
+    attributes: dict[int, bytes] = field(default_factory=dict)
+    """Attributes of a kernel node that were set, by number."""
     enabled: bool = True
     """A launch runs the node."""
     child: Graph | None = None

@@ -18,8 +18,6 @@ from .errors import Fault, operating_system
 from .memory import Bank, Physical, Reservation
 
 _REGION = 32 << 20
-_LEFT_BY_CONTEXT = (24 << 20, BLOCK)
-"""Bytes that the context leaves free in the regions of its own memory."""
 
 
 class Pieces:
@@ -77,7 +75,7 @@ class Pieces:
 class Regions:
     """Addresses of the memory of cuMemAlloc of a device, and of the pinned memory that its contexts allocate."""
 
-    def __init__(self, banks: Banks, size: int) -> None:
+    def __init__(self, banks: Banks, size: int, left_by_context: tuple[int, ...]) -> None:
         self._banks = banks
         self.size: int = round_up(2 * size, _REGION) + 8 * _REGION  # with room for holes
         self._addresses = Pieces()
@@ -85,7 +83,7 @@ class Regions:
         self._addresses.add(0, self.size)
         self._regions: list[tuple[Block, Pieces]] = []
         """The newest last."""
-        for left in _LEFT_BY_CONTEXT:
+        for left in left_by_context:
             self._new_region(_REGION).take(_REGION - left)
 
     @functools.cached_property

@@ -10,8 +10,8 @@ import threading
 import weakref
 from collections.abc import Callable
 
-from . import call_lock
-from .allocations import Allocation, Allocations, DeviceMemory, HostMemory, OpenedMemory
+from . import call_lock, usage
+from .allocations import Allocation, Allocations, DeviceMemory, HostMemory, ManagedMemory, OpenedMemory
 from .arrays import Arrays
 from .banks import Banks
 from .constants import LEGACY_STREAM, PER_THREAD_STREAM, device_place
@@ -22,12 +22,15 @@ from .files import Names
 from .graph_memory import DeviceGraphMemory
 from .graphs import Graphs
 from .heap import Heap, Regions
+from .kernels.modules import Modules
+from .managed import Managed
 from .memory import Bank
 from .multicast import Multicast
 from .pool import Pools
-from .profiles import MachineSpec, Profile
+from .profiles import Link, MachineSpec, Profile
 from .sharing import Sharing
 from .timeline import Clock, Stream, Timeline, merge
+from .usage import Usage
 from .virtual import VirtualMemory
 
 
@@ -38,7 +41,8 @@ class Machine:
         self.spec: MachineSpec = spec
         self.profile: Profile = spec.profile
         self.identity: str = spec.identity
-        self.fabric: bool | None = spec.fabric
+        has_channel = bool(self.profile.imex_channel) or None
+        self.fabric: bool | None = has_channel if spec.fabric is None else spec.fabric
         self.ready: bool = False
         self.forked: bool = False
         self.cut_call: str | None = None
@@ -52,24 +56,36 @@ class Machine:
         """Memory of cuMemAlloc that was freed in a stream. It stays allocated until the host synchronises with the free
         (observed on H200: test_plain_memory).
         """
-        self.thread = threading.local()
+        self.thread: threading.local = threading.local()
         """``caller``: the :class:`Caller` of the thread, from its first call on."""
         self._context_numbers = itertools.count(1)
-        names, timeline = Names(spec.identity), self.timeline
+        names, timeline = Names(spec.identity, spec.host_name), self.timeline
         host = Bank(self.profile.host_memory, addresses=self.profile.host_pool_addresses)
-        banks = self.banks = Banks(host, [self._bank() for _ in range(spec.devices)])
+        banks = Banks(host, [self._bank() for _ in range(spec.devices)])
+        self.banks: Banks = banks
         self.devices: list[Device] = [self._device(names, *numbered) for numbered in enumerate(banks.devices)]
         for device in self.devices:
             device.primary = self.create_context(device, primary=True)
         self.allocations: Allocations = Allocations()
+        self.usage: Usage | None = None
+        if spec.given_name:
+            self.usage = Usage(names)
+            host.share(self.usage, usage.HOST)
+            for number, bank in enumerate(banks.devices[: usage.HOST]):
+                bank.share(self.usage, number)
         banks.arenas.on_add = self.allocations.forget_registered
+        self.managed: Managed = Managed(banks, self.allocations)
         self.arrays: Arrays = Arrays()
-        self.pools: Pools = Pools(names, banks, timeline)
+        poolless = frozenset(one.ordinal for one in self.devices if not one.attributes.get("MEMORY_POOLS_SUPPORTED"))
+        self.pools: Pools = Pools(names, banks, timeline, poolless)
         self.graphs: Graphs = Graphs(self.devices)
-        self.virtual: VirtualMemory = VirtualMemory(names, banks, self.allocations, timeline)
+        self.modules: Modules = Modules(spec.kernels == "ignore")
+        self.virtual: VirtualMemory = VirtualMemory(names, banks, self.allocations, timeline, self.profile.page)
         self.sharing: Sharing = Sharing(names, banks, self.allocations, timeline, self.devices)
+        of_teams = self.profile.granularity("MULTICAST")
         self.multicast: Multicast = Multicast(
-            names, self.allocations, timeline, self.virtual, spec.multicast_slots, spec.patience
+            *(names, self.allocations, timeline, self.virtual),
+            *(spec.multicast_slots, spec.patience, of_teams.minimum if of_teams else self.profile.page),
         )
         _machines.add(self)
 
@@ -78,15 +94,17 @@ class Machine:
         return Bank(self.profile.total_memory, self.profile.context_overhead) if memory is None else Bank(memory)
 
     def _device(self, names: Names, ordinal: int, bank: Bank) -> Device:
-        attributes = dict(self.profile.attributes)
+        attributes = self.profile.device_attributes(ordinal)
         wanted = self.spec.multicast  # by default as on hardware, where it needs two devices
-        attributes["MULTICAST_SUPPORTED"] = int(self.spec.devices > 1 if wanted is None else wanted)
+        if wanted is None:
+            wanted = self.spec.devices > 1 and bool(attributes.get("MULTICAST_SUPPORTED"))
+        attributes["MULTICAST_SUPPORTED"] = int(wanted)
         if self.fabric is not None:
             attributes["HANDLE_TYPE_FABRIC_SUPPORTED"] = int(self.fabric)
-        attributes["PCI_DEVICE_ID"] += ordinal
-        digest = hashlib.sha256(f"{self.identity}/{ordinal}".encode()).digest()[:16]
+        host = f"/{self.spec.host_name}" if self.spec.host_name else ""
+        digest = hashlib.sha256(f"{self.identity}{host}/{ordinal}".encode()).digest()[:16]
         banks = self.banks
-        regions = Regions(banks, bank.total + banks.host.total)
+        regions = Regions(banks, bank.total + banks.host.total, self.profile.context_free)
         heap = Heap(str(names.own("heap", device_place(ordinal))), banks, bank, regions)
         pinned = Heap("pinned", banks, banks.host, regions)
         graphs = DeviceGraphMemory(banks, bank)
@@ -107,12 +125,15 @@ class Machine:
 
     def _release(self) -> None:
         self.pools.close()
+        self.managed.close()
         for device in self.devices:
             device.close()
         self.multicast.close()
         self.virtual.close()
         self.sharing.close()
         self.banks.close()
+        if self.usage is not None:
+            self.usage.close()
 
     def cut_short(self, call: str, error: BaseException) -> None:
         """Refuse further calls if a signal handler, not the call, raised ``error``: the state may be half changed."""
@@ -139,13 +160,13 @@ class Machine:
         return context
 
     def close_context(self, context: Context) -> None:
-        """Destroy a context with its streams, events and memory of cuMemAlloc."""
+        """Destroy a context with its streams, events, modules and memory of cuMemAlloc."""
         for stream in list(context.streams.values()):
             self.destroy_stream(stream)
         for event in [event for event in self.events.values() if event.context is context]:
             del self.events[event.handle]
         for allocation in [one for one in self.allocations.at.values() if one.context is context]:
-            if isinstance(allocation, (DeviceMemory, HostMemory)):
+            if isinstance(allocation, (DeviceMemory, HostMemory, ManagedMemory)):
                 self.discard(allocation)
             elif isinstance(allocation, OpenedMemory):
                 self.sharing.forget_memory(allocation)
@@ -154,6 +175,7 @@ class Machine:
             context.device.heap.free(context.graph_block)
             context.graph_block = None
         self.arrays.forget(context)
+        self.modules.forget(context, self.allocations)
         context.end()
 
     def current_or_none(self) -> Context | None:
@@ -167,6 +189,22 @@ class Machine:
             raise Fault(Result.CUDA_ERROR_CONTEXT_IS_DESTROYED)
         context.check()
         return context
+
+    # -- what the devices can do -----------------------------------------------------------------------------
+
+    def link(self, source: int, target: int) -> Link:
+        """The link of a device to another one's memory."""
+        found = self.profile.link(source, target)
+        return need(found, f"the link of devices {source} and {target}, which this profile does not have")
+
+    def has_access(self, source: int, target: int) -> bool:
+        """Whether a device can have access to the memory of another, or of its own."""
+        return source == target or self.link(source, target).access
+
+    def supports(self, name: str, device: int | None = None) -> bool:
+        """Whether a device, or all devices, have an attribute that is not 0."""
+        devices = self.devices if device is None else [self.devices[device]]
+        return all(one.attributes.get(name) for one in devices)
 
     # -- streams ---------------------------------------------------------------------------------------------
 
@@ -228,7 +266,10 @@ class Machine:
                 self.discard(allocation)
 
     def discard(self, allocation: Allocation) -> None:
-        """Release memory of cuMemAlloc, or pinned memory, at once."""
+        """Release memory of cuMemAlloc, pinned or managed memory at once."""
+        if isinstance(allocation, ManagedMemory):
+            self.managed.free(allocation)
+            return
         self.allocations.remove(allocation)
         if isinstance(allocation, (DeviceMemory, HostMemory)) and allocation.block is not None:
             assert allocation.context is not None

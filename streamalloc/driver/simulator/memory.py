@@ -456,6 +456,14 @@ class Arena:
             self.physical.close()
 
 
+class Usage(Protocol):
+    """What all processes of a machine use (:mod:`.usage`)."""
+
+    def put(self, bank: int, used: int) -> None: ...
+
+    def others(self, bank: int) -> int: ...
+
+
 class Bank:
     """The physical memory of one device, or of the host: how much there is and how much is taken."""
 
@@ -463,14 +471,36 @@ class Bank:
         self.total = total
         self.addresses: int = 2 * total if addresses is None else addresses
         """Bytes of addresses of a pool without a limit."""
-        self.used: int = overhead
+        self._used = overhead
         self._given_up: list[Physical] = []
+        self._shared: tuple[Usage, int] | None = None
+
+    def share(self, usage: Usage, number: int) -> None:
+        """Count what other processes use, and have them count what is used here."""
+        self._shared = (usage, number)
+        self.used = self._used
+
+    @property
+    def used(self) -> int:
+        """Bytes that this machine object has taken."""
+        return self._used
+
+    @used.setter
+    def used(self, used: int) -> None:
+        self._used = used
+        if self._shared is not None:
+            usage, number = self._shared
+            usage.put(number, used)
 
     @property
     def free(self) -> int:
+        """Bytes that nobody has taken; processes that take memory at the same time may leave less than none."""
         if self._given_up:
             self._collect()
-        return self.total - self.used
+        if self._shared is None:
+            return self.total - self._used
+        usage, number = self._shared
+        return max(self.total - self._used - usage.others(number), 0)
 
     def give_up(self, physical: Physical) -> None:
         """Close a file, all of which was taken from here; it counts until nobody else has it."""
@@ -488,6 +518,7 @@ class Bank:
         for physical in self._given_up:
             physical.close()
         self._given_up.clear()
+        self._shared = None
 
 
 class Extent(Protocol):

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from .allocations import Allocation, Allocations
-from .constants import GRANULARITY, NOWHERE, Location, Place
-from .errors import DeadlockError, Fault, Result, check, need, need_a, not_modelled
+from .constants import NOWHERE, Location, Place
+from .errors import DeadlockError, Result, check, need, need_a, not_modelled
 from .files import Label, Names, reach
 from .memory import AddressRange, Physical, Window
 from .multicast_table import FORMED, NO_SLOT, WAITING, Binding, MulticastTable
@@ -88,7 +88,7 @@ class MulticastObject(Mappable):
 
     def check_part(self, offset: int, size: int) -> None:
         """A mapping can be smaller than the object; it always starts at offset 0 (mscclpp does so)."""
-        check(size % GRANULARITY == 0 and offset % GRANULARITY == 0 and offset + size <= self.size)
+        check(self._owner.fits(size, offset) and offset + size <= self.size)
         not_modelled(offset, "mapping a multicast object from another offset than 0")
 
     def map_at(self, found: AddressRange, start: int, size: int, offset: int) -> None:
@@ -97,9 +97,9 @@ class MulticastObject(Mappable):
     # -- bindings --------------------------------------------------------------------------------------------
 
     def bind(self, offset: int, size: int, backing: Backing) -> None:
-        device, physical = backing.device, backing.physical
-        if device is None or device not in self.table.devices:
-            raise Fault(Result.CUDA_ERROR_INVALID_DEVICE)
+        physical = backing.physical
+        device = -1 if backing.device is None else self._owner.names.number(backing.device)
+        check(device in self.table.devices, Result.CUDA_ERROR_INVALID_DEVICE)
         label = Label.of(f"/proc/self/fd/{physical.fd}")
         if label is not None:
             physical.seal()
@@ -192,7 +192,12 @@ class Multicast:
     virtual: VirtualMemory
     slots: int
     patience: float
+    granularity: int
     objects: set[MulticastObject] = field(default_factory=set)
+
+    def fits(self, *sizes: int) -> bool:
+        """Whether sizes, offsets and addresses are multiples of the granularity."""
+        return not any(size % self.granularity for size in sizes)
 
     @property
     def has_slot(self) -> bool:
@@ -239,7 +244,8 @@ class Multicast:
         if table.state != WAITING:
             return
         added = table.devices
-        names = f"{len(added)} of {table.device_count} devices were added ({', '.join(map(str, added)) or 'none'})"
+        ordinals = ", ".join(str(number % (1 << 32)) for number in added)
+        names = f"{len(added)} of {table.device_count} devices were added ({ordinals or 'none'})"
         if self._may_come(table):
             why = f"nobody has added the others within {self.patience:g} s"
         else:

@@ -43,7 +43,7 @@ class Mappable:
         made. Until then it is the one that gets access first, as long as it has: nothing else can be mapped or get
         access meanwhile (observed on H200: test_mappings).
         """
-        self.leads_by_access = False
+        self.leads_by_access: bool = False
 
     def lead(self, mapping: Mapping, by_access: bool) -> None:
         """A mapping is made, or gets access."""

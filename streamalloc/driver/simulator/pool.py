@@ -47,10 +47,11 @@ class Accessible:
 
     device: int | None
     access: dict[int, int]
+    managed: bool
 
     def accessible(self, device: int) -> bool:
         """Whether work of ``device`` may touch this memory."""
-        return device == self.device or self.access.get(device, 0) == READ_WRITE
+        return device == self.device or self.access.get(device, 0) == READ_WRITE or self.managed
 
 
 @dataclass(eq=False)
@@ -89,7 +90,8 @@ class Pool(Accessible):
         few = self.device is None or len(banks.devices) == 1
         capacity = 2 * self.max_size if few and self.max_size else bank.addresses
         of_node = self.place.type == Location.HOST_NUMA
-        self.space: Space = Space(str(self.label), banks, bank, capacity, self._timeline.ranks, of_node)
+        kind = (of_node, self.managed or self.device is None)
+        self.space: Space = Space(str(self.label), banks, bank, capacity, self._timeline.ranks, *kind)
         self.line: Line = self.space.line
         banks.pools[self.handle] = self.space
 
@@ -251,7 +253,7 @@ class Pool(Accessible):
         """Whether any device was given access; ungranted host memory is to the driver like any other host
         memory.
         """
-        return READ_WRITE in self.access.values()
+        return self.managed or READ_WRITE in self.access.values()
 
 
 class ImportedPool(Accessible):
@@ -316,6 +318,8 @@ class Pools:
     names: Names
     banks: Banks
     timeline: Timeline
+    poolless: frozenset[int] = frozenset()
+    """Devices without MEMORY_POOLS_SUPPORTED."""
     pools: dict[int, Pool] = field(default_factory=dict)
     current: dict[tuple[int, int, int], Pool] = field(default_factory=dict)
     to_release: bool = False
@@ -324,9 +328,13 @@ class Pools:
     """
     _defaults: dict[tuple[int, int, int], Pool] = field(default_factory=dict)
 
-    def create(self, *description: Any, **more: Any) -> Pool:
-        """Create a pool with the fields of :class:`Pool`."""
-        pool = Pool(self, *description, **more)
+    def create(self, place: Place, *description: Any, **more: Any) -> Pool:
+        """Create a pool with the fields of :class:`Pool`. The code of a refusal is that of devices without pools
+        (openvdb#2255, rapidsai/cuvs#2528).
+        """
+        able = not self.poolless if place.device is None else place.device not in self.poolless
+        check(able, Result.CUDA_ERROR_NOT_SUPPORTED)
+        pool = Pool(self, place, *description, **more)
         self.pools[pool.handle] = pool
         return pool
 

@@ -1,67 +1,407 @@
-"""Description of a simulated machine, and a profile for each GPU model, read from a real one."""
+"""Profiles of machines: what was read from a real one, as JSON, and the description of a simulated machine.
+
+A profile is a file that ``streamalloc profile`` writes. A field that it leaves out is that of its ``base``, a profile
+of the package, so that what could not be read stays as on one machine that was read. ``h200.json`` has every field.
+"""
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from .constants import ALIGNMENT, BLOCK, CHUNK
+from .reading import BASE, FORMAT, HANDLE_TYPES, VERSION
+
+_MOST_BYTES = 1 << 18
+"""Bytes of a file; one of eight devices has 30 KiB."""
+_KiB, _GiB, _TiB = 1 << 10, 1 << 30, 1 << 40
 
 
 class Limit(NamedTuple):
-    """A context limit: default, minimum and maximum."""
+    """A context limit: default, minimum, maximum and step. A minimum of None: the range was not read."""
 
     default: int
-    least: int
-    most: int
-    step: int
+    least: int | None = None
+    most: int = 0
+    step: int = 1
+
+
+class Granularity(NamedTuple):
+    """Bytes: sizes and addresses are multiples of ``minimum``."""
+
+    minimum: int
+    recommended: int
+
+
+@dataclass(frozen=True)
+class Link:
+    """Access of one device to the memory of another."""
+
+    access: bool
+    attributes: Mapping[str, int | None]
+    """By enum name without CU_DEVICE_P2P_ATTRIBUTE_."""
 
 
 @dataclass(frozen=True)
 class Profile:
-    """A kind of device and the host it sits in."""
+    """A kind of device and the host it sits in. In the mappings by name, the driver does not know what is None."""
 
+    source: str
+    """Machine that was read."""
     name: str
+    driver_version: int
     total_memory: int
     context_overhead: int
     """Bytes of the device's memory that the driver keeps for itself."""
+    context_free: tuple[int, ...]
+    """Bytes that the context leaves free in the regions of addresses of its own memory, by region."""
     host_memory: int
     host_pool_addresses: int
     """Bytes of addresses that a pool of the host without a limit has. It is another number from day to day; 9 to 60 GiB
     were seen.
     """
     numa_nodes: int
-    driver_version: int
+    imex_channel: int
+    """Whether there is one that the user may open: without it fabric handles are not permitted."""
     context_api_version: int
     context_flags: int
     stream_priorities: tuple[int, int]
     """Least and greatest."""
-    multicast_granularity: int
-    """The recommended one; the smallest is 2 MiB everywhere."""
-    attributes: Mapping[str, int] = field(repr=False)
-    """Device attributes by enum name without CU_DEVICE_ATTRIBUTE_. A query of another one is CUDA_ERROR_INVALID_VALUE.
-    """
-    limits: Mapping[str, Limit] = field(repr=False)
+    pitch: int
+    """Bytes; rows of cuMemAllocPitch are multiples."""
+    pool_chunk: int
+    """Bytes; pools grow by multiples. This and the next two are the same on all machines that were read."""
+    pool_alignment: int
+    plain_block: int
+    """Bytes; small allocations of cuMemAlloc share blocks of this size."""
+    granularities: Mapping[str, Mapping[str, Granularity | None]] = field(repr=False)
+    """By location type (DEVICE, HOST, HOST_NUMA) or MULTICAST, then by handle type."""
+    attributes: Mapping[str, int | None] = field(repr=False)
+    """Device attributes by enum name without CU_DEVICE_ATTRIBUTE_."""
+    limits: Mapping[str, Limit | None] = field(repr=False)
     """Limits of contexts by enum name without CU_LIMIT_; those that are not here are not supported."""
-    peer_attributes: Mapping[str, int] = field(repr=False)
-    """The same between two devices, by enum name without CU_DEVICE_P2P_ATTRIBUTE_."""
-    error_strings: Mapping[str, str] = field(repr=False)
+    devices: tuple[Mapping[str, int | None], ...] = field(repr=False)
+    """For each device that was read, the attributes that it has otherwise."""
+    links: Mapping[tuple[int, int], Link] = field(repr=False)
+    """By the device that has access and the one whose memory it is."""
+    error_strings: Mapping[str, str | None] = field(repr=False)
     """Answers of cuGetErrorString, by enum name, that are not the name in lower case."""
+    identity: str = ""
+    """Built-in name, or digest of the file: the same for processes that simulate the same machine."""
+
+    def granularity(self, place: str = "DEVICE", handle_types: int = 0) -> Granularity | None:
+        """The granularity of memory that can be shared in all of these ways; None where the driver refuses."""
+        table = self.granularities[place]
+        kinds = [name for name, bit in HANDLE_TYPES.items() if handle_types & bit]
+        found = [table.get(name) for name in kinds or ["NONE"]]
+        known = [one for one in found if one is not None]
+        return Granularity(*map(max, zip(*known, strict=True))) if len(known) == len(found) else None
+
+    @functools.cached_property
+    def page(self) -> int:
+        """Bytes; address ranges and mappings are multiples of the least granularity of device memory."""
+        return min((one.minimum for one in self.granularities["DEVICE"].values() if one), default=BLOCK)
+
+    def device_attributes(self, ordinal: int) -> dict[str, int]:
+        """The attributes of a device that its driver knows."""
+        read = self.devices[min(ordinal, len(self.devices) - 1)]
+        found = {name: number for name, number in {**self.attributes, **read}.items() if number is not None}
+        found["PCI_DEVICE_ID"] += max(ordinal - len(self.devices) + 1, 0)
+        return found
+
+    def link(self, source: int, target: int) -> Link | None:
+        """The link between two devices. Devices beyond those that were read have the same link as all others; None
+        where these differ.
+        """
+        found = self.links.get((source, target))
+        others = list(self.links.values())
+        same = others and all(one == others[0] for one in others)
+        return found or (others[0] if same else None)
 
 
-def _read(name: str) -> Profile:
-    """A profile from its file."""
-    data = json.loads(Path(__file__).with_name(f"{name}.json").read_text())
-    limits = {limit: Limit(*numbers) for limit, numbers in data["limits"].items()}
-    return Profile(**{**data, "stream_priorities": tuple(data["stream_priorities"]), "limits": limits})
+# -- reading a file ------------------------------------------------------------------------------------------
 
 
-# Read from an H200 with driver 580.159 (CUDA 13.0), except the multicast granularity: 512 MiB is what H100s told users
-# (microsoft/mscclpp, DefaultNvlsBufferSize), and the page size in NVIDIA's kernel module. That 2 MiB will do is known
-# from NCCL, which binds as little (NVIDIA/nccl#2077).
-PROFILES: Mapping[str, Profile] = {"h200": _read("h200")}
+class ProfileError(ValueError):
+    """A profile that cannot be used; the message names the file and the field."""
+
+
+Check = Callable[[str, Any], Any]
+"""Returns the value of a field; raises :class:`ProfileError` with the field's name for one that is none."""
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) < 60 else f"{text[:56]} ..."
+
+
+def _whole(least: int, most: int) -> Check:
+    def check(at: str, value: Any) -> int:
+        if type(value) is not int or not least <= value <= most:
+            raise ProfileError(f"{at} must be a whole number from {least} to {most}, got {_shown(value)}")
+        return value
+
+    return check
+
+
+def _exactly(only: int) -> Check:
+    def check(at: str, value: Any) -> int:
+        if type(value) is not int or value != only:
+            raise ProfileError(f"{at} must be {only}, the only one that is simulated, got {_shown(value)}")
+        return value
+
+    return check
+
+
+def _text(at: str, value: Any) -> str:
+    if not isinstance(value, str) or not 0 < len(value) < 256 or not (value.isascii() and value.isprintable()):
+        raise ProfileError(f"{at} must be a line of 1 to 255 ASCII characters, got {_shown(value)}")
+    return value
+
+
+def _list(one: Check, least: int = 0, most: int = 64) -> Check:
+    def check(at: str, value: Any) -> tuple[Any, ...]:
+        if not isinstance(value, list) or not least <= len(value) <= most:
+            raise ProfileError(f"{at} must be a list of {least} to {most} entries, got {_shown(value)}")
+        return tuple(one(f"{at}[{number}]", item) for number, item in enumerate(value))
+
+    return check
+
+
+def _table(one: Check) -> Check:
+    """A mapping by names of the driver; null stands for something that this driver does not know."""
+
+    def check(at: str, value: Any) -> dict[str, Any]:
+        if not isinstance(value, dict) or len(value) > 1024:
+            raise ProfileError(f"{at} must be an object of up to 1024 entries, got {_shown(value)}")
+        for name in value:
+            if not re.fullmatch(r"[A-Z0-9_]{1,64}", name):
+                raise ProfileError(f"{at} has the key {_shown(name)}, which is no name of the driver")
+        return {name: None if item is None else one(f"{at}.{name}", item) for name, item in value.items()}
+
+    return check
+
+
+def _object(**parts: Check) -> Check:
+    def check(at: str, value: Any) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise ProfileError(f"{at} must be an object, got {_shown(value)}")
+        for name in value:
+            if name not in parts:
+                raise ProfileError(f"{at} has the field {_shown(name)}; known are {', '.join(parts)}")
+        for name in parts:
+            if name not in value:
+                raise ProfileError(f"{at}.{name} is missing")
+        return {name: part(f"{at}.{name}", value[name]) for name, part in parts.items()}
+
+    return check
+
+
+def _priorities(at: str, value: Any) -> tuple[int, int]:
+    least, greatest = _list(_whole(-1000, 1000), 2, 2)(at, value)
+    if least < greatest:
+        raise ProfileError(f"{at} must be the least and the greatest, which is the smaller number, got {value}")
+    return least, greatest
+
+
+def _granularity(at: str, value: Any) -> Granularity:
+    found = Granularity(*_list(_whole(4 * _KiB, _GiB), 2, 2)(at, value))
+    if any(size & (size - 1) for size in found) or found.minimum > found.recommended:
+        raise ProfileError(f"{at} must be two powers of two, the minimum and the recommended one, got {value}")
+    return found
+
+
+def _limit(at: str, value: Any) -> Limit:
+    if isinstance(value, list) and len(value) == 1:
+        return Limit(_int64(f"{at}[0]", value[0]))
+    found = Limit(*_list(_int64, 4, 4)(at, value))
+    assert found.least is not None
+    if not found.least <= found.default <= found.most or not found.step:
+        raise ProfileError(f"{at} must be the default, minimum, maximum and step, got {value}")
+    return found
+
+
+def _links(at: str, value: Any) -> dict[tuple[int, int], Link]:
+    found = {}
+    for one in _list(_LINK, 0, 64 * 63)(at, value):
+        pair = (one["from"], one["to"])
+        if pair[0] == pair[1] or pair in found:
+            raise ProfileError(f"{at} has a link from device {pair[0]} to itself, or twice to device {pair[1]}")
+        found[pair] = Link(bool(one["access"]), one["attributes"])
+    return found
+
+
+_int32, _int64 = _whole(-(1 << 31), (1 << 31) - 1), _whole(0, (1 << 63) - 1)
+_numbers = _table(_int32)
+_LINK = _object(**{"from": _whole(0, 63), "to": _whole(0, 63), "access": _whole(0, 1), "attributes": _numbers})
+_FIELDS: dict[str, Check] = {
+    "source": _text,
+    "name": _text,
+    "driver_version": _whole(11000, 99990),
+    "total_memory": _whole(_GiB, 4 * _TiB),
+    "context_overhead": _whole(0, 64 * _GiB),
+    "context_free": _list(_whole(0, 32 << 20), 0, 4),
+    "host_memory": _whole(_GiB, 16 * _TiB),
+    "host_pool_addresses": _whole(CHUNK, 16 * _TiB),
+    "numa_nodes": _whole(1, 64),
+    "imex_channel": _whole(0, 1),
+    "context_api_version": _whole(0, 99999),
+    "context_flags": _whole(0, 255),
+    "stream_priorities": _priorities,
+    "pitch": _whole(1, 1 << 20),
+    "pool_chunk": _exactly(CHUNK),
+    "pool_alignment": _exactly(ALIGNMENT),
+    "plain_block": _exactly(BLOCK),
+    "granularities": _table(_table(_granularity)),
+    "attributes": _numbers,
+    "limits": _table(_limit),
+    "devices": _list(_numbers, 1),
+    "links": _links,
+    "error_strings": _table(_text),
+}
+_MERGED = ("granularities", "attributes", "limits", "error_strings")
+"""Tables that replace single entries of the base's."""
+_NEEDED = {
+    "granularities": ("DEVICE", "HOST", "HOST_NUMA", "MULTICAST"),
+    "attributes": (
+        *("COMPUTE_CAPABILITY_MAJOR", "COMPUTE_CAPABILITY_MINOR", "MULTIPROCESSOR_COUNT"),
+        *("MAX_THREADS_PER_MULTIPROCESSOR", "MAX_THREADS_PER_BLOCK", "MAX_SHARED_MEMORY_PER_BLOCK"),
+        *("TOTAL_CONSTANT_MEMORY", "WARP_SIZE", "MAX_PITCH", "MAX_REGISTERS_PER_BLOCK", "CLOCK_RATE"),
+        *("TEXTURE_ALIGNMENT", "PCI_DOMAIN_ID", "PCI_BUS_ID", "PCI_DEVICE_ID"),
+        *(f"MAX_{kind}_DIM_{axis}" for kind in ("BLOCK", "GRID") for axis in "XYZ"),
+    ),
+}
+"""Entries of tables that a machine cannot be made without. Attributes of them are not negative."""
+
+
+def _no_pair_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ProfileError(f"{next(name for name in names if names.count(name) > 1)} is there twice")
+    return found
+
+
+def _parsed(data: bytes) -> dict[str, Any]:
+    """The fields of a file, without those of its base."""
+    try:
+        found = json.loads(data, object_pairs_hook=_no_pair_twice)
+    except ProfileError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise ProfileError(f"it is no JSON: {error}") from None
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise ProfileError(f"format must be {FORMAT!r}: `streamalloc profile -o FILE` makes such a file")
+    if type(found.get("version")) is not int or found["version"] != VERSION:
+        raise ProfileError(f"version must be {VERSION}, got {_shown(found.get('version'))}")
+    unknown = [name for name in found if name not in (*_FIELDS, "format", "version", "base")]
+    if unknown:
+        raise ProfileError(f"{_shown(unknown[0])} is no field of version {VERSION}")
+    return found
+
+
+def parse(data: bytes, identity: str) -> Profile:
+    """The profile in the bytes of a file.
+
+    Raises
+    ------
+    ProfileError
+        A field is missing, unknown, or of another type or size than a machine can have; the message names it.
+    """
+    given = _parsed(data)
+    values: dict[str, Any] = {}
+    if "base" in given:
+        if given["base"] not in BUILT_IN:
+            raise ProfileError(f"base must be one of {sorted(BUILT_IN)}, got {_shown(given['base'])}")
+        base = built_in(given["base"])
+        values = {one.name: getattr(base, one.name) for one in fields(base) if one.name != "identity"}
+    for name, check in _FIELDS.items():
+        if name in given:
+            value = check(name, given[name])
+            values[name] = _merged(values[name], value) if name in _MERGED and name in values else value
+        elif name not in values:
+            raise ProfileError(f"{name} is missing, and no base is named")
+    _check_together(values)
+    return Profile(**values, identity=identity)
+
+
+def _merged(base: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """The entries of both; those of ``given`` where both have one."""
+    found = dict(base)
+    for name, one in given.items():
+        there = base.get(name)
+        if isinstance(one, dict) and isinstance(there, dict):
+            found[name] = {**there, **one}
+        elif not (isinstance(one, Limit) and there and one == Limit(there.default)):  # without a range: the base's
+            found[name] = one
+    return found
+
+
+def _check_together(values: dict[str, Any]) -> None:
+    for table, names in _NEEDED.items():
+        for name in names:
+            found = values[table].get(name)
+            if found is None or (table == "attributes" and found < 0):
+                raise ProfileError(f"{table}.{name} is needed, and {'negative' if found is not None else 'missing'}")
+    for number, device in enumerate(values["devices"]):
+        for name in _NEEDED["attributes"]:
+            if (device.get(name, 0) or 0) < 0 or device.get(name, 0) is None:
+                raise ProfileError(f"devices[{number}].{name} must not be negative or null")
+    if values["context_overhead"] >= values["total_memory"]:
+        raise ProfileError("context_overhead must be less than total_memory")
+    beyond = [pair for pair in values["links"] if max(pair) >= max(len(values["devices"]), 2)]
+    if beyond:
+        raise ProfileError(f"links has one of devices {beyond[0][0]} and {beyond[0][1]}, which devices does not have")
+
+
+BUILT_IN = ("h100", "h200")
+"""Profiles of the package: readings, except the recommended granularity of multicast objects. 512 MiB is what H100s
+told users (microsoft/mscclpp, DefaultNvlsBufferSize), and the page size in NVIDIA's kernel module. 2 MiB do:
+NCCL binds as little (NVIDIA/nccl#2077).
+"""
+
+
+@functools.cache
+def built_in(name: str) -> Profile:
+    return parse(Path(__file__).with_name(f"{name}.json").read_bytes(), name)
+
+
+def load(name: str) -> Profile:
+    """The profile of this name, or in this file.
+
+    Raises
+    ------
+    ProfileError
+        There is no such profile or file, or it cannot be used.
+    """
+    if name in BUILT_IN:
+        return built_in(name)
+    path = Path(name)
+    if path.suffix != ".json" and path.name == name:
+        raise ProfileError(f"profile must be one of {sorted(BUILT_IN)} or a .json file, got {name!r}")
+    try:
+        if not path.is_file():  # a pipe would block
+            raise ProfileError(f"profile={name!r}: there is no such file")
+        with path.open("rb") as file:
+            data = file.read(_MOST_BYTES + 1)
+    except (OSError, ValueError) as error:  # ValueError: a path with a zero
+        raise ProfileError(f"profile={name!r} cannot be read: {error}") from None
+    if len(data) > _MOST_BYTES:
+        raise ProfileError(f"profile={name!r} has more than {_MOST_BYTES} bytes")
+    try:
+        return parse(data, f"profile {hashlib.sha256(data).hexdigest()[:16]}")
+    except ProfileError as error:
+        raise ProfileError(f"profile={name!r}: {error}") from None
+
+
+# -- a machine -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -70,30 +410,40 @@ class MachineSpec:
 
     devices: int = 1
     memory: int | None = None
-    profile_name: str = "h200"
+    profile_name: str = BASE
     multicast: bool | None = None
     fabric: bool | None = None
     seed: int | None = None
     name: str | None = None
     multicast_slots: int = 128
     patience: float = 10.0
+    kernels: str = "refuse"
+    profile: Profile = field(init=False, repr=False, compare=False)
+    host: str | None = None
 
     def __post_init__(self) -> None:
         if self.devices < 1:
             raise ValueError(f"devices must be at least 1, got {self.devices}")
-        if self.profile_name not in PROFILES:
-            raise ValueError(f"profile must be one of {sorted(PROFILES)}, got {self.profile_name!r}")
+        if self.kernels not in ("refuse", "ignore"):
+            raise ValueError(f"kernels must be 'refuse' or 'ignore', got {self.kernels!r}")
         if self.memory is not None and self.memory < 1:
             raise ValueError(f"memory must be at least 1 byte, got {self.memory}")
+        object.__setattr__(self, "profile", load(os.fspath(self.profile_name)))
+
+    @functools.cached_property
+    def given_name(self) -> str:
+        """Name that the user gave; "" where there is none."""
+        return self.name or os.environ.get("STREAMALLOC_MACHINE", "")
 
     @property
-    def profile(self) -> Profile:
-        return PROFILES[self.profile_name]
+    def host_name(self) -> str:
+        """Name of the machine in its IMEX domain; "" if it is the only one."""
+        return self.host or os.environ.get("STREAMALLOC_HOST", "")
 
     @property
     def identity(self) -> str:
         """Machines of the same name, or made by the same arguments where they have none, are the same one."""
-        named = self.name or os.environ.get("STREAMALLOC_MACHINE")
-        return named or (
-            f"{self.profile_name} x{self.devices} memory={self.memory} multicast={self.multicast} fabric={self.fabric}"
+        return self.given_name or (
+            f"{self.profile.identity} x{self.devices} memory={self.memory} multicast={self.multicast} "
+            f"fabric={self.fabric}"
         )

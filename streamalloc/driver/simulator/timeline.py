@@ -53,6 +53,8 @@ class Operation:
     """Submission sends it to the device at once, not with a later operation."""
     polled = False
     """Its condition is polled, because no call announces it."""
+    runs = False
+    """It uses memory now, on a thread of its own."""
     seq = 0
     after: tuple[tuple[Stream, int], ...] = ()
     """Operations of other streams that must be done first."""
@@ -367,10 +369,13 @@ class Timeline:
         return progress
 
     def run_down(self) -> None:
-        """Release the lock and wait until each unfinished operation is held. With a seed this returns at once."""
-        if not self.seeded:
-            streams = self._busy.values
-            self.wait(lambda: not any(one.queue and self._may_run(one.queue[0]) for one in streams()))
+        """Release the lock and wait until each unfinished operation is held; with a seed, only for those that run."""
+
+        def is_down() -> bool:
+            heads = [one.queue[0] for one in self._busy.values() if one.queue]
+            return not any(one.runs or (not self.seeded and self._may_run(one)) for one in heads)
+
+        self.wait(is_down)
 
     def _advance(self, stream: Stream, heavy: bool) -> bool:
         progress = False

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 from .allocations import Allocations, MappedMemory
 from .banks import Banks
-from .constants import GRANULARITY
 from .errors import Fault, NotModelled, Result, check, need, need_a, not_modelled, operating_system
 from .files import Names
 from .memory import AddressMap, AddressRange, Bank, Physical
@@ -35,6 +34,8 @@ class VirtualMemory:
     banks: Banks
     allocations: Allocations
     timeline: Timeline
+    page: int
+    """Bytes; addresses and sizes are multiples."""
     mappings: AddressMap[Mapping] = field(default_factory=AddressMap)
     _named: dict[int, Mappable] = field(default_factory=dict)
     _released: dict[int, Mappable] = field(default_factory=dict)
@@ -104,9 +105,9 @@ class VirtualMemory:
     # -- addresses -------------------------------------------------------------------------------------------
 
     def reserve(self, size: int, alignment: int, hint: int) -> int:
-        check(size and size % GRANULARITY == 0)
+        check(size and size % self.page == 0)
         check(alignment & (alignment - 1) == 0 and alignment < 1 << 63)
-        alignment = max(alignment, GRANULARITY)
+        alignment = max(alignment, self.page)
         check(hint % alignment == 0)
         possible = max(size, hint) < _LARGEST_ADDRESS and alignment < _LARGEST_ALIGNMENT
         check(possible, Result.CUDA_ERROR_OUT_OF_MEMORY)
@@ -150,7 +151,7 @@ class VirtualMemory:
     def map(self, address: int, size: int, offset: int, memory: Mappable) -> None:
         check(address and size)
         memory.check_part(offset, size)  # before the alignment (observed on H200: test_mappings)
-        check(address % GRANULARITY == 0)
+        check(address % self.page == 0)
         end = address + size
         segments = self._segments(address, end)
         check(segments and not self.mappings.overlapping(address, end))

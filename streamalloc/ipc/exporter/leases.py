@@ -15,6 +15,7 @@ import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 from streamalloc.core.errors import ClosedError, CudaError, StillImportedError, error_from
@@ -44,6 +45,7 @@ from streamalloc.core.internal import (
 from streamalloc.core.properties import MemHandleType, MemLocationType
 from streamalloc.core.session import PerDriver, Session, session_of
 from streamalloc.driver.internal import cuda, opaque_bytes
+from streamalloc.ipc.exporter.relay import SHARED_LINGER, ExporterRelay
 from streamalloc.ipc.transport import handle_server
 from streamalloc.ipc.transport.channel import Channel
 from streamalloc.ipc.wire.control_block import SLOTS, WORD, ControlBlock, Mark, SlotWords, fence, reached
@@ -128,7 +130,7 @@ class Lease(SharedState):
         self.route: object = None
         """Keeps the pool's mark as long as descriptors of the lease are valid."""
         self._announcer: Stream | None = None
-        self.lock = threading.RLock()
+        self.lock: AbstractContextManager[bool] = threading.RLock()
         """Held during an announcement, and during the decision whether the memory can be freed."""
         self._holds: list[Callable[[], Hold | None]] = []
 
@@ -336,7 +338,7 @@ class Leases:
         self.blocks: list[ControlBlock] = []
         self.leaving: deque[Lease] = deque()
         """Released leases whose slots may not be quiet yet."""
-        self.lock = threading.RLock()
+        self.lock: AbstractContextManager[bool] = threading.RLock()
         """Held while a buffer gets its lease, and a pool its handle."""
         self.with_memory: set[Lease] = set()
         """Leases whose memory is not freed. As they are kept here, a collection that finds a buffer and its lease in
@@ -485,7 +487,7 @@ NO_FABRIC_POOLS = "fabric handles of pools are not supported: a refused export a
 
 # Handles by id, for processes that received a descriptor without them.
 _published: weakref.WeakValueDictionary[bytes, Fd] = weakref.WeakValueDictionary()
-publish = _published.update
+publish: Callable[[dict[bytes, Fd]], None] = _published.update
 """Let the handle server find these handles by their ids."""
 # Endpoint of the handle server, by process: a forked child has none.
 _endpoints: dict[int, bytes] = {}
@@ -556,6 +558,7 @@ class Exports:
         self._ids: weakref.WeakKeyDictionary[PhysicalMemory | VirtualBuffer, bytes] = weakref.WeakKeyDictionary()
         self._held: weakref.WeakValueDictionary[int, Lease] = weakref.WeakValueDictionary()
         """Leases of other libraries' allocations, by address."""
+        self._relays: dict[ControlBlock, ExporterRelay] = {}
 
     def serve(self) -> None:
         """Start the handle server of this process. Descriptors made later carry its address."""
@@ -621,6 +624,18 @@ class Exports:
         if isinstance(handle, Fd):
             return Chunk(self.id(memory), memory.nbytes), handle
         return Chunk(self.id(memory), memory.nbytes, handle), None
+
+    def relay(self, block: ControlBlock, device: Device) -> bytes:
+        """Return the fabric handle of a control block's relay; make that first if necessary, on ``device``."""
+        relay = self._relays.get(block)
+        if relay is None or relay.ended:
+            with self.leases.lock:
+                relay = self._relays.get(block)
+                if relay is None or relay.ended:
+                    with self.session.relaxed():
+                        relay = self._relays[block] = ExporterRelay(block, device)
+        relay.hurry(SHARED_LINGER)
+        return relay.handle
 
     def id(self, thing: PhysicalMemory | VirtualBuffer) -> bytes:
         """Return the id, 16 bytes, by which importers recognise memory, or a buffer that may grow."""

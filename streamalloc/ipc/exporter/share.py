@@ -204,11 +204,10 @@ def share(
     free their memory when the last reference to the array is dropped. With ``hold=True``, that waits, too.
 
     Physical memory, and ranges that map it, can also be shared by fabric handles, with processes of other machines in
-    the same IMEX domain. Fabric handles are bytes in the descriptor, so no file descriptor has to travel, and keep no
-    memory: do not close it before it was opened. Importers' streams wait for the contents by the
-    control block, which exists on this machine only. On another machine, and wherever the control block's file
-    descriptor neither comes along nor can be fetched (:func:`streamalloc.ipc.send` and :mod:`multiprocessing` see to
-    that), no stream waits: synchronise ``stream`` before the descriptor leaves.
+    the same IMEX domain. Fabric handles are bytes in the descriptor, so any transport of bytes will do, and keep no
+    memory: use ``hold=True``, or do not close it before it was opened. Importers' streams wait for the contents on
+    every machine; :mod:`streamalloc.ipc.wire.relay` says how, and what limits that has. The first such call of a
+    process allocates 2 MiB on the memory's device and starts a thread.
 
     Parameters
     ----------
@@ -223,15 +222,17 @@ def share(
     hold
         Keep what is shared while this descriptor is in transit: until the descriptor is opened, :meth:`Shared.cancel`
         is called, or the result is dropped. :func:`streamalloc.ipc.send` moves the hold to the message, which ends it
-        when it is opened, refused or dropped, or when nobody can receive it any more.
+        when it is opened, refused or dropped, or when nobody can receive it any more. A descriptor of a range with
+        fabric handles is stale if it is opened after that, unless an importer has the range open.
 
-        The free of an allocation waits. Of everything else the hold keeps a reference, and the file descriptors:
-        physical memory with one exists until it was opened, also if it is closed and unmapped here; pools, events, and
-        memory with fabric handles must not be closed. Processes of other machines cannot end the hold.
+        The free of an allocation waits. Of everything else the hold keeps a reference, and the file descriptors, or for
+        ranges with fabric handles the memory: it exists until it was opened, also if it is closed and unmapped here.
+        Pools, events, and :class:`PhysicalMemory` with a fabric handle must not be closed.
 
         After the open, an array of another library in memory of a pool or of ``cuMemAlloc`` is kept until all importers
-        have closed it and their work has ended; in memory of a pool, until they have closed all of its allocation. An
-        array in mapped memory is not: its library may reuse the memory, so keep it while others use it.
+        have closed it and their work has ended; in memory of a pool, until they have closed all of its allocation. So
+        is a range that was shared by fabric handles, or an array in it. With file descriptors, an array in mapped
+        memory is not: its library may reuse the memory, so keep it while others use it.
     handle_type
         Of physical memory and ranges: ``POSIX_FILE_DESCRIPTOR`` or ``FABRIC``. Default: file descriptors if the memory
         was made with them, else fabric handles. Pools are shared by file descriptors only.
@@ -460,13 +461,14 @@ def _describe(
     route: Route | None = None,
     leased: int = 0,
     memory: tuple[int, int] | None = None,
+    kept: Sequence[PhysicalMemory] = (),
     **fields: Any,
 ) -> Shared:
     """Make a descriptor of what is no buffer, with a slot of the control block for a stream or a hold.
 
     ``device``: the device that has the memory, or its id. ``route``: that of the pool. ``leased``: address of an
     allocation whose descriptors have one lease if held, as an importer has one import of it. ``memory``: address and
-    size, if mapped here.
+    size, if mapped here. ``kept``: handles to keep as long as the hold and the lease.
     """
     lease: Lease | None = None
     hold = Hold() if options.hold else None
@@ -478,6 +480,11 @@ def _describe(
         if hold is not None:
             lease.hold(hold, kept=False)
     if lease is not None:
+        if fields.get("handle_type") == _FABRIC:
+            assert isinstance(device, Device)
+            fields["payload"] = exports.relay(lease.block, device)
+            if hold is not None and fields["origin"] != NOWHERE:
+                fields["flags"] = fields.get("flags", 0) | Flags.LEASED
         fields |= {"slot": lease.slot, "generation": lease.generation, "ready": lease.words.last_announced}
         if stream is not None:
             fields["ready"] = lease.announce(stream)
@@ -499,7 +506,7 @@ def _describe(
     shared._again = functools.partial(share, **options._replace(hold=True)._asdict())
     if hold is not None and lease is not None:
         ordinal = device.ordinal if isinstance(device, Device) else 0
-        exports.deferred.submit(Kept(lease, ordinal, (options.thing, route, handles)))
+        exports.deferred.submit(Kept(lease, ordinal, (options.thing, route, handles, kept)))
     return shared
 
 
@@ -562,13 +569,20 @@ def _share_range(
             "grow in larger steps, or share parts of it"
         )
     fields |= {"offset": begin - mapped[0].offset, "size": size, "memory": (thing.range.address + begin, size)}
-    return _share_chunks(thing, session, [chunk.memory for chunk in mapped], ordered, options, **fields)
+    at = [thing.range.address + chunk.offset for chunk in mapped]
+    return _share_chunks(thing, session, [chunk.memory for chunk in mapped], ordered, options, at, **fields)
 
 
 def _share_chunks(
-    thing: object, session: Session, memories: Sequence[Any], stream: Stream | None, options: _Options, **fields: Any
+    thing: object,
+    session: Session,
+    memories: Sequence[Any],
+    stream: Stream | None,
+    options: _Options,
+    addresses: Sequence[int] = (),
+    **fields: Any,
 ) -> Shared:
-    """Share chunks of physical memory that are adjacent in the address range."""
+    """Share chunks of physical memory that are adjacent in the address range; ``addresses`` of those mapped here."""
     exports = exports_for(session)
     for memory in memories:
         if not isinstance(memory, PhysicalMemory):
@@ -579,6 +593,9 @@ def _share_chunks(
     chunks = [exports.memory(memory, kind) for memory in memories]
     fields = {"base_size": sum(chunk.nbytes for chunk, _ in chunks), "origin": secrets.token_bytes(16), **fields}
     handles = {chunk.id: fd for chunk, fd in chunks if fd is not None}
+    if options.hold and kind == _FABRIC:
+        # File descriptors keep memory that is closed here, and fabric handles do not.
+        fields["kept"] = [PhysicalMemory.at(address, driver=session.driver) for address in addresses]
     fields |= {"handle_type": int(kind), "chunks": tuple(chunk for chunk, _ in chunks)}
     return _describe(exports, Mechanism.PHYSICAL, _device_of(memories[0]), stream, options, handles, **fields)
 

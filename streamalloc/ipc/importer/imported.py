@@ -53,7 +53,7 @@ from streamalloc.driver.internal import OpaqueStruct, cuda, opaque_struct
 from streamalloc.ipc.importer.background import OnceIdle
 from streamalloc.ipc.wire.control_block import WORD, ControlBlock, ImporterWords, fence, reached
 from streamalloc.ipc.wire.descriptor import Flags, Foreign, Head, Part
-from streamalloc.vmm.internal import RemappableBuffer, Rights
+from streamalloc.vmm.internal import After, RemappableBuffer, Rights
 
 # Seconds between two checks of the host for contents.
 _PAUSE = 0.0002
@@ -133,6 +133,63 @@ class Contents:
         await_on(self.block, slot, ready, stream)
         if listened and stream is None:
             notify_listener(memory, self.block, self.announced, None)
+
+
+class RangeLease(Deferred):
+    """The use of a range that its owner keeps until importers have closed it."""
+
+    __slots__ = ("_dropped", "_lock", "_session", "_words", "_work")
+
+    def __init__(
+        self,
+        block: ControlBlock,
+        announced: tuple[int, int, int],
+        device: Device,
+        lock: AbstractContextManager[bool],
+        dropped: SimpleQueue[bool],
+    ) -> None:
+        slot, generation, _ = announced
+        self._session: Session = block.session
+        self._dropped = dropped
+        self._lock = lock
+        self._work: QueuedWork | None = None
+        with lock:
+            self._words: ImporterWords | None = block.own.get(slot) or block.own_words(slot)
+            self._words.blocks.add(self)
+            self._words.opened.value = (self._words.opened.value + 1) % WORD
+        try:
+            # Count first, then check for a free: the exporter does both in the opposite order.
+            block.sync(device)
+            if self._words.slot_words.generation.value != generation:
+                raise StaleDescriptorError(_STALE)
+        except BaseException:
+            self.end()
+            raise
+
+    def end(self) -> None:
+        """Count the close; all work on the range has ended. Idempotent."""
+        words, self._words = self._words, None
+        if words is not None:
+            with self._lock:
+                # The number is read first: a range that is opened meanwhile has a later one.
+                number = words.opened.value
+                words.blocks.discard(self)
+                if not words.blocks:
+                    words.closing.value = number
+                    words.closed.value = number
+
+    def drop(self) -> None:
+        """Count the close once the work so far has ended."""
+        deferred_queue(self._session).submit(self)
+        self._dropped.put(True)
+
+    def attempt(self) -> bool:
+        if self._work is None:
+            self._work = QueuedWork(self._session)
+        if not self._work.done():
+            return False
+        self.end()
+        return True
 
 
 _LAZY_PEER_ACCESS = 1
@@ -273,7 +330,7 @@ class PoolSource(_Source):
         super().__init__(handle.session, device, block, dropped, head.flags)
         self.head: Head = head
         self.handle: PoolHandle = handle
-        self.lock = handle.lock
+        self.lock: AbstractContextManager[bool] = handle.lock
         self.imports = imports
         # One struct for all, as ``acquire`` is called under the lock.
         self._struct = OpaqueStruct("CUmemPoolPtrExportData")
@@ -329,13 +386,13 @@ class Import:
         """The driver's export data."""
         self.words: ImporterWords | None = None
         """This importer's words of the lease; None without a lease."""
-        self.generation = 0
+        self.generation: int = 0
         """Generation of the lease's slot."""
-        self.number = 0
+        self.number: int = 0
         """Value of ``opened`` that counts this import."""
-        self._raw = None
-        self.address = 0
-        self.count = 1
+        self._raw: Any = None
+        self.address: int = 0
+        self.count: int = 1
         """Open objects."""
         self.passed: tuple[Event, ...] = ()
         """Ends of the work of objects that were closed before the last one."""
@@ -668,19 +725,26 @@ class ImportedArray(TypedView[Any], Closes):
 class ImportedRange(RemappableBuffer, Foreign):
     """Physical memory of another process, mapped here at one address, made by :func:`open`.
 
-    The driver keeps the memory as long as any process has a handle, so that no lease is needed.
+    The driver keeps the memory as long as any process has a handle. A range that was shared by fabric handles with a
+    hold has a lease, too: its owner keeps what it shared until the range is closed here.
 
     If it was opened without a stream, each stream waits for the contents before its first use of this object. Uses by
     :attr:`range` are not seen: only the default stream waits then, so order other streams after it.
     """
 
-    __slots__ = ("_contents",)
+    __slots__ = ("_announced", "_contents", "_leases")
 
+    _announced: tuple[ControlBlock, int, int] | None
+    """The control block, slot and value of ``ready`` of the last open; None without one."""
     _contents: tuple[Contents, ...]
     """One for each open without a stream."""
+    _leases: tuple[RangeLease, ...]
+    """Of the last open that had one."""
 
     def __init__(self, device: Device, capacity: int, rights: Rights, stream: StreamLike | None, offset: int) -> None:
+        self._announced = None
         self._contents = ()
+        self._leases = ()
         super().__init__(device, capacity, rights, stream, offset)
 
     @property
@@ -698,6 +762,37 @@ class ImportedRange(RemappableBuffer, Foreign):
     def _await_on(self, stream: Stream) -> None:
         for contents in self._contents:
             contents.await_on(self, stream)
+
+    @property
+    def lost(self) -> bool:
+        """Whether the contents that this process waited for never came: the owner died, or its driver failed before."""
+        self._check_open()
+        if self._announced is None:
+            return False
+        block, slot, ready = self._announced
+        return block.slot_words(slot).was_lost(ready)
+
+    @property
+    def owner_alive(self) -> bool | None:
+        """Whether the process that shared it lives; None if that cannot be determined."""
+        self._check_open()
+        return None if self._announced is None else self._announced[0].exporter_alive()
+
+    def close(self, after: After = None) -> None:
+        """Wait for ``after``, then unmap and release the memory, and end its lease. Idempotent."""
+        super().close(after)
+        self._take_lease(())
+
+    def _take_lease(self, leases: tuple[RangeLease, ...]) -> None:
+        ended, self._leases = self._leases, leases
+        for lease in ended:
+            lease.end()
+
+    def __del__(self) -> None:
+        leases = getattr(self, "_leases", ())
+        if leases and self._session.usable:
+            for lease in leases:
+                lease.drop()
 
     def evict(self, *_: Any, **__: Any) -> None:
         """Refused: the memory belongs to another process."""

@@ -48,12 +48,14 @@ from streamalloc.ipc.importer.imported import (
     LegacySource,
     PoolHandle,
     PoolSource,
+    RangeLease,
     await_on,
     is_ready,
     notify_listener,
     open_import,
     wait_until_ready,
 )
+from streamalloc.ipc.importer.relay import ImporterRelay
 from streamalloc.ipc.transport.channel import Channel
 from streamalloc.ipc.transport.handle_server import fetch
 from streamalloc.ipc.wire.control_block import SLOTS, ControlBlock
@@ -185,11 +187,32 @@ class Importer:
             )
 
     def block_of(self, described: Descriptor, handles: Handles) -> ControlBlock | None:
-        """Return the exporter's control block; None without one, or if that is on another machine."""
+        """Return the exporter's control block; None without one."""
         if described.control_block == NOWHERE:
             return None
-        take = handles.take_local if described.handle_type == FABRIC else handles.take
-        return self.control_block(described.control_block, take)
+        return self.control_block(described.control_block, handles.take)
+
+    def fabric_block(self, described: Descriptor, handles: Handles, device: Device) -> ControlBlock | None:
+        """Return the exporter's control block or, if that is on another machine, a replica; None without one."""
+        name = described.control_block
+        if name == NOWHERE:
+            return None
+        known = self.blocks.get(name)
+        relay = None if known is None else known.relay
+        if relay is not None and relay.ended and relay.handle != described.payload:
+            # The exporter has closed that relay, and made another.
+            self.blocks.pop(name, None)
+            self.deferred.submit(OnceIdle(self.session, relay.close))
+        block = self.control_block(name, handles.take_local)
+        if block is None:
+            with self.session.relaxed():
+                relay = ImporterRelay(self.session, described.payload, name, device)
+            # No lock is held while the exporter is waited for: another thread may have made one, too.
+            block = self.blocks.setdefault(name, relay.block)
+            if block is not relay.block:
+                relay.close()
+        block.sync(device)
+        return block
 
     def control_block(self, name: bytes, take: Callable[[bytes], Fd | None]) -> ControlBlock | None:
         """Return the control block of an id; ``take`` returns its file the first time, or None without one."""
@@ -291,7 +314,8 @@ class Importer:
             for name, block in list(self.blocks.items()):
                 if block not in used and not block.exporter_alive() and block.idle():
                     del self.blocks[name]
-                    self.deferred.submit(OnceIdle(self.session, block.close))
+                    close = block.close if block.relay is None else block.relay.close
+                    self.deferred.submit(OnceIdle(self.session, close))
 
     def memory(self, chunk: Chunk, handles: Handles) -> PhysicalMemory:
         """Import physical memory. Each import holds it by itself."""
@@ -339,8 +363,8 @@ def open(
         The descriptor's bytes.
     handles
         The handles that came with it, in the order of :attr:`Shared.fds`; this call closes them. They are needed once
-        for each pool, control block and chunk of physical memory. Fabric handles are in the descriptor; without the
-        control block, no stream waits for the contents, see :func:`share`.
+        for each pool, control block and chunk of physical memory. Fabric handles are in the descriptor. Without
+        the control block, this process waits for an answer of the exporter through the relay, see :func:`share`.
     stream
         The stream that waits for the exporter's work, and orders operations which name no other. Other streams need a
         dependency on it. Default: the device's default stream; then every other stream waits as well before it uses the
@@ -368,6 +392,8 @@ def open(
         The descriptor is of another kind than ``kind``. Nothing was opened.
     StaleDescriptorError
         The memory was freed before it was opened.
+    ConnectionError
+        The exporter has ended, or gives no answer from its machine.
     InvalidValueError, CudaError
         The driver refuses a handle.
     """
@@ -420,11 +446,20 @@ class _Request(NamedTuple):
     device: Device
     stream: StreamLike | None
     """The caller's; None: contents are awaited by every stream that uses the memory."""
+    fabric_block: ControlBlock | None = None
+    """With fabric handles, the exporter's control block or a replica."""
 
     @property
     def ordered(self) -> Stream:
         """The caller's stream, else the device's default stream."""
         return self.device.default_stream if self.stream is None else _ordered(self.stream, self.importer.session)
+
+    @property
+    def block(self) -> ControlBlock | None:
+        """The exporter's control block; None without one."""
+        if self.described.handle_type == FABRIC:
+            return self.fabric_block
+        return self.importer.block_of(self.described, self.handles)
 
     @property
     def announced(self) -> tuple[int, int, int]:
@@ -457,6 +492,8 @@ def _open_first(
     if stream is not None:
         stream = _ordered(stream, session)
     request = _Request(importer, described, bytes(data), handles, device, stream)
+    if described.handle_type == FABRIC:
+        request = request._replace(fabric_block=importer.fabric_block(described, handles, device))
     with contextlib.nullcontext() if described.mechanism in _WITH_LEASES else _arriving(request):
         opened = opener(request)
     if not is_array:
@@ -470,7 +507,7 @@ def _open_first(
 def _arriving(request: _Request) -> Iterator[None]:
     """End the hold of a descriptor at the end of the block; :func:`open_import` does so for buffers."""
     hold = request.described.hold
-    block = request.importer.block_of(request.described, request.handles) if hold else None
+    block = request.block if hold else None
     mark = None if block is None else block.mark("hold", hold)
     try:
         yield
@@ -504,7 +541,7 @@ def _open_part(source: PoolSource | LegacySource, part: Part, stream: StreamLike
 
 
 def _open_pointer(request: _Request) -> ImportedBuffer:
-    importer, described, data, handles, device, stream = request
+    importer, described, data, handles, device, stream, _ = request
     known = described.origin in importer.pools
     try:
         source = importer.pool_source(Head(data[:HEAD_BYTES]), described, handles, device)
@@ -521,12 +558,12 @@ def _open_pointer(request: _Request) -> ImportedBuffer:
 
 
 def _open_legacy(request: _Request) -> ImportedBuffer:
-    importer, described, _, handles, device, stream = request
+    importer, described, _, handles, device, stream, _ = request
     return _open_part(importer.legacy_source(described, handles, device), described.part, stream)
 
 
 def _open_pool(request: _Request) -> ImportedPool:
-    importer, described, _, handles, device, _ = request
+    importer, described, _, handles, device, _, _ = request
     pool = importer.pool(described, handles)
     opened = ImportedPool(pool, device)
     importer.watch(described, handles, pool)
@@ -534,7 +571,7 @@ def _open_pool(request: _Request) -> ImportedPool:
 
 
 def _open_physical(request: _Request) -> PhysicalMemory | ImportedRange:
-    importer, described, _, handles, _, stream = request
+    importer, described, _, handles, _, stream, _ = request
     chunks = described.chunks
     total = sum(chunk.nbytes for chunk in chunks)
     growable = bool(described.flags & Flags.GROWABLE)
@@ -551,7 +588,7 @@ def _open_physical(request: _Request) -> PhysicalMemory | ImportedRange:
     memory = importer.memory(chunks[0], handles)
     with undoing(memory.close):
         check_mappable(memory)
-        block = importer.block_of(described, handles)
+        block = request.block
         wait_until_ready(block, described.slot, described.ready, ordered)
     if stream is None and block is not None:
         # No stream is known that will use the memory, wherever that is mapped: the host waits.
@@ -560,10 +597,17 @@ def _open_physical(request: _Request) -> PhysicalMemory | ImportedRange:
 
 
 def _open_range(request: _Request, total: int, growable: bool) -> ImportedRange:
-    importer, described, _, handles, device, stream = request
+    importer, described, _, handles, device, stream, block = request
     chunks = described.chunks
     streams = [request.ordered]
     with contextlib.ExitStack() as undo:
+        leases: tuple[RangeLease, ...] = ()
+        if described.flags & Flags.LEASED:
+            if block is None or described.handle_type != FABRIC:
+                raise ValueError("the descriptor is of physical memory, and has a lease without a control block")
+            importer._start_thread()
+            leases = (RangeLease(block, request.announced, device, importer.lock, importer.dropped),)
+            undo.enter_context(undoing(leases[0].end))
         opened = importer.ranges.get(described.origin) if growable else None
         if opened is None or opened.closed:
             capacity = described.base_size if growable else total
@@ -576,11 +620,15 @@ def _open_range(request: _Request, total: int, growable: bool) -> ImportedRange:
         # Without the handles: a chunk is the same by whichever handle it is shared.
         ids = [chunk[:2] for chunk in chunks]
         opened.set_chunks(ids, lambda index: importer.memory(chunks[index], handles), described.size)
-        block = importer.block_of(described, handles)
+        block = request.block
         for ordered in streams:
             if block is not None and importer.session.listener is not None:
                 notify_listener(opened, block, request.announced, ordered)
             wait_until_ready(block, described.slot, described.ready, ordered)
+    if leases:
+        opened._take_lease(leases)
+    if block is not None:
+        opened._announced = block, described.slot, described.ready
     if growable:
         importer.ranges[described.origin] = opened
     if stream is None and block is not None and opened.stream.is_default:

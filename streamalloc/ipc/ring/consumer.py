@@ -152,8 +152,8 @@ class RingConsumer(RingEnd):
                 blocks = _attached(importer_of(self._session), first.names, message)
                 if not isinstance(memory, ImportedBuffer) or memory.nbytes < first.stride * len(first.numbers):
                     raise ProtocolError("the memory that came is no buffer, or too small for the ring's slots")
-                self.slots = len(first.numbers)
-                self.slot_bytes = first.slot_bytes
+                self.slots: int = len(first.numbers)
+                self.slot_bytes: int = first.slot_bytes
                 self._memory = memory
                 self._items = [
                     RingItem(memory, index, index * first.stride, blocks[block], number, stream is None)

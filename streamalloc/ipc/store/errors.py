@@ -21,7 +21,8 @@ class StoreError(RuntimeError):
 class StoreKeyError(StoreError, KeyError):
     """The store holds nothing under this key, or already holds something."""
 
-    __str__ = RuntimeError.__str__
+    def __str__(self) -> str:
+        return RuntimeError.__str__(self)
 
 
 class StoreBusyError(StoreError):

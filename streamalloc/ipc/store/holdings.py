@@ -31,7 +31,7 @@ class Holder:
     __slots__ = ("epoch", "pid")
 
     def __init__(self, pid: int) -> None:
-        self.pid = pid
+        self.pid: int = pid
         self.epoch: Epoch | None = None
         """Epoch that it writes, has written, or reads."""
 
@@ -56,21 +56,22 @@ class Epoch:
     """Number of tensors."""
 
     def __init__(self, entry: Entry, device: str, replace: bool, writer: Holder) -> None:
-        self.entry = entry
-        self.device = device
+        self.entry: Entry = entry
+        self.device: str = device
         """UUID of the device, 32 hexadecimal digits."""
-        self.replace = replace
+        self.replace: bool = replace
         self.writer: Holder | None = writer
         """The process that writes it; once committed, whose queued copies the contents wait for."""
-        self.number = 0
+        self.number: int = 0
         """From 1; 0 before the commit."""
-        self.nbytes = 0
+        self.nbytes: int = 0
         self.handles: list[Fd] = []
         """Descriptors of the chunks; empty before it is prepared."""
         self.ready: tuple[ReadyWord, Fd, str] | None = None
         """Announcement of the contents, control block, and the commit's text for them; None once they are there."""
         self.readers: dict[Holder, None] = {}
-        self.created = self.used = time.time()
+        self.created: float = time.time()
+        self.used: float = self.created
 
     def close(self) -> None:
         """Close the descriptors: the driver frees the memory, unless a process has it mapped."""
@@ -91,10 +92,10 @@ class Entry:
     __slots__ = ("before", "current", "key", "next", "number", "older", "place")
 
     def __init__(self, key: str, place: int, number: int) -> None:
-        self.key = key
-        self.place = place
+        self.key: str = key
+        self.place: int = place
         """Index of the address that is proposed to writers."""
-        self.number = number
+        self.number: int = number
         """Number of the last epoch."""
         self.current: Epoch | None = None
         self.before: Epoch | None = None
@@ -141,7 +142,7 @@ class Holdings:
         self.devices = devices
         self.limit = limit
         self.evict = evict
-        self.evicted = 0
+        self.evicted: int = 0
         """Keys that were removed to make room."""
         self.entries: dict[str, Entry] = {}
         self.lost: dict[str, tuple[int, str]] = {}

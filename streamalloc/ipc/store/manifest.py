@@ -66,6 +66,7 @@ class Tensor(NamedTuple):
     dtype: str
     """A name of :data:`TYPES`."""
     shape: tuple[int, ...]
+    """Elements by dimension."""
     strides: tuple[int, ...] | None
     """Elements from one index to the next, by dimension; None if it is C-contiguous."""
     offset: int

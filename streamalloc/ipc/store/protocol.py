@@ -219,7 +219,7 @@ class Connection(Closes):
     __slots__ = ("__weakref__", "_channel", "_lock", "name")
 
     def __init__(self, name: str) -> None:
-        self.name = name
+        self.name: str = name
         path = socket_path(name)
         self._lock = threading.Lock()
         try:

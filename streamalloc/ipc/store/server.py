@@ -107,7 +107,7 @@ class StoreServer(Closes):
         driver: Driver | None = None,
     ) -> None:
         path = socket_path(name)
-        self.name = name
+        self.name: str = name
         self._thread: threading.Thread | None = None
         if limit is not None:
             checked_size("limit", limit)
@@ -243,12 +243,14 @@ class StoreServer(Closes):
             return  # The limit of descriptors in flight: sent again a little later.
         except OSError:
             self._drop(client)
-        client.answer, client.sends = None, ()
+        else:
+            client.answer, client.sends = None, ()
 
     def _drop(self, client: _Client) -> None:
         self._selector.unregister(client.number)
         del self._clients[client.number]
         client.channel.close()
+        client.answer, client.sends = None, ()
         self._holdings.end(client)
 
     # -- requests ----------------------------------------------------------------------------------------------------

@@ -108,7 +108,7 @@ class Store(Closes):
     __slots__ = ("__weakref__", "_driver", "_spare", "name")
 
     def __init__(self, name: str, *, driver: Driver | None = None) -> None:
-        self.name = name
+        self.name: str = name
         self._driver = driver
         self._spare = [Connection(name)]
 

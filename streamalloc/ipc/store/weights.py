@@ -101,8 +101,9 @@ class Tensors(Mapping[str, TypedView[Any]]):
     def __len__(self) -> int:
         return len(self.layout)
 
-    # By identity: comparing views says nothing about their contents.
-    __eq__ = object.__eq__
+    def __eq__(self, other: object) -> bool:
+        return self is other  # comparing views says nothing about their contents
+
     __hash__ = object.__hash__
 
 
@@ -193,18 +194,20 @@ class Weights(Tensors, Closes):
     def __init__(self, opened: OpenEpoch, range: AddressRange, device: Device, stream: StreamLike | None) -> None:
         self.key: str = opened.key
         self.device: Device = device
-        self.range = range
+        self.range: AddressRange = range
         self._adopt(opened)
         self._rights = {opened.device.location: MemAccess.READ, device.location: MemAccess.READ}
         self._any_stream = stream is None
         """Whether each stream that uses the weights waits for their contents, and not :attr:`stream` alone."""
-        self.stream = device.default_stream if stream is None else as_stream(stream, session_of(device))
+        self.stream: Stream = device.default_stream if stream is None else as_stream(stream, session_of(device))
         self._contents: Contents | None = None
 
     def _adopt(self, opened: OpenEpoch) -> None:
         self._epoch = opened
         self.epoch: int = opened.number
-        self.nbytes = opened.nbytes
+        self.nbytes: int = opened.nbytes
+        self.layout: Layout
+        self.metadata: dict[str, Any]
         self.layout, self.metadata, self._fabric = opened.manifest
 
     @classmethod

@@ -22,6 +22,7 @@ from streamalloc.core.internal import (
     Device,
     Event,
     Fd,
+    Stream,
     StreamLike,
     TypedView,
     as_stream,
@@ -78,14 +79,15 @@ class WeightsWriter(Tensors, Leaves):
         self.key: str = key
         self.device: Device = device
         self.epoch: int = 0
-        self.metadata = dict(metadata or {})
-        self.layout = Layout()
-        self.stream = device.default_stream if stream is None else as_stream(stream, session)
+        self.metadata: dict[str, Any] = dict(metadata or {})
+        self.layout: Layout = Layout()
+        self.stream: Stream = device.default_stream if stream is None else as_stream(stream, session)
         self._group = None if group is None else as_communicator(group)
         self._chunks: list[PhysicalMemory] = []
         self._handle_types = handle_types | MemHandleType.POSIX_FILE_DESCRIPTOR
-        self.nbytes = self._mapped = 0
-        """Bytes that are allocated, and mapped."""
+        self.nbytes: int = 0
+        """Bytes that are allocated."""
+        self._mapped = 0
         if capacity is None:
             capacity = device.memory_info().total
         self._pending: tuple[Lease, int, Event] | None = None
@@ -94,7 +96,7 @@ class WeightsWriter(Tensors, Leaves):
         with undoing(self._connection.close):
             answer, _ = self._connection.ask(Kind.WRITE, key=key, device=device.uuid.hex, replace=replace)
             capacity = max(1, -(-capacity // GRANULARITY)) * GRANULARITY
-            self.range = AddressRange(capacity, address=answer["address"], driver=device.driver)
+            self.range: AddressRange = AddressRange(capacity, address=answer["address"], driver=device.driver)
 
     # -- tensors ---------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ import socket
 import stat
 import struct
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.reduction import DupFd, ForkingPickler
 from pathlib import Path
 from secrets import token_hex
@@ -44,8 +44,11 @@ class Peer(NamedTuple):
     """
 
     pid: int
+    """Process id; 0 for a process of another PID namespace."""
     uid: int
+    """User id."""
     gid: int
+    """Group id."""
 
 
 _CREDENTIALS = struct.Struct("3i")
@@ -53,9 +56,15 @@ _LONGEST_PATH = 107  # bytes: sun_path without its zero at the end
 
 
 def to_kernel(address: Address) -> str | bytes:
-    """An address for the socket functions: bytes with a zero first for an abstract name, else a path."""
+    """An address for the socket functions: bytes with a zero first for an abstract name, else a path.
+
+    Abstract names are those of one machine. If this process is of a named host (``STREAMALLOC_HOST``), the name of that
+    comes first, so that it meets no process of another host.
+    """
     name = os.fsdecode(address)
-    found = b"\0" + os.fsencode(name[1:]) if name.startswith(("@", "\0")) else name
+    host = os.environ.get("STREAMALLOC_HOST")
+    abstract = os.fsencode(f"\0{host}/{name[1:]}" if host else f"\0{name[1:]}")
+    found = abstract if name.startswith(("@", "\0")) else name
     if len(os.fsencode(found)) > _LONGEST_PATH or len(found) < 2:
         raise ValueError(f"{shown(address)!r} is no address: one has 2 to {_LONGEST_PATH} bytes")
     return found
@@ -127,7 +136,9 @@ class Message(NamedTuple):
     """A received message: bytes and descriptors."""
 
     data: bytes
+    """The bytes that were sent."""
     handles: tuple[Fd, ...]
+    """The file descriptors that came along; the receiver owns them."""
 
 
 # Magic, version, number of descriptors, bytes of data.
@@ -141,7 +152,7 @@ _PART = struct.Struct("<8sIIII")
 _PART_MAGIC = b"SAcp"
 _PART_DATA = PACKET_DATA - _PART.size
 PACKET_BYTES = HEADER_BYTES + PACKET_DATA
-header = _HEADER.pack
+header: Callable[..., bytes] = _HEADER.pack
 """Packs a packet's header: :data:`MAGIC`, :data:`VERSION`, number of descriptors, bytes of data."""
 _unpack = _HEADER.unpack_from
 _Rights: TypeAlias = tuple[int, int, "array.array[int]"]

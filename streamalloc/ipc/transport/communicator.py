@@ -225,7 +225,8 @@ class _Group(Closes):
 def _host() -> str:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     # Abstract sockets, over which descriptors travel, are visible within one network namespace.
-    return f"boot {boot}, user {os.geteuid()}, network namespace {os.stat('/proc/self/ns/net').st_ino}"
+    named = f"host {name}, " if (name := os.environ.get("STREAMALLOC_HOST")) else ""
+    return f"{named}boot {boot}, user {os.geteuid()}, network namespace {os.stat('/proc/self/ns/net').st_ino}"
 
 
 def _apart(hosts: Sequence[str]) -> str:

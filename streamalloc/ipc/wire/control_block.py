@@ -20,6 +20,8 @@ Every word has one writer, a process: its stream or, if that has no work left, i
 Nothing keeps a hostile importer from writing the words of others, so the exporter keeps its own copy of the values that
 it announced and waits for.
 
+Importers on other machines have a replica of the control block (:mod:`streamalloc.ipc.wire.relay`).
+
 Each process locks one byte of the file. The kernel releases the lock when the process dies, so that a wait for the lock
 is a wait for the death. The file is sealed against truncation.
 """
@@ -41,8 +43,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from streamalloc.core.errors import CudaError, error_from
+from streamalloc.core.errors import CudaError, error_from, undoing
 from streamalloc.core.internal import (
+    Device,
     Fd,
     Stream,
     direct_handle,
@@ -68,14 +71,15 @@ _HEADER = struct.Struct("<8s16sII")
 _HEADER_BYTES = 4096
 # Offset of a byte in the header: 1 once a process has seen the exporter's death.
 _DEAD = _HEADER_BYTES - 4
-_EXPORTER_WORDS = ("generation", "announced", "ready", "lost", "pool", "hold")
+EXPORTER_WORDS = ("generation", "announced", "ready", "lost", "pool", "hold")
+"""Kinds of words that the exporter writes."""
 _IMPORTER_WORDS = ("opened", "closing", "closed")
-_BYTES = _HEADER_BYTES + 4 * SLOTS * (len(_EXPORTER_WORDS) + len(_IMPORTER_WORDS) * IMPORTERS)
+_BYTES = _HEADER_BYTES + 4 * SLOTS * (len(EXPORTER_WORDS) + len(_IMPORTER_WORDS) * IMPORTERS)
 # Offset of the first word of each kind, and distance between the words of two slots or marks, in bytes.
 _LAYOUT = {
-    **{name: (_HEADER_BYTES + 4 * SLOTS * index, 4) for index, name in enumerate(_EXPORTER_WORDS)},
+    **{name: (_HEADER_BYTES + 4 * SLOTS * index, 4) for index, name in enumerate(EXPORTER_WORDS)},
     **{
-        name: (_HEADER_BYTES + 4 * SLOTS * (len(_EXPORTER_WORDS) + IMPORTERS * index), 4 * IMPORTERS)
+        name: (_HEADER_BYTES + 4 * SLOTS * (len(EXPORTER_WORDS) + IMPORTERS * index), 4 * IMPORTERS)
         for index, name in enumerate(_IMPORTER_WORDS)
     },
 }
@@ -194,7 +198,12 @@ class ControlBlock:
     closing: Words
     closed: Words
 
-    def __init__(self, session: Session, fd: Fd) -> None:
+    relay: Any = None
+    """What exchanges the words with another machine, if this is a replica: see :mod:`streamalloc.ipc.wire.relay`."""
+    ready_at: int | None = None
+    """Device address of the words ``ready`` that streams wait for, by slot; None: those of the block itself."""
+
+    def __init__(self, session: Session, fd: Fd, *, for_streams: bool = True) -> None:
         self.session: Session = session
         self.fd = fd
         self.importer = -1
@@ -208,6 +217,9 @@ class ControlBlock:
         self._values = itertools.count(secrets.randbits(31))
         self._map = mmap.mmap(fd.fileno(), _BYTES)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        shape = len(EXPORTER_WORDS), SLOTS
+        self.exporter_words: Words = np.frombuffer(self._map, np.uint32, shape[0] * SLOTS, _HEADER_BYTES).reshape(shape)
+        """Words by kind, as in ``EXPORTER_WORDS``, and by slot or mark."""
         for name in _IMPORTER_WORDS:
             words = np.frombuffer(self._map, np.uint32, SLOTS * IMPORTERS, _LAYOUT[name][0])
             setattr(self, name, words.reshape(SLOTS, IMPORTERS))
@@ -218,7 +230,10 @@ class ControlBlock:
         """The results of :meth:`own_words`, by slot."""
         self._importers: dict[tuple[int, int], ImporterWords] = {}
         self._raw: int | None = None
-        """Address registered with the driver; None before and after."""
+        """Address registered with the driver; None before and after, and without ``for_streams``."""
+        session.shut_with_me(self)
+        if not for_streams:
+            return
         with session.current(0):
             self._raw = self._address
             try:
@@ -227,7 +242,6 @@ class ControlBlock:
                 self._raw = None
                 self._own.close()
                 raise
-        session.shut_with_me(self)
 
     def _reopened(self) -> Fd:
         return Fd(os.open(f"/proc/self/fd/{self.fd.fileno()}", os.O_RDWR | os.O_CLOEXEC))
@@ -247,20 +261,30 @@ class ControlBlock:
     @classmethod
     def create(cls, session: Session) -> ControlBlock:
         """Make a control block whose exporter is this process."""
-        fd = Fd(os.memfd_create("streamalloc:control block", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
-        os.ftruncate(fd.fileno(), _BYTES)
-        # Without seals, an importer could truncate the file, and the next access would kill the exporter.
-        fcntl.fcntl(fd.fileno(), fcntl.F_ADD_SEALS, _SEALS)
         name = secrets.token_bytes(16)
-        os.pwrite(fd.fileno(), _HEADER.pack(_MAGIC, name, SLOTS, IMPORTERS), 0)
-        block = cls(session, fd)
+        block = cls(session, _new_file(name))
         block.id = name
         block._lock(0)
         return block
 
     @classmethod
-    def attach(cls, session: Session, fd: Fd, name: bytes) -> ControlBlock:
+    def replicate(cls, session: Session, name: bytes) -> tuple[ControlBlock, Fd]:
+        """Make a replica of a control block of another machine, as its importer, and the lock of its exporter.
+
+        To the replica the exporter lives until the lock is released (:func:`unlock_exporter`).
+        """
+        fd = _new_file(name)
+        with undoing(fd.close):
+            lock = Fd(os.open(f"/proc/self/fd/{fd.fileno()}", os.O_RDWR | os.O_CLOEXEC))
+            with undoing(lock.close):
+                _try_lock(lock, 0)
+                return cls.attach(session, fd, name), lock
+
+    @classmethod
+    def attach(cls, session: Session, fd: Fd, name: bytes, *, for_streams: bool = True) -> ControlBlock:
         """Map the control block in a received file descriptor, as an importer.
+
+        Without ``for_streams``, streams can neither wait for its words nor write them.
 
         Raises
         ------
@@ -269,7 +293,7 @@ class ControlBlock:
         """
         if not _is_sealed(fd) or os.pread(fd.fileno(), _HEADER.size, 0) != _HEADER.pack(_MAGIC, name, SLOTS, IMPORTERS):
             raise ValueError("the file descriptor that came with the message is not its control block")
-        block = cls(session, fd)
+        block = cls(session, fd, for_streams=for_streams)
         block.id = name
         try:
             for importer in range(IMPORTERS):
@@ -283,6 +307,21 @@ class ControlBlock:
             block.close()
             raise
 
+    def sync(self, device: Device) -> None:
+        """Make this process's words so far visible to the exporter before those of the exporter are read.
+
+        ``device``: that of the stream which will wait for words.
+
+        Raises
+        ------
+        ConnectionError
+            The block is a replica, and the exporter has ended.
+        """
+        if self.relay is None:
+            fence()
+        else:
+            self.relay.sync(device)
+
     # -- words and streams -----------------------------------------------------------------------------------
 
     def word(self, kind: str, slot: int, importer: int = 0) -> Word:
@@ -290,6 +329,8 @@ class ControlBlock:
         begin, step = _LAYOUT[kind]
         address = self._address + begin + step * slot + 4 * importer
         word = Word.from_address(address)
+        if kind == "ready" and self.ready_at is not None:
+            address = self.ready_at + 4 * slot
         word.pointer = cuda.CUdeviceptr(address)
         return word
 
@@ -418,11 +459,7 @@ class ControlBlock:
     # -- life and death --------------------------------------------------------------------------------------
 
     def _lock(self, byte: int) -> bool:
-        try:
-            fcntl.fcntl(self._own.fileno(), fcntl.F_OFD_SETLK, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
-        except BlockingIOError:
-            return False
-        return True
+        return _try_lock(self._own, byte)
 
     def _alive(self, byte: int) -> bool:
         query = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
@@ -431,8 +468,9 @@ class ControlBlock:
 
     def exporter_alive(self) -> bool:
         """Whether the process that made the block lives."""
-        # A thread that waited for the exporter's death holds its lock for a moment: so the byte is checked first.
-        return not self._map[_DEAD] and self._alive(0)
+        # A thread that waited for the exporter's death holds its lock for a moment: so the byte is checked first. An
+        # importer closes the block once the exporter has ended.
+        return not (self._map[_DEAD] or self._own.closed) and self._alive(0)
 
     def importer_alive(self, importer: int) -> bool:
         """Whether an importer lives."""
@@ -487,6 +525,8 @@ class ControlBlock:
                     # ``lost`` first: whoever sees ``ready`` must see that the announcement never came.
                     words.lost.value = (words.lost.value + missing) % WORD
                     words.ready.value = wanted
+                    if self.relay is not None:
+                        self.relay.write_ready(slot, wanted)
                 self._expected.pop((slot, wanted), None)
 
     def _shut_after_fork(self) -> None:
@@ -500,6 +540,36 @@ class ControlBlock:
             if words.importer == importer and not reached(words.closed.value, words.awaited):
                 # The importer has overwritten its words, and a stream of this process waits for another value.
                 words.opened.value = words.closing.value = words.closed.value = words.awaited
+
+
+def _new_file(name: bytes) -> Fd:
+    """Make the file of a control block."""
+    fd = Fd(os.memfd_create("streamalloc:control block", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+    os.ftruncate(fd.fileno(), _BYTES)
+    # Without seals, an importer could truncate the file, and the next access would kill the exporter.
+    fcntl.fcntl(fd.fileno(), fcntl.F_ADD_SEALS, _SEALS)
+    os.pwrite(fd.fileno(), _HEADER.pack(_MAGIC, name, SLOTS, IMPORTERS), 0)
+    return fd
+
+
+def _try_lock(file: Fd, byte: int) -> bool:
+    try:
+        fcntl.fcntl(file.fileno(), fcntl.F_OFD_SETLK, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _unlock(file: Fd, byte: int) -> None:
+    # A forked child of this process may have the file, too: closing it would not release the lock.
+    fcntl.fcntl(file.fileno(), fcntl.F_OFD_SETLK, _LOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, byte, 1, 0))
+
+
+def unlock_exporter(lock: Fd) -> None:
+    """Release and close the lock of :meth:`ControlBlock.replicate`: the exporter counts as dead. Idempotent."""
+    if not lock.closed:
+        _unlock(lock, 0)
+        lock.close()
 
 
 class ReadyWord:
@@ -518,7 +588,7 @@ class ReadyWord:
         if head != _HEADER.pack(_MAGIC, name, SLOTS, IMPORTERS) or slot >= SLOTS:
             raise ValueError("the file descriptor is not the control block of this announcement")
         self._map = mmap.mmap(fd.fileno(), _BYTES, prot=mmap.PROT_READ)
-        self.slot = slot
+        self.slot: int = slot
         self._value = value
 
     def _read(self, kind: str) -> int:
@@ -553,8 +623,7 @@ def _wait_for_death(reference: weakref.ref[ControlBlock], file: Fd, byte: int) -
         block = reference()
         if block is not None:
             block._died(byte)
-        # A forked child of this process may have the file, too: closing it would not release the lock.
-        fcntl.fcntl(file.fileno(), fcntl.F_OFD_SETLK, _LOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, byte, 1, 0))
+        _unlock(file, byte)
 
 
 def fence() -> None:

@@ -12,6 +12,7 @@ import math
 import re
 import struct
 import zlib
+from collections.abc import Callable
 from typing import NamedTuple
 
 
@@ -37,6 +38,9 @@ VERSION = 4
 FABRIC = 8
 """``CU_MEM_HANDLE_TYPE_FABRIC``: a handle of 64 bytes that travels in the descriptor."""
 
+FABRIC_BYTES = 64
+"""Bytes of a fabric handle."""
+
 # The head, equal for all allocations of one pool with leases in one control block: magic, version, mechanism, total
 # length; device, origin, control block, endpoint; pool mark; flags, driver version, handle type; payload length, number
 # of chunks.
@@ -60,7 +64,7 @@ PAYLOAD_BYTES = 64
 # The bytes that follow the head of an allocation: the part, the driver's export data, the checksum.
 _ALLOCATION = struct.Struct(f"{_PART.format}{PAYLOAD_BYTES}s")
 _ALLOCATION_BYTES = _HEAD.size + _ALLOCATION.size + _CHECK.size
-pack_part = _ALLOCATION.pack
+pack_part: Callable[..., bytes] = _ALLOCATION.pack
 """Pack the fields of a :class:`Part`: the bytes between the head of an allocation and the checksum."""
 _unpack, _crc = struct.Struct(_ALLOCATION.format + "I").unpack_from, zlib.crc32
 
@@ -82,10 +86,12 @@ class Foreign:
 
 
 class Chunk(NamedTuple):
-    """A chunk of physical memory: an id of 16 bytes, the size in bytes, and the handle if that is bytes."""
+    """A chunk of physical memory."""
 
     id: bytes
+    """16 bytes that name the memory for all processes."""
     nbytes: int
+    """Size in bytes."""
     fabric: bytes = b""
     """64 bytes, the fabric handle; empty if a file descriptor travels instead."""
 
@@ -131,6 +137,8 @@ class Head:
         self.data: bytes = data
         self.checksum: int = zlib.crc32(data)
         """CRC-32 of the head, from which that of a descriptor continues."""
+        self.flags: int
+        self.driver_version: int
         _, _, _, total, *_, self.flags, self.driver_version, handle_type, extra, count = _HEAD.unpack(data)
         lengths = (total, extra, count) == (_ALLOCATION_BYTES, PAYLOAD_BYTES, 0)
         self.plain: bool = lengths and handle_type in (0, 1) and not self.flags & (~_FLAGS | Flags.ARRAY)
@@ -221,7 +229,7 @@ class Descriptor(NamedTuple):
     offset, size, base_size
         The shared part, and the size of the whole allocation.
     payload
-        The driver's opaque export data.
+        The driver's opaque export data; with fabric handles, that of the control block's relay.
     chunks
         The chunks of physical memory in the order of addresses. With fabric handles, every chunk has one.
     hold
@@ -321,5 +329,10 @@ class Descriptor(NamedTuple):
         shape: tuple[int, ...] = ()
         if flags & Flags.ARRAY:
             payload, dtype, shape = _split_array(payload, size)
+        if handle_type == FABRIC and len(payload) != (0 if ids[2] == NOWHERE else FABRIC_BYTES):
+            raise ValueError(
+                f"the descriptor's relay has a handle of {len(payload)} bytes: allowed are {FABRIC_BYTES} with a "
+                "control block, and 0 without one"
+            )
         numbers = (flags, slot, generation, ready, driver_version, handle_type, offset, size, base_size)
         return _make(cls, (kind, *ids, *numbers, payload, chunks, hold, pool_mark, dtype, shape))

@@ -39,7 +39,7 @@ class RankResources(Deferred):
         """Physical memory by rank."""
         self.replicas: dict[int, Mapping] = {}
         """Mappings of :attr:`memories`, by rank."""
-        self.releasing = False
+        self.releasing: bool = False
         """Whether a release of the memory has begun and not yet succeeded."""
         self.multicast: MulticastObject | None = None
         self.view: Mapping | None = None

@@ -36,6 +36,7 @@ from streamalloc.core.internal import (
     deferred_queue,
     direct_handle,
     give_lists,
+    holders,
     is_borrowed,
     kept_stream,
     look,
@@ -113,7 +114,7 @@ class CacheState(Deferred):
     )  # fmt: skip
 
     def __init__(self, pool: MemoryPool) -> None:
-        self.pool = pool
+        self.pool: MemoryPool = pool
         self.session: Session = session_of(pool)
         self._queue = deferred_queue(self.session)
         self.keys: tuple[object, object] = (object(), object())
@@ -126,8 +127,8 @@ class CacheState(Deferred):
         """The latest one for each device and stream handle; ended ones leave."""
         self.dropped: deque[Block] = deque()
         """Blocks of dropped buffers that only the slow path may free."""
-        self.closed = False
-        self.misses = 0
+        self.closed: bool = False
+        self.misses: int = 0
         self._opening = threading.RLock()
         """Held while a stream is opened; no finaliser takes it."""
         self._bought = 0
@@ -564,19 +565,17 @@ class CachingAllocator(Allocator, Closes, Shown):
         return (None if result or status else kept), True
 
     def _allocate_past(self, nbytes: int, stream: StreamLike) -> Buffer:
-        """A buffer of the pool. If memory runs out, the cache returns its free blocks first."""
+        """A buffer of the pool. If memory runs out there, the pool has the cached memory returned."""
         state = self._state
         if self._limit:
             ordered = as_stream(stream, state.session)
             if direct_handle(ordered, state.session) is not None or not ordered.capturing:
                 self._keep_limit(checked_size("nbytes", nbytes))
-        try:
-            return state.pool.allocate(nbytes, stream)
-        except OutOfMemoryError:
-            self._state.collect_dropped()
-            if not state.flush():
-                raise
         return state.pool.allocate(nbytes, stream)
+
+    def _make_room(self, stream: Stream) -> bool:
+        self._state.collect_dropped()
+        return bool(self._state.flush())
 
     def _keep_limit(self, nbytes: int) -> None:
         attributes = self.pool.attributes
@@ -588,6 +587,7 @@ class CachingAllocator(Allocator, Closes, Shown):
             why = f"the limit of {size_text(self._limit)} leaves no room for {size_text(nbytes)}"
             error = refused(OutOfMemoryError, "cuMemAllocFromPoolAsync", why)
             error.requested, error.used, error.limit = nbytes, used, self._limit
+            error.holders = holders(self._session, self.location)
             raise error
 
     # -- frees that are not plain ----------------------------------------------------------------------------

@@ -37,10 +37,10 @@ class SizeClass:
     def __init__(self, owner: Any, nbytes: int) -> None:
         self.owner: Any = owner
         """StreamCache."""
-        self.nbytes = nbytes
+        self.nbytes: int = nbytes
         self.free: list[Block] = []
         """Free blocks; the one that was freed last is handed out first."""
-        self.count = 0
+        self.count: int = 0
         """Number of blocks, free or in buffers. Concurrent updates may be lost."""
         self.fitting: tuple[list[Block], ...] = ()
         """Free lists that serve this size, smallest first; empty if not known."""
@@ -74,7 +74,8 @@ class CachedBuffer(Buffer):
 
     __slots__ = ()
 
-    __init__ = object.__init__
+    if not TYPE_CHECKING:
+        __init__ = object.__init__
 
     _allocator: Any
 

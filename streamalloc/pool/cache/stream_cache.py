@@ -70,14 +70,14 @@ class StreamCache(Deferred):
     )  # fmt: skip
 
     def __init__(self, cache: Cache, stream: Stream) -> None:
-        self.cache = cache
+        self.cache: Cache = cache
         self.session: Session = session_of(stream)
         self.device: Device = stream.device
         self.stream: weakref.ref[Stream] = weakref.ref(stream)
         self.number: int = int(raw_handle(stream))
         """``CUstream`` as a number."""
         self._last = end_of(stream)
-        self.ended = False
+        self.ended: bool = False
         self.classes: dict[int, SizeClass] = {}
         """Size classes by block size in bytes."""
         self.class_of: dict[int, SizeClass] = {}
@@ -86,7 +86,7 @@ class StreamCache(Deferred):
         """Free lists for the fast path, by requested size in units."""
         self.returning: deque[tuple[Event, Block]] = deque()
         """Blocks freed on other streams, each with an event recorded there."""
-        self.peak = 0
+        self.peak: int = 0
         """Bytes in use at once, at most, when that was last counted."""
         end_with_stream(stream, self)
         self.session.shut_with_me(self)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
+import functools
+from concurrent.futures import Future
 from typing import NamedTuple
 
 from streamalloc.core.errors import ClosedError, size_text
@@ -10,6 +11,7 @@ from streamalloc.core.internal import Device, StreamLike, check_device
 from streamalloc.core.properties import MemLocation, checked_size
 from streamalloc.core.resource import Closes
 from streamalloc.driver import Driver
+from streamalloc.vmm.pages.budget import PageBudget
 from streamalloc.vmm.pages.physical import PhysicalPages
 from streamalloc.vmm.pages.space import PageSpace
 
@@ -22,15 +24,18 @@ class ArenaStatistics(NamedTuple):
     spare: int
     """Physical pages that no space uses."""
     parked: int
-    """Released pages that are still mapped, as work may use them; pages that share memory count apart."""
+    """Released pages that work may use, or that are being cleared; pages that share memory count apart."""
+    kept: int
+    """Physical pages that are released, cleared, and stay mapped in their places until others need them."""
 
 
 class PageArena(Closes):
     """Physical pages of one size on one device, and spaces of addresses in which they are mapped.
 
     A space has far more addresses than there is memory, and its pages get memory and return it one by one or in
-    batches, such as the blocks of a key-value cache. Pages that are released stay in the arena, so that the next commit
-    only maps them. If device memory runs out elsewhere in this process, spare pages are released to the driver. ::
+    batches, such as the blocks of a key-value cache. Pages that are released are cleared and stay where they are, so
+    that the next commit of the same page makes no driver call; a commit elsewhere takes them from there. If device
+    memory runs out elsewhere in this process, all pages that are not in use are released to the driver. ::
 
         with vmm.PageArena(device, limit=32 << 30) as arena, arena.space(256 << 30) as cache:
             arena.prepare(1024)
@@ -51,19 +56,31 @@ class PageArena(Closes):
     limit
         Bytes of all physical pages of the arena, spare ones included. The page of zeros does not count. None for no
         limit.
+    budget
+        Limit that the arena shares with others, also of other processes.
 
     Raises
     ------
     TypeError, ValueError
-        ``device`` is no device, or ``page_size`` is zero or no multiple of the granularity.
+        ``device`` is no device, ``budget`` no budget, or ``page_size`` is zero or no multiple of the granularity.
+    ClosedError
+        The budget was closed.
     """
 
-    __slots__ = ("__weakref__", "_executor", "_physical")
+    __slots__ = ("__weakref__", "_physical")
 
-    def __init__(self, device: Device, page_size: int = 2 << 20, limit: int | None = None) -> None:
+    def __init__(
+        self,
+        device: Device,
+        page_size: int = 2 << 20,
+        limit: int | None = None,
+        *,
+        budget: PageBudget | None = None,
+    ) -> None:
         check_device("device", device)
-        self._executor: ThreadPoolExecutor | None = None
-        self._physical = PhysicalPages(device, page_size, limit)
+        if budget is not None and not isinstance(budget, PageBudget):
+            raise TypeError(f"budget must be a PageBudget, not {type(budget).__name__} ({budget!r})")
+        self._physical = PhysicalPages(device, page_size, limit, budget)
 
     @property
     def device(self) -> Device:
@@ -89,6 +106,11 @@ class PageArena(Closes):
     def limit(self) -> int | None:
         """Bytes of all physical pages; None for no limit."""
         return self._physical.limit
+
+    @property
+    def budget(self) -> PageBudget | None:
+        """Limit that it shares with other arenas; None if it has none."""
+        return self._physical.budget
 
     @property
     def closed(self) -> bool:
@@ -120,12 +142,12 @@ class PageArena(Closes):
         return PageSpace(self, self._physical, nbytes, stream)
 
     def prepare(self, count: int) -> Future[int]:
-        """Create physical pages in the background until ``count`` are spare (``cuMemCreate``).
+        """Create physical pages in the background until ``count`` are spare or kept (``cuMemCreate``).
 
         Returns
         -------
         concurrent.futures.Future
-            Its result is the number of spare pages; it raises what the creation raised, as :meth:`PageSpace.commit`.
+            Its result is the number of such pages; it raises what the creation raised, as :meth:`PageSpace.commit`.
 
         Raises
         ------
@@ -133,19 +155,18 @@ class PageArena(Closes):
             The arena was closed.
         """
         wanted = checked_size("count", count)
-        with self._physical.lock:
-            self._check_open()
-            if self._executor is None:
-                self._executor = ThreadPoolExecutor(1, "streamalloc-pages")
-            return self._executor.submit(self._physical.fill, wanted)
+        self._check_open()
+        return self._physical.in_background(functools.partial(self._physical.fill, wanted))
 
     def trim(self, keep: int = 0) -> int:
-        """Release spare pages to the driver (``cuMemRelease``); return how many.
+        """Release spare pages, then kept ones, to the driver (``cuMemUnmap``, ``cuMemRelease``); return how many.
+
+        The host waits until released pages are cleared whose work has completed.
 
         Parameters
         ----------
         keep
-            Number of spare pages to keep at most.
+            Number of spare and kept pages to keep at most.
 
         Raises
         ------
@@ -161,21 +182,17 @@ class PageArena(Closes):
         physical = self._physical
         physical.allocations.work()
         with physical.lock:
-            return ArenaStatistics(physical.count, len(physical.spare), physical.parked)
+            return ArenaStatistics(physical.count, len(physical.spare), physical.parked, len(physical.kept))
 
     def close(self) -> None:
-        """Release the spare pages, and keep none from now on. Spaces keep their pages. Idempotent.
+        """Release the pages that are not committed, and keep none from now on. Idempotent.
 
         Raises
         ------
         CudaError
             The driver refused to release a page, which is attempted again later.
         """
-        with self._physical.lock:
-            executor, self._executor = self._executor, None
         self._physical.close()
-        if executor is not None:
-            executor.shutdown(wait=False, cancel_futures=True)
 
     def _check_open(self) -> None:
         if self._physical.closed:
@@ -184,7 +201,7 @@ class PageArena(Closes):
     def _text(self) -> str:
         physical = self._physical
         most = "" if physical.limit is None else f" of at most {size_text(physical.limit)}"
-        state = ", closed" if physical.closed else f", {len(physical.spare)} spare"
+        state = ", closed" if physical.closed else f", {len(physical.spare)} spare, {len(physical.kept)} kept"
         return (
             f" of device {physical.device.ordinal}, {physical.count} pages of {size_text(physical.size)}{most}{state}"
         )

@@ -5,32 +5,43 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import groupby, islice
+from typing import Any, Protocol
 
 from streamalloc.core.errors import (
     ClosedError,
     CudaError,
+    InUseError,
     OutOfMemoryError,
     refused,
     size_text,
     undo_all,
     undoing,
 )
-from streamalloc.core.internal import Device, HandleEnd, deferred_queue, raw_handle
-from streamalloc.core.properties import MemAccess, MemHandleType, checked_size
+from streamalloc.core.internal import Device, HandleEnd, Stream, deferred_queue, raw_handle
+from streamalloc.core.properties import MemAccess, MemHandleType, MemLocation, checked_size
 from streamalloc.core.session import Session, session_of
 from streamalloc.vmm.access import structs_of
 from streamalloc.vmm.address_range import AddressRange
 from streamalloc.vmm.allocation_handles import Allocations, allocations_of
+from streamalloc.vmm.pages.budget import PageBudget
+from streamalloc.vmm.pages.queued import Work
 from streamalloc.vmm.physical_memory import MemorySpec, properties_for, spec_of
 from streamalloc.vmm.reservation import MappedBytes
+
+_STREAMS = 16
+"""Number of streams that clear pages at most: each may wait for work of its own."""
+_PATIENCE = 0.05
+"""Seconds for which memory that is being cleared is waited for, if another user of the device has none."""
 
 
 class Page(HandleEnd):
     """One physical page; its end is ``cuMemRelease``. A dropped page is released by the deferred queue."""
 
-    __slots__ = ("number", "users")
+    __slots__ = ("number", "seat", "users")
 
     def __init__(self, session: Session, number: int) -> None:
         super().__init__(session, "cuMemRelease", None)
@@ -38,6 +49,8 @@ class Page(HandleEnd):
         """Number of the page in its arena; unique while the page exists."""
         self.users: int = 1
         """Number of places that hold it; :attr:`PhysicalPages.lock` protects it."""
+        self.seat: int = 0
+        """Address of the committed place by which observers count it; 0 if it is at none."""
 
     def forget(self) -> None:
         """Drop the handle: the driver has ended."""
@@ -50,14 +63,36 @@ class Page(HandleEnd):
             deferred_queue(self._session).submit(HandleEnd(self._session, "cuMemRelease", raw))
 
 
+class Holder(Protocol):
+    """Places of a space."""
+
+    def retire(self, places: Collection[int], /) -> None:
+        """Unmap the pages of places, which are then spare unless somebody else uses them: of all, or of none."""
+
+
+class Clearing(Protocol):
+    """Released pages for which zeros are queued."""
+
+    @property
+    def before(self) -> Work:
+        """Work that precedes the zeros."""
+
+    def finish(self) -> bool:
+        """Keep the pages if they are cleared: whether that is done; within :meth:`PhysicalPages.changing`."""
+
+    def synchronize(self) -> None:
+        """Block the host until they are cleared."""
+
+
 class PhysicalPages:
     """The physical pages of an arena and its spaces. It lives as long as the last of them.
 
     :attr:`lock` protects the spare pages, all counts, and the page lists of spaces. It is the innermost lock: no driver
-    call is made under it.
+    call is made under it. :meth:`changing` excludes other threads while mappings change, those of all spaces: a commit
+    in one may take the page that another one keeps.
     """
 
-    def __init__(self, device: Device, page_size: int, limit: int | None) -> None:
+    def __init__(self, device: Device, page_size: int, limit: int | None, budget: PageBudget | None = None) -> None:
         self.device: Device = device
         self.session: Session = session_of(device)
         self.spec: MemorySpec = spec_of(self.session, properties_for(device, MemHandleType.NONE, False, False))
@@ -65,11 +100,21 @@ class PhysicalPages:
         """Size of a page in bytes."""
         self.limit: int | None = None if limit is None else checked_size("limit", limit)
         """Bytes of all pages; None for no limit."""
+        self.budget: PageBudget | None = budget
+        """Limit that other arenas, and processes, share."""
         self.allocations: Allocations = allocations_of(self.session)
-        self.lock = threading.RLock()
+        self.lock: contextlib.AbstractContextManager[bool] = threading.RLock()
         self.spare: list[Page] = []
+        self.kept: dict[Page, tuple[Holder, int]] = {}
+        """Pages that are released, cleared and still mapped, each with its place, in the order of their release."""
+        self.news: dict[int, None] = {}
+        """Addresses at which pages were committed, for observers."""
+        self.clearing: dict[Clearing, None] = {}
+        """Released pages for which zeros are queued."""
         self.count: int = 0
         """Number of pages that exist, or are being created."""
+        self._unborn: int = 0
+        """Number of pages that the budget has room for, and that are about to be created."""
         self.parked: int = 0
         """Number of places that wait for the work that uses them."""
         self.closed: bool = False
@@ -80,7 +125,95 @@ class PhysicalPages:
         self.zero: Page = Page(self.session, -1)
         """The page of zeros, at all places that hold no page. It does not count for the limit; the arena is a user."""
         self._filling = threading.RLock()
+        self._changing = threading.RLock()
+        self._busy = False
+        self._executor: ThreadPoolExecutor | None = None
+        self._streams: dict[Stream, Work] = {}
+        """Streams that clear pages, each with its last work."""
         self.allocations.recyclers.add(self)
+        if budget is not None:
+            budget.join(self)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of a page in bytes, as observers ask for it."""
+        return self.size
+
+    @property
+    def location(self) -> MemLocation:
+        """Location of the memory."""
+        return self.device.location
+
+    def announce(self) -> None:
+        """Notify observers of the pages that were committed. Under no lock: they may call functions of the user."""
+        while self.news:
+            with self.lock:
+                at = next(iter(self.news), 0)
+                self.news.pop(at, None)
+            for watcher in self.allocations.watchers if at else ():
+                watcher.mapped(at, self)
+
+    @property
+    def claimed(self) -> int:
+        """Bytes of the pages that exist or are about to be created."""
+        return (self.count + self._unborn) * self.size
+
+    def give(self, nbytes: int) -> int:
+        """Release pages that are not in use, up to so many bytes; return how many bytes were released."""
+        return self.trim(max(self.available - -(-nbytes // self.size), 0)) * self.size
+
+    @property
+    def available(self) -> int:
+        """Number of pages that a commit gets without creating one."""
+        return len(self.spare) + len(self.kept)
+
+    def idle_stream(self) -> Stream | None:
+        """Return a stream without queued work, to clear pages; None if all are in use. Within :meth:`changing`."""
+        for stream, work in self._streams.items():
+            if work.done():
+                return stream
+        if len(self._streams) >= _STREAMS:
+            return None
+        stream = self.device.create_stream()
+        self._streams[stream] = Work(self.device)
+        return stream
+
+    def used(self, stream: Stream, work: Work) -> None:
+        """Record the last work of a stream that clears pages, if it is one of the arena's."""
+        if stream in self._streams:
+            self._streams[stream] = work
+
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[None]:
+        """Block in which no other thread changes mappings; it makes driver calls, and waits for no stream.
+
+        Raises
+        ------
+        InUseError
+            A signal handler has interrupted such a block on its own thread.
+        """
+        with self._changing:
+            if self._busy:
+                raise InUseError("a signal handler has interrupted a call that maps pages, on its thread")
+            self._busy = True
+            try:
+                yield
+            finally:
+                self._busy = False
+
+    @contextlib.contextmanager
+    def unless_busy(self) -> Iterator[bool]:
+        """Block for items of the deferred queue, which must not wait: whether nobody else changes mappings in it."""
+        free = self._changing.acquire(blocking=False)
+        mine = free and not self._busy
+        self._busy = self._busy or mine
+        try:
+            yield mine
+        finally:
+            if mine:
+                self._busy = False
+            if free:
+                self._changing.release()
 
     def hold_zero(self) -> None:
         """Count a space that maps :attr:`zero`, which the first one creates.
@@ -129,8 +262,10 @@ class PhysicalPages:
             finally:
                 addresses.unmap(after=())
 
-    def take(self, count: int) -> list[Page]:
-        """Return spare pages, and create those that are missing; all of them have one user.
+    def take(self, count: int, besides: Collection[Page] = ()) -> list[Page]:
+        """Return spare pages, then kept ones, which are unmapped, and create those that are missing.
+
+        All of them have one user. Within :meth:`changing`. Pages of ``besides`` are not taken.
 
         Raises
         ------
@@ -141,22 +276,78 @@ class PhysicalPages:
         """
         with self.lock:
             self._check_open()
-            self._check_limit(count - len(self.spare))
+            missing = count - len(self.spare)
+            victims: dict[Page, tuple[Holder, int]] = {}
+            if missing > 0:
+                usable = len(self.kept) - sum(page in self.kept for page in besides)
+                self._check_limit(missing - usable)
+                if usable:
+                    others = ((page, where) for page, where in self.kept.items() if page not in besides)
+                    victims = dict(islice(others, missing))
+        self.vacate(victims)
+        with self.lock:
             first = max(len(self.spare) - count, 0)
             taken = self.spare[first:]
             del self.spare[first:]
             for page in taken:
                 page.users = 1
-        with undoing(lambda: self.drop(taken)):
+        if len(taken) == count:
+            return taken
+        with undoing(lambda: self.drop(taken)), self._room(count - len(taken)) as room:
             while len(taken) < count:
-                taken.append(self._create())
+                taken.append(self._create(room))
         return taken
 
+    @contextlib.contextmanager
+    def _room(self, count: int) -> Iterator[list[None]]:
+        """Block that creates so many pages, for all of which the budget has room; it gets an item for each."""
+        room = [None] * max(count, 0)
+        budget = self.budget
+        if budget is None or not room:
+            yield room
+            return
+        with self.lock:
+            self._unborn += count
+        try:
+            if not budget.settle(self):
+                why = f"the budget of {size_text(budget.limit)} leaves no room for {count} pages of"
+                error = refused(OutOfMemoryError, "cuMemCreate", f"{why} {size_text(self.size)}: others were asked")
+                error.requested, error.used, error.limit = count * self.size, budget.used, budget.limit
+                raise error
+            yield room
+        finally:
+            if room:
+                with self.lock:
+                    self._unborn -= len(room)
+                budget.settle()
+
+    def vacate(self, kept: Mapping[Page, tuple[Holder, int]]) -> None:
+        """Unmap kept pages, which are spare then; within :meth:`changing`. A space is changed whole or not at all."""
+        by_space = sorted(kept.values(), key=lambda where: id(where[0]))
+        for places, group in groupby(by_space, lambda where: where[0]):
+            places.retire([place for _, place in group])
+
     def fill(self, count: int) -> int:
-        """Create pages until ``count`` are spare; return how many are."""
-        while len(self.spare) < count and not self.closed:
-            self.drop([self._create()])
-        return len(self.spare)
+        """Create pages until ``count`` are spare or kept; return how many are."""
+        while self.available < count and not self.closed:
+            with self._room(1) as room:
+                self.drop([self._create(room)])
+        return self.available
+
+    def clear(self, address: int, nbytes: int, stream: Stream) -> None:
+        """Queue zeros on a stream (``cuMemsetD8Async``)."""
+        self.session.call("cuMemsetD8Async", address, 0, nbytes, raw_handle(stream))
+
+    def finish_clearing(self, *, wait: bool = False) -> None:
+        """Keep the pages that are cleared by now, within :meth:`changing`.
+
+        With ``wait``, wait instead for the zeros whose turn has come; under no lock.
+        """
+        for parking in list(self.clearing):
+            if not wait:
+                parking.finish()
+            elif parking.before.done():
+                parking.synchronize()
 
     def hold(self, pages: Iterable[Page]) -> None:
         """Count another user of each page."""
@@ -180,7 +371,19 @@ class PhysicalPages:
             self._release(unused)
 
     def trim(self, keep: int) -> int:
-        """Release spare pages until ``keep`` are left; return how many were released."""
+        """Release spare pages, then kept ones, until ``keep`` are left; return how many were released."""
+        self.finish_clearing(wait=True)
+        with self.changing():
+            self.finish_clearing()
+            self._vacate_most(keep)
+        return self._trim_spare(max(keep - len(self.kept), 0))
+
+    def _vacate_most(self, keep: int) -> None:
+        with self.lock:
+            surplus = dict(islice(self.kept.items(), max(len(self.kept) - keep, 0)))
+        self.vacate(surplus)
+
+    def _trim_spare(self, keep: int) -> int:
         with self.lock:
             released = self.spare[keep:]
             del self.spare[keep:]
@@ -188,29 +391,56 @@ class PhysicalPages:
         return len(released)
 
     def close(self) -> None:
-        """Release all spare pages, and keep none from now on; idempotent."""
+        """Release all pages that no space uses, and keep none from now on; idempotent."""
         with self.lock:
             first, self.closed = not self.closed, True
+            executor, self._executor = self._executor, None
         if first:
             self.drop([self.zero])
         self.trim(0)
+        if executor is not None:
+            executor.shutdown(wait=False, cancel_futures=True)
+
+    def in_background(self, function: Callable[[], int]) -> Future[int]:
+        """Call a function on the thread of the arena.
+
+        Raises
+        ------
+        ClosedError
+            The arena was closed.
+        """
+        with self.lock:
+            self._check_open()
+            if self._executor is None:
+                self._executor = ThreadPoolExecutor(1, "streamalloc-pages")
+            return self._executor.submit(function)
 
     def _check_open(self) -> None:
         if self.closed:
             raise ClosedError("the arena was closed")
 
     def make_room(self) -> int:
-        """Release all spare pages, for another user of device memory; return their size in bytes."""
-        before = len(self.spare)
+        """Release all pages that no space uses, for another user of device memory; return their size in bytes."""
+        before, until = self.count, time.monotonic() + _PATIENCE
+        with contextlib.suppress(CudaError), self.unless_busy() as mine:
+            while mine and time.monotonic() < until:
+                self.finish_clearing()
+                if not any(parking.before.done() for parking in self.clearing):
+                    break
+            if mine:
+                self._vacate_most(0)
         with contextlib.suppress(CudaError):
-            self.trim(0)
-        return before * self.size
+            self._trim_spare(0)
+        return (before - self.count) * self.size
 
-    def _create(self) -> Page:
+    def _create(self, room: list[None]) -> Page:
         with self.lock:
             self._check_limit(1)
             number = self._numbers.pop() if self._numbers else self.count
             self.count += 1
+            if self.budget is not None:
+                self._unborn -= 1
+                del room[0]
         page = Page(self.session, number)
         with undoing(lambda: self._forget([page])):
             self._obtain(page)
@@ -231,7 +461,7 @@ class PhysicalPages:
         """Raise if the limit leaves no room for so many more pages."""
         if self.limit is None or missing <= 0 or (self.count + missing) * self.size <= self.limit:
             return
-        used = f"{self.count - len(self.spare)} pages are in use, and {self.parked} parked behind queued work"
+        used = f"{self.count - self.available} pages are in use, and {self.parked} parked behind queued work"
         why = (
             f"the arena's limit of {size_text(self.limit)} leaves no room for {missing} pages of {size_text(self.size)}"
         )
@@ -243,7 +473,11 @@ class PhysicalPages:
         """Release pages. Pages that the driver refuses are released later."""
         later = deferred_queue(self.session)
         self._forget(pages)
-        undo_all(functools.partial(later.end, page) for page in pages)
+        try:
+            undo_all(functools.partial(later.end, page) for page in pages)
+        finally:
+            if self.budget is not None and not self.budget.closed:
+                self.budget.settle()
 
     def _forget(self, pages: Sequence[Page]) -> None:
         numbers = [page.number for page in pages if page is not self.zero]

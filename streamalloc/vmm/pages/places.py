@@ -1,25 +1,26 @@
 """The places of one space: what is mapped where, changes of it that are made whole or not at all, and parked pages.
 
-A place holds a page from its commit until the page is unmapped: after a release it is *parked* until the work that uses
-it has completed. A place that holds none has the arena's page of zeros, which devices may only read.
+A place holds a page from its commit until the page is unmapped. After a release it is *parked* until the work that uses
+it has completed and the page was cleared. Then it is *kept*: the page stays mapped and reads as zeros, and the next
+commit of the place takes it without a call for the mapping, unless another place has needed it meanwhile. A page that
+other places share is not cleared: its place gets zeros, as a place has that holds no page: the arena's page of zeros,
+which devices may only read.
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from streamalloc.core.errors import LOST, ClosedError, InUseError, attach, error_from
-from streamalloc.core.internal import Deferred, Device, Event, as_stream, context_event
+from streamalloc.core.errors import ClosedError, CudaError, attach, error_from
+from streamalloc.core.internal import Deferred, Stream, deferred_queue
 from streamalloc.core.properties import MemAccess
-from streamalloc.core.session import session_of
-from streamalloc.vmm.access import After, each_of
 from streamalloc.vmm.pages.physical import Page, PhysicalPages
+from streamalloc.vmm.pages.queued import Work
 from streamalloc.vmm.reservation import MappedBytes, Reservation
 
 if TYPE_CHECKING:
@@ -31,8 +32,6 @@ class Places(MappedBytes):
 
     __slots__ = (
         "_broken",
-        "_lock",
-        "_working",
         "backing",
         "failed",
         "mapped",
@@ -49,9 +48,9 @@ class Places(MappedBytes):
         self.mapped: list[Page | None] = [None] * count
         """Page that the driver has at each place; None for a hole, which only a failed call leaves."""
         self.backing: list[Page | None] = [None] * count
-        """Page of each place that is committed or parked."""
+        """Page of each place that is committed, parked or kept."""
         self.parked: dict[int, Parking] = {}
-        """Places that are released and still mapped."""
+        """Places that are released, and whose pages may be in use or are being cleared."""
         self.stored: dict[int, Stored] = {}
         """Contents of the places that are swapped out."""
         self.numbers: npt.NDArray[np.int64] = np.full(count, -1, np.int64)
@@ -60,8 +59,6 @@ class Places(MappedBytes):
         """Places that may not have the page, or the permission, that they should; empty outside of :meth:`locked`."""
         self.failed: bool = False
         """True if a call and its undo have failed, and left such places."""
-        self._lock = threading.RLock()
-        self._working = False
 
     @property
     def mark(self) -> str:
@@ -70,7 +67,7 @@ class Places(MappedBytes):
 
     @contextlib.contextmanager
     def locked(self, *, closing: bool = False) -> Iterator[None]:
-        """Block in which no other thread changes the places; it makes driver calls, and waits for no stream.
+        """Block in which no other thread changes the places, see :meth:`PhysicalPages.changing`.
 
         Raises
         ------
@@ -79,33 +76,47 @@ class Places(MappedBytes):
         ClosedError
             The space was closed.
         """
-        with self._lock:
-            if self._working:
-                raise InUseError("a signal handler has interrupted a call that maps pages, on its thread")
+        with self.physical.changing():
             if not closing and (self.gone or self.given_up):
                 raise ClosedError("the space was closed")
-            self._working = True
-            try:
-                if self._broken and not closing:
-                    self.put({place: self.backing[place] or self.physical.zero for place in self._broken})
-                    self.failed = False
-                yield
-            finally:
-                self._working = False
+            if self._broken and not closing:
+                self.put({place: self.backing[place] or self.physical.zero for place in self._broken})
+                self.failed = False
+            yield
 
-    @contextlib.contextmanager
-    def unless_busy(self) -> Iterator[bool]:
-        """Block for items of the deferred queue, which must not wait: whether nobody else changes the places in it."""
-        free = self._lock.acquire(blocking=False)
-        try:
-            yield free and not self._working
-        finally:
-            if free:
-                self._lock.release()
+    def claim(self, places: Sequence[int]) -> tuple[list[int], dict[int, Page]]:
+        """Return the places that hold a page which no other place shares, and pages of the arena for the others.
 
-    def exchange(self, pages: Mapping[int, Page]) -> None:
+        Within :meth:`locked`, for places that are not committed.
+        """
+        for watcher in self.physical.allocations.watchers if places else ():
+            watcher.to_be_mapped(
+                int(self.reservation.raw) + places[0] * self.physical.size, len(places) * self.physical.size
+            )
+        with self.physical.lock:
+            ready, _ = self.split(places)
+        held = set(ready)
+        rest = [place for place in places if place not in held]
+        pages = {page for page in (self.backing[place] for place in ready) if page is not None}
+        return ready, dict(zip(rest, self.physical.take(len(rest), pages), strict=True))
+
+    def split(self, places: Iterable[int]) -> tuple[list[int], list[int]]:
+        """Split places that hold pages into the last user of each page, and the others. Skip those that hold none."""
+        alone: list[int] = []
+        shared: list[int] = []
+        left: dict[Page, int] = {}
+        for place in places:
+            page = self.backing[place]
+            if page is not None:
+                left[page] = left.get(page, page.users) - 1
+                (shared if left[page] else alone).append(place)
+        return alone, shared
+
+    def exchange(self, pages: Mapping[int, Page], ready: Sequence[int] = (), parking: Parking | None = None) -> None:
         """Map these pages at these places, and commit the places; places that get :attr:`zero` hold no page then.
 
+        The places of ``ready`` are committed too, with the pages that they hold. With ``parking``, places are parked
+        instead.
         It is made for all places, or for none. The pages have a user for each place, which is dropped after an error.
         Each run of adjacent places takes one ``cuMemUnmap``, a ``cuMemMap`` for each page and one ``cuMemSetAccess``.
         If the undo fails too, the next call tries again, and no page is lost.
@@ -117,9 +128,14 @@ class Places(MappedBytes):
             self.put(pages)
             with self.physical.lock:
                 for place, page in pages.items():
+                    self._unkeep(place)
+                    self._unseat(place)
                     self.backing[place] = None if page is zero else page
                     done.add(place)
-                self._commit(pages)
+                if parking is None:
+                    self._commit([*pages, *ready])
+                else:
+                    self.park([*pages], parking)
         except BaseException as first:
             self._repair(pages, first)
             drop([page for place, page in pages.items() if page is not zero and place not in done])
@@ -142,8 +158,10 @@ class Places(MappedBytes):
 
     def put(self, pages: Mapping[int, Page]) -> None:
         """Map pages at places, without undo."""
-        for run in runs(sorted(pages), pages, self.physical.zero):
-            self._put_run(run, [pages[place] for place in run])
+        zero = self.physical.zero
+        for zeros in (True, False):  # they get different permissions
+            for run in adjacent(place for place, page in pages.items() if (page is zero) == zeros):
+                self._put_run(run, [pages[place] for place in run])
 
     def _put_run(self, run: range, pages: Sequence[Page]) -> None:
         physical, mapped, session = self.physical, self.mapped, self.physical.session
@@ -173,11 +191,14 @@ class Places(MappedBytes):
         self._broken.difference_update(run)
 
     def park(self, places: Sequence[int], parking: Parking) -> None:
-        """Release committed places as soon as the work of ``parking`` has completed."""
+        """Release committed places; :meth:`Parking.finish` does the rest as soon as their work has completed."""
         with self.physical.lock:
             self.numbers[places] = -1
+            for place in places:
+                self._unseat(place)
+            self.physical.parked += len([place for place in places if place not in self.parked])
             self.parked.update(dict.fromkeys(places, parking))
-            self.physical.parked += len(places)
+            parking.places = places
 
     def unpark(self, places: Collection[int]) -> None:
         """Commit parked places again, with the pages that they hold."""
@@ -187,13 +208,76 @@ class Places(MappedBytes):
     def _commit(self, places: Collection[int]) -> None:
         for place in places:
             page = self.backing[place]
-            self.numbers[place] = -1 if page is None else page.number
-            if self.parked.pop(place, None) is not None:
-                self.physical.parked -= 1
+            if page is None:
+                self.numbers[place] = -1
+            else:
+                self.numbers[place] = page.number
+                self._unkeep(place)
+                self._seat(page, place)
+            self._unpark(place)
+
+    # Observers count a page once, at the address of one of the committed places that hold it: its seat.
+
+    def _seat(self, page: Page, place: int) -> None:
+        if not page.seat:
+            page.seat = int(self.reservation.raw) + place * self.physical.size
+            if self.physical.allocations.watchers:
+                self.physical.news[page.seat] = None
+
+    def _unseat(self, place: int) -> None:
+        page = self.backing[place]
+        at = int(self.reservation.raw) + place * self.physical.size
+        if page is not None and page.seat == at:
+            page.seat = 0
+            self.physical.news.pop(at, None)
+            watchers = self.physical.allocations.watchers
+            for watcher in watchers:
+                watcher.unmapped(at)
+            if watchers and page.users > 1:
+                self._seat_elsewhere(page, place)
+
+    def _seat_elsewhere(self, page: Page, besides: int) -> None:
+        for reservation in list(self.physical.allocations.reservations):
+            for places in reservation.entries:
+                if isinstance(places, Places) and places.physical is self.physical:
+                    for place in np.flatnonzero(places.numbers == page.number).tolist():
+                        if places is not self or place != besides:
+                            places._seat(page, place)
+                            return
+
+    def alone_at(self, place: int) -> bool:
+        """Whether no other place holds the page of a place."""
+        page = self.backing[place]
+        return page is not None and page.users == 1
+
+    def _unkeep(self, place: int) -> None:
+        page = self.backing[place]
+        if page is not None and self.physical.kept.get(page) == (self, place):
+            del self.physical.kept[page]
+
+    def _unpark(self, place: int) -> None:
+        if self.parked.pop(place, None) is not None:
+            self.physical.parked -= 1
 
     def retire(self, places: Collection[int]) -> None:
         """Map zeros at places that hold a page, and count one user less of each page: of all, or of none."""
         self.exchange(dict.fromkeys(places, self.physical.zero))
+
+    def keep(self, places: Collection[int]) -> None:
+        """Record that the pages of released places are cleared."""
+        with self.physical.lock:
+            for place in places:
+                page = self.backing[place]
+                assert page is not None
+                self.physical.kept[page] = self, place
+                self._unpark(place)
+
+    def clear(self, places: Collection[int], stream: Stream) -> None:
+        """Queue zeros for places, one call for each run of adjacent ones."""
+        size, start = self.physical.size, int(self.reservation.raw)
+        with stream.device.current():
+            for run in adjacent(places):
+                self.physical.clear(start + run.start * size, len(run) * size, stream)
 
     def parkings(self, places: Collection[int]) -> set[Parking]:
         """Return what these places are parked for."""
@@ -201,13 +285,25 @@ class Places(MappedBytes):
             return {self.parked[place] for place in places if place in self.parked}
 
     def release(self) -> None:
-        """Unmap everything, unless another thread is changing the places."""
-        with self.unless_busy() as mine:
-            if mine:
-                if any(self.mapped):
-                    super().release()
-                else:
-                    self.unmapped()
+        """Unmap everything, unless another thread is changing mappings, or a page is being cleared."""
+        with self.physical.unless_busy() as mine:
+            if mine and all(parking.done() for parking in set(self.parked.values())):
+                self.unmap_all()
+
+    def unmap_all(self) -> None:
+        """Unmap everything, within :meth:`locked` or :meth:`PhysicalPages.unless_busy`; idempotent."""
+        if self.gone:
+            return
+        try:
+            if any(self.mapped):
+                super().release()
+        except CudaError:
+            raise
+        except BaseException:
+            # An exception of a signal handler, maybe after the call; the driver takes it twice.
+            super().release()
+            raise
+        self.unmapped()
 
     def unmapped(self) -> None:
         """Return the pages to the arena; idempotent."""
@@ -215,8 +311,15 @@ class Places(MappedBytes):
             super().unmapped()
             with self.physical.lock:
                 pages = [page for page in self.backing if page is not None]
+                self.numbers[:] = -1
+                for place, held in enumerate(self.backing):
+                    if held is not None:
+                        self._unkeep(place)
+                        self._unseat(place)
                 self.backing, self.mapped = [], []
                 self.physical.parked -= len(self.parked)
+                for parking in self.parked.values():
+                    self.physical.clearing.pop(parking, None)
                 self.parked.clear()
             stored, self.stored = self.stored, {}
             self.physical.drop([*pages, self.physical.zero])
@@ -225,75 +328,93 @@ class Places(MappedBytes):
 
 
 class Parking(Deferred):
-    """Released places that wait for the work that uses them.
+    """Released places that wait for the work that uses them, and for zeros.
 
-    ``after`` is recorded when it is made: an event stands for the work before it, a stream for what is queued now, and
-    None for all work that the device has now.
+    Its work is what uses the pages, and then what clears them.
     """
 
-    __slots__ = ("_events", "_places")
+    __slots__ = ("_cleared", "_owner_places", "before", "places", "work")
 
-    def __init__(self, places: Places, after: After) -> None:
-        self._places = places
-        self._events = _events_of(after, places.physical.device)
+    def __init__(self, owner: Places, work: Work, before: Work | None = None) -> None:
+        self._owner_places = owner
+        self.before: Work = work if before is None else before
+        """The work that uses the pages."""
+        self.work: Work = work
+        """The work, and then the zeros."""
+        self._cleared = False
+        """Whether :attr:`work` is the zeros."""
+        self.places: Sequence[int] = ()
+        """The places; those that were committed meanwhile have left."""
 
     def done(self) -> bool:
         """Whether the work has completed."""
-        for event in self._events:
-            try:
-                if not event.query():
-                    return False
-            except ClosedError:
-                # Its owner has closed the event: all work of now includes that before it.
-                self._events = [context_event(self._places.physical.device)]
-                return False
-            except LOST:
-                pass  # no work is left
-        self._events = []
-        return True
+        work = self.work
+        return work.done() and self.work is work
 
     def synchronize(self) -> None:
         """Block the host until the work has completed."""
         while not self.done():
-            for event in self._events:
-                with contextlib.suppress(ClosedError, *LOST):
-                    event.synchronize()
+            self.work.synchronize()
 
     def attempt(self) -> bool:
-        """Unmap the places if the work has completed."""
-        places = self._places
-        if places.gone:
-            return True
-        if not self.done():
+        """Keep the pages if they are cleared; unmap those that could not be cleared behind their work."""
+        with self._owner_places.physical.unless_busy() as mine:
+            return mine and self.finish()
+
+    def finish(self) -> bool:
+        """Keep the pages if they are cleared, or unmap them if the work has completed: whether that is done.
+
+        Within :meth:`Places.locked`.
+        """
+        owner, physical = self._owner_places, self._owner_places.physical
+        if owner.gone or owner.given_up:
+            physical.clearing.pop(self, None)
+            return True  # its release unmaps the pages
+        mine = [place for place in self.places if owner.parked.get(place) is self]
+        if mine and not self.done():
             return False
-        with places.unless_busy() as mine:
-            if mine and not places.gone:
-                places.retire([place for place, parking in places.parked.items() if parking is self])
-        return mine
+        with physical.lock:
+            kept = [place for place in mine if self._cleared and not physical.closed and owner.alone_at(place)]
+        if len(kept) < len(mine):
+            owner.retire([place for place in mine if place not in set(kept)])
+        owner.keep(kept)
+        physical.clearing.pop(self, None)
+        return True
+
+    def clear(self, behind: Stream | None) -> Parking | None:
+        """Queue zeros for the pages that no other place shares, and return what they are parked for then.
+
+        Within :meth:`Places.locked`. All work that uses the pages is on the stream ``behind``; with None, the zeros are
+        queued on a stream of the arena, after the work. If the driver refuses, the pages are unmapped after it.
+        """
+        owner, physical = self._owner_places, self._owner_places.physical
+        with physical.lock:
+            alone, shared = owner.split(self.places)
+        done = behind is None and self.work.done()
+        with physical.session.relaxed():
+            stream = physical.idle_stream() if alone and behind is None else behind
+            if stream is None or not alone or physical.closed:
+                return None
+            if behind is None and not done:
+                self.work.precede(stream)
+            ahead = Parking(owner, Work(stream.device, stream), self.work)
+            owner.park(alone, ahead)
+            self.places = shared
+            deferred_queue(physical.session).submit(ahead)
+            # Until there is an event after the zeros, the whole stream stands for it: some may have been queued.
+            with contextlib.suppress(CudaError, ClosedError):
+                owner.clear(alone, stream)
+                ahead.work, ahead._cleared = Work.behind(stream), True
+            physical.used(stream, ahead.work)
+            physical.clearing[ahead] = None
+        return ahead
 
 
-def _events_of(after: After, device: Device) -> list[Event]:
-    session = session_of(device)
-    if after is None:
-        return [context_event(device)]
-    events = []
-    for one in each_of(after):
-        if not isinstance(one, Event):
-            one = as_stream(one, session).record()
-        elif session_of(one) is not session:
-            raise ValueError(f"after: {one!r} belongs to another driver")
-        events.append(one)
-    return events
-
-
-def runs(places: Sequence[int], pages: Mapping[int, Page], zero: Page) -> Iterator[range]:
-    """Split sorted places into runs of adjacent ones that get the same permission."""
+def adjacent(places: Iterable[int]) -> Iterator[range]:
+    """Split places into runs of adjacent ones, in ascending order."""
+    places = sorted(places)
     start = 0
     for at in range(1, len(places) + 1):
-        if (
-            at == len(places)
-            or places[at] != places[at - 1] + 1
-            or (pages[places[at]] is zero) != (pages[places[at - 1]] is zero)
-        ):
+        if at == len(places) or places[at] != places[at - 1] + 1:
             yield range(places[start], places[at - 1] + 1)
             start = at

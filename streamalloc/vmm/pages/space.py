@@ -3,39 +3,44 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from streamalloc.core.errors import ClosedError, EvictedError, size_text, undo_all, undoing
+from streamalloc.core.errors import ClosedError, CudaError, EvictedError, size_text, undo_all, undoing
 from streamalloc.core.html import Row, gauge
 from streamalloc.core.internal import (
     CopySide,
     Device,
+    Event,
     Memory,
     Stream,
     StreamLike,
     as_stream,
     copy_bytes,
     deferred_queue,
+    may_queue,
 )
 from streamalloc.core.properties import MemLocation, checked_size
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import Session
 from streamalloc.vmm.access import After, each_of, wait, wait_for_users
 from streamalloc.vmm.address_range import AddressRange
-from streamalloc.vmm.backup import copying
 from streamalloc.vmm.pages.physical import Page, PhysicalPages
 from streamalloc.vmm.pages.places import Parking, Places
-from streamalloc.vmm.pages.tiers import HostTier, Stored
+from streamalloc.vmm.pages.queued import Work
+from streamalloc.vmm.pages.tiers import HostTier, Stored, load
 from streamalloc.vmm.virtual_buffer import copying_stream
 
 Pages: TypeAlias = "int | range | Iterable[int] | npt.NDArray[np.integer[Any]]"
 """Index of a page, a range of indices, or an array of indices."""
 
+_PER_THREAD = 2  # handle of the per-thread default stream
 _BATCH = 64
 """Pages that are mapped before their contents are copied."""
 
@@ -51,10 +56,13 @@ class PageSpace(Memory, Closes):
             tensor = sa.interop.torch.tensor(cache, torch.float16)
             cache.release([7, 9], after=stream)   # parked until the work queued on the stream has completed
 
-    Mapping is not stream-ordered: a page that is committed, released, aliased or made private is unmapped for a moment
-    while it is exchanged, and work that uses *this page* then breaks the context. Other pages can be used meanwhile.
+    Mapping is not stream-ordered: a page that is committed, aliased or made private may be unmapped for a moment while
+    it is exchanged, and work that uses *this page* then breaks the context. Other pages can be used meanwhile.
     Operations therefore take ``after``: events or streams whose work still uses the pages. :meth:`release` does not
     make the host wait for it, the other operations do.
+
+    A page that is released is cleared, and keeps its memory in its place until another place of the arena needs it, so
+    that the next commit of the page makes no call for the mapping. Meanwhile the driver does not refuse writes to it.
 
     Each operation takes an index, a range or an array of indices, and changes all these pages or, after an error, none.
     Pages that are already as they should be are skipped. Thread-safe: operations on one space wait for each other.
@@ -115,8 +123,16 @@ class PageSpace(Memory, Closes):
 
     @property
     def parked(self) -> int:
-        """Number of released pages that are still mapped, as work may use them."""
+        """Number of released pages that work may still use, or that are being cleared."""
         return len(self._places.parked)
+
+    @property
+    def kept(self) -> npt.NDArray[np.int64]:
+        """Indices of the pages that are not committed and have memory, in ascending order: committing them is cheap."""
+        self._check_open()
+        with self._physical.lock:
+            mine = [place for places, place in self._physical.kept.values() if places is self._places]
+        return np.array(sorted(mine), np.int64)
 
     def shared(self, pages: Pages) -> npt.NDArray[np.bool_]:
         """Return for each of these pages whether another page shares its memory."""
@@ -128,8 +144,9 @@ class PageSpace(Memory, Closes):
     def commit(self, pages: Pages, after: After = ()) -> None:
         """Give pages memory of their own (``cuMemMap``, ``cuMemSetAccess``). Their contents are undefined.
 
-        Spare pages of the arena are taken first; the missing ones are created. The host waits for the work that a page
-        is parked for.
+        Pages that have kept their memory take it again, without a driver call. For the others, spare pages of the arena
+        are taken first, then those that other places keep; the missing ones are created. The host waits for the work
+        that a page is parked for.
 
         Parameters
         ----------
@@ -156,14 +173,60 @@ class PageSpace(Memory, Closes):
         with self._changing(chosen, after):
             self._check_here(chosen)
             new = [place for place in chosen if self._places.numbers[place] < 0]
-            self._places.exchange(dict(zip(new, self._physical.take(len(new)), strict=True)))
+            ready, pages = self._places.claim(new)
+            self._places.exchange(pages, ready)
+        with undoing(lambda: self.release(new, ())):
+            self._physical.announce()
+
+    def prepare(self, pages: Pages) -> Future[int]:
+        """Map memory at pages in the background, so that their commit makes no driver call.
+
+        The pages are kept as after a release: they read as zeros, and their memory is taken if it is needed elsewhere.
+        Spare pages of the arena are used first; the missing ones are created. Work must not use the pages meanwhile.
+
+        Parameters
+        ----------
+        pages
+            An index, a range or an array of indices. Pages that have memory, or are swapped out, are skipped.
+
+        Returns
+        -------
+        concurrent.futures.Future
+            Its result is the number of pages that got memory; it raises what :meth:`commit` raises, and then the pages
+            of some batches may have got memory.
+
+        Raises
+        ------
+        ClosedError
+            Space or arena was closed.
+        """
+        chosen = self._unique(pages)
+        self._check_open()
+        return self._physical.in_background(functools.partial(self._prepare, chosen))
+
+    def _prepare(self, chosen: Sequence[int]) -> int:
+        places, physical, made = self._places, self._physical, 0
+        for first in range(0, len(chosen), _BATCH):
+            with places.locked():
+                batch = chosen[first : first + _BATCH]
+                new = [place for place in batch if places.backing[place] is None and place not in places.stored]
+                parking = Parking(places, Work(self.device))
+                places.exchange(dict(zip(new, physical.take(len(new), physical.kept), strict=True)), parking=parking)
+                parking = self._begin(parking) or parking
+            made += len(new)
+            parking.synchronize()
+            with places.locked():
+                parking.finish()
+        return made
 
     def release(self, pages: Pages, after: After = None) -> None:
-        """Return the memory of pages to the arena; they read as zeros then.
+        """Return the memory of pages to the arena; they read as zeros then (``cuMemsetD8Async``).
 
-        The host does not wait. If the work of ``after`` has completed, the pages are unmapped now. Otherwise they are
-        parked: they keep memory and contents until it has, and are unmapped at a later point of work, such as a commit
-        or a synchronisation.
+        The host does not wait, and the pages stay mapped. Zeros are queued behind the work of ``after``: if that is one
+        stream, on this stream, so that its later work reads zeros; otherwise on a stream of the arena. If the work has
+        completed, later work of the space's stream reads zeros too. Any work may read a page that is not parked any
+        more, or once the device has synchronised. Then the memory may be used elsewhere. Of pages that share memory,
+        all but the last one are unmapped once the work has completed, as are all if the driver refuses to clear them.
 
         Parameters
         ----------
@@ -184,19 +247,48 @@ class PageSpace(Memory, Closes):
         chosen = self._unique(pages)
         places = self._places
         self._check_open()
-        parking = Parking(places, after)
-        done = parking.done()
+        work, stream = Work.of(after, self.device), self._single(after)
+        zeros, now = None, False
         with places.locked():
             held = [place for place in chosen if places.numbers[place] >= 0]
-            if done:
-                places.retire(held)
-            else:
+            if held:
+                now = stream is None and work.done()
+                parking = Parking(places, work)
                 places.park(held, parking)
+                zeros = self._begin(parking, stream)
             dropped = [places.stored.pop(place) for place in chosen if place in places.stored]
-        if not done:
-            deferred_queue(self._session).submit(parking)
+        if zeros is not None and now:
+            # An error of the stream is one of the user's next call; a capture needs no zeros of now.
+            with contextlib.suppress(CudaError), may_queue(self.stream, mine=True) as allowed:
+                if allowed:
+                    zeros.work.precede(self.stream)
         for one in dropped:
             one.drop()
+        self._physical.announce()
+        # More than a release submits, so that the queue does not grow.
+        deferred_queue(self._session).work(4)
+
+    def _begin(self, parking: Parking, behind: Stream | None = None) -> Parking | None:
+        """Queue the zeros of parked places; return what stands for them. Within :meth:`Places.locked`."""
+        # The rest is done later if the driver refuses it now.
+        with contextlib.suppress(CudaError):
+            try:
+                return parking.clear(behind)
+            finally:
+                if parking.places:
+                    deferred_queue(self._session).submit(parking)
+                    parking.finish()
+        return None
+
+    def _single(self, after: After) -> Stream | None:
+        """Return the stream on which released pages can be cleared; None if ``after`` is no such stream."""
+        each = [*each_of(after)]
+        if len(each) != 1 or each[0] is None or isinstance(each[0], Event):
+            return None
+        stream = as_stream(each[0], self._session)
+        # Other threads, which end deferred work, have another per-thread default stream.
+        mine = stream.device.ordinal == self.device.ordinal and stream.handle != _PER_THREAD
+        return stream if mine and not stream.capturing else None
 
     def alias(self, pages: Pages, of: PageSpace, its_pages: Pages, after: After = ()) -> None:
         """Let pages share the memory of committed pages of a space of the same arena, which may be this one.
@@ -240,6 +332,7 @@ class PageSpace(Memory, Closes):
                     raise ValueError(f"page {taken[0]} of {self!r} is committed: release it before it shares memory")
                 physical.hold(wanted.values())
             places.exchange(wanted)
+        physical.announce()
 
     def make_private(self, pages: Pages, stream: StreamLike | None = None, after: After = ()) -> int:
         """Give each of these pages that shares memory a copy of its own; return the number of copies.
@@ -265,13 +358,14 @@ class PageSpace(Memory, Closes):
         chosen = self._unique(pages)
         ordered = self._copying_stream(stream)
         places, physical = self._places, self._physical
-        with self._changing((), after), physical.lock:
-            found = {place: places.backing[place] for place in chosen if places.numbers[place] >= 0}
-            old = {place: page for place, page in found.items() if page is not None and page.users > 1}
-            physical.hold(old.values())
         unused: list[Page] = []
-        try:
+        with self._changing((), after):
+            with physical.lock:
+                found = {place: places.backing[place] for place in chosen if places.numbers[place] >= 0}
+                old = {place: page for place, page in found.items() if page is not None and page.users > 1}
             unused = physical.take(len(old))
+            physical.hold(old.values())
+        try:
             if old:
                 self._copy([*old.values()], unused, ordered)
             with places.locked():
@@ -284,6 +378,7 @@ class PageSpace(Memory, Closes):
         finally:
             physical.drop(unused)
             physical.drop(old.values())
+        physical.announce()
         return len(still)
 
     def _copy(self, sources: Sequence[Page], targets: Sequence[Page], stream: Stream) -> None:
@@ -328,16 +423,20 @@ class PageSpace(Memory, Closes):
         if not isinstance(tier, HostTier) or tier.device != self.device:
             raise TypeError(f"tier must be a HostTier of {self.device!r}, not {tier!r}")
         places = self._places
+        others = [*each_of(after)]
+        clear_on = None if others else self._single(ordered)
         with places.locked():
             held = [place for place in chosen if places.numbers[place] >= 0]
-            stored = dict(zip(held, tier.save([self._page(place) for place in held], ordered), strict=True))
+            stored = dict(zip(held, tier.save_pages([self._page(place) for place in held], ordered), strict=True))
             with undoing(lambda: undo_all(one.drop for one in stored.values())):
-                parking = Parking(places, [ordered, *each_of(after)])
+                parking = Parking(places, Work.of([ordered, *others], self.device))
             places.park(held, parking)
             places.stored |= stored
         with undoing(lambda: self._take_back(stored)):
             tier.settle([*stored.values()], ordered)
-        deferred_queue(self._session).submit(parking)
+        with places.locked():
+            self._begin(parking, clear_on)
+        self._physical.announce()
         return len(held)
 
     def _take_back(self, stored: Mapping[int, Stored]) -> None:
@@ -379,31 +478,29 @@ class PageSpace(Memory, Closes):
             one.check()
         with self._changing(chosen, after):
             stored = {place: places.stored[place] for place in chosen if place in places.stored}
-            left = dict(zip(stored, self._physical.take(len(stored)), strict=True))
+            ready, left = places.claim([*stored])
             done: list[int] = []
 
             def undo() -> None:
                 self._physical.drop(left.values())
-                self._park(done, ordered)
+                parking = Parking(places, Work.behind(ordered))
+                places.park(done, parking)
+                self._begin(parking)
 
-            with undoing(undo), copying(ordered) as copies:
-                while left:
+            with undoing(undo):
+                while ready or left:
                     # The copies of a batch run while the next one is mapped, which takes as long.
                     batch = {place: left.pop(place) for place in [*left][:_BATCH]}
-                    places.exchange(batch)
-                    done += batch
-                    for place in batch:
-                        stored[place].load(self._page(place), copies)
+                    places.exchange(batch, ready)
+                    arrived, ready = [*ready, *batch], []
+                    done += arrived
+                    load([(stored[place], self._page(place)) for place in arrived], ordered)
             for place in stored:
                 del places.stored[place]
         for one in stored.values():
             one.drop()
+        self._physical.announce()
         return len(stored)
-
-    def _park(self, chosen: Sequence[int], after: After) -> None:
-        parking = Parking(self._places, after)
-        self._places.park(chosen, parking)
-        deferred_queue(self._session).submit(parking)
 
     def close(self, after: After = None) -> None:
         """Wait for ``after`` and for the work that pages are parked for, unmap all pages and free the addresses.
@@ -414,15 +511,10 @@ class PageSpace(Memory, Closes):
             return
         places = self._places
         wait_for_users(after, self._session, (places.rights,))
-        for parking in set(places.parked.values()):
-            parking.synchronize()
-        with places.locked(closing=True):
-            if not places.gone:
-                if any(places.mapped):
-                    self._range._node.unmap((places,))
-                else:
-                    places.unmapped()
+        with self._locked_after(lambda: set(places.parked.values()), closing=True):
+            places.unmap_all()
         self._range._free()
+        self._physical.announce()
 
     def _page(self, place: int) -> CopySide:
         return CopySide(self.address + place * self.page_size, self.page_size, self.device.ordinal, self)
@@ -454,18 +546,31 @@ class PageSpace(Memory, Closes):
         self._check_open()
         places, physical = self._places, self._physical
         wait(after, self._session, (physical.device.ordinal,))
+        with self._locked_after(lambda: places.parkings(chosen), len(chosen)):
+            yield
+
+    @contextlib.contextmanager
+    def _locked_after(
+        self, parkings: Callable[[], set[Parking]], needed: int = 0, *, closing: bool = False
+    ) -> Iterator[None]:
+        """Block that changes places alone, after the work of some parkings, and may need so many pages."""
+        physical = self._physical
         with contextlib.ExitStack() as block:
             while True:
-                for parking in places.parkings(chosen):
+                for parking in parkings():
                     parking.synchronize()
-                # Pages of other places, whose work has completed, become spare. No lock may be held here.
-                if physical.parked and len(physical.spare) < len(chosen):
+                short = physical.parked and physical.available < needed
+                if short:
+                    # Pages of other places, whose work has completed, become available. No lock may be held here.
                     physical.allocations.work()
-                block.enter_context(places.locked())
+                    physical.finish_clearing(wait=True)
+                block.enter_context(self._places.locked(closing=closing))
                 # Another thread may have released some of the places meanwhile.
-                if all(parking.done() for parking in places.parkings(chosen)):
+                if all(parking.done() for parking in parkings()):
                     break
                 block.close()
+            if short:
+                physical.finish_clearing()
             yield
 
     def _check_here(self, chosen: Sequence[int]) -> None:

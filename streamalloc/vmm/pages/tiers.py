@@ -2,55 +2,161 @@
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
+import itertools
+import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from streamalloc.core.errors import ClosedError, CudaError, size_text, undo_all, undoing
-from streamalloc.core.internal import CopySide, Device, Stream, check_device
-from streamalloc.core.properties import MemAccess, MemLocation, checked_size
+import numpy as np
+import numpy.typing as npt
+
+from streamalloc.core.errors import ClosedError, OutOfMemoryError, refused, size_text
+from streamalloc.core.internal import (
+    CopySide,
+    Device,
+    HandleEnd,
+    Memory,
+    Stream,
+    StreamLike,
+    check_device,
+    deferred_queue,
+)
+from streamalloc.core.properties import checked_size
 from streamalloc.core.resource import Closes
+from streamalloc.core.session import session_of
 from streamalloc.pool import MemoryPool
-from streamalloc.vmm.backup import Backup, BackupRange, Copies, copying
+from streamalloc.vmm.pages.queued import Copy, Work, copy_batch
+from streamalloc.vmm.virtual_buffer import copying_stream
 
-_KEEP_ALL = (1 << 64) - 1  # release threshold in bytes: the pool never releases memory by itself
+_LEAST, _MOST = 32 << 20, 1 << 30  # bytes of a chunk, unless a page is larger
+_PORTABLE = 1
+_STAGED = 8
+"""Least number of copies that are staged."""
+_STAGED_BELOW = 32 << 10
+"""Bytes of a page. From here on a copy takes longer than the driver takes to begin the next one."""
+
+
+class _End(HandleEnd):
+    """The end of a chunk, ``cuMemFreeHost``, after the copies that use it."""
+
+    __slots__ = ("work",)
+
+    def __init__(self, device: Device, nbytes: int) -> None:
+        session = session_of(device)
+        super().__init__(session, "cuMemFreeHost", None)
+        self.work: list[Work] = []
+        """Copies that may use it."""
+        with session.relaxed(), device.current():
+            self._raw = int(session.call("cuMemHostAlloc", nbytes, _PORTABLE))
+
+    def attempt(self) -> bool:
+        self.settle()
+        return not self.work and super().attempt()
+
+    def settle(self) -> None:
+        """Forget copies that have completed."""
+        self.work = [one for one in self.work if not one.done()]
+
+
+class _Chunk:
+    """Pinned host memory for some pages of one size; freed once nothing refers to it."""
+
+    __slots__ = ("__weakref__", "_end", "address", "count", "free", "nbytes")
+
+    def __init__(self, device: Device, nbytes: int, count: int) -> None:
+        self._end = _End(device, nbytes * count)
+        deferred_queue(session_of(device)).end_with(self, self._end)
+        self.address: int = self._end.raw
+        self.nbytes: int = nbytes
+        """Size of a page in bytes."""
+        self.count: int = count
+        """Number of pages."""
+        self.free: list[tuple[int, Work | None]] = []
+        """Addresses without contents, each with the last copy there. They are taken from the end."""
+        self.free += [(self.address + at * nbytes, None) for at in reversed(range(count))]
+
+    def use(self, work: Work) -> None:
+        """Keep the memory until copies have completed."""
+        end = self._end
+        end.work.append(work)
+        if len(end.work) > 64:
+            end.settle()
 
 
 class Stored:
-    """The contents of one page in a tier."""
+    """Memory of a tier for the contents of one page."""
 
-    __slots__ = ("_checksum", "_saved")
+    __slots__ = ("_checksum", "address", "chunk", "tier", "work")
 
-    def __init__(self, saved: BackupRange) -> None:
-        self._saved = saved
+    def __init__(self, tier: HostTier, chunk: _Chunk, address: int, work: Work | None) -> None:
+        self.tier: HostTier | None = tier
+        """The tier; None once the memory was returned."""
+        self.chunk: _Chunk = chunk
+        self.address: int = address
+        self.work: Work | None = work
+        """The last copy from or to the memory."""
         self._checksum: int | None = None
 
-    def _sum(self) -> int:
-        return zlib.crc32(self._saved.memory.as_array().data)
+    def array(self) -> npt.NDArray[np.uint8]:
+        """The contents, once the copies have completed."""
+        return np.ctypeslib.as_array((ctypes.c_uint8 * self.chunk.nbytes).from_address(self.address))
 
     def seal(self) -> None:
         """Compute a checksum of the contents, which are complete."""
-        self._checksum = self._sum()
+        self._checksum = zlib.crc32(self.array().data)
 
     def check(self) -> None:
         """Raise ``ValueError`` if the contents have changed since :meth:`seal`."""
-        if self._checksum is not None and self._sum() != self._checksum:
+        if self._checksum is not None and zlib.crc32(self.array().data) != self._checksum:
             raise ValueError("the contents of a page have changed while it was swapped out: its checksum differs")
 
-    def load(self, page: CopySide, copies: Copies) -> None:
-        """Queue the copy of the contents to a page."""
-        self._saved.load(page, copies)
-
     def drop(self) -> None:
-        """Release the memory after the copies that use it; idempotent. If the driver refuses, it is released later."""
-        with contextlib.suppress(CudaError):
-            self._saved.leave()
+        """Return the memory to the tier, which uses it again after the copies; idempotent."""
+        tier, self.tier = self.tier, None
+        if tier is not None:
+            tier._return(self)
+
+
+def load(pairs: Iterable[tuple[Stored, CopySide]], stream: Stream) -> None:
+    """Queue the copies of contents to pages."""
+    _copy([(one, Copy(page.address, one.address, page.nbytes)) for one, page in pairs], stream)
+
+
+def _copy(copies: Sequence[tuple[Stored, Copy]], stream: Stream) -> None:
+    """Queue copies from or to a tier, after the last copies of the same memory."""
+    for before in {one.work for one, _ in copies}:
+        if before is not None and not before.done():
+            before.precede(stream)
+    try:
+        _copy_staged([copy for _, copy in copies], stream)
+    finally:
+        work = Work.behind(stream)
+        for chunk in {one.chunk for one, _ in copies}:
+            chunk.use(work)
+        for one, _ in copies:
+            one.work = work
+
+
+def _copy_staged(copies: Sequence[Copy], stream: Stream) -> None:
+    """Queue copies; many small ones by way of device memory, in which they lie side by side as in the tier."""
+    if len(copies) < _STAGED or copies[0].nbytes >= _STAGED_BELOW:
+        copy_batch(copies, stream)
+        return
+    ends = [*itertools.accumulate(copy.nbytes for copy in copies)]
+    with MemoryPool.current(stream.device).allocate(ends[-1], stream) as stage:
+        places = [stage.address + end - copy.nbytes for end, copy in zip(ends, copies, strict=True)]
+        first = [Copy(at, copy.source, copy.nbytes) for at, copy in zip(places, copies, strict=True)]
+        then = [Copy(copy.target, at, copy.nbytes) for at, copy in zip(places, copies, strict=True)]
+        copy_batch(first, stream)
+        copy_batch(then, stream)
 
 
 class HostTier(Closes):
     """Pinned host memory for pages that are swapped out; it grows as needed, and is kept for later swaps.
 
-    Thread-safe. Contents stay until they are swapped in or released, also after :meth:`close`.
+    It grows in chunks of at least 32 MiB (``cuMemHostAlloc``). Thread-safe. Contents stay until they are swapped in or
+    released, also after :meth:`close`.
 
     Parameters
     ----------
@@ -68,7 +174,7 @@ class HostTier(Closes):
         ``device`` is no device.
     """
 
-    __slots__ = ("__weakref__", "_check", "_pool", "closed", "device")
+    __slots__ = ("__weakref__", "_check", "_chunks", "_limit", "_lock", "_used", "closed", "device")
 
     def __init__(self, device: Device, limit: int | None = None, *, check: bool = False) -> None:
         check_device("device", device)
@@ -77,22 +183,104 @@ class HostTier(Closes):
         self.closed: bool = False
         """Whether it was closed."""
         self._check = check
-        most = 0 if limit is None else checked_size("limit", limit)
-        self._pool = MemoryPool(MemLocation.host(), max_size=most, release_threshold=_KEEP_ALL, driver=device.driver)
-        with undoing(self._pool.close):
-            self._pool.set_access(device, MemAccess.READWRITE)
+        self._limit = None if limit is None else checked_size("limit", limit)
+        self._chunks: list[_Chunk] = []
+        self._used = 0
+        self._lock = threading.RLock()
 
-    def save(self, pages: Sequence[CopySide], stream: Stream) -> list[Stored]:
+    def save(self, memory: Sequence[Memory], stream: StreamLike) -> list[Stored]:
+        """Queue the copies of memory to the tier: of all, or of none. For blocks that are smaller than a page.
+
+        Parameters
+        ----------
+        memory
+            Memory of the device, of any sizes.
+        stream
+            Stream of the copies.
+
+        Returns
+        -------
+        list of Stored
+            The contents, one for each. :meth:`load` copies them back, ``drop()`` returns their memory to the tier.
+
+        Raises
+        ------
+        OutOfMemoryError
+            The tier has no room.
+        CaptureError
+            ``stream`` is being captured.
+        ClosedError, CudaError, ValueError
+            The tier was closed, the driver refused a call, or a memory belongs to another driver.
+        """
+        session = session_of(self.device)
+        ordered = copying_stream(stream, session)
+        stored = self.save_pages([CopySide.readable(one, session) for one in memory], ordered)
+        self.settle(stored, ordered)
+        return stored
+
+    def load(self, stored: Sequence[Stored], memory: Sequence[Memory], stream: StreamLike) -> None:
+        """Queue the copies of contents to memory of the same sizes. Parameters and errors as for :meth:`save`.
+
+        Raises
+        ------
+        ValueError
+            Contents have changed in a tier that checks them, or a size or number differs.
+        """
+        session = session_of(self.device)
+        ordered = copying_stream(stream, session)
+        sides = [CopySide.writable(one, session) for one in memory]
+        if [one.chunk.nbytes for one in stored] != [side.nbytes for side in sides]:
+            raise ValueError("memory: give as many as there are contents, each of the same size")
+        for one in stored:
+            one.check()
+        load(zip(stored, sides, strict=True), ordered)
+
+    def save_pages(self, pages: Sequence[CopySide], stream: Stream) -> list[Stored]:
         """Queue the copies of pages to host memory: of all, or of none."""
-        if self.closed:
-            raise ClosedError(f"{self!r} was closed")
-        saved: list[BackupRange] = []
-        with undoing(lambda: undo_all(one.leave for one in saved)), copying(stream) as copies:
-            for page in pages:
-                saved.append(Backup.allocate(self._pool, page.nbytes, stream).hold(0, page.nbytes))
-            for one, page in zip(saved, pages, strict=True):
-                one.save(page, copies)
-        return [Stored(one) for one in saved]
+        stored: list[Stored] = []
+        try:
+            self._take(pages, stored)
+            pairs = zip(stored, pages, strict=True)
+            _copy([(one, Copy(one.address, page.address, page.nbytes)) for one, page in pairs], stream)
+        except BaseException:
+            for one in stored:
+                one.drop()
+            raise
+        return stored
+
+    def _take(self, pages: Sequence[CopySide], taken: list[Stored]) -> None:
+        with self._lock:
+            if self.closed:
+                raise ClosedError(f"{self!r} was closed")
+            for at, page in enumerate(pages):
+                fitting = (chunk for chunk in self._chunks if chunk.free and chunk.nbytes == page.nbytes)
+                chunk = next(fitting, None) or self._grow(page.nbytes, len(pages) - at)
+                taken.append(Stored(self, chunk, *chunk.free[-1]))
+                self._used += page.nbytes
+                del chunk.free[-1]
+
+    def _grow(self, nbytes: int, count: int) -> _Chunk:
+        wanted = max(min(max(nbytes * count, _LEAST), _MOST) // nbytes, 1)
+        room = wanted if self._limit is None else (self._limit - self.reserved) // nbytes
+        if not room:
+            why = f"the tier's limit of {size_text(self._limit or 0)} leaves no room for {count} pages"
+            error = refused(OutOfMemoryError, "cuMemHostAlloc", f"{why} of {size_text(nbytes)}")
+            error.requested, error.used, error.limit = nbytes * count, self._used, self._limit or 0
+            raise error
+        chunk = _Chunk(self.device, nbytes, min(wanted, room))
+        self._chunks.append(chunk)
+        return chunk
+
+    def _return(self, one: Stored) -> None:
+        with self._lock:
+            chunk = one.chunk
+            self._used -= chunk.nbytes
+            chunk.free.append((one.address, one.work))
+            if len(chunk.free) == chunk.count:
+                # In order again, so that the copies of adjacent pages become one.
+                chunk.free.sort(key=lambda free: -free[0])
+                if self.closed:
+                    self._chunks.remove(chunk)
 
     def settle(self, stored: Sequence[Stored], stream: Stream) -> None:
         """Compute the checksums, once the copies have completed."""
@@ -104,16 +292,24 @@ class HostTier(Closes):
     @property
     def used(self) -> int:
         """Bytes of the contents."""
-        return self._pool.statistics().used
+        return self._used
+
+    @property
+    def reserved(self) -> int:
+        """Bytes of host memory, which is as much as the contents have needed at once."""
+        with self._lock:
+            return sum(chunk.nbytes * chunk.count for chunk in self._chunks)
 
     def trim(self) -> None:
-        """Release the host memory that holds no contents."""
-        self._pool.trim()
+        """Release the chunks that hold no contents, each after the copies that use it (``cuMemFreeHost``)."""
+        with self._lock:
+            self._chunks = [chunk for chunk in self._chunks if len(chunk.free) < chunk.count]
+        deferred_queue(session_of(self.device)).work()
 
     def close(self) -> None:
         """Take no more contents, and release the memory when the last of them leaves. Idempotent."""
         self.closed = True
-        self._pool.close()
+        self.trim()
 
     def _text(self) -> str:
         return ", closed" if self.closed else f", {size_text(self.used)} used"

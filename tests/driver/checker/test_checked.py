@@ -18,6 +18,7 @@ from streamalloc import vmm
 from streamalloc.driver.bindings import cuda
 from tests.driver.checker.corpus import PAGE, SIZE, Bench
 from tests.driver.checker.corpus.nodes import Graph, fill_params
+from tests.processes import SECONDS
 from tests.support import KEEP, bytecodes, names, read
 
 
@@ -131,6 +132,48 @@ class TestModes:
             other.join()
             gc.collect()
         assert driver.hazards == [] and "pool allocation" not in driver.outstanding()
+
+    def test_a_finaliser_at_the_end_of_a_record(self, machine: Any) -> None:
+        """Its free comes before the next call, which may get the address that it has freed."""
+        driver = sd.checked(machine)
+        with Bench(driver) as bench:
+            memory = bench.new(bench.a)
+            address = memory.address
+            driver._observing = threading.get_ident()  # the record has just ended
+            del memory
+            driver._observing = 0
+            again = bench.new(bench.a)
+            assert again.address == address
+            again.free()
+        assert driver.hazards == []
+
+    def test_two_threads_use_a_context_for_the_first_time(self, machine: Any) -> None:
+        """The driver is asked without the checker's lock: one thread is asked while the other one goes on."""
+        asked, answer = threading.Event(), threading.Event()
+
+        class Slow:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(machine, name)
+
+            def cuCtxGetDevice(self) -> Any:
+                if threading.current_thread() is not threading.main_thread():
+                    asked.set()
+                    assert answer.wait(SECONDS)
+                return machine.cuCtxGetDevice()
+
+        driver = sd.checked(Slow())
+        device = sa.Device(0, driver=driver)
+        made: list[sa.Stream] = []
+        other = threading.Thread(target=lambda: made.append(device.create_stream()))
+        other.start()
+        assert asked.wait(SECONDS)
+        made.append(device.create_stream())
+        answer.set()
+        other.join()
+        with sa.MemoryPool(device) as pool:
+            for one in made:
+                pool.allocate(512, one).free()
+        assert len(made) == 2 and driver.hazards == []
 
     def test_other_modes_there_are_not(self, machine: Any) -> None:
         with pytest.raises(ValueError, match="allowed are 'raise', 'report', 'warn'"):

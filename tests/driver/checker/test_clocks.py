@@ -169,6 +169,24 @@ def test_streams_that_are_gone_leave_no_trace() -> None:
     assert len(stays.clock.known) < 100 and len(timeline.host.known) < 100
 
 
+def test_records_bring_nothing_back() -> None:
+    """What was published, and marks of events, have the numbers of streams and threads that ended since."""
+    timeline = Timeline()
+    mark = None
+    for _ in range(200):
+        stream, thread = timeline.stream("a"), timeline.thread("b")
+        timeline.host_acts(thread)
+        timeline.submit(stream, lambda stream: timeline.published.learn(stream.clock))
+        mark = timeline.record(stream)
+        timeline.retire(stream)
+        timeline.ended_threads.append(thread.number)
+        assert mark.clock is not None
+        timeline.host_observes(mark.clock)
+        timeline.host_observes(timeline.published)
+    assert len(timeline.host.known) < 100 and len(timeline.published.known) < 100
+    assert mark is not None and mark.clock is not None and len(mark.clock.known) < 100
+
+
 def test_a_word_may_have_been_written_by_either() -> None:
     """Only what comes before both is certain."""
     first: dict[int, int] = {1: 5, 2: 3}

@@ -7,8 +7,10 @@ import ctypes
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
+import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc.driver.bindings import cuda
 from tests.driver.checker.corpus import SIZE, Bench
@@ -159,3 +161,18 @@ def test_it_leaves_no_events(bench: Bench, library: Library, memory: Any) -> Non
     library.driver.cuStreamSynchronize(side)
     bench.driver._state.look()
     assert bench.driver._state.foreign.pending == {} and SIZE
+
+
+@pytest.mark.parametrize("lent", [False, True])
+def test_other_code_may_have_written(machine: Any, lent: bool) -> None:
+    """By a kernel that it launches on a stream whose handle it was given."""
+    driver = sd.checked(machine, uninitialized=True)
+    device = sa.Device(0, driver=driver)
+    with sa.MemoryPool(device) as pool, device.create_stream() as stream:
+        assert not lent or stream.handle
+        with pool.allocate(SIZE, stream) as buffer:
+            buffer.copy_to(np.zeros(SIZE, np.uint8))
+            buffer.copy_from(np.zeros(SIZE // 4, np.float32))
+            buffer.copy_to(np.zeros(SIZE // 4, np.int32))
+            stream.synchronize()
+    assert [one.kind for one in driver.hazards] == ([] if lent else ["uninitialized", "another type"])

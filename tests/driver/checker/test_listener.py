@@ -52,6 +52,9 @@ class Recorder:
     def shared(self, address: int, nbytes: int, stream: Any, name: bytes) -> None:
         self.seen.append("shared")
 
+    def typed(self, address: int, nbytes: int, dtype: Any, write: bool) -> None:
+        self.seen.append("typed")
+
     def opened(self, address: int, nbytes: int, stream: Any, name: bytes, word: int) -> None:
         self.seen.append("opened" if stream is not None else "opened by the host")
 

@@ -64,3 +64,15 @@ def test_it_keeps_nothing_open(pipes: list[int]) -> None:
     files.close()
     for one in pipes:
         os.close(one)
+
+
+def test_a_process_that_exports_all_the_time() -> None:
+    """The files that were noted last are found; the table does not grow."""
+    files: OpenFiles[int] = OpenFiles()
+    kept: list[int] = []
+    for number in range(300):
+        kept.append(os.memfd_create("exported"))
+        files.note(kept[-1], number)
+    assert files.find(kept[-1]) == 299 and files.find(kept[0]) is None
+    for one in kept:
+        os.close(one)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -212,6 +213,15 @@ def test_a_process_that_has_ended_has_nothing() -> None:
     assert not open_imports.alive(ended.pid)
     ended.wait()
     assert not open_imports.alive(ended.pid)
+
+
+def test_a_process_that_is_exiting_has_nothing() -> None:
+    """Its locks are released before its state changes (``PF_EXITING`` in proc(5))."""
+    stat = Path("/proc/self/stat").read_bytes()
+    fields = stat.split()
+    assert open_imports.runs(stat)
+    fields[8] = str(int(fields[8]) | 4).encode()
+    assert not open_imports.runs(b" ".join(fields))
 
 
 # -- what an importer does not wait for --------------------------------------------------------------------------

@@ -258,10 +258,6 @@ def test_a_level_has_one_handle(rig: ArrayRig) -> None:
 # -- what is not modelled ----------------------------------------------------------------------------------------------
 
 
-def _not_sparse(rig: ArrayRig) -> None:
-    rig.array(flags=0)
-
-
 def _no_memory(rig: ArrayRig) -> None:
     rig.remap(rig.stream(), rig.region(rig.array(), memory=0))
 
@@ -323,7 +319,6 @@ def _requirements(rig: ArrayRig) -> None:
 @pytest.mark.parametrize(
     ("attempt", "message"),
     [
-        (_not_sparse, "not sparse"),
         (_no_memory, "without memory"),
         (_small, "smaller than a tile"),
         (_gone, "does not exist"),

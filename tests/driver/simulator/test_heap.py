@@ -28,7 +28,7 @@ def bank() -> Bank:
 @pytest.fixture
 def heap(bank: Bank) -> Iterator[Heap]:
     banks = Banks(bank, [])
-    regions = Regions(banks, bank.total)
+    regions = Regions(banks, bank.total, (24 * MiB, BLOCK))
     heap = Heap("test", banks, bank, regions)
     yield heap
     heap.close()

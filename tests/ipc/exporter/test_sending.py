@@ -252,7 +252,7 @@ def test_a_stream_that_cannot_be_told(machine: Any) -> None:
             ipc.send(one, buffer)
         assert driver.failed == ["cuStreamQuery"]
         opened = ipc.receive(two, stream=theirs, timeout=SECONDS)
-        assert executed(theirs) and opened.lost  # type: ignore[union-attr]
+        assert executed(theirs) and opened.lost
         # What is shared from now on is there.
         again = ipc.open(bytes(ipc.share(buffer)), stream=theirs, kind=ipc.ImportedBuffer)
         assert executed(theirs) and not again.lost

@@ -7,6 +7,7 @@ import os
 import random
 import socket
 import struct
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,15 @@ class TestRequests:
         os.close(first)
         os.close(second)
         assert eventually(lambda: len(os.listdir("/proc/self/fd")) <= files)
+
+    def test_answers_that_nobody_takes(self, store: ipc.Store) -> None:
+        """The queue of the client is full, and it ends while the server tries to send."""
+        for _ in range(5):
+            with ipc.Channel.connect(protocol.socket_path(store.name)) as client:
+                for _ in range(700):
+                    client.send(protocol.pack(Kind.STATUS, {}), timeout=10)
+                assert store.statistics().readers == 0
+                time.sleep(0.03)  # the server has read all, and waits to try again
 
     def test_a_message_of_which_half_came(self, store: ipc.Store, device: sa.Device) -> None:
         """The commit is sent in several packets, and the writer ends between two of them."""

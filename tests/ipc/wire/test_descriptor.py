@@ -35,11 +35,14 @@ def descriptors(draw: st.DrawFn) -> Descriptor:
     handle = st.binary(min_size=64, max_size=64) if handle_type == FABRIC else st.just(b"")
     base = draw(st.integers(0, MOST)) if memory else 0
     offset = draw(st.integers(0, base))
+    block = draw(NAME)
+    relay = 64 if any(block) else 0
+    payload = st.binary(min_size=relay, max_size=relay) if handle_type == FABRIC else st.binary(max_size=256)
     return Descriptor(
         mechanism=mechanism,
         device=draw(NAME),
         origin=draw(NAME),
-        control_block=draw(NAME),
+        control_block=block,
         endpoint=draw(NAME),
         flags=draw(st.integers(0, 7)) if memory else 0,
         slot=draw(WORD),
@@ -50,7 +53,7 @@ def descriptors(draw: st.DrawFn) -> Descriptor:
         offset=offset,
         size=draw(st.integers(0, base - offset)),
         base_size=base,
-        payload=draw(st.binary(max_size=256)),
+        payload=draw(payload),
         chunks=tuple(draw(st.lists(st.builds(Chunk, NAME, st.integers(1, MOST), handle), max_size=5 * memory))),
         hold=draw(st.integers(0, (1 << 64) - 1)),
         pool_mark=draw(st.integers(0, (1 << 64) - 1)),
@@ -84,7 +87,7 @@ def example(**fields: Any) -> Descriptor:
 def fabric_example(**fields: Any) -> Descriptor:
     """One whose handles are bytes."""
     chunks = (Chunk(bytes(range(16)), 2 * MiB, bytes(range(64))), Chunk(bytes(16), 4 * MiB, bytes(range(64, 128))))
-    return example(mechanism=Mechanism.PHYSICAL, handle_type=FABRIC, payload=b"", chunks=chunks)._replace(**fields)
+    return example(mechanism=Mechanism.PHYSICAL, handle_type=FABRIC, chunks=chunks)._replace(**fields)
 
 
 class TestFormat:
@@ -141,6 +144,15 @@ class TestFormat:
         whole = fabric_example()
         assert Descriptor.from_bytes(whole.to_bytes()) == whole
         assert len(whole.to_bytes()) == len(whole._replace(handle_type=1).to_bytes()) + 2 * 64
+
+    @pytest.mark.parametrize(
+        "fields",
+        [{"payload": b""}, {"payload": bytes(63)}, {"payload": bytes(65)}, {"control_block": bytes(16)}],
+        ids=str,
+    )
+    def test_relay_and_control_block_come_together(self, fields: dict[str, Any]) -> None:
+        with pytest.raises(ValueError, match="relay has a handle of"):
+            Descriptor.from_bytes(fabric_example(**fields).to_bytes())
 
     @pytest.mark.parametrize("mechanism", [one for one in Mechanism if one is not Mechanism.PHYSICAL])
     def test_fabric_handles_of_something_else(self, mechanism: Mechanism) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import streamalloc as sa
 from streamalloc import vmm
 from streamalloc.testing import Gate
-from tests.support import read
+from tests.processes import eventually
+from tests.support import names, read
 from tests.vmm.support import PAGE
 
 
@@ -30,6 +32,18 @@ def values(space: vmm.PageSpace) -> list[int]:
     assert (rows == rows[:, :1]).all()
     found: list[int] = rows[:, 0].tolist()
     return found
+
+
+def settled(arena: vmm.PageArena) -> tuple[int, int, int]:
+    """Numbers of pages that exist, that no space uses, and that are kept, once released ones are cleared."""
+    assert eventually(lambda: not arena.statistics().parked)
+    pages, spare, _, kept = arena.statistics()
+    return pages, spare, kept
+
+
+def mapping(traced: Any) -> list[str]:
+    """The calls that change mappings, in order."""
+    return [name for name in names(traced) if name in ("cuMemMap", "cuMemUnmap", "cuMemSetAccess")]
 
 
 @contextlib.contextmanager

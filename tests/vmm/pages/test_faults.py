@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,10 +11,12 @@ import pytest
 
 import streamalloc as sa
 from streamalloc import vmm
+from streamalloc.testing import Faults as FailingCalls
 from tests.package.test_sweeps import Faults, fails_in_turn, makers, members
+from tests.processes import eventually
 from tests.support import end_what_was_dropped, read
 from tests.vmm.pages.conftest import PAGES
-from tests.vmm.pages.support import fill
+from tests.vmm.pages.support import fill, settled, values
 from tests.vmm.support import PAGE
 
 CLASSES: list[type] = [vmm.PageArena, vmm.PageSpace, vmm.HostTier, vmm.PageTable]
@@ -46,8 +49,10 @@ class Paged(Faults):
         space = self.space
         end_what_was_dropped()
         rest = {} if space.closed else {"values": [self.value(place) for place in (2, 4, 5)], "mapped": self.mapped()}
+        eventually(lambda: not self.arena.statistics().parked, 0.2)
         found = super().shape()
-        found.pop("physical memory", None)  # what was created stays spare
+        for kind in ("physical memory", "pinned memory", "stream"):
+            found.pop(kind, None)  # what was created stays: spare pages, the memory of the tier, what clears pages
         return {
             **found,
             "parked": self.arena.statistics().parked,
@@ -63,10 +68,11 @@ class Paged(Faults):
         return -1
 
     def mapped(self) -> list[int]:
-        """The permissions of the device, as the driver knows them."""
-        where = self.device.location.to_driver()
+        """The permissions of the device, as the driver knows them. A page that is not committed may have kept more."""
+        where, committed = self.device.location.to_driver(), set(self.space.committed.tolist())
         starts = range(self.space.address, self.space.address + PAGES * PAGE, PAGE)
-        return [int(self.machine.cuMemGetAccess(where, start)[1] or 0) for start in starts]
+        rights = [int(self.machine.cuMemGetAccess(where, start)[1] or 0) for start in starts]
+        return [right if place in committed else min(right, 1) for place, right in enumerate(rights)]
 
 
 def _space(world: Paged) -> Any:
@@ -86,6 +92,16 @@ def _swapped(world: Paged, one: vmm.PageSpace) -> None:
     one.swap_in([2, 4])
 
 
+def _saved(world: Paged, one: vmm.HostTier) -> None:
+    blocks = [world.space[at : at + 4096] for at in range(0, PAGE, PAGE // 16)]
+    stored = one.save(blocks, world.stream)
+    try:
+        one.load(stored, blocks, world.stream)
+    finally:
+        for contents in stored:
+            contents.drop()
+
+
 PAGE_ACTS: dict[str, Callable[[Any, Any], Any]] = {
     "PageArena.close": lambda world, one: one.close(),
     "PageArena.prepare": _prepared,
@@ -96,14 +112,17 @@ PAGE_ACTS: dict[str, Callable[[Any, Any], Any]] = {
     "PageSpace.close": lambda world, one: one.close(),
     "PageSpace.commit": lambda world, one: one.commit([2, 7, 8, 10]),
     "PageSpace.make_private": lambda world, one: one.make_private([1, 2, 4]),
-    "PageSpace.release": lambda world, one: one.release([0, 2, 6]),
+    "PageSpace.prepare": lambda world, one: one.prepare([2, 7, 8]).result(),
+    "PageSpace.release": lambda world, one: one.release([0, 2, 6], after=world.stream),
     "PageSpace.shared": lambda world, one: one.shared([0, 2]),
     "PageSpace.swap_in": lambda world, one: one.swap_in(range(PAGES)),
     "PageSpace.swap_out": _swapped,
     "PageTable.close": lambda world, one: one.close(),
     "PageTable.update": lambda world, one: (world.space.commit([8, 9]), one.update()),
     "HostTier.close": lambda world, one: one.close(),
-    "HostTier.save": lambda world, one: None,  # with swap_out
+    "HostTier.load": lambda world, one: None,  # with save
+    "HostTier.save": _saved,
+    "HostTier.save_pages": lambda world, one: None,  # with swap_out
     "HostTier.settle": lambda world, one: None,  # with swap_out
     "HostTier.trim": lambda world, one: one.trim(),
 }
@@ -119,3 +138,60 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize(("kind", "act"), [*members(CLASSES, PAGE_ACTS, inherited=False), *makers(MAKERS)])
 def test_each_call_fails_in_turn(machine: Any, kind: type, act: Any) -> None:
     fails_in_turn(lambda: Paged(machine), kind, act, most=6)
+
+
+MOVES: dict[str, Callable[[vmm.PageSpace, vmm.HostTier], Any]] = {
+    "commit, a page that is kept too": lambda space, tier: space.commit([3, 7, 9, 10]),
+    "release behind a stream": lambda space, tier: space.release([0, 1, 2], after=space.stream),
+    "release of what is done": lambda space, tier: space.release([0, 1, 2], after=()),
+    "swap out": lambda space, tier: space.swap_out([0, 2], tier),
+    "swap in": lambda space, tier: space.swap_in([5, 6]),
+}
+
+
+@pytest.mark.simulated_only("calls that fail are the same on any driver")
+@pytest.mark.parametrize("name", MOVES)
+def test_each_call_of_a_move_fails(machine: Any, name: str) -> None:
+    """All pages are as before, or as they should be, and no content is lost; each call fails once, or for ever."""
+    faults = FailingCalls(machine)
+    device = sa.Device(0, driver=faults)
+    with device.create_stream() as stream:
+        seen = []
+        for nth in itertools.count():
+            with (
+                vmm.PageArena(device, limit=9 * PAGE) as arena,
+                arena.space(12 * PAGE, stream=stream) as space,
+                vmm.HostTier(device) as tier,
+            ):
+                space.commit(range(8))
+                fill(space, range(8))
+                space.alias(8, space, 2)
+                space.swap_out([5, 6], tier)
+                space.release([3, 4], after=stream)
+                stream.synchronize()
+                settled(arena)
+                if nth:
+                    faults.fail(nth, result="CUDA_ERROR_UNKNOWN")
+                with contextlib.suppress(sa.CudaError):
+                    MOVES[name](space, tier)
+                failed = faults.failed
+                faults.stop()
+                seen.append((space.committed.tolist(), sorted(space._places.stored), contents(space)))
+                assert seen[-1][:2] in [seen[0][:2], ([0, 1, 2, 7, 8], [5, 6])], (nth, failed)
+                assert all(page in (0, index + 1) for index, page in enumerate(seen[-1][2][:8])), (nth, failed)
+                space.swap_in(range(12))
+                lost = {"commit": (), "release": (0, 1, 2)}.get(name.split()[0].strip(","), ())
+                kept = [index for index in (0, 1, 2, 5, 6, 7) if index in space.committed]
+                assert set(kept) | set(lost) >= {0, 1, 2, 5, 6, 7}, (nth, failed)
+                assert [values(space)[index] for index in kept] == [index + 1 for index in kept], (nth, failed)
+                pages, spare, mapped = settled(arena)
+                assert pages - spare - mapped == len(set(space.numbers.tolist()) - {-1}), (nth, failed)
+            if nth and not failed:
+                break
+        assert nth > 3
+
+
+def contents(space: vmm.PageSpace) -> list[int]:
+    """The values of the pages that are not parked."""
+    found = values(space)
+    return [0 if place in space._places.parked else value for place, value in enumerate(found)]

@@ -14,7 +14,7 @@ from streamalloc import vmm
 from streamalloc.testing import Gate
 from tests.support import executed, pending
 from tests.vmm.pages.conftest import PAGES
-from tests.vmm.pages.support import fill, opening, page, values
+from tests.vmm.pages.support import fill, opening, page, settled, values
 from tests.vmm.support import PAGE
 
 
@@ -49,23 +49,24 @@ class TestRelease:
             copy.copy_from(pages, other)
             space.release([2, 3], after=AFTER[name](other))
             assert space.committed.size == 0 and space.parked == 2
-            assert arena.statistics() == (2, 0, 2)
+            assert arena.statistics() == (2, 0, 2, 0)
             assert pending(other)
             gate.open()
             copy.copy_to(seen, other)
             other.synchronize()
         assert seen.reshape(2, -1)[:, ::4096].tolist() == [[3] * 512, [4] * 512]
-        assert arena.statistics() == (2, 2, 0) and space.parked == 0
+        assert settled(arena) == (2, 0, 2) and space.kept.tolist() == [2, 3]
         assert values(space) == [0] * PAGES
 
-    def test_of_completed_work_unmaps_now(self, arena: vmm.PageArena, space: vmm.PageSpace) -> None:
+    def test_of_completed_work_clears_now(self, arena: vmm.PageArena, space: vmm.PageSpace) -> None:
         space.commit(range(3))
         fill(space, range(3))
         space.stream.synchronize()
         space.release(0, after=space.stream)
         space.release(1, after=space.stream.record())
         space.release(2)
-        assert space.parked == 0 and len(arena._physical.spare) == 3
+        assert values(space) == [0] * PAGES
+        assert settled(arena) == (3, 0, 3)
 
     def test_other_pages_move_meanwhile(self, space: vmm.PageSpace, gate: Gate, other: sa.Stream) -> None:
         space.commit([1, 2])
@@ -88,10 +89,10 @@ class TestRelease:
         space.stream.record(event)
         space.release(1, after=event)
         event.close()
-        assert arena.statistics() == (1, 0, 1)
+        assert arena.statistics() == (1, 0, 1, 0)
         gate.open()
         assert executed(space.stream)
-        assert arena.statistics() == (1, 1, 0)
+        assert settled(arena) == (1, 0, 1)
 
     def test_of_another_driver(self, space: vmm.PageSpace) -> None:
         foreign = sa.Device(0, driver=sa.driver.simulated())
@@ -109,7 +110,7 @@ class TestRelease:
             space.release(2, after=())
             space.commit(3)
         graph.close()
-        assert space.committed.tolist() == [1, 3] and arena.statistics() == (2, 0, 0)
+        assert space.committed.tolist() == [1, 3] and settled(arena) == (2, 0, 0)
 
 
 class TestAgain:
@@ -123,7 +124,7 @@ class TestAgain:
         assert other.query() and space.committed.tolist() == [1]
         page(space, 1).fill(8)
         assert values(space)[1] == 8
-        assert arena.statistics() == (2, 1, 0) and values(space)[2] == 0
+        assert settled(arena) == (2, 0, 1) and values(space)[2] == 0
 
     def test_a_page_that_is_shared_is_exchanged(
         self, arena: vmm.PageArena, space: vmm.PageSpace, gate: Gate, other: sa.Stream
@@ -139,7 +140,7 @@ class TestAgain:
             space.commit(2)
         page(space, 2).fill(4)
         assert values(space)[1:3] == [3, 4]
-        assert not space.shared([1, 2]).any() and arena.statistics() == (2, 0, 0)
+        assert not space.shared([1, 2]).any() and settled(arena) == (2, 0, 0)
 
     def test_memory_of_parked_pages_is_used_once_their_work_has_completed(
         self, device: sa.Device, stream: sa.Stream, gate: Gate
@@ -168,7 +169,7 @@ class TestEnd:
             with opening(gate):
                 space.close(after=())
             stream.synchronize()
-        assert arena.statistics() == (2, 2, 0)
+        assert settled(arena) == (2, 2, 0)
 
     def test_a_space_is_dropped_before_the_work(self, arena: vmm.PageArena, device: sa.Device, gate: Gate) -> None:
         with device.create_stream() as stream:
@@ -179,7 +180,7 @@ class TestEnd:
             space.release(0, after=stream)
             del space
             gc.collect()
-            assert arena.statistics() == (3, 0, 1)
+            assert arena.statistics() == (3, 0, 1, 0)
             gate.open()
             stream.synchronize()
-            assert arena.statistics() == (3, 3, 0)
+            assert settled(arena) == (3, 3, 0)

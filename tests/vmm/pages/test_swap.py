@@ -12,9 +12,9 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
 from streamalloc.testing import Faults, Gate
-from tests.support import pending
+from tests.support import names, pending, read
 from tests.vmm.pages.conftest import PAGES
-from tests.vmm.pages.support import fill, opening, page, values
+from tests.vmm.pages.support import fill, opening, page, settled, values
 from tests.vmm.support import PAGE, each
 
 
@@ -30,7 +30,7 @@ def test_contents_return(space: vmm.PageSpace, arena: vmm.PageArena, tier: vmm.H
     assert space.swap_out([1, 2, 4, 9], tier) == 3
     assert space.committed.tolist() == [0, 3, 5]
     space.stream.synchronize()
-    assert arena.statistics() == (6, 3, 0) and tier.used == 3 * PAGE
+    assert settled(arena) == (6, 0, 3) and tier.used == 3 * PAGE
     assert values(space)[:6] == [1, 0, 0, 4, 0, 6]
     space.commit(range(9, 12))
     fill(space, range(9, 12), 100)
@@ -54,6 +54,101 @@ def test_neither_way_makes_the_host_wait(space: vmm.PageSpace, tier: vmm.HostTie
     assert pending(space.stream)
     gate.open()
     assert values(space)[1:3] == [2, 3]
+
+
+def test_a_batch_is_one_call(device: sa.Device) -> None:
+    traced = sd.traced(device.driver)
+    device = sa.Device(0, driver=traced)
+    with (
+        device.create_stream() as stream,
+        vmm.PageArena(device) as arena,
+        arena.space(64 * PAGE, stream=stream) as space,
+        vmm.HostTier(device) as tier,
+    ):
+        for pages, call in ((range(20), "cuMemcpyAsync"), (range(0, 64, 3), "cuMemcpyBatchAsync")):
+            space.commit(pages)
+            traced.calls.clear()
+            space.swap_out(pages, tier)
+            assert space.swap_in(pages) == len(pages)
+            copies = [name for name in names(traced) if "Memcpy" in name]
+            assert copies == [call, call]
+            assert not any("Synchronize" in name for name in names(traced) if not name.startswith("cuEvent"))
+            space.release(pages, after=stream)
+
+
+@pytest.mark.parametrize("size", [4096, 64 << 10])
+def test_of_blocks_that_are_smaller_than_a_page(device: sa.Device, size: int) -> None:
+    traced = sd.traced(device.driver)
+    device = sa.Device(0, driver=traced)
+    with (
+        device.create_stream() as stream,
+        vmm.HostTier(device, check=True) as tier,
+        sa.allocate(20 * 2 * size, stream) as buffer,
+    ):
+        blocks = [buffer[at * size : (at + 1) * size] for at in range(0, 40, 2)]
+        for value, block in enumerate(blocks):
+            block.fill(value)
+        traced.calls.clear()
+        stored = tier.save(blocks, stream)
+        # Small ones are gathered side by side, and are one copy then.
+        staged = ["cuMemcpyBatchAsync", "cuMemcpyAsync"] if size == 4096 else ["cuMemcpyBatchAsync"]
+        assert [name for name in names(traced) if "Memcpy" in name] == staged
+        buffer.fill(0)
+        tier.load(stored, blocks, stream)
+        assert read(buffer).reshape(40, size)[::2, ::1024].tolist() == [[n] * (size // 1024) for n in range(20)]
+        assert not read(buffer).reshape(40, size)[1::2].any()
+        with pytest.raises(ValueError, match="each of the same size"):
+            tier.load(stored, blocks[:-1], stream)
+        stored[3].array()[5] += 1
+        with pytest.raises(ValueError, match="checksum differs"):
+            tier.load(stored, blocks, stream)
+        for one in stored:
+            one.drop()
+        assert tier.used == 0
+
+
+@pytest.mark.simulated_only("the driver has batches, or it has not")
+def test_without_batches(machine: Any) -> None:
+    faults = Faults(machine)
+    device = sa.Device(0, driver=faults)
+    with (
+        device.create_stream() as stream,
+        vmm.PageArena(device) as arena,
+        arena.space(PAGES * PAGE, stream=stream) as space,
+        vmm.HostTier(device) as tier,
+    ):
+        space.commit([1, 3, 5])
+        fill(space, [1, 3, 5])
+        faults.fail("cuMemcpyBatchAsync", 1, times=2, result="CUDA_ERROR_NOT_SUPPORTED")
+        space.swap_out([1, 3, 5], tier)
+        space.swap_in([1, 3, 5])
+        assert faults.failed == 2 * ["cuMemcpyBatchAsync"] and values(space)[:6] == [0, 2, 0, 4, 0, 6]
+
+
+def test_on_the_default_stream(arena: vmm.PageArena, tier: vmm.HostTier) -> None:
+    with arena.space(PAGES * PAGE) as space:
+        space.commit([1, 3, 5])
+        fill(space, [1, 3, 5])
+        space.swap_out([1, 3, 5], tier)
+        space.swap_in([1, 3, 5])
+        assert values(space)[:6] == [0, 2, 0, 4, 0, 6]
+
+
+def test_memory_of_the_tier_is_used_again_after_its_copies(space: vmm.PageSpace, device: sa.Device, gate: Gate) -> None:
+    with vmm.HostTier(device, limit=PAGE) as tier, device.create_stream() as other:
+        space.commit([0, 1])
+        fill(space, [0, 1])
+        space.swap_out(0, tier)
+        space.stream.synchronize()
+        gate.hold(other)
+        space.swap_in(0, other)
+        space.swap_out(1, tier)
+        assert pending(other) and pending(space.stream) and tier.used == PAGE
+        gate.open()
+        other.synchronize()
+        assert values(space)[:2] == [1, 0]
+        space.swap_in(1)
+        assert values(space)[:2] == [1, 2]
 
 
 def test_back_on_another_stream(space: vmm.PageSpace, device: sa.Device, tier: vmm.HostTier, gate: Gate) -> None:
@@ -99,7 +194,7 @@ def test_changed_contents_are_found(space: vmm.PageSpace, device: sa.Device) -> 
         space.commit([0, 1])
         fill(space, [0, 1])
         space.swap_out([0, 1], tier)
-        data = space._places.stored[1]._saved.memory.as_array()
+        data = space._places.stored[1].array()
         data[77] += 1
         with pytest.raises(ValueError, match="checksum differs"):
             space.swap_in([0, 1])
@@ -147,7 +242,7 @@ def test_a_space_ends_with_its_contents(arena: vmm.PageArena, tier: vmm.HostTier
     del space
     gc.collect()
     arena.device.synchronize()
-    assert arena.statistics() == (3, 3, 0) and tier.used == 0
+    assert settled(arena) == (3, 3, 0) and tier.used == 0
 
 
 def test_what_is_refused(space: vmm.PageSpace, device: sa.Device, tier: vmm.HostTier) -> None:
@@ -167,9 +262,9 @@ def test_trim(machine: object, device: sa.Device, space: vmm.PageSpace, tier: vm
     space.swap_out(0, tier)
     space.swap_in(0)
     space.stream.synchronize()
-    assert tier._pool.statistics().reserved > 0
+    assert tier.reserved == 32 << 20
     tier.trim()
-    assert tier._pool.statistics().reserved == 0
+    assert tier.reserved == 0
 
 
 @pytest.mark.simulated_only("calls that fail are the same on any driver")
@@ -187,11 +282,12 @@ def test_a_fault_after_some_batches_changes_nothing(machine: Any, monkeypatch: p
         fill(space, range(8))
         space.swap_out(range(8), tier)
         stream.synchronize()
+        arena.trim()  # what is kept takes no call
         faults.fail("cuMemSetAccess", 3, result="CUDA_ERROR_UNKNOWN")
         with pytest.raises(sa.CudaError):
             space.swap_in(range(8))
         assert faults.failed == ["cuMemSetAccess"] and space.committed.size == 0
         stream.synchronize()
-        assert arena.statistics() == (8, 8, 0) and values(space) == [0] * PAGES
+        assert settled(arena) == (8, 4, 4) and values(space) == [0] * PAGES
         assert space.swap_in(range(8)) == 8
         assert values(space)[:8] == list(range(1, 9)) and tier.used == 0

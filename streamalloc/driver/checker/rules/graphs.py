@@ -85,11 +85,6 @@ def _adds(make: Callable[[State, str, Arguments], list[Node]]) -> After:
     return rule
 
 
-def _unknown(state: State, name: str, args: Arguments) -> list[Node]:
-    state.unseen_kernels |= "Kernel" in name
-    return [Node("use")]
-
-
 def _use(state: State, touched: Iterable[Touch]) -> list[Node]:
     return [Node("use", pieces=state.pieces(touched))]
 
@@ -125,6 +120,10 @@ def _allocation_node(state: State, params: Any) -> list[Node]:
 def _free_node(state: State, address: Any) -> list[Node]:
     found = state.addresses.find(number_of(address))
     return [Node("use") if found is None else Node("free", range=found)]
+
+
+def _kernel_node(state: State, params: Any) -> list[Node]:
+    return _use(state, state.kernel_uses(int(params.func) or int(params.kern), params.kernelParams, params.extra))
 
 
 def _record_node(state: State, event: Any) -> list[Node]:
@@ -166,6 +165,7 @@ class _Kind(NamedTuple):
 _KINDS = (
     _Kind("Memcpy", "MEMCPY", "memcpy.copyParams", _plane_node),
     _Kind("Memset", "MEMSET", "memset", _fill_node),
+    _Kind("Kernel", "KERNEL", "kernel", _kernel_node),
     _Kind("ChildGraph", "GRAPH", "graph.graph", _child),
     _Kind("EventWait", "WAIT_EVENT", "eventWait.event", _wait_node, "Event"),
     _Kind("EventRecord", "EVENT_RECORD", "eventRecord.event", _record_node, "Event"),
@@ -204,14 +204,14 @@ def _ends_node(state: State, name: str, args: Arguments, answer: Answer) -> None
             graph.handles.pop(handle, None)
 
 
-def _sets(make: Callable[[State, Any], list[Node]] | None) -> After:
-    """A call that changes a node of a graph or of an executable graph; None: its new operation is unknown."""
+def _sets(make: Callable[[State, Any], list[Node]]) -> After:
+    """A call that changes a node of a graph or of an executable graph."""
 
     def rule(state: State, name: str, args: Arguments, answer: Answer) -> None:
         executable = name.startswith("cuGraphExec")
         handle, params = number_of(args[1 if executable else 0]), args[2 if executable else 1]
-        made = [Node("use")] if make is None else make(state, params)
-        kernel = make is None or "KERNEL" in getattr(getattr(params, "type", None), "name", "")
+        made = make(state, params)
+        kernel = make is _kernel_node or "KERNEL" in getattr(getattr(params, "type", None), "name", "")
         for node in made:
             node.what, node.stack, node.handle = name, here(), handle
         if executable:
@@ -307,10 +307,9 @@ def _launches(state: State, name: str, args: Arguments) -> Callable[[Answer], No
     return finish
 
 
-_SETTERS: dict[str, Callable[[State, Any], list[Node]] | None] = {
+_SETTERS = {
     **{f"{kind.call}NodeSet{kind.sets}": kind.make for kind in _KINDS if kind.sets},
     **dict.fromkeys(("NodeSetParams", "NodeSetParams_v2"), _node),
-    "KernelNodeSetParams": None,
 }
 RULES = rules(
     after={
@@ -320,7 +319,7 @@ RULES = rules(
         "cuGraphClone": _clones_graph,
         "cuGraphDestroy": _ends_graph,
         **{f"cuGraphAdd{kind.call}Node": _params_at(3, kind.make) for kind in _KINDS},
-        "cuGraphAddKernelNode cuGraphAddEmptyNode": _adds(_unknown),
+        "cuGraphAddEmptyNode": _adds(lambda state, name, args: [Node("use")]),
         "cuGraphAddNode cuGraphAddNode_v2 cuGraphAddNode_v3": _params_at(-1, _node),
         "cuGraphAddDependencies cuGraphAddDependencies_v2": _changes_edges,
         "cuGraphRemoveDependencies cuGraphRemoveDependencies_v2": _changes_edges,

@@ -70,7 +70,7 @@ def _queries(state: State, name: str, args: Arguments) -> Finish:
             # The facade writes a shared value by the host where the stream is idle. Reports must not depend on that:
             # the query counts as a write of the value in stream order.
             state.sources.clear()
-            state.values.published.learn(stream.clock if clock is None else clock)
+            state.timeline.published.learn(stream.clock if clock is None else clock)
         elif clock is None:
             state.host_waited_for(stream)
         else:

@@ -81,6 +81,8 @@ def _copies(stream_at: int | None, size_at: int = 2, source_at: int = 1) -> _Wor
 
     def then(state: State, stream: Stream, args: Arguments) -> None:
         if int(args[size_at]):
+            if stream not in state.captures and not state.unseen_writes():
+                state.types.copied(args[0], args[source_at], int(args[size_at]), "a copy")
             _waits_for_copy(state, stream, stream_at, args[0], args[source_at])
 
     return _Work(stream_at, touched, then)
@@ -255,13 +257,13 @@ def _copies_plane(stream_at: int | None) -> _Work:
     return _Work(stream_at, lambda state, args: plane(state, args[0]), then)
 
 
-def _launches(stream_at: int) -> _Work:
-    """A kernel, with unknown uses."""
+def _launches(stream_at: int, params_at: int | None = None) -> _Work:
+    """A kernel. ``params_at`` is the index of its arguments; without it its uses are unknown."""
 
-    def then(state: State, stream: Stream, args: Arguments) -> None:
-        state.unseen_kernels = True
+    def touched(state: State, args: Arguments) -> list[Touch]:
+        return state.kernel_uses(*(() if params_at is None else (args[0], *args[params_at:])))
 
-    return _Work(stream_at, lambda state, args: (), then)
+    return _Work(stream_at, touched)
 
 
 def _work(stream_at: int, named: Callable[[Arguments], Iterable[Touch]] = lambda args: ()) -> _Work:
@@ -269,9 +271,12 @@ def _work(stream_at: int, named: Callable[[Arguments], Iterable[Touch]] = lambda
     return _Work(stream_at, lambda state, args: (), named=named)
 
 
+def _stale_with_config(state: State, name: str, args: Arguments) -> Finish:
+    return state.stale(args[0].hStream, name, state.kernel_uses(*args[1:]), here())
+
+
 def _launches_with_config(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    state.act(args[0].hStream, name, (), here())
-    state.unseen_kernels = True
+    state.act(args[0].hStream, name, state.kernel_uses(*args[1:]), here())
 
 
 _WORK = {
@@ -298,8 +303,8 @@ _WORK = {
     "cuMemcpyAtoA": _arrays(None, 0, 2, True, True),
     "cuMemcpyAtoHAsync": _arrays(4, 0, 1, False, True),
     "cuMemcpyHtoAAsync": _arrays(4, 0, 2, True, False),
-    "cuLaunchKernel": _launches(8),
-    "cuLaunchCooperativeKernel": _launches(8),
+    "cuLaunchKernel": _launches(8, 9),
+    "cuLaunchCooperativeKernel": _launches(8, 9),
     "cuLaunchGridAsync": _launches(3),
     "cuMemBatchDecompressAsync": _launches(-1),
     "cuMemDiscardBatchAsync": _touches(-1, _discarded),
@@ -312,6 +317,6 @@ _WORK = {
     "cuSignalExternalSemaphoresAsync": _work(-1),
 }
 RULES = rules(
-    before={name: work.before for name, work in _WORK.items()},
+    before={**{name: work.before for name, work in _WORK.items()}, "cuLaunchKernelEx": _stale_with_config},
     after={**_WORK, "cuLaunchKernelEx": _launches_with_config},
 )

@@ -1,9 +1,10 @@
-"""Sparse arrays. Other arrays are not modelled: their use is in kernels, and there are none here."""
+"""Arrays. Those that are not sparse are as the documentation describes them."""
 
 from __future__ import annotations
 
 import ctypes
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 from streamalloc.driver.bindings import cuda
@@ -11,16 +12,17 @@ from streamalloc.driver.bindings import cuda
 from .. import arguments, arrays
 from ..allocations import Allocation
 from ..arguments import Array, Device, MipmappedArray, Stream, UnsignedInt
-from ..arrays import TAIL, Box, Layout, Linear, Remap, Storage, Tile, TileCopy
-from ..constants import READ, READ_WRITE, TILE_SIZE
+from ..arrays import TAIL, ArrayCopy, Box, BoxCopy, Layout, Linear, Remap, Storage, Tile
+from ..blocks import round_up
+from ..constants import BLOCK, READ, READ_WRITE, TILE_SIZE
 from ..contexts import Context
-from ..errors import NotModelled, check, need, not_modelled
+from ..errors import NotModelled, Result, check, need, not_modelled, operating_system
 from ..memory import view_address
 from ..physical import Memory
 from .base import call
 from .copies import ARRAY, DEVICE, OF_HOST, CopyCalls
 
-_LAYERED, _GATHER, _SPARSE = 0x01, 0x08, 0x40  # CUDA_ARRAY3D_*
+_LAYERED, _SURFACE, _GATHER, _SPARSE = 0x01, 0x02, 0x08, 0x40  # CUDA_ARRAY3D_*
 # Surface, cube map, depth texture, deferred mapping (observed on H200: test_sparse_arrays).
 _NEVER_SPARSE = 0x02 | 0x04 | 0x10 | 0x80
 _BYTES_OF_FORMAT = {0x01: 1, 0x02: 2, 0x03: 4, 0x08: 1, 0x09: 2, 0x0A: 4, 0x10: 2, 0x20: 4}  # CUarray_format
@@ -28,6 +30,15 @@ _ONE_TAIL = 1  # CU_ARRAY_SPARSE_PROPERTIES_SINGLE_MIPTAIL
 _ARRAY, _MIPMAPPED_ARRAY = 0, 1  # CUresourcetype
 _LEVEL, _MIPTAIL = 0, 1  # CUarraySparseSubresourceType
 _MAP, _UNMAP = 1, 2  # CUmemOperationType
+
+_ENDS = {"A": ("Array", ARRAY), "D": ("Device", DEVICE), "H": ("Host", OF_HOST)}
+"""Field and memory type of an end of a copy."""
+
+
+def _field(copy: Any, name: str) -> Any:
+    """A field of a copy of boxes. Copies of planes and lines have one slice."""
+    return getattr(copy, name, name == "Depth")
+
 
 Change = tuple[Storage, Tile, "tuple[Memory, int] | None"]
 
@@ -37,18 +48,39 @@ class ArrayCalls(CopyCalls):
 
     # -- making and ending -----------------------------------------------------------------------------------
 
+    def cuArrayCreate(self, pAllocateArray: cuda.CUDA_ARRAY_DESCRIPTOR) -> Any:
+        context = self._array_context()
+        return self._make_array(context, self._ordinary(pAllocateArray, 0, 0))
+
     def cuArray3DCreate(self, pAllocateArray: cuda.CUDA_ARRAY3D_DESCRIPTOR) -> Any:
-        array = arrays.Array(Storage(self._array_context(), self._layout(pAllocateArray)))
+        context = self._array_context()
+        return self._make_array(context, self._layout(pAllocateArray))
+
+    def _make_array(self, context: Context, layout: Layout) -> Any:
+        array = arrays.Array(self._storage(context, layout))
         self._machine.arrays.arrays[array.handle] = array
         return cuda.CUarray(array.handle)
+
+    def _storage(self, context: Context, layout: Layout) -> Storage:
+        made = Storage(context, layout)
+        if not layout.sparse:
+            size, bank = round_up(layout.size, BLOCK), context.device.bank
+            if size > bank.free:
+                self._machine.banks.make_room(bank, size)
+            check(size <= bank.free, Result.CUDA_ERROR_OUT_OF_MEMORY)
+            with operating_system(only_memory=True):
+                made.allocate()
+        return made
 
     def cuMipmappedArrayCreate(
         self, pMipmappedArrayDesc: cuda.CUDA_ARRAY3D_DESCRIPTOR, numMipmapLevels: UnsignedInt
     ) -> Any:
-        layout = self._layout(pMipmappedArrayDesc)
-        if layout.solid or not 0 < numMipmapLevels <= max(layout.extent).bit_length():
+        context, layout = self._array_context(), self._layout(pMipmappedArrayDesc)
+        most = max(layout.extent).bit_length()
+        if layout.sparse and (layout.solid or not 0 < numMipmapLevels <= most):
             raise NotModelled("mipmapped arrays of three dimensions, without levels, or with more than there can be")
-        storage = Storage(self._array_context(), replace(layout, levels=numMipmapLevels, mipmapped=True))
+        levels = min(max(numMipmapLevels, 1), most)
+        storage = self._storage(context, replace(layout, levels=levels, mipmapped=True))
         mipmap = arrays.MipmappedArray(storage)
         self._machine.arrays.mipmapped[mipmap.handle] = mipmap
         return cuda.CUmipmappedArray(mipmap.handle)
@@ -57,22 +89,28 @@ class ArrayCalls(CopyCalls):
         need(self._machine.current_or_none(), "making an array without a current context")
         return self._machine.current()
 
-    @staticmethod
-    def _layout(descriptor: Any) -> Layout:
+    def _largest(self, kind: str, third: str) -> list[int]:
+        """The largest width, height and depth or layers of a kind of texture."""
+        attributes = self._array_context().device.attributes
+        names = [f"MAXIMUM_TEXTURE{kind}_{part}" if part else "" for part in ("WIDTH", "HEIGHT", third)]
+        return [attributes.get(name, 0) for name in names]
+
+    def _layout(self, descriptor: Any) -> Layout:
         width, height, depth = int(descriptor.Width), int(descriptor.Height), int(descriptor.Depth)
         number, channels, flags = (
             arguments.number_in(descriptor, "Format", None),
             int(descriptor.NumChannels),
             descriptor.Flags,
         )
-        not_modelled(not flags & _SPARSE, "arrays that are not sparse")
+        if not flags & _SPARSE:
+            return self._ordinary(descriptor, depth, flags)
         check(not flags & _NEVER_SPARSE and channels != 3)
         if number not in _BYTES_OF_FORMAT or channels not in (1, 2, 4) or flags & ~(_SPARSE | _LAYERED | _GATHER):
             raise NotModelled(f"a sparse array of format {number:#x}, {channels} channels and flags {flags:#x}")
         check(height or depth)  # there are none of one dimension
         layered = bool(flags & _LAYERED)
         solid = depth > 0 and not layered
-        largest = (16384, 16384, 16384) if solid else (32768, 32768, 2048) if layered else (131072, 65536, 0)
+        largest = self._largest(*("3D", "DEPTH") if solid else ("2D_LAYERED", "LAYERS") if layered else ("2D", ""))
         if not (solid or layered):
             check(width <= largest[0])
         too_large = any(one > most for one, most in zip((width, height, depth), largest, strict=True))
@@ -80,7 +118,36 @@ class ArrayCalls(CopyCalls):
             raise NotModelled(f"a sparse array of {width} x {height} x {depth} with flags {flags:#x}")
         extent = (width, height, depth if solid else 1)
         element = _BYTES_OF_FORMAT[number] * channels
-        return Layout(extent, depth if layered else 0, solid, element)
+        return Layout(extent, depth if layered else 0, solid, element, described=(number, channels, flags))
+
+    def _ordinary(self, descriptor: Any, depth: int, flags: int) -> Layout:
+        width, height = int(descriptor.Width), int(descriptor.Height)
+        number, channels = arguments.number_in(descriptor, "Format", None), int(descriptor.NumChannels)
+        known = number in _BYTES_OF_FORMAT and not flags & ~(_LAYERED | _SURFACE | _GATHER)
+        not_modelled(not known, f"an array of format {number:#x} and flags {flags:#x}")
+        layered, solid = bool(flags & _LAYERED), depth > 0 and not flags & _LAYERED
+        check(channels in (1, 2, 4) and width and (height or layered or not depth))
+        check(bool(depth) if layered else True)
+        check(not flags & _GATHER or (height and not depth))
+        kind = "3D" if solid else "2D" if height else "1D"
+        third = ("WIDTH", "HEIGHT", "DEPTH")[: int(kind[0])]
+        if layered:
+            kind, third = f"{kind}_LAYERED", (*third, "LAYERS")
+        of = "SURFACE" if flags & _SURFACE else "TEXTURE"
+        kind = f"{kind}_GATHER" if flags & _GATHER else kind
+        attributes = self._array_context().device.attributes
+        most = [attributes.get(f"MAXIMUM_{of}{kind}_{part}", 0) for part in third]
+        sizes = [size for size in (width, height, depth) if size]
+        check(all(size <= limit for size, limit in zip(sizes, most, strict=True)))
+        return Layout(
+            (width, max(height, 1), depth if solid else 1),
+            depth if layered else 0,
+            solid,
+            _BYTES_OF_FORMAT[number] * channels,
+            sparse=False,
+            described=(number, channels, flags),
+            line=not height,
+        )
 
     def cuArrayDestroy(self, hArray: Array) -> None:
         if hArray.mipmap is None:
@@ -105,11 +172,32 @@ class ArrayCalls(CopyCalls):
 
     # -- what they are like ----------------------------------------------------------------------------------
 
+    def cuArrayGetDescriptor(self, hArray: Array) -> Any:
+        return self._describe(hArray, cuda.CUDA_ARRAY_DESCRIPTOR())
+
+    def cuArray3DGetDescriptor(self, hArray: Array) -> Any:
+        descriptor = self._describe(hArray, cuda.CUDA_ARRAY3D_DESCRIPTOR())
+        layout = hArray.storage.layout
+        descriptor.Depth = layout.layers or (layout.extent_of(hArray.level)[2] if layout.solid else 0)
+        descriptor.Flags = layout.described[2]
+        return descriptor
+
+    @staticmethod
+    def _describe(array: arrays.Array, descriptor: Any) -> Any:
+        layout = array.storage.layout
+        descriptor.Width, height, _ = layout.extent_of(array.level)
+        descriptor.Height = 0 if layout.line else height
+        number, descriptor.NumChannels, _ = layout.described
+        descriptor.Format = cuda.CUarray_format(number)
+        return descriptor
+
     def cuArrayGetSparseProperties(self, array: Array) -> Any:
         check(array.mipmap is None)
+        not_modelled(not array.storage.layout.sparse, "cuArrayGetSparseProperties of an array that is not sparse")
         return self._sparse_properties(array.storage.layout)
 
     def cuMipmappedArrayGetSparseProperties(self, mipmap: MipmappedArray) -> Any:
+        not_modelled(not mipmap.storage.layout.sparse, "sparse properties of an array that is not sparse")
         return self._sparse_properties(mipmap.storage.layout)
 
     @staticmethod
@@ -139,6 +227,7 @@ class ArrayCalls(CopyCalls):
         """The changes that one entry asks for, tile by tile: x first, then y, then z."""
         device = stream.context.device.ordinal
         storage = self._resource(info)
+        not_modelled(not storage.layout.sparse, "cuMemMapArrayAsync with an array that is not sparse")
         operation = arguments.number_in(info, "memOperationType", None)
         check(operation in (_MAP, _UNMAP) and not info.flags and info.deviceBitMask == 1 << device)
         tiles = self._tiles(info, storage.layout, device)
@@ -199,13 +288,16 @@ class ArrayCalls(CopyCalls):
         """``hStream`` None: a call that waits."""
         kinds = (arguments.number_in(copy, "srcMemoryType"), arguments.number_in(copy, "dstMemoryType"))
         if ARRAY not in kinds:
-            self._copy_rows(copy, hStream, int(copy.Depth))
+            self._copy_rows(copy, hStream, int(_field(copy, "Depth")))
             return
         waits = hStream is None
         stream = self._machine.stream(hStream or 0)
         self._check_launch(stream, "cuMemcpy3DAsync")
-        if kinds.count(ARRAY) != 1 or not set(kinds) <= {OF_HOST, DEVICE, ARRAY}:
-            raise NotModelled("cuMemcpy3D other than between an array and host or device memory")
+        if not set(kinds) <= {OF_HOST, DEVICE, ARRAY}:
+            raise NotModelled("a copy between an array and memory of another type than host or device")
+        if kinds.count(ARRAY) == 2:
+            self._copy_arrays(copy, stream)
+            return
         into = kinds[1] == ARRAY
         side, other = ("dst", "src") if into else ("src", "dst")
         array, box = self._box(copy, side)
@@ -218,18 +310,57 @@ class ArrayCalls(CopyCalls):
             # pageable memory is read before the call returns
             data = ctypes.string_at(linear.address, linear.span(box))
             linear = replace(linear, address=view_address(data), keep=data)
-        stream.submit(TileCopy(self._machine.banks, stream.context, array, box, linear, into))
+        stream.submit(BoxCopy(self._machine.banks, stream.context, array, box, linear, into))
         if (end is None and not into) or (waits and (end is None or end.on_host)):
             self._finish(stream)
 
+    def _copy_arrays(self, copy: Any, stream: Stream) -> None:
+        (source, of), (target, to) = self._box(copy, "src"), self._box(copy, "dst")
+        check(source.storage.layout.element == target.storage.layout.element)
+        if any(one.storage.context.device is not stream.context.device for one in (source, target)):
+            raise NotModelled("a copy of an array in a stream of another device")
+        not_modelled(source is target, "a copy within an array")
+        stream.submit(ArrayCopy(target, source, to, of))
+
+    def _copy_line(
+        self, target: str, source: str, first: Any, second: Any, third: Any, fourth: Any = None, fifth: Any = None
+    ) -> None:
+        """A copy with arrays of one dimension: A is an array and an offset, D and H are addresses."""
+        given = iter((first, second, third, fourth, fifth))
+        values: dict[str, Any] = {"Height": 1, "Depth": 1}
+        for side, kind in (("dst", target), ("src", source)):
+            values[f"{side}{_ENDS[kind][0]}"], values[f"{side}MemoryType"] = next(given), _ENDS[kind][1]
+            if kind == "A":
+                values[f"{side}XInBytes"] = next(given)
+        values["WidthInBytes"] = size = next(given)
+        if not size:
+            return
+        for side in ("dst", "src"):
+            values[f"{side}Pitch"] = values.get(f"{side}XInBytes", 0) + size
+            if f"{side}Array" in values:
+                array: arrays.Array = self._find(Array, values[f"{side}Array"])
+                not_modelled(not array.storage.layout.line, "a copy by offset of an array of several dimensions")
+        self._copy_box(SimpleNamespace(**values), next(given, None))
+
+    cuMemcpyAtoD = call("dstDevice srcArray srcOffset:Size ByteCount", _copy_line, "D", "A")
+    cuMemcpyDtoA = call("dstArray dstOffset:Size srcDevice ByteCount", _copy_line, "A", "D")
+    cuMemcpyAtoH = call("dstHost srcArray srcOffset:Size ByteCount", _copy_line, "H", "A")
+    cuMemcpyHtoA = call("dstArray dstOffset:Size srcHost ByteCount", _copy_line, "A", "H")
+    cuMemcpyAtoHAsync = call("dstHost srcArray srcOffset:Size ByteCount hStream", _copy_line, "H", "A")
+    cuMemcpyHtoAAsync = call("dstArray dstOffset:Size srcHost ByteCount hStream", _copy_line, "A", "H")
+    cuMemcpyAtoA = call("dstArray dstOffset:Size srcArray srcOffset:Size ByteCount", _copy_line, "A", "A")
+
+    cuMemcpy2D = call("pCopy:cuda.CUDA_MEMCPY2D", _copy_box)
+    cuMemcpy2DUnaligned = call("pCopy:cuda.CUDA_MEMCPY2D", _copy_box)
+    cuMemcpy2DAsync = call("pCopy:cuda.CUDA_MEMCPY2D hStream", _copy_box)
     cuMemcpy3D = call("pCopy:cuda.CUDA_MEMCPY3D", _copy_box)
     cuMemcpy3DAsync = call("pCopy:cuda.CUDA_MEMCPY3D hStream", _copy_box)
 
     def _box(self, copy: Any, side: str) -> tuple[Array, Box]:
         array: Array = self._find(Array, getattr(copy, f"{side}Array"))
-        x, y, z = (int(getattr(copy, side + name)) for name in ("XInBytes", "Y", "Z"))
-        box = Box(x, y, z, int(copy.WidthInBytes), int(copy.Height), int(copy.Depth))
-        if getattr(copy, f"{side}LOD") or not (box.width and box.height and box.depth):
+        x, y, z = (int(_field(copy, side + name)) for name in ("XInBytes", "Y", "Z"))
+        box = Box(x, y, z, int(copy.WidthInBytes), int(copy.Height), int(_field(copy, "Depth")))
+        if _field(copy, f"{side}LOD") or not (box.width and box.height and box.depth):
             raise NotModelled("cuMemcpy3D of nothing, or of another level of detail")
         layout = array.storage.layout
         width, height, depth = layout.extent_of(array.level)
@@ -242,9 +373,11 @@ class ArrayCalls(CopyCalls):
 
     @staticmethod
     def _linear(copy: Any, side: str, box: Box, kind: int) -> Linear:
-        x, y, z = (int(getattr(copy, side + name)) for name in ("XInBytes", "Y", "Z"))
-        pitch, height = int(getattr(copy, f"{side}Pitch")), int(getattr(copy, f"{side}Height"))
-        not_modelled(getattr(copy, f"{side}LOD"), "cuMemcpy3D of another level of detail")
+        x, y, z = (int(_field(copy, side + name)) for name in ("XInBytes", "Y", "Z"))
+        pitch, height = int(getattr(copy, f"{side}Pitch")), int(_field(copy, f"{side}Height"))
+        if not hasattr(copy, "Depth"):  # of a plane
+            pitch = pitch or x + box.width
+        not_modelled(_field(copy, f"{side}LOD"), "cuMemcpy3D of another level of detail")
         check(x + box.width <= pitch and (box.depth == 1 or y + box.height <= height))
         address = int(getattr(copy, f"{side}Device" if kind == DEVICE else f"{side}Host"))
         return Linear(address + (z * height + y) * pitch + x, pitch, height * pitch)

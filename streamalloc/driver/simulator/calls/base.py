@@ -180,10 +180,14 @@ class Calls:
         """Refuse work that is not modelled during a capture."""
         not_modelled(self._captured(stream), f"{name} during stream capture")
 
-    def _submit(self, stream: Stream, operation: Operation, kind: str) -> None:
-        """Put work into a stream, or into the graph that is being captured from it."""
+    def _submit(
+        self, stream: Stream, operation: Operation, kind: str, values: Callable[[], dict[str, Any]] | None = None
+    ) -> None:
+        """Put work into a stream, or into the graph that is being captured from it; ``values`` makes the parameters of
+        its node.
+        """
         if self._captured(stream):
-            stream.capture.add(kind, operation, stream)
+            stream.capture.add(kind, operation, stream, None if values is None else values())
         else:
             stream.submit(operation)
 

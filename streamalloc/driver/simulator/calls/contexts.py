@@ -50,6 +50,15 @@ class ContextCalls(Calls):
             self._end_context(context)
             context.alive = context.retained > 0
 
+    def cuDevicePrimaryCtxSetFlags(self, dev: Device, flags: UnsignedInt) -> None:
+        dev.primary.flags = self._checked_flags(flags)
+
+    @staticmethod
+    def _checked_flags(flags: int) -> int:
+        check(flags < 0x100 and flags & _SCHEDULE_MASK in (0, 1, 2, 4))
+        not_modelled(flags & ~_KNOWN_FLAGS, f"context flags {flags:#x}")
+        return flags
+
     def cuDevicePrimaryCtxGetState(self, dev: Device) -> tuple[int, int]:
         return dev.primary.flags, int(dev.primary.alive)
 
@@ -57,9 +66,7 @@ class ContextCalls(Calls):
 
     def cuCtxCreate_v4(self, ctxCreateParams: Any, flags: UnsignedInt, dev: Device) -> Any:
         not_modelled(ctxCreateParams is not None, "cuCtxCreate with parameters")
-        check(flags < 0x100 and flags & _SCHEDULE_MASK in (0, 1, 2, 4))
-        not_modelled(flags & ~_KNOWN_FLAGS, f"context flags {flags:#x}")
-        context = self._machine.create_context(dev, flags=flags)
+        context = self._machine.create_context(dev, flags=self._checked_flags(flags))
         self._machine.timeline.caller.contexts.append(context)
         return cuda.CUcontext(context.handle)
 
@@ -99,6 +106,9 @@ class ContextCalls(Calls):
 
     def cuCtxGetDevice(self) -> Any:
         return cuda.CUdevice(self._machine.current().device.ordinal)
+
+    def cuCtxGetDevice_v2(self, ctx: ContextOrCurrent) -> Any:
+        return cuda.CUdevice(ctx.device.ordinal)
 
     def cuCtxSynchronize(self) -> None:
         self._synchronize(self._machine.current())
@@ -146,7 +156,8 @@ class ContextCalls(Calls):
     def cuCtxEnablePeerAccess(self, peerContext: Context, Flags: UnsignedInt) -> None:
         context, peer = self._machine.current(), peerContext
         check(Flags == 0)
-        check(peer.device is not context.device, Result.CUDA_ERROR_PEER_ACCESS_UNSUPPORTED)
+        own, other = context.device.ordinal, peer.device.ordinal
+        check(own != other and self._machine.has_access(own, other), Result.CUDA_ERROR_PEER_ACCESS_UNSUPPORTED)
         check(peer.handle not in context.peers, Result.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED)
         context.peers.add(peer.handle)
 
@@ -174,10 +185,11 @@ class ContextCalls(Calls):
         self._unsafe_during_capture()
         name, known = self._limit(limit)
         check(name not in _FIXED, Result.CUDA_ERROR_NOT_PERMITTED)
+        least = need(known.least, f"setting {name}, whose range this profile does not have")
         check(name != "STACK_SIZE" or value < _TOO_LARGE_STACK)
         not_modelled(name == "STACK_SIZE" and value > known.most, f"a stack of {value} bytes")
         check(name not in _REFUSED or value <= known.most)
-        value = min(max(round_up(value, known.step), known.least), known.most)
+        value = min(max(round_up(value, known.step), least), known.most)
         if name == "STACK_SIZE":
             self._resize_stacks(context, context.limits.get(name, known.default), value)
         context.limits[name] = value

@@ -13,7 +13,7 @@ from typing import Any
 from streamalloc.driver.bindings import cuda
 
 from .. import arguments
-from ..allocations import Allocation, is_gone
+from ..allocations import Allocation, is_gone, is_reachable
 from ..arguments import Context, Size, Stream, UnsignedLongLong
 from ..constants import HOST, LEGACY_STREAM, READ, READ_WRITE, STEP, Location, device_place
 from ..copy_operations import Shape, fill
@@ -106,7 +106,7 @@ class CopyCalls(Calls):
             self._check_team(address, size)
         else:
             check(address + size <= allocation.base + allocation.size)
-            check(_reachable(allocation, context))
+            check(is_reachable(allocation, context))
             not_modelled(is_gone(allocation, address, size), GONE)
         return allocation
 
@@ -131,13 +131,6 @@ class CopyCalls(Calls):
 
     cuMemcpyPeer = call("dstDevice dstContext srcDevice srcContext ByteCount", _copy_peer)
     cuMemcpyPeerAsync = call("dstDevice dstContext srcDevice srcContext ByteCount hStream", _copy_peer)
-
-    def _copy_plane(self, copy: Any, hStream: int | None = None) -> None:
-        self._copy_rows(copy, hStream, 1)
-
-    cuMemcpy2D = call("pCopy:cuda.CUDA_MEMCPY2D", _copy_plane)
-    cuMemcpy2DUnaligned = call("pCopy:cuda.CUDA_MEMCPY2D", _copy_plane)
-    cuMemcpy2DAsync = call("pCopy:cuda.CUDA_MEMCPY2D hStream", _copy_plane)
 
     def _copy_between(self, copy: Any, hStream: int | None = None) -> None:
         ends = [self._find(arguments.ContextOrCurrent, one) for one in (copy.dstContext, copy.srcContext)]
@@ -431,14 +424,3 @@ def _values_of_row(target: int, source: int, size: int, device: str) -> Values:
         values[side + "MemoryType"] = kind
         values[side + ("Host" if kind == OF_HOST else "Device")] = at
     return values
-
-
-def _reachable(allocation: Allocation, context: Context) -> bool:
-    """Whether work in ``context`` may touch the memory directly: its own, the host's, a peer's that was
-    enabled.
-    """
-    ordinal = context.device.ordinal
-    if allocation.pool is not None:
-        return allocation.pool.accessible(ordinal)
-    peer = allocation.context is not None and allocation.context.handle in context.peers
-    return allocation.device in (None, ordinal) or peer

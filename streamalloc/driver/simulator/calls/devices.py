@@ -9,7 +9,7 @@ from streamalloc.driver.bindings import cuda
 
 from .. import arguments
 from ..arguments import Device, Int, UnsignedInt
-from ..errors import Fault, Result, check, need
+from ..errors import Fault, Result, check, need, not_modelled
 from .base import Calls
 
 
@@ -54,7 +54,7 @@ class DeviceCalls(Calls):
     def cuGetErrorString(self, error: Any) -> bytes:
         name = str(self._error(error).name)
         plain = name.removeprefix("CUDA_ERROR_").replace("_", " ").lower()
-        return self._machine.profile.error_strings.get(name, plain).encode()
+        return need(self._machine.profile.error_strings.get(name, plain)).encode()
 
     @staticmethod
     def _error(error: Any) -> Any:
@@ -106,9 +106,17 @@ class DeviceCalls(Calls):
         # observed on H200 (test_device): one terminating zero, and the rest of the buffer as it was
         return (name + b"\0").ljust(length, b" ")
 
+    def cuDeviceGetByPCIBusId(self, pciBusId: Any) -> Any:
+        """By the name that cuDeviceGetPCIBusId returns. The documentation allows shorter ones, too."""
+        wanted = bytes(pciBusId).partition(b"\0")[0].decode(errors="replace").lower()
+        known = {_pci(device): device.ordinal for device in self._machine.devices}
+        not_modelled(wanted not in known, f"the PCI bus ID {wanted!r}: known are {', '.join(known)}")
+        return cuda.CUdevice(known[wanted])
+
     def cuDeviceCanAccessPeer(self, dev: Device, peerDev: Device) -> int:
-        return int(dev is not peerDev)
+        return int(dev is not peerDev and self._machine.has_access(dev.ordinal, peerDev.ordinal))
 
     def cuDeviceGetP2PAttribute(self, attrib: cuda.CUdevice_P2PAttribute, srcDevice: Device, dstDevice: Device) -> int:
         check(srcDevice is not dstDevice, Result.CUDA_ERROR_INVALID_DEVICE)
-        return need(self._machine.profile.peer_attributes.get(_PEER_ATTRIBUTES.get(attrib, "")))
+        link = self._machine.link(srcDevice.ordinal, dstDevice.ordinal)
+        return need(link.attributes.get(_PEER_ATTRIBUTES.get(attrib, "")))

@@ -4,6 +4,7 @@ changes the parameters of nodes, never the set of nodes.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,7 @@ from ..contexts import Context
 from ..copy_operations import fill
 from ..errors import Fault, Result, check, need, not_modelled
 from ..graphs import AUTO_FREE_ON_LAUNCH, RELAXED, Capture, Values, Work
+from ..kernels.calls import KernelCalls, node_values
 from .base import EDGE_DATA, call
 from .copies import FILL_FIELDS, PROMISED, CopyCalls, copy_values
 from .stream_memory import StreamMemoryCalls
@@ -36,6 +38,7 @@ _SHAREABLE = 1 | 8
 """Handle types that there are on this system."""
 
 _BEHIND = "hGraph dependencies numDependencies"
+_KERNEL, _HOST = ":cuda.CUDA_KERNEL_NODE_PARAMS", ":cuda.CUDA_HOST_NODE_PARAMS"
 _MEMSET, _COPY = ":cuda.CUDA_MEMSET_NODE_PARAMS", ":cuda.CUDA_MEMCPY3D"
 
 _IN_PARAMS: dict[str, Callable[[Any], tuple[Any, ...]]] = {
@@ -47,9 +50,15 @@ _IN_PARAMS: dict[str, Callable[[Any], tuple[Any, ...]]] = {
     "EVENT_RECORD": lambda params: (params.eventRecord.event,),
     "WAIT_EVENT": lambda params: (params.eventWait.event,),
     "GRAPH": lambda params: (params.graph.graph,),
+    "KERNEL": lambda params: (params.kernel,),
     "EMPTY": lambda params: (),
 }
 """The parameters of a node in a CUgraphNodeParams, as the call for nodes of this kind takes them."""
+
+_ATTRIBUTE_BYTES = 64
+"""Size of a CUkernelNodeAttrValue."""
+_CHANGEABLE = ("MEMSET", "MEMCPY", "KERNEL")
+"""Kinds of nodes whose parameters can be changed, and that can be disabled."""
 
 
 def _handles(nodes: list[Node], count: int = 0) -> list[Any]:
@@ -70,7 +79,7 @@ def _read_params(params: Any) -> tuple[str, tuple[Any, ...]]:
     return kind, _IN_PARAMS[kind](params)
 
 
-class GraphCalls(CopyCalls, StreamMemoryCalls):
+class GraphCalls(CopyCalls, StreamMemoryCalls, KernelCalls):
     """cuStream*Capture*, cuGraph*, cuDevice*GraphMem*."""
 
     # -- capture ---------------------------------------------------------------------------------------------
@@ -229,12 +238,13 @@ class GraphCalls(CopyCalls, StreamMemoryCalls):
     cuGraphAddMemsetNode = call(f"{_BEHIND} memsetParams{_MEMSET} ctx", _add_node, "MEMSET")
     cuGraphAddMemcpyNode = call(f"{_BEHIND} copyParams{_COPY} ctx", _add_node, "MEMCPY")
     cuGraphAddEmptyNode = call(_BEHIND, _add_node, "EMPTY")
-    cuGraphAddHostNode = call(f"{_BEHIND} nodeParams:cuda.CUDA_HOST_NODE_PARAMS", _add_node, "HOST")
+    cuGraphAddHostNode = call(f"{_BEHIND} nodeParams{_HOST}", _add_node, "HOST")
     cuGraphAddBatchMemOpNode = call(
         f"{_BEHIND} nodeParams:cuda.CUDA_BATCH_MEM_OP_NODE_PARAMS", _add_node, "BATCH_MEM_OP"
     )
     cuGraphAddEventRecordNode = call(f"{_BEHIND} event", _add_node, "EVENT_RECORD")
     cuGraphAddEventWaitNode = call(f"{_BEHIND} event", _add_node, "WAIT_EVENT")
+    cuGraphAddKernelNode = call(f"{_BEHIND} nodeParams{_KERNEL}", _add_node, "KERNEL")
     cuGraphAddChildGraphNode = call(f"{_BEHIND} childGraph", _add_node, "GRAPH")
 
     def _add_any_node(self, hGraph: Any, dependencies: Any, *more: Any) -> Any:
@@ -286,6 +296,7 @@ class GraphCalls(CopyCalls, StreamMemoryCalls):
             "MEMCPY": self._copy_of_node,
             "HOST": self._host_function_of_node,
             "BATCH_MEM_OP": self._batch_of_node,
+            "KERNEL": self._kernel_of_node,
             "EVENT_RECORD": self._event_record_of_node,
             "WAIT_EVENT": self._event_wait_of_node,
         }
@@ -328,6 +339,15 @@ class GraphCalls(CopyCalls, StreamMemoryCalls):
         context = self._find(arguments.Context, params.ctx)
         return {"operation": self._batch(context, params.paramArray, int(params.count), int(params.flags), True)}
 
+    def _kernel_of_node(self, graph: Graph, params: Any) -> Work:
+        function = self._function(int(params.func) or int(params.kern))
+        context = function.module.context or self._context_of_node(params.ctx)
+        sizes = tuple(int(getattr(params, f"{part}Dim{axis}")) for part in ("grid", "block") for axis in "XYZ")
+        shape = self._shape(function, (*sizes, int(params.sharedMemBytes)))
+        given = int(params.kernelParams), int(params.extra)
+        operation, cells = self._launch_of(context, function, shape, *given)
+        return {"values": node_values(function, shape, cells), "operation": operation}
+
     def _event_record_of_node(self, graph: Graph, event: Any) -> Work:
         check(arguments.event(event))
         found = self._find(arguments.Event, event)
@@ -342,12 +362,40 @@ class GraphCalls(CopyCalls, StreamMemoryCalls):
     def _params_of_node(self, kind: str, struct: str, node: Node) -> Any:
         check(node.kind == kind)
         made = getattr(cuda, struct)()
-        for name, value in (node.values or {}).items():
+        for name, value in need(node.values, "the parameters of this node").items():
             setattr(made, name, cuda.CUmemorytype(value) if name.endswith("MemoryType") else value)
         return made
 
     cuGraphMemsetNodeGetParams = call("hNode", _params_of_node, "MEMSET", "CUDA_MEMSET_NODE_PARAMS")
     cuGraphMemcpyNodeGetParams = call("hNode", _params_of_node, "MEMCPY", "CUDA_MEMCPY3D")
+    cuGraphHostNodeGetParams = call("hNode", _params_of_node, "HOST", "CUDA_HOST_NODE_PARAMS")
+
+    def cuGraphKernelNodeGetParams(self, hNode: Node) -> Any:
+        check(hNode.kind == "KERNEL")
+        made = cuda.CUDA_KERNEL_NODE_PARAMS()
+        for name, value in (hNode.values or {}).items():
+            if name != "cells":
+                setattr(made, name, value)
+        return made
+
+    # Attributes of kernel nodes: they are kept, and change nothing.
+
+    def cuGraphKernelNodeSetAttribute(self, hNode: Node, attr: Any, value: cuda.CUkernelNodeAttrValue) -> None:
+        check(hNode.kind == "KERNEL")
+        number = arguments.member("attr", attr, cuda.CUkernelNodeAttrID)
+        hNode.attributes = {**hNode.attributes, number: ctypes.string_at(int(value.getPtr()), _ATTRIBUTE_BYTES)}
+
+    def cuGraphKernelNodeGetAttribute(self, hNode: Node, attr: Any) -> Any:
+        check(hNode.kind == "KERNEL")
+        number = arguments.member("attr", attr, cuda.CUkernelNodeAttrID)
+        kept = need(hNode.attributes.get(number), "an attribute of a kernel node that was not set")
+        made = cuda.CUkernelNodeAttrValue()
+        ctypes.memmove(int(made.getPtr()), kept, len(kept))
+        return made
+
+    def cuGraphKernelNodeCopyAttributes(self, dst: Node, src: Node) -> None:
+        check(dst.kind == src.kind == "KERNEL")
+        dst.attributes = {**dst.attributes, **src.attributes}
 
     def _event_of_node(self, kind: str, node: Node) -> Any:
         check(node.kind == kind)
@@ -367,15 +415,17 @@ class GraphCalls(CopyCalls, StreamMemoryCalls):
 
     cuGraphMemsetNodeSetParams = call(f"hNode nodeParams{_MEMSET}", _set, "MEMSET")
     cuGraphMemcpyNodeSetParams = call(f"hNode nodeParams{_COPY}", _set, "MEMCPY")
+    cuGraphKernelNodeSetParams = call(f"hNode nodeParams{_KERNEL}", _set, "KERNEL")
+    cuGraphHostNodeSetParams = call(f"hNode nodeParams{_HOST}", _set, "HOST")
     cuGraphEventRecordNodeSetEvent = call("hNode event", _set, "EVENT_RECORD")
     cuGraphEventWaitNodeSetEvent = call("hNode event", _set, "WAIT_EVENT")
 
     @staticmethod
     def _params_for(node: Node, given: Any) -> tuple[Any, ...]:
-        """Parameters that a fill or a copy is to get."""
+        """Parameters that a fill, a copy or a kernel is to get."""
         kind = given.type.name.removeprefix("CU_GRAPH_NODE_TYPE_")
         check(kind == node.kind)
-        not_modelled(kind not in ("MEMSET", "MEMCPY"), f"other parameters for a node of kind {kind}")
+        not_modelled(kind not in _CHANGEABLE, f"other parameters for a node of kind {kind}")
         return _read_params(given)[1]
 
     def cuGraphNodeSetParams(self, hNode: Node, nodeParams: cuda.CUgraphNodeParams) -> None:
@@ -416,6 +466,8 @@ class GraphCalls(CopyCalls, StreamMemoryCalls):
 
     cuGraphExecMemsetNodeSetParams = call(f"hGraphExec hNode memsetParams{_MEMSET} ctx", _change, "MEMSET")
     cuGraphExecMemcpyNodeSetParams = call(f"hGraphExec hNode copyParams{_COPY} ctx", _change, "MEMCPY")
+    cuGraphExecHostNodeSetParams = call(f"hGraphExec hNode nodeParams{_HOST}", _change, "HOST")
+    cuGraphExecKernelNodeSetParams = call(f"hGraphExec hNode nodeParams{_KERNEL}", _change, "KERNEL")
     cuGraphExecEventRecordNodeSetEvent = call("hGraphExec hNode event", _change, "EVENT_RECORD")
     cuGraphExecEventWaitNodeSetEvent = call("hGraphExec hNode event", _change, "WAIT_EVENT")
 
@@ -423,13 +475,16 @@ class GraphCalls(CopyCalls, StreamMemoryCalls):
         self._change(hNode.kind, hGraphExec, hNode, *self._params_for(hNode, nodeParams))
 
     def cuGraphNodeGetEnabled(self, hGraphExec: GraphExec, hNode: Node) -> int:
-        return int(hGraphExec.nodes[self._instantiated(hGraphExec, hNode, "MEMSET", "MEMCPY")].enabled)
+        return int(hGraphExec.nodes[self._instantiated(hGraphExec, hNode, *_CHANGEABLE)].enabled)
 
     def cuGraphNodeSetEnabled(self, hGraphExec: GraphExec, hNode: Node, isEnabled: UnsignedInt) -> None:
-        number = self._instantiated(hGraphExec, hNode, "MEMSET", "MEMCPY")
+        number = self._instantiated(hGraphExec, hNode, *_CHANGEABLE)
         hGraphExec.nodes[number].enabled = bool(isEnabled)
 
     # -- looking at graphs -----------------------------------------------------------------------------------
+
+    def cuGraphGetRootNodes(self, hGraph: Graph, numRootNodes: Any = 0) -> tuple[list[Any], int]:
+        return self._some([node for node in hGraph.nodes if not node.after], numRootNodes)
 
     def cuGraphGetNodes(self, hGraph: Graph, numNodes: Any = 0) -> tuple[list[Any], int]:
         return self._some(hGraph.nodes, numNodes)

@@ -8,19 +8,19 @@ from typing import Any
 from streamalloc.driver.bindings import cuda
 
 from .. import arguments
-from ..allocations import Allocation, DeviceMemory, GraphAllocation, HostMemory, PoolMemory
+from ..allocations import Allocation, DeviceMemory, GraphAllocation, HostMemory, ManagedMemory, OpenedMemory, PoolMemory
 from ..arguments import DevicePointer, HostPointer, Size, UnsignedInt
-from ..constants import CHUNK, Location
-from ..errors import Fault, Result, check, need, need_a, not_modelled
+from ..blocks import round_up
+from ..constants import CHUNK
+from ..errors import Result, check, need, need_a, not_modelled
 from ..memory import is_host_memory
-from .base import EDGE_DATA, Calls, call
+from .base import Calls, call
 from .virtual import MAPPED_ATTRIBUTES, right_of_current
 
 _HOST_ALLOC_FLAGS = 0x7  # portable, device map, write combined
 _HOST_REGISTER_FLAGS = 0xF
 _HOST_REGISTER_SPECIAL = 0xC  # I/O memory, read only
 _PORTABLE, _DEVICE_MAPPED, _WRITE_COMBINED = 1, 2, 4
-_PITCH = 512
 _SYNC_MEMOPS = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_SYNC_MEMOPS
 
 
@@ -35,7 +35,7 @@ class MemoryCalls(Calls):
     def cuMemAllocPitch(self, WidthInBytes: Size, Height: Size, ElementSizeBytes: UnsignedInt) -> tuple[Any, int]:
         self._machine.current()
         check(ElementSizeBytes in (4, 8, 16) and WidthInBytes and Height)
-        pitch = -(-WidthInBytes // _PITCH) * _PITCH
+        pitch = round_up(WidthInBytes, self._machine.profile.pitch)
         return cuda.CUdeviceptr(self._allocate_plain(pitch * Height)), pitch
 
     def _allocate_plain(self, size: int) -> int:
@@ -57,7 +57,7 @@ class MemoryCalls(Calls):
         if not dptr:
             return
         allocation = need(self._machine.allocations.at.get(dptr))
-        check(isinstance(allocation, (DeviceMemory, PoolMemory, GraphAllocation)))
+        check(isinstance(allocation, (DeviceMemory, ManagedMemory, PoolMemory, GraphAllocation)))
         if isinstance(allocation, PoolMemory):
             self._machine.allocations.remove(allocation)
             allocation.pool.give_back_now(allocation.block)
@@ -159,15 +159,8 @@ class MemoryCalls(Calls):
         return need(value)
 
     def cuPointerGetAttributes(self, numAttributes: UnsignedInt, attributes: Any, ptr: DevicePointer) -> list[Any]:
-        wanted = list(attributes or ())
-        if not all(isinstance(attribute, cuda.CUpointer_attribute) for attribute in wanted):
-            raise TypeError(
-                "Argument 'attributes' is not instance of type (expected tuple[cydriver.CUpointer_attribute] "
-                "or list[cydriver.CUpointer_attribute]"
-            )
-        check(numAttributes or wanted)
-        if numAttributes > len(wanted):
-            raise RuntimeError(f"List is too small: {len(wanted)} < {numAttributes}")
+        wanted = arguments.members("attributes", attributes, cuda.CUpointer_attribute, numAttributes)
+        check(wanted)
         allocation = self._machine.allocations.find(ptr)
         absent = dict(_ABSENT)
         if allocation is None and self._machine.banks.arenas.find(ptr) is not None:
@@ -194,24 +187,6 @@ class MemoryCalls(Calls):
                 return MAPPED_ATTRIBUTES[name](self._machine, allocation.mapping, address)
         return _POINTER_ATTRIBUTES[name](allocation, address)
 
-    # -- managed memory: there is none, so only the answers for other memory are modelled ---------------------
-
-    def _refuse(self, *given: Any) -> None:
-        """A call for managed memory, with other memory."""
-        for one in given:
-            if isinstance(one, cuda.CUmemLocation):
-                place = arguments.place(one)
-                known = place.type != Location.DEVICE or 0 <= place.id < len(self._machine.devices)
-                check(known, Result.CUDA_ERROR_INVALID_DEVICE)
-        raise Fault(Result.CUDA_ERROR_INVALID_VALUE)
-
-    cuStreamAttachMemAsync = call("hStream:Stream dptr length:Size flags", _refuse)
-    cuMemRangeGetAttribute = call("dataSize:Size attribute devPtr:DevicePointer count:Size", _refuse)
-    cuMemPrefetchAsync = call("devPtr:DevicePointer count:Size location:cuda.CUmemLocation flags hStream:Any", _refuse)
-    cuMemAdvise = call("devPtr:DevicePointer count:Size advice location:cuda.CUmemLocation", _refuse)
-    if not EDGE_DATA:  # earlier bindings take other arguments
-        del cuMemPrefetchAsync, cuMemAdvise
-
     def cuPointerSetAttribute(self, value: Any, attribute: Any, ptr: DevicePointer) -> None:
         """The only attribute that can be set changes nothing that is seen here: copies that the host does not wait for
         are not waited for with it either (observed on H200: test_pointer_attributes).
@@ -235,10 +210,10 @@ _POINTER_ATTRIBUTES: dict[str, Callable[[Allocation, int], Any]] = {
     "CONTEXT": lambda a, at: cuda.CUcontext(0 if a.context is None or _in_pool(a) else a.context.handle),
     "MEMORY_TYPE": lambda a, at: _MEMORY_TYPE_HOST if a.on_host else _MEMORY_TYPE_DEVICE,
     "DEVICE_POINTER": lambda a, at: cuda.CUdeviceptr(at) if a.known else None,
-    "HOST_POINTER": lambda a, at: at if a.on_host else None,
+    "HOST_POINTER": lambda a, at: at if a.on_host or a.managed else None,
     "SYNC_MEMOPS": lambda a, at: a.waits,
     "BUFFER_ID": lambda a, at: a.id,
-    "IS_MANAGED": lambda a, at: False,
+    "IS_MANAGED": lambda a, at: a.managed,
     "DEVICE_ORDINAL": lambda a, at: _ordinal(a),
     "IS_LEGACY_CUDA_IPC_CAPABLE": lambda a, at: isinstance(a, DeviceMemory),
     "RANGE_START_ADDR": lambda a, at: cuda.CUdeviceptr(_range_start(a)),
@@ -271,6 +246,8 @@ def _range_start(allocation: Allocation) -> int:
 
 
 def _ordinal(allocation: Allocation) -> int:
+    of_peer = isinstance(allocation, OpenedMemory) and allocation.owner != allocation.device
+    not_modelled(of_peer, "the device of another process's memory that was opened on a peer")
     if allocation.device is not None and allocation.mapping is None:
         return allocation.device
     return 0 if allocation.context is None else allocation.context.device.ordinal

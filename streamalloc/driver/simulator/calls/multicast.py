@@ -9,10 +9,10 @@ from typing import Any
 from streamalloc.driver.bindings import cuda
 
 from ..arguments import Device, MulticastObject, Size, Stream
-from ..constants import GRANULARITY, READ, READ_WRITE, STEP, Handle, device_place
+from ..constants import READ, READ_WRITE, STEP, Handle, device_place
 from ..contexts import Context
 from ..copy_operations import Move, Put
-from ..errors import Fault, Result, check, not_modelled
+from ..errors import Fault, Result, check, need, not_modelled
 from ..machine import Machine
 from ..multicast import Backing, Segment
 from ..physical import Memory
@@ -111,12 +111,14 @@ class MulticastCalls(CopyCalls):
         self, prop: cuda.CUmulticastObjectProp, option: cuda.CUmulticastGranularity_flags
     ) -> int:
         """The size that is asked for is not looked at: users leave it out."""
-        self._multicast_properties(prop)
-        return self._machine.profile.multicast_granularity if option == _RECOMMENDED else GRANULARITY
+        handle_types = self._multicast_properties(prop)[2]
+        refused = "cuMulticastGetGranularity of handle types that this profile has no granularity for"
+        found = need(self._machine.profile.granularity("MULTICAST", handle_types), refused)
+        return found.recommended if option == _RECOMMENDED else found.minimum
 
     def cuMulticastCreate(self, prop: cuda.CUmulticastObjectProp) -> Any:
         devices, size, handle_types = self._multicast_properties(prop)
-        check(size and size % GRANULARITY == 0)
+        check(size and self._machine.multicast.fits(size))
         if handle_types & Handle.FABRIC:
             # without an IMEX channel as for memory, where this was observed; the documentation lists the code here too
             check(self._machine.fabric is not None, Result.CUDA_ERROR_NOT_PERMITTED)
@@ -132,7 +134,8 @@ class MulticastCalls(CopyCalls):
         check(able, Result.CUDA_ERROR_NOT_SUPPORTED)
         # users say that it is refused, but not with which code (InternLM/lmdeploy#4296)
         not_modelled(devices == 1, "a multicast object for one device")
-        not_modelled(devices > able, "a multicast object for more devices than this machine has")
+        too_many = devices > able and not self._machine.spec.host_name
+        not_modelled(too_many, "a multicast object for more devices than this machine has")
         return devices, int(props.size), handle_types
 
     def cuMulticastAddDevice(self, mcHandle: MulticastObject, dev: Device) -> None:
@@ -140,7 +143,8 @@ class MulticastCalls(CopyCalls):
         unknown.
         """
         check(dev.attributes["MULTICAST_SUPPORTED"], Result.CUDA_ERROR_NOT_SUPPORTED)
-        check(mcHandle.table.add(dev.ordinal, self._machine.multicast.has_slot))
+        multicast = self._machine.multicast
+        check(mcHandle.table.add(multicast.names.number(dev.ordinal), multicast.has_slot))
         self._machine.timeline.announce()  # to threads that wait for the team
 
     # -- bindings --------------------------------------------------------------------------------------------
@@ -150,7 +154,7 @@ class MulticastCalls(CopyCalls):
     ) -> None:
         self._check_part(found, offset, size, flags)
         memory = self._machine.virtual.memory(handle)
-        check(start % GRANULARITY == 0 and start + size <= memory.size)
+        check(self._machine.multicast.fits(start) and start + size <= memory.size)
         self._check_bindable(found, memory, device)
         self._machine.multicast.formed(found, "cuMulticastBindMem")
         # other threads may have released them meanwhile
@@ -162,7 +166,7 @@ class MulticastCalls(CopyCalls):
     ) -> None:
         multicast = self._machine.multicast
         self._check_part(found, offset, size, flags)
-        check(address % GRANULARITY == 0)
+        check(multicast.fits(address))
         backing = multicast.locate(address, size)
         if backing.memory is not None:
             self._check_bindable(found, backing.memory, device)
@@ -181,10 +185,9 @@ class MulticastCalls(CopyCalls):
     cuMulticastBindAddr = call(f"{_OBJECT} {_ADDRESS}", _bind_address)
     cuMulticastBindAddr_v2 = call(f"{_OBJECT} dev:Device {_ADDRESS}", _on_device, _bind_address)
 
-    @staticmethod
-    def _check_part(found: MulticastObject, offset: int, size: int, flags: int = 0) -> None:
+    def _check_part(self, found: MulticastObject, offset: int, size: int, flags: int = 0) -> None:
         check(flags == 0)
-        check(size and size % GRANULARITY == 0 and offset % GRANULARITY == 0 and offset + size <= found.size)
+        check(size and self._machine.multicast.fits(size, offset) and offset + size <= found.size)
 
     @staticmethod
     def _check_bindable(found: MulticastObject, memory: Memory, device: Device | None) -> None:
@@ -198,8 +201,9 @@ class MulticastCalls(CopyCalls):
 
     def cuMulticastUnbind(self, mcHandle: MulticastObject, dev: Device, mcOffset: Size, size: Size) -> None:
         self._check_part(mcHandle, mcOffset, size)
-        check(dev.ordinal in mcHandle.table.devices, Result.CUDA_ERROR_INVALID_DEVICE)
-        mcHandle.unbind(dev.ordinal, mcOffset, size)
+        number = self._machine.multicast.names.number(dev.ordinal)
+        check(number in mcHandle.table.devices, Result.CUDA_ERROR_INVALID_DEVICE)
+        mcHandle.unbind(number, mcOffset, size)
 
     def _launch(self, stream: Stream, kernel: Callable[[Launch], None]) -> None:
         """No function of the driver: submit a function that stands for a kernel (:mod:`streamalloc.testing`)."""

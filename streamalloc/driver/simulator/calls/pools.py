@@ -37,13 +37,26 @@ class PoolCalls(Calls):
         if kind == MANAGED:
             check(self._is_place(place) or place.type == Location.NONE)
             check(not handle_types and not max_size and not usage)
+            # documented, where a device has no concurrent access
+            check(self._machine.supports("CONCURRENT_MANAGED_ACCESS"), Result.CUDA_ERROR_NOT_SUPPORTED)
         else:
             check(kind == PINNED and self._is_place(place))
             check(handle_types & ~(Handle.POSIX_FD | Handle.FABRIC) == 0)
             check(not (place.type == Location.HOST and handle_types))
             check(usage & ~_USAGE_FLAGS == 0)
             check(max_size < _TOO_LARGE_MAX_SIZE, Result.CUDA_ERROR_OUT_OF_MEMORY)
+            self._check_kind_of_pool(place, handle_types)
         return cuda.CUmemoryPool(self._machine.pools.create(place, kind, handle_types, max_size).handle)
+
+    def _check_kind_of_pool(self, place: Place, handle_types: int) -> None:
+        """Refuse kinds of pools that this profile's devices lack: what the driver then says is not known."""
+        devices = self._machine.devices if place.device is None else [self._machine.devices[place.device]]
+        known = all(one.attributes.get("MEMPOOL_SUPPORTED_HANDLE_TYPES", 0) & handle_types == handle_types
+                    for one in devices)  # fmt: skip
+        not_modelled(not known, "cuMemPoolCreate with handle types that this profile's device lacks")
+        name = {Location.HOST: "HOST_MEMORY_POOLS", Location.HOST_NUMA: "HOST_NUMA_MEMORY_POOLS"}.get(place.type)
+        lacks = name and not self._machine.supports(f"{name}_SUPPORTED")
+        not_modelled(lacks, f"cuMemPoolCreate where this profile's device lacks {name}_SUPPORTED")
 
     def _is_place(self, place: Place) -> bool:
         if place.type == Location.DEVICE:
@@ -121,6 +134,10 @@ class PoolCalls(Calls):
         check(all(flags != READ for _, flags in wanted), Result.CUDA_ERROR_NOT_SUPPORTED)
         for place, flags in wanted:
             self._check_access(found, place, flags)
+        for place, flags in wanted:
+            if place.device is not None and found.device is not None and flags == READ_WRITE:
+                refused = not self._machine.has_access(place.device, found.device)
+                not_modelled(refused, "cuMemPoolSetAccess for a device that has no access to the other's memory")
         for place, flags in wanted:
             if place.type == Location.DEVICE and place.id != found.device:
                 found.access[place.id] = flags
@@ -211,8 +228,8 @@ class PoolCalls(Calls):
                 self._unsafe_during_capture()
         if not size:
             return 0
-        not_modelled(pool.managed, "allocating from a managed pool")
         if captured:
+            not_modelled(pool.managed, "allocating from a managed pool during a capture")
             check(pool.device is not None and not pool.handle_types, Result.CUDA_ERROR_NOT_SUPPORTED)
             return int(stream.capture.allocate(size, pool, stream))
         address, block = pool.take(size, stream)

@@ -105,20 +105,20 @@ class SharingCalls(Calls):
         sharing = self._machine.sharing
         take = sharing.import_pool if kind == "pool" else self._import_memory
         if handle_type == Handle.POSIX_FD:
-            return take(given)
+            return take(given, False)
         self._need_channel(handle_type)
         wild = not is_accessible(given, HANDLE_BYTES)
         not_modelled(wild, "importing a descriptor as a fabric handle: the real driver crashes")
         fd = sharing.open_fabric(kind, ctypes.string_at(given, HANDLE_BYTES))
         try:
-            return take(fd)
+            return take(fd, True)
         finally:
             os.close(fd)
 
-    def _import_memory(self, fd: int) -> Memory | MulticastObject:
+    def _import_memory(self, fd: int, fabric: bool) -> Memory | MulticastObject:
         """Every import has a handle of its own; none takes memory of this process (H200: test_memory_exports)."""
         machine = self._machine
-        label = machine.sharing.recognise(fd, "memory")
+        label = machine.sharing.recognise(fd, "memory", fabric=fabric)
         with operating_system():
             if label.kind == "multicast":
                 return machine.multicast.open(fd)

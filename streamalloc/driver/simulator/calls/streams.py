@@ -138,7 +138,8 @@ class StreamCalls(Calls):
         hEvent.hold(hStream)
 
     def cuLaunchHostFunc(self, hStream: Stream, fn: HostFunctionHandle, userData: HostPointer) -> None:
-        self._submit(hStream, self._host_function(fn, userData), "HOST")
+        operation = self._host_function(fn, userData)
+        self._submit(hStream, operation, "HOST", lambda: {"fn": cuda.CUhostFn(fn), "userData": userData})
 
     def cuStreamAddCallback(
         self, hStream: Stream, callback: StreamCallback, userData: HostPointer, flags: UnsignedInt

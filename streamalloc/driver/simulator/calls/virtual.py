@@ -14,15 +14,18 @@ from streamalloc.driver.bindings import cuda, handle_types_member, read_handle_t
 from .. import arguments
 from ..allocations import PoolMemory
 from ..arguments import DevicePointer, HostPointer, MemoryHandle, Size, UnsignedLongLong
-from ..constants import CHUNK, GRANULARITY, HOST, PINNED, Handle, Location, Place, device_place
-from ..errors import Fault, Result, check, need, need_a, not_modelled
+from ..constants import CHUNK, HOST, PINNED, Handle, Location, Place, device_place
+from ..errors import Fault, NotModelled, Result, check, need, need_a, not_modelled
 from ..machine import Machine
 from ..multicast import MulticastObject
 from ..physical import Mapping, Memory, Properties, connected
+from ..profiles import Granularity
 from .base import Calls
 
 _TILE_POOL = 1  # CUmemAllocationProp.allocFlags.usage
 _PAGE = 4096
+_RECOMMENDED = 1  # CUmemAllocationGranularity_flags
+_PLACES = {Location.HOST: "HOST", Location.HOST_NUMA: "HOST_NUMA"}
 _DMA_BUF = 1  # CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
 _PCIE_MAPPING = 1  # CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE
 
@@ -35,7 +38,8 @@ class VirtualMemoryCalls(Calls):
     def cuMemCreate(self, size: Size, prop: cuda.CUmemAllocationProp, flags: UnsignedLongLong) -> Any:
         check(not flags)
         properties = self._properties(prop)
-        check(size and size % GRANULARITY == 0)
+        self._check_supported(properties)
+        check(size and size % self._granularity(properties.place.type, properties.handle_types).minimum == 0)
         return cuda.CUmemGenericAllocationHandle(self._machine.virtual.create(size, properties).handle)
 
     def _properties(self, props: Any) -> Properties:
@@ -57,11 +61,34 @@ class VirtualMemoryCalls(Calls):
         special = tile_pool and (rdma or wanted == Location.HOST_NUMA)
         not_modelled(special, "cuMemCreate of memory for tiles that is RDMA-capable or of a HOST_NUMA")
         if handle_types & Handle.FABRIC:
+            able = self._machine.supports("HANDLE_TYPE_FABRIC_SUPPORTED", place.device)
+            not_modelled(not able, "cuMemCreate of memory with fabric handles where these are not supported")
             # By default a machine is like the one that was observed: the devices can, but there is no IMEX channel.
             check(self._machine.fabric is not None, Result.CUDA_ERROR_NOT_PERMITTED)
-            able = self._machine.fabric and place.type == Location.DEVICE
-            not_modelled(not able, "cuMemCreate of memory with fabric handles where these are not supported")
+            not_modelled(place.type != Location.DEVICE, "cuMemCreate of host memory with fabric handles")
         return Properties(place, handle_types, 0 if rdma else compression, rdma, tile_pool)
+
+    def _check_supported(self, properties: Properties) -> None:
+        """Refuse what this profile's devices do not support, and what the driver then says is not known."""
+        self._check_vmm(properties.device)
+        kinds = (
+            (properties.handle_types & Handle.POSIX_FD, "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED"),
+            (properties.compression, "GENERIC_COMPRESSION_SUPPORTED"),
+            (properties.rdma, "GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED"),
+            (properties.device is None, "HOST_NUMA_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED"),
+        )
+        for wanted, name in kinds:
+            lacks = wanted and not self._machine.supports(name, properties.device)
+            not_modelled(lacks, f"cuMemCreate of memory that needs {name}, which this profile's device lacks")
+
+    def _check_vmm(self, device: int | None = None) -> None:
+        """The code is that of virtual GPUs without these calls (dmlc/xgboost#12217, OpenPPL/ppl.nn#8)."""
+        able = self._machine.supports("VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED", device)
+        check(able, Result.CUDA_ERROR_NOT_SUPPORTED)
+
+    def _granularity(self, place: int, handle_types: int) -> Granularity:
+        found = self._machine.profile.granularity(_PLACES.get(place, "DEVICE"), handle_types)
+        return need(found, "memory of a kind that this profile has no granularity for")
 
     def cuMemRelease(self, handle: MemoryHandle) -> None:
         self._machine.virtual.release(handle)
@@ -84,12 +111,16 @@ class VirtualMemoryCalls(Calls):
     def cuMemGetAllocationGranularity(
         self, prop: cuda.CUmemAllocationProp, option: cuda.CUmemAllocationGranularity_flags
     ) -> int:
-        return GRANULARITY  # for all properties, invalid ones included (H200: test_physical_memory)
+        """Invalid properties have one, too (observed on H200: test_physical_memory)."""
+        self._check_vmm()
+        found = self._granularity(int(prop.location.type), read_handle_types(prop))
+        return found.recommended if option == _RECOMMENDED else found.minimum
 
     # -- addresses and mappings ------------------------------------------------------------------------------
 
     def cuMemAddressReserve(self, size: Size, alignment: Size, addr: DevicePointer, flags: UnsignedLongLong) -> Any:
         check(flags == 0)
+        self._check_vmm()
         return cuda.CUdeviceptr(self._machine.virtual.reserve(size, alignment, addr))
 
     def cuMemAddressFree(self, ptr: DevicePointer, size: Size) -> None:
@@ -122,22 +153,26 @@ class VirtualMemoryCalls(Calls):
         not_modelled(in_use, "taking access away while work on the memory is queued")
         for mapping in mappings:
             for place, flags in wanted:
+                owner = mapping.memory.properties.device
+                unknown = flags and None not in (place.device, owner) and not mapping.is_multicast
+                if unknown and not self._machine.has_access(place.id, owner or 0):
+                    raise NotModelled("cuMemSetAccess for a device that has no access to the other's memory")
                 # the host cannot access device memory; access before this entry stays set (observed on H200:
                 # test_mapping_access)
-                refused = flags and place.device is None and mapping.memory.properties.device is not None
+                refused = flags and place.device is None and owner is not None
                 check(not refused, Result.CUDA_ERROR_NOT_SUPPORTED)
                 mapping.grant(place, flags)
 
-    @staticmethod
-    def _check_teams(mappings: list[Mapping], wanted: list[tuple[Place, int]]) -> None:
+    def _check_teams(self, mappings: list[Mapping], wanted: list[tuple[Place, int]]) -> None:
         """A device outside the team gets no access to a multicast object: ILLEGAL_STATE, users report (NVIDIA developer
         forum, 356726).
         """
+        number = self._machine.multicast.names.number
         for mapping in mappings:
             if isinstance(mapping.memory, MulticastObject):
                 team = mapping.memory.table.devices
                 outside = any(
-                    flags and place.type == Location.DEVICE and place.id not in team for place, flags in wanted
+                    flags and place.type == Location.DEVICE and number(place.id) not in team for place, flags in wanted
                 )
                 check(not outside, Result.CUDA_ERROR_ILLEGAL_STATE)
 
@@ -180,6 +215,7 @@ class VirtualMemoryCalls(Calls):
             not_modelled(refused, "cuMemGetHandleForAddressRange of a multicast object")
             devices = [mapping.memory.properties.device for mapping in self._machine.virtual.span(dptr, size)]
         else:
+            not_modelled(allocation.managed, "cuMemGetHandleForAddressRange of managed memory")
             devices = [allocation.device]
         check(None not in devices)
         if allocation.mapping is None and not self._machine.banks.is_backed(dptr, size):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
+import numpy as np
+
 import streamalloc as sa
 from streamalloc import vmm
 from streamalloc.driver.bindings import cuda
@@ -291,6 +293,25 @@ def copied_before_anything_is_written(b: Bench, right: bool) -> None:
     if right:
         x[:1].fill(1, b.a)
     y.copy_from(x, b.a)
+    b.done(x, y)
+
+
+@hazard("another type")
+def read_as_another_type(b: Bench, right: bool) -> None:
+    x = b.new(b.a)
+    x.copy_from(np.zeros(x.nbytes // 4, np.float32), b.a)
+    x.copy_to(np.zeros(x.nbytes // 4, np.float32 if right else np.int32), b.a)
+    b.done(x)
+
+
+@hazard("another type")
+def copied_and_read_as_another_type(b: Bench, right: bool) -> None:
+    x, y = b.new(b.a), b.new(b.a)
+    x.copy_from(np.zeros(x.nbytes // 8, np.int64), b.a)
+    y.copy_from(x, b.a)
+    if right:
+        y[8:].fill(0, b.a)
+    y[8:].copy_to(np.zeros(y.nbytes // 8 - 1, np.float64), b.a)
     b.done(x, y)
 
 

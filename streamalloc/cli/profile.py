@@ -1,0 +1,45 @@
+"""Read this machine's profile: what its driver says of devices, limits, granularities and links, as JSON.
+
+A simulated machine with the profile answers as this machine does: STREAMALLOC_DRIVER=simulated:profile=FILE. Run this
+on an idle machine: memory that others use on device 0 counts as overhead of the driver.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from streamalloc.cli.choice import Chosen, UsageError
+from streamalloc.cli.terminal import Terminal
+from streamalloc.driver.internal import UnreadableMachineError, read_profile
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``profile``."""
+    parser.add_argument("-o", "--output", metavar="FILE", help="file to write (default: the standard output)")
+    about = "query granularities of multicast objects, too; no object is made"
+    parser.add_argument("--multicast", action="store_true", help=about)
+
+
+def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
+    """Write the profile."""
+    if chosen.not_found:
+        raise UsageError(chosen.not_found)
+    try:
+        read = read_profile(chosen.driver, multicast=options.multicast)
+    except UnreadableMachineError as error:
+        raise UsageError(str(error)) from None
+    text = json.dumps(read, indent=1) + "\n"
+    if options.output is None:
+        sys.stdout.write(text)
+        return 0
+    try:
+        Path(options.output).write_text(text, encoding="ascii")
+    except OSError as error:
+        raise UsageError(f"cannot write {options.output}: {error}") from None
+    count = len(read["devices"])
+    terminal.line(f"read {read['source']} to {options.output}")
+    terminal.line(f"STREAMALLOC_DRIVER=simulated:{f'devices={count},' * (count > 1)}profile={options.output}")
+    return 0

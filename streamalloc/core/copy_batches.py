@@ -1,0 +1,147 @@
+"""Several copies in one driver call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from streamalloc.core.copies import CopySide
+from streamalloc.core.device import Device, check_location, location_of
+from streamalloc.core.errors import CaptureError, refused, unsupported
+from streamalloc.core.managed import refuse_legacy
+from streamalloc.core.memory_base import MemoryBase, kinds
+from streamalloc.core.properties import MemLocation
+from streamalloc.core.session import Session
+from streamalloc.core.stream import Stream, StreamLike
+from streamalloc.core.stream_resolution import as_stream
+from streamalloc.driver.internal import BINDINGS_VERSION, cuda
+
+_CALL = "cuMemcpyBatchAsync"
+_Order = Literal["stream", "during_api_call", "any"]
+_Overlap = Literal["default", "prefer_overlap_with_compute"]
+
+
+@dataclass(frozen=True, slots=True)
+class CopyOptions:
+    """Options of a copy of :func:`copy_batch` (``CUmemcpyAttributes``).
+
+    Attributes
+    ----------
+    src_access_order
+        When the source is read: in ``"stream"`` order; ``"during_api_call"``, so that it may change once the call
+        returns; or at ``"any"`` time until the copy is done.
+    src_location_hint, dst_location_hint
+        Location to assume for managed memory; None for no hint.
+    overlap_mode
+        ``"prefer_overlap_with_compute"`` asks to run beside kernels.
+    """
+
+    src_access_order: _Order = "stream"
+    src_location_hint: Device | MemLocation | None = None
+    dst_location_hint: Device | MemLocation | None = None
+    overlap_mode: _Overlap = "default"
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("src_access_order", get_args(_Order)), ("overlap_mode", get_args(_Overlap))):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}={getattr(self, name)!r}: allowed are {', '.join(map(repr, allowed))}")
+        for name in ("src_location_hint", "dst_location_hint"):
+            if getattr(self, name) is not None:
+                location_of(name, getattr(self, name))
+
+    def _to_driver(self, session: Session) -> Any:
+        made = cuda.CUmemcpyAttributes()
+        order = get_args(_Order).index(self.src_access_order) + 1
+        made.srcAccessOrder = cuda.CUmemcpySrcAccessOrder(order)
+        made.flags = get_args(_Overlap).index(self.overlap_mode)
+        for field, hint in (("srcLocHint", self.src_location_hint), ("dstLocHint", self.dst_location_hint)):
+            if hint is not None:
+                place = location_of(field, hint)
+                check_location(session, place)
+                setattr(made, field, place.to_driver())
+        return made
+
+
+def copy_batch(
+    stream: StreamLike,
+    srcs: Sequence[Any],
+    dsts: Sequence[Any],
+    *,
+    options: CopyOptions | Sequence[CopyOptions] | None = None,
+) -> None:
+    """Copy all bytes of each source to its target in one driver call (``cuMemcpyBatchAsync``).
+
+    The copies run after earlier work of the stream, among themselves in any order: no target may be the source of
+    another copy.
+
+    Parameters
+    ----------
+    stream
+        The stream to queue on. It is not the legacy default stream, and not being captured.
+    srcs, dsts
+        As for :meth:`Memory.copy_from` and :meth:`Memory.copy_to`; a target has the size of its source.
+    options
+        For all copies, or one for each; None for the default.
+
+    Raises
+    ------
+    TypeError, ValueError
+        The sequences have different lengths, are empty, or an entry cannot be copied; the message has its index.
+    CaptureError
+        The stream is being captured: ``copy_to`` makes nodes of the graph.
+    NotSupportedError
+        The bindings are older than 13.0.
+    """
+    for name, given in (("srcs", srcs), ("dsts", dsts)):
+        if isinstance(given, MemoryBase) or not isinstance(given, Sequence):
+            raise TypeError(f"{name} must be a sequence of memory, not {type(given).__name__}; copy_to makes one copy")
+    if len(srcs) != len(dsts) or not srcs:
+        raise ValueError(f"{len(srcs)} srcs and {len(dsts)} dsts: a batch has as many of both, and at least one")
+    wanted = [options or CopyOptions()] * len(srcs) if options is None or isinstance(options, CopyOptions) else options
+    if len(wanted) != len(srcs):
+        raise ValueError(f"{len(wanted)} options for {len(srcs)} copies")
+    if not hasattr(cuda, "CUmemcpyAttributes") or not hasattr(cuda, "cuMemGetDefaultMemPool"):
+        raise unsupported(_CALL, "cuda-bindings 13.0", f"cuda-bindings {BINDINGS_VERSION}")
+    ordered = as_stream(stream, _session_of(stream, (*srcs, *dsts)))
+    session = ordered._session
+    refuse_legacy(ordered, _CALL)
+    if ordered.capturing:
+        raise refused(CaptureError, _CALL, "the stream is being captured, where copy_to makes a node of the graph")
+    pairs = [_pair(number, session, *ends) for number, ends in enumerate(zip(dsts, srcs, strict=True))]
+    runs: list[int] = []
+    filled = [(pair, option) for pair, option in zip(pairs, wanted, strict=True) if pair[0].nbytes]
+    for number, (_, option) in enumerate(filled):
+        if not number or option != filled[number - 1][1]:
+            runs.append(number)
+    if not filled:
+        return
+    for (target, source), _ in filled:
+        for side in (target, source):
+            side.ordered_before(ordered)
+    attributes = [filled[number][1]._to_driver(session) for number in runs]
+    targets, sources = ([cuda.CUdeviceptr(pair[side].address) for pair, _ in filled] for side in (0, 1))
+    sizes = [pair[0].nbytes for pair, _ in filled]
+    with ordered.device.current():
+        raw = ordered._checked_raw()
+        session.call(_CALL, targets, sources, sizes, len(sizes), attributes, runs, len(runs), raw)
+
+
+def _session_of(stream: StreamLike, ends: Sequence[Any]) -> Session:
+    if isinstance(stream, Stream):
+        return stream._session
+    ours = next((one for one in ends if type(one) in kinds), None)
+    if ours is None:
+        raise TypeError("srcs and dsts have no memory of streamalloc, and the stream is of another library")
+    session: Session = ours._session
+    return session
+
+
+def _pair(number: int, session: Session, target: Any, source: Any) -> tuple[CopySide, CopySide]:
+    try:
+        sides = CopySide.writable(target, session), CopySide.readable(source, session)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"copy {number}: {error}") from None
+    if sides[0].nbytes != sides[1].nbytes:
+        raise ValueError(f"copy {number}: the source has {sides[1].nbytes} bytes and the target {sides[0].nbytes}")
+    return sides

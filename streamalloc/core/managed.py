@@ -1,0 +1,164 @@
+"""Managed memory: prefetches, advice and discards. The driver migrates it between devices and host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from streamalloc.core.device import Device, check_location, location_of
+from streamalloc.core.memory_base import MemoryBase
+from streamalloc.core.properties import MemAdvise, MemLocation, MemLocationType, checked_type
+from streamalloc.core.stream import Stream, StreamLike
+from streamalloc.driver.internal import cuda
+
+_PROCESSOR = (MemAdvise.SET_ACCESSED_BY, MemAdvise.UNSET_ACCESSED_BY)
+_WITH_LOCATION = (MemAdvise.SET_PREFERRED_LOCATION, *_PROCESSOR)
+_INT = 4
+_CPU, _NONE = -1, -2  # CU_DEVICE_CPU, CU_DEVICE_INVALID
+_LEGACY = (0, 1)
+"""Handles of the legacy default stream."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemRangeAttributes:
+    """Attributes of all pages of managed memory (``cuMemRangeGetAttributes``).
+
+    Attributes
+    ----------
+    read_mostly
+        Whether each reader gets a copy of its own.
+    preferred_location, last_prefetch_location
+        None if there is none, or pages have different ones.
+    accessed_by
+        Devices and host, in whose page tables the memory stays mapped.
+    """
+
+    read_mostly: bool
+    preferred_location: MemLocation | None
+    last_prefetch_location: MemLocation | None
+    accessed_by: tuple[MemLocation, ...]
+
+
+class Migrating(MemoryBase):
+    """Memory that may be managed. These methods raise ``ValueError`` for other memory."""
+
+    __slots__ = ()
+
+    @property
+    def managed(self) -> bool:
+        """Whether the driver migrates the memory between devices and host, which use it at one address."""
+        return False
+
+    def prefetch(self, location: Device | MemLocation, stream: StreamLike | None = None) -> None:
+        """Migrate managed memory in stream order (``cuMemPrefetchAsync``); whole pages of the host move.
+
+        Parameters
+        ----------
+        location
+            A device, host memory, or a NUMA node of the host.
+        stream
+            The stream to queue on (default: the memory's own).
+
+        Raises
+        ------
+        ValueError
+            The memory is not managed, or this driver does not have the device.
+        """
+        self._check_managed()
+        place = self._known("location", location)
+        self._queue(stream, "cuMemPrefetchAsync", self._at, self.nbytes, place.to_driver(), 0)
+
+    def discard(self, stream: StreamLike | None = None) -> None:
+        """Declare the contents of managed memory useless, in stream order (``cuMemDiscardBatchAsync``).
+
+        The driver need not migrate them any more. Until they are written, reads return indeterminate values. Other
+        arguments and errors as for :meth:`prefetch`; the legacy default stream is refused with ``ValueError``.
+        """
+        self._check_managed()
+        self._queue(stream, "cuMemDiscardBatchAsync", [cuda.CUdeviceptr(self._at)], [self.nbytes], 1, 0)
+
+    def discard_prefetch(self, location: Device | MemLocation, stream: StreamLike | None = None) -> None:
+        """:meth:`discard` and :meth:`prefetch` in one (``cuMemDiscardAndPrefetchBatchAsync``), which copies nothing."""
+        self._check_managed()
+        place = self._known("location", location).to_driver()
+        name, pointers = "cuMemDiscardAndPrefetchBatchAsync", [cuda.CUdeviceptr(self._at)]
+        self._queue(stream, name, pointers, [self.nbytes], 1, [place], [0], 1, 0)
+
+    def advise(self, advice: MemAdvise, location: Device | MemLocation | None = None) -> None:
+        """Tell the driver about the use of managed memory (``cuMemAdvise``). It holds at once, for whole pages.
+
+        Parameters
+        ----------
+        advice
+            Advice to set or to unset.
+        location
+            Preferred location, or the device or host that accesses the memory; None for other advice.
+
+        Raises
+        ------
+        TypeError, ValueError
+            The memory is not managed; a location is missing, too many, or of a kind that this advice does not take.
+        """
+        self._check_managed()
+        checked_type("advice", advice, MemAdvise)
+        if (location is not None) != (advice in _WITH_LOCATION):
+            needed = "needs a location" if advice in _WITH_LOCATION else "takes no location"
+            raise ValueError(f"advice={advice}: it {needed}")
+        place = MemLocation.none() if location is None else self._known("location", location)
+        if advice in _PROCESSOR and place.type not in (MemLocationType.DEVICE, MemLocationType.HOST):
+            raise ValueError(f"location={place}: {advice} takes a device or the host")
+        if self.nbytes:
+            self._session.call("cuMemAdvise", self._at, self.nbytes, cuda.CUmem_advise(int(advice)), place.to_driver())
+
+    def range_attributes(self) -> MemRangeAttributes:
+        """Query what was advised for all pages, and where to they were prefetched (``cuMemRangeGetAttributes``)."""
+        self._check_managed()
+        session = self._session
+        count = int(session.call("cuDeviceGetCount")) + 1
+        sizes = [_INT, _INT, _INT, _INT, _INT, _INT * count]
+        attributes = [getattr(cuda.CUmem_range_attribute, f"CU_MEM_RANGE_ATTRIBUTE_{name}") for name in _ATTRIBUTES]
+        found = session.call("cuMemRangeGetAttributes", sizes, attributes, len(sizes), self._at, self.nbytes)
+        mostly, *places, users = found
+        by = (MemLocation.host() if one == _CPU else MemLocation.device(one) for one in users if one != _NONE)
+        return MemRangeAttributes(bool(mostly), _place(*places[:2]), _place(*places[2:]), tuple(by))
+
+    def _check_managed(self) -> None:
+        self._check_usable()
+        if not self.managed:
+            raise ValueError(f"{self!r} is not managed: memory of a pool with MemAllocationType.MANAGED is")
+
+    def _known(self, name: str, where: Device | MemLocation) -> MemLocation:
+        place = location_of(name, where)
+        check_location(self._session, place)
+        if place.type is MemLocationType.NONE:
+            raise ValueError(f"{name}={place}: allowed are a device, the host and its NUMA nodes")
+        return place
+
+    def _queue(self, stream: StreamLike | None, name: str, *args: Any) -> None:
+        ordered = self._ordered_on(stream)
+        if not self.nbytes:
+            return
+        if name.endswith("BatchAsync"):
+            refuse_legacy(ordered, name)
+        with ordered._context():
+            self._session.call(name, *args, ordered._checked_raw())
+
+
+_ATTRIBUTES = (
+    "READ_MOSTLY",
+    *(f"{what}_LOCATION_{part}" for what in ("PREFERRED", "LAST_PREFETCH") for part in ("TYPE", "ID")),
+    "ACCESSED_BY",
+)
+
+
+def _place(kind: Any, number: Any) -> MemLocation | None:
+    """The location of a type and an id, which counts for devices and NUMA nodes only."""
+    found = MemLocationType(int(kind))
+    numbered = found in (MemLocationType.DEVICE, MemLocationType.HOST_NUMA)
+    return None if found is MemLocationType.NONE else MemLocation(found, int(number) if numbered else 0)
+
+
+def refuse_legacy(stream: Stream, call: str) -> None:
+    """Raise for the legacy default stream, which calls of batches refuse."""
+    if int(stream._checked_raw()) in _LEGACY:
+        raise ValueError(f"stream={stream!r}: {call} refuses the legacy default stream; name another one")

@@ -1,0 +1,131 @@
+"""Launches of kernels as operations in a stream."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import traceback
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .. import call_lock
+from ..allocations import Allocation, is_reachable
+from ..constants import READ, READ_WRITE, device_place
+from ..contexts import Context
+from ..errors import Result, not_modelled
+from ..machine import Machine
+from ..timeline import HostFunction
+from .registry import Extent, Kernel, run_for
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The shape of a launch."""
+
+    grid: Extent
+    block: Extent
+    shared_bytes: int
+    cooperative: bool = False
+
+
+class NoAccess(MemoryError):
+    """A kernel used memory that is missing, or that its device has no access to."""
+
+
+class Launch(HostFunction):
+    """One launch of a registered kernel, on a thread of its own."""
+
+    def __init__(
+        self,
+        driver: Any,
+        machine: Machine,
+        context: Context,
+        name: str,
+        kernel: Kernel,
+        shape: Shape,
+        arguments: tuple[Any, ...],
+    ) -> None:
+        super().__init__(machine.timeline, self._call)
+        self._driver = weakref.ref(driver)  # its end closes the machine
+        self._machine = machine
+        self._context = context
+        self._kernel = kernel
+        self._arguments = arguments
+        self._uses = kernel.touched(arguments)
+        self.name = name
+        self.grid, self.block, self.shared_bytes = shape.grid, shape.block, shape.shared_bytes
+        self.cooperative = shape.cooperative
+        self.device: int = context.device.ordinal
+
+    def _call(self) -> None:
+        driver = self._driver()  # the memory stays as long as the kernel runs
+        if driver is None or self._context.error is not None:
+            return
+        try:
+            run_for(self, self._kernel.function, self._arguments)
+        except BaseException as error:
+            print(f"the kernel {self.name!r} raised, and its context is lost:", file=sys.stderr)
+            traceback.print_exception(error, file=sys.stderr)
+            codes = (code for kind, code in _CODES.items() if isinstance(error, kind))
+            self._context.error = next(codes, Result.CUDA_ERROR_LAUNCH_FAILED)
+
+    @property
+    def runs(self) -> bool:  # type: ignore[override]  # of other operations it is a constant
+        return self._state == "running"
+
+    def touches(self, start: int, end: int) -> bool:
+        return any(address < end and start < address + size for address, size, _ in self._uses or ())
+
+    def view(self, address: int, shape: int | tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+        """The memory as an array (:func:`.registry.device_view`)."""
+        size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        writable = True
+        if self._uses is not None:
+            covering = [write for at, length, write in self._uses if at <= address and address + size <= at + length]
+            if not covering and size:
+                raise ValueError(f"{self.name!r} is registered without a read or write of {size} bytes at {address:#x}")
+            writable = any(covering)
+        call_lock.enter()
+        try:
+            if writable and self._uses is None and size:
+                writable = _may_use(self._machine, self._context, address, size, write=True)
+            if size and not _may_use(self._machine, self._context, address, size, writable):
+                raise NoAccess(f"no memory that device {self.device} may use: {size} bytes at {address:#x}")
+        finally:
+            call_lock.leave()
+        memory = memoryview((ctypes.c_ubyte * size).from_address(address)) if size else np.empty(0, np.uint8)
+        array: npt.NDArray[Any] = np.frombuffer(memory, dtype).reshape(shape)
+        array.flags.writeable = writable
+        return array
+
+
+_CODES = {AssertionError: Result.CUDA_ERROR_ASSERT, NoAccess: Result.CUDA_ERROR_ILLEGAL_ADDRESS}
+
+
+def _may_use(machine: Machine, context: Context, address: int, size: int, write: bool) -> bool:
+    """Whether a kernel in a context may use memory. Memory that was freed behind the launch has no allocation any more;
+    that it is there must do. A device never accesses pageable memory of the host.
+    """
+    at, end, there = address, address + size, machine.banks.arenas.find(address) is not None
+    while at < end:
+        allocation = machine.allocations.find(at)
+        if allocation is None:
+            break
+        there = True
+        on_team = allocation.mapping is not None and allocation.mapping.is_multicast
+        not_modelled(on_team, "a view of multicast memory: use testing.multimem_st, _red and _ld_reduce")
+        if not _has_right(allocation, context, write):
+            return False
+        at = allocation.base + allocation.size
+    return there and machine.banks.is_mapped(address, size, write)
+
+
+def _has_right(allocation: Allocation, context: Context, write: bool) -> bool:
+    if allocation.mapping is not None:
+        right = allocation.mapping.right(device_place(context.device.ordinal))
+        return right & (READ_WRITE if write else READ) == (READ_WRITE if write else READ)
+    return is_reachable(allocation, context)

@@ -1,0 +1,190 @@
+"""Modules and libraries, their kernels and their variables."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..allocations import Allocation, Allocations
+from ..blocks import Block
+from ..constants import new_handle
+from ..contexts import Context
+from ..errors import Result, check, need, not_modelled
+from ..memory import is_accessible
+from .ptx import Contents, read
+from .registry import Kernel, find_global, find_kernel
+
+_ELF, _FAT_BINARY = b"\x7fELF", 0xBA55ED50
+_FAT_WRAPPER = 0x466243B1
+_MOST_TEXT = 1 << 30
+
+
+@dataclass(eq=False)
+class VariableMemory(Allocation):
+    """Memory of a variable of a module."""
+
+    block: Block
+
+
+@dataclass(eq=False)
+class Image:
+    """The code of a module or library. ``contents`` is None where it is not PTX: then any name may be in it."""
+
+    contents: Contents | None
+
+    @classmethod
+    def load(cls, given: Any) -> Image:
+        """Read an image: bytes or an address of them."""
+        check(given is not None and not (isinstance(given, int) and not given))
+        text = _text(given)
+        return cls(None if text is None else read(text))
+
+    def types(self, name: str) -> tuple[Any, ...] | None:
+        """The parameters of a kernel; None where they are unknown."""
+        kernel = find_kernel(name)
+        if kernel is not None and kernel.types is not None:
+            return kernel.types
+        return None if self.contents is None else self.contents.kernels.get(name)
+
+    def has(self, name: str) -> bool:
+        """Whether there is a kernel of this name."""
+        return self.contents is None or name in self.contents.kernels
+
+    def variable(self, name: str) -> bytes:
+        """The initial bytes of a variable."""
+        given = find_global(name)
+        if given is not None:
+            return given
+        contents = need(self.contents, f"the variable {name!r} of a module that is not PTX: testing.device_global")
+        not_modelled(name in contents.initialised, f"the initial value of {name!r}: register testing.device_global")
+        return bytes(need(contents.variables.get(name), Result.CUDA_ERROR_NOT_FOUND))
+
+
+def _text(given: Any) -> str | None:
+    """The text of PTX, from an object with the buffer protocol or from an address; None for other formats."""
+    if not isinstance(given, int):
+        data = memoryview(given).tobytes()
+        check(data)
+    else:
+        not_modelled(not is_accessible(given, 1), "an image where nothing lies: the real driver crashes")
+        head = ctypes.string_at(given, 4) if is_accessible(given, 4) else b""
+        if head == _ELF or (len(head) == 4 and struct.unpack("=I", head)[0] in (_FAT_BINARY, _FAT_WRAPPER)):
+            return None
+        data = ctypes.string_at(given)
+    text = data.rstrip(b"\0 \n").decode("utf-8", "replace")
+    return text if ".version" in text and ".target" in text else None
+
+
+@dataclass(eq=False)
+class Module:
+    """A module of a context, or a library, which has none."""
+
+    image: Image
+    context: Context | None
+    library: Module | None = None
+    """Library that the module belongs to."""
+    functions: dict[str, Function] = field(default_factory=dict)
+    variables: dict[tuple[str, Context], VariableMemory] = field(default_factory=dict)
+    modules: dict[Context, Module] = field(default_factory=dict)
+    """Modules of a library, by context."""
+    handle: int = field(default_factory=new_handle)
+
+    def function(self, name: str) -> Function:
+        found = self.functions.get(name)
+        if found is None:
+            check(self.image.has(name), Result.CUDA_ERROR_NOT_FOUND)
+            found = self.functions[name] = Function(name, self)
+        return found
+
+
+@dataclass(eq=False)
+class Function:
+    """A function of a module, or a kernel of a library."""
+
+    name: str
+    module: Module
+    attributes: dict[int, int] = field(default_factory=dict)
+    """Attributes that were set, by number."""
+    handle: int = field(default_factory=new_handle)
+
+    @property
+    def kernel(self) -> Kernel | None:
+        """The Python function that runs in its place."""
+        return find_kernel(self.name)
+
+    @property
+    def types(self) -> tuple[Any, ...] | None:
+        return self.module.image.types(self.name)
+
+    @property
+    def registered(self) -> Mapping[str, int]:
+        return {} if self.kernel is None else self.kernel.attributes
+
+
+@dataclass(eq=False)
+class Modules:
+    """The modules and libraries of a machine."""
+
+    ignore: bool
+    """Kernels without a function do nothing."""
+    modules: dict[int, Module] = field(default_factory=dict)
+    functions: dict[int, Function] = field(default_factory=dict)
+    links: dict[int, list[bytes]] = field(default_factory=dict)
+    linked: dict[int, Any] = field(default_factory=dict)
+
+    def add(self, module: Module) -> Module:
+        self.modules[module.handle] = module
+        return module
+
+    def find(self, module: Module, name: str) -> Function:
+        function = module.function(name)
+        self.functions[function.handle] = function
+        return function
+
+    def new_link(self) -> int:
+        handle = new_handle()
+        self.links[handle] = []
+        return handle
+
+    def in_context(self, library: Module, context: Context) -> Module:
+        """The module of a library in a context."""
+        found = library.modules.get(context)
+        if found is None:
+            found = library.modules[context] = self.add(Module(library.image, context, library))
+        return found
+
+    def variable(self, module: Module, name: str, context: Context, allocations: Allocations) -> VariableMemory:
+        """The memory of a variable; it is allocated at the first request."""
+        found = module.variables.get((name, context))
+        if found is None:
+            initial = module.image.variable(name)
+            device = context.device
+            address, block, _ = need(device.heap.allocate(len(initial)), Result.CUDA_ERROR_OUT_OF_MEMORY)
+            ctypes.memmove(address, initial, len(initial))
+            found = VariableMemory(address, len(initial), device.ordinal, context, block)
+            module.variables[name, context] = found
+            allocations.add(found)
+        return found
+
+    def unload(self, module: Module, allocations: Allocations) -> None:
+        """Remove a module or a library with all that it has."""
+        for own in list(module.modules.values()):
+            self.unload(own, allocations)
+        self.modules.pop(module.handle, None)
+        if module.library is not None and module.context is not None:
+            module.library.modules.pop(module.context, None)
+        for function in module.functions.values():
+            self.functions.pop(function.handle, None)
+        for memory in module.variables.values():
+            allocations.remove(memory)
+            assert memory.context is not None
+            memory.context.device.heap.free(memory.block)
+        module.variables.clear()
+
+    def forget(self, context: Context, allocations: Allocations) -> None:
+        """A context ends, and with it its modules."""
+        for module in [one for one in self.modules.values() if one.context is context]:
+            self.unload(module, allocations)

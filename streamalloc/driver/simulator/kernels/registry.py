@@ -1,0 +1,233 @@
+"""Python functions that run in place of kernels, by the name of the kernel."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fnmatch
+import inspect
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+Uses: TypeAlias = Callable[..., Iterable[tuple[int, int]]]
+"""Addresses and numbers of bytes that a launch uses, from the arguments of the kernel."""
+CType: TypeAlias = Any
+Extent = tuple[int, int, int]
+_F = TypeVar("_F", bound=Callable[..., object])
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """A registered kernel."""
+
+    function: Callable[..., object]
+    types: tuple[CType, ...] | None
+    reads: Uses | None
+    writes: Uses | None
+    attributes: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def declares(self) -> bool:
+        """Whether its uses are known."""
+        return self.reads is not None or self.writes is not None
+
+    def touched(self, arguments: tuple[Any, ...]) -> list[tuple[int, int, bool]] | None:
+        """Address, size and whether it is written, of each use; None where they are unknown."""
+        if not self.declares:
+            return None
+        pairs = ((self.reads, False), (self.writes, True))
+        found = [(one, write) for uses, write in pairs if uses is not None for one in uses(*arguments)]
+        return [(int(address), int(size), write) for (address, size), write in found]
+
+
+class Launch(Protocol):
+    """What a kernel can ask about its launch."""
+
+    name: str
+    """Name of the kernel."""
+    grid: Extent
+    """Blocks in each dimension."""
+    block: Extent
+    """Threads of a block in each dimension."""
+    shared_bytes: int
+    """Bytes of dynamic shared memory of a block."""
+    cooperative: bool
+    device: int
+    """Number of the device."""
+
+    def view(self, address: int, shape: int | tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+        """The array of :func:`device_view`."""
+
+
+_kernels: dict[str, Kernel] = {}
+_globals: dict[str, bytes] = {}
+_here = threading.local()
+
+
+def kernel(
+    name: str,
+    *,
+    types: Iterable[Any] | None = None,
+    reads: Uses | None = None,
+    writes: Uses | None = None,
+    attributes: Mapping[str, int] | None = None,
+) -> Callable[[_F], _F]:
+    """Register a Python function that runs in place of a kernel, on every simulated machine of this process.
+
+    A launch of the kernel calls the function in stream order, on a thread of its own, once for the whole grid. It gets
+    the kernel's arguments: addresses and integers as int, other numbers as float, ctypes structures as copies.
+    :func:`device_view` gives it memory as NumPy arrays, :func:`current_launch` the grid. The later registration of a
+    name replaces the earlier one.
+
+    If the function raises, its traceback is printed, and its context is lost as on hardware: each later call there
+    answers ``CUDA_ERROR_LAUNCH_FAILED``; after an ``AssertionError`` ``CUDA_ERROR_ASSERT``, and where it used memory
+    that is not there, or that its device has no access to, ``CUDA_ERROR_ILLEGAL_ADDRESS``.
+
+    Parameters
+    ----------
+    name
+        Name of the kernel as the module has it (mangled, where it is C++), or a pattern of it with ``*``.
+    types
+        Types of the parameters: of ctypes or NumPy. They are needed where a launch packs its arguments without types
+        (``void**``, arrays of addresses, ``extra``, nodes of graphs) and the module is not PTX. By default the
+        annotations of the function, if each parameter has such a type.
+    reads, writes
+        Functions that return pairs of an address and a number of bytes for the arguments of a launch. A checker
+        (:func:`streamalloc.driver.checked`) knows then what the kernel uses, and :func:`device_view` refuses
+        everything else. Without both, the uses are unknown.
+    attributes
+        Answers of ``cuFuncGetAttribute``, by their enum names without ``CU_FUNC_ATTRIBUTE_``.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> @kernel("scale", reads=lambda x, a, n: [(x, 4 * n)], writes=lambda x, a, n: [(x, 4 * n)])
+    ... def scale(x: np.uint64, a: np.float32, n: np.int32) -> None:
+    ...     device_view(x, n, np.float32)[:] *= a
+    """
+    given = None if types is None else tuple(map(_c_type, types))
+
+    def register(function: _F) -> _F:
+        made = Kernel(function, given or _annotated(function), reads, writes, dict(attributes or {}))
+        _kernels.pop(name, None)  # patterns are tried in the order of their registration, the latest first
+        _kernels[name] = made
+        return function
+
+    return register
+
+
+def unregister_kernel(name: str) -> None:
+    """Undo :func:`kernel`, or :func:`device_global`, for a name; nothing happens where there is none."""
+    _kernels.pop(name, None)
+    _globals.pop(name, None)
+
+
+def device_global(name: str, nbytes: int, initial: bytes = b"") -> None:
+    """Register a global variable of modules, for ``cuModuleGetGlobal`` and ``cuLibraryGetGlobal``.
+
+    The variables of a module in PTX are read from it. Those of other modules must be registered.
+
+    Parameters
+    ----------
+    name
+        Name of the variable as the module has it.
+    nbytes
+        Size in bytes.
+    initial
+        Bytes that it begins with; the rest is 0.
+    """
+    if nbytes < 1 or len(initial) > nbytes:
+        raise ValueError(f"nbytes={nbytes}: must be at least 1, and at least the {len(initial)} bytes of initial")
+    _globals[name] = initial.ljust(nbytes, b"\0")
+
+
+def find_kernel(name: str) -> Kernel | None:
+    """The kernel that is registered under a name, or under a pattern that fits it."""
+    if name in _kernels:
+        return _kernels[name]
+    patterns = (one for one in reversed(_kernels) if "*" in one and fnmatch.fnmatchcase(name, one))
+    return next((_kernels[one] for one in patterns), None)
+
+
+def find_global(name: str) -> bytes | None:
+    """The initial bytes of a registered variable."""
+    return _globals.get(name)
+
+
+def _c_type(given: Any) -> CType:
+    """A type of ctypes, from that or from a type of NumPy."""
+    if isinstance(given, type) and issubclass(given, (ctypes._SimpleCData, ctypes.Structure, ctypes.Array)):
+        return given
+    # int and float have no size; NumPy takes unknown classes for objects.
+    with contextlib.suppress(TypeError, NotImplementedError):
+        dtype = np.dtype(given)
+        if given not in (int, float) and not dtype.hasobject:
+            return np.ctypeslib.as_ctypes_type(dtype)
+    raise TypeError(f"types: {given!r} is no type of ctypes or NumPy")
+
+
+def _annotated(function: Callable[..., object]) -> tuple[CType, ...] | None:
+    """The types that a function's parameters are annotated with; None unless each has a type of ctypes or NumPy."""
+    try:
+        parameters = inspect.signature(function, eval_str=True).parameters.values()
+        return tuple(_c_type(one.annotation) for one in parameters)
+    except (NameError, TypeError, ValueError):
+        return None
+
+
+# -- what a running kernel asks --------------------------------------------------------------------------------
+
+
+def current_launch() -> Launch:
+    """The launch that the calling function runs for: ``name``, ``grid``, ``block``, ``shared_bytes``, ``device``.
+
+    Raises
+    ------
+    RuntimeError
+        The caller is no kernel.
+    """
+    found: Launch | None = getattr(_here, "launch", None)
+    if found is None:
+        raise RuntimeError("no kernel runs on this thread")
+    return found
+
+
+def run_for(launch: Launch, function: Callable[..., object], arguments: tuple[Any, ...]) -> None:
+    """Call a function as the kernel of a launch."""
+    _here.launch = launch
+    try:
+        function(*arguments)
+    finally:
+        _here.launch = None
+
+
+def device_view(address: int, shape: int | tuple[int, ...], dtype: npt.DTypeLike = np.uint8) -> npt.NDArray[Any]:
+    """Simulated memory as a NumPy array, for the kernel that runs on this thread. It is valid until the kernel returns.
+
+    The array is read-only where the device may only read the memory, and where the kernel is registered with ``reads``
+    or ``writes`` and no write covers it.
+
+    Parameters
+    ----------
+    address
+        Address of the first byte, as it is passed to kernels.
+    shape
+        Number of elements, or the shape.
+    dtype
+        Type of the elements.
+
+    Raises
+    ------
+    RuntimeError
+        No kernel runs on this thread.
+    ValueError
+        The registered ``reads`` and ``writes`` do not cover the memory.
+    MemoryError
+        Memory is missing there, or the device has no access to it. The context is lost.
+    """
+    return current_launch().view(address, shape, np.dtype(dtype))

@@ -1,0 +1,13 @@
+"""The functions of ``cuda.bindings.runtime`` over the calls of any driver.
+
+:mod:`.tables` names the driver call behind each function; :mod:`.functions` and :mod:`.arrays` have what is no single
+call. :mod:`.facade` puts them together.
+:mod:`.signatures` reads from the documentation of the bindings what functions take and return; :mod:`.translation`
+converts it.
+"""
+
+from __future__ import annotations
+
+from .facade import Runtime
+
+__all__ = ["Runtime"]

@@ -1,0 +1,363 @@
+"""Functions that are one driver call by table, and those that are more."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from streamalloc.driver.bindings import cuda, runtime
+
+from ..errors import NotModelled
+from .signatures import signature
+from .tables import DRIVER_CALLS, PROPERTIES, PROPERTY_LISTS
+from .translation import Argument, address, copied, result
+
+_STICKY = {700, *range(710, 720)}
+"""Errors that the runtime returns again and again."""
+_HOST, _DEVICE, ARRAY, _UNIFIED = 1, 2, 3, 4  # CUmemorytype
+ENDS = ((_HOST, _HOST), (_HOST, _DEVICE), (_DEVICE, _HOST), (_DEVICE, _DEVICE), (_UNIFIED, _UNIFIED))
+"""Memory types of source and target by cudaMemcpyKind."""
+# Kind of channel (cudaChannelFormatKind) and bits, by CUarray_format.
+BITS = {1: (1, 8), 2: (1, 16), 3: (1, 32), 8: (0, 8), 9: (0, 16), 10: (0, 32), 16: (2, 16), 32: (2, 32)}
+_COPIES = ("cuMemcpy", "cuMemcpyHtoD", "cuMemcpyDtoH", "cuMemcpyDtoD", "cuMemcpy")
+"""Driver call for each cudaMemcpyKind."""
+_NO_DEVICE = -2  # cudaInvalidDeviceId
+_PITCH_ELEMENT = 4
+_ATTRIBUTE = "CU_DEVICE_ATTRIBUTE_"
+
+
+class Failed(Exception):
+    """A driver call has returned an error."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+class Forgotten(Failed):
+    """The last error, which is returned for the last time."""
+
+
+class Functions:
+    """The functions over a driver. They return their values, and raise :class:`Failed`."""
+
+    def __init__(self, driver: Any) -> None:
+        self._driver = driver
+        self._retained: dict[int, Any] = {}
+        self._lock = threading.Lock()
+        self.thread = threading.local()
+        """``device`` and ``last``, the last error."""
+
+    def call(self, name: str, *args: Any) -> Any:
+        """The value of a driver call."""
+        values = self.values(name, *args)
+        return values[0] if values else None
+
+    def values(self, name: str, *args: Any) -> Any:
+        """All values of a driver call."""
+        code, *values = getattr(self._driver, name)(*args)
+        if code:
+            raise Failed(int(code))
+        return values
+
+    def translated(self, name: str) -> Callable[..., Any]:
+        """A function that is one driver call."""
+        call = DRIVER_CALLS.get(name, f"cu{name.removeprefix('cuda')}")
+        theirs = signature(runtime(), name)
+        ours = signature(cuda, call) if hasattr(cuda, call) else None
+        if ours is None or len(theirs.parameters) != len(ours.parameters):
+            return functools.partial(_refuse, name)
+        pairs = zip(theirs.parameters, ours.parameters, strict=True)
+        convert = [Argument(one.name, one.type, other.type) for one, other in pairs]
+        results = [result(kind) for kind in theirs.results]
+
+        def body(*args: Any) -> Any:
+            given = [one(value) for one, value in zip(convert, args, strict=True)]
+            values = self.values(call, *given)
+            for one, before, after in zip(convert, args, given, strict=True):
+                one.back(before, after)
+            return tuple(one(value) for one, value in zip(results, values, strict=True))
+
+        return body
+
+    # -- devices and contexts --------------------------------------------------------------------------------
+
+    def make_current(self) -> None:
+        """Have a context: the current one, or the primary one of the thread's device."""
+        code, context = self._driver.cuCtxGetCurrent()
+        if code:
+            self.initialise()
+            context = self.call("cuCtxGetCurrent")
+        if not int(context):
+            self.call("cuCtxSetCurrent", self._primary(getattr(self.thread, "device", 0)))
+
+    def initialise(self) -> None:
+        if self._driver.cuDeviceGetCount()[0]:
+            self.call("cuInit", 0)
+
+    def _primary(self, device: int) -> Any:
+        """The primary context of a device, which the runtime keeps."""
+        with self._lock:
+            found = self._retained.get(device)
+            if found is None:
+                found = self._retained[device] = self.call("cuDevicePrimaryCtxRetain", _number(device))
+        return found
+
+    def cudaGetDevice(self) -> int:
+        code, context = self._driver.cuCtxGetCurrent()
+        if not code and int(context):
+            return int(self.call("cuCtxGetDevice"))
+        return int(getattr(self.thread, "device", 0))
+
+    def cudaSetDevice(self, device: int) -> None:
+        self.call("cuCtxSetCurrent", self._primary(device))
+        self.thread.device = device
+
+    def cudaInitDevice(self, device: int, deviceFlags: int, flags: int) -> None:
+        self._primary(device)
+
+    def cudaDeviceReset(self) -> None:
+        device = self.cudaGetDevice()
+        self.call("cuDevicePrimaryCtxReset", _number(device))
+        with self._lock:
+            held = self._retained.pop(device, None)
+        if held is not None:
+            self.call("cuDevicePrimaryCtxRelease", _number(device))
+            self.call("cuCtxSetCurrent", 0)
+
+    def cudaSetDeviceFlags(self, flags: int) -> None:
+        self.call("cuDevicePrimaryCtxSetFlags", _number(self.cudaGetDevice()), flags)
+
+    def cudaDeviceEnablePeerAccess(self, peerDevice: int, flags: int) -> None:
+        self.call("cuCtxEnablePeerAccess", self._primary(peerDevice), flags)
+
+    def cudaDeviceDisablePeerAccess(self, peerDevice: int) -> None:
+        self.call("cuCtxDisablePeerAccess", self._primary(peerDevice))
+
+    def _attribute(self, name: str, device: int) -> int:
+        """A device attribute; 0 where the driver has none of this name."""
+        attribute = getattr(cuda.CUdevice_attribute, _ATTRIBUTE + name, None)
+        code, value = (1, 0) if attribute is None else self._driver.cuDeviceGetAttribute(attribute, _number(device))
+        return 0 if code else int(value)
+
+    def cudaGetDeviceProperties(self, device: int) -> Any:
+        made = runtime().cudaDeviceProp()
+        made.name = self.call("cuDeviceGetName", 256, _number(device)).ljust(256, b"\0")[:256]
+        made.totalGlobalMem = int(self.call("cuDeviceTotalMem", _number(device)))
+        made.uuid = copied(self.call("cuDeviceGetUuid", _number(device)), runtime().cudaUUID_t, cuda, runtime())
+        for field, attribute in PROPERTIES.items():
+            if hasattr(made, field):
+                setattr(made, field, self._attribute(attribute, device))
+        for field, attributes in PROPERTY_LISTS.items():
+            setattr(made, field, [self._attribute(one, device) for one in attributes])
+        return made
+
+    # -- errors ----------------------------------------------------------------------------------------------
+
+    def cudaPeekAtLastError(self) -> None:
+        last = getattr(self.thread, "last", 0)
+        if last:
+            raise Failed(last)
+
+    def cudaGetLastError(self) -> None:
+        last = getattr(self.thread, "last", 0)
+        self.thread.last = 0
+        if last:
+            raise Failed(last) if last in _STICKY else Forgotten(last)
+
+    # -- streams, events, memory -----------------------------------------------------------------------------
+
+    def cudaStreamCreate(self) -> Any:
+        return runtime().cudaStream_t(int(self.call("cuStreamCreate", 0)))
+
+    def cudaEventCreate(self) -> Any:
+        return runtime().cudaEvent_t(int(self.call("cuEventCreate", 0)))
+
+    def cudaMalloc(self, size: int) -> int:
+        return int(self.call("cuMemAlloc", size)) if size else 0
+
+    def cudaMallocPitch(self, width: int, height: int) -> tuple[int, int]:
+        memory, pitch = self.values("cuMemAllocPitch", width, height, _PITCH_ELEMENT)
+        return int(memory), int(pitch)
+
+    def cudaMalloc3D(self, extent: Any) -> Any:
+        made = runtime().cudaPitchedPtr()
+        made.ptr, made.pitch = self.cudaMallocPitch(int(extent.width), int(extent.height) * int(extent.depth))
+        made.xsize, made.ysize = int(extent.width), int(extent.height)
+        return made
+
+    def cudaPointerGetAttributes(self, ptr: Any) -> Any:
+        made, kinds = runtime().cudaPointerAttributes(), runtime().cudaMemoryType
+        wanted = ("MEMORY_TYPE", "DEVICE_ORDINAL", "DEVICE_POINTER", "HOST_POINTER", "IS_MANAGED")
+        names = [getattr(cuda.CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{one}") for one in wanted]
+        values = self.call("cuPointerGetAttributes", len(names), names, address(ptr))
+        kind, device, on_device, on_host, managed = (int(one) for one in values)
+        if not kind:
+            made.device = _NO_DEVICE
+            return made
+        on = kinds.cudaMemoryTypeHost if kind == _HOST else kinds.cudaMemoryTypeDevice
+        made.type = kinds.cudaMemoryTypeManaged if managed else on
+        made.device, made.devicePointer, made.hostPointer = device, on_device, on_host
+        return made
+
+    # -- fills and copies ------------------------------------------------------------------------------------
+
+    def cudaMemset(self, devPtr: Any, value: int, count: int, *stream: Any) -> None:
+        self.call("cuMemsetD8Async" if stream else "cuMemsetD8", address(devPtr), value & 0xFF, count, *stream)
+
+    def cudaMemset2D(self, devPtr: Any, pitch: int, value: int, width: int, height: int, *stream: Any) -> None:
+        name = "cuMemsetD2D8Async" if stream else "cuMemsetD2D8"
+        self.call(name, address(devPtr), pitch, value & 0xFF, width, height, *stream)
+
+    def cudaMemset3D(self, pitchedDevPtr: Any, value: int, extent: Any, *stream: Any) -> None:
+        start, pitch, rows = (int(getattr(pitchedDevPtr, one)) for one in ("ptr", "pitch", "ysize"))
+        for plane in range(int(extent.depth)):
+            at = start + plane * pitch * rows
+            self.cudaMemset2D(at, pitch, value, int(extent.width), int(extent.height), *stream)
+
+    def cudaMemcpy(self, dst: Any, src: Any, count: int, kind: Any, *stream: Any) -> None:
+        number = copy_kind(kind)
+        self.call(_COPIES[number] + ("Async" if stream else ""), address(dst), address(src), count, *stream)
+
+    def cudaMemcpyPeer(self, dst: Any, dstDevice: int, src: Any, srcDevice: int, count: int, *stream: Any) -> None:
+        ends = address(dst), self._primary(dstDevice), address(src), self._primary(srcDevice)
+        self.call("cuMemcpyPeerAsync" if stream else "cuMemcpyPeer", *ends, count, *stream)
+
+    def cudaMemcpy2D(
+        self, dst: Any, dpitch: int, src: Any, spitch: int, width: int, height: int, kind: Any, *stream: Any
+    ) -> None:
+        if width > min(dpitch, spitch):
+            raise Failed(int(runtime().cudaError_t.cudaErrorInvalidPitchValue))
+        copy = cuda.CUDA_MEMCPY2D()
+        ends = zip(("src", "dst"), ENDS[copy_kind(kind)], (src, dst), (spitch, dpitch), strict=True)
+        for side, memory, pointer, pitch in ends:
+            set_end(copy, side, memory, pointer, pitch)
+        copy.WidthInBytes, copy.Height = width, height
+        self.call("cuMemcpy2DAsync" if stream else "cuMemcpy2DUnaligned", copy, *stream)
+
+    def cudaMemcpy3D(self, p: Any, *stream: Any) -> None:
+        self.call("cuMemcpy3DAsync" if stream else "cuMemcpy3D", self._box(p), *stream)
+
+    def _box(self, given: Any) -> Any:
+        """A cudaMemcpy3DParms as a CUDA_MEMCPY3D. Where an end is an array, x and width count its elements."""
+        copy, arrays = cuda.CUDA_MEMCPY3D(), [int(given.srcArray), int(given.dstArray)]
+        element = next((self.element(one) for one in arrays if one), 1)
+        kinds = ENDS[copy_kind(given.kind)]
+        for side, kind, array in zip(("src", "dst"), kinds, arrays, strict=True):
+            at, memory = getattr(given, f"{side}Pos"), getattr(given, f"{side}Ptr")
+            if array:
+                setattr(copy, f"{side}MemoryType", cuda.CUmemorytype(ARRAY))
+                setattr(copy, f"{side}Array", cuda.CUarray(array))
+            else:
+                set_end(copy, side, kind, int(memory.ptr), int(memory.pitch))
+                setattr(copy, f"{side}Height", int(memory.ysize))
+            setattr(copy, f"{side}XInBytes", int(at.x) * (element if array else 1))
+            setattr(copy, f"{side}Y", int(at.y))
+            setattr(copy, f"{side}Z", int(at.z))
+        copy.WidthInBytes = int(given.extent.width) * element
+        copy.Height, copy.Depth = int(given.extent.height), int(given.extent.depth)
+        return copy
+
+    def element(self, array: int) -> int:
+        """Bytes of an array's element."""
+        described = self.call("cuArray3DGetDescriptor", cuda.CUarray(array))
+        return BITS[int(described.Format)][1] // 8 * int(described.NumChannels)
+
+    # -- graphs and kernels ----------------------------------------------------------------------------------
+
+    def cudaGraphAddMemcpyNode(self, graph: Any, dependencies: Any, count: int, p: Any) -> Any:
+        context = self.call("cuCtxGetCurrent")
+        node = self.call("cuGraphAddMemcpyNode", graph, dependencies, count, self._box(p), context)
+        return runtime().cudaGraphNode_t(int(node))
+
+    def cudaGraphAddMemcpyNode1D(
+        self, graph: Any, dependencies: Any, count: int, dst: Any, src: Any, size: int, kind: Any
+    ) -> Any:
+        return self.cudaGraphAddMemcpyNode(graph, dependencies, count, _row(dst, src, size, kind))
+
+    def cudaGraphMemcpyNodeSetParams(self, node: Any, p: Any) -> None:
+        self.call("cuGraphMemcpyNodeSetParams", node, self._box(p))
+
+    def cudaGraphMemcpyNodeSetParams1D(self, node: Any, dst: Any, src: Any, count: int, kind: Any) -> None:
+        self.cudaGraphMemcpyNodeSetParams(node, _row(dst, src, count, kind))
+
+    def cudaGraphExecMemcpyNodeSetParams(self, instance: Any, node: Any, p: Any) -> None:
+        context = self.call("cuCtxGetCurrent")
+        self.call("cuGraphExecMemcpyNodeSetParams", instance, node, self._box(p), context)
+
+    def cudaGraphExecMemcpyNodeSetParams1D(
+        self, instance: Any, node: Any, dst: Any, src: Any, count: int, kind: Any
+    ) -> None:
+        self.cudaGraphExecMemcpyNodeSetParams(instance, node, _row(dst, src, count, kind))
+
+    def _fill_node(self, call: str, *args: Any) -> Any:
+        """A call with a cudaMemsetParams, and with the context that the driver wants behind it."""
+        convert = Argument("pMemsetParams", "cudaMemsetParams", "CUDA_MEMSET_NODE_PARAMS")
+        return self.call(call, *args[:-1], convert(args[-1]), self.call("cuCtxGetCurrent"))
+
+    def cudaGraphAddMemsetNode(self, *args: Any) -> Any:
+        return runtime().cudaGraphNode_t(int(self._fill_node("cuGraphAddMemsetNode", *args)))
+
+    def cudaGraphExecMemsetNodeSetParams(self, *args: Any) -> None:
+        self._fill_node("cuGraphExecMemsetNodeSetParams", *args)
+
+    def cudaKernelSetAttributeForDevice(self, kernel: Any, attr: Any, value: int, device: int) -> None:
+        attribute = cuda.CUfunction_attribute(int(attr))
+        self.call("cuKernelSetAttribute", attribute, value, cuda.CUkernel(int(kernel)), _number(device))
+
+    def cudaFuncGetAttributes(self, func: Any) -> Any:
+        made, function = runtime().cudaFuncAttributes(), cuda.CUfunction(int(func))
+        for field, attribute in _FUNCTION_ATTRIBUTES.items():
+            named = getattr(cuda.CUfunction_attribute, f"CU_FUNC_ATTRIBUTE_{attribute}")
+            setattr(made, field, self.call("cuFuncGetAttribute", named, function))
+        return made
+
+
+def _refuse(name: str, *_args: Any) -> None:
+    raise NotModelled(name)
+
+
+def _number(device: Any) -> Any:
+    if not -(1 << 31) <= int(device) < 1 << 31:
+        raise OverflowError("value too large to convert to int")
+    return cuda.CUdevice(int(device)) if int(device) >= 0 else cuda.CUdevice(-1)
+
+
+def copy_kind(kind: Any) -> int:
+    number = int(kind.value)
+    if not 0 <= number < len(_COPIES):
+        raise Failed(int(runtime().cudaError_t.cudaErrorInvalidMemcpyDirection))
+    return number
+
+
+def set_end(copy: Any, side: str, memory: int, pointer: Any, pitch: int) -> None:
+    """Set an end of a copy of rows that is no array."""
+    setattr(copy, f"{side}MemoryType", cuda.CUmemorytype(memory))
+    setattr(copy, side + ("Host" if memory == _HOST else "Device"), address(pointer))
+    setattr(copy, f"{side}Pitch", pitch)
+
+
+def _row(dst: Any, src: Any, size: int, kind: Any) -> Any:
+    """A cudaMemcpy3DParms for bytes in a row."""
+    made = runtime().cudaMemcpy3DParms()
+    for pointer, memory in ((made.dstPtr, dst), (made.srcPtr, src)):
+        pointer.ptr, pointer.pitch, pointer.xsize, pointer.ysize = address(memory), size, size, 1
+    made.extent.width, made.extent.height, made.extent.depth = size, 1, 1
+    made.kind = kind
+    return made
+
+
+_FUNCTION_ATTRIBUTES = {
+    "sharedSizeBytes": "SHARED_SIZE_BYTES",
+    "constSizeBytes": "CONST_SIZE_BYTES",
+    "localSizeBytes": "LOCAL_SIZE_BYTES",
+    "maxThreadsPerBlock": "MAX_THREADS_PER_BLOCK",
+    "numRegs": "NUM_REGS",
+    "ptxVersion": "PTX_VERSION",
+    "binaryVersion": "BINARY_VERSION",
+    "cacheModeCA": "CACHE_MODE_CA",
+    "maxDynamicSharedSizeBytes": "MAX_DYNAMIC_SHARED_SIZE_BYTES",
+    "preferredShmemCarveout": "PREFERRED_SHARED_MEMORY_CARVEOUT",
+}

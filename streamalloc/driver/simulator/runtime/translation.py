@@ -1,0 +1,101 @@
+"""Values of the runtime's types as those of the driver's, and back."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+from streamalloc.driver.bindings import cuda, runtime
+
+from ..memory import view_address
+from .tables import STRUCTS_IN_LISTS
+
+Convert = Callable[[Any], Any]
+
+
+def copied(value: Any, cls: Any, source: Any, target: Any) -> Any:
+    """A struct of another class with the same bytes; ``source`` and ``target`` are the modules of the two classes."""
+    made = cls()
+    size = min(source.sizeof(type(value)), target.sizeof(cls))
+    ctypes.memmove(int(made.getPtr()), int(value.getPtr()), size)
+    return made
+
+
+def _is_struct(cls: Any) -> bool:
+    return isinstance(cls, type) and not issubclass(cls, int) and hasattr(cls, "getPtr") and not hasattr(cls, "__int__")
+
+
+def address(value: Any) -> Any:
+    """A pointer or handle as the driver takes it: objects with the buffer protocol by their address."""
+    if value is None or isinstance(value, int) or hasattr(value, "getPtr"):
+        return 0 if value is None else value
+    try:
+        return view_address(value)
+    except TypeError:
+        return value  # the driver's call takes it, or refuses it
+
+
+class Argument:
+    """Converts one argument; ``back`` copies what the driver has changed in a struct."""
+
+    def __init__(self, name: str, theirs: str, ours: str) -> None:
+        self._name, self._is_pointer = name, not theirs
+        self._list = ours.startswith("[]")
+        self._from: Any = getattr(runtime(), theirs.removeprefix("[]"), None)
+        self._to: Any = getattr(cuda, ours.removeprefix("[]"), None)
+
+    def __call__(self, value: Any) -> Any:
+        if self._list:
+            return value if value is None else [self._one(item) for item in value]
+        return self._one(value)
+
+    def _one(self, value: Any) -> Any:
+        cls = self._to
+        if isinstance(cls, type) and issubclass(cls, int):  # an enumeration
+            value.value  # noqa: B018  # the bindings read it, and raise AttributeError for others
+            return cls(int(value))
+        if not (_is_struct(cls) and _is_struct(self._from)):
+            found = address(value) if self._is_pointer else value
+            return cls(found) if self._list and self._is_pointer else found
+        if value is None:
+            return None
+        if not isinstance(value, self._from):
+            raise TypeError(
+                f"Argument '{self._name}' has incorrect type (expected cuda.bindings.runtime.{self._from.__name__}, "
+                f"got {type(value).__name__})"
+            )
+        made = copied(value, cls, runtime(), cuda)
+        field, inner = STRUCTS_IN_LISTS.get(self._from.__name__, ("", ""))
+        if field:
+            items = [copied(one, getattr(cuda, inner), runtime(), cuda) for one in getattr(value, field)]
+            setattr(made, field, items)
+        return made
+
+    def back(self, given: Any, converted: Any) -> None:
+        if converted is given or not _is_struct(type(converted)):
+            return
+        if self._from.__name__ in STRUCTS_IN_LISTS:  # it has pointers of its own
+            given.dptr = int(converted.dptr)
+        else:
+            size = min(runtime().sizeof(type(given)), cuda.sizeof(type(converted)))
+            ctypes.memmove(int(given.getPtr()), int(converted.getPtr()), size)
+
+
+def result(kind: str) -> Convert:
+    """The conversion of a value that the runtime documents as ``kind``."""
+    if kind.startswith("[]"):
+        convert = result(kind[2:])
+        return lambda values: [convert(one) for one in values]
+    cls = getattr(runtime(), kind, None) if kind.lower().startswith("cu") else None
+    if isinstance(cls, type) and issubclass(cls, int):
+        return lambda value: cls(int(value))
+    if isinstance(cls, type):
+        return lambda value: _made(cls, value)
+    is_number = kind == "int" or kind.startswith("unsigned")
+    return lambda value: int(value) if is_number or isinstance(value, cuda.CUdeviceptr) else value
+
+
+def _made(cls: Any, value: Any) -> Any:
+    """A handle or a struct of the runtime."""
+    return cls(int(value)) if hasattr(value, "__int__") else copied(value, cls, cuda, runtime())

@@ -1,0 +1,161 @@
+"""The exporter's side of a relay: it grants places to importers, and carries their words to the control block."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import numpy as np
+
+from streamalloc.core.allocation_properties import MemAllocationProp
+from streamalloc.core.errors import undoing
+from streamalloc.core.internal import FABRIC_NEEDS, Device, Fd
+from streamalloc.core.properties import MemHandleType
+from streamalloc.driver.internal import cuda, opaque_bytes
+from streamalloc.ipc.wire import relay as wire
+from streamalloc.ipc.wire.control_block import EXPORTER_WORDS, SLOTS, ControlBlock, fence
+from streamalloc.ipc.wire.relay import CLAIM, PLACES, RELAY_BYTES, Relay
+
+_FABRIC = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_FABRIC
+_ANNOUNCED, _READY, _LOST, _HOLD = map(EXPORTER_WORDS.index, ("announced", "ready", "lost", "hold"))
+# Seconds of frequent exchanges after an importer's change, and after something was shared.
+_LINGER = 0.1
+SHARED_LINGER = 1.0
+
+
+class _Deputy:
+    """The importer of the control block that stands for one of another machine."""
+
+    __slots__ = ("beat", "block", "heard", "id", "ready")
+
+    def __init__(self, block: ControlBlock, number: int, now: float) -> None:
+        with undoing((fd := Fd(os.dup(block.fd.fileno()))).close):
+            self.block: ControlBlock = ControlBlock.attach(block.session, fd, block.id, for_streams=False)
+        self.id = number
+        self.beat = -1
+        self.heard = now
+        """When the beat has changed."""
+        self.ready = np.zeros(SLOTS, np.uint32)
+        """The row that its streams wait for."""
+
+    def apply(self, rows: Any) -> None:
+        """Write an importer's words to its column of the control block."""
+        block, column = self.block, self.block.importer
+        opened, closing, closed, taken = rows
+        block.opened[:, column] = opened
+        block.closing[:, column] = closing
+        block.closed[:, column] = closed
+        holds = block.exporter_words[_HOLD]
+        holds[(taken != 0) & (holds == taken)] = 0
+
+    def dismiss(self) -> None:
+        """Release the lock, by which the exporter sees the death, and the file."""
+        self.block.close()
+        self.block.fd.close()
+
+
+class ExporterRelay(Relay):
+    """The relay of a control block of this process."""
+
+    handle: bytes
+    """The fabric handle, 64 bytes."""
+
+    def __init__(self, block: ControlBlock, device: Device) -> None:
+        prop = MemAllocationProp(requested_handle_types=MemHandleType.FABRIC, location=device.location).to_driver()
+        super().__init__(block.session, device, "cuMemCreate", RELAY_BYTES, prop, 0, hint=FABRIC_NEEDS)
+        self._block = block
+        self._deputies: dict[int, _Deputy] = {}
+        self._claims = np.zeros(PLACES, CLAIM)
+        self._beat = 0
+        with undoing(self.close):
+            self.handle = opaque_bytes(self.session.call("cuMemExportToShareableHandle", self._memory, _FABRIC, 0))
+            # New memory may have any contents.
+            self.session.call("cuMemsetD8Async", self._base, 0, RELAY_BYTES, self._stream)
+            self.exchange()
+            self.start()
+
+    def exchange(self) -> bool:
+        """Carry all words once; whether an announcement has yet to come."""
+        self._read(wire.CLAIMS_AT, self._claims)
+        self._finish()
+        now = time.monotonic()
+        for place in np.flatnonzero(self._claims["id"] | self._grants["id"]).tolist():
+            self._serve(place, self._claims[place], now)
+        # Before the words are read below: an importer's open comes before the exporter's check for opens, or the check
+        # before the open's check for a free.
+        fence()
+        self._copy_words()
+        self._beat = (self._beat + 1) % (1 << 32)
+        head = wire.HEAD.pack(wire.MAGIC, self._block.id, SLOTS, PLACES, self._beat, 0)
+        self._front[: len(head)] = np.frombuffer(head, np.uint8)
+        # Last: a grant says that the words of the block are those after the importer's change.
+        self._write(0, self._front)
+        self._finish()
+        return not np.array_equal(self._words[_ANNOUNCED], self._words[_READY])
+
+    def _serve(self, place: int, claim: Any, now: float) -> None:
+        """Serve one importer: admit it, carry its words, or dismiss it."""
+        deputy, grant = self._deputies.get(place), self._grants[place]
+        number = int(claim["id"])
+        if deputy is None:
+            if not number:
+                return
+            try:
+                deputy = self._deputies[place] = _Deputy(self._block, number, now)
+            except (ValueError, OSError):
+                return  # The block has no column left, or the process no descriptor: the importer waits.
+            grant["id"], grant["seen"] = number, 0
+        if number == deputy.id:
+            if claim["beat"] != deputy.beat:
+                deputy.beat, deputy.heard = int(claim["beat"]), now
+            if claim["change"] != grant["seen"]:
+                self._read(wire.rows_at(place), self._rows)
+                self._finish()
+                deputy.apply(self._rows)
+                grant["seen"] = claim["change"]
+                self.changed = True
+                self._fast_until = max(self._fast_until, now + _LINGER)
+        if not number or now - deputy.heard > wire.SILENCE:
+            self._dismiss(place)
+
+    def _copy_words(self) -> None:
+        """Copy the block's words to the relay, and ``ready`` to the row of each importer."""
+        words = self._block.exporter_words.copy()
+        # Once more, as ``lost`` is written before ``ready``, and must not be older here.
+        words[_LOST] = self._block.exporter_words[_LOST]
+        if not np.array_equal(words, self._words):
+            self._write(wire.WORDS_AT, words)
+            self._words = words
+        for place, deputy in self._deputies.items():
+            if not np.array_equal(deputy.ready, words[_READY]):
+                self._write(wire.ready_at(place), words[_READY])
+                deputy.ready = words[_READY]
+
+    def _dismiss(self, place: int) -> None:
+        self._deputies.pop(place).dismiss()
+        self.changed = True
+        self._grants[place] = 0, 0, 0
+        self._claims[place] = 0, 0, 0
+        self._write(wire.CLAIMS_AT + CLAIM.itemsize * place, self._claims[place : place + 1])
+
+    def leave(self) -> None:
+        """Remove the head, without which no importer goes on."""
+        self._front[:] = 0
+        self._write(0, self._front)
+        self._finish()
+
+    def idle(self) -> bool:
+        """Whether nothing is open, in transit or awaited."""
+        words = self._block.exporter_words
+        blocks = [deputy.block for deputy in list(self._deputies.values())]
+        columns = [(block.opened[:, block.importer], block.closed[:, block.importer]) for block in blocks]
+        is_open = any((opened != closed).any() for opened, closed in columns)
+        return not (is_open or words[_HOLD].any() or (words[_ANNOUNCED] != words[_READY]).any())
+
+    def close(self) -> None:
+        """Unmap and release the relay, and end the leases of its importers. Idempotent."""
+        self.stop()
+        while self._deputies:
+            self._deputies.popitem()[1].dismiss()
+        super().close()

@@ -1,0 +1,256 @@
+"""Relays: GPU memory through which the words of a control block reach importers on other machines.
+
+A control block is host memory of one machine. Of all that processes share, only fabric handles are valid on other
+machines, and they name GPU memory. So an exporter that shares by fabric handles makes a *relay*: a chunk of physical
+memory with a fabric handle, which travels in its descriptors. The importer makes a *replica*: a control block of its
+own machine with the same words. One thread of each process carries the words, by small copies::
+
+    control block  <->  exporter's thread  <->  relay  <->  importer's thread  <->  replica
+
+To the exporter, its thread is an importer of its machine (a *deputy*, with a column of the control block); to the
+importer, the replica is a control block of its machine. So the rules of leases, holds, stale descriptors and deaths
+are those of one machine. Any transport of bytes will do for the descriptors, and none is needed afterwards.
+
+The exporter's streams write ``ready`` in the control block. The importer's streams wait for ``ready`` in the relay, in
+a row that nobody else waits for, so that no thread of the importer has to act: the driver may block them all while one
+call waits for a stream. The words are in the exporter's memory, as the contents are. The exporter uses no memory of
+importers, so that the end of an importer's machine is no error here. Messages on the caller's own channel were the
+other choice: that channel may lead one way only (a store, a broadcast), and a thread of ours must not read from it.
+
+An importer writes its *claim* into a free entry of the relay; the exporter's thread grants one of those that it sees
+there. The claim counts the importer's changes, and the grant the last change that the exporter's thread has carried to
+the control block. An open waits for its own change: what the exporter's thread has written after that is what a
+process of the exporter's machine would see.
+
+Deaths: both sides count up a *beat*. A process whose beat stays the same for :data:`SILENCE` seconds counts as dead,
+and so does an exporter whose relay the driver refuses to read. The leases of a dead importer end. An importer of a dead
+exporter writes ``ready`` in its place, in its own row. A process that ends in order withdraws its claim, or the head of
+its relay.
+
+Limits:
+
+* An announcement takes 1 to 3 ms to arrive, and so does the answer to an open; up to 50 ms if its exporter has shared
+  nothing for a second. The end of a hold or a lease takes up to 100 ms. For steps in a loop, use the barriers and
+  signals of :class:`~streamalloc.multicast.SymmetricMemory`, which only the GPUs take part in.
+* A process that is stopped for longer than :data:`SILENCE` counts as dead. What an importer has open is not kept for
+  it until it goes on; the memory stays valid, as the driver counts imports. An exporter is not waited for any more.
+* If the exporter's machine ends, its memory ends with it, and uses of that are errors of the driver, also waits.
+* A relay takes 2 MiB of the device's memory and a thread, for each 1024 leases. It has 64 importers at most.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import struct
+import threading
+import time
+import weakref
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from streamalloc.core.errors import CudaError, undoing
+from streamalloc.core.internal import Device, work
+from streamalloc.core.properties import MemAccess, MemAccessDesc
+from streamalloc.core.session import Session
+from streamalloc.driver.internal import SETTLERS
+from streamalloc.ipc.wire.control_block import EXPORTER_WORDS, SLOTS
+
+SILENCE = 30.0
+"""Seconds without a beat after which a process counts as dead."""
+FAST, SLOW = 0.001, 0.05
+"""Seconds between two exchanges: while something is awaited, and else."""
+PLACES = 64
+"""Importers of one relay at a time."""
+RELAY_BYTES = 2 << 20
+"""Size of a relay: the granularity of physical memory."""
+
+HEAD = struct.Struct("<8s16sIIII")
+"""Magic, id of the control block, slots, places, the exporter's beat, and zeros."""
+MAGIC = b"SArelay\1"
+GRANT = np.dtype([("id", "<u8"), ("seen", "<u4"), ("", "<u4")])
+"""An entry that the exporter writes: the importer's id, and the last of its changes that is in the control block."""
+CLAIM = np.dtype([("id", "<u8"), ("beat", "<u4"), ("change", "<u4")])
+"""An entry that an importer writes: a random id, its beat, and the number of its changes so far."""
+IMPORTER_ROWS = ("opened", "closing", "closed", "taken")
+"""Kinds of words that an importer writes, by slot. ``taken``, by mark: the value of a hold that it has ended."""
+GRANTS_AT = 64
+WORDS_AT = 4096
+CLAIMS_AT = WORDS_AT + 4 * SLOTS * len(EXPORTER_WORDS)
+_ROW_BYTES = 4 * SLOTS
+_PLACES_AT = CLAIMS_AT + 4096
+_PLACE_BYTES = _ROW_BYTES * (len(IMPORTER_ROWS) + 1)
+
+_NON_BLOCKING = 1
+_JOIN_SECONDS = 1.0
+
+
+def rows_at(place: int) -> int:
+    """Offset of the words that an importer writes."""
+    return _PLACES_AT + _PLACE_BYTES * place
+
+
+def ready_at(place: int) -> int:
+    """Offset of the words ``ready``, by slot, that an importer's streams wait for; the exporter writes them."""
+    return rows_at(place) + _ROW_BYTES * len(IMPORTER_ROWS)
+
+
+class Relay:
+    """A relay, mapped into this process, and the thread that carries the words; subclasses are its two sides."""
+
+    def __init__(self, session: Session, device: Device, make: str, *args: Any, hint: str) -> None:
+        """``make`` and ``args``: the driver call that makes the memory."""
+        self.session: Session = session
+        self.wake: threading.Event = threading.Event()
+        """Set to have the thread make the next exchange now."""
+        self.ended: bool = False
+        self.lock = threading.Lock()
+        """Held during an exchange. Its copies wait for no other stream, so that it is short."""
+        self.changed: bool = False
+        """Whether an importer has changed words since the last deferred work."""
+        self._thread: threading.Thread | None = None
+        self._fast_until = 0.0
+        self._devices: set[int] = set()
+        self._rows = np.zeros((len(IMPORTER_ROWS), SLOTS), np.uint32)
+        """An importer's words, as they are in the relay."""
+        self._words = np.zeros((len(EXPORTER_WORDS), SLOTS), np.uint32)
+        """The exporter's, likewise."""
+        # The head, and behind it the grants, in one array: they are copied at once.
+        self._front = np.zeros(GRANTS_AT + GRANT.itemsize * PLACES, np.uint8)
+        self._grants = self._front[GRANTS_AT:].view(GRANT)
+        self._undo = contextlib.ExitStack()
+        with undoing(self._undo.close), device.current():
+            self._memory = session.call(make, *args, hint=hint)
+            self._undo.callback(session.call, "cuMemRelease", self._memory)
+            self._base = int(session.call("cuMemAddressReserve", RELAY_BYTES, 0, 0, 0))
+            self._undo.callback(session.call, "cuMemAddressFree", self._base, RELAY_BYTES)
+            session.call("cuMemMap", self._base, RELAY_BYTES, 0, self._memory, 0)
+            self._undo.callback(session.call, "cuMemUnmap", self._base, RELAY_BYTES)
+            self.give_access(device)
+            self._stream = session.call("cuStreamCreateWithPriority", _NON_BLOCKING, 0)
+            self._undo.callback(session.call, "cuStreamDestroy", self._stream)
+
+    def give_access(self, device: Device) -> None:
+        """Let the streams of a device use the relay (``cuMemSetAccess``)."""
+        if device.ordinal not in self._devices:
+            access = MemAccessDesc(device.location, MemAccess.READWRITE).to_driver()
+            self.session.call("cuMemSetAccess", self._base, RELAY_BYTES, [access], 1)
+            self._devices.add(device.ordinal)
+
+    # -- copies ----------------------------------------------------------------------------------------------
+
+    def _write(self, at: int, array: npt.NDArray[np.generic]) -> None:
+        """Queue a copy to the relay; the array must stay as it is until :meth:`_finish`."""
+        self.session.call("cuMemcpyHtoDAsync", self._base + at, array.ctypes.data, array.nbytes, self._stream)
+
+    def _read(self, at: int, array: npt.NDArray[np.generic]) -> None:
+        """Queue a copy from the relay, see :meth:`_write`."""
+        self.session.call("cuMemcpyDtoHAsync", array.ctypes.data, self._base + at, array.nbytes, self._stream)
+
+    def _finish(self) -> None:
+        """Wait for the copies so far."""
+        self.session.call("cuStreamSynchronize", self._stream)
+
+    # -- the thread ------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the thread."""
+        # The thread must not keep the relay, nor the driver.
+        self._thread = threading.Thread(
+            target=_carry, args=(weakref.ref(self), self.wake), name="streamalloc relay", daemon=True
+        )
+        self._thread.start()
+        _running.add(self)
+
+    def hurry(self, seconds: float) -> None:
+        """Exchange often for a while."""
+        self._fast_until = max(self._fast_until, time.monotonic() + seconds)
+        self.wake.set()
+
+    def exchange(self) -> bool:
+        """Carry all words once; whether the other side waits for the next time. :attr:`lock` is held."""
+        raise NotImplementedError
+
+    def step(self) -> float:
+        """Make one exchange; the seconds until the next one."""
+        awaited = False
+        try:
+            with self.lock, self.session.relaxed():
+                awaited = not self.ended and self.exchange()
+        except CudaError:
+            self.end()
+        if self.changed:
+            # This process may reach no other point of work, while its memory waits for an importer.
+            self.changed = False
+            work(self.session)
+        return FAST if awaited or time.monotonic() < self._fast_until else SLOW
+
+    def end(self) -> None:
+        """Exchange nothing more. Idempotent; it makes no driver call."""
+        self.ended = True
+        self.wake.set()
+
+    def leave(self) -> None:
+        """Notify the other side that there will be no more exchanges. :attr:`lock` is held."""
+        raise NotImplementedError
+
+    def idle(self) -> bool:
+        """Whether nothing is open, in transit or awaited."""
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        """Notify the other side, and end the thread. Idempotent."""
+        if not self.ended:
+            with contextlib.suppress(CudaError), self.lock, self.session.relaxed():
+                self.leave()
+        self.end()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(_JOIN_SECONDS)
+
+    def close(self) -> None:
+        """Unmap and release the relay. Idempotent."""
+        self.stop()
+        _running.discard(self)
+        self._undo.close()
+
+    def __del__(self) -> None:
+        # At the end of its session: a deferred item would keep that. None of the calls waits.
+        undo = getattr(self, "_undo", None)
+        if undo is not None and self.session.usable:
+            with contextlib.suppress(CudaError):
+                undo.close()
+
+
+_running: weakref.WeakSet[Relay] = weakref.WeakSet()
+
+
+def _carry(reference: weakref.ref[Relay], wake: threading.Event) -> None:
+    while True:
+        relay = reference()
+        if relay is None or relay.ended or not relay.session.usable:
+            return
+        pause = relay.step()
+        del relay
+        wake.wait(pause)
+        wake.clear()
+
+
+def _close_idle() -> None:
+    for relay in list(_running):
+        if relay.session.usable and relay.idle():
+            with contextlib.suppress(CudaError):
+                relay.close()
+
+
+# What is reported as a leak is the program's: a relay is made again when it is needed.
+SETTLERS.append(_close_idle)
+
+
+@atexit.register
+def _stop() -> None:
+    """Stop the threads before the interpreter ends: none may be in the driver when that ends."""
+    for relay in list(_running):
+        if relay.session.usable:
+            relay.stop()

@@ -1,0 +1,73 @@
+"""Imports of libraries that call CUDA's C libraries themselves, which an installed machine does not reach."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+_LIBRARIES = {
+    "cuda.core": "cuda.core",
+    "cupy": "CuPy",
+    "jaxlib": "JAX",
+    "pycuda": "PyCUDA",
+    "rmm": "RMM",
+    "tensorflow": "TensorFlow",
+    "torch": "PyTorch",
+    "triton": "Triton",
+}
+"""Names of libraries by module: those whose own extension modules do not show that they use CUDA."""
+_MARKS = (b"cuda.bindings.cy", b"libcuda.so", b"libcudart.so")
+"""Bytes in extension modules that call CUDA's C libraries."""
+_OURS = ("cuda.bindings", "cuda.pathfinder")
+
+_watching = False
+_added = False
+_reported: set[str] = set()
+
+
+@contextlib.contextmanager
+def watch_imports() -> Iterator[None]:
+    """Warn in the block about each library that calls CUDA's C libraries, when it is imported or they are loaded."""
+    global _watching, _added
+    if not _added:
+        _added = True
+        sys.addaudithook(_look)  # the interpreter keeps it
+    _reported.clear()
+    _watching = True
+    try:
+        yield
+    finally:
+        _watching = False
+
+
+def _look(event: str, args: tuple[Any, ...]) -> None:
+    if not _watching:
+        return
+    if event == "import":
+        name, path = args[:2]
+        if name in _LIBRARIES:
+            _warn(_LIBRARIES[name], f"{_LIBRARIES[name]} calls")
+        elif isinstance(path, str) and not name.startswith(_OURS) and _calls_cuda(path):
+            library = _LIBRARIES.get(".".join(name.split(".")[:2]), name.partition(".")[0])
+            _warn(library, f"{library} calls")
+    elif event == "ctypes.dlopen" and str(args[0]).rpartition("/")[2].startswith(("libcuda.so", "libcudart.so")):
+        _warn("ctypes", f"ctypes.CDLL({args[0]!r}) loads")
+
+
+def _calls_cuda(path: str) -> bool:
+    try:
+        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return any(data.find(mark) >= 0 for mark in _MARKS)
+    except (OSError, ValueError):
+        return False
+
+
+def _warn(library: str, what: str) -> None:
+    if library not in _reported:
+        _reported.add(library)
+        text = f"{what} CUDA's C libraries, not cuda.bindings: what it does there does not reach the simulated machine"
+        warnings.warn(text, RuntimeWarning, stacklevel=3)

@@ -1,0 +1,140 @@
+"""A simulated machine in the place of ``cuda.bindings.driver`` and ``cuda.bindings.runtime``."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import runpy
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import streamalloc.driver as sd
+from streamalloc.driver import Driver
+from streamalloc.driver.internal import Runtime, as_asked, cuda, default_of_threads, read_choice, runtime
+from streamalloc.testing.compiled import watch_imports
+
+VARIABLE = "STREAMALLOC_INSTALL"
+"""Environment variable with the machine that child processes install."""
+KERNELS = "STREAMALLOC_KERNELS"
+"""Environment variable with the Python files of kernels that child processes run first."""
+_STARTUP = str(Path(__file__).with_name("startup"))
+"""Folder whose ``sitecustomize`` installs the machine in child processes."""
+
+_lock = threading.Lock()
+_targets: dict[str, Any] = {}
+"""What is in the place of each module; empty while nothing is installed."""
+_for_good = contextlib.ExitStack()
+
+
+@contextlib.contextmanager
+def install(machine: Driver | None = None, *, kernels: Iterable[str] = ()) -> Iterator[Driver]:
+    """Put a simulated machine in the place of the CUDA driver, for code that calls it through the bindings.
+
+    In the block, the functions of ``cuda.bindings.driver`` and ``cuda.bindings.runtime`` are those of the machine, and
+    the machine is the default driver of this package. It makes no difference whether the program imported the modules
+    before or in the block. Functions that were imported by name (``from cuda.bindings.driver import cuMemAlloc``) are
+    replaced in the modules of the program; those that were imported before the block and are kept elsewhere (as
+    attributes of classes or objects, default arguments, in closures) stay those of the real driver.
+
+    Child processes that are Python programs and inherit the environment install a machine with the same settings, with
+    the same devices. A child of ``os.fork`` can use the machine if the parent has not initialised it, as on hardware.
+
+    What calls CUDA's C libraries itself (CuPy, PyTorch, cuda.core, ctypes) does not see the machine. Where such a
+    library is imported in the block, a :class:`RuntimeWarning` says so.
+
+    Parameters
+    ----------
+    machine
+        The machine, which may be wrapped (:func:`streamalloc.driver.checked`); by default a new one.
+    kernels
+        Python files that register kernels (:func:`streamalloc.testing.kernel`). They are run at the beginning of the
+        block, and in child processes.
+
+    Raises
+    ------
+    RuntimeError
+        A machine is installed already.
+    TypeError
+        The driver is not a simulated one.
+    """
+    driver: Any = as_asked(sd.simulated()) if machine is None else machine
+    files = [os.path.abspath(one) for one in kernels]
+    settings = getattr(driver, "settings", None)
+    if not isinstance(settings, str):
+        raise TypeError(f"machine={driver!r}: must be a simulated machine (streamalloc.driver.simulated)")
+    with contextlib.ExitStack() as undo:
+        with _lock:
+            if _targets:
+                raise RuntimeError(f"a machine is installed already: {_targets[cuda.__name__]!r}; end its block first")
+            _targets.update({cuda.__name__: driver, runtime().__name__: Runtime(driver)})
+        undo.callback(_targets.clear)
+        undo.callback(sd.real.cache_clear)  # the machine may have been found as the real driver
+        for holder, name, stand_in in _places():
+            undo.callback(setattr, holder, name, getattr(holder, name))
+            setattr(holder, name, stand_in)
+        undo.callback(sd.set_default, default_of_threads())
+        sd.set_default(driver)
+        variables = {VARIABLE: settings, KERNELS: os.pathsep.join(files), "PYTHONPATH": _search_path()}
+        for variable, value in variables.items():
+            undo.callback(_set_variable, variable, os.environ.get(variable))
+            os.environ[variable] = value
+        undo.enter_context(watch_imports())
+        for file in files:
+            runpy.run_path(file)
+        yield driver
+
+
+def _places() -> list[tuple[ModuleType, str, Callable[..., Any]]]:
+    """Each module of the program, and name in it, that has a function of the bindings, and the function's stand-in."""
+    functions: dict[int, Callable[..., Any]] = {}
+    for module in (cuda, runtime()):
+        for name, found in vars(module).items():
+            if name.startswith("cu") and callable(found) and not isinstance(found, type):
+                functions[id(found)] = _stand_in(module.__name__, name, found)
+    modules = [one for one in list(sys.modules.values()) if isinstance(one, ModuleType)]
+    return [
+        (module, name, functions[id(value)])
+        for module in modules
+        for name, value in list(vars(module).items())
+        if id(value) in functions and functions[id(value)] is not value
+    ]
+
+
+@functools.cache
+def _stand_in(module: str, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls the installed machine; the bindings while there is none, for those who still have it."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **named: Any) -> Any:
+        found = getattr(_targets.get(module), name, function)
+        # The runtime takes functions that need no driver from the bindings, which have this one.
+        return (function if found is call else found)(*args, **named)
+
+    return call
+
+
+def _set_variable(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
+
+
+def _search_path() -> str:
+    """The value of PYTHONPATH with which Python finds our ``sitecustomize`` first."""
+    others = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one and one != _STARTUP]
+    return os.pathsep.join([_STARTUP, *others])
+
+
+def install_in_child() -> None:
+    """Install the machine of the parent process for the life of this one; nothing happens where it has none."""
+    text = os.environ.get(VARIABLE)
+    if text:
+        _, settings = read_choice(text, VARIABLE)
+        kernels = filter(None, os.environ.get(KERNELS, "").split(os.pathsep))
+        _for_good.enter_context(install(as_asked(sd.simulated(**settings)), kernels=kernels))

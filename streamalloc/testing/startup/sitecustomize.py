@@ -1,0 +1,43 @@
+"""Installs the machine of its parent when a child process starts (:mod:`streamalloc.testing.installing`)."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import traceback
+from importlib.machinery import PathFinder
+
+
+def _run_next() -> None:
+    """Run the module of this name that is found without this folder."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    spec = PathFinder.find_spec("sitecustomize", [one for one in sys.path if os.path.abspath(one) != here])
+    if spec is not None and spec.loader is not None:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def _has_bindings() -> bool:
+    """Whether this interpreter has something that the machine can be put in the place of."""
+    try:
+        return importlib.util.find_spec("cuda.bindings") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _install() -> None:
+    if importlib.util.find_spec("streamalloc") is None:
+        sys.path.append(os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 3)))
+    from streamalloc.testing.installing import install_in_child
+
+    install_in_child()
+
+
+_run_next()
+if os.environ.get("STREAMALLOC_INSTALL") and _has_bindings():
+    try:
+        _install()
+    except Exception:
+        # Without the machine the program must not run: it would reach the real driver.
+        traceback.print_exc()
+        raise SystemExit("streamalloc: the simulated machine of the parent process could not be installed") from None

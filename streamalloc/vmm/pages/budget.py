@@ -1,0 +1,391 @@
+"""Budgets: one limit for the pages of several processes on a device.
+
+The processes share a file with a word for each *member*: the bytes of its pages. A member locks a byte of the file for
+as long as it lives, and the kernel releases the lock at its death, however it dies: the next member that looks returns
+what the dead one had. Words change under the lock of another byte, which a death releases too. Each member writes its
+own word of bytes only, with one call, so a death between two calls leaves nothing half done. Words are read and written
+by file calls: a file that somebody truncates raises an error, where a mapping would end the process.
+
+A member that finds no room leaves a request with the others and wakes them by a datagram; without one, they look every
+second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import select
+import socket
+import struct
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from streamalloc.core.errors import ClosedError, size_text
+from streamalloc.core.internal import Fd
+from streamalloc.core.properties import checked_size
+from streamalloc.core.resource import Closes
+
+MEMBERS = 256
+_MAGIC = b"SApages\1"
+_HEADER = struct.Struct("<8sQ")
+_MEMBER = struct.Struct("<QQQ")  # bytes of its pages; bytes that others want of what it does not use, and in any case
+_BYTES = _HEADER.size + MEMBERS * _MEMBER.size
+# struct flock: type, whence, start, length, process.
+_LOCK = struct.Struct("hhqqi4x")
+_TABLE_LOCK = 0  # byte of the file
+_LOOK, _AGAIN, _STEP = 1.0, 0.05, 0.002  # seconds: between looks for requests, between requests, between attempts
+
+
+class User(Protocol):
+    """Pages that count for a budget."""
+
+    @property
+    def claimed(self) -> int:
+        """Bytes of the pages that exist or are about to be created."""
+
+    def give(self, nbytes: int, /) -> int:
+        """Release pages that are not in use, up to so many bytes; return how many bytes were released."""
+
+    def make_room(self) -> int:
+        """Release the pages that are not in use, without waiting for another thread; return their bytes."""
+
+
+class Member(NamedTuple):
+    """Words of a member of a budget, in bytes."""
+
+    used: int
+    """Its pages."""
+    wanted: int
+    """What others have asked it to release of pages that it does not use."""
+    asked: int
+    """What others have asked it to release in any case, as it has more than its share."""
+
+
+class PageBudget(Closes):
+    """A limit that the arenas of several processes share; each process opens it by the path of a file.
+
+    A process whose arenas find no room asks the others: they release pages that they do not use, and those that have
+    more than their share, the limit divided by the number of processes, are asked for the rest. When a process dies,
+    its bytes return. ::
+
+        budget = vmm.PageBudget("/dev/shm/gpu0.budget", 64 << 30, on_ask=lambda nbytes: evict(nbytes))
+        arena = vmm.PageArena(device, budget=budget)
+        try:
+            space.commit(pages)
+        except sa.OutOfMemoryError:
+            if budget.wait(len(pages) * space.page_size, timeout=1):
+                space.commit(pages)
+
+    Thread-safe. The file stays when the last process has closed it; a new limit needs a new file.
+
+    Parameters
+    ----------
+    path
+        The file, which is made for this user if there is none; in memory, such as in ``/dev/shm``.
+    limit
+        Bytes of all pages together. None takes that of the file.
+    on_ask
+        Function that is called, on a thread of the budget, with the bytes that this process should release of pages
+        that it uses. Bytes that it does not release are asked for again.
+
+    Raises
+    ------
+    ValueError
+        There is no file and no limit, the file has another limit, is no budget, or has 256 members.
+    PermissionError
+        The file belongs to another user.
+    """
+
+    __slots__ = (
+        "__weakref__", "_at", "_file", "_lock", "_name", "_on_ask", "_socket", "_users", "closed", "limit", "path",
+    )  # fmt: skip
+
+    limit: int
+    """Bytes of all pages together."""
+
+    def __init__(
+        self, path: str | os.PathLike[str], limit: int | None = None, *, on_ask: Callable[[int], object] | None = None
+    ) -> None:
+        self.path: Path = Path(path)
+        """Path of the file."""
+        self.closed: bool = False
+        """Whether it was closed."""
+        self._on_ask = on_ask
+        self._users: weakref.WeakSet[User] = weakref.WeakSet()
+        self._lock = threading.RLock()
+        self._socket: socket.socket | None = None
+        most = None if limit is None else checked_size("limit", limit)
+        self._file = Fd(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
+        try:
+            with self._table():
+                self.limit = self._read_limit(most)
+                self._at = self._join()
+        except BaseException:
+            self._file.close()
+            raise
+        found = os.fstat(self._file.fileno())
+        self._name = f"\0streamalloc-budget-{found.st_dev}-{found.st_ino}-"
+        _here.add(self)
+
+    def _read_limit(self, wanted: int | None) -> int:
+        number = self._file.fileno()
+        found = os.fstat(number)
+        if found.st_uid != os.geteuid():
+            raise PermissionError(f"{self.path} belongs to user {found.st_uid}")
+        if not found.st_size and wanted is not None:
+            os.ftruncate(number, _BYTES)
+            os.pwrite(number, _HEADER.pack(_MAGIC, wanted), 0)
+        head = os.pread(number, _HEADER.size, 0)
+        if found.st_size not in (0, _BYTES) or len(head) != _HEADER.size or not head.startswith(_MAGIC):
+            why = "a new budget needs a limit" if not found.st_size else "the file is no budget"
+            raise ValueError(f"path={str(self.path)!r}: {why}")
+        limit: int = _HEADER.unpack(head)[1]
+        if wanted not in (None, limit):
+            raise ValueError(f"limit={wanted}: the budget at {self.path} has {size_text(limit)}")
+        return limit
+
+    def _join(self) -> int:
+        for at in range(MEMBERS):
+            if self._lock_byte(1 + at):
+                self._write(at, Member(0, 0, 0))
+                return at
+        raise ValueError(f"the budget at {self.path} has {MEMBERS} members already")
+
+    # -- the file --------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _table(self) -> Iterator[None]:
+        """Block in which no other thread or process changes words; it waits for nothing."""
+        with self._lock:
+            self._check_open()
+            number = self._file.fileno()
+            try:
+                fcntl.fcntl(number, fcntl.F_OFD_SETLKW, _flock(fcntl.F_WRLCK, _TABLE_LOCK))
+                yield
+            finally:
+                fcntl.fcntl(number, fcntl.F_OFD_SETLK, _flock(fcntl.F_UNLCK, _TABLE_LOCK))
+
+    def _lock_byte(self, byte: int) -> bool:
+        try:
+            fcntl.fcntl(self._file.fileno(), fcntl.F_OFD_SETLK, _flock(fcntl.F_WRLCK, byte))
+        except BlockingIOError:
+            return False
+        return True
+
+    def _alive(self, at: int) -> bool:
+        answer = fcntl.fcntl(self._file.fileno(), fcntl.F_OFD_GETLK, _flock(fcntl.F_WRLCK, 1 + at))
+        return at == self._at or _LOCK.unpack(answer)[0] != fcntl.F_UNLCK
+
+    def _members(self) -> dict[int, Member]:
+        """Return the members that live, and return what dead ones had; within :meth:`_table`."""
+        data = os.pread(self._file.fileno(), _BYTES, 0)
+        if len(data) != _BYTES:
+            raise ValueError(f"the budget at {self.path} was truncated")
+        found = {}
+        for at, words in enumerate(_MEMBER.iter_unpack(data[_HEADER.size :])):
+            # The last member may have died with all words at zero: it does not matter.
+            if any(words) or at == self._at:
+                if self._alive(at):
+                    found[at] = Member(*words)
+                else:
+                    self._write(at, Member(0, 0, 0))
+        return found
+
+    def _write(self, at: int, member: Member) -> None:
+        os.pwrite(self._file.fileno(), _MEMBER.pack(*member), _HEADER.size + at * _MEMBER.size)
+
+    def _write_requests(self, at: int, wanted: int, asked: int) -> None:
+        os.pwrite(self._file.fileno(), _MEMBER.pack(0, wanted, asked)[8:], _HEADER.size + at * _MEMBER.size + 8)
+
+    # -- bytes -----------------------------------------------------------------------------------------------
+
+    @property
+    def used(self) -> int:
+        """Bytes of the pages of all processes."""
+        with self._table():
+            return sum(one.used for one in self._members().values())
+
+    @property
+    def mine(self) -> int:
+        """Bytes of the pages of this process, in arenas with this object."""
+        return sum(user.claimed for user in tuple(self._users))
+
+    def join(self, user: User) -> None:
+        """Count the pages of an arena."""
+        self._check_open()
+        with self._lock:
+            self._users.add(user)
+            if self._socket is None:
+                self._listen()
+
+    def settle(self, asking: User | None = None) -> bool:
+        """Publish the bytes of this process: whether there is room. If not, ask the other users and processes."""
+        if self._settle():
+            return True
+        if asking is None or not sum([one.make_room() for one in tuple(self._users) if one is not asking]):
+            return False
+        return self._settle()
+
+    def _settle(self) -> bool:
+        with self._table():
+            members = self._members()
+            mine = self.mine
+            had = members[self._at]
+            missing = sum(one.used for one in members.values()) - had.used + mine - self.limit
+            if mine > had.used and missing > 0:
+                self._ask(members, missing)
+                return False
+            self._write(self._at, had._replace(used=mine))
+            return True
+
+    def wait(self, nbytes: int, timeout: float = 1.0) -> bool:
+        """Block until so many bytes are free, which other processes are asked for: whether they are.
+
+        Another process may take them before this one does.
+
+        Parameters
+        ----------
+        nbytes
+            Bytes that are needed.
+        timeout
+            Seconds to wait at most.
+        """
+        needed = checked_size("nbytes", nbytes)
+        until = time.monotonic() + timeout
+        again = 0.0
+        while True:
+            with self._table():
+                members = self._members()
+                missing = sum(one.used for one in members.values()) + needed - self.limit
+                now = time.monotonic()
+                if missing <= 0 or now > until:
+                    return missing <= 0
+                if now > again:
+                    self._ask(members, missing)
+                    again = now + _AGAIN
+            time.sleep(_STEP)
+
+    def _ask(self, members: dict[int, Member], missing: int) -> None:
+        """Leave requests with the other members, and wake them; within :meth:`_table`."""
+        share = self.limit // max(len(members), 1)
+        for at, one in members.items():
+            if at != self._at and one.used:
+                over = min(missing, max(one.used - share, 0))
+                self._write_requests(at, max(one.wanted, missing), max(one.asked, over))
+                self._wake(at)
+
+    # -- requests of others ----------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        server = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+        with contextlib.suppress(OSError):  # without a name it looks every second
+            server.bind(f"{self._name}{self._at}")
+        self._socket = server
+        thread = threading.Thread(
+            target=_serve, args=(weakref.ref(self), server), name="streamalloc-budget", daemon=True
+        )
+        thread.start()
+
+    def _wake(self, at: int) -> None:
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as client:
+            client.setblocking(False)
+            client.sendto(b"", f"{self._name}{at}")
+
+    def answer(self) -> int:
+        """Release what other processes have asked for; return the bytes. The thread of the budget calls this."""
+        with self._table():
+            _, wanted, asked = self._members()[self._at]
+        given = self._give(wanted)
+        if given < asked and self._on_ask is not None:
+            self._on_ask(asked - given)
+            given += self._give(asked - given)
+        # Requests of meanwhile are made again, if what was given is not enough.
+        with self._table():
+            self._write_requests(self._at, 0, 0)
+        return given
+
+    def _give(self, nbytes: int) -> int:
+        given = 0
+        for user in tuple(self._users):
+            if given < nbytes:
+                given += user.give(nbytes - given)
+        return given
+
+    def close(self) -> None:
+        """Leave the budget. Idempotent.
+
+        Raises
+        ------
+        ValueError
+            Arenas of this process have pages: close them and their spaces first.
+        """
+        with self._lock:
+            if self.closed:
+                return
+            if self.mine:
+                raise ValueError(f"arenas with {self!r} have {size_text(self.mine)}: close them and their spaces first")
+            with self._table():
+                self._write(self._at, Member(0, 0, 0))
+            self._end()
+
+    def _end(self, *, forked: bool = False) -> None:
+        self.closed = True
+        self._file.close()
+        server, self._socket = self._socket, None
+        if server is not None:
+            if not forked:  # a child has the parent's socket
+                with contextlib.suppress(OSError):
+                    server.shutdown(socket.SHUT_RDWR)  # wakes the thread
+            server.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_socket", None) is not None:
+            self._end()
+
+    def _text(self) -> str:
+        state = "closed" if self.closed else f"{size_text(self.mine)} of this process"
+        return f" of {size_text(self.limit)} at {str(self.path)!r}, {state}"
+
+
+def _flock(kind: int, byte: int) -> bytes:
+    return _LOCK.pack(kind, os.SEEK_SET, byte, 1, 0)
+
+
+def _serve(reference: weakref.ref[PageBudget], server: socket.socket) -> None:
+    """Answer requests until the budget has ended. The thread must not keep it."""
+    number = server.fileno()
+    while number >= 0:
+        poll = select.poll()
+        poll.register(number, select.POLLIN)
+        poll.poll(_LOOK * 1000)
+        with contextlib.suppress(OSError):
+            server.recv(16, socket.MSG_DONTWAIT)
+        budget = reference()
+        if budget is None or budget.closed:
+            return
+        try:
+            budget.answer()
+        except ClosedError:
+            return
+        except Exception as error:
+            warnings.warn(f"{budget!r} could not release what others have asked for: {error!r}", stacklevel=1)
+        del budget
+        number = server.fileno()
+
+
+_here: weakref.WeakSet[PageBudget] = weakref.WeakSet()
+
+
+def _left_behind() -> None:
+    """In a forked child: close the file, whose lock would make a dead parent count as alive."""
+    for budget in list(_here):
+        budget._end(forked=True)
+
+
+os.register_at_fork(after_in_child=_left_behind)

@@ -1,0 +1,123 @@
+"""Work that is queued: whether it has completed, and copies in batches."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from streamalloc.core.errors import LOST, ClosedError, CudaError, NotSupportedError
+from streamalloc.core.internal import Device, Event, QueuedWork, Stream, as_stream, context_event, raw_handle
+from streamalloc.core.session import session_of
+from streamalloc.driver.internal import cuda
+from streamalloc.vmm.access import After, each_of
+
+_LEGACY = (0, 1)  # handles of the legacy default stream, which takes no batches
+
+
+class Work:
+    """Queued work of a device, as events after it. A stream stands for all that it has queued."""
+
+    __slots__ = ("_device", "_ends")
+
+    def __init__(self, device: Device, *ends: Event | Stream) -> None:
+        self._device = device
+        self._ends = ends
+
+    @classmethod
+    def of(cls, after: After, device: Device) -> Work:
+        """Record the work that an argument names: an event, what a stream has queued now, or None for all."""
+        if after is None:
+            return cls(device, context_event(device))
+        session = session_of(device)
+        ends = []
+        for one in each_of(after):
+            if not isinstance(one, Event):
+                one = as_stream(one, session).record()
+            elif session_of(one) is not session:
+                raise ValueError(f"after: {one!r} belongs to another driver")
+            ends.append(one)
+        return cls(device, *ends)
+
+    @classmethod
+    def behind(cls, stream: Stream) -> Work:
+        """Record what a stream has queued now; never raises. If the driver refuses the record, all of its work."""
+        end: Event | Stream = stream
+        with contextlib.suppress(CudaError, ClosedError):
+            end = stream.record()
+        return cls(stream.device, end)
+
+    def done(self) -> bool:
+        """Whether it has completed. Also asked while a stream is being captured."""
+        with session_of(self._device).relaxed():
+            return self._done()
+
+    def _done(self) -> bool:
+        for end in self._ends:
+            try:
+                if not end.query():
+                    return False
+            except ClosedError:
+                # Its owner has closed the event: all work of now includes that before it.
+                self._ends = (context_event(self._device),)
+                return False
+            except LOST:
+                pass  # no work is left
+        return True
+
+    def synchronize(self) -> None:
+        """Block the host until it has completed."""
+        while not self.done():
+            with session_of(self._device).relaxed():
+                for end in self._ends:
+                    with contextlib.suppress(ClosedError, *LOST):
+                        end.synchronize()
+
+    def precede(self, stream: Stream) -> None:
+        """Let later work of a stream wait for it."""
+        for end in self._ends:
+            try:
+                stream.wait(end)
+            except ClosedError:
+                QueuedWork(session_of(stream)).precede(stream)
+
+
+class Copy(NamedTuple):
+    """A copy between two addresses."""
+
+    target: int
+    source: int
+    nbytes: int
+
+
+def copy_batch(copies: Iterable[Copy], stream: Stream) -> None:
+    """Queue copies, in any order among themselves (``cuMemcpyBatchAsync``); adjacent ones become one.
+
+    A driver, or bindings, without batches and the legacy default stream get a call for each (``cuMemcpyAsync``).
+    """
+    merged = _merged(copies)
+    session, raw = session_of(stream), raw_handle(stream)
+    with stream.device.current():
+        if len(merged) > 1 and stream.handle not in _LEGACY:
+            attributes = cuda.CUmemcpyAttributes()
+            attributes.srcAccessOrder = cuda.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+            targets = [cuda.CUdeviceptr(one.target) for one in merged]
+            sources = [cuda.CUdeviceptr(one.source) for one in merged]
+            sizes = [one.nbytes for one in merged]
+            with contextlib.suppress(NotSupportedError):
+                session.call("cuMemcpyBatchAsync", targets, sources, sizes, len(merged), [attributes], [0], 1, raw)
+                return
+        for one in merged:
+            session.call("cuMemcpyAsync", one.target, one.source, one.nbytes, raw)
+
+
+def _merged(copies: Iterable[Copy]) -> Sequence[Copy]:
+    merged: list[Copy] = []
+    for one in copies:
+        if merged:
+            target, source, nbytes = merged[-1]
+            if (one.target, one.source) == (target + nbytes, source + nbytes):
+                merged[-1] = Copy(target, source, nbytes + one.nbytes)
+                continue
+        merged.append(one)
+    return merged

@@ -1,0 +1,111 @@
+"""Figures of the memory of a device by owner: what stays there when a group sleeps."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from streamalloc.core.errors import CudaError
+from streamalloc.core.html import Row, Shown, mib, table
+from streamalloc.core.internal import Device
+from streamalloc.core.session import session_of
+from streamalloc.pool import MemoryPool
+from streamalloc.pool.internal import known_pools
+from streamalloc.vmm.allocation_handles import allocations_of
+from streamalloc.vmm.physical_memory import PhysicalMemory
+from streamalloc.vmm.reservation import Reservation
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Residents(Shown):
+    """Memory of a device by owner, in bytes, at one moment; prints as a table.
+
+    ``total`` and ``free`` are those of ``cuMemGetInfo``, ``pools`` is the reserved memory of each pool
+    (``cuMemPoolGetAttribute``), and ``graphs`` that of CUDA graphs (``cuDeviceGetGraphMemAttribute``). The driver does
+    not say who has the rest.
+    """
+
+    device: Device
+    """The device."""
+    total: int
+    """Memory of the device."""
+    free: int
+    """Free memory."""
+    group: Mapping[str, int]
+    """Memory of the group's buffers that are awake, by tag."""
+    mapped: int
+    """Other physical memory that this process made and has mapped: ranges, buffers, page arenas."""
+    pools: Mapping[str, int]
+    """Memory reserved by pools of this process, by name, the device's default pool among them."""
+    graphs: int
+    """Memory reserved by CUDA graphs that allocate."""
+
+    @classmethod
+    def of(cls, device: Device, buffers: Mapping[Any, str]) -> Residents:
+        """Read the figures; ``buffers`` are those of the group, with their tags."""
+        group: dict[str, int] = {}
+        for buffer, tag in buffers.items():
+            group[tag] = group.get(tag, 0) + sum(_mapped(device, buffer.range._node).values())
+        every: dict[object, int] = {}
+        for reservation in list(allocations_of(session_of(device)).reservations):
+            every |= _mapped(device, reservation)
+        mapped = sum(every.values()) - sum(group.values())
+        info = device.memory_info()
+        return cls(device, info.total, info.free, group, mapped, _pools(device), device.graph_memory.reserved)
+
+    @property
+    def others(self) -> int:
+        """Memory of nobody above: contexts, kernels, libraries such as NCCL, unmapped memory, and other processes."""
+        return self.total - self.free - sum(bytes for _, bytes in self._known())
+
+    def _known(self) -> Iterator[tuple[str, int]]:
+        for tag, nbytes in self.group.items():
+            yield f"group, tag {tag!r}", nbytes
+        yield "other mapped memory", self.mapped
+        for name, nbytes in self.pools.items():
+            yield name, nbytes
+        yield "graphs", self.graphs
+
+    def rows(self) -> list[tuple[str, int]]:
+        """Return owners and bytes, as the table shows them."""
+        rest = ("contexts, libraries, other processes", self.others)
+        return [*self._known(), rest, ("free", self.free), ("total", self.total)]
+
+    def _about(self) -> Iterator[Row]:
+        yield repr(self.device), table(("on the device", ""), ((owner, mib(nbytes)) for owner, nbytes in self.rows()))
+
+    def __repr__(self) -> str:
+        shown = [(owner, mib(nbytes)) for owner, nbytes in self.rows()]
+        left, right = (max(len(row[column]) for row in shown) for column in (0, 1))
+        return "\n".join(f"{owner:<{left}}  {size:>{right}}" for owner, size in shown)
+
+
+def _mapped(device: Device, reservation: Reservation) -> dict[object, int]:
+    """Return the sizes of the physical memory on a device that this process made and has mapped in a range."""
+    found: dict[object, int] = {}
+    for entry in list(reservation.entries):
+        memory, location = entry._memory, None
+        if isinstance(memory, PhysicalMemory):
+            location = None if entry.state.imported else memory.location
+        elif entry._raw is not None:
+            location = reservation.maker.prop.location
+        if not entry.gone and location == device.location:
+            found[entry if memory is None else entry.state] = entry.nbytes
+    return found
+
+
+def _pools(device: Device) -> dict[str, int]:
+    session = session_of(device)
+    pools = {"default pool": MemoryPool.default(device)} if device.supports.memory_pools else {}
+    handles = {pool.handle for pool in pools.values()}
+    for pool in known_pools(session):
+        if pool.location == device.location and pool.handle not in handles:
+            handles.add(pool.handle)
+            pools[repr(pool.name or f"pool {pool.handle:#x}")] = pool
+    found = {}
+    for name, pool in pools.items():
+        with contextlib.suppress(CudaError):  # a pool of another process
+            found[name] = pool.statistics().reserved
+    return found

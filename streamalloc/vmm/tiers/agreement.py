@@ -1,0 +1,90 @@
+"""Agreement before memory is released: hooks that are undone after an error, and the votes of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+from streamalloc.core.errors import attach, undoing
+
+__all__ = ["Hook", "RankRefusedError", "Ranks", "run_hooks", "vote"]
+
+T = TypeVar("T")
+Hook: TypeAlias = Callable[[list[Any]], object]
+"""Function that is called with a list of buffers."""
+_LONGEST_REASON = 2000
+"""Bytes of an error text that are sent to other ranks."""
+
+
+class Ranks(Protocol):
+    """A communicator: the processes whose groups sleep and wake together."""
+
+    @property
+    def rank(self) -> int:
+        """Number of this process, from 0."""
+
+    def allgather(self, data: bytes, /, *, timeout: float | None = None) -> Sequence[bytes]:
+        """Return the bytes of all ranks, by rank."""
+
+
+class RankRefusedError(RuntimeError):
+    """Another rank could not sleep or wake, so that none did.
+
+    Attributes
+    ----------
+    rank
+        The rank that failed; if several did, the lowest.
+    reason
+        The text of its error.
+    """
+
+    def __init__(self, rank: int, reason: str) -> None:
+        super().__init__(rank, reason)
+        self.rank: int = rank
+        self.reason: str = reason
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} has refused: {self.reason}"
+
+
+def run_hooks(hooks: Sequence[tuple[Hook, Hook | None]], buffers: Sequence[Any], then: Callable[[], T]) -> T:
+    """Call hooks in order, then ``then``. After an error the hooks that were called are undone, the last first."""
+    if not hooks or not buffers:
+        return then()
+    hook, undo = hooks[0]
+    hook(list(buffers))
+    with undoing(lambda: undo and undo(list(buffers))):
+        return run_hooks(tuple(hooks[1:]), buffers, then)
+
+
+def vote(ranks: Ranks | None, name: str, timeout: float | None, act: Callable[[Callable[[], object]], T]) -> T:
+    """Call ``act(agree)``, which calls ``agree`` once it can be finished; all ranks reach ``agree``, or it raises.
+
+    Raises
+    ------
+    RankRefusedError
+        Another rank has raised an error before, or makes another call. An error of the communicator is raised as it is:
+        then some ranks may have agreed.
+    """
+    if ranks is None:
+        return act(lambda: None)
+    voted = False
+
+    def cast(answer: str) -> None:
+        nonlocal voted
+        voted = True
+        text = f"{name}\n{answer}".encode(errors="backslashreplace")[:_LONGEST_REASON]
+        for rank, theirs in enumerate(ranks.allgather(text, timeout=timeout)):
+            call, _, reason = bytes(theirs).decode(errors="replace").partition("\n")
+            if rank != ranks.rank and (call != name or reason):
+                raise RankRefusedError(rank, reason or f"it makes another call: {call}")
+
+    try:
+        return act(lambda: cast(""))
+    except BaseException as first:
+        if not voted:
+            try:
+                cast(f"{type(first).__name__}: {first}")
+            except Exception as later:
+                attach(first, later)
+        raise

@@ -1,0 +1,265 @@
+"""Files with the bytes of buffers: the format, its checks, and reads and writes of blocks. No driver call is made here.
+
+A file has a header, and the bytes of each buffer from a multiple of 4096 on, in blocks of equal size::
+
+    magic, version, bytes of a block, number of buffers, bytes of the file     _HEAD
+    the size of each buffer                                                     8 bytes each
+    the CRC-32 of each block                                                    4 bytes each
+    the CRC-32 of all before                                                    4 bytes
+
+Numbers are little-endian. Everything that a file says is checked against its size before it is used: a file may be
+damaged, truncated, or made by somebody else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import secrets
+import stat
+import struct
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from streamalloc.core.errors import size_text, undoing
+from streamalloc.core.internal import Fd
+from streamalloc.vmm.tiers.tier import Bytes
+
+__all__ = ["MOST_BLOCK", "PAGE", "Block", "DamagedBackupError", "DiskFile", "aligned"]
+
+PAGE = 4096
+"""Bytes to a multiple of which direct reads and writes are aligned."""
+MOST_BLOCK = 64 << 20
+"""Most bytes of a block."""
+_MAGIC = b"streamSL"
+_VERSION = 1
+_HEAD = struct.Struct("<8sIIQQ")
+
+
+class DamagedBackupError(ValueError):
+    """A file is no backup of these buffers: it is damaged, truncated, of another layout or of somebody else."""
+
+
+class Block(NamedTuple):
+    """One block of a file."""
+
+    number: int
+    """Number in the file, from 0."""
+    position: int
+    """Offset in the file, in bytes."""
+    offset: int
+    """Offset in the buffer, in bytes."""
+    nbytes: int
+    """Size in bytes."""
+
+
+def aligned(nbytes: int) -> Bytes:
+    """Return zeroed host memory for direct reads and writes; it is unmapped with the last view of it."""
+    return np.frombuffer(mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
+
+
+def _up(nbytes: int, step: int = PAGE) -> int:
+    return -(-nbytes // step) * step
+
+
+class DiskFile:
+    """An open file with the bytes of buffers; made by :meth:`create` and :meth:`open`.
+
+    Blocks can be read and written by several threads at once. The descriptor is closed when the file is dropped.
+    """
+
+    __slots__ = ("_fd", "_part", "_path", "_starts", "_sums", "block", "direct", "sizes")
+
+    def __init__(self, fd: Fd, sizes: Sequence[int], block: int, path: Path | None, part: Path | None) -> None:
+        self._fd = fd
+        self._path = path
+        self._part = part
+        """Temporary name of a file that is not complete."""
+        self.sizes: tuple[int, ...] = tuple(sizes)
+        """Sizes of the buffers in bytes."""
+        self.block: int = block
+        """Bytes of a block."""
+        counts = [-(-size // block) for size in self.sizes]
+        self._sums = [0] * sum(counts)
+        """Checksums of the blocks."""
+        starts, number, position = [], 0, self._header_bytes
+        for size, count in zip(self.sizes, counts, strict=True):
+            starts.append((number, position))
+            number, position = number + count, position + _up(size)
+        self._starts = (*starts, (number, position))
+        """Number and position of the first block of each buffer, and the ends of all."""
+        self.direct: bool = False
+        """Whether reads and writes pass the page cache by."""
+
+    @classmethod
+    def create(cls, folder: Path, sizes: Sequence[int], block: int, name: str = "") -> DiskFile:
+        """Create a file that only this user can open. Without a name no other process can open it.
+
+        A file with a name gets it by :meth:`seal`; until then it has a temporary one.
+        """
+        path = folder / name if name else None
+        part = folder / f".{name or secrets.token_hex(8)}.part"
+        with contextlib.suppress(FileNotFoundError):
+            part.unlink()  # left by a process that has died
+        with undoing(lambda: part.unlink(missing_ok=True)):
+            fd = Fd(os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
+            os.fchmod(fd.fileno(), 0o600)  # whatever the umask is
+            if path is None:
+                part.unlink()
+            file = cls(fd, sizes, block, path, None if path is None else part)
+            os.ftruncate(fd.fileno(), file.nbytes)
+            file._set_direct(True)
+        return file
+
+    @classmethod
+    def open(cls, path: Path, sizes: Sequence[int], block: int) -> DiskFile:
+        """Open a complete file of buffers of these sizes, and check all but the blocks, which are checked when read.
+
+        Raises
+        ------
+        DamagedBackupError
+            The file is damaged or truncated, has another layout, or other users can write or own it.
+        FileNotFoundError
+            There is none.
+        """
+
+        def refuse(why: str) -> DamagedBackupError:
+            return DamagedBackupError(f"{path} is no backup of these buffers: {why}")
+
+        try:
+            fd = Fd(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK))
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+                raise refuse("it is no regular file") from None
+            raise
+        about = os.fstat(fd.fileno())
+        if not stat.S_ISREG(about.st_mode):
+            raise refuse("it is no regular file")
+        if about.st_uid != os.geteuid() or about.st_mode & 0o077:
+            raise refuse(f"other users own it or can open it (mode {stat.S_IMODE(about.st_mode):o})")
+        head = os.pread(fd.fileno(), _HEAD.size, 0)
+        if len(head) < _HEAD.size:
+            raise refuse(f"it has {about.st_size} bytes")
+        magic, version, theirs, count, nbytes = _HEAD.unpack(head)
+        if (magic, version) != (_MAGIC, _VERSION):
+            raise refuse("it is another file, or of another version")
+        if theirs != block:
+            raise refuse(f"it has blocks of {theirs} bytes and the tier of {block}")
+        if count != len(sizes):
+            raise refuse(f"it has {count} buffers and the group {len(sizes)}")
+        file = cls(fd, sizes, block, path, None)
+        if (nbytes, nbytes) != (file.nbytes, about.st_size):
+            raise refuse(f"it has {about.st_size} bytes, and its header says {nbytes}: {file.nbytes} are right")
+        file._read_header(refuse)
+        file._set_direct(True)
+        return file
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the file in bytes."""
+        return self._starts[-1][1]
+
+    @property
+    def _header_bytes(self) -> int:
+        return _up(_HEAD.size + 8 * len(self.sizes) + 4 * len(self._sums) + 4)
+
+    def _read_header(self, refuse: Callable[[str], DamagedBackupError]) -> None:
+        text = os.pread(self._fd.fileno(), self._header_bytes, 0)
+        split = _HEAD.size + 8 * len(self.sizes)
+        end = split + 4 * len(self._sums)
+        if len(text) < end + 4 or zlib.crc32(text[:end]) != int.from_bytes(text[end : end + 4], "little"):
+            raise refuse("the checksum of its header differs")
+        if np.frombuffer(text[_HEAD.size : split], "<u8").tolist() != list(self.sizes):
+            raise refuse("its buffers have other sizes")
+        self._sums = np.frombuffer(text[split:end], "<u4").tolist()
+
+    def _set_direct(self, direct: bool) -> None:
+        """Have reads and writes pass the page cache by, where the file system can, or not."""
+        with contextlib.suppress(OSError):
+            flags = fcntl.fcntl(self._fd.fileno(), fcntl.F_GETFL)
+            fcntl.fcntl(self._fd.fileno(), fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT)
+            self.direct = direct
+
+    def _transfer(self, function: Callable[..., int], room: Bytes, position: int) -> int:
+        """Call ``os.preadv`` or ``os.pwritev``; return the number of bytes."""
+        try:
+            return function(self._fd.fileno(), [room.data], position)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not self.direct:
+                raise
+            # The file system takes direct calls of other alignment only, or none.
+            self._set_direct(False)
+            return function(self._fd.fileno(), [room.data], position)
+
+    def blocks(self, index: int) -> list[Block]:
+        """Return the blocks of a buffer."""
+        (number, position), size = self._starts[index], self.sizes[index]
+        return [
+            Block(number + nth, position + offset, offset, min(self.block, size - offset))
+            for nth, offset in enumerate(range(0, size, self.block))
+        ]
+
+    def write(self, block: Block, room: Bytes) -> None:
+        """Write a block from aligned memory, which is padded with zeros to a multiple of 4096."""
+        self._sums[block.number] = zlib.crc32(room[: block.nbytes].data)
+        end = _up(block.nbytes)
+        room[block.nbytes : end] = 0
+        self._write_at(block.position, room[:end])
+
+    def _write_at(self, position: int, data: Bytes) -> None:
+        done = 0
+        while done < data.nbytes:
+            done += self._transfer(os.pwritev, data[done:], position + done)
+
+    def read(self, block: Block, room: Bytes) -> None:
+        """Read a block to aligned memory.
+
+        Raises
+        ------
+        DamagedBackupError
+            Its checksum differs, or the file was truncated.
+        """
+        done, end = 0, _up(block.nbytes)
+        while done < end:
+            step = self._transfer(os.preadv, room[done:end], block.position + done)
+            if not step:
+                break
+            done += step
+        if done < block.nbytes or zlib.crc32(room[: block.nbytes].data) != self._sums[block.number]:
+            where = f"{size_text(block.nbytes)} at {block.position} of {self._path or 'a backup'}"
+            raise DamagedBackupError(f"{where} are damaged: their checksum differs, or the file was truncated")
+
+    def seal(self) -> None:
+        """Write the header, have the disk store all, and give the file its name: it is complete."""
+        if self._path is None:
+            return
+        text = bytearray(_HEAD.pack(_MAGIC, _VERSION, self.block, len(self.sizes), self.nbytes))
+        text += np.array(self.sizes, "<u8").tobytes() + np.array(self._sums, "<u4").tobytes()
+        text += zlib.crc32(text).to_bytes(4, "little")
+        room = aligned(self._header_bytes)
+        room[: len(text)] = np.frombuffer(text, np.uint8)
+        self._write_at(0, room)
+        os.fdatasync(self._fd.fileno())
+        if self._part is not None:
+            os.rename(self._part, self._path)
+            self._part = None
+            folder = Fd(os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+            os.fsync(folder.fileno())
+
+    def discard(self) -> None:
+        """Remove a file that is not complete; idempotent."""
+        part, self._part = self._part, None
+        if part is not None:
+            with contextlib.suppress(OSError):
+                part.unlink()
+
+    def __del__(self) -> None:
+        if getattr(self, "_part", None) is not None:
+            self.discard()

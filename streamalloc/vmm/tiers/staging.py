@@ -1,0 +1,277 @@
+"""Staging: pinned host memory through which bytes pass between a device and files, and the order of its use."""
+
+from __future__ import annotations
+
+import _thread
+import abc
+import contextlib
+from collections import deque
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple
+
+from streamalloc.core.errors import ClosedError, CudaError, undoing
+from streamalloc.core.internal import CopySide, Deferred, Event, QueuedWork, Stream, copy_bytes, deferred_queue
+from streamalloc.core.session import Session, session_of
+from streamalloc.vmm.tiers.disk_file import Block, DiskFile, aligned
+from streamalloc.vmm.tiers.tier import Bytes, part_of
+
+__all__ = ["Loading", "Saving", "Staging"]
+
+_PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: pinned for all devices
+
+
+_lost: list[Bytes] = []
+
+
+class Staging:
+    """Pinned host memory in slots of equal size (``cuMemHostRegister``).
+
+    Dropped, it is unregistered once the work that may use it has passed (``cuMemHostUnregister``).
+    """
+
+    __slots__ = ("__weakref__", "_end", "slots")
+
+    def __init__(self, stream: Stream, count: int, nbytes: int) -> None:
+        session = session_of(stream)
+        memory = aligned(count * nbytes)
+        self._end = _Unregister(session, stream.device.ordinal, memory)
+        deferred_queue(session).end_with(self, self._end)
+        self.slots: list[Bytes] = [memory[start : start + nbytes] for start in range(0, memory.nbytes, nbytes)]
+        """The slots."""
+        self._end.register()
+
+    def close(self) -> None:
+        """Unregister the memory, which nothing uses; idempotent. If the driver refuses, it is unregistered later."""
+        self.slots = []
+        self._end.idle = True
+        with contextlib.suppress(CudaError):
+            deferred_queue(self._end.session).end(self._end)
+
+
+class _Unregister(Deferred):
+    """The end of registered memory; it keeps the memory until then."""
+
+    __slots__ = ("_memory", "_ordinal", "_raw", "_work", "idle", "session")
+
+    def __init__(self, session: Session, ordinal: int, memory: Bytes) -> None:
+        self.session = session
+        self.idle = False
+        """Whether nothing uses the memory."""
+        self._memory = memory
+        self._ordinal = ordinal
+        self._raw: int | None = None
+        self._work: QueuedWork | None = None
+
+    def register(self) -> None:
+        """Pin the memory."""
+        with self.session.current(self._ordinal):
+            self._raw = self._memory.ctypes.data
+            try:
+                self.session.call("cuMemHostRegister", self._raw, self._memory.nbytes, _PORTABLE)
+            except CudaError:
+                self._raw = None
+                raise
+
+    def attempt(self) -> bool:
+        if self._raw is None:
+            return True
+        if not self.idle:
+            self._work = self._work or QueuedWork(self.session)
+            if not self._work.done():
+                return False
+        with self.session.current(self._ordinal):
+            try:
+                self.session.release(self, "cuMemHostUnregister")
+            except CudaError as error:
+                if error.name != "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED":  # an exception of a signal handler came first
+                    raise
+            except BaseException:
+                # It may be registered still: no other memory may get its addresses.
+                _lost.append(self._memory)
+                raise
+        return True
+
+    def memory(self) -> int | None:
+        return 0
+
+
+class _Workers:
+    """Threads that call functions. Made of calls into C only: a signal handler that raises leaves no lock taken."""
+
+    def __init__(self, count: int) -> None:
+        self._tasks: SimpleQueue[Any] = SimpleQueue()
+        self._ended: SimpleQueue[None] = SimpleQueue()
+        self._count = 0
+        with undoing(self.close):
+            while self._count < count:
+                _thread.start_new_thread(self._run, ())
+                self._count += 1
+
+    def submit(self, function: Callable[..., object], *args: Any) -> SimpleQueue[BaseException | None]:
+        """Have a thread call a function; the result gets None, or the error."""
+        result: SimpleQueue[BaseException | None] = SimpleQueue()
+        self._tasks.put((result, function, args))
+        return result
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            result, function, args = task
+            try:
+                function(*args)
+                result.put(None)
+            except BaseException as error:
+                result.put(error)
+            del task, result, function, args
+        self._ended.put(None)
+
+    def close(self) -> None:
+        """Drop the calls that have not begun, and end the threads after those that have. Idempotent."""
+        with contextlib.suppress(Empty):
+            while True:
+                self._tasks.get_nowait()
+        count, self._count = self._count, 0
+        for _ in range(count):
+            self._tasks.put(None)
+        for _ in range(count):
+            self._ended.get()
+
+
+def _wait(result: SimpleQueue[BaseException | None]) -> None:
+    error = result.get()
+    if error is not None:
+        raise error
+
+
+class Step(NamedTuple):
+    """A block on its way through a slot."""
+
+    slot: Bytes
+    file: DiskFile
+    block: Block
+    end: Any
+    """Event of the copy, or result of the read or write."""
+    target: CopySide | None = None
+    """Device memory that a read is for."""
+
+
+class _Transfer(abc.ABC):
+    """The blocks of one call on their way through the slots of one staging memory.
+
+    Threads read and write files; all driver calls are made by the thread of the call. A block has a first and a second
+    part: a copy to the slot and a write, or a read and a copy from the slot.
+    """
+
+    most_seconds = 1
+    """Most blocks in the second part while others wait for a slot."""
+
+    def __init__(self, stream: Stream, staging: Staging, threads: int, give_back: Callable[[Staging], None]) -> None:
+        self._stream = stream
+        self._staging = staging
+        self._give_back = give_back
+        self._free = list(staging.slots)
+        self._first: deque[Step] = deque()
+        self._second: deque[Step] = deque()
+        self._threads = _Workers(threads)
+
+    @abc.abstractmethod
+    def _begin_second(self, step: Step) -> Any:
+        """Wait for the first part of a block and begin the second; return its event or result."""
+
+    @abc.abstractmethod
+    def _finish(self, step: Step) -> None:
+        """Wait for the second part of a block."""
+
+    def _slot(self) -> Bytes:
+        while not self._free:
+            if len(self._second) > self.most_seconds or not self._first:
+                self._end_oldest()
+            else:
+                self._advance_oldest()
+        return self._free.pop()
+
+    def _advance_oldest(self) -> None:
+        step = self._first.popleft()
+        self._second.append(step._replace(end=self._begin_second(step)))
+
+    def _end_oldest(self) -> None:
+        step = self._second.popleft()
+        self._finish(step)
+        self._free.append(step.slot)
+
+    def settle(self) -> None:
+        """Block the host until all blocks are through."""
+        while self._first:
+            self._advance_oldest()
+        while self._second:
+            self._end_oldest()
+        self._complete()
+        self._threads.close()
+        self._give_back(self._staging)
+
+    def _complete(self) -> None:  # noqa: B027 (a read ends with its blocks)
+        """Complete the files."""
+
+    def abandon(self) -> None:
+        """Stop after an error. Staging memory that copies may still use is released after them."""
+        self._threads.close()
+        with contextlib.suppress(CudaError, ClosedError):
+            self._stream.synchronize()
+            self._give_back(self._staging)
+
+    def _copied(self, target: CopySide, source: CopySide) -> Event:
+        copy_bytes(target, source, self._stream)
+        return self._stream.record()
+
+
+def _side(room: Bytes) -> CopySide:
+    return CopySide(room.ctypes.data, room.nbytes, None, room)
+
+
+class Saving(_Transfer):
+    """Blocks that are copied from device memory and written to files."""
+
+    def __init__(self, stream: Stream, staging: Staging, threads: int, give_back: Callable[[Staging], None]) -> None:
+        super().__init__(stream, staging, threads, give_back)
+        self.most_seconds = max(len(staging.slots) - 2, 0)
+        self._files: dict[DiskFile, None] = {}
+
+    def save(self, file: DiskFile, index: int, source: CopySide) -> None:
+        """Begin to store device memory as a buffer of a file."""
+        self._files[file] = None
+        for block in file.blocks(index):
+            slot = self._slot()
+            event = self._copied(_side(slot[: block.nbytes]), part_of(source, block.offset, block.nbytes))
+            self._first.append(Step(slot, file, block, event))
+
+    def _begin_second(self, step: Step) -> SimpleQueue[BaseException | None]:
+        step.end.synchronize()
+        step.end.close()
+        return self._threads.submit(step.file.write, step.block, step.slot)
+
+    def _finish(self, step: Step) -> None:
+        _wait(step.end)
+
+    def _complete(self) -> None:
+        for file in self._files:
+            file.seal()
+
+
+class Loading(_Transfer):
+    """Blocks that are read from files and copied to device memory."""
+
+    def load(self, file: DiskFile, index: int, target: CopySide) -> None:
+        """Begin to copy a buffer of a file to device memory."""
+        for block in file.blocks(index):
+            slot = self._slot()
+            result = self._threads.submit(file.read, block, slot)
+            self._first.append(Step(slot, file, block, result, part_of(target, block.offset, block.nbytes)))
+
+    def _begin_second(self, step: Step) -> Event:
+        _wait(step.end)
+        assert step.target is not None
+        return self._copied(step.target, _side(step.slot[: step.block.nbytes]))
+
+    def _finish(self, step: Step) -> None:
+        step.end.synchronize()
+        step.end.close()

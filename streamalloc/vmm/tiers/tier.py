@@ -1,0 +1,79 @@
+"""The interface of a tier: it stores bytes of device memory, and copies them back to device memory.
+
+A tier hands out one :class:`Held` for each buffer. Copies from and to it are queued on one stream
+(:class:`~streamalloc.vmm.backup.Copies`); the part of a copy that the host makes ends with ``copies.settle()``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from streamalloc.core.internal import CopySide, Memory, Stream
+from streamalloc.vmm.backup import Copies
+
+__all__ = ["Bytes", "Held", "Tier", "part_of"]
+
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+"""A writable, contiguous array of bytes."""
+
+
+class Held(Protocol):
+    """The bytes of one buffer in a tier."""
+
+    nbytes: int
+    """Size in bytes."""
+
+    @property
+    def memory(self) -> Memory | None:
+        """The bytes as memory; None if they are not in memory, or in several pieces."""
+
+    @property
+    def own(self) -> bool:
+        """Whether :meth:`leave` releases the store."""
+
+    def save(self, source: CopySide, copies: Copies, /) -> None:
+        """Queue the copy of device memory to the tier; complete after ``copies.settle()`` and the stream's work."""
+
+    def load(self, target: CopySide, copies: Copies, /) -> None:
+        """Queue the copy of the bytes to device memory; it is complete on the stream after ``copies.settle()``."""
+
+    def read(self, offset: int, target: Bytes, /) -> None:
+        """Copy bytes from ``offset`` on to a host array. Blocks the host."""
+
+    def write(self, offset: int, source: Bytes, /) -> None:
+        """Replace bytes from ``offset`` on by those of a host array. Blocks the host."""
+
+    def leave(self) -> None:
+        """Drop the bytes after the copies that use them. Idempotent.
+
+        Raises
+        ------
+        CudaError
+            The driver refused the release, which is attempted again later.
+        """
+
+
+class Tier(Protocol):
+    """A store for the bytes of device memory."""
+
+    def hold(self, sizes: Sequence[int], stream: Stream, name: str | None = None, /) -> Sequence[Held]:
+        """Reserve room for buffers of these sizes in bytes, each at least 1: for all, or for none.
+
+        Parameters
+        ----------
+        sizes
+            Sizes in bytes.
+        stream
+            Stream of the copies.
+        name
+            Name under which a tier that outlives the process stores the bytes; None: they end with the buffers.
+        """
+
+
+def part_of(side: CopySide, offset: int, nbytes: int) -> Any:
+    """Return the bytes of a side of a copy from ``offset`` on."""
+    return CopySide(side.address + offset, nbytes, side.ordinal, side.keep, side.after)

@@ -1,0 +1,211 @@
+"""``await event`` and ``await stream``: the loop goes on, and nothing is left of waits that end in other ways."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import weakref
+from collections.abc import Awaitable, Iterator
+from typing import Any
+
+import pytest
+
+import streamalloc as sa
+import streamalloc.driver as sd
+from streamalloc.core.awaiting import _pollers
+from streamalloc.testing import Gate
+from tests.support import GROWTH, MiB, executed, names
+
+
+def waits() -> int:
+    return sum(len(poller.waits) for poller in _pollers.values())
+
+
+async def started(wait: Awaitable[None]) -> asyncio.Task[None]:
+    """A task that waits, once the loop has queried its event."""
+
+    async def run() -> None:
+        await wait
+
+    before = waits()
+    task = asyncio.ensure_future(run())
+    while waits() == before:
+        await asyncio.sleep(0)
+    assert not task.done()
+    return task
+
+
+@pytest.fixture(params=["event", "stream"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def awaited(stream: sa.Stream, kind: str) -> Awaitable[None]:
+    return stream.record() if kind == "event" else stream
+
+
+def test_other_tasks_run_meanwhile(stream: sa.Stream, gate: Gate, kind: str) -> None:
+    async def main() -> None:
+        gate.hold(stream)
+        tasks = [await started(awaited(stream, kind)) for _ in range(3)]
+        gate.hold(stream)  # work that comes later is not waited for
+        gate._value.value = 1
+        await asyncio.gather(*tasks)
+        assert not stream.query()
+        gate.open()
+        await stream
+        assert stream.query()
+        await awaited(stream, kind)
+
+    asyncio.run(main())
+    assert not _pollers
+
+
+def test_frees_are_seen(device: sa.Device, stream: sa.Stream, kind: str) -> None:
+    async def main(pool: sa.MemoryPool) -> None:
+        pool.allocate(MiB, stream).free()
+        assert executed(stream) and pool.statistics().reserved == GROWTH
+        await awaited(stream, kind)
+        assert pool.statistics().reserved == 0
+
+    with sa.MemoryPool(device) as pool:
+        asyncio.run(main(pool))
+
+
+def test_cancelled(stream: sa.Stream, gate: Gate, kind: str) -> None:
+    async def main() -> None:
+        gate.hold(stream)
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(asyncio.shield(await started(awaited(stream, kind))), 0)
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        assert waits() == 0
+
+    asyncio.run(main())
+    assert not _pollers
+
+
+def test_closed_meanwhile(stream: sa.Stream, gate: Gate) -> None:
+    async def main() -> None:
+        gate.hold(stream)
+        event = stream.record()
+        task = await started(event)
+        event.close()
+        with pytest.raises(sa.ClosedError):
+            await task
+        with pytest.raises(sa.ClosedError):
+            await event
+
+    asyncio.run(main())
+
+
+@pytest.mark.simulated_only("calls that fail are the same on any driver")
+def test_a_lost_context(machine: Any) -> None:
+    driver = sd.faulty(machine, "cuEventQuery", result="CUDA_ERROR_ILLEGAL_ADDRESS", nth=3)
+    device = sa.Device(0, driver=driver)
+
+    async def main(stream: sa.Stream, gate: Gate) -> None:
+        gate.hold(stream)
+        with pytest.raises(sa.DeviceLostError):
+            await stream.record()
+
+    with device.create_stream() as stream, Gate(device) as gate:
+        asyncio.run(main(stream, gate))
+
+
+def test_a_forked_child(stream: sa.Stream, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        gate.hold(stream)
+        task = await started(stream.record())
+        with monkeypatch.context() as patch:
+            patch.setattr(type(stream._session), "relaxed", refuse)
+            with pytest.raises(sd.ForkedProcessError):
+                await task
+
+    def refuse(_: object) -> Any:
+        raise sd.ForkedProcessError("forked")
+
+    asyncio.run(main())
+
+
+@pytest.mark.filterwarnings("ignore:coroutine")
+def test_a_loop_that_is_closed(stream: sa.Stream, gate: Gate) -> None:
+    gate.hold(stream)
+    loop = asyncio.new_event_loop()
+    task = loop.run_until_complete(started(stream))
+    task._log_destroy_pending = False  # type: ignore[attr-defined]
+    loop.close()
+    gone = weakref.ref(task)
+    del task, loop
+    gc.collect()
+    assert gone() is None and not _pollers
+
+
+def test_a_capture_goes_on(device: sa.Device, stream: sa.Stream, gate: Gate) -> None:
+    async def main() -> None:
+        gate.hold(stream)
+        wait = await started(stream)
+        with device.create_stream() as other, other.capture() as graph:
+            gate.open()
+            await wait
+            await device.create_stream().record()
+            with pytest.raises(sa.CaptureError):
+                await other
+            sa.allocate(512, other).free()
+        assert graph.nodes == ["MEM_ALLOC", "MEM_FREE"]
+
+    asyncio.run(main())
+
+
+class Virtual(asyncio.SelectorEventLoop):
+    """A loop whose time passes at once."""
+
+    now = 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._real: Any = vars(self)["_selector"]
+        self._selector: Any = self
+
+    def time(self) -> float:
+        return self.now
+
+    def select(self, timeout: float | None) -> list[Any]:
+        self.now += timeout or 1e-5
+        return []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
+@pytest.fixture
+def virtual() -> Iterator[asyncio.AbstractEventLoop]:
+    loop = Virtual()
+    yield loop
+    loop._selector = loop._real
+    loop.close()
+
+
+@pytest.mark.simulated_only("the time of the loop is no real time")
+def test_the_loop_rests(machine: Any, virtual: asyncio.AbstractEventLoop) -> None:
+    """Ten seconds: a tenth of a millisecond of turns, and then 1 to 10 ms between queries, for all waits together."""
+    driver = sd.traced(machine)
+    device = sa.Device(0, driver=driver)
+
+    async def main(stream: sa.Stream, gate: Gate) -> None:
+        gate.hold(stream)
+        tasks = [asyncio.ensure_future(wait(stream)) for _ in range(10)]
+        await asyncio.sleep(10)
+        assert 1000 <= names(driver).count("cuEventQuery") / 10 <= 1100
+        gate.open()
+        stream.synchronize()
+        await asyncio.gather(*tasks)
+
+    async def wait(stream: sa.Stream) -> None:
+        await stream
+
+    with device.create_stream() as stream, Gate(device) as gate:
+        virtual.run_until_complete(main(stream, gate))

@@ -1,0 +1,250 @@
+"""The functions of cuda.bindings.runtime over a simulated machine."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import pytest
+
+from streamalloc import driver as sd
+from streamalloc import testing
+from streamalloc.driver.bindings import cuda, runtime
+from streamalloc.driver.internal import Runtime
+from streamalloc.driver.simulator.runtime.signatures import signature
+from streamalloc.driver.simulator.runtime.tables import DRIVER_CALLS, PROPERTIES, PROPERTY_LISTS
+from tests.support import in_a_thread
+
+pytestmark = pytest.mark.simulated_only("the runtime over the simulated driver")
+
+cudart: Any = runtime()
+Kind = cudart.cudaMemcpyKind
+Error = cudart.cudaError_t
+
+
+def ok(answer: tuple[Any, ...]) -> Any:
+    assert answer[0] == Error.cudaSuccess, answer
+    return answer[1] if len(answer) == 2 else answer[1:]
+
+
+@pytest.fixture
+def rt(machine: Any) -> Any:
+    return Runtime(machine)
+
+
+@pytest.mark.parametrize("name", sorted(DRIVER_CALLS))
+def test_the_table_names_calls_with_the_same_parameters_and_results(name: str) -> None:
+    ours, theirs = signature(cuda, DRIVER_CALLS[name]), signature(cudart, name)
+    assert len(ours.parameters) == len(theirs.parameters)
+    assert len(ours.results) == len(theirs.results)
+
+
+def test_the_bindings_have_the_properties_of_the_table() -> None:
+    attributes = [*PROPERTIES.values(), *(one for several in PROPERTY_LISTS.values() for one in several)]
+    missing = [one for one in attributes if not hasattr(cuda.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{one}")]
+    assert missing == []
+
+
+@in_a_thread
+def test_a_call_makes_the_primary_context_current() -> None:
+    driver: Any = sd.simulated(devices=2)
+    rt: Any = Runtime(driver)
+    assert ok(rt.cudaGetDeviceCount()) == 2 and ok(rt.cudaGetDevice()) == 0
+    assert int(driver.cuCtxGetCurrent()[1]) == 0
+    memory = ok(rt.cudaMalloc(100))
+    assert type(memory) is int and ok(rt.cudaPointerGetAttributes(memory)).device == 0
+    ok(rt.cudaSetDevice(1))
+    assert int(driver.cuCtxGetDevice()[1]) == ok(rt.cudaGetDevice()) == 1
+    assert ok(rt.cudaPointerGetAttributes(ok(rt.cudaMalloc(100)))).device == 1
+    assert ok(rt.cudaDeviceGetByPCIBusId(ok(rt.cudaDeviceGetPCIBusId(16, 1)))) == 1
+    assert int(driver.cuCtxGetDevice_v2(None)[1]) == 1
+    assert rt.cudaSetDevice(2) == (Error.cudaErrorInvalidDevice,)
+    ok(rt.cudaSetDeviceFlags(cudart.cudaDeviceScheduleSpin))
+    assert ok(rt.cudaGetDeviceFlags()) == cudart.cudaDeviceScheduleSpin | cudart.cudaDeviceMapHost
+    assert rt.cudaSetDeviceFlags(3) == (Error.cudaErrorInvalidValue,)
+    ok(rt.cudaDeviceReset())
+    ok(rt.cudaMalloc(100))
+
+
+def test_the_last_error_is_returned_once(rt: Any) -> None:
+    assert rt.cudaMemPoolTrimTo(cudart.cudaMemPool_t(12345), 0) == (Error.cudaErrorInvalidValue,)
+    ok(rt.cudaMalloc(1))
+    assert rt.cudaPeekAtLastError() == rt.cudaGetLastError() == (Error.cudaErrorInvalidValue,)
+    assert rt.cudaGetLastError() == (Error.cudaSuccess,)
+    assert rt.cudaGetErrorName(Error.cudaErrorMemoryAllocation) == (Error.cudaSuccess, b"cudaErrorMemoryAllocation")
+
+
+def test_copies_by_kind(rt: Any) -> None:
+    source, found = np.arange(64, dtype=np.uint8).reshape(4, 16), np.zeros((4, 16), np.uint8)
+    stream = ok(rt.cudaStreamCreateWithFlags(cudart.cudaStreamNonBlocking))
+    row = ok(rt.cudaMalloc(64))
+    ok(rt.cudaMemcpyAsync(row, source, 64, Kind.cudaMemcpyHostToDevice, stream))
+    plane, pitch = ok(rt.cudaMallocPitch(16, 4))
+    ok(rt.cudaMemcpy2DAsync(plane, pitch, row, 16, 16, 4, Kind.cudaMemcpyDeviceToDevice, stream))
+    ok(rt.cudaStreamSynchronize(stream))
+    ok(rt.cudaMemcpy2D(found, 16, plane, pitch, 16, 4, Kind.cudaMemcpyDeviceToHost))
+    assert (found == source).all()
+    ok(rt.cudaMemset2D(plane, pitch, 0x107, 16, 2))
+    parameters = cudart.cudaMemcpy3DParms()
+    for pointer, memory, width in ((parameters.srcPtr, plane, pitch), (parameters.dstPtr, found.ctypes.data, 16)):
+        pointer.ptr, pointer.pitch, pointer.xsize, pointer.ysize = memory, width, 16, 2
+    parameters.extent.width, parameters.extent.height, parameters.extent.depth = 16, 2, 2
+    parameters.kind = Kind.cudaMemcpyDefault
+    ok(rt.cudaMemcpy3D(parameters))
+    assert (found[:2] == 7).all() and (found[2:] == source[2:]).all()
+    wrong = rt.cudaMemcpy2D(found, 8, plane, pitch, 16, 4, Kind.cudaMemcpyDeviceToHost)
+    assert wrong == (Error.cudaErrorInvalidPitchValue,)
+    with pytest.raises(AttributeError):
+        rt.cudaMemcpy(row, source, 64, 1)
+    order = cudart.cudaMemcpyAttributes()
+    order.srcAccessOrder = cudart.cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderStream
+    ok(rt.cudaMemcpyBatchAsync([row, row + 32], [source[2], plane], [16, 16], 2, [order], [0], 1, stream))
+    ok(rt.cudaStreamSynchronize(stream))
+    ok(rt.cudaMemcpy(found, row, 64, Kind.cudaMemcpyDeviceToHost))
+    assert (found[0] == source[2]).all() and (found[2] == 7).all()
+
+
+def test_structs_enumerations_and_handles(rt: Any) -> None:
+    properties = cudart.cudaMemPoolProps()
+    properties.allocType = cudart.cudaMemAllocationType.cudaMemAllocationTypePinned
+    properties.location.type = cudart.cudaMemLocationType.cudaMemLocationTypeDevice
+    pool = ok(rt.cudaMemPoolCreate(properties))
+    assert type(pool) is cudart.cudaMemPool_t
+    threshold = cudart.cudaMemPoolAttr.cudaMemPoolAttrReleaseThreshold
+    ok(rt.cudaMemPoolSetAttribute(pool, threshold, cuda.cuuint64_t(9)))
+    assert int(ok(rt.cudaMemPoolGetAttribute(pool, threshold))) == 9
+    access = ok(rt.cudaMemPoolGetAccess(pool, properties.location))
+    assert access is cudart.cudaMemAccessFlags.cudaMemAccessFlagsProtReadWrite
+    stream = ok(rt.cudaStreamCreate())
+    memory = ok(rt.cudaMallocFromPoolAsync(64, pool, stream))
+    ok(rt.cudaMemsetAsync(memory, 1, 64, stream))
+    ok(rt.cudaFreeAsync(memory, stream))
+    assert rt.cudaMemPoolCreate(poolProps=None) == (Error.cudaErrorInvalidValue, None)
+    with pytest.raises(TypeError, match=r"cudaMemPoolProps, got int"):
+        rt.cudaMemPoolCreate(5)
+    with pytest.raises(TypeError, match="takes 2 arguments: memPool, attr"):
+        rt.cudaMemPoolGetAttribute(pool, attr=threshold, more=1)
+
+
+def test_graphs(rt: Any) -> None:
+    stream, memory = ok(rt.cudaStreamCreate()), ok(rt.cudaMalloc(64))
+    ok(rt.cudaStreamBeginCapture(stream, cudart.cudaStreamCaptureMode.cudaStreamCaptureModeGlobal))
+    ok(rt.cudaMemsetAsync(memory, 3, 32, stream))
+    status, *_, nodes, edges, count = ok(rt.cudaStreamGetCaptureInfo(stream))
+    assert status is cudart.cudaStreamCaptureStatus.cudaStreamCaptureStatusActive
+    assert [type(one) for one in nodes] == [cudart.cudaGraphNode_t] and len(edges) == count == 1
+    graph = ok(rt.cudaStreamEndCapture(stream))
+    assert ok(rt.cudaGraphMemsetNodeGetParams(nodes[0])).width == 32
+    params = cudart.cudaMemAllocNodeParams()
+    params.bytesize, params.poolProps.location.type = 64, cudart.cudaMemLocationType.cudaMemLocationTypeDevice
+    params.poolProps.allocType = cudart.cudaMemAllocationType.cudaMemAllocationTypePinned
+    made = ok(rt.cudaGraphAddMemAllocNode(graph, nodes, 1, params))
+    copied = ok(rt.cudaGraphAddMemcpyNode1D(graph, [made], 1, params.dptr, memory, 32, Kind.cudaMemcpyDeviceToDevice))
+    back = memory + 32, params.dptr, 32, Kind.cudaMemcpyDeviceToDevice
+    ok(rt.cudaGraphAddMemFreeNode(graph, [ok(rt.cudaGraphAddMemcpyNode1D(graph, [copied], 1, *back))], 1, params.dptr))
+    ok(rt.cudaGraphLaunch(ok(rt.cudaGraphInstantiate(graph, 0)), stream))
+    ok(rt.cudaStreamSynchronize(stream))
+    found = np.zeros(64, np.uint8)
+    ok(rt.cudaMemcpy(found, memory, 64, Kind.cudaMemcpyDeviceToHost))
+    assert (found == 3).all()
+
+
+def test_host_nodes(rt: Any) -> None:
+    seen: list[int] = []
+    function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(seen.append)
+    pointer = ctypes.cast(function, ctypes.c_void_p).value
+    stream = ok(rt.cudaStreamCreate())
+    ok(rt.cudaStreamBeginCapture(stream, cudart.cudaStreamCaptureMode.cudaStreamCaptureModeGlobal))
+    ok(rt.cudaLaunchHostFunc(stream, cudart.cudaHostFn_t(pointer), 5))
+    graph = ok(rt.cudaStreamEndCapture(stream))
+    (node,) = ok(rt.cudaGraphGetRootNodes(graph, 1))[0]
+    params = ok(rt.cudaGraphHostNodeGetParams(node))
+    assert (int(params.fn), params.userData) == (pointer, 5)
+    instance = ok(rt.cudaGraphInstantiate(graph, 0))
+    params.userData = 6
+    ok(rt.cudaGraphExecHostNodeSetParams(instance, node, params))
+    ok(rt.cudaGraphLaunch(instance, stream))
+    ok(rt.cudaStreamSynchronize(stream))
+    assert seen == [6]
+
+
+def test_kernels_of_a_library(rt: Any) -> None:
+    seen: list[int] = []
+    testing.kernel("count", types=[ctypes.c_int])(seen.append)
+    try:
+        kernel = ok(rt.cudaLibraryGetKernel(ok(rt.cudaLibraryLoadData(b"x", None, None, 0, None, None, 0)), b"count"))
+        assert ok(rt.cudaFuncGetAttributes(kernel)).maxThreadsPerBlock == 1024
+        params = cudart.cudaKernelNodeParams()
+        params.func = int(kernel)
+        for extent in (params.gridDim, params.blockDim):
+            extent.x = extent.y = extent.z = 1
+        params.kernelParams = ((7,), (ctypes.c_int,))
+        graph = ok(rt.cudaGraphCreate(0))
+        ok(rt.cudaGraphAddKernelNode(graph, None, 0, params))
+        ok(rt.cudaGraphLaunch(ok(rt.cudaGraphInstantiate(graph, 0)), 0))
+        ok(rt.cudaDeviceSynchronize())
+    finally:
+        testing.unregister_kernel("count")
+    assert seen == [7]
+
+
+class Recorder:
+    """A driver with one array, which keeps the descriptions that it gets."""
+
+    def __init__(self) -> None:
+        self.described: Any = None
+        self.copied: list[tuple[Any, ...]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: (0, 1)
+
+    def cuArray3DCreate(self, description: Any) -> Any:
+        self.described = description
+        return 0, cuda.CUarray(77)
+
+    def cuArray3DGetDescriptor(self, array: Any) -> Any:
+        assert int(array) == 77
+        return 0, self.described
+
+    def cuMemcpy3D(self, copy: Any) -> Any:
+        ends = [[getattr(copy, side + one) for one in ("XInBytes", "Y", "Pitch", "Height")] for side in ("src", "dst")]
+        kinds = [getattr(copy, f"{side}MemoryType").name[14:] for side in ("src", "dst")]
+        size = (copy.WidthInBytes, copy.Height, copy.Depth)
+        self.copied.append((*kinds, *ends, int(copy.srcArray), int(copy.dstArray), size))
+        return (0,)
+
+
+def test_arrays() -> None:
+    driver = Recorder()
+    rt: Any = Runtime(driver)
+    channels = ok(cudart.cudaCreateChannelDesc(16, 16, 0, 0, cudart.cudaChannelFormatKind.cudaChannelFormatKindSigned))
+    array = ok(rt.cudaMallocArray(channels, 8, 4, cudart.cudaArraySurfaceLoadStore))
+    described, extent, flags = ok(rt.cudaArrayGetInfo(array))
+    assert [described.x, described.y, described.z, described.w, int(described.f)] == [16, 16, 0, 0, 0]
+    assert (extent.width, extent.height, extent.depth, flags) == (8, 4, 0, cudart.cudaArraySurfaceLoadStore)
+    ok(rt.cudaMemcpy2DToArray(array, 4, 1, 0x1000, 16, 12, 2, Kind.cudaMemcpyHostToDevice))
+    ok(rt.cudaMemcpyFromArray(0x1000, array, 4, 1, 12, Kind.cudaMemcpyDeviceToHost))
+    ok(rt.cudaMemcpy2DArrayToArray(array, 0, 0, array, 4, 2, 8, 1, Kind.cudaMemcpyDeviceToDevice))
+    box = cudart.cudaMemcpy3DParms()
+    box.srcArray, box.kind, box.srcPos.x, box.extent = (
+        array,
+        Kind.cudaMemcpyDeviceToHost,
+        2,
+        cudart.make_cudaExtent(3, 2, 1),
+    )
+    box.dstPtr.ptr, box.dstPtr.pitch, box.dstPtr.ysize = 0x1000, 12, 2
+    ok(rt.cudaMemcpy3D(box))
+    assert driver.copied == [
+        ("HOST", "ARRAY", [0, 0, 16, 0], [4, 1, 0, 0], 0, 77, (12, 2, 1)),
+        ("ARRAY", "HOST", [4, 1, 0, 0], [0, 0, 12, 0], 77, 0, (12, 1, 1)),
+        ("ARRAY", "ARRAY", [4, 2, 0, 0], [0, 0, 0, 0], 77, 77, (8, 1, 1)),
+        ("ARRAY", "HOST", [8, 0, 0, 0], [0, 0, 12, 2], 77, 0, (12, 2, 1)),  # four bytes an element
+    ]
+
+
+def test_what_is_not_modelled_says_so(rt: Any) -> None:
+    with pytest.raises(NotImplementedError, match="cudaChooseDevice"):
+        rt.cudaChooseDevice(cudart.cudaDeviceProp())
+    with pytest.raises(NotImplementedError, match="cuGraphDebugDotPrint"):
+        rt.cudaGraphDebugDotPrint(ok(rt.cudaGraphCreate(0)), b"", 0)

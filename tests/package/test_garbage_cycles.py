@@ -1,0 +1,151 @@
+"""Objects of every area in one garbage cycle: the collector finalises them in one pass, in any order.
+
+What a deferred item needs may be finalised in the same pass. Everything must end once, without a refused call.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import streamalloc as sa
+from streamalloc import ipc, vmm
+from streamalloc.interop.loans import borrow, form
+from streamalloc.pool import CachingAllocator
+from tests.ipc.support import POSIX
+from tests.support import Account, MiB
+
+Objects = list[Any]
+ANSWERS = ("CUDA_SUCCESS", "CUDA_ERROR_NOT_READY")
+
+
+def pool(device: sa.Device) -> Objects:
+    pool, stream, other = sa.MemoryPool(device), device.create_stream(), device.create_stream()
+    buffers = [pool.allocate(4096, stream) for _ in range(3)]
+    buffers[0].fill(1)
+    event = stream.record()
+    other.wait(event)
+    buffers[2].fill(2, other)
+    on_default = pool.allocate(4096, device.default_stream)
+    on_default.fill(1)
+    return [pool, stream, other, event, buffers[0][10:100], on_default, *buffers]
+
+
+def host_pool(device: sa.Device) -> Objects:
+    pool, stream = sa.MemoryPool(sa.MemLocation.host(), driver=device.driver), device.create_stream()
+    buffer = pool.allocate(4096, stream)
+    return [pool, stream, buffer, buffer.as_array()]
+
+
+def cache(device: sa.Device) -> Objects:
+    pool = sa.MemoryPool(device, handle_types=POSIX)
+    cache, stream, other = CachingAllocator(pool), device.create_stream(), device.create_stream()
+    buffers = [cache.allocate(1024, stream) for _ in range(5)]
+    buffers[0].free()
+    buffers[1].free(other)
+    return [pool, cache, stream, other, ipc.share(buffers[2]), ipc.share(buffers[3], hold=True), *buffers]
+
+
+def graph(device: sa.Device) -> Objects:
+    pool, stream = sa.MemoryPool(device), device.create_stream()
+    buffer = pool.allocate(4096, stream)
+    with stream.capture() as captured:
+        buffer.fill(3)
+        inside = pool.allocate(512, stream)
+        inside.free()
+    captured.launch(stream)
+    return [pool, stream, buffer, captured, inside]
+
+
+def loans(device: sa.Device) -> Objects:
+    pool, stream, other = sa.MemoryPool(device), device.create_stream(), device.create_stream()
+    buffers = [pool.allocate(4096, stream) for _ in range(2)]
+    capsule = buffers[0].__dlpack__(stream=int(other.handle))
+    borrowed = [borrow(buffers[1], other), borrow(form(buffers[1], np.float32, None), other, lender=stream)]
+    return [pool, stream, other, capsule, *borrowed, *buffers]
+
+
+def mapped(device: sa.Device) -> Objects:
+    memory, addresses = vmm.PhysicalMemory(device, 4 * MiB), vmm.AddressRange(8 * MiB, driver=device.driver)
+    mapping = addresses.map(memory, 0)
+    stream = device.create_stream()
+    growable = vmm.GrowableBuffer(device, 16 * MiB, 2 * MiB, stream=stream)
+    growable.grow(4 * MiB)
+    growable.fill(1)
+    return [memory, addresses, mapping, stream, growable, growable[:100], growable.range]
+
+
+def asleep(device: sa.Device) -> Objects:
+    group, stream = vmm.SleepGroup(device), device.create_stream()
+    buffers = [group.allocate(2 * MiB, stream, tag=tag) for tag in ("weights", "cache")]
+    for buffer in buffers:
+        buffer.fill(3)
+    stream.synchronize()
+    group.sleep(keep=["weights"])
+    return [group, stream, *buffers]
+
+
+def pages(device: sa.Device) -> Objects:
+    arena, stream = vmm.PageArena(device), device.create_stream()
+    space, other = arena.space(64 * MiB), arena.space(32 * MiB)
+    space.commit(range(8))
+    other.alias(range(2), space, range(2))
+    event = stream.record()
+    space.release(range(2, 4), after=stream)
+    return [arena, space, other, stream, event]
+
+
+def shared(device: sa.Device) -> Objects:
+    pool, stream = sa.MemoryPool(device, handle_types=POSIX), device.create_stream()
+    growable = vmm.GrowableBuffer(device, 16 * MiB, 2 * MiB, handle_types=POSIX, stream=stream)
+    growable.grow(2 * MiB)
+    things = [
+        pool,
+        pool.allocate(4096, stream),
+        vmm.PhysicalMemory(device, 2 * MiB, handle_types=POSIX),
+        growable,
+        sa.Event(device, interprocess=True),
+    ]
+    return [stream, *things, *(ipc.share(thing, hold=hold) for thing in things for hold in (False, True))]
+
+
+def sent(device: sa.Device) -> Objects:
+    pool, stream, (ours, theirs) = sa.MemoryPool(device, handle_types=POSIX), device.create_stream(), ipc.Channel.pair()
+    buffer = pool.allocate(4096, stream)
+    for thing in (buffer, pool):
+        ipc.send(ours, thing, hold=True)
+    return [pool, stream, ours, theirs, buffer, theirs.receive(timeout=10)]
+
+
+def ring(device: sa.Device) -> Objects:
+    pool, stream = sa.MemoryPool(device, handle_types=POSIX), device.create_stream()
+    return [pool, stream, ipc.Ring.producer(pool, 4096, 3, stream=stream)]
+
+
+@pytest.mark.parametrize("make", [pool, host_pool, cache, graph, loans, mapped, asleep, pages, shared, sent, ring])
+def test_everything_ends_once(
+    machine: Any, make: Callable[[sa.Device], Objects], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unraisable: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
+    for seed in range(8):
+        account = Account(machine)
+        device = account.device
+        objects = make(device)
+        # Some objects are reached by others only, and are finalised in another order.
+        kept = random.Random(seed).sample(objects, len(objects) - seed % 3)
+        cycle: list[Any] = [kept]
+        cycle.append(cycle)
+        made = len(account.traced.calls)
+        del objects, kept, cycle
+        gc.collect()
+        device.synchronize()
+        assert account.left == {}
+        refused = [call for call in account.traced.calls[made:] if call.answer[0].name not in ANSWERS]
+        assert not refused and not unraisable

@@ -1,0 +1,164 @@
+"""A simulated machine in the place of the bindings."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import types
+import warnings
+from pathlib import Path
+
+import pytest
+
+import streamalloc as sa
+import streamalloc.driver as sd
+from streamalloc import testing
+from streamalloc.cli import main
+from streamalloc.driver.bindings import cuda, runtime
+from tests.testing.conftest import Run
+
+pytestmark = pytest.mark.simulated_only("it replaces the real driver")
+
+
+class TestInstall:
+    def test_calls_reach_the_machine_and_then_the_bindings_again(self) -> None:
+        before, machine = cuda.cuDeviceGetCount, sd.simulated(devices=3)
+        with testing.install(machine):
+            assert cuda.cuInit(0)[0] == cuda.CUresult.CUDA_SUCCESS
+            assert cuda.cuDeviceGetCount()[1] == runtime().cudaGetDeviceCount()[1] == sa.Device.count() == 3
+            assert cuda.cuDeviceGetCount.__doc__ == before.__doc__
+            assert runtime().cudaGetErrorName(runtime().cudaError_t.cudaSuccess)[1] == b"cudaSuccess"
+            kept = cuda.cuDeviceGetCount
+            assert sd.default() is machine
+        assert cuda.cuDeviceGetCount is before
+        with testing.install(sd.simulated(devices=2)):
+            cuda.cuInit(0)
+            assert kept()[1] == 2  # a function that was imported while another machine was installed
+
+    def test_functions_that_modules_have_by_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        program = types.ModuleType("program")
+        exec("from cuda.bindings.driver import cuInit as begin, cuDeviceGetCount", vars(program))
+        monkeypatch.setitem(sys.modules, "program", program)
+        original = program.begin
+        with testing.install():
+            assert program.begin(0)[0] == 0 and program.cuDeviceGetCount()[1] == 1
+        assert program.begin is original
+
+    def test_two_machines(self) -> None:
+        with testing.install(sd.simulated(name="first")):
+            with pytest.raises(RuntimeError, match=r"installed already: .*'first'"), testing.install():
+                pass
+            cuda.cuInit(0)
+            assert cuda.cuDeviceGetCount()[1] == 1
+
+    def test_only_a_simulated_machine(self) -> None:
+        with pytest.raises(TypeError, match="must be a simulated machine"), testing.install(cuda):
+            pass
+
+    def test_a_wrapped_machine(self) -> None:
+        traced = sd.traced(sd.simulated())
+        with testing.install(traced):
+            cuda.cuInit(0)
+            runtime().cudaMalloc(16)
+        assert [call.name for call in traced.calls].count("cuMemAlloc") == 1
+
+    def test_the_environment_is_as_before(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("PYTHONPATH", "/somewhere")
+        before = dict(os.environ)
+        with testing.install(sd.simulated(devices=2, fabric=False, kernels="ignore")):
+            assert os.environ["STREAMALLOC_INSTALL"] == "simulated:devices=2,fabric=0,kernels=ignore"
+            assert os.environ["PYTHONPATH"].endswith(f"startup{os.pathsep}/somewhere")
+        assert dict(os.environ) == before
+
+    def test_libraries_with_cuda_of_their_own(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "cupy.py").touch()
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.delitem(sys.modules, "cupy", raising=False)
+        with testing.install(), pytest.warns(RuntimeWarning, match="CuPy calls CUDA's C libraries, not cuda.bindings"):
+            import cupy
+        monkeypatch.delitem(sys.modules, "cupy")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            import cupy  # noqa: F401
+
+    def test_the_fixture(self, run: Run) -> None:
+        result = run("""
+            from cuda.bindings import driver
+
+            @pytest.mark.streamalloc(devices=2)
+            def test_installed(streamalloc_installed):
+                assert driver.cuInit(0)[0] == 0 and driver.cuDeviceGetCount()[1] == 2 == sa.Device.count()
+
+            def test_not_installed():
+                from streamalloc.testing.installing import _targets
+                assert not _targets
+        """)
+        result.assert_outcomes(passed=2)
+
+
+class TestRun:
+    def run(self, *arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "streamalloc", "run", *arguments]
+        return subprocess.run(
+            command, cwd=cwd, env={**os.environ, **variables}, capture_output=True, text=True, timeout=60
+        )
+
+    def write(self, folder: Path, name: str, source: str) -> None:
+        (folder / name).write_text(textwrap.dedent(source))
+
+    def test_a_program_and_its_child(self, tmp_path: Path) -> None:
+        self.write(
+            tmp_path,
+            "kernels.py",
+            """
+            import numpy as np
+            from streamalloc import testing
+
+            @testing.kernel("one")
+            def one(address: np.uint64):
+                testing.device_view(address, 1)[:] = 1
+            """,
+        )
+        self.write(
+            tmp_path,
+            "program.py",
+            """
+            import ctypes, multiprocessing, sys
+            from cuda.bindings import driver, runtime
+
+            def run(name):
+                memory = runtime.cudaMalloc(1)[1]
+                function = driver.cuModuleGetFunction(driver.cuModuleLoadData(b"a cubin")[1], b"one")[1]
+                assert not driver.cuLaunchKernel(function, *[1] * 6, 0, 0, ((memory,), (ctypes.c_void_p,)), 0)[0]
+                found = bytearray(1)
+                runtime.cudaMemcpy(found, memory, 1, runtime.cudaMemcpyKind.cudaMemcpyDeviceToHost)
+                print(name, sys.argv[1:], found[0], driver.cuDeviceGetUuid(1)[1].bytes.hex(), flush=True)
+
+            if __name__ == "__main__":
+                run("the parent")
+                child = multiprocessing.get_context("spawn").Process(target=run, args=("the child",))
+                child.start()
+                child.join()
+                sys.exit(child.exitcode + 3)
+            """,
+        )
+        arguments = ("--driver", "simulated:2", "--kernels", "kernels.py", "program.py", "--driver")
+        done = self.run(*arguments, cwd=tmp_path)
+        assert done.returncode == 3, done.stderr
+        parent, child = done.stdout.splitlines()
+        assert parent.startswith("the parent ['--driver'] 1 ")
+        assert child == parent.replace("parent", "child")
+
+    def test_a_module(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        self.write(
+            tmp_path, "prog.py", "import sys; from cuda.bindings import driver; print(driver.cuInit(0), sys.argv[1:])"
+        )
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        monkeypatch.setattr(sys, "argv", ["streamalloc"])
+        assert main(["run", "--driver=simulated", "-m", "prog", "-x"]) == 0
+        assert capsys.readouterr().out == "(<CUresult.CUDA_SUCCESS: 0>,) ['-x']\n"

@@ -1,0 +1,241 @@
+"""Budgets that arenas of several processes share."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import streamalloc as sa
+from streamalloc import vmm
+from tests.processes import Partner, There, eventually
+from tests.vmm.pages.conftest import PAGES
+from tests.vmm.pages.support import settled
+from tests.vmm.support import PAGE
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "pages.budget"
+
+
+@pytest.fixture
+def another(on_cuda: bool) -> Iterator[Callable[[], Partner]]:
+    """Makes processes, which are killed at the end."""
+    with contextlib.ExitStack() as made:
+        yield lambda: made.enter_context(Partner(on_cuda))
+
+
+def engine(there: There, path: str, pages: int) -> None:
+    """An engine of another process with some committed pages, which it releases when it is asked to."""
+    asked: list[int] = []
+    there.kept["asked"] = asked
+
+    def on_ask(nbytes: int) -> None:
+        asked.append(nbytes)
+        if there.kept["gives"]:
+            space.release(space.committed[: nbytes // PAGE], after=())
+
+    there.kept["gives"] = True
+    there.kept["budget"] = budget = vmm.PageBudget(path, on_ask=on_ask)
+    there.kept["arena"] = arena = vmm.PageArena(there.device, budget=budget)
+    there.kept["space"] = space = arena.space(PAGES * PAGE, stream=there.stream)
+    space.commit(range(pages))
+    space[: pages * PAGE].fill(9)
+    there.stream.synchronize()
+
+
+def release(there: There, pages: list[int]) -> None:
+    there.kept["space"].release(pages, after=())
+
+
+def state(there: There) -> tuple[int, list[int]]:
+    return there.kept["space"].committed.size, there.kept["asked"]
+
+
+def refuse(there: There) -> None:
+    there.kept["gives"] = False
+
+
+def forked(there: There) -> int:
+    """The number of a child, which lives until it is killed."""
+    child = os.fork()
+    if not child:
+        signal.pause()
+        os._exit(0)
+    return child
+
+
+class TestOne:
+    def test_of_two_arenas(self, device: sa.Device, path: Path) -> None:
+        with (
+            vmm.PageBudget(path, 4 * PAGE) as budget,
+            vmm.PageArena(device, budget=budget) as arena,
+            vmm.PageArena(device, budget=budget) as second,
+            arena.space(PAGES * PAGE) as space,
+            second.space(PAGES * PAGE) as other,
+        ):
+            space.commit(range(3))
+            assert arena.budget is budget and (budget.used, budget.mine) == (3 * PAGE, 3 * PAGE)
+            with pytest.raises(sa.OutOfMemoryError, match="budget of 8 MiB leaves no room for 2 pages") as caught:
+                other.commit(range(2))
+            assert (caught.value.requested, caught.value.limit) == (2 * PAGE, 4 * PAGE)
+            assert other.committed.size == 0 and settled(second) == (0, 0, 0) and budget.used == 3 * PAGE
+            other.commit([0])
+            space.release([0, 1], after=())
+            settled(arena)
+            other.commit(range(3))  # what the first one keeps
+            assert settled(arena) == (1, 0, 0) and budget.used == 4 * PAGE
+            with pytest.raises(sa.OutOfMemoryError):
+                arena.prepare(1).result()
+            space.close()
+            arena.close()
+            assert budget.used == 3 * PAGE
+            with pytest.raises(ValueError, match=r"have 6 MiB: close them"):
+                budget.close()
+
+    def test_what_is_refused(self, device: sa.Device, path: Path) -> None:
+        with pytest.raises(ValueError, match="a new budget needs a limit"):
+            vmm.PageBudget(path)
+        with vmm.PageBudget(path, PAGE) as budget:
+            assert vmm.PageBudget(path).limit == PAGE
+            with pytest.raises(ValueError, match="has 2 MiB"):
+                vmm.PageBudget(path, 2 * PAGE)
+            with pytest.raises(TypeError, match="budget must be"):
+                vmm.PageArena(device, budget=path)  # type: ignore[arg-type]
+            os.truncate(path, 100)
+            with pytest.raises(ValueError, match="was truncated"):
+                budget.wait(1)
+            os.truncate(path, os.stat(path).st_size)
+            path.write_bytes(b"x" * os.stat(path).st_size)
+            with pytest.raises(ValueError, match="is no budget"):
+                vmm.PageBudget(path)
+            path.unlink()
+        with pytest.raises(sa.ClosedError):
+            vmm.PageArena(device, budget=budget)
+
+    def test_the_driver_has_no_memory(self, machine: Any, path: Path) -> None:
+        """What could not be created does not count."""
+        driver = sa.driver.faulty(machine, "cuMemCreate", 4, result="CUDA_ERROR_OUT_OF_MEMORY")
+        with (
+            vmm.PageBudget(path, 8 * PAGE) as budget,
+            vmm.PageArena(sa.Device(0, driver=driver), budget=budget) as arena,
+            arena.space(PAGES * PAGE) as space,
+        ):
+            with pytest.raises(sa.OutOfMemoryError):
+                space.commit(range(5))
+            assert settled(arena) == (2, 2, 0) and budget.used == 2 * PAGE
+            arena.trim()
+            assert budget.used == 0
+
+    def test_threads(self, device: sa.Device, path: Path) -> None:
+        failures: list[BaseException] = []
+
+        def work(budget: vmm.PageBudget) -> None:
+            try:
+                with vmm.PageArena(device, budget=budget) as arena, arena.space(PAGES * PAGE) as space:
+                    for turn in range(20):
+                        if budget.wait(4 * PAGE, 5):
+                            with contextlib.suppress(sa.OutOfMemoryError):  # another one was first
+                                space.commit(range(4))
+                        assert budget.used <= 8 * PAGE
+                        space.release(range(4), after=())
+                        if turn % 3 == 0:
+                            arena.trim()
+            except BaseException as error:
+                failures.append(error)
+
+        with vmm.PageBudget(path, 8 * PAGE) as first, vmm.PageBudget(path) as second:
+            threads = [threading.Thread(target=work, args=(budget,)) for budget in (first, first, second, second)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert failures == [] and first.used == 0
+
+
+class TestProcesses:
+    def test_who_asks_gets(self, device: sa.Device, path: Path, another: Callable[[], Partner]) -> None:
+        other = another()
+        with (
+            vmm.PageBudget(path, 8 * PAGE) as budget,
+            vmm.PageArena(device, budget=budget) as arena,
+            arena.space(PAGES * PAGE) as space,
+        ):
+            other.run(engine, str(path), 8)
+            assert budget.used == 8 * PAGE
+            with pytest.raises(sa.OutOfMemoryError, match="others were asked"):
+                space.commit(range(3))
+            assert budget.wait(3 * PAGE, 5)
+            space.commit(range(3))
+            committed, asked = other.run(state)
+            assert committed == 5 and asked and max(asked) == 3 * PAGE
+            assert budget.used == 8 * PAGE
+
+    def test_what_is_not_in_use_is_given_first(
+        self, device: sa.Device, path: Path, another: Callable[[], Partner]
+    ) -> None:
+        other = another()
+        with (
+            vmm.PageBudget(path, 8 * PAGE) as budget,
+            vmm.PageArena(device, budget=budget) as arena,
+            arena.space(PAGES * PAGE) as space,
+        ):
+            other.run(engine, str(path), 8)
+            other.run(release, [0, 1, 2])
+            assert budget.used == 8 * PAGE and budget.wait(3 * PAGE, 5)
+            space.commit(range(3))
+            assert other.run(state) == (5, [])
+
+    def test_nobody_gives_below_its_share(self, device: sa.Device, path: Path, another: Callable[[], Partner]) -> None:
+        other = another()
+        with (
+            vmm.PageBudget(path, 8 * PAGE) as budget,
+            vmm.PageArena(device, budget=budget) as arena,
+            arena.space(PAGES * PAGE) as space,
+        ):
+            other.run(engine, str(path), 5)
+            space.commit(range(3))
+            assert budget.wait(PAGE, 5)
+            space.commit(range(4))
+            assert not budget.wait(PAGE, 0.2)
+            assert other.run(state) == (4, [PAGE])
+
+    def test_a_death_returns_all(self, device: sa.Device, path: Path, another: Callable[[], Partner]) -> None:
+        other, third = another(), another()
+        with (
+            vmm.PageBudget(path, 8 * PAGE) as budget,
+            vmm.PageArena(device, budget=budget) as arena,
+            arena.space(PAGES * PAGE) as space,
+        ):
+            other.run(engine, str(path), 6)
+            other.run(refuse)
+            third.run(engine, str(path), 2)
+            assert not budget.wait(4 * PAGE, 0.1)
+            other.kill()
+            assert budget.wait(6 * PAGE, 5)
+            space.commit(range(6))
+            assert budget.used == 8 * PAGE and third.run(state)[0] == 2
+            third.kill()
+            assert eventually(lambda: budget.used == 6 * PAGE)
+            another().run(engine, str(path), 2)
+            assert budget.used == 8 * PAGE
+
+    @pytest.mark.simulated_only("forks a process that has used the driver")
+    def test_a_forked_child_keeps_nothing(self, path: Path, another: Callable[[], Partner]) -> None:
+        other = another()
+        with vmm.PageBudget(path, 8 * PAGE) as budget:
+            other.run(engine, str(path), 6)
+            child = other.run(forked)
+            try:
+                assert budget.used == 6 * PAGE
+                other.kill()
+                assert budget.used == 0
+            finally:
+                os.kill(child, signal.SIGKILL)

@@ -1,0 +1,380 @@
+"""Released pages that keep their memory in their places until another place needs it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import streamalloc as sa
+import streamalloc.driver as sd
+from streamalloc import vmm
+from streamalloc.core.internal import deferred_queue
+from streamalloc.core.session import session_of
+from streamalloc.testing import Faults, Gate
+from tests.support import end_what_was_dropped, names, pending, read
+from tests.vmm.pages.conftest import PAGES
+from tests.vmm.pages.support import fill, mapping, opening, page, settled, values
+from tests.vmm.support import PAGE
+
+EMPTY = [0] * PAGES
+
+
+@pytest.fixture
+def other(device: sa.Device, gate: Gate) -> Iterator[sa.Stream]:
+    with device.create_stream() as stream:
+        yield stream
+        gate.open()
+        stream.synchronize()
+
+
+class TestRecommit:
+    def test_takes_no_call_for_the_mapping(self, device: sa.Device) -> None:
+        traced = sd.traced(device.driver)
+        with vmm.PageArena(sa.Device(0, driver=traced)) as arena, arena.space(PAGES * PAGE) as space:
+            pages = [1, 2, 3, 8, 9, 12]
+            space.commit(pages)
+            before = space.numbers
+            traced.calls.clear()
+            space.release(pages, after=())
+            assert settled(arena) == (6, 0, 6) and space.kept.tolist() == pages
+            space.commit(pages)
+            assert mapping(traced) == [] and len(names(traced, "cuMemsetD8Async")) == 3
+            assert space.numbers.tolist() == before.tolist() and settled(arena) == (6, 0, 0)
+
+    def test_after_the_zeros(self, space: vmm.PageSpace, gate: Gate, other: sa.Stream) -> None:
+        """What is written after the commit is not cleared any more."""
+        space.commit([1, 2])
+        gate.hold(other)
+        space.release([1, 2], after=other)
+        with opening(gate):
+            space.commit([1, 2])
+        fill(space, [1, 2])
+        other.synchronize()
+        assert values(space)[1:3] == [2, 3]
+
+    def test_beside_pages_that_need_memory(self, space: vmm.PageSpace, arena: vmm.PageArena) -> None:
+        space.commit([1, 2])
+        space.release([1, 2], after=())
+        settled(arena)
+        space.commit([0, 1, 2, 3])
+        fill(space, range(4))
+        assert values(space)[:5] == [1, 2, 3, 4, 0] and settled(arena) == (4, 0, 0)
+
+    def test_fails_with_the_rest(self, device: sa.Device, stream: sa.Stream) -> None:
+        with vmm.PageArena(device, limit=2 * PAGE) as arena, arena.space(PAGES * PAGE, stream=stream) as space:
+            space.commit([1, 2])
+            space.release(2, after=())
+            settled(arena)
+            with pytest.raises(sa.OutOfMemoryError):
+                space.commit([2, 3])
+            assert space.committed.tolist() == [1] and space.kept.tolist() == [2]
+            assert settled(arena) == (2, 0, 1)
+
+    def test_of_prepared_pages(self, device: sa.Device) -> None:
+        traced = sd.traced(device.driver)
+        with vmm.PageArena(sa.Device(0, driver=traced)) as arena, arena.space(100 * PAGE) as space:
+            space.commit([3])
+            assert space.prepare(range(80)).result() == 79
+            assert settled(arena) == (80, 0, 79) and space.committed.tolist() == [3]
+            assert not read(space[: 3 * PAGE]).any()
+            traced.calls.clear()
+            space.commit(range(0, 80, 5))
+            assert names(traced) == []
+            assert space.prepare(range(80)).result() == 0
+
+
+def test_releases_do_not_pile_up(space: vmm.PageSpace, gate: Gate, other: sa.Stream) -> None:
+    """Nothing else is a point of work in the loop, and some pages wait all the time."""
+    queue = deferred_queue(session_of(space))
+    space.commit(range(PAGES))
+    gate.hold(other)
+    space.release([0, 1], after=other)
+    before = len(queue)
+    for turn in range(50):
+        page = 2 + turn % 3
+        space.commit(page)
+        space.release(page, after=(space.stream, ())[turn % 2])
+    assert len(queue) <= before + 8
+
+
+class TestZeros:
+    def test_come_in_the_order_of_the_stream(self, space: vmm.PageSpace, gate: Gate, other: sa.Stream) -> None:
+        space.commit([2, 3])
+        fill(space, [2, 3])
+        space.stream.synchronize()
+        both = space[2 * PAGE : 4 * PAGE]
+        before, after = np.zeros((2, 2 * PAGE), np.uint8)
+        with sa.allocate(4 * PAGE, other) as copies:
+            gate.hold(other)
+            copies[: 2 * PAGE].copy_from(both, other)
+            space.release([2, 3], after=other)
+            copies[2 * PAGE :].copy_from(both, other)
+            assert pending(other) and space.parked == 2
+            gate.open()
+            copies[: 2 * PAGE].copy_to(before, other)
+            copies[2 * PAGE :].copy_to(after, other)
+            other.synchronize()
+        assert before[::PAGE].tolist() == [3, 4] and not after.any()
+
+    def test_are_seen_by_the_stream_of_the_space(
+        self, space: vmm.PageSpace, arena: vmm.PageArena, gate: Gate, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        space.commit(range(PAGES))
+        fill(space, range(PAGES))
+        space.stream.synchronize()
+        stream = arena._physical.idle_stream()
+        assert stream is not None
+        gate.hold(stream)
+        monkeypatch.setattr(type(arena._physical), "idle_stream", lambda _: stream)
+        space.release(range(PAGES), after=())
+        assert pending(space.stream)
+        gate.open()
+        assert values(space) == EMPTY
+
+    def test_are_written_before_a_space_ends(
+        self, space: vmm.PageSpace, arena: vmm.PageArena, gate: Gate, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        space.commit(1)
+        stream = arena._physical.idle_stream()
+        assert stream is not None
+        gate.hold(stream)
+        monkeypatch.setattr(type(arena._physical), "idle_stream", lambda _: stream)
+        space.release(1, after=())
+        space._places.release()
+        assert not space.closed and arena.statistics() == (1, 0, 1, 0)
+        gate.open()
+        assert settled(arena) == (1, 0, 1)
+
+    def test_of_a_page_that_was_written_again(self, space: vmm.PageSpace, arena: vmm.PageArena) -> None:
+        for value in (5, 6):
+            space.commit(4)
+            page(space, 4).fill(value)
+            space.release(4, after=space.stream)
+            assert values(space) == EMPTY
+        assert settled(arena) == (1, 0, 1)
+
+    def test_wait_for_all_events(
+        self, space: vmm.PageSpace, arena: vmm.PageArena, gate: Gate, other: sa.Stream
+    ) -> None:
+        space.commit(1)
+        page(space, 1).fill(9)
+        space.stream.synchronize()
+        gate.hold(other)
+        space.release(1, after=[space.stream, other])
+        assert arena.statistics() == (1, 0, 1, 0) and values(space)[1] == 9
+        gate.open()
+        assert settled(arena) == (1, 0, 1) and values(space) == EMPTY
+
+    @pytest.mark.parametrize("after", [None, "event"])
+    def test_are_there_once_the_device_has_synchronised(
+        self, space: vmm.PageSpace, device: sa.Device, gate: Gate, other: sa.Stream, after: Any
+    ) -> None:
+        """No call on the pages is between, and the reader is any stream."""
+        space.commit(range(PAGES))
+        fill(space, range(PAGES))
+        space.stream.synchronize()
+        gate.hold(other)
+        space.release(range(PAGES), after=after and other.record())
+        gate.open()
+        device.synchronize()
+        seen = np.ones(PAGES * PAGE, np.uint8)
+        space.copy_to(seen, other)
+        other.synchronize()
+        assert not seen.any()
+
+    def test_of_one_release_do_not_wait_for_another(self, space: vmm.PageSpace, gate: Gate, other: sa.Stream) -> None:
+        space.commit([1, 2, 3])
+        gate.hold(other)
+        space.release(1, after=other.record())
+        space.release(2, after=[space.stream, space.stream.record()])
+        space.release(3, after=())
+        space.commit([2, 3])
+        assert pending(other) and space.parked == 1
+
+    def test_of_more_releases_than_there_are_streams(
+        self, space: vmm.PageSpace, arena: vmm.PageArena, gate: Gate, other: sa.Stream, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The pages of the others are unmapped after their work."""
+        monkeypatch.setattr("streamalloc.vmm.pages.physical._STREAMS", 2)
+        space.commit(range(4))
+        fill(space, range(4))
+        space.stream.synchronize()
+        gate.hold(other)
+        for one in range(4):
+            space.release(one, after=other.record())
+        assert arena.statistics().parked == 4
+        gate.open()
+        assert settled(arena) == (4, 2, 2) and space.kept.tolist() == [0, 1] and values(space) == EMPTY
+
+    @pytest.mark.simulated_only("a call that fails is the same on any driver")
+    @pytest.mark.parametrize("call", ["cuMemsetD8Async", "cuEventRecord"])
+    @pytest.mark.parametrize("behind", [True, False])
+    def test_that_the_driver_refuses(self, machine: Any, call: str, behind: bool) -> None:
+        """The pages are unmapped instead, or another record stands for the zeros."""
+        faults = Faults(machine)
+        device = sa.Device(0, driver=faults)
+        with (
+            device.create_stream() as stream,
+            vmm.PageArena(device) as arena,
+            arena.space(PAGES * PAGE, stream=stream) as space,
+        ):
+            space.commit([1, 3])
+            fill(space, [1, 3])
+            stream.synchronize()
+            # The second record is that after the zeros.
+            faults.fail(call, 2, result="CUDA_ERROR_UNKNOWN")
+            space.release([1, 3], after=stream if behind else stream.record())
+            assert faults.failed == [call] and space.committed.size == 0
+            assert settled(arena) == ((2, 2, 0) if call == "cuMemsetD8Async" else (2, 0, 2))
+            assert values(space) == EMPTY
+
+
+class TestShared:
+    """Memory that several pages share is cleared with the last of them only."""
+
+    def test_the_last_page_keeps_it(self, space: vmm.PageSpace, arena: vmm.PageArena) -> None:
+        space.commit([0, 1])
+        fill(space, [0, 1])
+        space.stream.synchronize()
+        space.alias([4, 5, 6], space, [0, 1, 1])
+        space.release([0, 5], after=space.stream)
+        assert values(space)[:7] == [0, 2, 0, 0, 1, 0, 2] and settled(arena) == (2, 0, 0)
+        space.release([1, 4, 6], after=space.stream)
+        assert values(space) == EMPTY and settled(arena) == (2, 0, 2)
+        assert set(space.kept.tolist()) == {4, 6}
+
+    def test_pages_that_are_released_together(
+        self, space: vmm.PageSpace, arena: vmm.PageArena, gate: Gate, other: sa.Stream
+    ) -> None:
+        """Whichever of them is done first, the memory is kept once, or spare."""
+        for after in (other, other.record(), ()):
+            space.commit(0)
+            page(space, 0).fill(7)
+            space.stream.synchronize()
+            space.alias([1, 2], space, [0, 0])
+            gate.hold(other)
+            space.release([0, 1, 2], after=after)
+            gate.open()
+            other.synchronize()
+            pages, spare, kept = settled(arena)
+            assert (pages, spare + kept) == (1, 1) and values(space) == EMPTY
+            arena.trim()
+
+    def test_a_parked_page_is_a_user(
+        self, space: vmm.PageSpace, arena: vmm.PageArena, gate: Gate, other: sa.Stream
+    ) -> None:
+        """Neither release may clear what work of the other one reads."""
+        space.commit(0)
+        page(space, 0).fill(7)
+        space.stream.synchronize()
+        space.alias(1, space, 0)
+        seen = np.zeros(PAGE, np.uint8)
+        with sa.allocate(PAGE, other) as copy:
+            gate.hold(other)
+            copy.copy_from(page(space, 0), other)
+            space.release(0, after=other)
+            space.release(1, after=space.stream)
+            space.stream.synchronize()
+            assert arena.statistics().parked == 1 and values(space)[1] == 0
+            gate.open()
+            copy.copy_to(seen, other)
+            other.synchronize()
+        assert (seen == 7).all()
+        assert settled(arena) == (1, 1, 0) and values(space) == EMPTY
+
+    def test_a_copy_that_is_under_way_is_a_user(
+        self, space: vmm.PageSpace, arena: vmm.PageArena, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Another thread releases both pages while one of them is copied."""
+        space.commit(0)
+        page(space, 0).fill(3)
+        space.alias(1, space, 0)
+        copy = vmm.PageSpace._copy
+
+        def slow(*args: Any) -> None:
+            space.release([0, 1], after=())
+            assert not space.kept.size
+            copy(*args)
+
+        monkeypatch.setattr(vmm.PageSpace, "_copy", slow)
+        assert space.make_private([0]) == 0
+        assert settled(arena) == (2, 2, 0) and values(space) == EMPTY
+
+
+class TestTaken:
+    """Kept pages are taken from their places, which read as zeros then too."""
+
+    def test_by_another_space(self, device: sa.Device, stream: sa.Stream) -> None:
+        with (
+            vmm.PageArena(device, limit=4 * PAGE) as arena,
+            arena.space(PAGES * PAGE, stream=stream) as space,
+            arena.space(PAGES * PAGE, stream=stream) as second,
+        ):
+            space.commit(range(4))
+            fill(space, range(4))
+            stream.synchronize()
+            space.release(range(3), after=())
+            second.commit([5, 6])
+            fill(second, [5, 6])
+            assert values(space)[:5] == [0, 0, 0, 4, 0] and values(second)[5:8] == [6, 7, 0]
+            assert space.kept.tolist() == [2] and settled(arena) == (4, 0, 1)
+            with pytest.raises(sa.OutOfMemoryError, match="3 pages are in use"):
+                second.commit([7, 8])
+            assert space.kept.tolist() == [2]
+
+    def test_before_any_is_created_and_the_oldest_first(self, space: vmm.PageSpace, arena: vmm.PageArena) -> None:
+        space.commit(range(4))
+        for one in (2, 0, 1):
+            space.release(one, after=())
+            settled(arena)
+        space.commit([8, 9])
+        assert space.kept.tolist() == [1] and settled(arena) == (4, 0, 1)
+
+    def test_not_before_they_are_cleared(self, device: sa.Device, gate: Gate, other: sa.Stream) -> None:
+        with vmm.PageArena(device, limit=PAGE) as arena, arena.space(2 * PAGE, stream=other) as space:
+            space.commit(0)
+            gate.hold(other)
+            space.release(0, after=other)
+            with pytest.raises(sa.OutOfMemoryError, match="1 parked"):
+                space.commit(1)
+            assert arena.trim() == 0
+            gate.open()
+            other.synchronize()
+            space.commit(1)
+            assert arena.statistics() == (1, 0, 0, 0)
+
+    def test_by_trim_and_close(self, device: sa.Device, stream: sa.Stream) -> None:
+        with vmm.PageArena(device) as arena, arena.space(PAGES * PAGE, stream=stream) as space:
+            space.commit(range(5))
+            fill(space, range(5))
+            space.release([1, 2, 3], after=stream)
+            stream.synchronize()
+            assert arena.trim(2) == 1 and settled(arena) == (4, 0, 2)
+            arena.close()
+            assert settled(arena) == (2, 0, 0)
+            space.release(0, after=stream)
+            assert settled(arena) == (1, 0, 0) and values(space)[:6] == [0, 0, 0, 0, 5, 0]
+
+    def test_if_others_have_no_memory(self, machine: Any) -> None:
+        driver = sd.faulty(machine, "cuMemCreate", 4, result="CUDA_ERROR_OUT_OF_MEMORY")
+        device = sa.Device(0, driver=driver)
+        with vmm.PageArena(device) as arena, arena.space(PAGES * PAGE) as space:
+            space.commit(range(2))
+            space.release(range(2), after=())
+            with vmm.PhysicalMemory(device, PAGE):
+                assert settled(arena) == (0, 0, 0)
+                assert values(space) == EMPTY
+
+    def test_of_a_space_that_ends(self, device: sa.Device, arena: vmm.PageArena) -> None:
+        space = arena.space(PAGES * PAGE)
+        space.commit(range(4))
+        space.release(range(4), after=())
+        del space
+        gc.collect()
+        device.synchronize()
+        end_what_was_dropped()
+        assert settled(arena) == (4, 4, 0)

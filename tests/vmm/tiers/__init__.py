@@ -1,0 +1,1 @@
+"""Tests of stores for sleeping memory, and of agreement before it sleeps."""

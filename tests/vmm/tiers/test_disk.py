@@ -1,0 +1,477 @@
+"""Backups on disk: contents, files, damage, faults of the driver and of the disk."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import gc
+import itertools
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import streamalloc as sa
+from streamalloc import vmm
+from streamalloc.testing import Faults, Gate
+from streamalloc.vmm.tiers import disk, disk_file
+from tests.interrupting import Interrupt, Interrupted
+from tests.support import Account, end_what_was_dropped, filled, in_a_thread, pattern, read, shows
+from tests.vmm.support import PAGE
+
+BLOCK = 4096
+SIZES = (25 * BLOCK + 100, 10, 2 * BLOCK)
+"""Sizes of buffers; the first has more blocks than there is staging memory for."""
+TAGS = ("a", "a", "b/c")
+
+
+@pytest.fixture
+def tier(device: sa.Device, tmp_path: Path) -> Iterator[vmm.DiskTier]:
+    with vmm.DiskTier(device, tmp_path / "backups", block=BLOCK) as tier:
+        yield tier
+
+
+@pytest.fixture
+def kept(device: sa.Device, tmp_path: Path) -> Iterator[vmm.DiskTier]:
+    with vmm.DiskTier(device, tmp_path / "backups", persistent=True, block=BLOCK) as tier:
+        yield tier
+
+
+def made(group: vmm.SleepGroup, seed: int = 0) -> list[vmm.VirtualBuffer]:
+    several = [group.allocate(nbytes, tag=tag) for nbytes, tag in zip(SIZES, TAGS, strict=True)]
+    for nth, buffer in enumerate(several):
+        filled(buffer, seed + nth)
+    return several
+
+
+def right(several: list[vmm.VirtualBuffer], seed: int = 0) -> bool:
+    return all(shows(buffer, seed + nth) for nth, buffer in enumerate(several))
+
+
+class TestContents:
+    def test_come_back(self, device: sa.Device, tier: vmm.DiskTier) -> None:
+        with vmm.SleepGroup(device, backup=tier) as group:
+            several = made(group)
+            for _ in range(2):
+                assert group.sleep() == 3 * PAGE
+                assert all(buffer.eviction and buffer.eviction.backup is None for buffer in several)
+                assert list(tier.folder.iterdir()) == []
+                group.wake("b/c")
+                assert group.wake() == 2 * PAGE
+                assert right(several)
+
+    def test_in_one_call(self, device: sa.Device, tier: vmm.DiskTier) -> None:
+        with vmm.SleepGroup(device) as group, vmm.GrowableBuffer(device, PAGE, PAGE) as alone:
+            several = made(group)
+            filled(alone, 9)
+            group.sleep("a", backup=tier)
+            group.sleep()
+            alone.evict(tier)
+            assert group.backup.statistics().used == SIZES[2]
+            group.wake()
+            alone.restore()
+            assert right(several) and shows(alone, 9)
+
+    def test_are_read_and_replaced_asleep(self, device: sa.Device, tier: vmm.DiskTier) -> None:
+        with vmm.SleepGroup(device, backup=tier) as group:
+            several = made(group)
+            group.sleep()
+            part = np.zeros(3 * BLOCK, np.uint8)
+            group.read(several[0], part, BLOCK - 5)
+            assert np.array_equal(part, pattern(SIZES[0], 0)[BLOCK - 5 :][: 3 * BLOCK])
+            group.write(several[0], part, SIZES[0] - part.nbytes)
+            group.wake()
+            expected = np.concatenate((pattern(SIZES[0], 0)[: -part.nbytes], part))
+            assert np.array_equal(read(several[0]), expected) and shows(several[1], 1)
+
+    @pytest.mark.parametrize("step", ["sleep", "wake"])
+    def test_staging_memory_waits_for_the_copies(
+        self, device: sa.Device, tier: vmm.DiskTier, gate: Gate, step: str
+    ) -> None:
+        with vmm.SleepGroup(device, backup=tier) as group, device.create_stream() as held:
+            several = made(group)
+            device.synchronize()
+            if step == "wake":
+                group.sleep()
+            gate.hold(held)
+            act = functools.partial(group.sleep, after=()) if step == "sleep" else group.wake
+            thread = threading.Thread(target=lambda: act(stream=held))
+            thread.start()
+            thread.join(0.05)
+            assert thread.is_alive()
+            gate.open()
+            thread.join(20)
+            group.wake()
+            held.synchronize()
+            assert right(several)
+
+    def test_memory_that_the_device_may_only_read(self, device: sa.Device, tier: vmm.DiskTier) -> None:
+        with vmm.GrowableBuffer(device, PAGE, PAGE) as buffer:
+            filled(buffer, 1)
+            buffer.set_access(device, sa.MemAccess.READ)
+            buffer.evict(tier)
+            buffer.restore()
+            assert shows(buffer, 1)
+
+    def test_staging_memory_is_bounded_and_used_again(self, machine: Any, tmp_path: Path) -> None:
+        account = Account(machine)
+        tier = vmm.DiskTier(account.device, tmp_path, block=BLOCK)
+        with tier, vmm.SleepGroup(account.device, backup=tier) as group:
+            several = made(group)
+            for _ in range(2):
+                group.sleep()
+                group.wake()
+            assert right(several)
+            registered = [call.args for call in account.traced.calls if call.name == "cuMemHostRegister"]
+            assert [int(nbytes) for _, nbytes, _ in registered] == [16 * BLOCK]
+            for buffer in several:
+                buffer.close()
+        assert len(account.calls("cuMemHostUnregister")) == 1
+        assert account.left == {} and account.checked.hazards == []
+
+    def test_a_dropped_tier_unregisters_its_memory(self, machine: Any, tmp_path: Path) -> None:
+        account = Account(machine)
+        tier = vmm.DiskTier(account.device, tmp_path, block=BLOCK)
+        with vmm.GrowableBuffer(account.device, PAGE, PAGE) as buffer:
+            buffer.evict(tier)
+            buffer.restore()
+        del tier
+        gc.collect()
+        account.device.synchronize()
+        end_what_was_dropped()
+        assert len(account.calls("cuMemHostUnregister")) == 1
+
+    def test_two_groups_at_once(self, device: sa.Device, tier: vmm.DiskTier) -> None:
+        errors: list[BaseException] = []
+
+        def cycle(seed: int) -> None:
+            try:
+                with vmm.SleepGroup(device, backup=tier) as group, device.create_stream() as stream:
+                    several = made(group, seed)
+                    for _ in range(3):
+                        group.sleep(stream=stream)
+                        group.wake(stream=stream)
+                    stream.synchronize()
+                    assert right(several, seed)
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=cycle, args=(seed,)) for seed in (0, 10)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert errors == []
+
+
+class TestFiles:
+    def test_are_for_this_user_and_outlive_the_buffers(self, device: sa.Device, kept: vmm.DiskTier) -> None:
+        before = os.umask(0)
+        try:
+            with vmm.SleepGroup(device, backup=kept) as group:
+                several = made(group)
+                group.sleep()
+        finally:
+            os.umask(before)
+        assert sorted(path.name for path in kept.folder.iterdir()) == ["a.backup", "b%2Fc.backup"]
+        assert {path.stat().st_mode & 0o777 for path in kept.folder.iterdir()} == {0o600}
+        with vmm.SleepGroup(device, backup=kept) as group:
+            several = made(group, 5)
+            group.sleep("a", keep=False)
+            assert group.resume() == PAGE and group.asleep
+            group.wake()
+            assert right(several)
+            several[0].fill(0)
+            group.sleep()  # replaces the files
+            group.wake()
+            assert not read(several[0]).any() and shows(several[2], 2)
+
+    def test_bytes_of_one_buffer_alone_have_no_file(self, device: sa.Device, kept: vmm.DiskTier) -> None:
+        with vmm.SleepGroup(device, backup=kept) as group:
+            several = made(group)
+            several[0].evict(kept)
+            group.sleep(keep=False)
+            group.write(several[1], pattern(SIZES[1], 1))
+            assert list(kept.folder.iterdir()) == []
+            group.wake()
+            assert shows(several[0], 0) and shows(several[1], 1)
+
+    def test_what_a_dead_process_left_is_replaced(self, device: sa.Device, kept: vmm.DiskTier) -> None:
+        (kept.folder / ".a.backup.part").write_bytes(b"half")
+        with vmm.SleepGroup(device, backup=kept) as group:
+            several = made(group)
+            group.sleep("a")
+            assert [path.name for path in kept.folder.iterdir()] == ["a.backup"]
+            group.wake()
+            assert right(several)
+
+    def test_only_a_tier_on_disk_resumes(self, device: sa.Device) -> None:
+        with vmm.SleepGroup(device) as group, pytest.raises(TypeError, match="DiskTier"):
+            group.resume()
+
+    @pytest.mark.parametrize("when", range(1, 5))
+    def test_the_disk_is_full(
+        self, device: sa.Device, kept: vmm.DiskTier, monkeypatch: pytest.MonkeyPatch, when: int
+    ) -> None:
+        count, write = itertools.count(1), os.pwritev
+
+        def full(fd: int, data: Any, position: int) -> int:
+            if next(count) >= when:
+                raise OSError(errno.ENOSPC, "no space")
+            return write(fd, data, position)
+
+        with vmm.SleepGroup(device, backup=kept) as group:
+            several = made(group)
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "pwritev", full)
+                with pytest.raises(OSError, match="no space"):
+                    group.sleep()
+            assert not group.asleep and right(several) and list(kept.folder.iterdir()) == []
+            group.sleep()
+            group.wake()
+            assert right(several)
+
+    def test_a_file_system_without_direct_calls(
+        self, device: sa.Device, tier: vmm.DiskTier, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """One that refuses them only when they are made."""
+        direct = set()
+        write = disk_file.DiskFile._transfer
+
+        def refuse(self: Any, function: Callable[..., int], room: Any, position: int) -> int:
+            def call(*args: Any) -> int:
+                direct.add(self.direct)
+                if self.direct:
+                    raise OSError(errno.EINVAL, "not aligned")
+                return function(*args)
+
+            return write(self, call, room, position)
+
+        monkeypatch.setattr(disk_file.DiskFile, "_transfer", refuse)
+        with vmm.SleepGroup(device, backup=tier) as group:
+            several = made(group)
+            group.sleep()
+            group.wake()
+            assert right(several) and False in direct
+
+    @pytest.mark.parametrize(
+        ("wrong", "message"),
+        [({"block": 100}, "block=100"), ({"block": 0}, "block=0"), ({"threads": 0}, "threads=0")],
+    )
+    def test_wrong_arguments(self, device: sa.Device, tmp_path: Path, wrong: dict[str, int], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            vmm.DiskTier(device, tmp_path, **wrong)  # type: ignore[arg-type]
+
+    def test_a_closed_tier(self, device: sa.Device, tier: vmm.DiskTier) -> None:
+        with vmm.SleepGroup(device, backup=tier) as group:
+            several = made(group)
+            group.sleep()
+            tier.close()
+            group.wake()
+            assert right(several)
+            with pytest.raises(sa.ClosedError, match="closed"):
+                group.sleep()
+
+
+def _cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def _put(offset: int, data: bytes) -> Callable[[Path], None]:
+    def put(path: Path) -> None:
+        with open(path, "r+b") as file:
+            file.seek(offset)
+            file.write(data)
+
+    return put
+
+
+def _link(path: Path) -> None:
+    path.rename(path.with_suffix(".other"))
+    path.symlink_to(path.with_suffix(".other"))
+
+
+def _fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path, 0o600)
+
+
+def _folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+MOST = b"\xff" * 8
+HOSTILE: dict[str, Callable[[Path], None]] = {
+    "cut": _cut,
+    "empty": lambda path: os.truncate(path, 0),
+    "longer": lambda path: os.truncate(path, path.stat().st_size + BLOCK),
+    "another file": _put(0, b"x"),
+    "another version": _put(8, b"\2"),
+    "blocks of 2 GiB": _put(12, b"\0\0\0\x80"),
+    "buffers without number": _put(16, MOST),
+    "huge": _put(24, MOST),
+    "another size": _put(32, MOST),
+    "a checksum": _put(48, b"\x12\x34"),
+    "readable": lambda path: path.chmod(0o644),
+    "link": _link,
+    "fifo": _fifo,
+    "folder": _folder,
+}
+
+
+class TestDamage:
+    @pytest.mark.parametrize("how", HOSTILE)
+    def test_is_found_before_a_driver_call(self, machine: Any, tmp_path: Path, how: str) -> None:
+        account = Account(machine)
+        tier = vmm.DiskTier(account.device, tmp_path, persistent=True, block=BLOCK)
+        with tier, vmm.SleepGroup(account.device, backup=tier) as group:
+            several = made(group)
+            group.sleep()
+            group.wake()
+            HOSTILE[how](tmp_path / "a.backup")
+            account.traced.calls.clear()
+            with pytest.raises(vmm.DamagedBackupError, match=r"a\.backup"):
+                group.resume("a", after=())
+            assert account.calls("cuMemUnmap", "cuMemcpyAsync", "cuMemHostRegister") == []
+            assert not group.asleep and right(several)
+            for buffer in several:
+                buffer.close()
+
+    @pytest.mark.parametrize("change", ["sizes", "number", "absent"])
+    def test_another_layout(self, device: sa.Device, kept: vmm.DiskTier, change: str) -> None:
+        with vmm.SleepGroup(device, backup=kept) as group:
+            several = made(group)
+            group.sleep("a")
+            group.wake()
+            if change == "sizes":
+                several[1].resize(11)  # type: ignore[attr-defined]
+            elif change == "number":
+                several.append(group.allocate(5, tag="a"))
+            else:
+                (kept.folder / "a.backup").unlink()
+            with pytest.raises(FileNotFoundError if change == "absent" else vmm.DamagedBackupError):
+                group.resume("a")
+            assert not group.asleep and shows(several[0], 0)
+
+    def test_of_a_block(self, device: sa.Device, kept: vmm.DiskTier) -> None:
+        with vmm.SleepGroup(device, backup=kept) as group:
+            several = made(group)
+            group.sleep()
+            _put((kept.folder / "a.backup").stat().st_size - BLOCK, b"xxxxx")(kept.folder / "a.backup")
+            for _ in range(2):
+                with pytest.raises(vmm.DamagedBackupError, match="damaged"):
+                    group.wake()
+                assert all(buffer.evicted for buffer in several) and group.mapped_bytes == 0
+            with pytest.raises(vmm.DamagedBackupError, match="damaged"):
+                group.read(several[1], np.zeros(1, np.uint8))
+            group.write(several[1], pattern(SIZES[1], 1))
+            group.wake()
+            assert right(several)
+
+    def test_truncated_while_it_sleeps(self, device: sa.Device, kept: vmm.DiskTier) -> None:
+        with vmm.SleepGroup(device, backup=kept) as group:
+            several = made(group)
+            group.sleep()
+            os.truncate(kept.folder / "a.backup", 2 * BLOCK)
+            with pytest.raises(vmm.DamagedBackupError, match="truncated"):
+                group.wake()
+            assert all(buffer.evicted for buffer in several)
+
+
+@pytest.mark.simulated_only("calls that fail are the same on any driver")
+@pytest.mark.parametrize("step", ["sleep", "wake"])
+@in_a_thread
+def test_one_and_two_calls_fail(machine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    """All or nothing, with the bytes, and no memory left."""
+    monkeypatch.setattr(disk, "_SLOTS", 2)
+    kind: Any = Faults
+    met = set()
+    for first in itertools.count(1):
+        for gap in (0, 2, 1 << 40):
+            account = Account(machine)
+            outer = kind(inner := kind(account.driver))
+            device = sa.Device(0, driver=outer)
+            tier = vmm.DiskTier(device, tmp_path, block=BLOCK, threads=1)
+            group = vmm.SleepGroup(device, backup=tier)
+            several = [group.allocate(nbytes, tag="a") for nbytes in (2 * BLOCK, 100)]
+            for seed, buffer in enumerate(several):
+                filled(buffer, seed)
+            device.synchronize()
+            if step == "wake":
+                group.sleep()
+            inner.fail(first + gap, result="CUDA_ERROR_UNKNOWN")
+            outer.fail(first, result="CUDA_ERROR_UNKNOWN")
+            failed = False
+            try:
+                getattr(group, step)()
+            except sa.CudaError:
+                failed = True
+            reached = [*outer.failed, *inner.failed]
+            outer.stop()
+            inner.stop()
+            for call in reached:
+                if call == "cuCtxPopCurrent":
+                    machine.cuCtxPopCurrent()
+            if failed and len(reached) == 1:
+                assert {buffer.evicted for buffer in several} == {step == "wake"}, reached
+            assert all(buffer.evicted or shows(buffer, seed) for seed, buffer in enumerate(several))
+            group.wake()
+            assert all(shows(buffer, seed) for seed, buffer in enumerate(several))
+            for buffer in several:
+                buffer.close()
+            group.close()
+            tier.close()
+            device.synchronize()
+            if len(reached) > 1:
+                gc.collect()  # an error and its frames may be a cycle
+            assert account.left == {} and account.checked.hazards == []
+            met.add(len(reached))
+        if not reached:
+            break
+    assert first > 5 and met == {0, 1, 2}
+
+
+@pytest.mark.simulated_only("where a signal may come is the same on any driver")
+@pytest.mark.parametrize("step", ["sleep", "wake"])
+def test_interrupted_at_any_point(
+    device: sa.Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """No bytes are lost, nothing waits for ever, and what is not complete has no name."""
+    monkeypatch.setattr(disk, "_SLOTS", 1)
+
+    def prepare() -> tuple[vmm.SleepGroup, list[vmm.VirtualBuffer]]:
+        tier = vmm.DiskTier(device, tmp_path, block=BLOCK, threads=1)
+        group = vmm.SleepGroup(device, backup=tier)
+        several = [group.allocate(2 * BLOCK + 100)]
+        for seed, buffer in enumerate(several):
+            filled(buffer, seed)
+        if step == "wake":
+            group.sleep()
+        return group, several
+
+    for _ in range(2):
+        group, several = prepare()
+        points = Interrupt()
+        with points:
+            getattr(group, step)()
+    wrong = []
+    assert len(points.distinct()) > 20
+    for nth in points.distinct():
+        group, several = prepare()
+        block = Interrupt(nth)
+        with contextlib.suppress(Interrupted), block:
+            getattr(group, step)()
+        if not all(buffer.evicted or shows(buffer, seed) for seed, buffer in enumerate(several)):
+            wrong.append(f"{block.came}: bytes")
+        group.wake()
+        if not all(shows(buffer, seed) for seed, buffer in enumerate(several)):
+            wrong.append(f"{block.came}: bytes after waking")
+        for buffer in several:
+            buffer.close()
+    assert wrong == [] and list(tmp_path.iterdir()) == []

@@ -1,0 +1,59 @@
+"""Figures of the memory of a device by owner."""
+
+from __future__ import annotations
+
+import streamalloc as sa
+from streamalloc import vmm
+from tests.support import MiB
+from tests.vmm.support import PAGE
+
+
+def test_each_owner_has_its_bytes(device: sa.Device, stream: sa.Stream) -> None:
+    default = sa.MemoryPool.default(device).statistics().reserved
+    with vmm.SleepGroup(device) as group, sa.MemoryPool(device, release_threshold=1 << 40, name="steps") as pool:
+        weights = group.allocate(4 * PAGE, tag="weights")
+        cache = group.allocate(2 * PAGE, tag="cache")
+        before = group.resident()
+        other = vmm.GrowableBuffer(device, 4 * PAGE, 3 * PAGE)
+        with vmm.AddressRange(2 * PAGE) as range, vmm.PhysicalMemory(device, PAGE) as memory:
+            for offset in (0, PAGE):  # mapped twice, and there once
+                range.map(memory, offset)
+            pool.allocate(1000, stream).free(stream)
+            now = group.resident()
+            assert dict(now.group) == {"weights": 4 * PAGE, "cache": 2 * PAGE}
+            assert now.mapped - before.mapped == 4 * PAGE
+            assert now.pools["'steps'"] == pool.statistics().reserved > 0
+            assert now.pools["default pool"] == default
+            assert now.graphs == device.graph_memory.reserved
+            assert sum(nbytes for owner, nbytes in now.rows()[:-1]) == now.total
+        group.sleep("cache", keep=False)
+        asleep = group.resident()
+        assert dict(asleep.group) == {"weights": 4 * PAGE, "cache": 0}
+        assert asleep.mapped - before.mapped == 3 * PAGE
+        text, page = repr(asleep), asleep._repr_html_()
+        assert "group, tag 'weights'" in text and "8.0 MiB" in text and "contexts" in page and "<table>" in page
+        for buffer in (weights, cache, other):
+            buffer.close()
+
+
+def test_reading_them_changes_nothing(device: sa.Device) -> None:
+    """The chunks of a buffer stay without objects, so that growing it stays as fast."""
+    with vmm.SleepGroup(device) as group:
+        buffer = group.allocate(PAGE, tag="a")
+        group.resident()
+        assert all(entry.alone for entry in buffer.range._node.table())
+        buffer.close()
+
+
+def test_memory_of_graphs(device: sa.Device, stream: sa.Stream) -> None:
+    with vmm.SleepGroup(device) as group:
+        before = group.resident().graphs
+        with stream.capture() as graph:
+            buffer = sa.MemoryPool.default(device).allocate(MiB, stream)
+            buffer.fill(1, stream)
+            buffer.free(stream)
+        graph.launch(stream)
+        stream.synchronize()
+        assert group.resident().graphs > before
+        graph.close()
+        device.graph_memory.trim()
