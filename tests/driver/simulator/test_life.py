@@ -202,3 +202,27 @@ def test_the_interpreter_ends_whatever_is_held(seed: int) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "Fatal" not in done.stderr
+
+
+LATE = """
+import os, sys
+import streamalloc.driver as sd
+
+class Late:
+    def __init__(self, driver):
+        self.driver, self.write, self.exiting = driver, os.write, sys.is_finalizing
+
+    def __del__(self):
+        assert self.exiting()
+        self.write(1, repr(self.driver.cuCtxGetDevice()).encode())
+
+driver = sd.simulated()
+driver.cuInit(0)
+late = Late(driver)
+"""
+
+
+def test_a_call_that_is_first_made_while_the_interpreter_exits() -> None:
+    """Then the names of modules are gone, with which it would be compiled."""
+    ended = finished(python(LATE))
+    assert "DEINITIALIZED" in ended.stdout and ended.stdout.endswith("None)") and not ended.stderr
