@@ -425,6 +425,8 @@ class PageSpace(Memory, Closes):
         places = self._places
         others = [*each_of(after)]
         clear_on = None if others else self._single(ordered)
+        # Under no lock, as this takes long.
+        tier.reserve(int((places.numbers[chosen] >= 0).sum()), self.page_size)
         with places.locked():
             held = [place for place in chosen if places.numbers[place] >= 0]
             stored = dict(zip(held, tier.save_pages([self._page(place) for place in held], ordered), strict=True))

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from streamalloc.core.errors import ClosedError, OutOfMemoryError, refused, size_text
+from streamalloc.core.errors import OutOfMemoryError, refused, size_text
 from streamalloc.core.internal import (
     CopySide,
     Device,
@@ -248,10 +248,28 @@ class HostTier(Closes):
             raise
         return stored
 
+    def reserve(self, count: int, nbytes: int) -> None:
+        """Allocate host memory for contents ahead (``cuMemHostAlloc``), which takes long.
+
+        Parameters
+        ----------
+        count, nbytes
+            Number of pages or blocks that are to have room, beside the contents of now, and the size of each in bytes.
+
+        Raises
+        ------
+        OutOfMemoryError, ClosedError
+            As for :meth:`save`.
+        """
+        with self._lock:
+            self._check_open()
+            free = sum(len(chunk.free) for chunk in self._chunks if chunk.nbytes == nbytes)
+            while free < count:
+                free += self._grow(nbytes, count - free).count
+
     def _take(self, pages: Sequence[CopySide], taken: list[Stored]) -> None:
         with self._lock:
-            if self.closed:
-                raise ClosedError(f"{self!r} was closed")
+            self._check_open()
             for at, page in enumerate(pages):
                 fitting = (chunk for chunk in self._chunks if chunk.free and chunk.nbytes == page.nbytes)
                 chunk = next(fitting, None) or self._grow(page.nbytes, len(pages) - at)

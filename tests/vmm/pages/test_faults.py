@@ -121,6 +121,7 @@ PAGE_ACTS: dict[str, Callable[[Any, Any], Any]] = {
     "PageTable.update": lambda world, one: (world.space.commit([8, 9]), one.update()),
     "HostTier.close": lambda world, one: one.close(),
     "HostTier.load": lambda world, one: None,  # with save
+    "HostTier.reserve": lambda world, one: one.reserve(40, PAGE),
     "HostTier.save": _saved,
     "HostTier.save_pages": lambda world, one: None,  # with swap_out
     "HostTier.settle": lambda world, one: None,  # with swap_out

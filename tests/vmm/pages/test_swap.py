@@ -257,6 +257,26 @@ def test_what_is_refused(space: vmm.PageSpace, device: sa.Device, tier: vmm.Host
     assert space.committed.tolist() == [0]
 
 
+def test_memory_is_allocated_under_no_lock(
+    space: vmm.PageSpace, tier: vmm.HostTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other threads change pages meanwhile."""
+    grow, busy = vmm.HostTier._grow, []
+
+    def seen(*args: Any) -> Any:
+        busy.append(space._physical._busy)
+        return grow(*args)
+
+    monkeypatch.setattr(vmm.HostTier, "_grow", seen)
+    space.commit(range(PAGES))
+    space.swap_out(range(PAGES), tier)
+    assert busy == [False] and tier.reserved == 32 << 20
+    tier.reserve(4, PAGE)
+    assert busy == [False, False]
+    with pytest.raises(sa.OutOfMemoryError), vmm.HostTier(space.device, limit=PAGE) as small:
+        small.reserve(2, PAGE)
+
+
 def test_trim(machine: object, device: sa.Device, space: vmm.PageSpace, tier: vmm.HostTier) -> None:
     space.commit(0)
     space.swap_out(0, tier)
