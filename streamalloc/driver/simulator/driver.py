@@ -55,7 +55,7 @@ class SimulatedDriver(
     def settings(self) -> str:
         """Value of STREAMALLOC_DRIVER with which another process makes the same machine."""
         spec = self._machine.spec
-        changed = [one for one in fields(spec) if getattr(spec, one.name) != one.default]
+        changed = [one for one in fields(spec) if one.init and getattr(spec, one.name) != one.default]
         pairs = ((one.name.removesuffix("_name"), getattr(spec, one.name)) for one in changed)
         return ":".join(
             filter(None, ("simulated", ",".join(f"{name}={int(v) if v in (True, False) else v}" for name, v in pairs)))

@@ -224,8 +224,9 @@ class Relay:
     def __del__(self) -> None:
         # At the end of its session, which a deferred item would keep. None of the calls waits. Errors are not raised:
         # they would keep the frames of the code in which the collector runs.
-        if self.session.usable:
-            for name, *args in reversed(getattr(self, "_releases", ())):
+        releases = getattr(self, "_releases", None)
+        if releases and self.session.usable:
+            for name, *args in reversed(releases):
                 getattr(self.session.driver, name)(*args)
 
 
