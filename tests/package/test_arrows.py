@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -48,6 +48,13 @@ def _area(module: str) -> str:
 @functools.cache
 def _nodes(module: str) -> list[ast.AST]:
     return list(ast.walk(ast.parse(FILES[module].read_text())))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _forget_trees() -> Iterator[None]:
+    """Later collections in this process do not go through the trees of the whole package."""
+    yield
+    _nodes.cache_clear()
 
 
 @functools.cache

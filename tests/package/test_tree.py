@@ -8,6 +8,7 @@ import importlib
 import inspect
 import pkgutil
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,6 +26,13 @@ SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if "__pycache__" not in 
 @functools.cache
 def _nodes(path: Path) -> list[ast.AST]:
     return list(ast.walk(ast.parse(path.read_text())))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _forget_trees() -> Iterator[None]:
+    """Later collections in this process do not go through the trees of the whole package."""
+    yield
+    _nodes.cache_clear()
 
 
 # Importing a __main__ module runs it.
