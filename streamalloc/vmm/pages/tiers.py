@@ -24,7 +24,7 @@ from streamalloc.core.internal import (
 )
 from streamalloc.core.properties import checked_size
 from streamalloc.core.resource import Closes
-from streamalloc.core.session import session_of
+from streamalloc.core.session import Session, session_of
 from streamalloc.pool import MemoryPool
 from streamalloc.vmm.pages.queued import Copy, Work, copy_batch
 from streamalloc.vmm.virtual_buffer import copying_stream
@@ -42,13 +42,16 @@ class _End(HandleEnd):
 
     __slots__ = ("work",)
 
-    def __init__(self, device: Device, nbytes: int) -> None:
-        session = session_of(device)
+    def __init__(self, session: Session) -> None:
         super().__init__(session, "cuMemFreeHost", None)
         self.work: list[Work] = []
         """Copies that may use it."""
-        with session.relaxed(), device.current():
-            self._raw = int(session.call("cuMemHostAlloc", nbytes, _PORTABLE))
+
+    def allocate(self, device: Device, nbytes: int) -> int:
+        """Allocate the chunk (``cuMemHostAlloc``) and return its address."""
+        with self._session.relaxed(), device.current():
+            self._raw = int(self._session.call("cuMemHostAlloc", nbytes, _PORTABLE))
+        return self._raw
 
     def attempt(self) -> bool:
         self.settle()
@@ -65,9 +68,11 @@ class _Chunk:
     __slots__ = ("__weakref__", "_end", "address", "count", "free", "nbytes")
 
     def __init__(self, device: Device, nbytes: int, count: int) -> None:
-        self._end = _End(device, nbytes * count)
-        deferred_queue(session_of(device)).end_with(self, self._end)
-        self.address: int = self._end.raw
+        session = session_of(device)
+        self._end = _End(session)
+        # Before the allocation: the calls after it may fail.
+        deferred_queue(session).end_with(self, self._end)
+        self.address: int = self._end.allocate(device, nbytes * count)
         self.nbytes: int = nbytes
         """Size of a page in bytes."""
         self.count: int = count
