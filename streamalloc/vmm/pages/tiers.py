@@ -50,8 +50,8 @@ class _End(HandleEnd):
     def allocate(self, device: Device, nbytes: int) -> int:
         """Allocate the chunk (``cuMemHostAlloc``) and return its address."""
         with self._session.relaxed(), device.current():
-            self._raw = int(self._session.call("cuMemHostAlloc", nbytes, _PORTABLE))
-        return self._raw
+            address = self._raw = int(self._session.call("cuMemHostAlloc", nbytes, _PORTABLE))
+        return address
 
     def attempt(self) -> bool:
         self.settle()
