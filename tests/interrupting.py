@@ -61,7 +61,9 @@ class Interrupt:
 
     def __enter__(self) -> Self:
         self._hook, sys.unraisablehook = sys.unraisablehook, self._unraisable
-        sys.setprofile(self._event)
+        # Kept: the interpreter may call the function once more after it has dropped its own reference.
+        self._profile = self._event
+        sys.setprofile(self._profile)
         return self
 
     def __exit__(self, *_: object) -> None:
