@@ -120,11 +120,26 @@ def copy_batch(
         for side in (target, source):
             side.ordered_before(ordered)
     attributes = [filled[number][1]._to_driver(session) for number in runs]
-    targets, sources = ([cuda.CUdeviceptr(pair[side].address) for pair, _ in filled] for side in (0, 1))
-    sizes = [pair[0].nbytes for pair, _ in filled]
+    copies = [(target.address, source.address, target.nbytes) for (target, source), _ in filled]
     with ordered.device.current():
-        raw = ordered._checked_raw()
-        session.call(_CALL, targets, sources, sizes, len(sizes), attributes, runs, len(runs), raw)
+        queue_batch(session, ordered._checked_raw(), copies, attributes, runs)
+
+
+def queue_batch(
+    session: Session,
+    raw: Any,
+    copies: Sequence[tuple[int, int, int]],
+    attributes: Sequence[Any] = (),
+    runs: Sequence[int] = (0,),
+) -> None:
+    """Queue copies, each of a target, a source and bytes, in one driver call on the stream with a ``CUstream``.
+
+    ``attributes``: ``CUmemcpyAttributes`` from each index in ``runs`` on; by default those of stream order for all.
+    """
+    attributes = attributes or (CopyOptions()._to_driver(session),)
+    targets, sources = ([cuda.CUdeviceptr(one[side]) for one in copies] for side in (0, 1))
+    sizes = [nbytes for _, _, nbytes in copies]
+    session.call(_CALL, targets, sources, sizes, len(sizes), list(attributes), list(runs), len(runs), raw)
 
 
 def _session_of(stream: StreamLike, ends: Sequence[Any]) -> Session:

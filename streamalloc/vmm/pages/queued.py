@@ -7,9 +7,17 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from streamalloc.core.errors import LOST, ClosedError, CudaError, NotSupportedError
-from streamalloc.core.internal import Device, Event, QueuedWork, Stream, as_stream, context_event, raw_handle
+from streamalloc.core.internal import (
+    Device,
+    Event,
+    QueuedWork,
+    Stream,
+    as_stream,
+    context_event,
+    queue_batch,
+    raw_handle,
+)
 from streamalloc.core.session import session_of
-from streamalloc.driver.internal import cuda
 from streamalloc.vmm.access import After, each_of
 
 _LEGACY = (0, 1)  # handles of the legacy default stream, which takes no batches
@@ -99,13 +107,8 @@ def copy_batch(copies: Iterable[Copy], stream: Stream) -> None:
     session, raw = session_of(stream), raw_handle(stream)
     with stream.device.current():
         if len(merged) > 1 and stream.handle not in _LEGACY:
-            attributes = cuda.CUmemcpyAttributes()
-            attributes.srcAccessOrder = cuda.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
-            targets = [cuda.CUdeviceptr(one.target) for one in merged]
-            sources = [cuda.CUdeviceptr(one.source) for one in merged]
-            sizes = [one.nbytes for one in merged]
             with contextlib.suppress(NotSupportedError):
-                session.call("cuMemcpyBatchAsync", targets, sources, sizes, len(merged), [attributes], [0], 1, raw)
+                queue_batch(session, raw, merged)
                 return
         for one in merged:
             session.call("cuMemcpyAsync", one.target, one.source, one.nbytes, raw)
