@@ -27,7 +27,7 @@ _STARTUP = str(Path(__file__).with_name("startup"))
 
 _lock = threading.Lock()
 _targets: dict[str, Any] = {}
-"""What is in the place of each module; empty while nothing is installed."""
+"""Replacement of each module; empty while nothing is installed."""
 _for_good = contextlib.ExitStack()
 
 

@@ -53,7 +53,7 @@ class QueuedSources:
 
     def add(self, stream: Stream, pieces: Iterable[tuple[Piece, bool]], what: str, stack: Stack) -> None:
         """Record the host memory that the latest operation of a stream reads."""
-        # Who allocates pinned memory by a call, or registers some, has its address.
+        # Code that allocates pinned memory by a call, or registers some, has its address.
         viewed = [(piece, write) for piece, write in pieces if piece[0].viewed or piece[0].kind in HOST_KINDS]
         if not viewed or not self._has_all_writes(stream):
             return

@@ -61,7 +61,7 @@ class Layout:
     described: tuple[int, int, int] = (0, 0, 0)
     """Format, channels and flags of the descriptor."""
     line: bool = False
-    """Of one dimension."""
+    """Whether it has one dimension."""
 
     @property
     def size(self) -> int:
@@ -118,7 +118,7 @@ class Storage:
     context: Context
     layout: Layout
     memory: mmap.mmap | None = None
-    """Of an ordinary array."""
+    """Bytes of an ordinary array."""
     tiles: dict[Tile, tuple[Memory, int]] = field(default_factory=dict)
     queued: int = 0
     """Operations on it that are not done yet."""

@@ -457,7 +457,7 @@ class Arena:
 
 
 class Usage(Protocol):
-    """What all processes of a machine use (:mod:`.usage`)."""
+    """Bytes that all processes of a machine use (:mod:`.usage`)."""
 
     def put(self, bank: int, used: int) -> None: ...
 

@@ -739,7 +739,7 @@ class ImportedRange(RemappableBuffer, Foreign):
     _contents: tuple[Contents, ...]
     """One for each open without a stream."""
     _leases: tuple[RangeLease, ...]
-    """Of the last open that had one."""
+    """Leases of the last open that had one."""
 
     def __init__(self, device: Device, capacity: int, rights: Rights, stream: StreamLike | None, offset: int) -> None:
         self._announced = None

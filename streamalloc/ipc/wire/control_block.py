@@ -199,7 +199,7 @@ class ControlBlock:
     closed: Words
 
     relay: Any = None
-    """What exchanges the words with another machine, if this is a replica: see :mod:`streamalloc.ipc.wire.relay`."""
+    """Exchange of the words with another machine, if this is a replica: see :mod:`streamalloc.ipc.wire.relay`."""
     ready_at: int | None = None
     """Device address of the words ``ready`` that streams wait for, by slot; None: those of the block itself."""
 

@@ -251,7 +251,7 @@ def _close_idle() -> None:
                 relay.close()
 
 
-# What is reported as a leak is the program's: a relay is made again when it is needed.
+# A relay is no leak of the program: it is made again when it is needed.
 SETTLERS.append(_close_idle)
 
 

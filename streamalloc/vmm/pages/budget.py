@@ -62,9 +62,9 @@ class Member(NamedTuple):
     used: int
     """Its pages."""
     wanted: int
-    """What others have asked it to release of pages that it does not use."""
+    """Bytes that others have asked it to release of pages that it does not use."""
     asked: int
-    """What others have asked it to release in any case, as it has more than its share."""
+    """Bytes that others have asked it to release in any case, as it has more than its share."""
 
 
 class PageBudget(Closes):

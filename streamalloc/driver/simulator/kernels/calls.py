@@ -345,7 +345,7 @@ class KernelCalls(Calls):
     def _launch_of(
         self, context: Context, function: Function, shape: Shape, params: Any, extra: Any
     ) -> tuple[Operation, Cells]:
-        """What a launch does in its stream, and its arguments."""
+        """The operation of a launch in its stream, and its arguments."""
         own = function.module.context
         check(own is None or own is context, Result.CUDA_ERROR_INVALID_HANDLE)
         kernel = function.kernel

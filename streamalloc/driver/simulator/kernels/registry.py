@@ -46,7 +46,7 @@ class Kernel:
 
 
 class Launch(Protocol):
-    """What a kernel can ask about its launch."""
+    """Properties of its launch that a kernel can read."""
 
     name: str
     """Name of the kernel."""

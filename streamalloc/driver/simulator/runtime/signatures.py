@@ -1,4 +1,4 @@
-"""What functions of the bindings take and return, from their documentation."""
+"""Parameters and results of the bindings' functions, from their documentation."""
 
 from __future__ import annotations
 

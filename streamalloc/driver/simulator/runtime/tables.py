@@ -1,4 +1,4 @@
-"""Which driver call is behind a function of the runtime, where their parameters are the same in the same order.
+"""Driver calls behind functions of the runtime, where their parameters are the same in the same order.
 
 A function that is not listed has the driver call of its name: ``cudaStreamQuery`` is ``cuStreamQuery``.
 """
