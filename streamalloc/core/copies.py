@@ -6,6 +6,7 @@ stream, see :attr:`MemoryBase._ptr`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -264,3 +265,24 @@ def copy_bytes(target: CopySide, source: CopySide, stream: Stream) -> None:
                 return next(filter(None, (memory._access_hint(stream) for memory in sides)), "")
 
             session.call("cuMemcpyAsync", target.address, source.address, target.nbytes, raw, hint=hint)
+
+
+def queue_batch(
+    session: Session,
+    raw: Any,
+    copies: Sequence[tuple[int, int, int]],
+    attributes: Sequence[Any] = (),
+    runs: Sequence[int] = (0,),
+) -> None:
+    """Queue copies, each of a target, a source and bytes, in one driver call on the stream with a ``CUstream``.
+
+    ``attributes``: ``CUmemcpyAttributes`` from each index in ``runs`` on; by default those of stream order for all.
+    """
+    if not attributes:
+        in_order = cuda.CUmemcpyAttributes()
+        in_order.srcAccessOrder = cuda.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+        attributes = (in_order,)
+    targets, sources = ([cuda.CUdeviceptr(one[side]) for one in copies] for side in (0, 1))
+    sizes = [nbytes for _, _, nbytes in copies]
+    settings = list(attributes), list(runs), len(runs)
+    session.call("cuMemcpyBatchAsync", targets, sources, sizes, len(sizes), *settings, raw)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from streamalloc.core.copies import CopySide
+from streamalloc.core.copies import CopySide, queue_batch
 from streamalloc.core.device import Device, check_location, location_of
 from streamalloc.core.errors import CaptureError, refused, unsupported
 from streamalloc.core.managed import refuse_legacy
@@ -123,23 +123,6 @@ def copy_batch(
     copies = [(target.address, source.address, target.nbytes) for (target, source), _ in filled]
     with ordered.device.current():
         queue_batch(session, ordered._checked_raw(), copies, attributes, runs)
-
-
-def queue_batch(
-    session: Session,
-    raw: Any,
-    copies: Sequence[tuple[int, int, int]],
-    attributes: Sequence[Any] = (),
-    runs: Sequence[int] = (0,),
-) -> None:
-    """Queue copies, each of a target, a source and bytes, in one driver call on the stream with a ``CUstream``.
-
-    ``attributes``: ``CUmemcpyAttributes`` from each index in ``runs`` on; by default those of stream order for all.
-    """
-    attributes = attributes or (CopyOptions()._to_driver(session),)
-    targets, sources = ([cuda.CUdeviceptr(one[side]) for one in copies] for side in (0, 1))
-    sizes = [nbytes for _, _, nbytes in copies]
-    session.call(_CALL, targets, sources, sizes, len(sizes), list(attributes), list(runs), len(runs), raw)
 
 
 def _session_of(stream: StreamLike, ends: Sequence[Any]) -> Session:
