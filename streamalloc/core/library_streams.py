@@ -85,6 +85,13 @@ def handle_of_library_stream(stream: object) -> int:
     raise TypeError(f"stream must be a Stream or an object that names its handle ({known}), not {stream!r}")
 
 
+def names_handle(stream: object, handle: int) -> bool:
+    """Whether a library's object still has this stream: it has neither died nor closed the stream."""
+    with contextlib.suppress(Exception):  # a closed object may refuse to name its handle
+        return handle_of_library_stream(stream) == handle
+    return False
+
+
 def device_of_library_stream(stream: object) -> int | None:
     """The ordinal of the device that a PyTorch or CuPy stream names; None where it names none."""
     for name in ("device_index", "device_id"):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from streamalloc.core.deferred import Deferred, deferred_queue
 from streamalloc.core.errors import CaptureError, ClosedError, InvalidContextError, InvalidHandleError, refused
-from streamalloc.core.library_streams import owned_streams
+from streamalloc.core.library_streams import names_handle, owned_streams
 from streamalloc.core.session import PerDriver, Session
 from streamalloc.core.stream import LEGACY, PER_THREAD, Kind, Stream, _ended, _made_here, _passed
 from streamalloc.core.stream_resolution import _default_streams, default_stream
@@ -127,7 +127,7 @@ def _record_after(stream: Stream) -> Event | None:
         with stream.device.create_stream(blocking=True) as behind:
             return behind.record(timing=True)
     owner = stream._weak_owner and stream._weak_owner()  # keeps the driver's stream meanwhile
-    if stream._weak_owner and owner is None:
+    if stream._weak_owner and not names_handle(owner, stream._number):
         raise ClosedError(f"{stream!r} has ended")
     return record_uncaptured(stream)
 

@@ -91,9 +91,10 @@ class Copies:
         self.finished = True
 
     def precede(self, stream: Stream) -> None:
-        """Make later work of ``stream`` wait for the copies; without an event, for all queued work."""
+        """Make later work of ``stream`` wait for the copies; if their stream is not known, for all queued work."""
+        own = self.stream
         if self._end is None:
-            QueuedWork(session_of(stream)).precede(stream)
+            QueuedWork(session_of(stream), *((own,) if own is not None else ())).precede(stream)
         else:
             stream.wait(self._end)
 

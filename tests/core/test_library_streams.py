@@ -17,6 +17,7 @@ import streamalloc.driver as sd
 from streamalloc.core.allocator import Allocator
 from streamalloc.core.buffer import PlainBuffer
 from streamalloc.core.library_streams import kept_stream, owned_streams
+from streamalloc.core.queued_work import _record_after
 from streamalloc.core.session import Session, session_of
 from streamalloc.driver.bindings import cuda
 from tests.interleaving import interleaved
@@ -435,6 +436,9 @@ def test_work_of_streams_that_may_be_destroyed_is_not_recorded(scene: Scene) -> 
     closed.ptr = 0  # as after a close of the library
     found = owned_streams(session_of(scene.device))
     assert found == [kept_stream(owned, session_of(scene.device))]
+    owned.ptr = 0  # between the list and the record
+    with pytest.raises(sa.ClosedError):
+        _record_after(found[0])
 
 
 @pytest.mark.parametrize("kind", ["default", "CuPy, null"])

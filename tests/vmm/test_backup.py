@@ -43,7 +43,7 @@ def refusing(driver: Any) -> Any:
 
 
 class Foreign:
-    """A stream of somebody else, who may destroy it with work in it."""
+    """A stream of somebody else, who may destroy it with work in it. Like one of cuda.core, it has no handle then."""
 
     def __init__(self, device: sa.Device) -> None:
         self._device = device
@@ -56,8 +56,9 @@ class Foreign:
         return 0, int(self._raw)
 
     def destroy(self) -> None:
+        raw, self._raw = self._raw, cuda.CUstream(0)
         with self._device.current():
-            assert not self._device.driver.cuStreamDestroy(self._raw)[0]
+            assert not self._device.driver.cuStreamDestroy(raw)[0]
 
 
 class World:
