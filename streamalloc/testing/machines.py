@@ -66,7 +66,7 @@ def describe_real() -> str:
     _, number = driver.cuDriverGetVersion()
     # Raw calls: a Device would retain a context before the first test.
     found = [driver.cuDeviceGetName(256, ordinal)[1] for ordinal in range(real_devices())]
-    names = [name.rstrip(b"\0").decode(errors="replace") for name in found]
+    names = [name.partition(b"\0")[0].decode(errors="replace") for name in found]
     shown = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
     return f"CUDA {number // 1000}.{number % 1000 // 10} driver, {shown}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -40,9 +41,16 @@ def same_architecture(raw: Any, same_driver: None) -> None:
 @pytest.fixture
 def same_gpu(raw: Any, same_architecture: None) -> None:
     """Skips where the GPU is of another kind than that of the readings."""
-    name = value(raw.cuDeviceGetName(64, 0)).rstrip(b"\0").decode()
+    name = value(raw.cuDeviceGetName(64, 0)).partition(b"\0")[0].decode()
     if name != NAME:
         pytest.skip(f"a reading of an {NAME}, and this is an {name}")
+
+
+@pytest.fixture
+def all_devices(on_cuda: bool) -> None:
+    """Skips where this process sees some of the machine's devices only: it answers as one with all of them."""
+    if on_cuda and "CUDA_VISIBLE_DEVICES" in os.environ:
+        pytest.skip("a reading of all devices of a machine, and CUDA_VISIBLE_DEVICES may hide some")
 
 
 @pytest.fixture

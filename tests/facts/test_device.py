@@ -221,7 +221,7 @@ def test_attribute_of_a_device_that_is_not_there(raw: Any) -> None:
     assert said(raw.cuDeviceGetAttribute(raw.CUdevice_attribute(1), 99)) == "INVALID_DEVICE"
 
 
-@pytest.mark.usefixtures("same_gpu")
+@pytest.mark.usefixtures("same_gpu", "all_devices")
 def test_multicast_needs_a_second_device(raw: Any) -> None:
     count = value(raw.cuDeviceGetCount())
     attribute = device_attribute(raw, "MULTICAST_SUPPORTED")

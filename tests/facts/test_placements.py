@@ -217,7 +217,7 @@ class TestAddresses:
     """A pool of the only device has addresses for twice of what it may hold. With several devices it has more."""
 
     @pytest.fixture(params=[1, pytest.param(2, marks=pytest.mark.gpus(2))])
-    def only(self, raw: Any) -> bool:
+    def only(self, raw: Any, all_devices: None) -> bool:
         """Whether there is one device only."""
         return bool(value(raw.cuDeviceGetCount()) == 1)
 

@@ -109,7 +109,7 @@ def read_profile(driver: Any, *, multicast: bool = False) -> dict[str, Any]:
 
 
 def _name(driver: Any, device: int) -> str:
-    text: str = _succeeded(driver.cuDeviceGetName(256, device)).rstrip(b"\0").decode("ascii", "replace")
+    text: str = _succeeded(driver.cuDeviceGetName(256, device)).partition(b"\0")[0].decode("ascii", "replace")
     return text.replace("\ufffd", "?")
 
 
