@@ -186,7 +186,7 @@ def as_bytes(data: BytesLike) -> bytes:
     """A copy of the data that a caller sends; ``TypeError`` if it is no bytes-like object."""
     try:
         return bytes(memoryview(data))
-    except TypeError:
+    except (TypeError, BufferError):
         raise TypeError(
             f"data must be bytes, not {type(data).__name__} ({data!r}); memory, pools and events are sent with "
             "streamalloc.ipc.send(channel, thing)"
