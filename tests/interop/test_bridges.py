@@ -398,6 +398,7 @@ class TestOrder:
         device.synchronize()
         assert used(pool) == 0
 
+    @pytest.mark.simulated_only("it resets the context of the whole process")
     def test_small_numba_arrays_of_a_context_that_was_reset(self, get: Get, machine: Any) -> None:
         """The next ones are freed all the same."""
         device, library = sa.Device(0, driver=machine), get("numba")

@@ -34,7 +34,7 @@ PTX = b"""
 )
 { ret; }
 """
-_ARRAY = np.char.array(PTX)
+_ARRAY = np.frombuffer(PTX, np.uint8)
 TYPES = (np.uint64, ctypes.c_float, ctypes.c_uint)
 
 
@@ -239,7 +239,9 @@ def test_names_and_parameters_of_ptx(raw: Any) -> None:
     assert launch(raw, function, None)[0] == cuda.CUresult.CUDA_ERROR_INVALID_HANDLE
 
 
-@pytest.mark.parametrize("form", [bytearray, np.char.array, lambda text: _ARRAY.ctypes.data])
+@pytest.mark.parametrize(
+    "form", [bytearray, lambda text: np.frombuffer(text, np.uint8), lambda text: _ARRAY.ctypes.data]
+)
 def test_images_of_every_form(raw: Any, form: Any) -> None:
     kept, linked = form(PTX), ok(raw.cuLinkCreate(0, None, None))
     kind = cuda.CUjitInputType.CU_JIT_INPUT_PTX
