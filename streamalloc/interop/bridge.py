@@ -508,15 +508,19 @@ class Ledger:
             self._held[address] = memory, get_ident(), handle
         return address
 
-    def free(self, address: int, ordinal: int, handle: int | None = None) -> None:
-        """Free the memory at an address in the order of a stream; None: the stream of its allocation."""
+    def __contains__(self, address: int) -> bool:
+        return address in self._held
+
+    def free(self, address: int, ordinal: int, handle: int | None = None) -> int:
+        """Free the memory at an address in the order of a stream; None: that of its allocation. Returns its bytes."""
         held = self._held.pop(address, None)
         if held is None:
-            return
+            return 0
         memory, thread, own = held
+        nbytes = memory.nbytes
         same = handle is None or handle == own or (handle or _LEGACY) == (own or _LEGACY)
         if same and type(memory) is CachedBuffer:
-            return  # Its finaliser returns the block to the cache.
+            return nbytes  # Its finaliser returns the block to the cache.
         if not isinstance(memory, Buffer):
             # Virtual memory is unmapped once the work that its devices have now is done.
             del held, memory
@@ -528,3 +532,4 @@ class Ledger:
                 memory.free(self.sources.stream(ordinal, handle))
             except CudaError:
                 deferred_queue(self.sources.session).submit(FreeAfterAll(memory))
+        return nbytes

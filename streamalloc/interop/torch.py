@@ -1,8 +1,12 @@
 """Bridge to PyTorch: a ``torch.cuda.MemPool`` over pools of streamalloc, and tensors over memory.
 
 PyTorch allocates segments from the bridge and places its tensors in them, so that it calls the bridge seldom. Its
-statistics, snapshots and graph captures work as usual. PyTorch frees a segment when the bridge is closed and no tensor
-is in the segment.
+statistics, snapshots and graph captures work as usual. PyTorch frees the segments without a tensor at
+:meth:`TorchBridge.trim`, and when the bridge is closed.
+
+PyTorch frees segments with its allocator locked. A callback into Python would then wait for the GIL, which another
+thread holds while it drops a tensor and waits for that lock. So the free function does nothing, and the segments that
+PyTorch has freed are found in its snapshots (:func:`_return_segments`).
 """
 
 from __future__ import annotations
@@ -13,12 +17,13 @@ import ctypes
 import os
 import sys
 import threading
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from streamalloc.core.errors import OutOfMemoryError
+from streamalloc.core.errors import InUseError, OutOfMemoryError
 from streamalloc.core.internal import BufferView, Memory, StreamLike
 from streamalloc.interop.bridge import Bridge, Ledger, Source, Sources, library
 from streamalloc.interop.loans import Borrowed, Lent, borrow, form
@@ -28,7 +33,6 @@ from streamalloc.ipc import Tensor, Weights, WeightsWriter
 __all__ = ["TorchBridge", "memory", "state_dict", "tensor", "use", "write_state_dict"]
 
 _ALLOCATE = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
-_FREE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
 
 _RELEASE_LOCK = "release_lock_on_cudamalloc"
 
@@ -64,7 +68,7 @@ class TorchBridge(Bridge):
     callback, which takes the GIL, and deadlocks with a thread that drops a tensor while it holds the GIL.
     """
 
-    __slots__ = ("_callbacks", "_rmm", "pools")
+    __slots__ = ("_allocator", "_callbacks", "_rmm", "pools")
 
     def __init__(self, sources: Sources, rmm: bool = False) -> None:
         super().__init__(sources)
@@ -83,6 +87,7 @@ class TorchBridge(Bridge):
     @property
     def segments(self) -> int:
         """Number of segments that PyTorch has allocated by callbacks and not freed."""
+        _return_segments()
         return 0 if self._callbacks is None else len(self._callbacks.ledger)
 
     @property
@@ -100,11 +105,15 @@ class TorchBridge(Bridge):
                 _release_lock(torch)
                 self._callbacks = self._callbacks or _immortal(Callbacks(Ledger(self.sources)))
                 allocator = _immortal(torch._C._cuda_customAllocator(*self._callbacks.pointers))
-            for ordinal in self.sources.by_device:
-                with torch.cuda.device(ordinal):
-                    # Its destructor calls Python: it must not run when the interpreter has ended.
-                    self.pools[ordinal] = _immortal(torch.cuda.MemPool(allocator))
+            self._allocator = allocator
+            self._make_pools(torch, self.sources.by_device)
         return torch
+
+    def _make_pools(self, torch: Any, ordinals: Iterable[int]) -> None:
+        for ordinal in ordinals:
+            with torch.cuda.device(ordinal):
+                # PyTorch aborts if the pool of a dropped bridge ends while it is used.
+                self.pools[ordinal] = _immortal(torch.cuda.MemPool(self._allocator))
 
     def _install(self, undo: contextlib.ExitStack) -> None:
         routes: list[_Route] = vars(_routes).setdefault("all", [])
@@ -114,6 +123,7 @@ class TorchBridge(Bridge):
             inner = routes[-1] is route
             routes.remove(route)
             route.leave()
+            _end_pools()
             if inner and routes:
                 routes[-1].enter()
 
@@ -124,11 +134,41 @@ class TorchBridge(Bridge):
         undo.callback(end)
         route.enter()
 
+    def trim(self) -> int:
+        """Return the segments without a tensor to the sources, also while tensors are in others; the bytes returned.
+
+        Later tensors are in new segments. Calls ``torch.cuda.empty_cache()``, which frees PyTorch's own cache as well.
+        Nothing is returned of a pool that a captured graph uses.
+
+        Do not call this while a graph is captured or inside a ``use_mem_pool`` of your own: PyTorch aborts the process.
+
+        Raises
+        ------
+        InUseError
+            Another thread allocates from a bridge now: PyTorch would abort the process.
+        """
+        torch = self._prepare()
+        routes: list[_Route] = vars(_routes).get("all", [])
+        with contextlib.ExitStack() as routed:
+            if routes:
+                routes[-1].leave()
+                routed.callback(routes[-1].enter)
+            if _active:
+                raise InUseError("another thread allocates from a bridge to PyTorch: stop that bridge first")
+            before = _return_segments()
+            unused = {ordinal: pool for ordinal, pool in self.pools.items() if pool.use_count() == 1}
+            self._make_pools(torch, unused)
+            _ended.extend(unused.values())
+            unused.clear()
+            before += _end_pools()
+            torch.cuda.empty_cache()
+            return before + _return_segments()
+
     def close(self) -> None:
         """Stop, and have PyTorch free its segments.
 
-        If a tensor is in a segment, all segments of that device stay until the process ends: PyTorch would free them
-        with its allocator locked. Inside another bridge the segments are freed when that bridge is stopped.
+        Those with a tensor stay until it is dropped and :meth:`trim` of any bridge is called. Inside another bridge the
+        segments are freed when that bridge is stopped. If some are left, ``torch.cuda.empty_cache()`` is called.
 
         Do not call this while a graph is captured or inside a ``use_mem_pool`` of your own: PyTorch aborts the process.
         PyTorch's cuBLAS workspaces are tensors too; ``torch._C._cuda_clearCublasWorkspaces()`` frees them.
@@ -138,6 +178,9 @@ class TorchBridge(Bridge):
         _ended.extend(pools.values())
         pools.clear()
         _end_pools()
+        if self._callbacks is not None and self._callbacks.ledger:
+            library("torch").cuda.empty_cache()
+            _return_segments()
 
     def _leave(self, *, failed: bool) -> None:
         self.stop()
@@ -161,20 +204,49 @@ class _Route:
     def leave(self) -> None:
         self._entered.close()
         _active.discard(self)
-        _end_pools()
 
 
-# The active routes of all threads, and the pools of closed bridges.
+# The active routes of all threads, the pools of closed bridges, and the callbacks of all bridges, which never end.
 _active: set[_Route] = set()
 _ended: list[Any] = []
+_made: list[Callbacks] = []
+# Lock held for a snapshot and what follows from it, and the number of the latest: an older one lacks new segments.
+_snapshots = threading.RLock()
+_latest = [0]
 
 
-def _end_pools() -> None:
-    """Release the empty pools of closed bridges. While a route is active PyTorch would abort, so that they wait."""
-    while _ended and not _active:
+def _end_pools() -> int:
+    """Release the pools of closed bridges; return the bytes of the segments that PyTorch has freed.
+
+    While a route is active PyTorch would abort, so that they wait; as does a pool that a captured graph uses.
+    """
+    if not _ended or _active:
+        return 0
+    freed, kept = _return_segments(), []
+    while _ended:
         pool = _ended.pop()
-        if not any(segment["allocated_size"] for segment in pool.snapshot(include_traces=False)):
+        if pool.use_count() > 1:
+            kept.append(pool)
+        else:
             ctypes.pythonapi.Py_DecRef(ctypes.py_object(pool))  # of _immortal()
+        del pool
+    _ended.extend(kept)
+    return freed + _return_segments()
+
+
+def _return_segments() -> int:
+    """Free the segments that PyTorch has freed, those of all bridges; return their size in bytes.
+
+    A segment that is in no snapshot yet may be one that PyTorch is allocating: it is freed if it was in one before.
+    """
+    if not any(callbacks.ledger for callbacks in _made):
+        return 0
+    with _snapshots:
+        _latest[0] += 1
+        mine = _latest[0]
+        there = {segment["address"] for segment in library("torch").cuda.memory_snapshot(include_traces=False)}
+        # A signal handler that has taken another one meanwhile has freed all.
+        return sum(callbacks.keep(there) for callbacks in _made) if _latest[0] == mine else 0
 
 
 _routes = threading.local()
@@ -184,39 +256,55 @@ _routes = threading.local()
 class Callbacks:
     """Allocate and free functions for PyTorch, which calls them from C++ on any thread. They raise nothing."""
 
-    __slots__ = ("_functions", "ledger", "refusal")
+    __slots__ = ("_function", "_seen", "ledger", "refusal")
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger: Ledger = ledger
         self.refusal: OutOfMemoryError | None = None
         """Error of the last failed allocation."""
-        self._functions = _ALLOCATE(self._allocate), _FREE(self._free)
+        self._function = _ALLOCATE(self._allocate)
+        self._seen: set[int] = set()
+        """Addresses of segments that were in a snapshot."""
+        _made.append(self)
 
     @property
     def pointers(self) -> tuple[int, ...]:
-        """Addresses of the two functions."""
-        return tuple(ctypes.cast(function, ctypes.c_void_p).value or 0 for function in self._functions)
+        """Addresses of the two functions; the free function takes no lock and does nothing."""
+        functions = self._function, ctypes.pythonapi.Py_IsInitialized
+        return tuple(ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions)
 
     def _allocate(self, nbytes: int, ordinal: int, stream: int | None) -> int:
         address = 0
         try:
             # PyTorch allocates segments during captures too, and these must not become graph memory.
             with self.ledger.sources.session.relaxed():
-                address = self.ledger.allocate(nbytes, ordinal, stream or 0, in_capture=False)
+                try:
+                    address = self.ledger.allocate(nbytes, ordinal, stream or 0, in_capture=False)
+                except OutOfMemoryError:
+                    if not _return_segments():
+                        raise
+                    address = self.ledger.allocate(nbytes, ordinal, stream or 0, in_capture=False)
             return address
         except OutOfMemoryError as error:
             self.refusal = error
         except BaseException as error:
             _report(error, self._allocate)
         if address:
-            self._free(address, nbytes, ordinal, stream)
+            self._free(address)
         return 0  # PyTorch raises its own out-of-memory error
 
-    def _free(self, address: int | None, nbytes: int, ordinal: int, stream: int | None) -> None:
+    def keep(self, there: set[int]) -> int:
+        """Free the segments that were in a snapshot before and are not in this one; return their size in bytes."""
+        gone = self._seen - there
+        self._seen = {address for address in there if address in self.ledger}
+        return sum(map(self._free, gone))
+
+    def _free(self, address: int) -> int:
         try:
-            self.ledger.free(address or 0, ordinal)
+            return self.ledger.free(address, 0)
         except BaseException as error:
             _report(error, self._free)
+            return 0
 
 
 def _report(error: BaseException, where: object) -> None:

@@ -330,6 +330,8 @@ def torch(driver: Any) -> dict[str, ModuleType]:
     recording: list[Any] = []
     allocate_type = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
     free_type = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+    known: list[dict[int, dict[str, int]]] = []  # the segments of all pools, also of those that were dropped
+    freeable: list[tuple[Any, dict[int, dict[str, int]]]] = []
     segment_size = 2 << 20
 
     class OutOfMemoryError(RuntimeError): ...
@@ -345,6 +347,10 @@ def torch(driver: Any) -> dict[str, ModuleType]:
         def __init__(self, allocator: Any) -> None:
             self.allocator = allocator
             self.segments: dict[int, dict[str, int]] = {}
+            known.append(self.segments)
+
+        def use_count(self) -> int:
+            return 1 + len(graphs.get(id(self), ()))
 
         def take(self, nbytes: int, stream: int) -> int:
             size = -(-nbytes // segment_size) * segment_size
@@ -359,22 +365,35 @@ def torch(driver: Any) -> dict[str, ModuleType]:
             if not address:
                 raise OutOfMemoryError("CUDA out of memory.")
             with mutex:
-                self.segments[address] = {"total_size": size, "allocated_size": nbytes, "stream": stream}
+                self.segments[address] = {
+                    "address": address, "total_size": size, "allocated_size": nbytes, "stream": stream,
+                }  # fmt: skip
             return address
-
-        def give(self, address: int) -> None:
-            with mutex:
-                self.segments[address]["allocated_size"] = 0
-
-        def snapshot(self, include_traces: bool = True) -> list[dict[str, int]]:
-            return list(self.segments.values())
 
         def __del__(self) -> None:
             # PyTorch aborts the process.
             assert not recording, "a pool is released while allocations are routed"
-            with mutex:
-                for address, segment in self.segments.items():
-                    self.allocator.free(address, segment["total_size"], 0, segment["stream"] or None)
+            assert self.use_count() == 1, "a pool is released while a graph uses it"
+            freeable.append((self.allocator, self.segments))
+            free_empty(self.allocator, self.segments)
+
+    def free_empty(allocator: Any, segments: dict[int, dict[str, int]]) -> None:
+        """As PyTorch does with pools that nobody can allocate from any more: with its lock held."""
+        with mutex:
+            for address, segment in list(segments.items()):
+                if not segment["allocated_size"]:
+                    del segments[address]
+                    allocator.free(address, segment["total_size"], 0, segment["stream"] or None)
+
+    def empty_cache() -> None:
+        for allocator, segments in freeable:
+            free_empty(allocator, segments)
+
+    def memory_snapshot(mempool_id: Any = None, include_traces: bool = True) -> list[dict[str, int]]:
+        with mutex:
+            return [segment for segments in known for segment in segments.values()]
+
+    graphs: dict[int, list[Any]] = {}  # the graphs that were captured with a pool, by its id()
 
     @contextlib.contextmanager
     def use_mem_pool(pool: Any, device: int = 0) -> Iterator[None]:
@@ -419,7 +438,13 @@ def torch(driver: Any) -> dict[str, ModuleType]:
         pool = next(iter(getattr(local, "pools", ())), None)
         if pool is not None:
             address = pool.take(size, current_stream().cuda_stream)
-            return Tensor(size, address, lambda: pool.give(address))
+            segments = pool.segments  # the tensor does not keep the pool
+
+            def let_go() -> None:
+                with mutex:
+                    segments[address]["allocated_size"] = 0
+
+            return Tensor(size, address, let_go)
         address = int(calls.here("cuMemAlloc", size))
         return Tensor(size, address, lambda: driver.cuMemFree(address))
 
@@ -466,6 +491,7 @@ def torch(driver: Any) -> dict[str, ModuleType]:
     module.cuda = SimpleNamespace(
         MemPool=MemPool, use_mem_pool=use_mem_pool, Stream=Stream, stream=on, current_stream=current_stream,
         device=lambda ordinal: contextlib.nullcontext(), is_initialized=lambda: True,
+        empty_cache=empty_cache, memory_snapshot=memory_snapshot, graphs=graphs,
     )  # fmt: skip
     return {"torch": module}
 
