@@ -104,10 +104,10 @@ class Allocator(Unique):
         handle = kept._handle
         if kept._direct is not self._session:
             session = self._session
-            if handle is None and kept._current is not None:
+            if handle is None and kept._answer is not None:
                 # A function in a slot is called faster by a local name.
-                current = session.cuCtxGetCurrent
-                if current() == kept._current:
+                asks = kept._asks
+                if asks() == kept._answer:
                     handle = kept._raw
             if kept._session is not session:
                 return self._allocate_slowly(nbytes, stream)

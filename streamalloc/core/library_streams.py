@@ -92,6 +92,25 @@ def names_handle(stream: object, handle: int) -> bool:
     return False
 
 
+def reader_of_open(stream: object, owner: Callable[[], Any]) -> Callable[[], Any] | None:
+    """A function that reads the handle of a library's stream which users may close; None for other streams.
+
+    ``owner`` returns the library's object. The function returns None after the close, and raises nothing.
+    """
+    kind = type(stream)
+    if not callable(getattr(kind, "close", None)):
+        return None
+    protocol = getattr(kind, "__cuda_stream__", None)
+
+    def named() -> Any:
+        try:
+            return handle_of_library_stream(owner()) if protocol is None else protocol(owner())[1]
+        except Exception:  # as a closed stream of cuda.core does
+            return None
+
+    return named
+
+
 def device_of_library_stream(stream: object) -> int | None:
     """The ordinal of the device that a PyTorch or CuPy stream names; None where it names none."""
     for name in ("device_index", "device_id"):
@@ -130,7 +149,7 @@ def kept_stream(stream: Any, session: Session) -> Any:
     """The :class:`Stream` that is kept for a library's stream; None where there is none.
 
     For a default stream whose library names no device, it is that of the device on which it was used last. Calls on it
-    that go straight to the driver compare the current context in any case, see :meth:`Stream._handle_in_context`.
+    that go straight to the driver compare the current context in any case, see :meth:`Stream._asked_handle`.
     """
     try:
         read, streams, lasting = session.library_streams[type(stream)]
@@ -193,6 +212,7 @@ def keep_stream(stream: Any, number: int, found: Any, session: Session) -> None:
     _, streams, _ = session.library_streams.setdefault(kind, (read, {}, lasting))
     if not found.is_default:
         found._weak_owner = owner
+        found._may_be_closed(reader_of_open(stream, owner))
     if lasting is not None and streams.setdefault(named, found) is not found:
         return
     streams[key] = found, owner

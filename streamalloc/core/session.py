@@ -15,8 +15,10 @@ Slot           Set for                     The call goes straight to the driver
 =============  ==========================  ========================================================================
 ``_handle``    our own, other libraries'   if it is not an allocation
 ``_direct``    our own                     also if it is an allocation
-``_current``   default streams             while ``cuCtxGetCurrent`` answers this: the handle means nothing without
-                                           a context
+``_answer``    default streams             while ``_asks``, ``cuCtxGetCurrent``, answers this: the handle means nothing
+                                           without a context
+``_answer``    those that a library may    while ``_asks`` reads this handle from the library's object
+               close
 =============  ==========================  ========================================================================
 
 An allocation on a stream that other code may capture asks ``cuStreamIsCapturing`` before: memory that is allocated in a

@@ -16,6 +16,7 @@ from streamalloc.core.internal import (
     Stream,
     deferred_queue,
     direct_handle,
+    end_is_known,
     end_of,
     end_with_stream,
     forbid_lists,
@@ -197,7 +198,7 @@ class StreamCache(Deferred):
         self.cache.collect_dropped()
         stream = self.stream()
         own = stream is None or stream.closed or stream.is_default or direct_handle(stream, self.session) is not None
-        if stream is not None and not own and stream.capturing:
+        if stream is not None and (not end_is_known(stream) or (not own and stream.capturing)):
             return False
         if self.free_bytes:
             with self.ordered() as ordered:
