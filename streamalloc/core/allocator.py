@@ -107,7 +107,8 @@ class Allocator(Unique):
             if handle is None and kept._answer is not None:
                 # A function in a slot is called faster by a local name.
                 asks = kept._asks
-                if asks() == kept._answer:
+                # kept_stream() has found that its library has not closed it.
+                if (asks is kept._named and kept is not stream) or asks() == kept._answer:
                     handle = kept._raw
             if kept._session is not session:
                 return self._allocate_slowly(nbytes, stream)

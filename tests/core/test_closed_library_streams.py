@@ -218,6 +218,24 @@ def test_recorded_work_waits_for_a_synchronization(scene: Scene) -> None:
     buffer.free(scene.own)
 
 
+def test_each_call_asks_once(scene: Scene) -> None:
+    asked: list[int] = []
+
+    class Counting(Closable):
+        def __cuda_stream__(self) -> tuple[int, int]:
+            asked.append(self.was)
+            return super().__cuda_stream__()
+
+    theirs = Counting(scene.device)
+    scene.pool.allocate(64, theirs).free()
+    asked.clear()
+    buffer = scene.pool.allocate(64, theirs)
+    assert len(asked) == 1
+    buffer.free()
+    assert len(asked) == 2
+    theirs.close()
+
+
 def test_streams_without_a_close_are_not_asked(scene: Scene) -> None:
     class Open:
         def __cuda_stream__(self) -> tuple[int, int]:
