@@ -95,16 +95,16 @@ def names_handle(stream: object, handle: int) -> bool:
 def reader_of_open(stream: object, owner: Callable[[], Any]) -> Callable[[], Any] | None:
     """A function that reads the handle of a library's stream which users may close; None for other streams.
 
-    ``owner`` returns the library's object. The function returns None after the close, and raises nothing.
+    CuPy, PyTorch and Numba keep a stream as long as its object lives; of other libraries that is not known. ``owner``
+    returns the library's object. The function returns None after the close, and raises nothing.
     """
-    kind = type(stream)
-    if not callable(getattr(kind, "close", None)):
+    protocol = getattr(type(stream), "__cuda_stream__", None)
+    if protocol is None or hasattr(stream, "ptr") or hasattr(stream, "cuda_stream"):
         return None
-    protocol = getattr(kind, "__cuda_stream__", None)
 
     def named() -> Any:
         try:
-            return handle_of_library_stream(owner()) if protocol is None else protocol(owner())[1]
+            return protocol(owner())[1]
         except Exception:  # as a closed stream of cuda.core does
             return None
 

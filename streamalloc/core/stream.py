@@ -264,7 +264,7 @@ class Stream(Closes, Shown):
         answer, asks, raw, is_capturing = self._answer, self._asks, self._raw, self._session.cuStreamIsCapturing
         if answer is None or self._number == PER_THREAD or asks() != answer:
             return None
-        return None if is_capturing(raw)[0] else raw
+        return None if self._named is None and is_capturing(raw)[0] else raw
 
     def _outlived(self) -> None:
         """Close a kept stream whose library's object has died, and with it the driver's stream."""

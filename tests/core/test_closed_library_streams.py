@@ -236,12 +236,14 @@ def test_each_call_asks_once(scene: Scene) -> None:
     theirs.close()
 
 
-def test_streams_without_a_close_are_not_asked(scene: Scene) -> None:
-    class Open:
-        def __cuda_stream__(self) -> tuple[int, int]:
-            return 0, scene.own.handle
+def test_streams_that_live_as_long_as_their_object_are_not_asked(scene: Scene) -> None:
+    class CuPy:
+        ptr = scene.own.handle
 
-    assert scene.pool.allocate(64, Open())._stream._named is None
+        def __cuda_stream__(self) -> tuple[int, int]:
+            return 0, self.ptr
+
+    assert scene.pool.allocate(64, CuPy())._stream._named is None
     asked = scene.pool.allocate(64, scene.theirs)
     assert asked._stream._named is not None
     asked.free()
