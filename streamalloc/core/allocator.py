@@ -108,7 +108,7 @@ class Allocator(Unique):
                 # A function in a slot is called faster by a local name.
                 asks = kept._asks
                 # kept_stream() has found that its library has not closed it.
-                if (asks is kept._named and kept is not stream) or asks() == kept._answer:
+                if (kept._open_check is not None and kept is not stream) or asks() == kept._answer:
                     handle = kept._raw
             if kept._session is not session:
                 return self._allocate_slowly(nbytes, stream)

@@ -186,7 +186,10 @@ class Buffer(Memory, Closes):
             if handle is None:
                 kept = self._stream
                 asks = kept._asks
-                if kept._answer is None or asks() != kept._answer or self._ptr is not ptr:
+                try:
+                    if kept._answer is None or asks() != kept._answer or self._ptr is not ptr:
+                        return self._free_slowly(stream, still_imported, timeout)
+                except ReferenceError:  # the library's object is of the garbage that is collected now
                     return self._free_slowly(stream, still_imported, timeout)
                 handle = kept._raw
         else:

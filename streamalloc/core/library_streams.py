@@ -14,6 +14,7 @@ import functools
 import weakref
 from collections.abc import Callable, Hashable
 from operator import attrgetter
+from types import GetSetDescriptorType
 from typing import Any, Protocol
 
 from streamalloc.core.session import Session
@@ -92,23 +93,29 @@ def names_handle(stream: object, handle: int) -> bool:
     return False
 
 
-def reader_of_open(stream: object, owner: Callable[[], Any]) -> Callable[[], Any] | None:
-    """A function that reads the handle of a library's stream which users may close; None for other streams.
+def open_check(stream: Any, number: int, *, weak: bool) -> tuple[Callable[[], Any], Any] | None:
+    """A question, and its answer while a library's stream ``number`` is open; None for streams that users cannot close.
 
-    CuPy, PyTorch and Numba keep a stream as long as its object lives; of other libraries that is not known. ``owner``
-    returns the library's object. The function returns None after the close, and raises nothing.
+    CuPy, PyTorch and Numba keep a stream as long as its object lives; of other libraries that is not known. After the
+    close the question has another answer. If ``weak``, it does not keep the object, and raises ReferenceError after it.
     """
     protocol = getattr(type(stream), "__cuda_stream__", None)
     if protocol is None or hasattr(stream, "ptr") or hasattr(stream, "cuda_stream"):
         return None
+    owner = weakref.proxy(stream) if weak else stream
+    if isinstance(getattr(type(stream), "is_closed", None), (property, GetSetDescriptorType)):
+        # A stream of cuda.core, for which no Python function runs.
+        return functools.partial(attrgetter("is_closed"), owner), False
 
     def named() -> Any:
         try:
-            return protocol(owner())[1]
-        except Exception:  # as a closed stream of cuda.core does
+            return owner.__cuda_stream__()[1]
+        except ReferenceError:
+            raise
+        except Exception:  # as a closed stream may
             return None
 
-    return named
+    return named, number
 
 
 def device_of_library_stream(stream: object) -> int | None:
@@ -212,7 +219,7 @@ def keep_stream(stream: Any, number: int, found: Any, session: Session) -> None:
     _, streams, _ = session.library_streams.setdefault(kind, (read, {}, lasting))
     if not found.is_default:
         found._weak_owner = owner
-        found._may_be_closed(reader_of_open(stream, owner))
+        found._may_be_closed(open_check(stream, number, weak=True))
     if lasting is not None and streams.setdefault(named, found) is not found:
         return
     streams[key] = found, owner

@@ -17,7 +17,7 @@ Slot           Set for                     The call goes straight to the driver
 ``_direct``    our own                     also if it is an allocation
 ``_answer``    default streams             while ``_asks``, ``cuCtxGetCurrent``, answers this: the handle means nothing
                                            without a context
-``_answer``    those that a library may   while ``_asks`` reads this handle from the library's object
+``_answer``    those that a library may   while ``_asks``, a question to the library's object, answers this
                close
 =============  ==========================  ========================================================================
 

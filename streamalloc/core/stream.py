@@ -27,7 +27,7 @@ from streamalloc.core.library_streams import (
     SupportsCudaStream,
     TorchStreamLike,
     kept_stream,
-    reader_of_open,
+    open_check,
 )
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import PerDriver, Session
@@ -99,8 +99,8 @@ class Stream(Closes, Shown):
         "_kind",
         "_last",
         "_left",
-        "_named",
         "_number",
+        "_open_check",
         "_owed",
         "_owner",
         "_paying",
@@ -147,14 +147,14 @@ class Stream(Closes, Shown):
         """``CUstream``: calls that queue work may go straight to the driver; else None."""
         self._asks: Callable[[], Any] = int
         """Question before a call goes straight to the driver, where there is one: ``cuCtxGetCurrent`` for a default
-        stream, ``_named`` for a stream that its library may close.
+        stream, that of ``_open_check`` for a stream that its library may close.
         """
         self._answer: Any = None
         """Answer to it with which the call may go; None while no call may."""
         self._left: int | None = None
         """The :func:`moment` at which its library was found to have closed it: the end of its work is not known."""
-        self._named: Callable[[], Any] | None = None
-        """Reads the handle that a library's stream has; None for streams that nobody closes."""
+        self._open_check: tuple[Callable[[], Any], Any] | None = None
+        """Question and answer while its library has it open; None for streams that nobody else closes."""
         self._direct: Session | None = None
         """Session: allocations may go straight to the driver without a question; else None."""
         self._weak_owner: Callable[[], object] | None = None
@@ -234,8 +234,8 @@ class Stream(Closes, Shown):
             self._asks = self._session.cuCtxGetCurrent
             self._answer = (cuda.CUresult.CUDA_SUCCESS, self._session.context(self.device.ordinal))
             return
-        if self._named is not None:
-            self._asks, self._answer = self._named, self._number
+        if self._open_check is not None:
+            self._asks, self._answer = self._open_check
             return
         self._handle = self._raw
         if self._plain:
@@ -253,7 +253,10 @@ class Stream(Closes, Shown):
         That is a default stream whose context is the thread's current one, or a stream that its library has not closed.
         """
         answer, asks = self._answer, self._asks
-        return self._raw if answer is not None and asks() == answer else None
+        try:
+            return self._raw if answer is not None and asks() == answer else None
+        except ReferenceError:  # the library's object has just died
+            return None
 
     def _drop_handle(self) -> Any | None:
         """As :meth:`_asked_handle`, for a finaliser that frees memory.
@@ -262,9 +265,12 @@ class Stream(Closes, Shown):
         error then. The handle of a per-thread stream stands for another stream on each thread.
         """
         answer, asks, raw, is_capturing = self._answer, self._asks, self._raw, self._session.cuStreamIsCapturing
-        if answer is None or self._number == PER_THREAD or asks() != answer:
+        try:
+            if answer is None or self._number == PER_THREAD or asks() != answer:
+                return None
+        except ReferenceError:
             return None
-        return None if self._named is None and is_capturing(raw)[0] else raw
+        return None if self._open_check is None and is_capturing(raw)[0] else raw
 
     def _outlived(self) -> None:
         """Close a kept stream whose library's object has died, and with it the driver's stream."""
@@ -279,14 +285,14 @@ class Stream(Closes, Shown):
     def _of_library(self, owner: object) -> Stream:
         """This stream of a library as one that keeps the library's object."""
         stream = Stream.of_handle(self.device, self._number, owner)
-        stream._may_be_closed(reader_of_open(owner, lambda: owner))
+        stream._may_be_closed(open_check(owner, self._number, weak=False))
         return stream
 
-    def _may_be_closed(self, named: Callable[[], Any] | None) -> None:
-        """Ask ``named`` for the handle before each use, as another handle means that the library closed the stream."""
-        if named is not None and not self.is_default:
+    def _may_be_closed(self, check: tuple[Callable[[], Any], Any] | None) -> None:
+        """Ask before each use whether the library has closed the stream."""
+        if check is not None and not self.is_default:
             self._forbid_direct()
-            self._named = named
+            self._open_check = check
             self._allow_direct()
 
     @property
@@ -316,10 +322,15 @@ class Stream(Closes, Shown):
     @property
     def closed(self) -> bool:
         """Whether :meth:`close` was called, or the library closed its stream."""
-        named = self._named
-        if named is not None and not self._closed and named() != self._number:
-            self._left = moment()
-            self._end_use()
+        if self._open_check is not None and not self._closed:
+            asks, answer = self._open_check
+            try:
+                is_open = asks() == answer
+            except ReferenceError:
+                is_open = False
+            if not is_open:
+                self._left = moment()
+                self._end_use()
         return self._closed
 
     @property
@@ -356,8 +367,8 @@ class Stream(Closes, Shown):
         return not int(self._call("cuStreamGetFlags")) & int(cuda.CUstream_flags.CU_STREAM_NON_BLOCKING)
 
     def _checked_raw(self) -> Any:
-        if self._closed or (self._named is not None and self.closed):
-            raise ClosedError(f"{self!r} was closed{'' if self._named is None else ', here or by its library'}")
+        if self._closed or (self._open_check is not None and self.closed):
+            raise ClosedError(f"{self!r} was closed{'' if self._open_check is None else ', here or by its library'}")
         if self._owed and threading.get_ident() not in self._paying:
             self._pay()
         return self._raw

@@ -5,6 +5,7 @@ The handle of a destroyed stream crashes the process on hardware: no call may ha
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ from tests.vmm.support import HOST, READWRITE
 
 
 class Closable:
-    """A stream with the doors of cuda.core 1.2."""
+    """A stream of an unknown library."""
 
     def __init__(self, device: sa.Device) -> None:
         driver: Any = device.driver
@@ -43,6 +44,14 @@ class Closable:
         raw, self.raw = self.raw, None
         if raw is not None:
             assert not self._driver.cuStreamDestroy(raw)[0]
+
+
+class OfCudaCore(Closable):
+    """A stream with the interface of cuda.core 1.2."""
+
+    @property
+    def is_closed(self) -> bool:
+        return self.raw is None
 
 
 class Scene(NamedTuple):
@@ -73,12 +82,12 @@ class Scene(NamedTuple):
         return self.pool.statistics().used
 
 
-@pytest.fixture
-def scene(machine: Any) -> Iterator[Scene]:
+@pytest.fixture(params=[Closable, OfCudaCore])
+def scene(machine: Any, request: pytest.FixtureRequest) -> Iterator[Scene]:
     driver = sd.traced(machine)
     device = sa.Device(0, driver=driver)
     with sa.MemoryPool(device, release_threshold=KEEP) as pool, device.create_stream() as own:
-        scene = Scene(driver, device, pool, Closable(device), own)
+        scene = Scene(driver, device, pool, request.param(device), own)
         yield scene
         if scene.theirs.raw is None:
             assert not [call for call in driver.calls[: scene.reused()] if names_it(call.args, scene.theirs.was)]
@@ -221,11 +230,17 @@ def test_recorded_work_waits_for_a_synchronization(scene: Scene) -> None:
 def test_each_call_asks_once(scene: Scene) -> None:
     asked: list[int] = []
 
-    class Counting(Closable):
-        def __cuda_stream__(self) -> tuple[int, int]:
-            asked.append(self.was)
+    class Counting(type(scene.theirs)):  # type: ignore[misc]
+        def __cuda_stream__(self) -> Any:
+            asked.append(1)
             return super().__cuda_stream__()
 
+    def is_closed(self: Any) -> bool:
+        asked.append(1)
+        return self.raw is None
+
+    if hasattr(scene.theirs, "is_closed"):
+        Counting.is_closed = property(is_closed)
     theirs = Counting(scene.device)
     scene.pool.allocate(64, theirs).free()
     asked.clear()
@@ -236,6 +251,25 @@ def test_each_call_asks_once(scene: Scene) -> None:
     theirs.close()
 
 
+def test_a_garbage_cycle_frees_its_own_memory(scene: Scene) -> None:
+    """Weak references to the library's object are cleared by then."""
+
+    class Holder:
+        def __init__(self) -> None:
+            self.stream = type(scene.theirs)(scene.device)
+            self.buffer, self.cycle = scene.pool.allocate(MiB, self.stream), self
+
+        def __del__(self) -> None:
+            if not self.buffer.freed:
+                self.buffer.free()
+            self.stream.close()
+
+    Holder()
+    gc.collect()
+    scene.device.synchronize()
+    assert scene.used == 0
+
+
 def test_streams_that_live_as_long_as_their_object_are_not_asked(scene: Scene) -> None:
     class CuPy:
         ptr = scene.own.handle
@@ -243,7 +277,7 @@ def test_streams_that_live_as_long_as_their_object_are_not_asked(scene: Scene) -
         def __cuda_stream__(self) -> tuple[int, int]:
             return 0, self.ptr
 
-    assert scene.pool.allocate(64, CuPy())._stream._named is None
+    assert scene.pool.allocate(64, CuPy())._stream._open_check is None
     asked = scene.pool.allocate(64, scene.theirs)
-    assert asked._stream._named is not None
+    assert asked._stream._open_check is not None
     asked.free()
