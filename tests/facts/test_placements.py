@@ -236,6 +236,21 @@ class TestAddresses:
         assert said(rig.try_allocate(full, 28 * MiB, stream)) == "OUT_OF_MEMORY"
         assert rig.reserved(holding) == 0
 
+    @pytest.mark.gpus(2)
+    @pytest.mark.parametrize("ordinal", [0, 1])
+    def test_it_takes_from_pools_of_its_own_device(self, rig: Rig, ordinal: int) -> None:
+        """Whatever device's context is current, and of whatever device the stream is."""
+        holding = [rig.pool(UINT64_MAX, id=0), rig.pool(UINT64_MAX, id=1)]
+        full = rig.pool(UINT64_MAX, id=ordinal, max_size=64 * MiB)
+        rig.device_context(1)
+        stream = rig.stream()
+        for pool in holding:
+            rig.free(rig.allocate(pool, 33 * MiB, stream), stream)
+        value(rig.raw.cuStreamSynchronize(stream))
+        rig.allocate(full, 33 * MiB, stream)
+        assert said(rig.try_allocate(full, 33 * MiB, stream)) == "OUT_OF_MEMORY"
+        assert [rig.reserved(pool) for pool in holding] == ([0, 64 * MiB] if ordinal == 0 else [64 * MiB, 0])
+
     @pytest.mark.parametrize(
         ("asking", "left"),
         [(HOST_NUMA, {HOST: 0, HOST_NUMA: 0, DEVICE: 32}), (HOST, {HOST: 32, HOST_NUMA: 32, DEVICE: 0})],
