@@ -30,6 +30,8 @@ class Banks:
 
     host: Bank
     devices: list[Bank]
+    alone: bool = False
+    """Whether the host has one device; a process that sees one of several is answered as if it saw all."""
     arenas: Arenas = field(default_factory=Arenas)
     pools: dict[int, Space] = field(default_factory=dict)
     """Space of each pool, by pool handle; a space can hold unused memory."""
