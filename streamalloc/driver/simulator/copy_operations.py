@@ -118,8 +118,8 @@ class Shape(NamedTuple):
     target_slice: int
     source_pitch: int
     source_slice: int
-    fits: bool = True
-    """Rows lie within their pitch, slices within their height."""
+    fits: tuple[bool, bool] = (True, True)
+    """Of the target and the source: whether rows lie within their pitch, slices within their height."""
     left_out: tuple[int, int] = (0, 0)
     """Bytes before the first that is written, and before the first that is read."""
 

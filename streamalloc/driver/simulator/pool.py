@@ -87,7 +87,7 @@ class Pool(Accessible):
         bank = banks.bank(self.device)
         # a pool has addresses for twice its maximum size, and more on a machine of several devices
         # (observed on H200: test_placements)
-        few = self.device is None or len(banks.devices) == 1
+        few = self.device is None or banks.alone
         capacity = 2 * self.max_size if few and self.max_size else bank.addresses
         of_node = self.place.type == Location.HOST_NUMA
         kind = (of_node, self.managed or self.device is None)

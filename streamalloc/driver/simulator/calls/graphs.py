@@ -325,9 +325,7 @@ class GraphCalls(CopyCalls, StreamMemoryCalls, KernelCalls):
         height, depth = int(copy.Height), int(copy.Depth)
         check(int(copy.WidthInBytes) and height and depth)
         target, source, kinds, shape = self._rows_of(copy, height, depth)
-        ends = self._check_copy(target, source, shape, PROMISED.get(kinds, ""), (context, context), graph)
-        if not shape.fits:
-            self._check_loose(*ends, True)
+        self._check_copy(target, source, shape, PROMISED.get(kinds, ""), (context, context), graph)
         operation = shape.copy(self._machine, context, target, source)
         return {"values": copy_values(copy, height, depth), "operation": operation}
 
@@ -538,13 +536,13 @@ class GraphCalls(CopyCalls, StreamMemoryCalls, KernelCalls):
         instantiateParams.result_out = cuda.CUgraphInstantiateResult.CUDA_GRAPH_INSTANTIATE_SUCCESS
         return cuda.CUgraphExec(made.handle)
 
-    def _check_fill_node(self, graph: Graph, values: dict[str, int], context: Context) -> None:
+    def _check_fill_node(self, graph: Graph, values: dict[str, int], context: Context, freed: bool = False) -> None:
         address, pitch, _, element, width, height = (values[name] for name in FILL_FIELDS)
         check(width and height and element in (1, 2, 4) and address % element == 0)
         check(height == 1 or (pitch >= width * element and pitch % element == 0))
         span = (height - 1) * pitch + width * element
         if graph.holds(address):
-            check(graph.covers(address, span))
+            check(graph.covers(address, span, freed))
         else:
             self._check_fill(address, span, context)
 
@@ -558,7 +556,7 @@ class GraphCalls(CopyCalls, StreamMemoryCalls, KernelCalls):
         for node in graph.flat():
             if node.kind == "MEMSET":  # its memory has to be there (observed on H200: test_capture)
                 values = node.values or {}
-                self._check_fill_node(graph, values, context)
+                self._check_fill_node(graph, values, context, freed=True)
                 if values["elementSize"] * values["width"] * values["height"] > _SMALL_FILL:
                     context.implied_flags = _LOCAL_MEMORY
         if context.graph_block is None:

@@ -21,7 +21,7 @@ from ..graphs import Values
 from ..memory import Intervals
 from ..timeline import Operation, Stream
 from .launches import Launch, Shape
-from .modules import Function, Image, Module
+from .modules import BINARIES, Function, Image, Module
 from .packing import CELLS, Cells, offsets, plain, unpack
 
 _ATTRIBUTE = cuda.CUfunction_attribute
@@ -39,6 +39,8 @@ _SETTABLE = {
         "CLUSTER_SCHEDULING_POLICY_PREFERENCE",
     )
 }
+_LAST = _SETTABLE["CLUSTER_SCHEDULING_POLICY_PREFERENCE"]
+"""The last attribute that the driver of the readings has; newer bindings name more."""
 _COOPERATIVE = "CU_LAUNCH_ATTRIBUTE_COOPERATIVE"
 _CLUSTER = "CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION"
 _REGISTERS_PER_WARP = 256
@@ -234,7 +236,7 @@ class KernelCalls(Calls):
         """An attribute: as it was set or registered, or that of a kernel which needs nothing."""
         number = arguments.member("attrib", attribute, _ATTRIBUTE)
         name = attribute.name.removeprefix(_PREFIX)
-        check(name != "MAX")
+        check(number <= _LAST)
         if number in function.attributes:
             return function.attributes[number]
         if name in function.registered:
@@ -437,7 +439,9 @@ class KernelCalls(Calls):
 
     def cuLinkComplete(self, state: Any) -> tuple[int, int]:
         link = self._link(state)
-        joined = ctypes.create_string_buffer(b"\n".join(link))
+        parts = b"\n".join(link)
+        made = parts if b".version" in parts or parts.startswith(BINARIES) else BINARIES[0] + parts
+        joined = ctypes.create_string_buffer(made)
         self._machine.modules.linked[int(cuda.CUlinkState(state))] = joined
         return ctypes.addressof(joined), len(joined)
 
