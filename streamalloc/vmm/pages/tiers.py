@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
 import threading
 import zlib
 from collections.abc import Iterable, Sequence
@@ -25,16 +24,11 @@ from streamalloc.core.internal import (
 from streamalloc.core.properties import checked_size
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import Session, session_of
-from streamalloc.pool import MemoryPool
 from streamalloc.vmm.pages.queued import Copy, Work, copy_batch
 from streamalloc.vmm.virtual_buffer import copying_stream
 
 _LEAST, _MOST = 32 << 20, 1 << 30  # bytes of a chunk, unless a page is larger
 _PORTABLE = 1
-_STAGED = 8
-"""Least number of copies that are staged."""
-_STAGED_BELOW = 32 << 10
-"""Bytes of a page. From here on a copy takes longer than the driver takes to begin the next one."""
 
 
 class _End(HandleEnd):
@@ -134,27 +128,13 @@ def _copy(copies: Sequence[tuple[Stored, Copy]], stream: Stream) -> None:
         if before is not None and not before.done():
             before.precede(stream)
     try:
-        _copy_staged([copy for _, copy in copies], stream)
+        copy_batch([copy for _, copy in copies], stream)
     finally:
         work = Work.behind(stream)
         for chunk in {one.chunk for one, _ in copies}:
             chunk.use(work)
         for one, _ in copies:
             one.work = work
-
-
-def _copy_staged(copies: Sequence[Copy], stream: Stream) -> None:
-    """Queue copies; many small ones by way of device memory, in which they lie side by side as in the tier."""
-    if len(copies) < _STAGED or copies[0].nbytes >= _STAGED_BELOW:
-        copy_batch(copies, stream)
-        return
-    ends = [*itertools.accumulate(copy.nbytes for copy in copies)]
-    with MemoryPool.current(stream.device).allocate(ends[-1], stream) as stage:
-        places = [stage.address + end - copy.nbytes for end, copy in zip(ends, copies, strict=True)]
-        first = [Copy(at, copy.source, copy.nbytes) for at, copy in zip(places, copies, strict=True)]
-        then = [Copy(copy.target, at, copy.nbytes) for at, copy in zip(places, copies, strict=True)]
-        copy_batch(first, stream)
-        copy_batch(then, stream)
 
 
 class HostTier(Closes):
