@@ -96,6 +96,8 @@ class Copy(NamedTuple):
     target: int
     source: int
     nbytes: int
+    within: tuple[object, object]
+    """The memory of the tier and that of the device: the driver refuses a copy that passes the end of an allocation."""
 
 
 def copy_batch(copies: Iterable[Copy], stream: Stream) -> None:
@@ -108,7 +110,7 @@ def copy_batch(copies: Iterable[Copy], stream: Stream) -> None:
     with stream.device.current():
         if len(merged) > 1 and stream.handle not in _LEGACY:
             with contextlib.suppress(NotSupportedError):
-                queue_batch(session, raw, merged)
+                queue_batch(session, raw, [one[:3] for one in merged])
                 return
         for one in merged:
             session.call("cuMemcpyAsync", one.target, one.source, one.nbytes, raw)
@@ -118,9 +120,9 @@ def _merged(copies: Iterable[Copy]) -> Sequence[Copy]:
     merged: list[Copy] = []
     for one in copies:
         if merged:
-            target, source, nbytes = merged[-1]
-            if (one.target, one.source) == (target + nbytes, source + nbytes):
-                merged[-1] = Copy(target, source, nbytes + one.nbytes)
+            target, source, nbytes, within = merged[-1]
+            if (one.target, one.source, one.within) == (target + nbytes, source + nbytes, within):
+                merged[-1] = Copy(target, source, nbytes + one.nbytes, within)
                 continue
         merged.append(one)
     return merged

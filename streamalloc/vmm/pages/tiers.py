@@ -119,7 +119,7 @@ class Stored:
 
 def load(pairs: Iterable[tuple[Stored, CopySide]], stream: Stream) -> None:
     """Queue the copies of contents to pages."""
-    _copy([(one, Copy(page.address, one.address, page.nbytes)) for one, page in pairs], stream)
+    _copy([(one, Copy(page.address, one.address, page.nbytes, (one.chunk, page.keep))) for one, page in pairs], stream)
 
 
 def _copy(copies: Sequence[tuple[Stored, Copy]], stream: Stream) -> None:
@@ -225,8 +225,11 @@ class HostTier(Closes):
         stored: list[Stored] = []
         try:
             self._take(pages, stored)
-            pairs = zip(stored, pages, strict=True)
-            _copy([(one, Copy(one.address, page.address, page.nbytes)) for one, page in pairs], stream)
+            copies = [
+                (one, Copy(one.address, page.address, page.nbytes, (one.chunk, page.keep)))
+                for one, page in zip(stored, pages, strict=True)
+            ]
+            _copy(copies, stream)
         except BaseException:
             for one in stored:
                 one.drop()

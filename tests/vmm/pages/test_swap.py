@@ -76,6 +76,31 @@ def test_a_batch_is_one_call(device: sa.Device) -> None:
             space.release(pages, after=stream)
 
 
+def test_no_copy_passes_the_end_of_an_allocation(arena: vmm.PageArena, stream: sa.Stream, tier: vmm.HostTier) -> None:
+    with arena.space(32 * PAGE, stream=stream) as space:
+        for pages in (16, 32):
+            tier.reserve(pages, PAGE)  # allocations that lie side by side
+        space.commit(range(32))
+        fill(space, range(32))
+        assert space.swap_out(range(32), tier) == space.swap_in(range(32)) == 32
+        assert values(space) == list(range(1, 33))
+
+
+def test_neighbours_of_two_allocations_are_two_copies(device: sa.Device, tier: vmm.HostTier, stream: sa.Stream) -> None:
+    with sa.MemoryPool(device) as pool:
+        blocks = [pool.allocate(PAGE, stream) for _ in range(2)]
+        for value, block in enumerate(blocks):
+            block.fill(value + 1)
+        stored = tier.save(blocks, stream)
+        for block in blocks:
+            block.fill(0)
+        tier.load(stored, blocks, stream)
+        assert [int(read(block)[-1]) for block in blocks] == [1, 2]
+        for one, block in zip(stored, blocks, strict=True):
+            one.drop()
+            block.free()
+
+
 def test_of_blocks_that_are_smaller_than_a_page(device: sa.Device) -> None:
     size = 4096
     traced = sd.traced(device.driver)
