@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
 from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from streamalloc.core.errors import LOST, ClosedError, CudaError, NotSupportedError
 from streamalloc.core.internal import (
@@ -90,39 +92,35 @@ class Work:
                 QueuedWork(session_of(stream)).precede(stream)
 
 
-class Copy(NamedTuple):
-    """A copy between two addresses."""
+class Ranges(NamedTuple):
+    """Ranges of memory: one side of a batch of copies."""
 
-    target: int
-    source: int
-    nbytes: int
-    within: tuple[object, object]
-    """The memory of the tier and that of the device: the driver refuses a copy that passes the end of an allocation."""
+    addresses: npt.NDArray[np.int64]
+    sizes: npt.NDArray[np.int64]
+    """Sizes in bytes."""
+    memory: npt.NDArray[np.int64]
+    """Number of the memory of each: the driver refuses a copy that passes the end of an allocation."""
 
 
-def copy_batch(copies: Iterable[Copy], stream: Stream) -> None:
+def copy_batch(target: Ranges, source: Ranges, stream: Stream) -> None:
     """Queue copies, in any order among themselves (``cuMemcpyBatchAsync``); adjacent ones become one.
 
     A driver, or bindings, without batches and the legacy default stream get a call for each (``cuMemcpyAsync``).
     """
-    merged = _merged(copies)
     session, raw = session_of(stream), raw_handle(stream)
+    nbytes = target.sizes
+    begins = np.ones(len(nbytes), np.bool_)
+    begins[1:] = False
+    for side in (target, source):
+        begins[1:] |= side.addresses[1:] != side.addresses[:-1] + nbytes[:-1]
+        begins[1:] |= side.memory[1:] != side.memory[:-1]
+    first = np.flatnonzero(begins)
+    targets, sources = target.addresses[first].tolist(), source.addresses[first].tolist()
+    sizes = np.add.reduceat(nbytes, first).tolist() if len(first) else []
     with stream.device.current():
-        if len(merged) > 1 and stream.handle not in _LEGACY:
+        if len(first) > 1 and stream.handle not in _LEGACY:
             with contextlib.suppress(NotSupportedError):
-                queue_batch(session, raw, [one[:3] for one in merged])
+                queue_batch(session, raw, targets, sources, sizes)
                 return
-        for one in merged:
-            session.call("cuMemcpyAsync", one.target, one.source, one.nbytes, raw)
-
-
-def _merged(copies: Iterable[Copy]) -> Sequence[Copy]:
-    merged: list[Copy] = []
-    for one in copies:
-        if merged:
-            target, source, nbytes, within = merged[-1]
-            if (one.target, one.source, one.within) == (target + nbytes, source + nbytes, within):
-                merged[-1] = Copy(target, source, nbytes + one.nbytes, within)
-                continue
-        merged.append(one)
-    return merged
+        for copy in zip(targets, sources, sizes, strict=True):
+            session.call("cuMemcpyAsync", *copy, raw)

@@ -33,7 +33,7 @@ from streamalloc.vmm.access import After, each_of, wait, wait_for_users
 from streamalloc.vmm.address_range import AddressRange
 from streamalloc.vmm.pages.physical import Page, PhysicalPages
 from streamalloc.vmm.pages.places import Parking, Places
-from streamalloc.vmm.pages.queued import Work
+from streamalloc.vmm.pages.queued import Ranges, Work
 from streamalloc.vmm.pages.tiers import HostTier, Stored, load
 from streamalloc.vmm.virtual_buffer import copying_stream
 
@@ -429,7 +429,7 @@ class PageSpace(Memory, Closes):
         tier.reserve(int((places.numbers[chosen] >= 0).sum()), self.page_size)
         with places.locked():
             held = [place for place in chosen if places.numbers[place] >= 0]
-            stored = dict(zip(held, tier.save_pages([self._page(place) for place in held], ordered), strict=True))
+            stored = dict(zip(held, tier.save_pages(self._ranges(held), ordered), strict=True))
             with undoing(lambda: undo_all(one.drop for one in stored.values())):
                 parking = Parking(places, Work.of([ordered, *others], self.device))
             places.park(held, parking)
@@ -496,7 +496,7 @@ class PageSpace(Memory, Closes):
                     places.exchange(batch, ready)
                     arrived, ready = [*ready, *batch], []
                     done += arrived
-                    load([(stored[place], self._page(place)) for place in arrived], ordered)
+                    load([stored[place] for place in arrived], self._ranges(arrived), ordered)
             for place in stored:
                 del places.stored[place]
         for one in stored.values():
@@ -518,8 +518,11 @@ class PageSpace(Memory, Closes):
         self._range._free()
         self._physical.announce()
 
-    def _page(self, place: int) -> CopySide:
-        return CopySide(self.address + place * self.page_size, self.page_size, self.device.ordinal, self)
+    def _ranges(self, places: Sequence[int]) -> Ranges:
+        """Return where places lie. A copy may pass from one page to the next."""
+        numbers = np.array(places, np.int64)
+        size = self.page_size
+        return Ranges(self.address + numbers * size, np.full_like(numbers, size), np.zeros_like(numbers))
 
     # -- pages -----------------------------------------------------------------------------------------------
 

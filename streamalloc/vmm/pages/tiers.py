@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import threading
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -20,11 +21,12 @@ from streamalloc.core.internal import (
     StreamLike,
     check_device,
     deferred_queue,
+    parts_of,
 )
 from streamalloc.core.properties import checked_size
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import Session, session_of
-from streamalloc.vmm.pages.queued import Copy, Work, copy_batch
+from streamalloc.vmm.pages.queued import Ranges, Work, copy_batch
 from streamalloc.vmm.virtual_buffer import copying_stream
 
 _LEAST, _MOST = 32 << 20, 1 << 30  # bytes of a chunk, unless a page is larger
@@ -75,6 +77,12 @@ class _Chunk:
         """Addresses without contents, each with the last copy there. They are taken from the end."""
         self.free += [(self.address + at * nbytes, None) for at in reversed(range(count))]
 
+    def take(self, most: int) -> list[tuple[int, Work | None]]:
+        """Take at most so many addresses, the last ones first."""
+        taken = self.free[: -most - 1 : -1]
+        del self.free[len(self.free) - len(taken) :]
+        return taken
+
     def use(self, work: Work) -> None:
         """Keep the memory until copies have completed."""
         end = self._end
@@ -117,24 +125,45 @@ class Stored:
             tier._return(self)
 
 
-def load(pairs: Iterable[tuple[Stored, CopySide]], stream: Stream) -> None:
-    """Queue the copies of contents to pages."""
-    _copy([(one, Copy(page.address, one.address, page.nbytes, (one.chunk, page.keep))) for one, page in pairs], stream)
+def load(stored: Sequence[Stored], target: Ranges, stream: Stream) -> None:
+    """Queue the copies of contents to device memory."""
+    _copy(stored, target, stream, out=False)
 
 
-def _copy(copies: Sequence[tuple[Stored, Copy]], stream: Stream) -> None:
+def _copy(stored: Sequence[Stored], device: Ranges, stream: Stream, *, out: bool) -> None:
     """Queue copies from or to a tier, after the last copies of the same memory."""
-    for before in {one.work for one, _ in copies}:
+    for before in {one.work for one in stored}:
         if before is not None and not before.done():
             before.precede(stream)
+    chunks = _numbers(one.chunk.address for one in stored)
+    host = Ranges(_numbers(one.address for one in stored), device.sizes, chunks)
     try:
-        copy_batch([copy for _, copy in copies], stream)
+        copy_batch(host if out else device, device if out else host, stream)
     finally:
         work = Work.behind(stream)
-        for chunk in {one.chunk for one, _ in copies}:
+        for chunk in {one.chunk for one in stored}:
             chunk.use(work)
-        for one, _ in copies:
+        for one in stored:
             one.work = work
+
+
+def _ranges(memory: Sequence[Memory], stream: Stream, side_of: Callable[[object, Session], CopySide]) -> Ranges:
+    """Return where memory lies, and let a stream wait for the contents that are still to come."""
+    session = session_of(stream)
+    whole, indices, offsets, sizes = parts_of(memory)
+    sides = [side_of(one, session) for one in whole]
+    for side in sides:
+        side.ordered_before(stream)
+    index, offset, nbytes = (_numbers(found) for found in (indices, offsets, sizes))
+    most = _numbers(side.nbytes for side in sides)[index]
+    nbytes = np.where(nbytes < 0, most, nbytes)
+    for outside in np.flatnonzero(offset + nbytes > most):
+        side_of(memory[outside], session)  # raises
+    return Ranges(_numbers(side.address for side in sides)[index] + offset, nbytes, index)
+
+
+def _numbers(values: Iterable[int]) -> npt.NDArray[np.int64]:
+    return np.array([*values], np.int64)
 
 
 class HostTier(Closes):
@@ -159,7 +188,7 @@ class HostTier(Closes):
         ``device`` is no device.
     """
 
-    __slots__ = ("__weakref__", "_check", "_chunks", "_limit", "_lock", "_used", "closed", "device")
+    __slots__ = ("__weakref__", "_check", "_chunks", "_limit", "_lock", "closed", "device")
 
     def __init__(self, device: Device, limit: int | None = None, *, check: bool = False) -> None:
         check_device("device", device)
@@ -170,7 +199,6 @@ class HostTier(Closes):
         self._check = check
         self._limit = None if limit is None else checked_size("limit", limit)
         self._chunks: list[_Chunk] = []
-        self._used = 0
         self._lock = threading.RLock()
 
     def save(self, memory: Sequence[Memory], stream: StreamLike) -> list[Stored]:
@@ -197,9 +225,8 @@ class HostTier(Closes):
         ClosedError, CudaError, ValueError
             The tier was closed, the driver refused a call, or a memory belongs to another driver.
         """
-        session = session_of(self.device)
-        ordered = copying_stream(stream, session)
-        stored = self.save_pages([CopySide.readable(one, session) for one in memory], ordered)
+        ordered = copying_stream(stream, session_of(self.device))
+        stored = self.save_pages(_ranges(memory, ordered, CopySide.readable), ordered)
         self.settle(stored, ordered)
         return stored
 
@@ -211,25 +238,21 @@ class HostTier(Closes):
         ValueError
             Contents have changed in a tier that checks them, or a size or number differs.
         """
-        session = session_of(self.device)
-        ordered = copying_stream(stream, session)
-        sides = [CopySide.writable(one, session) for one in memory]
-        if [one.chunk.nbytes for one in stored] != [side.nbytes for side in sides]:
+        ordered = copying_stream(stream, session_of(self.device))
+        target = _ranges(memory, ordered, CopySide.writable)
+        if [one.chunk.nbytes for one in stored] != target.sizes.tolist():
             raise ValueError("memory: give as many as there are contents, each of the same size")
-        for one in stored:
-            one.check()
-        load(zip(stored, sides, strict=True), ordered)
+        if self._check:
+            for one in stored:
+                one.check()
+        load(stored, target, ordered)
 
-    def save_pages(self, pages: Sequence[CopySide], stream: Stream) -> list[Stored]:
+    def save_pages(self, pages: Ranges, stream: Stream) -> list[Stored]:
         """Queue the copies of pages to host memory: of all, or of none."""
         stored: list[Stored] = []
         try:
-            self._take(pages, stored)
-            copies = [
-                (one, Copy(one.address, page.address, page.nbytes, (one.chunk, page.keep)))
-                for one, page in zip(stored, pages, strict=True)
-            ]
-            _copy(copies, stream)
+            self._take(pages.sizes.tolist(), stored)
+            _copy(stored, pages, stream, out=True)
         except BaseException:
             for one in stored:
                 one.drop()
@@ -255,15 +278,17 @@ class HostTier(Closes):
             while free < count:
                 free += self._grow(nbytes, count - free).count
 
-    def _take(self, pages: Sequence[CopySide], taken: list[Stored]) -> None:
+    def _take(self, sizes: Sequence[int], taken: list[Stored]) -> None:
         with self._lock:
             self._check_open()
-            for at, page in enumerate(pages):
-                fitting = (chunk for chunk in self._chunks if chunk.free and chunk.nbytes == page.nbytes)
-                chunk = next(fitting, None) or self._grow(page.nbytes, len(pages) - at)
-                taken.append(Stored(self, chunk, *chunk.free[-1]))
-                self._used += page.nbytes
-                del chunk.free[-1]
+            for nbytes, run in itertools.groupby(sizes):
+                left = sum(1 for _ in run)
+                while left:
+                    fitting = (chunk for chunk in self._chunks if chunk.free and chunk.nbytes == nbytes)
+                    chunk = next(fitting, None) or self._grow(nbytes, left)
+                    slots = chunk.take(left)
+                    taken += [Stored(self, chunk, address, work) for address, work in slots]
+                    left -= len(slots)
 
     def _grow(self, nbytes: int, count: int) -> _Chunk:
         wanted = max(min(max(nbytes * count, _LEAST), _MOST) // nbytes, 1)
@@ -271,7 +296,7 @@ class HostTier(Closes):
         if not room:
             why = f"the tier's limit of {size_text(self._limit or 0)} leaves no room for {count} pages"
             error = refused(OutOfMemoryError, "cuMemHostAlloc", f"{why} of {size_text(nbytes)}")
-            error.requested, error.used, error.limit = nbytes * count, self._used, self._limit or 0
+            error.requested, error.used, error.limit = nbytes * count, self.used, self._limit or 0
             raise error
         chunk = _Chunk(self.device, nbytes, min(wanted, room))
         self._chunks.append(chunk)
@@ -280,7 +305,6 @@ class HostTier(Closes):
     def _return(self, one: Stored) -> None:
         with self._lock:
             chunk = one.chunk
-            self._used -= chunk.nbytes
             chunk.free.append((one.address, one.work))
             if len(chunk.free) == chunk.count:
                 # In order again, so that the copies of adjacent pages become one.
@@ -298,7 +322,8 @@ class HostTier(Closes):
     @property
     def used(self) -> int:
         """Bytes of the contents."""
-        return self._used
+        with self._lock:
+            return sum(chunk.nbytes * (chunk.count - len(chunk.free)) for chunk in self._chunks)
 
     @property
     def reserved(self) -> int:

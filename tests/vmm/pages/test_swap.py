@@ -6,6 +6,7 @@ import gc
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 import streamalloc as sa
@@ -334,3 +335,33 @@ def test_a_fault_after_some_batches_changes_nothing(machine: Any, monkeypatch: p
         assert settled(arena) == (8, 4, 4) and values(space) == [0] * PAGES
         assert space.swap_in(range(8)) == 8
         assert values(space)[:8] == list(range(1, 9)) and tier.used == 0
+
+
+def test_blocks_of_any_memory_and_size(device: sa.Device, stream: sa.Stream, tier: vmm.HostTier) -> None:
+    with vmm.GrowableBuffer(device, 8 * PAGE, 2 * PAGE, stream=stream) as growing, sa.MemoryPool(device) as pool:
+        other = pool.allocate(PAGE, stream)
+        view = other[512:].view_as(np.uint16, ((PAGE - 512) // 2,))
+        blocks = [growing[512:1024][100:200], growing[PAGE:], growing, other, view, other[0:512], view.bytes[4:8]]
+        for value, block in enumerate((growing, growing[PAGE:], growing[600:700], other, other[512:], other[516:520])):
+            block.fill(value + 1)
+        before = [read(block).tolist() for block in (growing, other)]
+        stored = tier.save(blocks, stream)
+        for block in (growing, other):
+            block.fill(0)
+        tier.load(stored, blocks, stream)
+        assert [read(block).tolist() for block in (growing, other)] == before
+        outside = growing[PAGE:]
+        growing.resize(PAGE)
+        with pytest.raises(sa.ClosedError, match="shrunk"):
+            tier.save([other, outside], stream)
+        with vmm.GrowableBuffer(sa.Device(0, driver=sd.simulated()), PAGE, PAGE) as foreign:
+            for use in each(lambda: tier.save([foreign], stream), lambda: tier.load(stored[3:4], [foreign[:]], stream)):
+                with pytest.raises(ValueError, match="another driver"):
+                    use()
+        other.free()
+        with pytest.raises(sa.ClosedError, match="freed"):
+            tier.load(stored[3:4], [other[0:PAGE]], stream)
+        used = tier.used
+        for one in stored:
+            one.drop()
+        assert used == sum(one.chunk.nbytes for one in stored) and tier.used == 0
