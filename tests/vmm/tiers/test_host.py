@@ -140,6 +140,50 @@ def test_copies_run_while_other_memory_is_unmapped_and_made(machine: Any, monkey
             buffer.close()
 
 
+@pytest.mark.usefixtures("small_pieces")
+class TestALargeBuffer:
+    @pytest.fixture(autouse=True)
+    def small_steps(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(virtual_buffer, "_BATCH", PAGE)
+
+    def test_copies_run_while_the_rest_is_made(self, machine: Any) -> None:
+        traced: Any = sd.traced(machine)
+        with vmm.SleepGroup(sa.Device(0, driver=traced)) as group:
+            buffer = group.allocate(8 * PAGE + 100)
+            filled(buffer, 1)
+            group.sleep()
+            traced.calls.clear()
+            assert group.wake() == 9 * PAGE
+            calls = names(traced, "cuMemCreate", "cuMemcpyAsync")
+            create, copies = ["cuMemCreate"], ["cuMemcpyAsync"] * (PAGE // PIECE)
+            assert calls == [*create, *copies, *create, *4 * copies, *create, *3 * copies, "cuMemcpyAsync"]
+            assert shows(buffer, 1)
+            for seed in (2, 3):
+                filled(buffer, seed)
+                group.sleep()
+                group.wake()
+                assert shows(buffer, seed) and buffer.mapped_bytes == 9 * PAGE
+            buffer.resize(PAGE)
+            assert read(buffer).tobytes() == pattern(8 * PAGE + 100, 3)[:PAGE].tobytes()
+            buffer.close()
+
+    @pytest.mark.parametrize("call", ["cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemcpyAsync"])
+    def test_no_memory_for_the_rest(self, machine: Any, call: str) -> None:
+        faults: Any = Faults(machine)
+        with vmm.SleepGroup(sa.Device(0, driver=faults)) as group:
+            buffer = group.allocate(8 * PAGE)
+            filled(buffer, 1)
+            group.sleep()
+            faults.fail(call, 2)
+            with pytest.raises(sa.CudaError):
+                group.wake()
+            faults.stop()
+            assert faults.failed == [call] and buffer.evicted and group.mapped_bytes == 0
+            group.wake()
+            assert shows(buffer, 1)
+            buffer.close()
+
+
 class TestReplacing:
     def test_bytes_that_were_not_kept(self, device: sa.Device, pool: sa.MemoryPool) -> None:
         with vmm.SleepGroup(device, backup=pool) as group:
