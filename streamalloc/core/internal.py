@@ -31,7 +31,7 @@ from streamalloc.core.event import Event, context_event, opened_event
 from streamalloc.core.fd import Fd
 from streamalloc.core.graph import Graph
 from streamalloc.core.library_streams import kept_stream
-from streamalloc.core.memory import BufferView, Memory, TypedView, check_usable, parts_of, viewed
+from streamalloc.core.memory import BufferView, Memory, TypedView, check_usable, viewed
 from streamalloc.core.queued_work import (
     QueuedWork,
     may_queue,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 import numpy as np
@@ -423,37 +423,3 @@ def viewed(memory: Memory) -> tuple[Memory, int]:
         offset += memory._offset
         memory = memory._parent
     return memory, offset
-
-
-def parts_of(memory: Iterable[Any]) -> tuple[list[Any], list[int], list[int], list[int]]:
-    """Express views as parts of the memory that they are views of; other objects are whole.
-
-    Returns
-    -------
-    tuple
-        All memory, each once; and for each part the index of its memory there, its offset and its size in bytes, which
-        is -1 for the whole.
-    """
-    whole: list[Any] = []
-    indices: list[int] = []
-    offsets: list[int] = []
-    sizes: list[int] = []
-    known: dict[int, int] = {}
-    for one in memory:
-        offset, nbytes = 0, -1
-        while type(one) in _VIEWS:
-            if nbytes < 0:
-                nbytes = one._nbytes
-            offset += one._offset
-            one = one._parent
-        index = known.get(id(one))
-        if index is None:
-            index = known[id(one)] = len(whole)
-            whole.append(one)
-        indices.append(index)
-        offsets.append(offset)
-        sizes.append(nbytes)
-    return whole, indices, offsets, sizes
-
-
-_VIEWS = {BufferView, TypedView}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -92,31 +91,23 @@ class Work:
                 QueuedWork(session_of(stream)).precede(stream)
 
 
-class Ranges(NamedTuple):
-    """Ranges of memory: one side of a batch of copies."""
+def copy_batch(
+    targets: npt.NDArray[np.int64],
+    sources: npt.NDArray[np.int64],
+    nbytes: int,
+    memory: npt.NDArray[np.int64],
+    stream: Stream,
+) -> None:
+    """Queue copies of equal size, in any order among themselves (``cuMemcpyBatchAsync``); adjacent ones become one.
 
-    addresses: npt.NDArray[np.int64]
-    sizes: npt.NDArray[np.int64]
-    """Sizes in bytes."""
-    memory: npt.NDArray[np.int64]
-    """Number of the memory of each: the driver refuses a copy that passes the end of an allocation."""
-
-
-def copy_batch(target: Ranges, source: Ranges, stream: Stream) -> None:
-    """Queue copies, in any order among themselves (``cuMemcpyBatchAsync``); adjacent ones become one.
-
-    A driver, or bindings, without batches and the legacy default stream get a call for each (``cuMemcpyAsync``).
+    ``memory``: a number of the allocation of each, as the driver refuses a copy that passes the end of one. A driver,
+    or bindings, without batches and the legacy default stream get a call for each copy (``cuMemcpyAsync``).
     """
     session, raw = session_of(stream), raw_handle(stream)
-    nbytes = target.sizes
-    begins = np.ones(len(nbytes), np.bool_)
-    begins[1:] = False
-    for side in (target, source):
-        begins[1:] |= side.addresses[1:] != side.addresses[:-1] + nbytes[:-1]
-        begins[1:] |= side.memory[1:] != side.memory[:-1]
-    first = np.flatnonzero(begins)
-    targets, sources = target.addresses[first].tolist(), source.addresses[first].tolist()
-    sizes = np.add.reduceat(nbytes, first).tolist() if len(first) else []
+    apart = np.flatnonzero((np.diff(targets) != nbytes) | (np.diff(sources) != nbytes) | (np.diff(memory) != 0)) + 1
+    first = np.concatenate(([0], apart)) if len(targets) else apart
+    sizes = (np.diff(first, append=len(targets)) * nbytes).tolist()
+    targets, sources = targets[first].tolist(), sources[first].tolist()
     with stream.device.current():
         if len(first) > 1 and stream.handle not in _LEGACY:
             with contextlib.suppress(NotSupportedError):

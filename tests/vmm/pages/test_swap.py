@@ -87,21 +87,6 @@ def test_no_copy_passes_the_end_of_an_allocation(arena: vmm.PageArena, stream: s
         assert values(space) == list(range(1, 33))
 
 
-def test_neighbours_of_two_allocations_are_two_copies(device: sa.Device, tier: vmm.HostTier, stream: sa.Stream) -> None:
-    with sa.MemoryPool(device) as pool:
-        blocks = [pool.allocate(PAGE, stream) for _ in range(2)]
-        for value, block in enumerate(blocks):
-            block.fill(value + 1)
-        stored = tier.save(blocks, stream)
-        for block in blocks:
-            block.fill(0)
-        tier.load(stored, blocks, stream)
-        assert [int(read(block)[-1]) for block in blocks] == [1, 2]
-        for one, block in zip(stored, blocks, strict=True):
-            one.drop()
-            block.free()
-
-
 def test_of_blocks_that_are_smaller_than_a_page(device: sa.Device) -> None:
     size = 4096
     traced = sd.traced(device.driver)
@@ -109,26 +94,67 @@ def test_of_blocks_that_are_smaller_than_a_page(device: sa.Device) -> None:
     with (
         device.create_stream() as stream,
         vmm.HostTier(device, check=True) as tier,
-        sa.allocate(20 * 2 * size, stream) as buffer,
+        sa.allocate(40 * size + 100, stream) as buffer,
     ):
-        blocks = [buffer[at * size : (at + 1) * size] for at in range(0, 40, 2)]
+        blocks = np.arange(0, 40, 2)
         for value, block in enumerate(blocks):
-            block.fill(value)
+            buffer[block * size : (block + 1) * size].fill(value)
         traced.calls.clear()
-        stored = tier.save(blocks, stream)
+        stored = tier.save(buffer, blocks, size, stream)
         assert [name for name in names(traced) if "Memcpy" in name] == ["cuMemcpyBatchAsync"]
-        buffer.fill(0)
-        tier.load(stored, blocks, stream)
-        assert read(buffer).reshape(40, size)[::2, ::1024].tolist() == [[n] * (size // 1024) for n in range(20)]
-        assert not read(buffer).reshape(40, size)[1::2].any()
-        with pytest.raises(ValueError, match="each of the same size"):
-            tier.load(stored, blocks[:-1], stream)
-        stored[3].array()[5] += 1
+        assert tier.used == 20 * size
+        buffer.fill(100)
+        tier.load(stored, buffer, blocks[::-1], stream)
+        rows = read(buffer)[: 40 * size].reshape(40, size)
+        assert rows[::2, ::1024].tolist() == [[n] * 4 for n in reversed(range(20))] and (rows[1::2] == 100).all()
+        with pytest.raises(ValueError, match="blocks: 19 for the contents of 20"):
+            tier.load(stored, buffer, blocks[:-1], stream)
+        stored.array(3)[5] += 1
         with pytest.raises(ValueError, match="checksum differs"):
-            tier.load(stored, blocks, stream)
-        for one in stored:
+            tier.load(stored, buffer, blocks, stream)
+        other = tier.save(buffer, 7, size, stream)
+        stored.drop([3, 4])
+        stored.drop([4])
+        assert tier.used == 19 * size
+        with pytest.raises(ValueError, match="may be dropped"):
+            tier.load(stored, buffer, blocks, stream)
+        for one in (stored, stored, other):
             one.drop()
         assert tier.used == 0
+
+
+@pytest.mark.parametrize("blocks", [-1, 10, [0, 10], np.array([1 << 62])])
+def test_blocks_outside_of_memory(device: sa.Device, stream: sa.Stream, tier: vmm.HostTier, blocks: Any) -> None:
+    with sa.allocate(10 * 4096 + 100, stream) as buffer:
+        stored = tier.save(buffer, range(len(np.atleast_1d(blocks))), 4096, stream)
+        for use in each(
+            lambda: tier.save(buffer, blocks, 4096, stream), lambda: tier.load(stored, buffer, blocks, stream)
+        ):
+            with pytest.raises(ValueError, match="block "):
+                use()
+        with pytest.raises(ValueError, match="nbytes=0"):
+            tier.save(buffer, 0, 0, stream)
+        with pytest.raises(TypeError, match="indices"):
+            tier.save(buffer, [0.5], 4096, stream)  # type: ignore[list-item]
+        stored.drop()
+        foreign = vmm.GrowableBuffer(sa.Device(0, driver=sd.simulated()), PAGE, PAGE)
+        with foreign, pytest.raises(ValueError, match="another driver"):
+            tier.save(foreign, 0, 4096, stream)
+
+
+def test_contents_of_several_calls(space: vmm.PageSpace, tier: vmm.HostTier, arena: vmm.PageArena) -> None:
+    """Pages return, and are dropped, in other groups than they went."""
+    space.commit(range(8))
+    fill(space, range(8))
+    for pages in (range(0, 8, 2), range(1, 8, 2)):
+        space.swap_out(pages, tier)
+    assert space.swap_in([0, 1, 2, 5]) == 4
+    space.release([3, 4])
+    assert tier.used == 2 * PAGE
+    assert space.swap_in(range(8)) == 2 and tier.used == 0
+    assert values(space)[:8] == [1, 2, 3, 0, 0, 6, 7, 8]
+    space.swap_out(range(8), tier)
+    assert space.swap_in(range(8)) == 6 and values(space)[:8] == [1, 2, 3, 0, 0, 6, 7, 8]
 
 
 @pytest.mark.simulated_only("the driver has batches, or it has not")
@@ -218,7 +244,7 @@ def test_changed_contents_are_found(space: vmm.PageSpace, device: sa.Device) -> 
         space.commit([0, 1])
         fill(space, [0, 1])
         space.swap_out([0, 1], tier)
-        data = space._places.stored[1].array()
+        data = space._places.stored[1][0].array(1)
         data[77] += 1
         with pytest.raises(ValueError, match="checksum differs"):
             space.swap_in([0, 1])
@@ -335,33 +361,3 @@ def test_a_fault_after_some_batches_changes_nothing(machine: Any, monkeypatch: p
         assert settled(arena) == (8, 4, 4) and values(space) == [0] * PAGES
         assert space.swap_in(range(8)) == 8
         assert values(space)[:8] == list(range(1, 9)) and tier.used == 0
-
-
-def test_blocks_of_any_memory_and_size(device: sa.Device, stream: sa.Stream, tier: vmm.HostTier) -> None:
-    with vmm.GrowableBuffer(device, 8 * PAGE, 2 * PAGE, stream=stream) as growing, sa.MemoryPool(device) as pool:
-        other = pool.allocate(PAGE, stream)
-        view = other[512:].view_as(np.uint16, ((PAGE - 512) // 2,))
-        blocks = [growing[512:1024][100:200], growing[PAGE:], growing, other, view, other[0:512], view.bytes[4:8]]
-        for value, block in enumerate((growing, growing[PAGE:], growing[600:700], other, other[512:], other[516:520])):
-            block.fill(value + 1)
-        before = [read(block).tolist() for block in (growing, other)]
-        stored = tier.save(blocks, stream)
-        for block in (growing, other):
-            block.fill(0)
-        tier.load(stored, blocks, stream)
-        assert [read(block).tolist() for block in (growing, other)] == before
-        outside = growing[PAGE:]
-        growing.resize(PAGE)
-        with pytest.raises(sa.ClosedError, match="shrunk"):
-            tier.save([other, outside], stream)
-        with vmm.GrowableBuffer(sa.Device(0, driver=sd.simulated()), PAGE, PAGE) as foreign:
-            for use in each(lambda: tier.save([foreign], stream), lambda: tier.load(stored[3:4], [foreign[:]], stream)):
-                with pytest.raises(ValueError, match="another driver"):
-                    use()
-        other.free()
-        with pytest.raises(sa.ClosedError, match="freed"):
-            tier.load(stored[3:4], [other[0:PAGE]], stream)
-        used = tier.used
-        for one in stored:
-            one.drop()
-        assert used == sum(one.chunk.nbytes for one in stored) and tier.used == 0
