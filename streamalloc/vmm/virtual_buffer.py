@@ -26,8 +26,8 @@ from streamalloc.vmm.tiers.tier import Held
 
 _BATCH = 64 << 20
 """Bytes after whose copy memory is unmapped, while later copies run."""
-_AHEAD = 4
-"""Creating memory is faster than copying to it, by more than this factor."""
+_STEP = 1 << 30
+"""Bytes that are created while others are copied. Right after a release this takes an eighth of the copy's time."""
 
 
 class ChunkSpec(NamedTuple):
@@ -349,7 +349,7 @@ class VirtualBuffer(Memory, Closes, Drawn):
         allowed = self._rights.get(writer, MemAccess.NONE)
         # The device that copies needs write access during the copy.
         lent = bool(parts) and allowed != MemAccess.READWRITE
-        steps = iter([eviction.pieces]) if lent or len(parts) < 2 else self._steps(eviction.pieces, parts[0].nbytes)
+        steps = iter([eviction.pieces]) if lent or len(parts) < 2 else self._steps(eviction.pieces)
         offset, home = 0, self._resident_on()
         for part in parts:
             while not made or made[-1].stop < offset + part.nbytes:
@@ -365,22 +365,19 @@ class VirtualBuffer(Memory, Closes, Drawn):
             stream.synchronize()
             self.range._node.grant(made, {writer: allowed})
 
-    def _steps(self, pieces: Sequence[ChunkSpec], first: int) -> Iterator[Sequence[ChunkSpec]]:
-        """Split chunks into steps: the first one of about ``first`` bytes, and each later one not too large to be
-        created while the bytes before it are copied.
-        """
+    def _steps(self, pieces: Sequence[ChunkSpec]) -> Iterator[Sequence[ChunkSpec]]:
+        """Split chunks into steps, each of which is created while the bytes before it are copied."""
         step: list[ChunkSpec] = []
-        room = max(first, _BATCH)
+        room = _STEP
         for at, nbytes, spec in pieces:
             stop = at + nbytes
             while at < stop:
-                end = min(at + spec.round_up(room), stop) if spec is self.range._node.maker else stop
+                end = min(at + room, stop) if spec is self.range._node.maker else stop
                 step.append(ChunkSpec(at, end - at, spec))
-                room -= end - at
-                at = end
+                at, room = end, room - (end - at)
                 if room <= 0:
                     yield step
-                    step, room = [], _AHEAD * at
+                    step, room = [], _STEP
         if step:
             yield step
 

@@ -144,7 +144,7 @@ def test_copies_run_while_other_memory_is_unmapped_and_made(machine: Any, monkey
 class TestALargeBuffer:
     @pytest.fixture(autouse=True)
     def small_steps(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(virtual_buffer, "_BATCH", PAGE)
+        monkeypatch.setattr(virtual_buffer, "_STEP", 3 * PAGE)
 
     def test_copies_run_while_the_rest_is_made(self, machine: Any) -> None:
         traced: Any = sd.traced(machine)
@@ -155,8 +155,7 @@ class TestALargeBuffer:
             traced.calls.clear()
             assert group.wake() == 9 * PAGE
             calls = names(traced, "cuMemCreate", "cuMemcpyAsync")
-            create, copies = ["cuMemCreate"], ["cuMemcpyAsync"] * (PAGE // PIECE)
-            assert calls == [*create, *copies, *create, *4 * copies, *create, *3 * copies, "cuMemcpyAsync"]
+            assert calls == 2 * ["cuMemCreate", *6 * ["cuMemcpyAsync"]] + ["cuMemCreate", *5 * ["cuMemcpyAsync"]]
             assert shows(buffer, 1)
             for seed in (2, 3):
                 filled(buffer, seed)
