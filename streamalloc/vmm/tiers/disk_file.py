@@ -134,6 +134,7 @@ class DiskFile:
             file = cls(fd, sizes, block, path, None if path is None else part)
             os.ftruncate(fd.fileno(), file.nbytes)
             file._set_direct(True)
+            file._allocate()
         return file
 
     @classmethod
@@ -197,6 +198,14 @@ class DiskFile:
         if np.frombuffer(text[_HEAD.size : split], "<u8").tolist() != list(self.sizes):
             raise refuse("its buffers have other sizes")
         self._sums = np.frombuffer(text[split:end], "<u4").tolist()
+
+    def _allocate(self) -> None:
+        """Allocate blocks for all bytes, where the file system can: then several threads write at once."""
+        try:
+            os.posix_fallocate(self._fd.fileno(), 0, self.nbytes)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
+                raise
 
     def _set_direct(self, direct: bool) -> None:
         """Have reads and writes pass the page cache by, where the file system can, or not."""

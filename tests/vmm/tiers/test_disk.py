@@ -264,6 +264,28 @@ class TestFiles:
             group.wake()
             assert right(several)
 
+    @pytest.mark.parametrize("reason", ["ENOSPC", "EOPNOTSUPP"])
+    def test_room_is_allocated_first(
+        self, device: sa.Device, kept: vmm.DiskTier, monkeypatch: pytest.MonkeyPatch, reason: str
+    ) -> None:
+        def refuse(fd: int, offset: int, nbytes: int) -> None:
+            assert nbytes == os.fstat(fd).st_size
+            raise OSError(getattr(errno, reason), reason)
+
+        with vmm.SleepGroup(device, backup=kept) as group:
+            several = made(group)
+            group.sleep("a")
+            (path,) = kept.folder.iterdir()
+            assert path.stat().st_blocks * 512 >= path.stat().st_size
+            group.wake()
+            path.unlink()
+            monkeypatch.setattr(os, "posix_fallocate", refuse)
+            with pytest.raises(OSError, match="ENOSPC") if reason == "ENOSPC" else contextlib.nullcontext():
+                group.sleep()
+            assert group.asleep == (reason != "ENOSPC") == (len(list(kept.folder.iterdir())) == 2)
+            group.wake()
+            assert right(several)
+
     def test_a_file_system_without_direct_calls(
         self, device: sa.Device, tier: vmm.DiskTier, monkeypatch: pytest.MonkeyPatch
     ) -> None:
