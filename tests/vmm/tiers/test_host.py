@@ -148,8 +148,9 @@ class TestALargeBuffer:
 
     def test_copies_run_while_the_rest_is_made(self, machine: Any) -> None:
         traced: Any = sd.traced(machine)
-        with vmm.SleepGroup(sa.Device(0, driver=traced)) as group:
-            buffer = group.allocate(8 * PAGE + 100)
+        device = sa.Device(0, driver=traced)
+        with vmm.SleepGroup(device) as group, vmm.GrowableBuffer(device, 9 * PAGE, 8 * PAGE + 100) as buffer:
+            group.add(buffer)
             filled(buffer, 1)
             group.sleep()
             traced.calls.clear()
@@ -164,7 +165,6 @@ class TestALargeBuffer:
                 assert shows(buffer, seed) and buffer.mapped_bytes == 9 * PAGE
             buffer.resize(PAGE)
             assert read(buffer).tobytes() == pattern(8 * PAGE + 100, 3)[:PAGE].tobytes()
-            buffer.close()
 
     @pytest.mark.parametrize("call", ["cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemcpyAsync"])
     def test_no_memory_for_the_rest(self, machine: Any, call: str) -> None:
