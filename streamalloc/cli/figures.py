@@ -21,7 +21,7 @@ _EXTRA = {
 """Column title and number format of each further figure."""
 _FIGURES = {"ratio_to_raw": "ratio to the raw calls ", "reserved_over_used": "reserved / used "}
 """Titles of target figures other than times."""
-_UNITS = {"us": "microseconds", "ms": "milliseconds", "bytes": "bytes"}
+_UNITS = {"us": "microseconds", "ms": "milliseconds"}
 
 
 def show_row(terminal: Terminal, report: Mapping[str, Any], names: int) -> None:
