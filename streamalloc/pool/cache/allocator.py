@@ -16,7 +16,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from streamalloc.core.errors import CaptureError, ClosedError, OutOfMemoryError, error_from, refused, size_text
 from streamalloc.core.html import Row, Shown, gauge, mib
@@ -53,9 +53,6 @@ from streamalloc.pool.cache.stream_cache import MAX_RETURNING, StreamCache
 from streamalloc.pool.ending import pools_of
 from streamalloc.pool.lost import no_collection_is_left
 from streamalloc.pool.pool import MemoryPool
-
-if TYPE_CHECKING:
-    pass
 
 _POOL_STEP = 32 << 20
 """Bytes. A pool takes memory of its device in steps of this size."""
