@@ -262,17 +262,9 @@ ROWS = (
             "RMM CudaAsyncMemoryResource": with_(Rmm, rmm_pair),
             "PyTorch empty (caching)": with_(PyTorch, torch_pair),
         },
-        (
-            Target(OURS, 1.25, RAW),
-            Target(CACHED, 0.75, C_LOOP),
-            Target(CACHED, 1.0, CUPY_CACHING),
-        ),
+        (Target(OURS, 1.25, RAW), Target(CACHED, 0.75, C_LOOP), Target(CACHED, 1.0, CUPY_CACHING)),
     ),
-    Row(
-        "drop",
-        "Allocate 4 KiB and drop the buffer",
-        {RAW: raw_pair, OURS: our_drop(OURS), CACHED: our_drop(CACHED)},
-    ),
+    Row("drop", "Allocate 4 KiB and drop the buffer", {RAW: raw_pair, OURS: our_drop(OURS), CACHED: our_drop(CACHED)}),
     Row(
         "fill",
         "Fill 4 KiB",
@@ -370,10 +362,7 @@ ROWS = (
     Row(
         "interface",
         "CUDA array interface",
-        {
-            "the same dictionary by hand": interface_by_hand,
-            **_arrays(interface_of),
-        },
+        {"the same dictionary by hand": interface_by_hand, **_arrays(interface_of)},
         (Target(OURS, 0.4),),
     ),
     Row(

@@ -57,10 +57,7 @@ def two_streams(tour: Tour, producer: sa.Stream) -> None:
         tour.step("gate opened: the copy ran after the fill", equal("the event is complete", done.query(), True), copy)
 
 
-@part(
-    "Reuse of freed memory",
-    "A gate holds the stream on which 20 MiB are freed, so the free is still pending.",
-)
+@part("Reuse of freed memory", "A gate holds the stream on which 20 MiB are freed, so the free is still pending.")
 def reuse(tour: Tour, first: sa.Stream) -> None:
     tour.need_gates()
     second = tour.device.create_stream()

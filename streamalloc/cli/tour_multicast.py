@@ -71,10 +71,7 @@ def _counted(names: list[str]) -> str:
     return ", ".join(name if count == 1 else f"{count} x {name}" for name, count in runs)
 
 
-@part(
-    "Multicast",
-    "One address for memory on several GPUs: the switches between them copy a store to all of them.",
-)
+@part("Multicast", "One address for memory on several GPUs: the switches between them copy a store to all of them.")
 @_on_several
 def multicast(tour: Tour, driver: Any) -> None:
     with contextlib.ExitStack() as resources:

@@ -313,10 +313,7 @@ class MemPoolProps:
         managed = self.alloc_type is MemAllocationType.MANAGED
         where = self.location.type
         return [
-            (
-                self.alloc_type is MemAllocationType.INVALID,
-                "alloc_type=INVALID: allowed are PINNED and MANAGED",
-            ),
+            (self.alloc_type is MemAllocationType.INVALID, "alloc_type=INVALID: allowed are PINNED and MANAGED"),
             (
                 where is MemLocationType.HOST_NUMA_CURRENT,
                 "location=HOST_NUMA_CURRENT: a pool must name its NUMA node (HOST_NUMA) or take any (HOST)",
@@ -336,10 +333,7 @@ class MemPoolProps:
             ),
             (managed and self.max_size != 0, f"max_size={size_text(self.max_size)}: a managed pool's must be 0"),
             (managed and self.usage != 0, f"usage={self.usage:#x}: a managed pool's must be 0"),
-            (
-                self.win32_security_attributes is not None,
-                "win32_security_attributes: only None is allowed on Linux",
-            ),
+            (self.win32_security_attributes is not None, "win32_security_attributes: only None is allowed on Linux"),
         ]
 
     def to_driver(self) -> Any:

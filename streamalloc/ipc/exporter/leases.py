@@ -142,10 +142,7 @@ class Lease(SharedState):
         return head.data + part + zlib.crc32(part, head.checksum).to_bytes(4, "little")
 
     def announce(
-        self,
-        stream: Stream,
-        before: Callable[[int], bool] | None = None,
-        view: tuple[Any, bool] | None = None,
+        self, stream: Stream, before: Callable[[int], bool] | None = None, view: tuple[Any, bool] | None = None
     ) -> int:
         """Make ``stream`` write to ``ready`` that the contents are there; the value that importers wait for.
 
