@@ -14,8 +14,6 @@ from streamalloc.core.errors import size_text
 from streamalloc.ipc import Store, StoreEntry, StoreError
 from streamalloc.ipc.internal import store_names
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``store``."""

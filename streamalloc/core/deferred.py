@@ -96,20 +96,9 @@ class DeferredQueue:
     """
 
     __slots__ = (
-        "__weakref__",
-        "_beginning",
-        "_guard",
-        "_lock",
-        "_new",
-        "_orphaned",
-        "_owned",
-        "_rounds",
-        "_waiting",
-        "_working",
-        "captures",
-        "has_work",
-        "submitted",
-    )
+        "__weakref__", "_beginning", "_guard", "_lock", "_new", "_orphaned", "_owned", "_rounds", "_waiting",
+        "_working", "captures", "has_work", "submitted",
+    )  # fmt: skip
 
     def __init__(self, guard: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext) -> None:
         self.captures: dict[object, None] = {}

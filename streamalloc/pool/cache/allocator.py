@@ -94,20 +94,8 @@ class CacheState(Deferred):
     """The blocks and streams of a cache. It outlives the allocator until all blocks have returned to the pool."""
 
     __slots__ = (
-        "_bought",
-        "_opening",
-        "_queue",
-        "_reserved",
-        "_trims",
-        "blocks",
-        "closed",
-        "dropped",
-        "keys",
-        "misses",
-        "pool",
-        "session",
-        "stream_caches",
-        "watchers",
+        "_bought", "_opening", "_queue", "_reserved", "_trims", "blocks", "closed", "dropped", "keys", "misses", "pool",
+        "session", "stream_caches", "watchers",
     )  # fmt: skip
 
     def __init__(self, pool: MemoryPool) -> None:
