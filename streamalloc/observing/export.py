@@ -70,14 +70,8 @@ def _entries(one: Happening) -> Iterator[dict[str, Any]]:
         "failure": ["oom"],
     }[one.action]
     for action in actions:
-        entry = {
-            "action": action,
-            "addr": allocation.address,
-            "size": allocation.nbytes,
-            "stream": one.stream,
-            "time_us": one.time // 1000,
-            "frames": _frames(allocation),
-        }
+        place = {"action": action, "addr": allocation.address, "size": allocation.nbytes, "stream": one.stream}
+        entry = {**place, "time_us": one.time // 1000, "frames": _frames(allocation)}
         # The viewer needs the field; the device's free memory is not recorded.
         yield entry | {"device_free": 0} if action == "oom" else entry
 
@@ -111,20 +105,10 @@ def _segment(ordinal: int, start: int, stop: int, live: Iterable[Allocation], ex
     if at < stop:
         blocks.append(_block(at, stop - at, 0, "inactive", []))
     active = sum(block["requested_size"] for block in blocks)
-    return {
-        "device": ordinal,
-        "address": start,
-        "total_size": stop - start,
-        "allocated_size": active,
-        "active_size": active,
-        "requested_size": active,
-        "stream": 0,
-        "segment_type": "large",
-        "segment_pool_id": (0, 0),
-        "is_expandable": expandable,
-        "frames": [],
-        "blocks": blocks,
-    }
+    place = {"device": ordinal, "address": start, "total_size": stop - start, "stream": 0}
+    sizes = dict.fromkeys(("allocated_size", "active_size", "requested_size"), active)
+    kind = {"segment_type": "large", "segment_pool_id": (0, 0), "is_expandable": expandable}
+    return {**place, **sizes, **kind, "frames": [], "blocks": blocks}
 
 
 def _block(address: int, size: int, requested: int, state: str, frames: list[dict[str, Any]]) -> dict[str, Any]:
