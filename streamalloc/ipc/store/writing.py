@@ -224,12 +224,9 @@ class WeightsWriter(Tensors, Leaves):
                 lease, value, _ = self._pending
                 ready = f"{lease.block.id.hex()} {lease.slot} {lease.generation} {value}"
                 files = [lease.block.fd]
-            about = {
-                "address": self.range.address,
-                "chunks": [memory.nbytes for memory in self._chunks],
-                "ready": ready,
-            }
+            chunks = [memory.nbytes for memory in self._chunks]
             handles = [sent[0], *files, *sent[1:]]
+            about: dict[str, Any] = {"address": self.range.address, "chunks": chunks, "ready": ready}
             answer, _ = self._connection.ask(Kind.COMMIT, handles, **about, prepare=prepare, keep=keep)
         self.epoch = answer.get("epoch", 0)
         return answer
