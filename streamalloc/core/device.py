@@ -57,8 +57,7 @@ class Device:
     ordinal: int
 
     def __init__(self, ordinal: int = 0, *, driver: Driver | None = None) -> None:
-        if isinstance(ordinal, bool) or not isinstance(ordinal, int):
-            raise TypeError(f"ordinal must be an integer, not {type(ordinal).__name__} ({ordinal!r})")
+        checked_type("ordinal", ordinal, int)
         self._session = session_for(None, driver)
         count = int(self._session.call("cuDeviceGetCount"))
         if not 0 <= ordinal < count:
@@ -83,7 +82,8 @@ class Device:
     @classmethod
     def all(cls, driver: Driver | None = None) -> list[Device]:
         """Every device of a driver."""
-        return [cls(ordinal, driver=driver) for ordinal in range(cls.count(driver))]
+        session = session_for(None, driver)
+        return [cls._of(ordinal, session) for ordinal in range(int(session.call("cuDeviceGetCount")))]
 
     @property
     def driver(self) -> Driver:

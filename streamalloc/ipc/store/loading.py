@@ -22,8 +22,6 @@ from streamalloc.ipc.store.manifest import Tensor
 from streamalloc.ipc.store.weights import Weights
 from streamalloc.ipc.store.writing import WeightsWriter
 
-__all__ = ["load"]
-
 _MOST_HEADER = 100 << 20
 _STEP = 64 << 20
 _DTYPES = {

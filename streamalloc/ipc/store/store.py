@@ -23,8 +23,6 @@ from streamalloc.ipc.store.weights import OpenEpoch, Weights
 from streamalloc.ipc.store.writing import WeightsWriter
 from streamalloc.ipc.transport.communicator import CommunicatorLike
 
-__all__ = ["Store", "StoreEntry", "StoreStatistics"]
-
 
 @dataclass(frozen=True)
 class StoreEntry:

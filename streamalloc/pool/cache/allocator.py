@@ -16,7 +16,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from streamalloc.core.errors import CaptureError, ClosedError, OutOfMemoryError, error_from, refused, size_text
 from streamalloc.core.html import Row, Shown, gauge, mib
@@ -53,9 +53,6 @@ from streamalloc.pool.cache.stream_cache import MAX_RETURNING, StreamCache
 from streamalloc.pool.ending import pools_of
 from streamalloc.pool.lost import no_collection_is_left
 from streamalloc.pool.pool import MemoryPool
-
-if TYPE_CHECKING:
-    pass
 
 _POOL_STEP = 32 << 20
 """Bytes. A pool takes memory of its device in steps of this size."""
@@ -97,20 +94,8 @@ class CacheState(Deferred):
     """The blocks and streams of a cache. It outlives the allocator until all blocks have returned to the pool."""
 
     __slots__ = (
-        "_bought",
-        "_opening",
-        "_queue",
-        "_reserved",
-        "_trims",
-        "blocks",
-        "closed",
-        "dropped",
-        "keys",
-        "misses",
-        "pool",
-        "session",
-        "stream_caches",
-        "watchers",
+        "_bought", "_opening", "_queue", "_reserved", "_trims", "blocks", "closed", "dropped", "keys", "misses", "pool",
+        "session", "stream_caches", "watchers",
     )  # fmt: skip
 
     def __init__(self, pool: MemoryPool) -> None:

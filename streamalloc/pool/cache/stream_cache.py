@@ -55,19 +55,8 @@ class StreamCache(Deferred):
     """The size classes of one stream. It ends when the stream is closed or dropped, or the cache is closed."""
 
     __slots__ = (
-        "__weakref__",
-        "_last",
-        "cache",
-        "class_of",
-        "classes",
-        "device",
-        "ended",
-        "lists",
-        "number",
-        "peak",
-        "returning",
-        "session",
-        "stream",
+        "__weakref__", "_last", "cache", "class_of", "classes", "device", "ended", "lists", "number", "peak",
+        "returning", "session", "stream",
     )  # fmt: skip
 
     def __init__(self, cache: Cache, stream: Stream) -> None:
