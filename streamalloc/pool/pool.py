@@ -352,7 +352,8 @@ class MemoryPool(Allocator, Closes, Drawn):
             "cuMemPoolSetAccess",
             descriptors,
             len(descriptors),
-            hint=f"access={access.name}: pools grant READWRITE or NONE, and the owner's access cannot be taken away",
+            hint=f"access={access.name}: pools grant READWRITE or NONE, to the host in host memory only; the owner keeps "
+            "its access",
         )
 
     def access(self, who: Device | MemLocation) -> MemAccess:

@@ -206,6 +206,10 @@ class TestLimits:
             assert (space.nbytes, space.page_count) == (3 * PAGE + 5, 4)
             space.commit(3)
 
+    def test_pages_that_are_too_small(self, device: sa.Device) -> None:
+        with pytest.raises(ValueError, match=r"^page_size=4096: .* 2 MiB$"):
+            vmm.PageArena(device, 4096)
+
     def test_larger_pages(self, device: sa.Device, stream: sa.Stream) -> None:
         with vmm.PageArena(device, 3 * PAGE) as arena, arena.space(12 * PAGE, stream=stream) as space:
             space.commit([1, 2])
