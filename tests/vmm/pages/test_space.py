@@ -194,7 +194,7 @@ class TestLimits:
 
     @pytest.mark.parametrize("size", [0, -2 * MiB, MiB, 3 * MiB])
     def test_of_page_sizes(self, device: sa.Device, size: int) -> None:
-        with pytest.raises(ValueError, match="nbytes="):
+        with pytest.raises(ValueError, match=f"^page_size={size}"):
             vmm.PageArena(device, size)
 
     def test_of_spaces(self, arena: vmm.PageArena) -> None:
@@ -205,10 +205,6 @@ class TestLimits:
         with arena.space(3 * PAGE + 5) as space:
             assert (space.nbytes, space.page_count) == (3 * PAGE + 5, 4)
             space.commit(3)
-
-    def test_pages_that_are_too_small(self, device: sa.Device) -> None:
-        with pytest.raises(ValueError, match=r"^page_size=4096: .* 2 MiB$"):
-            vmm.PageArena(device, 4096)
 
     def test_larger_pages(self, device: sa.Device, stream: sa.Stream) -> None:
         with vmm.PageArena(device, 3 * PAGE) as arena, arena.space(12 * PAGE, stream=stream) as space:
