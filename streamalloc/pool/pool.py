@@ -352,8 +352,8 @@ class MemoryPool(Allocator, Closes, Drawn):
             "cuMemPoolSetAccess",
             descriptors,
             len(descriptors),
-            hint=f"access={access.name}: pools grant READWRITE or NONE, to the host in host memory only, and the access "
-            "of the owner stays",
+            hint=f"access={access.name}: pools grant READWRITE or NONE, to the host in host memory only, and the "
+            "owner's access stays",
         )
 
     def access(self, who: Device | MemLocation) -> MemAccess:
