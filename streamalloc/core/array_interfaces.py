@@ -55,6 +55,10 @@ class Exportable(MemoryBase):
         flat = np.asarray(_Interface(self)).view(dtype)
         return flat if shape is None else flat.reshape(shape)
 
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[Any]:
+        """The memory itself as a numpy array, as :meth:`as_array`, also of types that array interfaces cannot name."""
+        return np.array(self.as_array(), dtype=dtype, copy=copy)
+
     def __buffer__(self, flags: int) -> memoryview:
         """The bytes for ``memoryview`` and all that takes a buffer, from Python 3.12 on, where the host reaches them.
 

@@ -368,9 +368,9 @@ class TypedView(BufferView, Generic[ScalarT]):
         """Version 3 of numpy's array interface, so that ``numpy.asarray`` makes no copy of host memory."""
         return super().__array_interface__ | self._interface_type()
 
-    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[ScalarT]:
-        """The memory itself as a numpy array, as :meth:`as_array`, also of types that array interfaces cannot name."""
-        return np.array(self.as_array(), dtype=dtype, copy=copy)
+    if TYPE_CHECKING:
+
+        def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[ScalarT]: ...
 
     def __dlpack__(
         self,

@@ -347,8 +347,8 @@ class MemoryPool(Allocator, Closes, Drawn):
         descriptors = [MemAccessDesc(self._location_of(one), access).to_driver() for one in several]
         if not descriptors:
             raise ValueError("who is empty: name at least one device")
-        hint = f"access={access.name}: pools grant READWRITE or NONE, and the owner's access cannot be taken away"
-        self._call("cuMemPoolSetAccess", descriptors, len(descriptors), hint=hint)
+        why = "pools grant READWRITE or NONE, to the host in host memory only, and the owner's access stays"
+        self._call("cuMemPoolSetAccess", descriptors, len(descriptors), hint=f"access={access.name}: {why}")
 
     def access(self, who: Device | MemLocation) -> MemAccess:
         """Permission of a device or the host to use the pool's memory (``cuMemPoolGetAccess``)."""

@@ -108,6 +108,10 @@ class TestRun:
     def write(self, folder: Path, name: str, source: str) -> None:
         (folder / name).write_text(textwrap.dedent(source))
 
+    def test_a_program_that_is_not_there(self, tmp_path: Path) -> None:
+        done = self.run("--driver", "simulated", "absent.py", cwd=tmp_path)
+        assert done.returncode and done.stderr == "python -m streamalloc run: there is no file 'absent.py'\n"
+
     def test_a_program_and_its_child(self, tmp_path: Path) -> None:
         self.write(
             tmp_path,

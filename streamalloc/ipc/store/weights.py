@@ -183,7 +183,7 @@ class Weights(Tensors, Closes):
     device
         The device that has access.
     epoch
-        Number of the commit, from 1.
+        Number of the commit, from 1. The numbers of a key go on after a server that was killed.
     nbytes
         Size of the memory in bytes.
     """

@@ -18,7 +18,15 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from streamalloc.core.errors import CaptureError, ClosedError, OutOfMemoryError, error_from, refused, size_text
+from streamalloc.core.errors import (
+    CaptureError,
+    ClosedError,
+    NotReadyError,
+    OutOfMemoryError,
+    error_from,
+    refused,
+    size_text,
+)
 from streamalloc.core.html import Row, Shown, gauge, mib
 from streamalloc.core.internal import (
     NOT_CAPTURED,
@@ -289,8 +297,8 @@ class CacheState(Deferred):
         with self.session.relaxed():
             for one in self.live():
                 if one.free_bytes:
-                    # A captured stream keeps its blocks.
-                    with contextlib.suppress(CaptureError), one.ordered() as ordered:
+                    # A captured stream keeps its blocks, as does one that its library closed, until the device is idle.
+                    with contextlib.suppress(CaptureError, NotReadyError), one.ordered() as ordered:
                         one.release(ordered)
                         event = ordered.record()
                         # Other code may have begun a capture meanwhile.
@@ -622,6 +630,7 @@ class CachingAllocator(Allocator, Closes, Shown):
             if not watchers and not state.closed and self._return_home(buffer, block, ordered):
                 return
         self._leave_cache(buffer).free(ordered)
+        buffer._shared = None
 
     def _leave_cache(self, buffer: CachedBuffer) -> Buffer:
         """Move a buffer's memory out of the cache, to a plain buffer that frees it from then on."""

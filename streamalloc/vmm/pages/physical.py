@@ -96,7 +96,7 @@ class PhysicalPages:
         self.device: Device = device
         self.session: Session = session_of(device)
         self.spec: MemorySpec = spec_of(self.session, properties_for(device, MemHandleType.NONE, False, False))
-        self.size: int = self.spec.checked(page_size)
+        self.size: int = self.spec.checked(page_size, name="page_size")
         """Size of a page in bytes."""
         self.limit: int | None = None if limit is None else checked_size("limit", limit)
         """Bytes of all pages; None for no limit."""
