@@ -182,7 +182,8 @@ class Event:
             joins = stream.peers is not None or not record.complete
             stream.submit(Wait(), ((record.stream, record.seq), *record.others), joins=joins)
             live = stream.timeline.streams
-            if not self.flags & EventFlag.INTERPROCESS:  # pools ignore this order (H200: test_placements)
+            # Pools reuse no memory by the order of interprocess events (H200: test_placements).
+            if not self.flags & EventFlag.INTERPROCESS:
                 merge(stream.clock, {number: seq for number, seq in record.clock.items() if number in live})
 
     def record_in(self, stream: Stream, after: tuple[tuple[Stream, int], ...] = ()) -> None:
