@@ -1,4 +1,4 @@
-"""Run a Python program on the simulated driver, which its calls through cuda.bindings then reach."""
+"""Run a Python program on the simulated driver: its calls of ``cuda.bindings`` reach that driver."""
 
 from __future__ import annotations
 

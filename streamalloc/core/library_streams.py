@@ -137,8 +137,8 @@ _READERS: tuple[tuple[str, Callable[[Any], Callable[[Any], Hashable]]], ...] = (
     ("__cuda_stream__", attrgetter("__cuda_stream__")),  # the type's function: faster than the object's method
     ("handle", lambda kind: attrgetter("handle.value")),
 )
-# PyTorch's own types, which make an object at each call: one object of each stream is kept and found by identity, all
-# others by handle and device.
+# PyTorch's types of streams. PyTorch makes a new object at each call, so one object of each stream is kept and found by
+# identity. The other objects are found by handle and device.
 _TORCH: dict[tuple[str, str], Callable[[Any], tuple[int, int]]] = {
     ("torch.cuda.streams", "Stream"): attrgetter("cuda_stream", "device_index"),
     ("torch", "Stream"): lambda stream: (stream.__cuda_stream__()[1], stream.device_index),

@@ -323,7 +323,7 @@ class TypedView(BufferView, Generic[ScalarT]):
         source: TypedView[ScalarT] | npt.NDArray[ScalarT] | HasCudaArrayInterface,
         stream: StreamLike | None = None,
     ) -> None:
-        """Copy all elements from ``source``, of the same type and shape; otherwise as :meth:`copy_to`."""
+        """Copy all elements from ``source``, which has the same type and shape. Errors are those of :meth:`copy_to`."""
         self._check_form(source, "source")
         super().copy_from(source, stream)
 

@@ -387,7 +387,7 @@ class Stream(Closes, Shown):
         finally:
             self._paying.remove(me)
         self._allow_direct()
-        # Another finaliser may just have come.
+        # A finaliser may have added an item since the loop ended.
         if self._owed:
             self._forbid_direct()
 
@@ -601,8 +601,8 @@ class Stream(Closes, Shown):
         """Record what is queued in a ``with`` block into a graph instead of running it (``cuStreamBeginCapture``).
 
         Yields the :class:`~streamalloc.core.graph.Graph`, which is complete when the block ends. Allocations and frees
-        become nodes of the graph. ``mode`` is ``"global"``, ``"thread_local"`` or ``"relaxed"``: which calls of which
-        threads are refused meanwhile, as they could not be replayed.
+        become nodes of the graph. The driver refuses calls that a graph cannot contain: those of all threads with
+        ``mode="global"``, those of this thread with ``"thread_local"``, and none with ``"relaxed"``.
         """
         from streamalloc.core.graph import capturing
 

@@ -30,7 +30,7 @@ class HostCall:
         self._thread = thread
         """Finds the calling host thread."""
         self._queued: deque[tuple[Stream, Obstacle, Obstacle]] = deque()
-        """Stream, end of the work before, and end of the call itself, for each queued call."""
+        """For each queued call: its stream, the end of the work before it, and its own end."""
         self._running: list[Obstacle] = []
         self.node: Node | None = None
         """Node of a capture."""

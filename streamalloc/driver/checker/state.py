@@ -77,7 +77,7 @@ class State(Launches):
         """Exported and imported physical memory by open file."""
 
     def note(self, text: str) -> None:
-        """Note a check that is given up."""
+        """Record, once, that the checker no longer makes a check."""
         self.notes[text] = None
 
     # -- events ------------------------------------------------------------------------------------------------

@@ -84,7 +84,7 @@ def _fill_row(machine: Machine, context: Context, target: int, pattern: bytes, c
 
 
 class Rows(Operation):
-    """Moves of one size after each other: the rows of a plane or of a box."""
+    """Copies or fills the rows of a plane or of a box, one after the other."""
 
     def __init__(self, count: int, size: int, row: Callable[[int], Move]) -> None:
         self._count = count

@@ -118,7 +118,7 @@ class Machine:
         """Release all memory, files and threads. The machine cannot be used again."""
         if not self.forked and not sys.is_finalizing():
             self.ready = False  # finalisers of objects that became garbage together with the driver can still call it
-            is_main = threading.current_thread() is threading.main_thread()
+            is_main = call_lock.is_main_thread()
             call_lock.enter(is_main)
             try:
                 self.timeline.close()

@@ -186,7 +186,7 @@ class Pool(Accessible):
         if needed <= room:
             return len(missing) * CHUNK == needed
         if self.max_size:
-            self._banks.trim(self.space)  # in vain, but so it is (observed on H200: test_placements)
+            self._banks.trim(self.space)  # the driver trims although it cannot help (H200: test_placements)
         return False
 
     def _wait_for(self, block: Block, stream: Stream) -> None:

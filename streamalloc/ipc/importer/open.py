@@ -312,7 +312,7 @@ class Importer:
                     self.deferred.submit(OnceIdle(self.session, close))
 
     def memory(self, chunk: Chunk, handles: Handles) -> PhysicalMemory:
-        """Import physical memory. Each import holds it by itself."""
+        """Import physical memory. Each import has its own handle of the memory."""
         if chunk.fabric:
             return import_memory(self.session, chunk.fabric, chunk.nbytes)
         with handles.take(chunk.id) as fd:
@@ -341,7 +341,7 @@ def open(
 ) -> T:
     """Open memory, a pool or an event that another process shared.
 
-    For descriptors that :func:`send` has sent, use :func:`receive`. Here a message carries several::
+    For descriptors that :func:`send` has sent, use :func:`receive`. A message of the program's own is opened so::
 
         message = channel.receive()
         with ipc.open(message.data, message.handles, stream=stream) as buffer:

@@ -1,4 +1,4 @@
-"""A store as its clients see it: :class:`Store`."""
+"""The client of a store: :class:`Store`."""
 
 from __future__ import annotations
 

@@ -168,7 +168,7 @@ class PhysicalPages:
         return len(self.spare) + len(self.kept)
 
     def idle_stream(self) -> Stream | None:
-        """Return a stream without queued work, to clear pages; None if all are in use. Within :meth:`changing`."""
+        """Return a stream without queued work, to clear pages; None if all are in use. Call it in :meth:`changing`."""
         for stream, work in self._streams.items():
             if work.done():
                 return stream

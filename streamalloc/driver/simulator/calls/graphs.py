@@ -29,7 +29,8 @@ _INVALIDATED = cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_INVALIDATED
 _UPLOAD, _DEVICE_LAUNCH, _USE_NODE_PRIORITY = 2, 4, 8  # CUgraphInstantiate_flags
 _LOCAL_MEMORY = 0x10  # CU_CTX_LMEM_RESIZE_TO_MAX
 _SMALL_FILL = 4096
-"""Instantiating a graph that fills more bytes sets that flag of the context (observed on H200: test_capture)."""
+"""Bytes of a fill node above which instantiating its graph sets CU_CTX_LMEM_RESIZE_TO_MAX in the context (observed on
+H200: test_capture)."""
 
 # Fields of DeviceGraphMemory, in the order of CUgraphMem_attribute.
 _MEMORY_ATTRIBUTES = ("used", "used_high", "size", "reserved_high")
@@ -307,7 +308,7 @@ class GraphCalls(CopyCalls, StreamMemoryCalls, KernelCalls):
         values = {name: int(getattr(params, name)) for name in FILL_FIELDS}
         self._check_fill_node(graph, values, context)
         address, pitch, value, element, width, height = values.values()
-        # where the memory is the graph's own nothing else says whose it is (observed on H200: test_graph_nodes)
+        # an address in the graph's own memory names no device, so the context must (observed on H200: test_graph_nodes)
         check(arguments.context(ctx) or not graph.holds(address))
         pattern = value.to_bytes(8, "little")[:element]
         operation = fill(self._machine, context, address, pattern, width, height, pitch)
