@@ -273,7 +273,7 @@ class SleepGroup(Closes):
         tagged = {keep} if isinstance(keep, str) else keep
 
         def hold(tag: str, buffers: Sequence[VirtualBuffer]) -> Sequence[Held]:
-            kept = keep if isinstance(keep, bool) else tag in tagged
+            kept = tagged if isinstance(tagged, bool) else tag in tagged
             sizes = [buffer.nbytes for buffer in buffers]
             return self._tier(backup).hold(sizes, ordered, tag) if kept else ()
 

@@ -263,7 +263,7 @@ def test_of_pool_memory_only_the_span_of_the_rows_is_checked(memory: Memory, cas
     value(raw.cuMemsetD8Async(memory.plain, 7, 4096, stream))
     value(raw.cuStreamSynchronize(stream))
     ends = ("pool", "plain") if into else ("plain", "pool")
-    copy = plane(memory, "DD", *ends, **{"WidthInBytes": 8, "Height": 1, **fields})
+    copy = plane(memory, "DD", ends[0], ends[1], **{"WidthInBytes": 8, "Height": 1, **fields})
     node = raw.cuGraphAddMemcpyNode(
         rig.own(value(raw.cuGraphCreate(0)), raw.cuGraphDestroy), [], 0, whole(raw, copy), rig.context
     )
