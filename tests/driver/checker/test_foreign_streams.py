@@ -118,6 +118,21 @@ def test_a_stream_of_ours_that_other_code_has(bench: Bench, library: Library, me
     assert kinds(bench) == []
 
 
+@pytest.mark.parametrize(
+    "view", [lambda memory: memory, lambda memory: memory[:64], lambda memory: memory.view_as("u1")]
+)
+def test_memory_by_its_array_interface(bench: Bench, library: Library, view: Any) -> None:
+    """It names the stream of ours, for which the consumer's stream waits past the checker."""
+    side, memory = library.stream(), bench.new(bench.b)
+    raw = cuda.CUstream(view(memory).__cuda_array_interface__["stream"])
+    library.order(raw, side)
+    memory.used(Named(side))
+    assert kinds(bench) == []
+    library.order(side, raw)
+    bench.done(memory)
+    assert kinds(bench) == []
+
+
 def test_streams_of_ours_are_as_they_are(bench: Bench, library: Library, memory: Any) -> None:
     """Nobody has their handles."""
     side = library.stream()
