@@ -514,7 +514,8 @@ def _at_exit() -> None:
     if from_server():
         process: Any = sys.modules["multiprocessing.process"].current_process()
         process._args, process._kwargs = (), {}
-        gc.collect()
+    if _alive:
+        gc.collect()  # memory in garbage is no leak: an exception keeps it in its traceback
     for one in tuple(_alive):
         shown = len(one.hazards)
         if one._on != "raise" and one.process == os.getpid():
