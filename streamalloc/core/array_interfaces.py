@@ -83,7 +83,8 @@ class Exportable(MemoryBase):
         ptr = self._ptr
         if ptr is not None:
             stream = self._stream
-            if stream._handle is not None and self._home == stream.device.ordinal:
+            handle, listener = stream._handle, stream._session.listener
+            if handle is not None and self._home == stream.device.ordinal and listener is None:
                 return {
                     "shape": (self._nbytes,),
                     "typestr": "|u1",
