@@ -300,6 +300,19 @@ class TestOutOfMemory:
                     one.free()
                 allocator.allocate(GROWTH, stream).free()
 
+    def test_caches_return_what_the_function_freed(self, device: sa.Device, stream: sa.Stream) -> None:
+        def release(_: sa.OutOfMemoryError) -> bool:
+            kept.pop().free()
+            stream.synchronize()
+            return True
+
+        with sa.MemoryPool(device, max_size=GROWTH, on_oom=release) as pool, sa.CachingAllocator(pool) as cache:
+            kept = [cache.allocate(GROWTH // 4, stream) for _ in range(4)]
+            cache.allocate(GROWTH // 2, stream).free()
+            assert len(kept) == 2
+            for buffer in kept:
+                buffer.free()
+
     def test_no_hidden_work_by_default(self, machine: Any) -> None:
         driver = sd.traced(machine)
         device = sa.Device(0, driver=driver)

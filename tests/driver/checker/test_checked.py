@@ -423,6 +423,13 @@ def test_leaks_are_printed_at_the_end(python: Callable[..., CompletedProcess[str
     assert "leak: allocation of 64 bytes" in done.stderr and "memory = pool.allocate" not in done.stdout
 
 
+def test_memory_in_garbage_is_no_leak(python: Callable[..., CompletedProcess[str]]) -> None:
+    done = python(
+        _PROGRAM.format(end="garbage = [memory]; garbage.append(garbage); del garbage, memory"), STREAMALLOC_CHECK="1"
+    )
+    assert done.returncode == 0 and "leak" not in done.stderr
+
+
 def test_the_environment_may_have_it_raise(python: Callable[..., CompletedProcess[str]]) -> None:
     done = python(_PROGRAM.format(end=""), STREAMALLOC_CHECK="raise")
     assert done.returncode == 1 and "DriverMisuseError: use before allocation" in done.stderr
