@@ -16,7 +16,7 @@ from streamalloc import ipc
 from streamalloc.core.deferred import deferred_queue
 from streamalloc.ipc import Ring, RingConsumer, RingProducer
 from streamalloc.testing import Gate
-from tests.interrupting import Interrupted, interrupts
+from tests.interrupting import Interrupted, interrupts, since_3_11
 from tests.ipc.support import shared_pool
 from tests.processes import SECONDS, Partner, There, eventually
 from tests.support import executed, pending
@@ -98,6 +98,7 @@ def _sizes_interrupted(there: There) -> tuple[list[int], int]:
 # Python prints what a signal handler raises in a finaliser, and goes on.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 class TestInterrupts:
+    @since_3_11
     def test_of_the_producer(self, ring: RingProducer, partner: Partner) -> None:
         """Each item that was handed off arrives once; one that was interrupted does so once or never."""
         join(partner, ring)
