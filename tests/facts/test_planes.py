@@ -224,7 +224,7 @@ def test_boxes(memory: Memory, case: str) -> None:
 
 
 def test_rows_need_not_fit_between_pools(memory: Memory) -> None:
-    """What is left out in front of them is not looked at: the place of a row is counted as if they did."""
+    """The omitted rows in front of them do not count: the place of a row is counted as if they did."""
     rig, raw, stream = memory.rig, memory.raw, memory.stream
     memory.plain, memory.other = (rig.allocate(rig.pool(), 4096, stream) for _ in range(2))
     value(raw.cuMemsetD8Async(memory.plain, 0, 4096, stream))
@@ -324,7 +324,7 @@ WAITS = {
 
 @pytest.mark.parametrize("case", WAITS)
 def test_which_copies_are_waited_for(memory: Memory, case: str) -> None:
-    """Those between two ends that are called the host's always."""
+    """The host always waits for a copy both of whose ends are named as the host's."""
     rig, raw, blocking, gate = memory.rig, memory.raw, memory.rig.stream(BLOCKING), memory.rig.gate()
     copy = plane(memory, *case.split())
     for stream, waits in zip((memory.stream, blocking), WAITS[case], strict=True):
@@ -356,7 +356,7 @@ def test_between_contexts(memory: Memory) -> None:
 
 
 def captured(memory: Memory, call: str, *arguments: Any) -> tuple[str, Any, list[Any]]:
-    """What a call says during a capture, the graph, and its nodes."""
+    """The result of a call during a capture, the graph, and its nodes."""
     memory.rig.begin_capture(memory.stream)
     result = said(getattr(memory.raw, call)(*arguments, memory.stream))
     graph = value(memory.rig.end_capture(memory.stream))

@@ -393,7 +393,7 @@ class TestImportOfAPointer:
 
 
 class TestPhysicalMemory:
-    """Of cuMemCreate; what one process alone shows of it is in test_memory_exports."""
+    """Memory of cuMemCreate; test_memory_exports has the facts of a single process."""
 
     @pytest.fixture
     def fd(self, rig: Rig) -> Iterator[int]:

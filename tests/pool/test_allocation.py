@@ -188,7 +188,7 @@ class TestAfterTheStreamIsClosed:
     def test_dropping_frees_after_the_stream_s_last_work(
         self, device: sa.Device, pool: sa.MemoryPool, stream: sa.Stream, gate: Gate
     ) -> None:
-        """What the closed stream still has to do with the memory comes before anybody gets the memory again."""
+        """Queued work of the closed stream on the memory runs before the memory is reused."""
         lost = device.create_stream()
         buffer, target = pool.allocate(20 * MiB, lost), pool.allocate(20 * MiB, stream)
         stream.synchronize()

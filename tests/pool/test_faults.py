@@ -245,7 +245,7 @@ def _sweep(machine: Any, name: str, result: str) -> list[str]:
 
 
 def _error_of(scenario: Callable[[sa.Device], None], driver: Any) -> str | None:
-    """What goes wrong with a scenario; all that it made has been dropped afterwards."""
+    """The error of a scenario; all that it made has been dropped afterwards."""
     try:
         with sd.use(driver):
             scenario(sa.Device(0, driver=driver))

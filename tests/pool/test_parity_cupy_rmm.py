@@ -1,4 +1,4 @@
-"""What CuPy's and RMM's tests hold their own stream-ordered pools to, said with this package's names.
+"""CuPy's and RMM's tests of their own stream-ordered pools, with this package's names.
 
 CuPy: ``MemoryAsyncPool`` and ``malloc_async`` (tests/cupy_tests/cuda_tests/test_memory.py). RMM:
 ``CudaAsyncMemoryResource``, its view, pinned and managed relatives, and ``DeviceBuffer`` (python/rmm/rmm/tests).

@@ -1,4 +1,4 @@
-"""What a checked driver does with what it finds, and what it costs."""
+"""Reports of a checked driver, their forms, and their costs."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class TestModes:
         assert driver.hazards == []
 
     def test_a_finaliser_that_calls_the_driver_while_it_is_asked(self, machine: Any) -> None:
-        """What other threads free in the middle of a call neither waits for it nor is lost."""
+        """Frees of other threads in the middle of a call do not wait for it, and are not lost."""
         driver = sd.checked(machine)
         with Bench(driver) as bench:
             cycles: list[Any] = []
@@ -181,7 +181,7 @@ class TestModes:
 
 
 class TestWords:
-    """What a hazard says."""
+    """The text of a hazard."""
 
     @staticmethod
     def _only(driver: Any) -> sd.Hazard:
@@ -256,7 +256,7 @@ class TestWords:
 
 
 def test_what_the_library_has_put_off_is_no_leak(python: Callable[..., CompletedProcess[str]]) -> None:
-    """What was dropped ends at the next point of work, of which there may be none before the end."""
+    """Dropped objects end at the next point of work, and none may come before the end."""
     program = """
 import streamalloc as sa
 from streamalloc import vmm

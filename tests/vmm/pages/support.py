@@ -1,4 +1,4 @@
-"""What the tests of pages need besides the fixtures."""
+"""Helpers for the tests of pages."""
 
 from __future__ import annotations
 

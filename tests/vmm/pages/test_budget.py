@@ -121,7 +121,7 @@ class TestOne:
             vmm.PageArena(device, budget=budget)
 
     def test_the_driver_has_no_memory(self, machine: Any, path: Path) -> None:
-        """What could not be created does not count."""
+        """Pages that could not be created do not count."""
         driver = sa.driver.faulty(machine, "cuMemCreate", 4, result="CUDA_ERROR_OUT_OF_MEMORY")
         with (
             vmm.PageBudget(path, 8 * PAGE) as budget,

@@ -224,7 +224,7 @@ class ContextCalls(Calls):
         self._machine.current()
 
     cuCtxResetPersistingL2Cache = cuProfilerStart = cuProfilerStop = call("", _nothing)
-    cuFlushGPUDirectRDMAWrites = call("target scope", _nothing)
+    cuFlushGPUDirectRDMAWrites: Any = call("target scope", _nothing)
 
     # -- events of all streams -------------------------------------------------------------------------------
 

@@ -88,8 +88,8 @@ class MemoryCalls(Calls):
         self._machine.allocations.add(HostMemory(address, size, None, context, block, flags))
         return address
 
-    cuMemAllocHost = call("bytesize:Size", _allocate_host)
-    cuMemHostAlloc = call("bytesize:Size Flags", _allocate_host)
+    cuMemAllocHost: Any = call("bytesize:Size", _allocate_host)
+    cuMemHostAlloc: Any = call("bytesize:Size Flags", _allocate_host)
 
     def cuMemFreeHost(self, p: HostPointer) -> None:
         self._unsafe_during_capture()

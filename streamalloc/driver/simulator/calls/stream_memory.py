@@ -71,10 +71,10 @@ class StreamMemoryCalls(Calls):
         operation = self._word_operation(stream.context, kind, address, value, flags, captured)
         self._submit(stream, operation, "BATCH_MEM_OP")
 
-    cuStreamWaitValue32 = call("stream addr value:Word32 flags", _one, _WAIT_32)
-    cuStreamWaitValue64 = call("stream addr value:Word64 flags", _one, _WAIT_64)
-    cuStreamWriteValue32 = call("stream addr value:Word32 flags", _one, _WRITE_32)
-    cuStreamWriteValue64 = call("stream addr value:Word64 flags", _one, _WRITE_64)
+    cuStreamWaitValue32: Any = call("stream addr value:Word32 flags", _one, _WAIT_32)
+    cuStreamWaitValue64: Any = call("stream addr value:Word64 flags", _one, _WAIT_64)
+    cuStreamWriteValue32: Any = call("stream addr value:Word32 flags", _one, _WRITE_32)
+    cuStreamWriteValue64: Any = call("stream addr value:Word64 flags", _one, _WRITE_64)
 
     def cuStreamBatchMemOp(self, stream: Stream, count: UnsignedInt, paramArray: Any, flags: UnsignedInt) -> None:
         captured = self._captured(stream)

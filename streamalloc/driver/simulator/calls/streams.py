@@ -61,7 +61,7 @@ class StreamCalls(Calls):
         context = self._machine.current()
         return cuda.CUstream(context.create_stream(flags != _NON_BLOCKING, priority).handle)
 
-    cuStreamCreate = call("Flags", _create_stream)
+    cuStreamCreate: Any = call("Flags", _create_stream)
 
     def cuStreamDestroy(self, hStream: Stream) -> None:
         check(hStream.handle not in (LEGACY_STREAM, PER_THREAD_STREAM), Result.CUDA_ERROR_INVALID_VALUE)

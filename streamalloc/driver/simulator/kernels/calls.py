@@ -78,10 +78,10 @@ class KernelCalls(Calls):
         self._machine.current()
         return self._load(_path(name))
 
-    cuModuleLoad = call("fname", _load_file)
-    cuModuleLoadData = call("image", _load)
-    cuModuleLoadDataEx = call("image numOptions options optionValues", _load)
-    cuModuleLoadFatBinary = call("fatCubin", _load)
+    cuModuleLoad: Any = call("fname", _load_file)
+    cuModuleLoadData: Any = call("image", _load)
+    cuModuleLoadDataEx: Any = call("image numOptions options optionValues", _load)
+    cuModuleLoadFatBinary: Any = call("fatCubin", _load)
 
     def _module(self, handle: Any, cls: Any) -> Module:
         found = self._machine.modules.modules.get(0 if handle is None else int(cls(handle)))
@@ -131,12 +131,12 @@ class KernelCalls(Calls):
         return cuda.CUlibrary(self._machine.modules.add(Module(Image.load(code), None)).handle)
 
     _OPTIONS = "jitOptions jitOptionsValues numJitOptions libraryOptions libraryOptionValues numLibraryOptions"
-    cuLibraryLoadData = call(f"code {_OPTIONS}", _load_library)
+    cuLibraryLoadData: Any = call(f"code {_OPTIONS}", _load_library)
 
     def _load_library_file(self, name: Any, *options: Any) -> Any:
         return self._load_library(_path(name))
 
-    cuLibraryLoadFromFile = call(f"fileName {_OPTIONS}", _load_library_file)
+    cuLibraryLoadFromFile: Any = call(f"fileName {_OPTIONS}", _load_library_file)
 
     def _library(self, handle: Any) -> Module:
         return self._module(handle, cuda.CUlibrary)
@@ -199,10 +199,10 @@ class KernelCalls(Calls):
         """A call without effect here: caches and lazy loading are not simulated."""
         self._function(function)
 
-    cuFuncLoad = call("function", _ignored)
-    cuFuncSetCacheConfig = call("hfunc config", _ignored)
-    cuFuncSetSharedMemConfig = call("hfunc config", _ignored)
-    cuKernelSetCacheConfig = call("kernel config dev:Device", _ignored)
+    cuFuncLoad: Any = call("function", _ignored)
+    cuFuncSetCacheConfig: Any = call("hfunc config", _ignored)
+    cuFuncSetSharedMemConfig: Any = call("hfunc config", _ignored)
+    cuKernelSetCacheConfig: Any = call("kernel config dev:Device", _ignored)
 
     def _parameter(self, function: Function, index: int) -> tuple[int, int]:
         types = self._types(function)
@@ -299,8 +299,8 @@ class KernelCalls(Calls):
     def _occupancy(self, func: Any, blockSize: int, dynamicSMemSize: int, flags: int = 0) -> int:
         return self._blocks(self._function(func), blockSize, dynamicSMemSize)
 
-    cuOccupancyMaxActiveBlocksPerMultiprocessor = call("func blockSize:Int dynamicSMemSize:Size", _occupancy)
-    cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags = call(
+    cuOccupancyMaxActiveBlocksPerMultiprocessor: Any = call("func blockSize:Int dynamicSMemSize:Size", _occupancy)
+    cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags: Any = call(
         "func blockSize:Int dynamicSMemSize:Size flags", _occupancy
     )
 
@@ -315,8 +315,8 @@ class KernelCalls(Calls):
         return counts[best] * self._bound("MULTIPROCESSOR_COUNT"), best
 
     _BLOCK_SIZE = "func blockSizeToDynamicSMemSize dynamicSMemSize:Size blockSizeLimit:Int"
-    cuOccupancyMaxPotentialBlockSize = call(_BLOCK_SIZE, _best_block)
-    cuOccupancyMaxPotentialBlockSizeWithFlags = call(f"{_BLOCK_SIZE} flags", _best_block)
+    cuOccupancyMaxPotentialBlockSize: Any = call(_BLOCK_SIZE, _best_block)
+    cuOccupancyMaxPotentialBlockSizeWithFlags: Any = call(f"{_BLOCK_SIZE} flags", _best_block)
 
     def cuOccupancyAvailableDynamicSMemPerBlock(self, func: Any, numBlocks: Int, blockSize: Int) -> int:
         function = self._function(func)
@@ -365,8 +365,8 @@ class KernelCalls(Calls):
 
     _EXTENTS = " ".join(f"{part}Dim{axis}:UnsignedInt" for part in ("grid", "block") for axis in "XYZ")
     _LAUNCH = f"f {_EXTENTS} sharedMemBytes:UnsignedInt hStream:Stream kernelParams"
-    cuLaunchKernel = call(f"{_LAUNCH} extra", _launch_kernel, False)
-    cuLaunchCooperativeKernel = call(_LAUNCH, _launch_kernel, True)
+    cuLaunchKernel: Any = call(f"{_LAUNCH} extra", _launch_kernel, False)
+    cuLaunchCooperativeKernel: Any = call(_LAUNCH, _launch_kernel, True)
 
     def _launch_in(
         self, stream: Stream, f: Any, sizes: tuple[int, ...], params: Any, extra: Any, cooperative: bool

@@ -58,7 +58,7 @@ class Launch(HostFunction):
         self._uses = kernel.touched(arguments)
         self.name = name
         self.grid, self.block, self.shared_bytes = shape.grid, shape.block, shape.shared_bytes
-        self.cooperative = shape.cooperative
+        self.cooperative: bool = shape.cooperative
         self.device: int = context.device.ordinal
 
     def _call(self) -> None:

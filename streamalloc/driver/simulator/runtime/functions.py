@@ -47,7 +47,7 @@ class Functions:
         self._driver = driver
         self._retained: dict[int, Any] = {}
         self._lock = threading.Lock()
-        self.thread = threading.local()
+        self.thread: threading.local = threading.local()
         """``device`` and ``last``, the last error."""
 
     def call(self, name: str, *args: Any) -> Any:

@@ -148,7 +148,7 @@ PROPERTIES = {
 }
 
 # The same for fields with several numbers.
-PROPERTY_LISTS = {
+PROPERTY_LISTS: dict[str, tuple[str, ...]] = {
     "maxGridSize": ("MAX_GRID_DIM_X", "MAX_GRID_DIM_Y", "MAX_GRID_DIM_Z"),
     "maxSurface1DLayered": ("MAXIMUM_SURFACE1D_LAYERED_WIDTH", "MAXIMUM_SURFACE1D_LAYERED_LAYERS"),
     "maxSurface2D": ("MAXIMUM_SURFACE2D_WIDTH", "MAXIMUM_SURFACE2D_HEIGHT"),
