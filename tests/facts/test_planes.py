@@ -238,7 +238,7 @@ def test_rows_need_not_fit_between_pools(memory: Memory) -> None:
         assert said(raw.cuMemcpy3DAsync(box(memory, "DD", "plain", "other", **wrong), stream)) == "INVALID_VALUE"
 
 
-BEHIND = {  # bytes of the fields; where that is the answer, the first byte of the copy counted from its end's beginning
+BEHIND: dict[str, tuple[dict[str, int], int | None]] = {  # fields; the place of the first byte, None: it is refused
     "in the last 512 bytes": ({"srcY": 8}, 512),
     "in the next allocation": ({"srcY": 16}, 1024),
     "beside it": ({"srcXInBytes": 1032, "srcPitch": 4096}, 1032),
@@ -262,18 +262,18 @@ def test_of_pool_memory_only_the_span_of_the_rows_is_checked(memory: Memory, cas
     value(raw.cuMemsetD8Async(after, 9, 4096, stream))
     value(raw.cuMemsetD8Async(memory.plain, 7, 4096, stream))
     value(raw.cuStreamSynchronize(stream))
-    ends = ("pool", "plain") if into else ("plain", "pool")
-    copy = plane(memory, "DD", ends[0], ends[1], **{"WidthInBytes": 8, "Height": 1, **fields})
-    node = raw.cuGraphAddMemcpyNode(
-        rig.own(value(raw.cuGraphCreate(0)), raw.cuGraphDestroy), [], 0, whole(raw, copy), rig.context
-    )
+    target, source = ("pool", "plain") if into else ("plain", "pool")
+    copy = plane(memory, "DD", target, source, **{"WidthInBytes": 8, "Height": 1, **fields})
+    graph = rig.own(value(raw.cuGraphCreate(0)), raw.cuGraphDestroy)
+    node = raw.cuGraphAddMemcpyNode(graph, [], 0, whole(raw, copy), rig.context)
     answers = {said(raw.cuMemcpy2D(copy)), said(raw.cuMemcpy2DAsync(copy, stream)), said(node)}
     assert answers == {"INVALID_VALUE" if at is None else "SUCCESS"}
     rig.synchronize()
     if at is not None and into:
-        assert rig.read(after + at - 1024, 8) == [7] * 8 and rig.read(after + at - 1024 + 8, 1) == [9]
+        assert rig.read(after + at - 1024, 9) == [7] * 8 + [9]
     elif at is not None and at >= 1024:
-        assert rig.read(memory.plain, fields.get("WidthInBytes", 8)) == [9] * fields.get("WidthInBytes", 8)
+        width = fields.get("WidthInBytes", 8)
+        assert rig.read(memory.plain, width + 1) == [9] * width + [7]
 
 
 def whole(raw: Any, copy: Any) -> Any:

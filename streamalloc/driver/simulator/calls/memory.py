@@ -246,8 +246,8 @@ def _range_start(allocation: Allocation) -> int:
 
 
 def _ordinal(allocation: Allocation) -> int:
-    of_peer = isinstance(allocation, OpenedMemory) and allocation.owner != allocation.device
-    not_modelled(of_peer, "the device of another process's memory that was opened on a peer")
+    if isinstance(allocation, OpenedMemory):
+        return allocation.owner
     if allocation.device is not None and allocation.mapping is None:
         return allocation.device
     return 0 if allocation.context is None else allocation.context.device.ordinal

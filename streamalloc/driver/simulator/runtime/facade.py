@@ -73,7 +73,8 @@ def _function(functions: Functions, name: str, body: Callable[..., Any]) -> Call
             prepare()
             values = body(*args)
         except Failed as failed:
-            functions.thread.last = 0 if isinstance(failed, Forgotten) else failed.code
+            if not isinstance(failed, Forgotten):
+                functions.thread.last = failed.code
             return (_error(failed.code), *[None] * count)
         return (success, *(values if isinstance(values, tuple) else (values,))[:count])
 
