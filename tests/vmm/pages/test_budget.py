@@ -52,7 +52,7 @@ def engine(there: There, path: str, pages: int) -> None:
     def on_ask(nbytes: int) -> None:
         asked.append(nbytes)
         if there.kept["gives"]:
-            space.release(space.committed[: nbytes // PAGE], after=())
+            there.kept["space"].release(there.kept["space"].committed[: nbytes // PAGE], after=())
 
     there.kept["gives"] = True
     there.kept["budget"] = budget = vmm.PageBudget(path, on_ask=on_ask)
