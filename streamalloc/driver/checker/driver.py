@@ -308,6 +308,10 @@ class Checked(Wrapper):
         elif not self._state.unseen_writes():
             self._state.types.read(address, nbytes, dtype, "a copy of a view")
 
+    def deferred(self, address: int) -> None:
+        """Record that the program has freed shared memory, whose free waits for importers: it is no leak."""
+        self._notified(False, self._state.defer, address)
+
     def shared(self, address: int, nbytes: int, stream: Any, name: bytes) -> None:
         """Record that importers may use memory after the queued work of ``stream``; ``name`` is for :meth:`opened`."""
         self._notified(True, self._share, address, nbytes, stream, name)

@@ -254,6 +254,8 @@ class Range:
     """Context that ends with the range's owner; 0 for none."""
     awaited: tuple[Contents, ...] = ()
     """Parts of an import that may not be complete."""
+    deferred: bool = False
+    """Whether its free waits for importers."""
     viewed: bool = False
     """Whether the host has an array of it."""
     held_write: bool = False

@@ -293,12 +293,18 @@ class State(Launches):
 
     # -- the end -----------------------------------------------------------------------------------------------
 
+    def defer(self, address: int) -> None:
+        """Record that the free of a range waits for importers."""
+        found = self.addresses.find(address)
+        if found is not None:
+            found.deferred = True
+
     def leaks(self) -> list[Hazard]:
         """A hazard for each place that allocated memory which is not freed."""
         there: list[tuple[str, Range | Physical]] = [
             (one.kind, one)
             for one in self.addresses.living()
-            if not one.pending and one.kind not in ("registered memory", "array")
+            if not (one.pending or one.deferred) and one.kind not in ("registered memory", "array")
         ]
         there += [
             ("physical memory", one)

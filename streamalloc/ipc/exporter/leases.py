@@ -310,7 +310,10 @@ class Lease(SharedState):
         self._defer(buffer, buffer.stream)
 
     def _defer(self, buffer: Buffer, stream: Stream) -> None:
-        self._leases.deferred.submit(_DeferredFree(self, stream, take_pointer(buffer)))
+        pointer, listener = take_pointer(buffer), self._leases.session.listener
+        if listener is not None and pointer is not None:
+            listener.deferred(int(pointer))
+        self._leases.deferred.submit(_DeferredFree(self, stream, pointer))
 
     def release(self) -> None:
         """Release the slot, which is used again once it is quiet. Its descriptors are stale. Idempotent."""

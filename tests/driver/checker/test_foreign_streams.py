@@ -108,17 +108,13 @@ def test_the_order_goes_on_with_what_is_seen(bench: Bench, library: Library, mem
     assert kinds(bench) == []
 
 
-@pytest.mark.parametrize("shown", ["handle", "cuda_stream", "interface"])
+@pytest.mark.parametrize("shown", ["handle", "cuda_stream"])
 def test_a_stream_of_ours_that_other_code_has(bench: Bench, library: Library, memory: Any, shown: str) -> None:
-    side, own = library.stream(), bench.new(bench.b)
-    if shown == "interface":
-        handle = own.__cuda_array_interface__["stream"]
-    else:
-        handle = bench.b.handle if shown == "handle" else bench.b.__cuda_stream__()[1]
+    side = library.stream()
+    raw = cuda.CUstream(bench.b.handle if shown == "handle" else bench.b.__cuda_stream__()[1])
     bench.write(memory, bench.b)
-    library.order(cuda.CUstream(handle), side)
+    library.order(raw, side)
     memory.used(Named(side))
-    bench.done(own)
     assert kinds(bench) == []
 
 

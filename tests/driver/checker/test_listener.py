@@ -52,6 +52,9 @@ class Recorder:
     def shared(self, address: int, nbytes: int, stream: Any, name: bytes) -> None:
         self.seen.append("shared")
 
+    def deferred(self, address: int) -> None:
+        self.seen.append("deferred")
+
     def typed(self, address: int, nbytes: int, dtype: Any, write: bool) -> None:
         self.seen.append("typed")
 

@@ -245,6 +245,23 @@ def test_an_argument_of_a_process_is_no_leak(python: Callable[..., subprocess.Co
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("end", ["free", "drop"])
+def test_memory_whose_free_waits_for_importers_is_no_leak(machine: Any, end: str) -> None:
+    driver = sd.checked(machine)
+    device = sa.Device(0, driver=driver)
+    with device.create_stream() as stream, sa.MemoryPool(device, handle_types=_POSIX) as pool:
+        buffer: sa.Buffer | None = pool.allocate(SIZE, stream)
+        held = ipc.share(buffer, hold=True)
+        assert len(driver.leaks()) == 1
+        if buffer is not None and end == "free":
+            buffer.free()
+        buffer = None
+        assert driver.leaks() == [] and driver.outstanding()["pool allocation"]
+        held.cancel()
+        device.synchronize()
+        assert "pool allocation" not in driver.outstanding()
+
+
 # -- what an importer does not wait for --------------------------------------------------------------------------
 
 
