@@ -52,14 +52,14 @@ def engine(there: There, path: str, pages: int) -> None:
     def on_ask(nbytes: int) -> None:
         asked.append(nbytes)
         if there.kept["gives"]:
-            space.release(space.committed[: nbytes // PAGE], after=())
+            own.release(own.committed[: nbytes // PAGE], after=())
 
     there.kept["gives"] = True
     there.kept["budget"] = budget = vmm.PageBudget(path, on_ask=on_ask)
     there.kept["arena"] = arena = vmm.PageArena(there.device, budget=budget)
-    there.kept["space"] = space = arena.space(PAGES * PAGE, stream=there.stream)
-    space.commit(range(pages))
-    space[: pages * PAGE].fill(9)
+    there.kept["space"] = own = arena.space(PAGES * PAGE, stream=there.stream)
+    own.commit(range(pages))
+    own[: pages * PAGE].fill(9)
     there.stream.synchronize()
 
 
