@@ -52,14 +52,14 @@ def engine(there: There, path: str, pages: int) -> None:
     def on_ask(nbytes: int) -> None:
         asked.append(nbytes)
         if there.kept["gives"]:
-            there.kept["space"].release(there.kept["space"].committed[: nbytes // PAGE], after=())
+            own.release(own.committed[: nbytes // PAGE], after=())
 
     there.kept["gives"] = True
     there.kept["budget"] = budget = vmm.PageBudget(path, on_ask=on_ask)
     there.kept["arena"] = arena = vmm.PageArena(there.device, budget=budget)
-    there.kept["space"] = space = arena.space(PAGES * PAGE, stream=there.stream)
-    space.commit(range(pages))
-    space[: pages * PAGE].fill(9)
+    there.kept["space"] = own = arena.space(PAGES * PAGE, stream=there.stream)
+    own.commit(range(pages))
+    own[: pages * PAGE].fill(9)
     there.stream.synchronize()
 
 
@@ -133,7 +133,7 @@ class TestOne:
             vmm.PageArena(device, budget=budget)
 
     def test_the_driver_has_no_memory(self, machine: Any, path: Path) -> None:
-        """Pages that could not be created do not count."""
+        """What could not be created does not count."""
         driver = sa.driver.faulty(machine, "cuMemCreate", 4, result="CUDA_ERROR_OUT_OF_MEMORY")
         with (
             vmm.PageBudget(path, 8 * PAGE) as budget,
