@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from streamalloc.driver.bindings import cuda, runtime
 
-from .functions import ARRAY, BITS, ENDS, Functions, copy_kind, set_end
+from .functions import BITS, ENDS, Functions, copy_kind, set_array, set_end
 from .translation import address
 
 _FORMATS = {pair: number for number, pair in BITS.items()}
@@ -23,6 +24,29 @@ def _descriptor(desc: Any, extent: tuple[int, int, int], flags: int) -> Any:
     made.NumChannels, made.Flags = sum(one > 0 for one in bits), flags
     made.Width, made.Height, made.Depth = extent
     return made
+
+
+def _copies(target: int, source: int, *, rows: bool = True) -> Callable[..., None]:
+    """A copy of several rows, or of bytes of one row. ``target`` and ``source`` are the arguments of the two ends: an
+    array and offsets in bytes and rows, or a pointer and, with ``rows``, a pitch. The driver refuses bytes that reach
+    into the next row.
+    """
+
+    def copy_rows(functions: Functions, *args: Any) -> None:
+        ends, (width, *more) = (args[target : target + source], args[:target]), args[target + source :]
+        height, kind, *stream = more if rows else (1, *more)
+        copy = cuda.CUDA_MEMCPY3D()
+        for side, memory, (pointer, *place) in zip(("src", "dst"), ENDS[copy_kind(kind)], ends, strict=True):
+            if len(place) == 2:
+                set_array(copy, side, pointer)
+                setattr(copy, f"{side}XInBytes", place[0])
+                setattr(copy, f"{side}Y", place[1])
+            else:
+                set_end(copy, side, memory, address(pointer), *(place or [width]))
+        copy.WidthInBytes, copy.Height, copy.Depth = width, height, 1
+        functions.call("cuMemcpy3DAsync" if stream else "cuMemcpy3D", copy, *stream)
+
+    return copy_rows
 
 
 class ArrayFunctions(Functions):
@@ -54,81 +78,12 @@ class ArrayFunctions(Functions):
     def cudaGetChannelDesc(self, array: Any) -> Any:
         return self.cudaArrayGetInfo(array)[0]
 
-    # -- copies ----------------------------------------------------------------------------------------------
-
-    def _copy(self, width: int, height: int, kind: Any, ends: dict[str, tuple[Any, ...]], stream: Any) -> None:
-        """A copy of rows. An end is a pointer and a pitch, or an array and offsets in bytes and rows."""
-        copy = cuda.CUDA_MEMCPY3D()
-        for (side, end), memory in zip(ends.items(), ENDS[copy_kind(kind)], strict=True):
-            if len(end) == 3:
-                setattr(copy, f"{side}MemoryType", cuda.CUmemorytype(ARRAY))
-                setattr(copy, f"{side}Array", cuda.CUarray(int(end[0])))
-                setattr(copy, f"{side}XInBytes", end[1])
-                setattr(copy, f"{side}Y", end[2])
-            else:
-                set_end(copy, side, memory, address(end[0]), end[1])
-        copy.WidthInBytes, copy.Height, copy.Depth = width, height, 1
-        self.call("cuMemcpy3DAsync" if stream else "cuMemcpy3D", copy, *stream)
-
-    def cudaMemcpy2DToArray(
-        self,
-        dst: Any,
-        wOffset: int,
-        hOffset: int,
-        src: Any,
-        spitch: int,
-        width: int,
-        height: int,
-        kind: Any,
-        *stream: Any,
-    ) -> None:
-        self._copy(width, height, kind, {"src": (src, spitch), "dst": (dst, wOffset, hOffset)}, stream)
-
-    def cudaMemcpy2DFromArray(
-        self,
-        dst: Any,
-        dpitch: int,
-        src: Any,
-        wOffset: int,
-        hOffset: int,
-        width: int,
-        height: int,
-        kind: Any,
-        *stream: Any,
-    ) -> None:
-        self._copy(width, height, kind, {"src": (src, wOffset, hOffset), "dst": (dst, dpitch)}, stream)
-
-    def cudaMemcpy2DArrayToArray(
-        self,
-        dst: Any,
-        wOffsetDst: int,
-        hOffsetDst: int,
-        src: Any,
-        wOffsetSrc: int,
-        hOffsetSrc: int,
-        width: int,
-        height: int,
-        kind: Any,
-    ) -> None:
-        ends = {"src": (src, wOffsetSrc, hOffsetSrc), "dst": (dst, wOffsetDst, hOffsetDst)}
-        self._copy(width, height, kind, ends, ())
-
-    # The bytes of a row; the driver refuses those that reach into the next one.
-
-    def cudaMemcpyToArray(
-        self, dst: Any, wOffset: int, hOffset: int, src: Any, count: int, kind: Any, *stream: Any
-    ) -> None:
-        self.cudaMemcpy2DToArray(dst, wOffset, hOffset, src, count, count, 1, kind, *stream)
-
-    def cudaMemcpyFromArray(
-        self, dst: Any, src: Any, wOffset: int, hOffset: int, count: int, kind: Any, *stream: Any
-    ) -> None:
-        self.cudaMemcpy2DFromArray(dst, count, src, wOffset, hOffset, count, 1, kind, *stream)
-
-    def cudaMemcpyArrayToArray(
-        self, dst: Any, wD: int, hD: int, src: Any, wS: int, hS: int, count: int, kind: Any
-    ) -> None:
-        self.cudaMemcpy2DArrayToArray(dst, wD, hD, src, wS, hS, count, 1, kind)
+    cudaMemcpy2DToArray = _copies(3, 2)
+    cudaMemcpy2DFromArray = _copies(2, 3)
+    cudaMemcpy2DArrayToArray = _copies(3, 3)
+    cudaMemcpyToArray = _copies(3, 1, rows=False)
+    cudaMemcpyFromArray = _copies(1, 3, rows=False)
+    cudaMemcpyArrayToArray = _copies(3, 3, rows=False)
 
 
 def _extent(extent: Any) -> tuple[int, int, int]:

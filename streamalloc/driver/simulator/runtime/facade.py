@@ -15,26 +15,10 @@ from .tables import PURE, WITHOUT_CONTEXT
 
 _UNKNOWN_ERROR = 999
 
-_BODIES: dict[str, Callable[..., Any]] = {**vars(Functions), **vars(ArrayFunctions)}
-_WITH_STREAM = (
-    "cudaMemcpy",
-    "cudaMemcpy2D",
-    "cudaMemcpy2DFromArray",
-    "cudaMemcpy2DToArray",
-    "cudaMemcpy3D",
-    "cudaMemcpyFromArray",
-    "cudaMemcpyPeer",
-    "cudaMemcpyToArray",
-    "cudaMemset",
-    "cudaMemset2D",
-    "cudaMemset3D",
-)
-"""Functions whose body takes a stream behind the other arguments; with one they are called ...Async."""
 OWN: dict[str, Callable[..., Any]] = {
-    **{name: body for name, body in _BODIES.items() if name.startswith("cuda")},
-    **{f"{name}Async": _BODIES[name] for name in _WITH_STREAM},
+    name: body for name, body in {**vars(Functions), **vars(ArrayFunctions)}.items() if name.startswith("cuda")
 }
-"""Functions that are more than one driver call."""
+"""Functions that are more than one driver call. Copies and fills are also called ...Async, with a stream at the end."""
 
 
 class Runtime:
@@ -53,7 +37,7 @@ class Runtime:
         found = getattr(runtime(), name)
         if name in PURE or not name.startswith("cuda") or isinstance(found, type) or not callable(found):
             return found
-        own = OWN.get(name)
+        own = OWN.get(name.removesuffix("Async") if name.startswith(("cudaMemcpy", "cudaMemset")) else name)
         body = self._functions.translated(name) if own is None else functools.partial(own, self._functions)
         function = _function(self._functions, name, body)
         setattr(self, name, function)

@@ -11,7 +11,7 @@ from streamalloc.driver.bindings import cuda, runtime
 
 from ..errors import NotModelled
 from .signatures import signature
-from .tables import DRIVER_CALLS, PROPERTIES, PROPERTY_LISTS
+from .tables import driver_call, function_attributes, properties
 from .translation import Argument, address, copied, result
 
 _STICKY = {700, *range(710, 720)}
@@ -25,7 +25,6 @@ _COPIES = ("cuMemcpy", "cuMemcpyHtoD", "cuMemcpyDtoH", "cuMemcpyDtoD", "cuMemcpy
 """Driver call for each cudaMemcpyKind."""
 _NO_DEVICE = -2  # cudaInvalidDeviceId
 _PITCH_ELEMENT = 4
-_ATTRIBUTE = "CU_DEVICE_ATTRIBUTE_"
 
 
 class Failed(Exception):
@@ -64,12 +63,10 @@ class Functions:
 
     def translated(self, name: str) -> Callable[..., Any]:
         """A function that is one driver call."""
-        call = DRIVER_CALLS.get(name, f"cu{name.removeprefix('cuda')}")
-        theirs = signature(runtime(), name)
-        ours = signature(cuda, call) if hasattr(cuda, call) else None
-        if ours is None or len(theirs.parameters) != len(ours.parameters):
+        call, theirs = driver_call(name), signature(runtime(), name)
+        if call is None or len(theirs.parameters) != len(signature(cuda, call).parameters):
             return functools.partial(_refuse, name)
-        pairs = zip(theirs.parameters, ours.parameters, strict=True)
+        pairs = zip(theirs.parameters, signature(cuda, call).parameters, strict=True)
         convert = [Argument(one.name, one.type, other.type) for one, other in pairs]
         results = [result(kind) for kind in theirs.results]
 
@@ -136,10 +133,9 @@ class Functions:
     def cudaDeviceDisablePeerAccess(self, peerDevice: int) -> None:
         self.call("cuCtxDisablePeerAccess", self._primary(peerDevice))
 
-    def _attribute(self, name: str, device: int) -> int:
-        """A device attribute; 0 where the driver has none of this name."""
-        attribute = getattr(cuda.CUdevice_attribute, _ATTRIBUTE + name, None)
-        code, value = (1, 0) if attribute is None else self._driver.cuDeviceGetAttribute(attribute, _number(device))
+    def _attribute(self, attribute: Any, device: int) -> int:
+        """A device attribute; 0 where the driver has none."""
+        code, value = self._driver.cuDeviceGetAttribute(attribute, _number(device))
         return 0 if code else int(value)
 
     def cudaGetDeviceProperties(self, device: int) -> Any:
@@ -147,11 +143,9 @@ class Functions:
         made.name = self.call("cuDeviceGetName", 256, _number(device)).ljust(256, b"\0")[:256]
         made.totalGlobalMem = int(self.call("cuDeviceTotalMem", _number(device)))
         made.uuid = copied(self.call("cuDeviceGetUuid", _number(device)), runtime().cudaUUID_t, cuda, runtime())
-        for field, attribute in PROPERTIES.items():
-            if hasattr(made, field):
-                setattr(made, field, self._attribute(attribute, device))
-        for field, attributes in PROPERTY_LISTS.items():
-            setattr(made, field, [self._attribute(one, device) for one in attributes])
+        for field, attributes in properties().items():
+            numbers = [self._attribute(one, device) for one in attributes]
+            setattr(made, field, numbers if len(numbers) > 1 else numbers[0])
         return made
 
     # -- errors ----------------------------------------------------------------------------------------------
@@ -248,8 +242,7 @@ class Functions:
         for side, kind, array in zip(("src", "dst"), kinds, arrays, strict=True):
             at, memory = getattr(given, f"{side}Pos"), getattr(given, f"{side}Ptr")
             if array:
-                setattr(copy, f"{side}MemoryType", cuda.CUmemorytype(ARRAY))
-                setattr(copy, f"{side}Array", cuda.CUarray(array))
+                set_array(copy, side, array)
             else:
                 set_end(copy, side, kind, int(memory.ptr), int(memory.pitch))
                 setattr(copy, f"{side}Height", int(memory.ysize))
@@ -272,25 +265,21 @@ class Functions:
         node = self.call("cuGraphAddMemcpyNode", graph, dependencies, count, self._box(p), context)
         return runtime().cudaGraphNode_t(int(node))
 
-    def cudaGraphAddMemcpyNode1D(
-        self, graph: Any, dependencies: Any, count: int, dst: Any, src: Any, size: int, kind: Any
-    ) -> Any:
-        return self.cudaGraphAddMemcpyNode(graph, dependencies, count, _row(dst, src, size, kind))
+    def cudaGraphAddMemcpyNode1D(self, graph: Any, dependencies: Any, count: int, *row: Any) -> Any:
+        return self.cudaGraphAddMemcpyNode(graph, dependencies, count, _row(*row))
 
     def cudaGraphMemcpyNodeSetParams(self, node: Any, p: Any) -> None:
         self.call("cuGraphMemcpyNodeSetParams", node, self._box(p))
 
-    def cudaGraphMemcpyNodeSetParams1D(self, node: Any, dst: Any, src: Any, count: int, kind: Any) -> None:
-        self.cudaGraphMemcpyNodeSetParams(node, _row(dst, src, count, kind))
+    def cudaGraphMemcpyNodeSetParams1D(self, node: Any, *row: Any) -> None:
+        self.cudaGraphMemcpyNodeSetParams(node, _row(*row))
 
     def cudaGraphExecMemcpyNodeSetParams(self, instance: Any, node: Any, p: Any) -> None:
         context = self.call("cuCtxGetCurrent")
         self.call("cuGraphExecMemcpyNodeSetParams", instance, node, self._box(p), context)
 
-    def cudaGraphExecMemcpyNodeSetParams1D(
-        self, instance: Any, node: Any, dst: Any, src: Any, count: int, kind: Any
-    ) -> None:
-        self.cudaGraphExecMemcpyNodeSetParams(instance, node, _row(dst, src, count, kind))
+    def cudaGraphExecMemcpyNodeSetParams1D(self, instance: Any, node: Any, *row: Any) -> None:
+        self.cudaGraphExecMemcpyNodeSetParams(instance, node, _row(*row))
 
     def _fill_node(self, call: str, *args: Any) -> Any:
         """A call with a cudaMemsetParams, and with the context that the driver wants behind it."""
@@ -309,9 +298,8 @@ class Functions:
 
     def cudaFuncGetAttributes(self, func: Any) -> Any:
         made, function = runtime().cudaFuncAttributes(), cuda.CUfunction(int(func))
-        for field, attribute in _FUNCTION_ATTRIBUTES.items():
-            named = getattr(cuda.CUfunction_attribute, f"CU_FUNC_ATTRIBUTE_{attribute}")
-            setattr(made, field, self.call("cuFuncGetAttribute", named, function))
+        for field, attribute in function_attributes().items():
+            setattr(made, field, self.call("cuFuncGetAttribute", attribute, function))
         return made
 
 
@@ -339,6 +327,12 @@ def set_end(copy: Any, side: str, memory: int, pointer: Any, pitch: int) -> None
     setattr(copy, f"{side}Pitch", pitch)
 
 
+def set_array(copy: Any, side: str, array: Any) -> None:
+    """Set an end of a copy of rows that is an array."""
+    setattr(copy, f"{side}MemoryType", cuda.CUmemorytype(ARRAY))
+    setattr(copy, f"{side}Array", cuda.CUarray(int(array)))
+
+
 def _row(dst: Any, src: Any, size: int, kind: Any) -> Any:
     """A cudaMemcpy3DParms for bytes in a row."""
     made = runtime().cudaMemcpy3DParms()
@@ -347,17 +341,3 @@ def _row(dst: Any, src: Any, size: int, kind: Any) -> Any:
     made.extent.width, made.extent.height, made.extent.depth = size, 1, 1
     made.kind = kind
     return made
-
-
-_FUNCTION_ATTRIBUTES = {
-    "sharedSizeBytes": "SHARED_SIZE_BYTES",
-    "constSizeBytes": "CONST_SIZE_BYTES",
-    "localSizeBytes": "LOCAL_SIZE_BYTES",
-    "maxThreadsPerBlock": "MAX_THREADS_PER_BLOCK",
-    "numRegs": "NUM_REGS",
-    "ptxVersion": "PTX_VERSION",
-    "binaryVersion": "BINARY_VERSION",
-    "cacheModeCA": "CACHE_MODE_CA",
-    "maxDynamicSharedSizeBytes": "MAX_DYNAMIC_SHARED_SIZE_BYTES",
-    "preferredShmemCarveout": "PREFERRED_SHARED_MEMORY_CARVEOUT",
-}
