@@ -16,6 +16,7 @@ from streamalloc.driver.bindings import cuda
 from . import arrays, contexts, events, graphs, multicast, timeline
 from .constants import Place
 from .errors import Fault, Result, check, need
+from .kernels import modules
 from .machine import Machine
 from .memory import view_address
 
@@ -132,6 +133,11 @@ def _mipmapped_array(machine: Machine, handle: int) -> arrays.MipmappedArray:
     return need(machine.arrays.mipmapped.get(handle), "using a mipmapped array that does not exist")
 
 
+def _found_in(table: str) -> Find:
+    """The look-up of modules, or of what they have."""
+    return lambda machine, handle: need(getattr(machine.modules, table).get(handle), Result.CUDA_ERROR_INVALID_HANDLE)
+
+
 # Kinds of parameters that are numbers.
 UnsignedChar = Annotated[int, _unsigned(8, "unsigned char", "value too large to convert to unsigned char")]
 UnsignedShort = Annotated[int, _unsigned(16, "unsigned short", "value too large to convert to unsigned short")]
@@ -171,6 +177,11 @@ MulticastObject = Annotated[
 ]
 
 
+Module = Annotated[modules.Module, Handle(cuda.CUmodule), _found_in("modules")]
+Library = Annotated[modules.Module, Handle(cuda.CUlibrary), _found_in("modules")]
+Function = Annotated[modules.Function, Handle(cuda.CUfunction), _found_in("functions")]
+Kernel = Annotated[modules.Function, Handle(cuda.CUkernel), _found_in("functions")]
+Link = Annotated[modules.Link, Handle(cuda.CUlinkState), _found_in("links")]
 BY_NAME = {
     **dict.fromkeys(["dst", "src", "dstDevice", "srcDevice", "addr", "dptr"], "DevicePointer"),
     **dict.fromkeys(["dstHost", "srcHost"], "HostPointer"),
@@ -178,6 +189,8 @@ BY_NAME = {
     **{"uc": "UnsignedChar", "us": "UnsignedShort", **dict.fromkeys(["ui", "flags", "Flags"], "UnsignedInt")},
     **{"hStream": "StreamHandle", "stream": "Stream", "hGraphExec": "GraphExec", "hNode": "Node"},
     **dict.fromkeys(["dstContext", "srcContext"], "Context"),
+    **dict.fromkeys(["f", "func", "function", "hfunc"], "Function"),
+    **{"hmod": "Module", "mod": "Module", "library": "Library", "lib": "Library", "kernel": "Kernel"},
 }
 """Kinds of the parameters of calls that have a body in common."""
 

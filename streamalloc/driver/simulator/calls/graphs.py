@@ -12,7 +12,7 @@ from typing import Any
 from streamalloc.driver.bindings import cuda, read_handle_types
 
 from .. import arguments, graphs
-from ..arguments import Device, Graph, GraphExec, Node, Stream, UnsignedInt, UnsignedLongLong
+from ..arguments import Device, Function, Graph, GraphExec, Node, Stream, UnsignedInt, UnsignedLongLong
 from ..constants import PINNED, READ_WRITE, Location
 from ..contexts import Context
 from ..copy_operations import fill
@@ -340,7 +340,7 @@ class GraphCalls(CopyCalls, StreamMemoryCalls, KernelCalls):
         return {"operation": self._batch(context, params.paramArray, int(params.count), int(params.flags), True)}
 
     def _kernel_of_node(self, graph: Graph, params: Any) -> Work:
-        function = self._function(int(params.func) or int(params.kern))
+        function: Function = self._find(Function, int(params.func) or int(params.kern))
         context = function.module.context or self._context_of_node(params.ctx)
         sizes = tuple(int(getattr(params, f"{part}Dim{axis}")) for part in ("grid", "block") for axis in "XYZ")
         shape = self._shape(function, (*sizes, int(params.sharedMemBytes)))

@@ -125,6 +125,15 @@ class Function:
 
 
 @dataclass(eq=False)
+class Link:
+    """Texts to be linked, and their result once it was asked for."""
+
+    texts: list[bytes] = field(default_factory=list)
+    linked: Any = None
+    handle: int = field(default_factory=new_handle)
+
+
+@dataclass(eq=False)
 class Modules:
     """The modules and libraries of a machine."""
 
@@ -132,8 +141,7 @@ class Modules:
     """Kernels without a function do nothing."""
     modules: dict[int, Module] = field(default_factory=dict)
     functions: dict[int, Function] = field(default_factory=dict)
-    links: dict[int, list[bytes]] = field(default_factory=dict)
-    linked: dict[int, Any] = field(default_factory=dict)
+    links: dict[int, Link] = field(default_factory=dict)
 
     def add(self, module: Module) -> Module:
         self.modules[module.handle] = module
@@ -143,11 +151,6 @@ class Modules:
         function = module.function(name)
         self.functions[function.handle] = function
         return function
-
-    def new_link(self) -> int:
-        handle = new_handle()
-        self.links[handle] = []
-        return handle
 
     def in_context(self, library: Module, context: Context) -> Module:
         """The module of a library in a context."""
