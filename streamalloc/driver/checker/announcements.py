@@ -22,8 +22,6 @@ import numpy as np
 
 from streamalloc.driver.checker.open_imports import alive, digest, directory
 
-__all__ = ["Announced", "Board", "Entry", "event_of", "post_of", "posts_of"]
-
 EVENTS, POSTS = 256, 768
 """Entries of a board for events, and for posts."""
 COVERS = 4

@@ -12,8 +12,6 @@ from streamalloc.driver.checker.ranges import Bytes, Piece, Range, accesses
 from streamalloc.driver.checker.reports import Hazard
 from streamalloc.driver.checker.stacks import Stack
 
-__all__ = ["Capture", "Graph", "Node"]
-
 
 @dataclass(eq=False)
 class Node:

@@ -19,9 +19,10 @@ from streamalloc.driver.bindings import cuda
 from streamalloc.driver.checker.host_calls import HostCall
 from streamalloc.driver.checker.poison import Poison
 from streamalloc.driver.checker.reports import Hazard
-from streamalloc.driver.checker.rules import RULES
+from streamalloc.driver.checker.rules.all_calls import RULES
 from streamalloc.driver.checker.stacks import here
-from streamalloc.driver.checker.state import Finish, State
+from streamalloc.driver.checker.state import State
+from streamalloc.driver.checker.uses import Finish
 from streamalloc.driver.errors import DriverMisuseError
 from streamalloc.driver.listener import Listener
 from streamalloc.driver.parent import ParentTest
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
     from streamalloc.driver.protocol import Driver as _Interface
 else:
     _Interface = object
-
-__all__ = ["Checked", "On", "checked"]
 
 On: TypeAlias = Literal["raise", "report", "warn"]
 _ON = ("raise", "report", "warn")

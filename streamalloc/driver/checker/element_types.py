@@ -15,8 +15,6 @@ from streamalloc.driver.checker.ranges import Addresses, Bytes, Piece
 from streamalloc.driver.checker.stacks import Stack, here
 from streamalloc.driver.checker.streams import number_of
 
-__all__ = ["ElementTypes"]
-
 
 class Typed(NamedTuple):
     """An interval of bytes with one type."""

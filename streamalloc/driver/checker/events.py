@@ -6,8 +6,6 @@ from streamalloc.driver.checker.announcements import Entry
 from streamalloc.driver.checker.capture import Capture
 from streamalloc.driver.checker.clocks import Clock, Obstacle
 
-__all__ = ["Event"]
-
 
 class Event:
     """An event, and its latest recording."""

@@ -13,8 +13,6 @@ from typing import Any
 from streamalloc.driver.bindings import cuda
 from streamalloc.driver.checker.clocks import Stream, Timeline
 
-__all__ = ["ForeignStreams"]
-
 _NO_TIMING = int(cuda.CUevent_flags.CU_EVENT_DISABLE_TIMING)
 _RELAXED = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 _MOST_EVENTS = 64

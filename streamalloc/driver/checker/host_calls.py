@@ -9,8 +9,6 @@ from typing import Any
 from streamalloc.driver.checker.capture import Node
 from streamalloc.driver.checker.clocks import Actor, Obstacle, Stream, Timeline
 
-__all__ = ["HostCall"]
-
 
 class HostCall:
     """A host function that a stream calls: once, or at each launch of a graph."""

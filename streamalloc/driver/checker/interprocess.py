@@ -15,8 +15,6 @@ from streamalloc.driver.checker.ranges import Addresses, Contents, Moment, Piece
 from streamalloc.driver.checker.stacks import Stack, here
 from streamalloc.driver.checker.wait_values import WaitValues
 
-__all__ = ["Interprocess"]
-
 _MOST_FREES = 64
 """Queued frees of imports that are followed at a time."""
 _MOST_POSTS = 64

@@ -9,8 +9,6 @@ from streamalloc.driver.checker.ranges import MANY_USERS, NEVER, Access, Content
 from streamalloc.driver.checker.reports import Hazard
 from streamalloc.driver.checker.stacks import Launched, Stack
 
-__all__ = ["Judge", "missing_order"]
-
 _VERBS = {"unmap": "unmaps", "release": "releases", "": "frees"}
 
 

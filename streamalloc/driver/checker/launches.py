@@ -15,8 +15,6 @@ from streamalloc.driver.checker.stacks import Launched, Stack
 from streamalloc.driver.checker.streams import number_of
 from streamalloc.driver.checker.uses import Uses
 
-__all__ = ["Launches"]
-
 
 class Launches(Uses):
     """The graphs of a driver, and their launches."""

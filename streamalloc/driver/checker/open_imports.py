@@ -13,8 +13,6 @@ import os
 import tempfile
 from pathlib import Path
 
-__all__ = ["alive", "close_import", "digest", "directory", "importers", "open_import", "runs"]
-
 _numbers = itertools.count()
 _EXITING = 4
 """``PF_EXITING`` of the kernel."""

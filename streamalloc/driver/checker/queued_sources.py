@@ -18,8 +18,6 @@ from streamalloc.driver.checker.judge import Judge
 from streamalloc.driver.checker.ranges import Moment, Piece, Range
 from streamalloc.driver.checker.stacks import Stack, here
 
-__all__ = ["HOST_KINDS", "QueuedSources"]
-
 HOST_KINDS = ("pinned memory", "registered memory")
 _LARGEST = 16 << 20
 """Bytes of the largest source that is compared: a checksum of it takes about 10 ms."""

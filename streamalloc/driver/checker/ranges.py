@@ -16,22 +16,6 @@ from typing import Any
 from streamalloc.driver.checker.clocks import CERTAIN, UNORDERED, Actor, Clock
 from streamalloc.driver.checker.stacks import Stack
 
-__all__ = [
-    "MANY_USERS",
-    "NEVER",
-    "Access",
-    "Addresses",
-    "Binding",
-    "Bytes",
-    "Contents",
-    "Moment",
-    "Piece",
-    "Range",
-    "accesses",
-    "size_text",
-]
-
-
 NEVER = 1 << 62
 """Time of an operation that is queued and has no time yet."""
 MANY_USERS = 64

@@ -7,8 +7,6 @@ from html import escape
 
 from streamalloc.driver.checker.stacks import Stack, lines
 
-__all__ = ["KINDS", "Hazard"]
-
 KINDS = (
     "use before allocation",
     "use after free",

@@ -8,8 +8,6 @@ from pathlib import Path
 from types import CodeType
 from typing import TypeAlias
 
-__all__ = ["Launched", "Stack", "from_package", "here", "line_of", "lines", "place_of"]
-
 Stack: TypeAlias = "tuple[tuple[CodeType, int], ...]"
 """Code and instruction offset of each frame, the innermost first."""
 

@@ -17,9 +17,7 @@ from streamalloc.driver.checker.ranges import NEVER, Access, Binding, Bytes, Mom
 from streamalloc.driver.checker.reports import Hazard
 from streamalloc.driver.checker.stacks import Stack, here
 from streamalloc.driver.checker.streams import number_of
-from streamalloc.driver.checker.uses import KERNEL, Finish, Touch, nothing
-
-__all__ = ["KERNEL", "OPENED", "Array", "Finish", "Physical", "State", "Touch", "nothing", "number_of"]
+from streamalloc.driver.checker.uses import Finish, nothing
 
 OPENED = "memory of another process"
 """Kind of a range from ``cuIpcOpenMemHandle``."""

@@ -16,8 +16,6 @@ from streamalloc.driver.checker.clocks import Actor, Stream, Timeline
 from streamalloc.driver.checker.foreign_streams import ForeignStreams
 from streamalloc.driver.checker.stacks import Stack, place_of
 
-__all__ = ["MEMORY_TYPE", "Streams", "number_of"]
-
 _LEGACY, _PER_THREAD = 1, 2
 MEMORY_TYPE: Any = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
 _IS_MANAGED = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_MANAGED

@@ -18,8 +18,6 @@ from streamalloc.driver.checker.stacks import Stack, here
 from streamalloc.driver.checker.streams import MEMORY_TYPE, Streams, number_of
 from streamalloc.driver.checker.wait_values import WaitValues
 
-__all__ = ["KERNEL", "Finish", "Pieces", "Touch", "Uses", "nothing"]
-
 Touch = tuple[int, int, bool]
 """Address, number of bytes, and whether they are written."""
 Pieces = list[tuple[Piece, bool]]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from streamalloc.driver.checker.rules.rule import Answer, Arguments, Before, Finish, rules
+from streamalloc.driver.checker.rules.rule import Answer, Arguments, Before, rules
 from streamalloc.driver.checker.stacks import here
-from streamalloc.driver.checker.state import State, number_of
-
-__all__ = ["RULES"]
+from streamalloc.driver.checker.state import State
+from streamalloc.driver.checker.streams import number_of
+from streamalloc.driver.checker.uses import Finish
 
 
 def _retains(state: State, name: str, args: Arguments, answer: Answer) -> None:

@@ -11,12 +11,12 @@ from streamalloc.driver.bindings import cuda
 from streamalloc.driver.checker.capture import Capture, Graph, Node
 from streamalloc.driver.checker.ranges import Range
 from streamalloc.driver.checker.rules.order import batch_of_values
-from streamalloc.driver.checker.rules.rule import After, Answer, Arguments, Before, Finish, rules
+from streamalloc.driver.checker.rules.rule import After, Answer, Arguments, Before, rules
 from streamalloc.driver.checker.rules.work import plane, rows
 from streamalloc.driver.checker.stacks import here
-from streamalloc.driver.checker.state import KERNEL, State, Touch, number_of
-
-__all__ = ["RULES"]
+from streamalloc.driver.checker.state import State
+from streamalloc.driver.checker.streams import number_of
+from streamalloc.driver.checker.uses import KERNEL, Finish, Touch
 
 _SET = int(cuda.CUstreamUpdateCaptureDependencies_flags.CU_STREAM_SET_CAPTURE_DEPENDENCIES)
 

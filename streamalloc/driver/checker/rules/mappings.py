@@ -5,12 +5,11 @@ from __future__ import annotations
 from streamalloc.driver.bindings import cuda
 from streamalloc.driver.checker.ranges import Binding, Range
 from streamalloc.driver.checker.rules.memory import granted
-from streamalloc.driver.checker.rules.rule import After, Answer, Arguments, Finish, rules
+from streamalloc.driver.checker.rules.rule import After, Answer, Arguments, rules
 from streamalloc.driver.checker.stacks import here
-from streamalloc.driver.checker.state import Physical, State, number_of
-
-__all__ = ["RULES"]
-
+from streamalloc.driver.checker.state import Physical, State
+from streamalloc.driver.checker.streams import number_of
+from streamalloc.driver.checker.uses import Finish
 
 _DEVICE = int(cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE)
 

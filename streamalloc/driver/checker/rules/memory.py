@@ -7,12 +7,11 @@ from typing import Any
 
 from streamalloc.driver.bindings import cuda
 from streamalloc.driver.checker.ranges import Range
-from streamalloc.driver.checker.rules.rule import After, Answer, Arguments, Finish, rules
+from streamalloc.driver.checker.rules.rule import After, Answer, Arguments, rules
 from streamalloc.driver.checker.stacks import here
-from streamalloc.driver.checker.state import OPENED, Array, State, number_of
-
-__all__ = ["RULES", "frees_at_once", "granted"]
-
+from streamalloc.driver.checker.state import OPENED, Array, State
+from streamalloc.driver.checker.streams import number_of
+from streamalloc.driver.checker.uses import Finish
 
 _DEVICE = int(cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE)
 _FORMATS = (("INT8", 1), ("INT16", 2), ("HALF", 2), ("INT32", 4), ("FLOAT", 4))

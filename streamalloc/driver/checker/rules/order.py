@@ -7,12 +7,11 @@ from typing import Any, TypeVar
 
 from streamalloc.driver.bindings import cuda
 from streamalloc.driver.checker.events import Event
-from streamalloc.driver.checker.rules.rule import Answer, Arguments, Before, Finish, rules
+from streamalloc.driver.checker.rules.rule import Answer, Arguments, Before, rules
 from streamalloc.driver.checker.stacks import from_package, here
-from streamalloc.driver.checker.state import State, nothing, number_of
-
-__all__ = ["RULES", "batch_of_values"]
-
+from streamalloc.driver.checker.state import State
+from streamalloc.driver.checker.streams import number_of
+from streamalloc.driver.checker.uses import Finish, nothing
 
 _INTERPROCESS = int(cuda.CUevent_flags.CU_EVENT_INTERPROCESS)
 _EXTERNAL = 1  # CU_EVENT_RECORD_EXTERNAL, CU_EVENT_WAIT_EXTERNAL

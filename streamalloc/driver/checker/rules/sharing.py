@@ -11,9 +11,8 @@ from streamalloc.driver.checker.ranges import Range
 from streamalloc.driver.checker.rules.memory import frees_at_once
 from streamalloc.driver.checker.rules.rule import Answer, Arguments, rules
 from streamalloc.driver.checker.stacks import from_package, here
-from streamalloc.driver.checker.state import OPENED, Physical, State, number_of
-
-__all__ = ["RULES"]
+from streamalloc.driver.checker.state import OPENED, Physical, State
+from streamalloc.driver.checker.streams import number_of
 
 _FILE = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 _RANGE_SIZE = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_RANGE_SIZE
