@@ -190,19 +190,13 @@ class Checked(Wrapper):
             return _nothing
 
     def _refuse(self, name: str, handle: int) -> None:
-        kinds = " or ".join(ENDERS[name])
         range_ = self._state.addresses.find(handle)
         places = [("this call", here())]
         if range_ is not None and range_.ended is not None:
             places += [("freed", range_.ended.stack), ("allocated", range_.stack)]
-        hazard = Hazard(
-            "double free",
-            f"{name}({handle:#x}) is refused, because no live {kinds} has this handle.",
-            "end it once, and only where your program has made it.",
-            handle,
-            0 if range_ is None else range_.size,
-            places=tuple(places),
-        )
+        what = f"{name}({handle:#x}) is refused, because no live {' or '.join(ENDERS[name])} has this handle."
+        remedy, size = "end it once, and only where your program has made it.", 0 if range_ is None else range_.size
+        hazard = Hazard("double free", what, remedy, handle, size, places=tuple(places))
         if self._on == "raise":
             raise DriverMisuseError(str(hazard), hazard)
         self._found.append(hazard)

@@ -59,14 +59,9 @@ class ElementTypes:
         for (range_, *_), memory, start, end in self._places(address, nbytes):
             for one in _within(memory, start, end):
                 if not _fit(one.dtype, dtype):
-                    self._judge.report(
-                        "another type",
-                        f"{what} reads {range_} as {dtype}, but it was written as {one.dtype}.",
-                        f"read it as {one.dtype}, or as bytes (uint8) where the pattern is meant.",
-                        range_,
-                        here(),
-                        used=one.stack,
-                    )
+                    what = f"{what} reads {range_} as {dtype}, but it was written as {one.dtype}."
+                    remedy = f"read it as {one.dtype}, or as bytes (uint8) where the pattern is meant."
+                    self._judge.report("another type", what, remedy, range_, here(), used=one.stack)
                     return
 
     def forget(self, pieces: Iterable[tuple[Piece, bool]]) -> None:

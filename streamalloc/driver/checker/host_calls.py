@@ -16,11 +16,7 @@ class HostCall:
     __slots__ = ("_queued", "_running", "_stream", "_thread", "_timeline", "cancelled", "node", "stays")
 
     def __init__(
-        self,
-        timeline: Timeline,
-        stream: Callable[[Any], Stream],
-        thread: Callable[[], Actor],
-        stays: bool = False,
+        self, timeline: Timeline, stream: Callable[[Any], Stream], thread: Callable[[], Actor], stays: bool = False
     ) -> None:
         self._timeline = timeline
         self._stream = stream

@@ -47,12 +47,7 @@ class Interprocess:
     """Exports, imports, and announcements between this process and others."""
 
     def __init__(
-        self,
-        timeline: Timeline,
-        addresses: Addresses,
-        values: WaitValues,
-        events: dict[int, Event],
-        judge: Judge,
+        self, timeline: Timeline, addresses: Addresses, values: WaitValues, events: dict[int, Event], judge: Judge
     ) -> None:
         self._timeline = timeline
         self._addresses = addresses
@@ -124,13 +119,9 @@ class Interprocess:
     def _check_importers(self, range_: Range, exported: bytes, what: str, stack: Stack) -> None:
         importers = open_imports.importers(exported)
         if importers:
-            self._judge.report(
-                "free before the importer's",
-                f"{what} frees {range_}, but process {', '.join(map(str, importers))} has not freed its import.",
-                "free it after every importer has freed its pointer and notified this process.",
-                range_,
-                stack,
-            )
+            what = f"{what} frees {range_}, but process {', '.join(map(str, importers))} has not freed its import."
+            remedy = "free it after every importer has freed its pointer and notified this process."
+            self._judge.report("free before the importer's", what, remedy, range_, stack)
 
     def _missing(self, piece: Piece, clock: Clock) -> Moment | None:
         """The allocation or a write of memory that a clock does not contain."""
@@ -324,14 +315,9 @@ class Interprocess:
 
     def _incomplete(self, range_: Range, missing: Moment, stack: Stack) -> None:
         by = missing.actor.name
-        self._judge.report(
-            "export before completion",
-            f"{range_} is exported, but nothing lets importers wait for {missing}.",
-            f"synchronise with {by} first, or record an interprocess event there that importers wait for.",
-            range_,
-            stack,
-            used=missing.stack,
-        )
+        what = f"{range_} is exported, but nothing lets importers wait for {missing}."
+        remedy = f"synchronise with {by} first, or record an interprocess event there that importers wait for."
+        self._judge.report("export before completion", what, remedy, range_, stack, used=missing.stack)
 
     # -- recordings of other processes -----------------------------------------------------------------------
 

@@ -119,15 +119,10 @@ class QueuedSources:
             if _checksum(one.piece) == one.checksum:
                 self._sources.append(one)
                 continue
-            self._judge.report(
-                "race",
-                f"the host wrote {range_}, but nothing orders the write after {one.what} on {one.stream.name}, which "
-                "reads the same bytes.",
-                f"the host must synchronise with {one.stream.name} after its {one.what}.",
-                range_,
-                here(),
-                used=one.stack,
-            )
+            copy = f"{one.what} on {one.stream.name}, which reads the same bytes"
+            what = f"the host wrote {range_}, but nothing orders the write after {copy}."
+            remedy = f"the host must synchronise with {one.stream.name} after its {one.what}."
+            self._judge.report("race", what, remedy, range_, here(), used=one.stack)
 
 
 def _checksum(piece: Piece) -> int:

@@ -266,15 +266,12 @@ class Range:
 
 Piece = tuple[Range, int, int]
 """A range, with the first address of a part and the first address after the part."""
+Pieces = list[tuple[Piece, bool]]
+"""Parts of ranges, and whether they are written."""
 
 
 def accesses(
-    actor: Actor,
-    pieces: Iterable[tuple[Piece, bool]],
-    what: str,
-    stack: Stack,
-    atomic: bool = False,
-    kernel: bool = False,
+    actor: Actor, pieces: Pieces, what: str, stack: Stack, atomic: bool = False, kernel: bool = False
 ) -> Iterator[tuple[Access, Piece]]:
     """One access for each piece; a kernel has one access for all its reads and one for all its writes."""
     made: dict[bool, Access] = {}

@@ -7,25 +7,6 @@ from html import escape
 
 from streamalloc.driver.checker.stacks import Stack, lines
 
-KINDS = (
-    "use before allocation",
-    "use after free",
-    "free before allocation",
-    "double free",
-    "free racing a use",
-    "reuse race",
-    "race",
-    "unmap while in use",
-    "release while in use",
-    "access without a grant",
-    "export before completion",
-    "free before the importer's",
-    "uninitialized",
-    "another type",
-    "leak",
-)
-"""The kinds of a :class:`Hazard`."""
-
 
 @dataclass(frozen=True, eq=False)
 class Hazard:
