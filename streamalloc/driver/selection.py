@@ -81,27 +81,20 @@ def simulated(
     # Imported on first use: programs on a GPU do not need it.
     from streamalloc.driver.simulator import MachineSpec, SimulatedDriver
 
-    spec = MachineSpec(
-        devices, memory, profile, multicast, fabric, seed, name, multicast_slots, patience, kernels, host=host
-    )
-    return cast("Driver", SimulatedDriver(spec))  # its functions are added at run time
+    spec = (devices, memory, profile, multicast, fabric, seed, name, multicast_slots, patience, kernels, host)
+    return cast("Driver", SimulatedDriver(MachineSpec(*spec)))  # its functions are added at run time
 
 
-_TRUTH = {"0": False, "1": True}
-_SETTINGS: dict[str, Callable[[str], object]] = {
-    "devices": int,
-    "memory": int,
-    "profile": str,
-    "multicast": _TRUTH.__getitem__,
-    "fabric": _TRUTH.__getitem__,
-    "seed": int,
-    "name": str,
-    "multicast_slots": int,
-    "patience": float,
-    "kernels": str,
-    "host": str,
+_READERS: dict[str, Callable[[str], object]] = {
+    "bool": {"0": False, "1": True}.__getitem__,
+    "float": float,
+    "int": int,
+    "str": str,
 }
-
+_SETTINGS = {
+    name: _READERS[kind.removesuffix(" | None")] for name, kind in simulated.__annotations__.items() if name != "return"
+}
+"""Functions that read the arguments of :func:`simulated` from text."""
 # One machine in a process for each text: all objects with the default driver share it.
 _simulated_by_default: dict[str, Driver] = {}
 
