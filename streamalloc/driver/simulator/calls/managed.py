@@ -10,12 +10,12 @@ from streamalloc.driver.bindings import cuda
 from .. import arguments
 from ..advice import Advice
 from ..allocations import Allocation
-from ..arguments import DevicePointer, Size, Stream, UnsignedInt, UnsignedLongLong
+from ..arguments import DevicePointer, Size, Stream, UnsignedInt
 from ..constants import HOST, LEGACY_STREAM, Location, Place
 from ..errors import NotModelled, Result, check, need, not_modelled
 from ..managed import Discard, common, pages_of, prefetch
 from ..timeline import Operation
-from .base import EDGE_DATA, Calls
+from .base import EDGE_DATA, Calls, call
 
 _GLOBAL, _HOST, _SINGLE = 1, 2, 4  # CUmemAttach_flags
 _READ_MOSTLY, _PREFERRED, _ACCESSED_BY = (1, 2), (3, 4), (5, 6)  # CUmem_advise: to set, to unset
@@ -82,59 +82,28 @@ class ManagedCalls(Calls):
         pages_of(allocation).change(devPtr, devPtr + count, prefetch(place))
         stream.submit(Operation())
 
-    def cuMemPrefetchBatchAsync(
-        self,
-        dptrs: Any,
-        sizes: Any,
-        count: Size,
-        prefetchLocs: Any,
-        prefetchLocIdxs: Any,
-        numPrefetchLocs: Size,
-        flags: UnsignedLongLong,
-        hStream: Any,
-    ) -> None:
-        ranges, stream = self._managed_batch("cuMemPrefetchBatchAsync", dptrs, sizes, count, flags, hStream)
-        places = self._places_of_batch(prefetchLocs, prefetchLocIdxs, numPrefetchLocs, count)
-        self._prefetch_all(ranges, places)
-        stream.submit(Operation())
-
-    def cuMemDiscardBatchAsync(
-        self, dptrs: Any, sizes: Any, count: Size, flags: UnsignedLongLong, hStream: Any
-    ) -> None:
-        ranges, stream = self._managed_batch("cuMemDiscardBatchAsync", dptrs, sizes, count, flags, hStream)
-        stream.submit(Discard(self._machine.banks, ranges))
-
-    def cuMemDiscardAndPrefetchBatchAsync(
-        self,
-        dptrs: Any,
-        sizes: Any,
-        count: Size,
-        prefetchLocs: Any,
-        prefetchLocIdxs: Any,
-        numPrefetchLocs: Size,
-        flags: UnsignedLongLong,
-        hStream: Any,
-    ) -> None:
-        ranges, stream = self._managed_batch("cuMemDiscardAndPrefetchBatchAsync", dptrs, sizes, count, flags, hStream)
-        places = self._places_of_batch(prefetchLocs, prefetchLocIdxs, numPrefetchLocs, count)
-        self._prefetch_all(ranges, places)
-        stream.submit(Discard(self._machine.banks, ranges))
-
-    def _managed_batch(
-        self, name: str, dptrs: Any, sizes: Any, count: int, flags: int, hStream: Any
-    ) -> tuple[list[tuple[int, int]], Stream]:
+    def _managed_batch(self, name: str, dptrs: Any, sizes: Any, count: int, *more: Any) -> None:
+        """``more``: where prefetches go to, if there are any, then flags and a stream."""
+        *destinations, flags, handle = more
         addresses = [int(one) for one in arguments.structs("dptrs", dptrs, cuda.CUdeviceptr, count)]
         lengths = arguments.numbers(sizes, count)
-        handle = arguments.stream(hStream)
         check(count and all(lengths) and not flags and handle not in (0, LEGACY_STREAM))
         stream = self._machine.stream(handle)
         concurrent = self._machine.supports("CONCURRENT_MANAGED_ACCESS")
         not_modelled(not concurrent, f"{name} where a device lacks concurrent managed access")
         ranges = list(zip(addresses, lengths, strict=True))
-        for one in ranges:
-            self._managed(*one)
+        allocations = [self._managed(*one) for one in ranges]
         self._check_launch(stream, name)
-        return ranges, stream
+        places = self._places_of_batch(*destinations, count) if destinations else []
+        for allocation, (address, size), place in zip(allocations, ranges, places, strict=False):
+            pages_of(allocation).change(address, address + size, prefetch(place))
+        stream.submit(Discard(self._machine.banks, ranges) if "Discard" in name else Operation())
+
+    _RANGES, _LAST = "dptrs sizes count:Size", "flags:UnsignedLongLong hStream"
+    _TO_PLACES = f"{_RANGES} prefetchLocs prefetchLocIdxs numPrefetchLocs:Size {_LAST}"
+    cuMemPrefetchBatchAsync = call(_TO_PLACES, _managed_batch, "cuMemPrefetchBatchAsync")
+    cuMemDiscardBatchAsync = call(f"{_RANGES} {_LAST}", _managed_batch, "cuMemDiscardBatchAsync")
+    cuMemDiscardAndPrefetchBatchAsync = call(_TO_PLACES, _managed_batch, "cuMemDiscardAndPrefetchBatchAsync")
 
     def _places_of_batch(self, locations: Any, indices: Any, number: int, count: int) -> list[Place]:
         """The place of each range: that of the last index that is not behind it."""
@@ -143,10 +112,6 @@ class ManagedCalls(Calls):
         check(begins and begins[0] == 0 and begins[-1] < count and begins == sorted(set(begins)))
         places = [self._place(one, _ANYWHERE) for one in given]
         return [places[sum(begin <= at for begin in begins) - 1] for at in range(count)]
-
-    def _prefetch_all(self, ranges: list[tuple[int, int]], places: list[Place]) -> None:
-        for (address, size), place in zip(ranges, places, strict=True):
-            pages_of(self._managed(address, size)).change(address, address + size, prefetch(place))
 
     # -- advice ----------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Callable
 from typing import Any
 
 from streamalloc.driver.bindings import cuda
@@ -85,32 +86,25 @@ class StreamCalls(Calls):
         self._machine.synchronize(clock, lambda: all(s.done >= seq for s, seq in goals), told)
         hStream.context.check()
 
-    # The legacy stream says nothing while a blocking one is captured (observed on H200: test_capture).
+    def _described(self, describe: Callable[[Stream], object], breaks: bool, stream: Stream) -> Any:
+        """A property of a stream. The legacy stream says nothing while a blocking one is captured; some questions
+        break the capture of their stream (observed on H200: test_capture).
+        """
+        self._not_behind_captures(stream)
+        if breaks:
+            self._spoil([stream.capture])
+        return describe(stream)
 
-    def cuStreamGetFlags(self, hStream: Stream) -> int:
-        self._not_behind_captures(hStream)
-        self._spoil([hStream.capture])  # observed on H200 (test_capture): asking breaks the capture
-        return 0 if hStream.blocking else _NON_BLOCKING
-
-    def cuStreamGetPriority(self, hStream: Stream) -> int:
-        self._not_behind_captures(hStream)
-        return hStream.priority
+    cuStreamGetFlags = call("hStream:Stream", _described, lambda stream: 0 if stream.blocking else _NON_BLOCKING, True)
+    cuStreamGetPriority = call("hStream:Stream", _described, lambda stream: stream.priority, False)
+    cuStreamGetDevice = call("hStream:Stream", _described, lambda it: cuda.CUdevice(it.context.device.ordinal), True)
+    cuStreamGetId = call("hStream:Stream", _described, lambda stream: stream.id, True)
 
     def cuStreamGetCtx(self, hStream: Stream) -> Any:
         self._not_behind_captures(hStream)
         # it may be captured, but not in vain (observed on H200: test_capture)
         check(hStream.capture is None or hStream.capture.valid, Result.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED)
         return cuda.CUcontext(hStream.context.handle)
-
-    def cuStreamGetDevice(self, hStream: Stream) -> Any:
-        self._not_behind_captures(hStream)
-        self._spoil([hStream.capture])  # as cuStreamGetFlags
-        return cuda.CUdevice(hStream.context.device.ordinal)
-
-    def cuStreamGetId(self, hStream: Stream) -> int:
-        self._not_behind_captures(hStream)
-        self._spoil([hStream.capture])  # as cuStreamGetFlags
-        return hStream.id
 
     # -- waiting ---------------------------------------------------------------------------------------------
 
