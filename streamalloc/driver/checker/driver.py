@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from streamalloc.driver.account import COUNTED, ENDERS, SETTLERS
 from streamalloc.driver.bindings import cuda
-from streamalloc.driver.checker.host_calls import HostCall
+from streamalloc.driver.checker.launches import HostCall
 from streamalloc.driver.checker.poison import Poison
 from streamalloc.driver.checker.reports import Hazard
 from streamalloc.driver.checker.rules.all_calls import RULES

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
-from streamalloc.driver.checker import announcements, open_imports
+from streamalloc.driver.checker import announcements
 from streamalloc.driver.checker.announcements import Announced, Board, Entry
 from streamalloc.driver.checker.clocks import Actor, Clock, Obstacle, Stream, Timeline
 from streamalloc.driver.checker.events import Event
@@ -81,7 +81,7 @@ class Interprocess:
         """Remove the entry of an import."""
         entry = self.entries.pop(range_, None) or self.leaving.pop(range_, (None,))[0]
         if entry is not None:
-            open_imports.close_import(entry)
+            announcements.close_import(entry)
 
     def notifies(self, stream: Stream) -> None:
         """Record that a stream notifies other processes of its queued work, the frees of imports included."""
@@ -117,7 +117,7 @@ class Interprocess:
         return lambda: self._check_importers(range_, exported, what, stack)
 
     def _check_importers(self, range_: Range, exported: bytes, what: str, stack: Stack) -> None:
-        importers = open_imports.importers(exported)
+        importers = announcements.importers(exported)
         if importers:
             what = f"{what} frees {range_}, but process {', '.join(map(str, importers))} has not freed its import."
             remedy = "free it after every importer has freed its pointer and notified this process."

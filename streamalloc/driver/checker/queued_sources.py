@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from streamalloc.driver.checker.clocks import Stream, Timeline
-from streamalloc.driver.checker.foreign_streams import ForeignStreams
 from streamalloc.driver.checker.judge import Judge
 from streamalloc.driver.checker.ranges import Moment, Piece, Range
 from streamalloc.driver.checker.stacks import Stack, here
+from streamalloc.driver.checker.streams import ForeignStreams
 
 HOST_KINDS = ("pinned memory", "registered memory")
 _LARGEST = 16 << 20

@@ -9,8 +9,7 @@ from typing import Any
 from streamalloc.driver.bindings import cuda
 
 from .calls.arrays import ArrayCalls
-from .calls.contexts import ContextCalls
-from .calls.devices import DeviceCalls
+from .calls.contexts import ContextCalls, DeviceCalls
 from .calls.graphs import GraphCalls
 from .calls.managed import ManagedCalls
 from .calls.memory import MemoryCalls

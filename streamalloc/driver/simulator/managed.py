@@ -10,8 +10,7 @@ import ctypes
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
-from .advice import Advice, Pages
-from .allocations import Allocation, Allocations, ManagedMemory
+from .allocations import Advice, Allocation, Allocations, ManagedMemory, Pages
 from .banks import Banks
 from .blocks import round_up
 from .constants import BLOCK, Place

@@ -12,8 +12,8 @@ from streamalloc import driver as sd
 from streamalloc import testing
 from streamalloc.driver.bindings import cuda, runtime
 from streamalloc.driver.internal import Runtime
-from streamalloc.driver.simulator.runtime.signatures import signature
 from streamalloc.driver.simulator.runtime.tables import driver_call, properties
+from streamalloc.driver.simulator.runtime.translation import signature
 from tests.support import in_a_thread
 
 pytestmark = pytest.mark.simulated_only("the runtime over the simulated driver")

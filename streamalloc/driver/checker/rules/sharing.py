@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from streamalloc.driver.bindings import cuda, opaque_bytes
-from streamalloc.driver.checker import announcements, open_imports
+from streamalloc.driver.checker import announcements
 from streamalloc.driver.checker.events import Event
 from streamalloc.driver.checker.ranges import Range
 from streamalloc.driver.checker.rules.memory import frees_at_once
@@ -50,7 +50,7 @@ def _size_at(state: State, address: Any) -> int:
 def _opened(state: State, made: Range, data: bytes) -> None:
     made.bytes.shared = True
     state.addresses.add(made)
-    entry = open_imports.open_import(data)
+    entry = announcements.open_import(data)
     if entry is not None:
         state.interprocess.entries[made] = entry
 

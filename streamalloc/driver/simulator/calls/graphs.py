@@ -21,7 +21,7 @@ from ..graphs import AUTO_FREE_ON_LAUNCH, RELAXED, Capture, Values, Work
 from ..kernels.calls import KernelCalls, node_values
 from .base import EDGE_DATA, call
 from .copies import FILL_FIELDS, PROMISED, CopyCalls, copy_values
-from .stream_memory import StreamMemoryCalls
+from .streams import StreamMemoryCalls
 
 _ACTIVE = cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
 _INACTIVE = cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE

@@ -8,8 +8,7 @@ from typing import Any
 from streamalloc.driver.bindings import cuda
 
 from .. import arguments
-from ..advice import Advice
-from ..allocations import Allocation
+from ..allocations import Advice, Allocation
 from ..arguments import DevicePointer, Size, Stream, UnsignedInt
 from ..constants import HOST, LEGACY_STREAM, Location, Place
 from ..errors import NotModelled, Result, check, need, not_modelled

@@ -21,9 +21,8 @@ from ..graphs import Values
 from ..memory import Intervals
 from ..timeline import Operation, Stream
 from . import modules
-from .launches import Launch, Shape
+from .launches import CELLS, Cells, Launch, Shape, offsets, plain, unpack
 from .modules import Image
-from .packing import CELLS, Cells, offsets, plain, unpack
 
 _ATTRIBUTE = cuda.CUfunction_attribute
 _PREFIX = "CU_FUNC_ATTRIBUTE_"

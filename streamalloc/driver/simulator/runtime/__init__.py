@@ -2,8 +2,7 @@
 
 :mod:`.tables` names the driver call behind each function; :mod:`.functions` and :mod:`.arrays` have what is no single
 call. :mod:`.facade` puts them together.
-:mod:`.signatures` reads from the documentation of the bindings what functions take and return; :mod:`.translation`
-converts it.
+:mod:`.translation` reads from the documentation of the bindings what functions take and return, and converts it.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ from streamalloc.driver.bindings import runtime
 
 from .arrays import ArrayFunctions
 from .functions import Failed, Forgotten, Functions
-from .signatures import signature
 from .tables import PURE, WITHOUT_CONTEXT
+from .translation import signature
 
 _UNKNOWN_ERROR = 999
 

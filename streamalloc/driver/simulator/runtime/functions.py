@@ -10,9 +10,8 @@ from typing import Any
 from streamalloc.driver.bindings import cuda, runtime
 
 from ..errors import NotModelled
-from .signatures import signature
 from .tables import driver_call, function_attributes, properties
-from .translation import Argument, address, copied, result
+from .translation import Argument, address, copied, result, signature
 
 _STICKY = {700, *range(710, 720)}
 """Errors that the runtime returns again and again."""
