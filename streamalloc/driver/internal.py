@@ -22,7 +22,7 @@ from streamalloc.driver.selection import as_asked, default_of_threads, read_choi
 
 if TYPE_CHECKING:
     from streamalloc.driver.checker.stacks import Stack, here, line_of, lines
-    from streamalloc.driver.listener import Listener
+    from streamalloc.driver.protocol import Listener
     from streamalloc.driver.simulator.kernels.registry import (
         current_launch,
         device_global,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 # Modules that are imported on first use, to keep the import of the package fast.
 _LATER = {
-    "Listener": "listener",
+    "Listener": "protocol",
     "Runtime": "simulator.runtime",
     "Wrapper": "wrappers",
     **dict.fromkeys(

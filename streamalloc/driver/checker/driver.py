@@ -24,8 +24,8 @@ from streamalloc.driver.checker.stacks import here
 from streamalloc.driver.checker.state import State
 from streamalloc.driver.checker.uses import Finish
 from streamalloc.driver.errors import DriverMisuseError
-from streamalloc.driver.listener import Listener
 from streamalloc.driver.parent import ParentTest
+from streamalloc.driver.protocol import Listener
 from streamalloc.driver.wrappers import Function, Wrapper
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from streamalloc.driver.checker import announcements
 from streamalloc.driver.checker.announcements import Announced, Board, Entry
+from streamalloc.driver.checker.capture import Event
 from streamalloc.driver.checker.clocks import Actor, Clock, Obstacle, Stream, Timeline
-from streamalloc.driver.checker.events import Event
 from streamalloc.driver.checker.judge import Judge
 from streamalloc.driver.checker.ranges import Addresses, Contents, Moment, Piece, Range
 from streamalloc.driver.checker.stacks import Stack, here

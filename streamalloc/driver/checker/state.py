@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from streamalloc.driver.account import Account
-from streamalloc.driver.checker.capture import Capture, Node
+from streamalloc.driver.checker.capture import Capture, Event, Node
 from streamalloc.driver.checker.clocks import Stream
-from streamalloc.driver.checker.events import Event
 from streamalloc.driver.checker.launches import Launches
 from streamalloc.driver.checker.open_files import OpenFiles
 from streamalloc.driver.checker.queued_sources import HOST_KINDS

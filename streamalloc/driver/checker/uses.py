@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from streamalloc.driver.checker.capture import Node
+from streamalloc.driver.checker.capture import Event, Node
 from streamalloc.driver.checker.clocks import CERTAIN, Actor, Clock, Obstacle, Stream
 from streamalloc.driver.checker.element_types import ElementTypes
-from streamalloc.driver.checker.events import Event
 from streamalloc.driver.checker.interprocess import Interprocess
 from streamalloc.driver.checker.judge import Judge, missing_order
 from streamalloc.driver.checker.queued_sources import QueuedSources

@@ -11,8 +11,7 @@ from streamalloc.driver.bindings import cuda
 from .calls.arrays import ArrayCalls
 from .calls.contexts import ContextCalls, DeviceCalls
 from .calls.graphs import GraphCalls
-from .calls.managed import ManagedCalls
-from .calls.memory import MemoryCalls
+from .calls.memory import ManagedCalls, MemoryCalls
 from .calls.multicast import MulticastCalls
 from .calls.pools import PoolCalls
 from .calls.sharing import SharingCalls

@@ -1,4 +1,4 @@
-"""Streams, events and values in memory: calls that order operations."""
+"""Streams, events and values in memory: calls that order operations. The life of contexts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from streamalloc.driver.bindings import cuda
-from streamalloc.driver.checker.events import Event
+from streamalloc.driver.checker.capture import Event
 from streamalloc.driver.checker.rules.rule import Answer, Arguments, Before, rules
 from streamalloc.driver.checker.stacks import from_package, here
 from streamalloc.driver.checker.state import State
@@ -192,6 +192,40 @@ def batch_of_values(state: State, stream: Any, operations: Any) -> None:
             state.write_value(stream, number_of(write.address), value, bits)
 
 
+# -- contexts: their end frees streams, device memory and pinned memory; pools and mappings live on -------------
+
+
+def _retains_context(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    state.primary[int(args[0])] = int(answer[1])
+
+
+def _ends_context(context: Callable[[State, Arguments], int], last: bool = False) -> Before:
+    """A call that ends a context after its work; ``last``: only if it released the last reference."""
+
+    def rule(state: State, name: str, args: Arguments) -> Finish:
+        ended, stack = context(state, args), here()
+        synchronised = state.synchronising(state.all_streams(ended))
+
+        def finish(answer: Answer) -> None:
+            if answer[0] or (last and _is_active(state, args[0])):
+                return
+            synchronised()
+            state.end_context(ended, name, stack)
+
+        return finish
+
+    return rule
+
+
+def _is_active(state: State, device: object) -> bool:
+    answer = state.answer("cuDevicePrimaryCtxGetState", device)
+    return not answer or bool(answer[1])
+
+
+def _primary(state: State, args: Arguments) -> int:
+    return state.primary.get(int(args[0]), 0)
+
+
 _VALUES = "cuStreamWriteValue32 cuStreamWriteValue64 cuStreamWaitValue32 cuStreamWaitValue64"
 RULES = rules(
     after={
@@ -206,6 +240,7 @@ RULES = rules(
         "cuWaitExternalSemaphoresAsync": _waits_for_others,
         _VALUES: _value,
         "cuStreamBatchMemOp": _values,
+        "cuDevicePrimaryCtxRetain": _retains_context,
     },
     before={
         _VALUES: _names_value,
@@ -216,5 +251,8 @@ RULES = rules(
         "cuEventDestroy": _ends(lambda state: state.events, lambda state, event: state.interprocess.destroyed(event)),
         "cuEventSynchronize cuEventQuery": _happened(1),
         "cuEventElapsedTime": _happened(2),
+        "cuCtxDestroy": _ends_context(lambda state, args: number_of(args[0])),
+        "cuDevicePrimaryCtxReset": _ends_context(_primary),
+        "cuDevicePrimaryCtxRelease": _ends_context(_primary, last=True),
     },
 )

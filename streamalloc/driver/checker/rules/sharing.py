@@ -6,7 +6,7 @@ from typing import Any
 
 from streamalloc.driver.bindings import cuda, opaque_bytes
 from streamalloc.driver.checker import announcements
-from streamalloc.driver.checker.events import Event
+from streamalloc.driver.checker.capture import Event
 from streamalloc.driver.checker.ranges import Range
 from streamalloc.driver.checker.rules.memory import frees_at_once
 from streamalloc.driver.checker.rules.rule import Answer, Arguments, rules

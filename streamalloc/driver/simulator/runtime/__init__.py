@@ -1,7 +1,7 @@
 """The functions of ``cuda.bindings.runtime`` over the calls of any driver.
 
-:mod:`.tables` names the driver call behind each function; :mod:`.functions` and :mod:`.arrays` have what is no single
-call. :mod:`.facade` puts them together.
+:mod:`.tables` names the driver call behind each function; :mod:`.functions` has what is no single call.
+:mod:`.facade` puts them together.
 :mod:`.translation` reads from the documentation of the bindings what functions take and return, and converts it.
 """
 

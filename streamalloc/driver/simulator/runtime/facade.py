@@ -8,15 +8,14 @@ from typing import Any
 
 from streamalloc.driver.bindings import runtime
 
-from .arrays import ArrayFunctions
-from .functions import Failed, Forgotten, Functions
+from .functions import ArrayFunctions, Failed, Forgotten, Functions
 from .tables import PURE, WITHOUT_CONTEXT
 from .translation import signature
 
 _UNKNOWN_ERROR = 999
 
 OWN: dict[str, Callable[..., Any]] = {
-    name: body for name, body in {**vars(Functions), **vars(ArrayFunctions)}.items() if name.startswith("cuda")
+    name: body for one in (Functions, ArrayFunctions) for name, body in vars(one).items() if name.startswith("cuda")
 }
 """Functions that are more than one driver call. Copies and fills are also called ...Async, with a stream at the end."""
 
