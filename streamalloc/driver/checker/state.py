@@ -40,6 +40,8 @@ class Array(Range):
 class Physical:
     """Physical memory, or a multicast object, with its mappings."""
 
+    kind, base = "physical memory", 0
+
     def __init__(self, size: int, stack: Stack, device: int | None, multicast: bool = False) -> None:
         self.bytes: Bytes = Bytes()
         self.size = size
@@ -49,7 +51,7 @@ class Physical:
         self.mappings: list[Range] = []
 
     def __str__(self) -> str:
-        return f"physical memory of {size_text(self.size)}"
+        return f"{self.kind} of {size_text(self.size)}"
 
 
 class State(Launches):
@@ -292,30 +294,21 @@ class State(Launches):
 
     def leaks(self) -> list[Hazard]:
         """A hazard for each place that allocated memory which is not freed."""
-        there: list[tuple[str, Range | Physical]] = [
-            (one.kind, one)
-            for one in self.addresses.living()
-            if not one.pending and one.kind not in ("registered memory", "array")
+        resources: list[Range | Physical] = [
+            one for one in self.addresses.living() if not one.pending and one.kind not in ("registered memory", "array")
         ]
-        there += [
-            ("physical memory", one)
-            for one in dict.fromkeys(self.physical.values())
-            if one.stack and all(mapping.ended for mapping in one.mappings)
-        ]
+        named = (one for one in dict.fromkeys(self.physical.values()) if one.stack)
+        resources += [one for one in named if all(mapping.ended for mapping in one.mappings)]
         places: dict[tuple[str, Stack], list[Range | Physical]] = {}
-        for kind, one in there:
-            places.setdefault((kind, one.stack), []).append(one)
-        return [
-            Hazard(
-                "leak",
-                f"{leaked[0]} was not freed" + (f", and {len(leaked) - 1} more." if len(leaked) > 1 else "."),
-                "free it before the end.",
-                leaked[0].base if isinstance(leaked[0], Range) else 0,
-                sum(one.size for one in leaked),
-                places=(("allocated", stack),),
-            )
-            for (_, stack), leaked in places.items()
-        ]
+        for one in resources:
+            places.setdefault((one.kind, one.stack), []).append(one)
+        found = []
+        for (_, stack), leaked in places.items():
+            more = f", and {len(leaked) - 1} more" if len(leaked) > 1 else ""
+            what, size = f"{leaked[0]} was not freed{more}.", sum(one.size for one in leaked)
+            at, remedy = leaked[0].base, "free it before the end."
+            found.append(Hazard("leak", what, remedy, at, size, places=(("allocated", stack),)))
+        return found
 
     def close(self) -> None:
         """Check the operations of waiting streams as if they had run, and remove the entries for other processes."""

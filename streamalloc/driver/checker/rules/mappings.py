@@ -5,7 +5,7 @@ from __future__ import annotations
 from streamalloc.driver.bindings import cuda
 from streamalloc.driver.checker.ranges import Binding, Range
 from streamalloc.driver.checker.rules.memory import granted
-from streamalloc.driver.checker.rules.rule import After, Answer, Arguments, rules
+from streamalloc.driver.checker.rules.rule import Answer, Arguments, rules
 from streamalloc.driver.checker.stacks import here
 from streamalloc.driver.checker.state import Physical, State
 from streamalloc.driver.checker.streams import number_of
@@ -82,30 +82,27 @@ def _creates_multicast(state: State, name: str, args: Arguments, answer: Answer)
     state.physical[int(answer[1])] = Physical(int(args[0].size), here(), None, multicast=True)
 
 
-def _binds(device_at: int | None) -> After:
-    shift = 0 if device_at is None else 1
-
-    def rule(state: State, name: str, args: Arguments, answer: Answer) -> None:
-        target = state.physical.get(number_of(args[0]))
-        if target is None or target.bindings is None:
-            return
-        device = None if device_at is None else number_of(args[device_at])
-        if "BindMem" in name:
-            memory = state.physical.get(number_of(args[2 + shift]))
-            start, size = int(args[3 + shift]), int(args[4 + shift])
-            parts = [] if memory is None else [(memory.bytes, start, start + size)]
-            if device is None and memory is not None:
-                device = memory.device
-        else:
-            address, size = number_of(args[2 + shift]), int(args[3 + shift])
-            pieces = state.addresses.pieces(address, size)
-            parts = [part for one, low, high in pieces for part in one.physical(low, high)]
-        at = int(args[1 + shift])
-        for behind, first, last in parts:
-            target.bindings.append(Binding(at, last - first, behind, first, device))
-            at += last - first
-
-    return rule
+def _binds(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    # The device comes before the other arguments of the second version.
+    shift = int(name.endswith("_v2"))
+    target = state.physical.get(number_of(args[0]))
+    if target is None or target.bindings is None:
+        return
+    device = number_of(args[1]) if shift else None
+    if "BindMem" in name:
+        memory = state.physical.get(number_of(args[2 + shift]))
+        start, size = int(args[3 + shift]), int(args[4 + shift])
+        parts = [] if memory is None else [(memory.bytes, start, start + size)]
+        if device is None and memory is not None:
+            device = memory.device
+    else:
+        address, size = number_of(args[2 + shift]), int(args[3 + shift])
+        pieces = state.addresses.pieces(address, size)
+        parts = [part for one, low, high in pieces for part in one.physical(low, high)]
+    at = int(args[1 + shift])
+    for behind, first, last in parts:
+        target.bindings.append(Binding(at, last - first, behind, first, device))
+        at += last - first
 
 
 def _unbinds(state: State, name: str, args: Arguments) -> Finish:
@@ -137,8 +134,7 @@ RULES = rules(
         "cuMemRetainAllocationHandle": _retains,
         "cuMemMap": _maps,
         "cuMulticastCreate": _creates_multicast,
-        "cuMulticastBindMem cuMulticastBindAddr": _binds(None),
-        "cuMulticastBindMem_v2 cuMulticastBindAddr_v2": _binds(1),
+        "cuMulticastBindMem cuMulticastBindAddr cuMulticastBindMem_v2 cuMulticastBindAddr_v2": _binds,
     },
     before={"cuMemUnmap": _unmaps, "cuMemSetAccess": _grants, "cuMulticastUnbind": _unbinds},
 )

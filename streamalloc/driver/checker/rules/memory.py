@@ -22,18 +22,15 @@ _PINNED = int(cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED)
 # -- stream order --------------------------------------------------------------------------------------------
 
 
-def _allocates(stream_at: int, pool_at: int | None) -> After:
-    def rule(state: State, name: str, args: Arguments, answer: Answer) -> None:
-        if not int(answer[1]):
-            return
-        if pool_at is not None:
-            pool = int(args[pool_at])
-        else:
-            device = state.devices.get(state.stream(args[stream_at]))
-            pool = state.current_pools.get(-1 if device is None else device, 0)
-        state.allocate(int(answer[1]), int(args[0]), args[stream_at], state.pools.get(pool), here())
-
-    return rule
+def _allocates(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    if not int(answer[1]):
+        return
+    if "FromPool" in name:
+        pool = int(args[1])
+    else:
+        device = state.devices.get(state.stream(args[-1]))
+        pool = state.current_pools.get(-1 if device is None else device, 0)
+    state.allocate(int(answer[1]), int(args[0]), args[-1], state.pools.get(pool), here())
 
 
 def _frees(state: State, name: str, args: Arguments) -> Finish:
@@ -131,15 +128,12 @@ def _ends_pool(state: State, name: str, args: Arguments, answer: Answer) -> None
         state.addresses.vacate(lambda one: one.grants is grants)
 
 
-def _finds_pool(current: bool) -> After:
-    def rule(state: State, name: str, args: Arguments, answer: Answer) -> None:
-        pool, device = int(answer[1]), _device(args)
-        if device is not None:
-            state.pools.setdefault(pool, {device: 3})
-            if current:
-                state.current_pools[device] = pool
-
-    return rule
+def _finds_pool(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    pool, device = int(answer[1]), _device(args)
+    if device is not None:
+        state.pools.setdefault(pool, {device: 3})
+        if "Default" not in name:
+            state.current_pools[device] = pool
 
 
 def _sets_pool(state: State, name: str, args: Arguments, answer: Answer) -> None:
@@ -172,8 +166,7 @@ def _grants_pool(state: State, name: str, args: Arguments) -> Finish:
 
 RULES = rules(
     after={
-        "cuMemAllocAsync": _allocates(1, None),
-        "cuMemAllocFromPoolAsync": _allocates(2, 1),
+        "cuMemAllocAsync cuMemAllocFromPoolAsync": _allocates,
         "cuMemAlloc cuMemAllocManaged": _makes("device memory", _first),
         "cuMemAllocPitch": _makes("device memory", lambda args, answer: int(answer[2]) * int(args[1])),
         "cuMemHostAlloc cuMemAllocHost": _makes("pinned memory", _first),
@@ -183,8 +176,7 @@ RULES = rules(
         "cuMipmappedArrayGetLevel": _finds_level,
         "cuMemPoolCreate": _makes_pool,
         "cuMemPoolDestroy": _ends_pool,
-        "cuDeviceGetDefaultMemPool cuMemGetDefaultMemPool": _finds_pool(current=False),
-        "cuDeviceGetMemPool cuMemGetMemPool": _finds_pool(current=True),
+        "cuDeviceGetDefaultMemPool cuMemGetDefaultMemPool cuDeviceGetMemPool cuMemGetMemPool": _finds_pool,
         "cuDeviceSetMemPool cuMemSetMemPool": _sets_pool,
     },
     before={

@@ -126,29 +126,25 @@ def _waits_for_others(state: State, name: str, args: Arguments, answer: Answer) 
     state.wait(state.stream(args[-1]), Event(foreign=True))
 
 
-def _happened(count: int) -> Before:
-    """A call by which the host sees that its first ``count`` arguments, events, have happened."""
+def _happened(state: State, name: str, args: Arguments) -> Finish:
+    """A call by which the host sees that its arguments, events, have happened."""
+    state.sources.check()
+    events = [state.event(handle) for handle in args[:2]]
+    marks = [one.mark for one in events if one.mark is not None]
 
-    def rule(state: State, name: str, args: Arguments) -> Finish:
-        state.sources.check()
-        events = [state.event(handle) for handle in args[:count]]
-        marks = [one.mark for one in events if one.mark is not None]
+    def finish(answer: Answer) -> None:
+        if answer[0]:
+            return
+        for mark in marks:
+            state.timeline.force_mark(mark)
+            assert mark.clock is not None
+            state.timeline.host_observes(mark.clock)
+        for one in events:
+            unseen = state.interprocess.recorded_elsewhere(one)
+            if unseen is not None:
+                state.timeline.host_observes(unseen)
 
-        def finish(answer: Answer) -> None:
-            if answer[0]:
-                return
-            for mark in marks:
-                state.timeline.force_mark(mark)
-                assert mark.clock is not None
-                state.timeline.host_observes(mark.clock)
-            for one in events:
-                unseen = state.interprocess.recorded_elsewhere(one)
-                if unseen is not None:
-                    state.timeline.host_observes(unseen)
-
-        return finish
-
-    return rule
+    return finish
 
 
 # -- values --------------------------------------------------------------------------------------------------
@@ -249,8 +245,7 @@ RULES = rules(
         "cuStreamQuery": _queries,
         "cuCtxSynchronize cuCtxSynchronize_v2": _synchronises_context,
         "cuEventDestroy": _ends(lambda state: state.events, lambda state, event: state.interprocess.destroyed(event)),
-        "cuEventSynchronize cuEventQuery": _happened(1),
-        "cuEventElapsedTime": _happened(2),
+        "cuEventSynchronize cuEventQuery cuEventElapsedTime": _happened,
         "cuCtxDestroy": _ends_context(lambda state, args: number_of(args[0])),
         "cuDevicePrimaryCtxReset": _ends_context(_primary),
         "cuDevicePrimaryCtxRelease": _ends_context(_primary, last=True),
