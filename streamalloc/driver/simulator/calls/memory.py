@@ -15,17 +15,20 @@ from ..allocations import (
     Advice,
     Allocation,
     DeviceMemory,
+    Discard,
     GraphAllocation,
     HostMemory,
     ManagedMemory,
     OpenedMemory,
     PoolMemory,
+    common,
+    pages_of,
+    prefetch,
 )
 from ..arguments import DevicePointer, HostPointer, Size, Stream, UnsignedInt
 from ..blocks import round_up
 from ..constants import CHUNK, HOST, LEGACY_STREAM, Location, Place
 from ..errors import NotModelled, Result, check, need, need_a, not_modelled
-from ..managed import Discard, common, pages_of, prefetch
 from ..memory import is_host_memory
 from ..timeline import Operation
 from .base import EDGE_DATA, Calls, call
