@@ -1,6 +1,6 @@
 """NVIDIA's bindings and the differences between their versions.
 
-Only this module and :mod:`streamalloc.driver.real` import ``cuda.bindings``. Its enum and struct classes work on
+Only this module imports ``cuda.bindings``. Its enum and struct classes work on
 machines without a GPU, so both drivers share them.
 """
 

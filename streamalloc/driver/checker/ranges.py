@@ -90,7 +90,7 @@ class Bytes:
         self.fresh: tuple[tuple[int, int], ...] = ()
         """Intervals to which no device has had access."""
         self.types: tuple[Any, ...] = ()
-        """Intervals whose elements have a type, see :mod:`streamalloc.driver.checker.element_types`."""
+        """Intervals whose elements have a type, see :mod:`streamalloc.driver.checker.contents`."""
         # One list alone: an interrupt cannot leave two that differ.
         self._segments: list[_Segment] = []
 

@@ -9,9 +9,9 @@ from typing import Any
 from streamalloc.driver.account import Account
 from streamalloc.driver.checker.capture import Capture, Event, Node
 from streamalloc.driver.checker.clocks import Stream
+from streamalloc.driver.checker.contents import HOST_KINDS
 from streamalloc.driver.checker.launches import Launches
 from streamalloc.driver.checker.open_files import OpenFiles
-from streamalloc.driver.checker.queued_sources import HOST_KINDS
 from streamalloc.driver.checker.ranges import NEVER, Access, Binding, Bytes, Moment, Range, size_text
 from streamalloc.driver.checker.reports import Hazard
 from streamalloc.driver.checker.stacks import Stack, here

@@ -7,10 +7,9 @@ from typing import Any
 
 from streamalloc.driver.checker.capture import Event, Node
 from streamalloc.driver.checker.clocks import CERTAIN, Actor, Clock, Obstacle, Stream
-from streamalloc.driver.checker.element_types import ElementTypes
+from streamalloc.driver.checker.contents import ElementTypes, QueuedSources
 from streamalloc.driver.checker.interprocess import Interprocess
 from streamalloc.driver.checker.judge import Judge, missing_order
-from streamalloc.driver.checker.queued_sources import QueuedSources
 from streamalloc.driver.checker.ranges import NEVER, Access, Addresses, Pieces, Range, accesses
 from streamalloc.driver.checker.reports import Hazard
 from streamalloc.driver.checker.stacks import Stack, here

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from streamalloc.driver.checker.rules import graphs, mappings, memory, order, sharing, work
+from streamalloc.driver.checker.rules import graphs, memory, order, sharing, work
 from streamalloc.driver.checker.rules.rule import Answer, Arguments, Before, Rule
 from streamalloc.driver.checker.stacks import here
 from streamalloc.driver.checker.state import State
 from streamalloc.driver.checker.uses import Finish
 
 RULES: dict[str, Rule] = {
-    name: rule for area in (work, memory, order, graphs, mappings, sharing) for name, rule in area.RULES.items()
+    name: rule for area in (work, memory, order, graphs, sharing) for name, rule in area.RULES.items()
 }
 _NEED_MEMORY = {
     "cuIpcGetMemHandle": 0,
