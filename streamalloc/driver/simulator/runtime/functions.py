@@ -61,19 +61,27 @@ class Functions:
         return values
 
     def translated(self, name: str) -> Callable[..., Any]:
-        """A function that is one driver call."""
+        """A function that is one driver call. Behind its arguments the call can want flags, which are 0, or a context,
+        which is the current one.
+        """
         call, theirs = driver_call(name), signature(runtime(), name)
-        if call is None or len(theirs.parameters) != len(signature(cuda, call).parameters):
+        ours = () if call is None else signature(cuda, call).parameters
+        pairs = list(zip(theirs.parameters, ours, strict=False))
+        more = "".join(one.name for one in ours[len(theirs.parameters) :])
+        if call is None or len(pairs) < len(theirs.parameters) or more not in ("", "Flags", "ctx"):
             return functools.partial(_refuse, name)
-        pairs = zip(theirs.parameters, signature(cuda, call).parameters, strict=True)
+        boxes = [one.type == "cudaMemcpy3DParms" for one, _ in pairs]
         convert = [Argument(one.name, one.type, other.type) for one, other in pairs]
         results = [result(kind) for kind in theirs.results]
 
         def body(*args: Any) -> Any:
-            given = [one(value) for one, value in zip(convert, args, strict=True)]
-            values = self.values(call, *given)
-            for one, before, after in zip(convert, args, given, strict=True):
-                one.back(before, after)
+            wanted = zip(boxes, convert, args, strict=True)
+            given = [self._box(value) if is_box else one(value) for is_box, one, value in wanted]
+            last = [] if not more else [0 if more == "Flags" else self.call("cuCtxGetCurrent")]
+            values = self.values(call, *given, *last)
+            for is_box, one, before, after in zip(boxes, convert, args, given, strict=True):
+                if not is_box:
+                    one.back(before, after)
             return tuple(one(value) for one, value in zip(results, values, strict=True))
 
         return body
@@ -162,12 +170,6 @@ class Functions:
 
     # -- streams, events, memory -----------------------------------------------------------------------------
 
-    def cudaStreamCreate(self) -> Any:
-        return runtime().cudaStream_t(int(self.call("cuStreamCreate", 0)))
-
-    def cudaEventCreate(self) -> Any:
-        return runtime().cudaEvent_t(int(self.call("cuEventCreate", 0)))
-
     def cudaMalloc(self, size: int) -> int:
         return int(self.call("cuMemAlloc", size)) if size else 0
 
@@ -230,9 +232,6 @@ class Functions:
         copy.WidthInBytes, copy.Height = width, height
         self.call("cuMemcpy2DAsync" if stream else "cuMemcpy2DUnaligned", copy, *stream)
 
-    def cudaMemcpy3D(self, p: Any, *stream: Any) -> None:
-        self.call("cuMemcpy3DAsync" if stream else "cuMemcpy3D", self._box(p), *stream)
-
     def _box(self, given: Any) -> Any:
         """A cudaMemcpy3DParms as a CUDA_MEMCPY3D. Where an end is an array, x and width count its elements."""
         copy, arrays = cuda.CUDA_MEMCPY3D(), [int(given.srcArray), int(given.dstArray)]
@@ -259,37 +258,14 @@ class Functions:
 
     # -- graphs and kernels ----------------------------------------------------------------------------------
 
-    def cudaGraphAddMemcpyNode(self, graph: Any, dependencies: Any, count: int, p: Any) -> Any:
-        context = self.call("cuCtxGetCurrent")
-        node = self.call("cuGraphAddMemcpyNode", graph, dependencies, count, self._box(p), context)
-        return runtime().cudaGraphNode_t(int(node))
-
     def cudaGraphAddMemcpyNode1D(self, graph: Any, dependencies: Any, count: int, *row: Any) -> Any:
-        return self.cudaGraphAddMemcpyNode(graph, dependencies, count, _row(*row))
-
-    def cudaGraphMemcpyNodeSetParams(self, node: Any, p: Any) -> None:
-        self.call("cuGraphMemcpyNodeSetParams", node, self._box(p))
+        return self.translated("cudaGraphAddMemcpyNode")(graph, dependencies, count, _row(*row))
 
     def cudaGraphMemcpyNodeSetParams1D(self, node: Any, *row: Any) -> None:
-        self.cudaGraphMemcpyNodeSetParams(node, _row(*row))
-
-    def cudaGraphExecMemcpyNodeSetParams(self, instance: Any, node: Any, p: Any) -> None:
-        context = self.call("cuCtxGetCurrent")
-        self.call("cuGraphExecMemcpyNodeSetParams", instance, node, self._box(p), context)
+        self.translated("cudaGraphMemcpyNodeSetParams")(node, _row(*row))
 
     def cudaGraphExecMemcpyNodeSetParams1D(self, instance: Any, node: Any, *row: Any) -> None:
-        self.cudaGraphExecMemcpyNodeSetParams(instance, node, _row(*row))
-
-    def _fill_node(self, call: str, *args: Any) -> Any:
-        """A call with a cudaMemsetParams, and with the context that the driver wants behind it."""
-        convert = Argument("pMemsetParams", "cudaMemsetParams", "CUDA_MEMSET_NODE_PARAMS")
-        return self.call(call, *args[:-1], convert(args[-1]), self.call("cuCtxGetCurrent"))
-
-    def cudaGraphAddMemsetNode(self, *args: Any) -> Any:
-        return runtime().cudaGraphNode_t(int(self._fill_node("cuGraphAddMemsetNode", *args)))
-
-    def cudaGraphExecMemsetNodeSetParams(self, *args: Any) -> None:
-        self._fill_node("cuGraphExecMemsetNodeSetParams", *args)
+        self.translated("cudaGraphExecMemcpyNodeSetParams")(instance, node, _row(*row))
 
     def cudaKernelSetAttributeForDevice(self, kernel: Any, attr: Any, value: int, device: int) -> None:
         attribute = cuda.CUfunction_attribute(int(attr))
