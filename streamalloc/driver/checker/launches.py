@@ -98,8 +98,7 @@ class Launches(Uses):
 
     def host_function(self, handle: Any) -> HostCall:
         """Queue a call of a host function in a stream; a captured stream calls it at each launch."""
-        stream = self.stream(handle)
-        capture = self.capture_of(stream)
+        capture = self.capture_of(self.stream(handle))
         made = self.host_call(stays=capture is not None)
         if capture is None:
             made.queue(handle)

@@ -346,8 +346,7 @@ class Addresses:
 
     def overlapping(self, start: int, end: int) -> list[Range]:
         """The ranges that overlap the addresses from ``start`` to ``end``, in order."""
-        first = max(bisect_right(self._bases, start) - 1, 0)
-        bases = self._bases[first : bisect_left(self._bases, end)]
+        bases = self._bases[max(bisect_right(self._bases, start) - 1, 0) : bisect_left(self._bases, end)]
         return [one for base in bases if (one := self._at.get(base)) is not None and one.end > start]
 
     def pieces(self, start: int, size: int) -> list[Piece]:

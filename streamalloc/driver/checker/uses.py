@@ -135,8 +135,7 @@ class Uses(Streams):
     ) -> Stream:
         """Queue reads and writes in a stream."""
         stream = self.stream(handle)
-        pieces = self.pieces(touched)
-        self._queue_use(stream, handle, Node("use", what, stack, pieces, kernel=kernel), atomic)
+        self._queue_use(stream, handle, Node("use", what, stack, self.pieces(touched), kernel=kernel), atomic)
         return stream
 
     def use_on_device(self, handle: Any, address: int, nbytes: int, write: bool) -> None:

@@ -171,8 +171,7 @@ class MulticastTable:
         changes = self._words[_CHANGES]
         if changes != self._seen:
             with self.locked():
-                places = range(self._words[_RECORDS])
-                found = [binding for binding in map(self._read, places) if binding.number]
+                found = [binding for binding in map(self._read, range(self._words[_RECORDS])) if binding.number]
                 changes = self._words[_CHANGES]
             self._bindings = sorted(found, key=lambda binding: binding.offset)
             self._seen = changes
@@ -185,8 +184,7 @@ class MulticastTable:
             live = {binding.number for binding in self.bindings()}
             count = self._words[_RECORDS]
             # also in the record of a process that has died
-            free = (place for place in range(count) if self._read(place).number not in live)
-            place = next(free, count)
+            place = next((place for place in range(count) if self._read(place).number not in live), count)
             if place == _MAX_RECORDS:
                 return None
             self._words[_RECORDS] = max(count, place + 1)

@@ -217,8 +217,7 @@ class Sharing:
             block = self._blocks.get(key)
             if block is None:
                 check(is_locked(own, number))
-                end = -(-(offset + size) // BLOCK) * BLOCK
-                block = self._blocks[key] = self._map_block(own, start, end)
+                block = self._blocks[key] = self._map_block(own, start, -(-(offset + size) // BLOCK) * BLOCK)
         finally:
             os.close(own)
         address = block.reservation.base + offset - start
@@ -291,8 +290,7 @@ class Sharing:
         return shared
 
     def open_event(self, data: bytes) -> SharedEvent:
-        words = need(unpack("event", data, 4), Result.CUDA_ERROR_MAP_FAILED)
-        process, fd, index, owner = words
+        process, fd, index, owner = need(unpack("event", data, 4), Result.CUDA_ERROR_MAP_FAILED)
         check(not self.names.is_own(process, owner), Result.CUDA_ERROR_INVALID_CONTEXT)
         table = self._tables.get((process, fd, owner))
         if table is None:

@@ -224,13 +224,8 @@ class ContextCalls(Calls):
     def cuCtxGetDevice_v2(self, ctx: ContextOrCurrent) -> Any:
         return cuda.CUdevice(ctx.device.ordinal)
 
-    def cuCtxSynchronize(self) -> None:
-        self._synchronize(self._machine.current())
-
-    def cuCtxSynchronize_v2(self, ctx: ContextOrCurrent) -> None:
-        self._synchronize(ctx)
-
-    def _synchronize(self, context: Context) -> None:
+    def _synchronize(self, given: Context | None = None) -> None:
+        context = given or self._machine.current()
         self._no_stream_captures(context)
         self._unsafe_during_capture()
         clock, unfinished, gone = context.clock(), context.unfinished(), list(context.retired.items())
@@ -239,6 +234,9 @@ class ContextCalls(Calls):
             if context.retired.get(number) == seq:
                 del context.retired[number]
         context.check()
+
+    cuCtxSynchronize = call("", _synchronize)
+    cuCtxSynchronize_v2 = call("ctx:ContextOrCurrent", _synchronize)
 
     def _no_stream_captures(self, context: Context) -> None:
         """Refuse a call on all streams of a context while one is captured, and invalidate each capture there."""
@@ -283,8 +281,7 @@ class ContextCalls(Calls):
     # -- limits ----------------------------------------------------------------------------------------------
 
     def _limit(self, limit: Any) -> tuple[str, Limit]:
-        number = int(limit)
-        name = _NAMES.get(number, "MAX")
+        name = _NAMES.get(int(limit), "MAX")
         not_modelled(name == "PER_BLOCK_MEMORY_SIZE", "the limit PER_BLOCK_MEMORY_SIZE")
         check(name != "MAX")
         return name, need(self._machine.profile.limits.get(name), Result.CUDA_ERROR_UNSUPPORTED_LIMIT)

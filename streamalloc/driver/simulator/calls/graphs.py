@@ -227,8 +227,7 @@ class GraphCalls(CopyCalls, StreamMemoryCalls, KernelCalls):
         elif kind == "MEM_FREE":  # it need not depend on the allocation (observed on H200: test_graph_nodes)
             node = graph.free(arguments.device_pointer(*params), after)
         elif kind == "GRAPH":
-            child = self._without_memory(self._find(Graph, *params)).clone()
-            node = graph.add(kind, after, child=child)
+            node = graph.add(kind, after, child=self._without_memory(self._find(Graph, *params)).clone())
         else:
             node = graph.add(kind, after, **self._work(kind, graph, *params))
         return cuda.CUgraphNode(node.handle)
@@ -362,21 +361,16 @@ class GraphCalls(CopyCalls, StreamMemoryCalls, KernelCalls):
     def _params_of_node(self, kind: str, struct: str, node: Node) -> Any:
         check(node.kind == kind)
         made = getattr(cuda, struct)()
-        for name, value in need(node.values, "the parameters of this node").items():
+        values = dict(need(node.values, "the parameters of this node"))
+        values.pop("cells", None)  # which has the arguments of a kernel
+        for name, value in values.items():
             setattr(made, name, cuda.CUmemorytype(value) if name.endswith("MemoryType") else value)
         return made
 
     cuGraphMemsetNodeGetParams = call("hNode", _params_of_node, "MEMSET", "CUDA_MEMSET_NODE_PARAMS")
     cuGraphMemcpyNodeGetParams = call("hNode", _params_of_node, "MEMCPY", "CUDA_MEMCPY3D")
+    cuGraphKernelNodeGetParams = call("hNode", _params_of_node, "KERNEL", "CUDA_KERNEL_NODE_PARAMS")
     cuGraphHostNodeGetParams = call("hNode", _params_of_node, "HOST", "CUDA_HOST_NODE_PARAMS")
-
-    def cuGraphKernelNodeGetParams(self, hNode: Node) -> Any:
-        check(hNode.kind == "KERNEL")
-        made = cuda.CUDA_KERNEL_NODE_PARAMS()
-        for name, value in (hNode.values or {}).items():
-            if name != "cells":
-                setattr(made, name, value)
-        return made
 
     # Attributes of kernel nodes: they are kept, and change nothing.
 
@@ -478,8 +472,7 @@ class GraphCalls(CopyCalls, StreamMemoryCalls, KernelCalls):
         return int(hGraphExec.nodes[self._instantiated(hGraphExec, hNode, *_CHANGEABLE)].enabled)
 
     def cuGraphNodeSetEnabled(self, hGraphExec: GraphExec, hNode: Node, isEnabled: UnsignedInt) -> None:
-        number = self._instantiated(hGraphExec, hNode, *_CHANGEABLE)
-        hGraphExec.nodes[number].enabled = bool(isEnabled)
+        hGraphExec.nodes[self._instantiated(hGraphExec, hNode, *_CHANGEABLE)].enabled = bool(isEnabled)
 
     # -- looking at graphs -----------------------------------------------------------------------------------
 
@@ -572,12 +565,11 @@ class GraphCalls(CopyCalls, StreamMemoryCalls, KernelCalls):
         self._check_launch(hStream, "cuGraphLaunch")
         hGraphExec.launch(self._machine.allocations, hStream)
 
-    def cuGraphUpload(self, hGraphExec: GraphExec, hStream: Stream) -> None:
-        self._upload(hGraphExec, hStream)
-
     def _upload(self, instance: GraphExec, stream: Stream) -> None:
         self._check_launch(stream, "cuGraphUpload")
         instance.upload(stream)
+
+    cuGraphUpload = call("hGraphExec hStream:Stream", _upload)
 
     def cuGraphExecGetFlags(self, hGraphExec: GraphExec) -> Any:
         return cuda.cuuint64_t(hGraphExec.flags & ~_USE_NODE_PRIORITY)

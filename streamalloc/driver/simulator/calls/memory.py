@@ -61,8 +61,7 @@ class MemoryCalls(Calls):
         self._unsafe_during_capture()
         check(size)
         device = context.device
-        got = need(device.heap.allocate(size), Result.CUDA_ERROR_OUT_OF_MEMORY)
-        address, block, _ = got
+        address, block, _ = need(device.heap.allocate(size), Result.CUDA_ERROR_OUT_OF_MEMORY)
         machine.allocations.add(DeviceMemory(address, size, device.ordinal, context, block))
         return address
 
@@ -159,8 +158,7 @@ class MemoryCalls(Calls):
         mapping, base = allocation.mapping, allocation.base
         if mapping is not None:
             not_modelled(mapping.is_multicast, "cuMemGetAddressRange of a multicast object")
-            right = right_of_current(self._machine, mapping, "ACCESS_FLAGS")
-            check(right, Result.CUDA_ERROR_NOT_FOUND)
+            check(right_of_current(self._machine, mapping, "ACCESS_FLAGS"), Result.CUDA_ERROR_NOT_FOUND)
             if (
                 mapping.memory.properties.device is None
             ):  # the address is missing (observed on H200: test_host_mappings)
@@ -291,8 +289,7 @@ class ManagedCalls(Calls):
         context = self._machine.current()
         self._unsafe_during_capture()
         check(bytesize and flags in (_GLOBAL, _HOST))
-        able = self._machine.supports("MANAGED_MEMORY", context.device.ordinal)
-        check(able, Result.CUDA_ERROR_NOT_SUPPORTED)
+        check(self._machine.supports("MANAGED_MEMORY", context.device.ordinal), Result.CUDA_ERROR_NOT_SUPPORTED)
         return cuda.CUdeviceptr(self._machine.managed.allocate(bytesize, context))
 
     def cuStreamAttachMemAsync(self, hStream: Stream, dptr: DevicePointer, length: Size, flags: UnsignedInt) -> None:

@@ -61,8 +61,7 @@ class StreamCalls(Calls):
 
     def _create_stream(self, flags: int, priority: int = 0) -> Any:
         check(flags in (0, _NON_BLOCKING))
-        context = self._machine.current()
-        return cuda.CUstream(context.create_stream(flags != _NON_BLOCKING, priority).handle)
+        return cuda.CUstream(self._machine.current().create_stream(flags != _NON_BLOCKING, priority).handle)
 
     cuStreamCreate = call("Flags", _create_stream)
 
@@ -158,9 +157,6 @@ class StreamCalls(Calls):
     def cuEventDestroy(self, hEvent: Event) -> None:
         del self._machine.events[hEvent.handle]
 
-    def cuEventRecord(self, hEvent: Event, hStream: Stream) -> None:
-        self._record(hEvent, hStream)
-
     def cuEventRecordWithFlags(self, hEvent: Event, hStream: Stream, flags: UnsignedInt) -> None:
         check(flags in (0, _EXTERNAL))
         if not flags:
@@ -178,6 +174,8 @@ class StreamCalls(Calls):
             stream.capture.record(event, stream)
         else:
             event.record_in(stream)
+
+    cuEventRecord = call("hEvent:Event hStream:Stream", _record)
 
     def _check_captured(self, event: Event) -> None:
         """An event that was recorded in a capture last cannot be asked, not even once that has ended or is invalid."""
@@ -309,8 +307,7 @@ class StreamMemoryCalls(Calls):
     """cuStreamWaitValue*, cuStreamWriteValue*, cuStreamBatchMemOp."""
 
     def _one(self, kind: int, stream: Stream, address: int, value: int, flags: int) -> None:
-        captured = self._captured(stream)
-        operation = self._word_operation(stream.context, kind, address, value, flags, captured)
+        operation = self._word_operation(stream.context, kind, address, value, flags, self._captured(stream))
         self._submit(stream, operation, "BATCH_MEM_OP")
 
     cuStreamWaitValue32 = call("stream addr value:Word32 flags", _one, _WAIT_32)

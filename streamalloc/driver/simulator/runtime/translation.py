@@ -21,8 +21,7 @@ Convert = Callable[[Any], Any]
 def copied(value: Any, cls: Any, source: Any, target: Any) -> Any:
     """A struct of another class with the same bytes; ``source`` and ``target`` are the modules of the two classes."""
     made = cls()
-    size = min(source.sizeof(type(value)), target.sizeof(cls))
-    ctypes.memmove(int(made.getPtr()), int(value.getPtr()), size)
+    ctypes.memmove(int(made.getPtr()), int(value.getPtr()), min(source.sizeof(type(value)), target.sizeof(cls)))
     return made
 
 
@@ -155,8 +154,7 @@ def _parameter(text: str) -> Parameter:
     head, _, annotation = text.partition(":")
     head, _, default = head.partition("=")
     *kind, name = head.split()
-    named = re.findall(r"\w+", annotation)
-    found = next((one for one in named if one.lower().startswith("cu")), "")
+    found = next((one for one in re.findall(r"\w+", annotation) if one.lower().startswith("cu")), "")
     in_list = "[]" if "list[" in annotation and found else ""
     return Parameter(name.lstrip("*"), in_list + (found or " ".join(kind)), int(default) if default else None)
 
