@@ -9,13 +9,12 @@ from typing import Any
 from streamalloc.driver.bindings import cuda
 
 from .calls.arrays import ArrayCalls
-from .calls.contexts import ContextCalls, DeviceCalls
+from .calls.contexts import ContextCalls
 from .calls.graphs import GraphCalls
-from .calls.memory import ManagedCalls, MemoryCalls
+from .calls.memory import MemoryCalls
 from .calls.multicast import MulticastCalls
 from .calls.pools import PoolCalls
 from .calls.sharing import SharingCalls
-from .calls.streams import StreamCalls
 from .calls.virtual import VirtualMemoryCalls
 from .errors import NotModelled
 from .machine import Machine
@@ -23,17 +22,7 @@ from .profiles import MachineSpec
 
 
 class SimulatedDriver(
-    DeviceCalls,
-    ContextCalls,
-    StreamCalls,
-    MemoryCalls,
-    ManagedCalls,
-    GraphCalls,
-    ArrayCalls,
-    MulticastCalls,
-    PoolCalls,
-    VirtualMemoryCalls,
-    SharingCalls,
+    ContextCalls, MemoryCalls, GraphCalls, ArrayCalls, MulticastCalls, PoolCalls, VirtualMemoryCalls, SharingCalls
 ):
     """A simulated machine with the interface of ``cuda.bindings.driver``.
 

@@ -41,10 +41,21 @@ _PROPERTIES = {  # fields of a CUdevprop
     "clockRate": "CLOCK_RATE",
     "textureAlign": "TEXTURE_ALIGNMENT",
 }
+_SCHEDULE_MASK = 0x07
+_KNOWN_FLAGS = 0x1F
 
 
-class DeviceCalls(Calls):
-    """cuInit, cuDevice*, cuGetError*."""
+_NAMES = {int(limit): limit.name.removeprefix("CU_LIMIT_") for limit in cuda.CUlimit}
+_FIXED = ("SHMEM_SIZE", "CIG_ENABLED")
+_REFUSED = ("MAX_L2_FETCH_GRANULARITY", "PERSISTING_L2_CACHE_SIZE")
+"""Limits that refuse a value above the maximum; the others are set to the maximum."""
+_TOO_LARGE_STACK = 512 << 10
+_CACHE_CONFIGS = range(4)
+_FOUR_BYTE_BANKS = cuda.CUsharedconfig.CU_SHARED_MEM_CONFIG_FOUR_BYTE_BANK_SIZE
+
+
+class ContextCalls(Calls):
+    """cuInit, cuDevice*, cuGetError*, cuCtx*."""
 
     def cuInit(self, Flags: UnsignedInt) -> None:
         check(Flags == 0)
@@ -125,23 +136,6 @@ class DeviceCalls(Calls):
         check(srcDevice is not dstDevice, Result.CUDA_ERROR_INVALID_DEVICE)
         link = self._machine.link(srcDevice.ordinal, dstDevice.ordinal)
         return need(link.attributes.get(_PEER_ATTRIBUTES.get(attrib, "")))
-
-
-_SCHEDULE_MASK = 0x07
-_KNOWN_FLAGS = 0x1F
-
-
-_NAMES = {int(limit): limit.name.removeprefix("CU_LIMIT_") for limit in cuda.CUlimit}
-_FIXED = ("SHMEM_SIZE", "CIG_ENABLED")
-_REFUSED = ("MAX_L2_FETCH_GRANULARITY", "PERSISTING_L2_CACHE_SIZE")
-"""Limits that refuse a value above the maximum; the others are set to the maximum."""
-_TOO_LARGE_STACK = 512 << 10
-_CACHE_CONFIGS = range(4)
-_FOUR_BYTE_BANKS = cuda.CUsharedconfig.CU_SHARED_MEM_CONFIG_FOUR_BYTE_BANK_SIZE
-
-
-class ContextCalls(Calls):
-    """cuDevicePrimaryCtx*, cuCtx*."""
 
     # -- primary contexts ------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from ..graphs import AUTO_FREE_ON_LAUNCH, RELAXED, Capture, Values, Work
 from ..kernels.calls import KernelCalls, node_values
 from .base import EDGE_DATA, call
 from .copies import FILL_FIELDS, PROMISED, CopyCalls, copy_values
-from .streams import StreamMemoryCalls
+from .streams import StreamCalls
 
 _ACTIVE = cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
 _INACTIVE = cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
@@ -79,7 +79,7 @@ def _read_params(params: Any) -> tuple[str, tuple[Any, ...]]:
     return kind, _IN_PARAMS[kind](params)
 
 
-class GraphCalls(CopyCalls, StreamMemoryCalls, KernelCalls):
+class GraphCalls(CopyCalls, StreamCalls, KernelCalls):
     """cuStream*Capture*, cuGraph*, cuDevice*GraphMem*."""
 
     # -- capture ---------------------------------------------------------------------------------------------

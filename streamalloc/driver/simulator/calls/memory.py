@@ -39,10 +39,78 @@ _HOST_REGISTER_FLAGS = 0xF
 _HOST_REGISTER_SPECIAL = 0xC  # I/O memory, read only
 _PORTABLE, _DEVICE_MAPPED, _WRITE_COMBINED = 1, 2, 4
 _SYNC_MEMOPS = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_SYNC_MEMOPS
+# -- cuPointerGetAttribute -----------------------------------------------------------------------------------
+
+_MEMORY_TYPE_HOST, _MEMORY_TYPE_DEVICE = 1, 2
+
+
+def _in_pool(allocation: Allocation) -> bool:
+    return isinstance(allocation, (PoolMemory, GraphAllocation))
+
+
+_POINTER_ATTRIBUTES: dict[str, Callable[[Allocation, int], Any]] = {
+    "CONTEXT": lambda a, at: cuda.CUcontext(0 if a.context is None or _in_pool(a) else a.context.handle),
+    "MEMORY_TYPE": lambda a, at: _MEMORY_TYPE_HOST if a.on_host else _MEMORY_TYPE_DEVICE,
+    "DEVICE_POINTER": lambda a, at: cuda.CUdeviceptr(at) if a.known else None,
+    "HOST_POINTER": lambda a, at: at if a.on_host or a.managed else None,
+    "SYNC_MEMOPS": lambda a, at: a.waits,
+    "BUFFER_ID": lambda a, at: a.id,
+    "IS_MANAGED": lambda a, at: a.managed,
+    "DEVICE_ORDINAL": lambda a, at: _ordinal(a),
+    "IS_LEGACY_CUDA_IPC_CAPABLE": lambda a, at: isinstance(a, DeviceMemory),
+    "RANGE_START_ADDR": lambda a, at: cuda.CUdeviceptr(_range_start(a)),
+    "RANGE_SIZE": lambda a, at: a.size,
+    "MAPPED": lambda a, at: True,
+    "ALLOWED_HANDLE_TYPES": lambda a, at: 0 if a.pool is None else a.pool.handle_types,
+    "IS_GPU_DIRECT_RDMA_CAPABLE": lambda a, at: int(isinstance(a, DeviceMemory) and _has_rdma(a)),
+    "ACCESS_FLAGS": lambda a, at: 3,  # read and write
+    "MEMPOOL_HANDLE": lambda a, at: cuda.CUmemoryPool(0 if a.pool is None else a.pool.handle),
+}
+_PREFIX = "CU_POINTER_ATTRIBUTE_"
+_NOT_READ_BY_BINDINGS = (
+    "MAPPING_SIZE",
+    "MAPPING_BASE_ADDR",
+    "MEMORY_BLOCK_ID",
+    "IS_HW_DECOMPRESS_CAPABLE",
+    "LOCALITY_DOMAIN_ORDINAL",
+)
+
+
+def _has_rdma(allocation: Allocation) -> bool:
+    return allocation.context is not None and allocation.context.device.attributes["GPU_DIRECT_RDMA_SUPPORTED"] == 1
+
+
+def _range_start(allocation: Allocation) -> int:
+    """In a host's pool this is a place in one of its chunks instead (observed on H200: test_pointer_attributes)."""
+    if isinstance(allocation, PoolMemory) and allocation.on_host:
+        return allocation.block.start % CHUNK
+    return allocation.base
+
+
+def _ordinal(allocation: Allocation) -> int:
+    of_peer = isinstance(allocation, OpenedMemory) and allocation.owner != allocation.device
+    not_modelled(of_peer, "the device of another process's memory that was opened on a peer")
+    if allocation.device is not None and allocation.mapping is None:
+        return allocation.device
+    return 0 if allocation.context is None else allocation.context.device.ordinal
+
+
+_ABSENT = {
+    **dict.fromkeys(("DEVICE_POINTER", "RANGE_START_ADDR"), cuda.CUdeviceptr(0)),
+    **dict.fromkeys(("SYNC_MEMOPS", "IS_MANAGED", "IS_LEGACY_CUDA_IPC_CAPABLE", "MAPPED"), False),
+    **{"CONTEXT": cuda.CUcontext(0), "MEMPOOL_HANDLE": cuda.CUmemoryPool(0)},
+}
+"""Values of cuPointerGetAttributes for an unknown address, where that is not the int 0."""
+
+
+_GLOBAL, _HOST, _SINGLE = 1, 2, 4  # CUmemAttach_flags
+_READ_MOSTLY, _PREFERRED, _ACCESSED_BY = (1, 2), (3, 4), (5, 6)  # CUmem_advise: to set, to unset
+_CPU, _NONE = -1, -2  # CU_DEVICE_CPU, CU_DEVICE_INVALID
+_INT = 4
 
 
 class MemoryCalls(Calls):
-    """cuMemAlloc, cuMemHost*, cuMemGetInfo, cuPointerGetAttribute."""
+    """cuMemAlloc, cuMemHost*, cuMemGetInfo, cuPointerGetAttribute; cuMemAllocManaged, cuMemPrefetch*, cuMemAdvise."""
 
     # -- device memory ---------------------------------------------------------------------------------------
 
@@ -210,80 +278,6 @@ class MemoryCalls(Calls):
         allocation = need(self._machine.allocations.find(ptr))
         check(allocation.mapping is None, Result.CUDA_ERROR_NOT_SUPPORTED)
         allocation.waits = bool(value)
-
-
-# -- cuPointerGetAttribute -----------------------------------------------------------------------------------
-
-_MEMORY_TYPE_HOST, _MEMORY_TYPE_DEVICE = 1, 2
-
-
-def _in_pool(allocation: Allocation) -> bool:
-    return isinstance(allocation, (PoolMemory, GraphAllocation))
-
-
-_POINTER_ATTRIBUTES: dict[str, Callable[[Allocation, int], Any]] = {
-    "CONTEXT": lambda a, at: cuda.CUcontext(0 if a.context is None or _in_pool(a) else a.context.handle),
-    "MEMORY_TYPE": lambda a, at: _MEMORY_TYPE_HOST if a.on_host else _MEMORY_TYPE_DEVICE,
-    "DEVICE_POINTER": lambda a, at: cuda.CUdeviceptr(at) if a.known else None,
-    "HOST_POINTER": lambda a, at: at if a.on_host or a.managed else None,
-    "SYNC_MEMOPS": lambda a, at: a.waits,
-    "BUFFER_ID": lambda a, at: a.id,
-    "IS_MANAGED": lambda a, at: a.managed,
-    "DEVICE_ORDINAL": lambda a, at: _ordinal(a),
-    "IS_LEGACY_CUDA_IPC_CAPABLE": lambda a, at: isinstance(a, DeviceMemory),
-    "RANGE_START_ADDR": lambda a, at: cuda.CUdeviceptr(_range_start(a)),
-    "RANGE_SIZE": lambda a, at: a.size,
-    "MAPPED": lambda a, at: True,
-    "ALLOWED_HANDLE_TYPES": lambda a, at: 0 if a.pool is None else a.pool.handle_types,
-    "IS_GPU_DIRECT_RDMA_CAPABLE": lambda a, at: int(isinstance(a, DeviceMemory) and _has_rdma(a)),
-    "ACCESS_FLAGS": lambda a, at: 3,  # read and write
-    "MEMPOOL_HANDLE": lambda a, at: cuda.CUmemoryPool(0 if a.pool is None else a.pool.handle),
-}
-_PREFIX = "CU_POINTER_ATTRIBUTE_"
-_NOT_READ_BY_BINDINGS = (
-    "MAPPING_SIZE",
-    "MAPPING_BASE_ADDR",
-    "MEMORY_BLOCK_ID",
-    "IS_HW_DECOMPRESS_CAPABLE",
-    "LOCALITY_DOMAIN_ORDINAL",
-)
-
-
-def _has_rdma(allocation: Allocation) -> bool:
-    return allocation.context is not None and allocation.context.device.attributes["GPU_DIRECT_RDMA_SUPPORTED"] == 1
-
-
-def _range_start(allocation: Allocation) -> int:
-    """In a host's pool this is a place in one of its chunks instead (observed on H200: test_pointer_attributes)."""
-    if isinstance(allocation, PoolMemory) and allocation.on_host:
-        return allocation.block.start % CHUNK
-    return allocation.base
-
-
-def _ordinal(allocation: Allocation) -> int:
-    of_peer = isinstance(allocation, OpenedMemory) and allocation.owner != allocation.device
-    not_modelled(of_peer, "the device of another process's memory that was opened on a peer")
-    if allocation.device is not None and allocation.mapping is None:
-        return allocation.device
-    return 0 if allocation.context is None else allocation.context.device.ordinal
-
-
-_ABSENT = {
-    **dict.fromkeys(("DEVICE_POINTER", "RANGE_START_ADDR"), cuda.CUdeviceptr(0)),
-    **dict.fromkeys(("SYNC_MEMOPS", "IS_MANAGED", "IS_LEGACY_CUDA_IPC_CAPABLE", "MAPPED"), False),
-    **{"CONTEXT": cuda.CUcontext(0), "MEMPOOL_HANDLE": cuda.CUmemoryPool(0)},
-}
-"""Values of cuPointerGetAttributes for an unknown address, where that is not the int 0."""
-
-
-_GLOBAL, _HOST, _SINGLE = 1, 2, 4  # CUmemAttach_flags
-_READ_MOSTLY, _PREFERRED, _ACCESSED_BY = (1, 2), (3, 4), (5, 6)  # CUmem_advise: to set, to unset
-_CPU, _NONE = -1, -2  # CU_DEVICE_CPU, CU_DEVICE_INVALID
-_INT = 4
-
-
-class ManagedCalls(Calls):
-    """cuMemAllocManaged, cuMemPrefetch*, cuMemDiscard*, cuMemAdvise, cuMemRangeGet*, cuStreamAttachMemAsync."""
 
     def cuMemAllocManaged(self, bytesize: Size, flags: UnsignedInt) -> Any:
         context = self._machine.current()

@@ -48,6 +48,49 @@ _DEFAULTS = {
     _DOMAIN_MAP: _PAIR.pack(0, 1),
     _DOMAIN: _NUMBER.pack(0),
 }
+# Comparisons of the value in memory with the given value, by flag.
+_GEQ, _EQ, _AND, _NOR = range(4)
+_FLUSH = 1 << 30
+# CUstreamBatchMemOpType
+_WAIT_32, _WRITE_32, _FLUSH_REMOTE, _WAIT_64, _WRITE_64, _BARRIER = range(1, 7)
+_ENTRY = struct.Struct("=i4xQQI")  # of a CUstreamBatchMemOpParams
+_BARRIER_FLAGS = struct.Struct("=4xI")
+_MOST = 255
+"""Operations of a batch (observed on H200: test_stream_words)."""
+
+_WORDS = {32: ctypes.c_uint32, 64: ctypes.c_uint64}
+
+
+def _comparison(flag: int, bits: int) -> Callable[[int, int], bool]:
+    mask = (1 << bits) - 1
+    comparisons: dict[int, Callable[[int, int], bool]] = {
+        _GEQ: lambda word, value: ((word - value) & mask) < 1 << (bits - 1),  # cyclic
+        _EQ: lambda word, value: word == value,
+        _AND: lambda word, value: word & value != 0,
+        _NOR: lambda word, value: ~(word | value) & mask != 0,
+    }
+    check(flag in comparisons)
+    return comparisons[flag]
+
+
+class Batch(Operation):
+    """Several stream memory operations in sequence."""
+
+    def __init__(self, parts: list[Operation]) -> None:
+        self._parts = parts
+        self._at = 0
+        self.polled: bool = any(part.polled for part in parts)
+
+    def held(self) -> bool:
+        return self._at < len(self._parts) and self._parts[self._at].held()
+
+    def step(self) -> bool:
+        while self._at < len(self._parts):
+            if self.held():
+                return False
+            self._parts[self._at].step()
+            self._at += 1
+        return True
 
 
 class StreamCalls(Calls):
@@ -256,55 +299,6 @@ class StreamCalls(Calls):
     def cuStreamCopyAttributes(self, dst: Stream, src: Stream) -> None:
         check(dst.context is src.context)
         dst.attributes, dst.priority = dict(src.attributes), src.priority
-
-
-# Comparisons of the value in memory with the given value, by flag.
-_GEQ, _EQ, _AND, _NOR = range(4)
-_FLUSH = 1 << 30
-# CUstreamBatchMemOpType
-_WAIT_32, _WRITE_32, _FLUSH_REMOTE, _WAIT_64, _WRITE_64, _BARRIER = range(1, 7)
-_ENTRY = struct.Struct("=i4xQQI")  # of a CUstreamBatchMemOpParams
-_BARRIER_FLAGS = struct.Struct("=4xI")
-_MOST = 255
-"""Operations of a batch (observed on H200: test_stream_words)."""
-
-_WORDS = {32: ctypes.c_uint32, 64: ctypes.c_uint64}
-
-
-def _comparison(flag: int, bits: int) -> Callable[[int, int], bool]:
-    mask = (1 << bits) - 1
-    comparisons: dict[int, Callable[[int, int], bool]] = {
-        _GEQ: lambda word, value: ((word - value) & mask) < 1 << (bits - 1),  # cyclic
-        _EQ: lambda word, value: word == value,
-        _AND: lambda word, value: word & value != 0,
-        _NOR: lambda word, value: ~(word | value) & mask != 0,
-    }
-    check(flag in comparisons)
-    return comparisons[flag]
-
-
-class Batch(Operation):
-    """Several stream memory operations in sequence."""
-
-    def __init__(self, parts: list[Operation]) -> None:
-        self._parts = parts
-        self._at = 0
-        self.polled: bool = any(part.polled for part in parts)
-
-    def held(self) -> bool:
-        return self._at < len(self._parts) and self._parts[self._at].held()
-
-    def step(self) -> bool:
-        while self._at < len(self._parts):
-            if self.held():
-                return False
-            self._parts[self._at].step()
-            self._at += 1
-        return True
-
-
-class StreamMemoryCalls(Calls):
-    """cuStreamWaitValue*, cuStreamWriteValue*, cuStreamBatchMemOp."""
 
     def _one(self, kind: int, stream: Stream, address: int, value: int, flags: int) -> None:
         operation = self._word_operation(stream.context, kind, address, value, flags, self._captured(stream))
