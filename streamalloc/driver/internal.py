@@ -21,7 +21,7 @@ from streamalloc.driver.parent import VARIABLE, ParentTest, configuration
 from streamalloc.driver.selection import as_asked, default_of_threads, read_choice
 
 if TYPE_CHECKING:
-    from streamalloc.driver.checker.stacks import Stack, here, line_of, lines
+    from streamalloc.driver.checker.reports import Stack, here, line_of, lines
     from streamalloc.driver.protocol import Listener
     from streamalloc.driver.simulator.kernels.registry import (
         current_launch,
@@ -43,7 +43,7 @@ _LATER = {
         ("current_launch", "device_global", "device_view", "kernel", "unregister_kernel"), "simulator.kernels.registry"
     ),
     **dict.fromkeys(("UnreadableMachineError", "read_profile"), "simulator.reading"),
-    **dict.fromkeys(("Stack", "here", "line_of", "lines"), "checker.stacks"),
+    **dict.fromkeys(("Stack", "here", "line_of", "lines"), "checker.reports"),
 }
 
 

@@ -12,8 +12,7 @@ from streamalloc.driver.checker.announcements import Entry
 from streamalloc.driver.checker.clocks import Clock, Obstacle, Stream, Timeline
 from streamalloc.driver.checker.judge import Judge
 from streamalloc.driver.checker.ranges import Bytes, Piece, Range, accesses
-from streamalloc.driver.checker.reports import Hazard
-from streamalloc.driver.checker.stacks import Stack
+from streamalloc.driver.checker.reports import Hazard, Stack
 
 
 @dataclass(eq=False)

@@ -22,7 +22,7 @@ import numpy as np
 from streamalloc.driver.checker.clocks import Stream, Timeline
 from streamalloc.driver.checker.judge import Judge
 from streamalloc.driver.checker.ranges import Addresses, Bytes, Moment, Piece, Range
-from streamalloc.driver.checker.stacks import Stack, here
+from streamalloc.driver.checker.reports import Stack, here
 from streamalloc.driver.checker.streams import ForeignStreams, number_of
 
 

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from streamalloc.driver.account import COUNTED, ENDERS, SETTLERS
 from streamalloc.driver.bindings import cuda
 from streamalloc.driver.checker.poison import Poison
-from streamalloc.driver.checker.reports import Hazard
+from streamalloc.driver.checker.reports import Hazard, here
 from streamalloc.driver.checker.rules.all_calls import RULES
-from streamalloc.driver.checker.stacks import here
 from streamalloc.driver.checker.state import HostCall, State
 from streamalloc.driver.checker.uses import Finish
 from streamalloc.driver.errors import DriverMisuseError

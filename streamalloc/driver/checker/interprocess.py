@@ -12,7 +12,7 @@ from streamalloc.driver.checker.capture import Event
 from streamalloc.driver.checker.clocks import Actor, Clock, Obstacle, Stream, Timeline
 from streamalloc.driver.checker.judge import Judge
 from streamalloc.driver.checker.ranges import Addresses, Contents, Moment, Piece, Range
-from streamalloc.driver.checker.stacks import Stack, here
+from streamalloc.driver.checker.reports import Stack, here
 from streamalloc.driver.checker.wait_values import WaitValues
 
 _MOST_FREES = 64

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable
 
 from streamalloc.driver.checker.clocks import BY_CHOICE, CERTAIN, Actor, Clock, Stream, Timeline
 from streamalloc.driver.checker.ranges import MANY_USERS, NEVER, Access, Contents, Moment, Piece, Range
-from streamalloc.driver.checker.reports import Hazard
-from streamalloc.driver.checker.stacks import Launched, Stack
+from streamalloc.driver.checker.reports import Hazard, Launched, Stack
 
 _VERBS = {"unmap": "unmaps", "release": "releases", "": "frees"}
 

@@ -14,7 +14,7 @@ from operator import attrgetter
 from typing import Any
 
 from streamalloc.driver.checker.clocks import CERTAIN, UNORDERED, Actor, Clock
-from streamalloc.driver.checker.stacks import Stack
+from streamalloc.driver.checker.reports import Stack
 
 NEVER = 1 << 62
 """Time of an operation that is queued and has no time yet."""

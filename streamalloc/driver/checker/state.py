@@ -13,8 +13,7 @@ from streamalloc.driver.checker.clocks import Actor, Obstacle, Stream, Timeline
 from streamalloc.driver.checker.contents import HOST_KINDS
 from streamalloc.driver.checker.open_files import OpenFiles
 from streamalloc.driver.checker.ranges import NEVER, Access, Binding, Bytes, Moment, Range, size_text
-from streamalloc.driver.checker.reports import Hazard
-from streamalloc.driver.checker.stacks import Launched, Stack, here
+from streamalloc.driver.checker.reports import Hazard, Launched, Stack, here
 from streamalloc.driver.checker.streams import number_of
 from streamalloc.driver.checker.uses import Finish, Uses, nothing
 

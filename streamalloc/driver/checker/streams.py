@@ -19,7 +19,7 @@ import numpy as np
 from streamalloc.driver.bindings import cuda
 from streamalloc.driver.checker.capture import Capture, Node
 from streamalloc.driver.checker.clocks import Actor, Stream, Timeline
-from streamalloc.driver.checker.stacks import Stack, place_of
+from streamalloc.driver.checker.reports import Stack, place_of
 
 _NO_TIMING = int(cuda.CUevent_flags.CU_EVENT_DISABLE_TIMING)
 _RELAXED = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED

@@ -11,8 +11,7 @@ from streamalloc.driver.checker.contents import ElementTypes, QueuedSources
 from streamalloc.driver.checker.interprocess import Interprocess
 from streamalloc.driver.checker.judge import Judge, missing_order
 from streamalloc.driver.checker.ranges import NEVER, Access, Addresses, Pieces, Range, accesses
-from streamalloc.driver.checker.reports import Hazard
-from streamalloc.driver.checker.stacks import Stack, here
+from streamalloc.driver.checker.reports import Hazard, Stack, here
 from streamalloc.driver.checker.streams import MEMORY_TYPE, Streams, number_of
 from streamalloc.driver.checker.wait_values import WaitValues
 

@@ -57,10 +57,6 @@ def pack_memory(serial: int, *words: int) -> bytes:
     return unread + data[:24] + unread + data[24:48]
 
 
-def unpack_memory(data: bytes) -> tuple[int, ...] | None:
-    return unpack("memory", (data[8:32] + data[40:64]).ljust(HANDLE_BYTES, b"\0"), 5)
-
-
 @dataclass(eq=False)
 class OpenedBlock:
     """A block of another process's plain memory, and how many allocations in it are open here."""
@@ -203,7 +199,7 @@ class Sharing:
         """Open memory of another process, with a count. The whole block is mapped. Memory in an open block can be
         opened even after its owner has freed it (H200: test_sharing).
         """
-        words = need(unpack_memory(data))
+        words = need(unpack("memory", (data[8:32] + data[40:64]).ljust(HANDLE_BYTES, b"\0"), 5))
         where, size, offset, owner, number = words
         check(not self.names.is_own(where >> 32, owner), Result.CUDA_ERROR_INVALID_CONTEXT)
         found = self._opened.get(words)

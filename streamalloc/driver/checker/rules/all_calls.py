@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from streamalloc.driver.checker.reports import here
 from streamalloc.driver.checker.rules import graphs, memory, order, sharing, work
 from streamalloc.driver.checker.rules.rule import Answer, Arguments, Before, Rule
-from streamalloc.driver.checker.stacks import here
 from streamalloc.driver.checker.state import State
 from streamalloc.driver.checker.uses import Finish
 

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 from streamalloc.driver.bindings import cuda
 from streamalloc.driver.checker.capture import Capture, Graph, Node
 from streamalloc.driver.checker.ranges import Range
+from streamalloc.driver.checker.reports import here
 from streamalloc.driver.checker.rules.order import batch_of_values
 from streamalloc.driver.checker.rules.rule import Answer, Arguments, rules
 from streamalloc.driver.checker.rules.work import plane, rows
-from streamalloc.driver.checker.stacks import here
 from streamalloc.driver.checker.state import State
 from streamalloc.driver.checker.streams import number_of
 from streamalloc.driver.checker.uses import KERNEL, Finish, Touch

@@ -7,8 +7,8 @@ from typing import Any
 
 from streamalloc.driver.bindings import cuda
 from streamalloc.driver.checker.ranges import Binding, Range
+from streamalloc.driver.checker.reports import here
 from streamalloc.driver.checker.rules.rule import After, Answer, Arguments, rules
-from streamalloc.driver.checker.stacks import here
 from streamalloc.driver.checker.state import OPENED, Array, Physical, State
 from streamalloc.driver.checker.streams import number_of
 from streamalloc.driver.checker.uses import Finish

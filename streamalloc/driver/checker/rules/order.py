@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 from streamalloc.driver.bindings import cuda
 from streamalloc.driver.checker.capture import Event
+from streamalloc.driver.checker.reports import from_package, here
 from streamalloc.driver.checker.rules.rule import Answer, Arguments, Before, rules
-from streamalloc.driver.checker.stacks import from_package, here
 from streamalloc.driver.checker.state import State
 from streamalloc.driver.checker.streams import number_of
 from streamalloc.driver.checker.uses import Finish, nothing
@@ -106,7 +106,8 @@ def _waits(state: State, name: str, args: Arguments, answer: Answer) -> None:
 
 
 def _context_waits(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    for stream in state.all_streams(number_of(args[0])):
+    """The streams of a green context are unknown: all wait."""
+    for stream in state.all_streams(None if "Green" in name else number_of(args[0])):
         state.wait(stream, state.event(args[1]))
 
 
@@ -114,11 +115,6 @@ def _records_elsewhere(state: State, name: str, args: Arguments, answer: Answer)
     """``cuGreenCtxRecordEvent``: the streams of the green context are unknown."""
     event = state.event(args[1])
     event.mark, event.captured, event.foreign = None, None, True
-
-
-def _green_context_waits(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    for stream in state.all_streams():
-        state.wait(stream, state.event(args[1]))
 
 
 def _waits_for_others(state: State, name: str, args: Arguments, answer: Answer) -> None:
@@ -230,9 +226,8 @@ RULES = rules(
         "cuEventRecord cuEventRecordWithFlags": _records,
         "cuCtxRecordEvent": _records_context,
         "cuStreamWaitEvent": _waits,
-        "cuCtxWaitEvent": _context_waits,
+        "cuCtxWaitEvent cuGreenCtxWaitEvent": _context_waits,
         "cuGreenCtxRecordEvent": _records_elsewhere,
-        "cuGreenCtxWaitEvent": _green_context_waits,
         "cuWaitExternalSemaphoresAsync": _waits_for_others,
         _VALUES: _value,
         "cuStreamBatchMemOp": _values,

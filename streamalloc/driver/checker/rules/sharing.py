@@ -8,9 +8,9 @@ from streamalloc.driver.bindings import cuda, opaque_bytes
 from streamalloc.driver.checker import announcements
 from streamalloc.driver.checker.capture import Event
 from streamalloc.driver.checker.ranges import Range
+from streamalloc.driver.checker.reports import from_package, here
 from streamalloc.driver.checker.rules.memory import frees_at_once
 from streamalloc.driver.checker.rules.rule import Answer, Arguments, rules
-from streamalloc.driver.checker.stacks import from_package, here
 from streamalloc.driver.checker.state import OPENED, Physical, State
 from streamalloc.driver.checker.streams import number_of
 

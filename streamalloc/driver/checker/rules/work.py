@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from streamalloc.driver.checker.clocks import Stream
+from streamalloc.driver.checker.reports import here
 from streamalloc.driver.checker.rules.rule import Answer, Arguments, rules
-from streamalloc.driver.checker.stacks import here
 from streamalloc.driver.checker.state import State
 from streamalloc.driver.checker.streams import number_of
 from streamalloc.driver.checker.uses import Finish, Touch

@@ -345,7 +345,7 @@ class MemoryCalls(Calls):
         ranges = list(zip(addresses, lengths, strict=True))
         allocations = [self._managed(*one) for one in ranges]
         self._check_launch(stream, name)
-        places = self._places_of_batch(*destinations, count) if destinations else []
+        places = self._places_of_batch(count, *destinations) if destinations else []
         for allocation, (address, size), place in zip(allocations, ranges, places, strict=False):
             pages_of(allocation).change(address, address + size, prefetch(place))
         stream.submit(Discard(self._machine.banks, ranges) if "Discard" in name else Operation())
@@ -356,7 +356,7 @@ class MemoryCalls(Calls):
     cuMemDiscardBatchAsync = call(f"{_RANGES} {_LAST}", _managed_batch, "cuMemDiscardBatchAsync")
     cuMemDiscardAndPrefetchBatchAsync = call(_TO_PLACES, _managed_batch, "cuMemDiscardAndPrefetchBatchAsync")
 
-    def _places_of_batch(self, locations: Any, indices: Any, number: int, count: int) -> list[Place]:
+    def _places_of_batch(self, count: int, locations: Any, indices: Any, number: int) -> list[Place]:
         """The place of each range: that of the last index that is not behind it."""
         given = arguments.structs("prefetchLocs", locations, cuda.CUmemLocation, number)
         begins = arguments.numbers(indices, number)
