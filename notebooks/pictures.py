@@ -35,7 +35,7 @@ from streamalloc.plots.style import (
     bare,
     inside,
     rows,
-    sizes,
+    whole_numbers,
 )
 from streamalloc.vmm import AddressRange, PhysicalMemory
 
@@ -44,6 +44,11 @@ ADDRESSES = ("#3f78b5", "#e0923d", "#8a6fb0", "#5f9467", "#c45d7c", "#4a9aa5", "
 MINUS = "\N{MINUS SIGN}"
 SETTLE = 0.01
 """Seconds in which an idle stream certainly runs a small fill."""
+
+
+def sizes(ax: Axes) -> None:
+    """Set up a y axis of MiB from 0."""
+    whole_numbers(ax.yaxis, ax.get_ylim()[1])
 
 
 class Step(NamedTuple):

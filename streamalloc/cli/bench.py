@@ -11,22 +11,22 @@ import contextlib
 import importlib.util
 from typing import Any
 
-from streamalloc.cli import bench_calls, bench_host, bench_ipc, bench_store, bench_traces, bench_vmm, figures
+from streamalloc.cli import bench_calls, bench_import, bench_ipc, bench_store, bench_traces, bench_vmm, figures
 from streamalloc.cli.choice import Chosen, UsageError
 from streamalloc.cli.info import add_json_argument, versions, write_json
 from streamalloc.cli.measuring import Bench, Effort, Row, measured
 from streamalloc.cli.terminal import Terminal
 
 FULL = Effort(
-    rounds=25, block=0.01, live=(10, 1_000, 100_000, 1_000_000), host_buffers=10_000, imports=15, growths=24,
+    rounds=25, block=0.01, live=(10, 1_000, 100_000, 1_000_000), imports=15, growths=24,
     evictions=9, evicted=8 << 30, replays=9,
 )  # fmt: skip
 QUICK = Effort(
-    rounds=11, block=0.002, live=(10, 1_000, 100_000), host_buffers=1_000, imports=3, growths=6,
+    rounds=11, block=0.002, live=(10, 1_000, 100_000), imports=3, growths=6,
     evictions=3, evicted=1 << 30, replays=3,
 )  # fmt: skip
 
-_AREAS = (bench_calls, bench_host, bench_vmm, bench_ipc, bench_store, bench_traces)
+_AREAS = (bench_calls, bench_import, bench_vmm, bench_ipc, bench_store, bench_traces)
 ROWS: tuple[Row, ...] = tuple(row for area in _AREAS for row in area.ROWS)
 
 

@@ -196,15 +196,12 @@ def _live(kind: str, at: int) -> Setup:
         if at >= len(counts):
             raise ImportError("this effort has fewer live allocations")
         pool, raw_pool = bench.new_pool()
-        if kind != RAW:
-            allocator, stream = _allocator(bench, kind, pool), bench.stream
-            buffers = [allocator.allocate(_LIVE_BYTES, stream) for _ in range(counts[at])]
-            bench.resources.callback(lambda: [buffer.free() for buffer in buffers])
-            return lambda: allocator.allocate(_LIVE_BYTES, stream).free()
-        allocate, free = bench.driver.cuMemAllocFromPoolAsync, bench.driver.cuMemFreeAsync
-        pointers = [allocate(_LIVE_BYTES, raw_pool, bench.raw_stream)[1] for _ in range(counts[at])]
-        bench.resources.callback(lambda: [free(pointer, bench.raw_stream) for pointer in pointers])
-        return raw_pair(bench, raw_pool, _LIVE_BYTES)
+        allocator, stream = _allocator(bench, OURS if kind == RAW else kind, pool), bench.stream
+        buffers = [allocator.allocate(_LIVE_BYTES, stream) for _ in range(counts[at])]
+        bench.resources.callback(lambda: [buffer.free() for buffer in buffers])
+        if kind == RAW:
+            return raw_pair(bench, raw_pool, _LIVE_BYTES)
+        return lambda: allocator.allocate(_LIVE_BYTES, stream).free()
 
     return setup
 
@@ -262,17 +259,9 @@ ROWS = (
             "RMM CudaAsyncMemoryResource": with_(Rmm, rmm_pair),
             "PyTorch empty (caching)": with_(PyTorch, torch_pair),
         },
-        (
-            Target(OURS, 1.25, RAW),
-            Target(CACHED, 0.75, C_LOOP),
-            Target(CACHED, 1.0, CUPY_CACHING),
-        ),
+        (Target(OURS, 1.25, RAW), Target(CACHED, 0.75, C_LOOP), Target(CACHED, 1.0, CUPY_CACHING)),
     ),
-    Row(
-        "drop",
-        "Allocate 4 KiB and drop the buffer",
-        {RAW: raw_pair, OURS: our_drop(OURS), CACHED: our_drop(CACHED)},
-    ),
+    Row("drop", "Allocate 4 KiB and drop the buffer", {RAW: raw_pair, OURS: our_drop(OURS), CACHED: our_drop(CACHED)}),
     Row(
         "fill",
         "Fill 4 KiB",
@@ -370,10 +359,7 @@ ROWS = (
     Row(
         "interface",
         "CUDA array interface",
-        {
-            "the same dictionary by hand": interface_by_hand,
-            **_arrays(interface_of),
-        },
+        {"the same dictionary by hand": interface_by_hand, **_arrays(interface_of)},
         (Target(OURS, 0.4),),
     ),
     Row(

@@ -19,8 +19,6 @@ from streamalloc.cli.worker import POSIX, environment
 from streamalloc.core.errors import size_text
 from streamalloc.driver.internal import cuda
 
-__all__ = ["ROWS"]
-
 RAW = "raw import, map and access"
 OURS = "streamalloc Store.open"
 AGAIN = "streamalloc Weights.attach"

@@ -13,7 +13,7 @@ import statistics
 import timeit
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 
@@ -27,7 +27,6 @@ _LIBRARIES = ("C", "cuda.core", "CuPy", "PyTorch", "RMM")
 """First words of other libraries' variants, which need a GPU."""
 
 Call = Callable[[], object]
-T = TypeVar("T")
 
 
 class Unavailable(Exception):
@@ -60,8 +59,6 @@ class Effort:
     """Seconds that one block of calls should take."""
     live: tuple[int, ...]
     """Counts of live allocations; the simulated driver skips the last."""
-    host_buffers: int
-    """Buffers whose host memory is measured together."""
     imports: int
     """Rounds of importing the package."""
     growths: int
@@ -72,7 +69,6 @@ class Effort:
     """Bytes in the evicted buffer."""
     replays: int
     """Rounds of replaying a trace."""
-    once: int = 1
 
 
 @dataclass(frozen=True)
@@ -247,8 +243,10 @@ def _times(bench: Bench, row: Row, ready: dict[str, Measured]) -> dict[str, list
     """Return the time of each round, by variant."""
     numbers = {name: _calls_per_block(bench, row, variant) for name, variant in ready.items()}
     times: dict[str, list[float]] = {name: [] for name in ready}
-    for names in _orders(list(ready), getattr(bench.effort, row.rounds)):
-        for name in names:
+    shuffled = random.Random(0)
+    for _ in range(getattr(bench.effort, row.rounds)):
+        # In random order, so that no variant always follows the same other.
+        for name in shuffled.sample(list(ready), len(ready)):
             bench.device.synchronize()
             times[name].append(ready[name].measure(numbers[name]))
     return times
@@ -263,13 +261,6 @@ def _calls_per_block(bench: Bench, row: Row, variant: Measured) -> int:
     once = timeit.timeit(lambda: variant.measure(20), number=1) / 20
     bench.device.synchronize()
     return max(1, min(row.most, int(bench.effort.block / once)))
-
-
-def _orders(items: Sequence[T], rounds: int) -> Iterator[Sequence[T]]:
-    """Yield the items in random order, once for each round: no item always follows the same other."""
-    shuffled = random.Random(0)
-    for _ in range(rounds):
-        yield shuffled.sample(items, len(items))
 
 
 def _targets(

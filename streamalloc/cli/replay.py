@@ -103,23 +103,10 @@ def _show_trace(chosen: Chosen, terminal: Terminal, name: str, trace: traces.Tra
 
 def _show(terminal: Terminal, rows: list[dict[str, Any]]) -> None:
     terminal.line()
-    header = ["", "ms", "us an event", "first ms", "peak reserved", "/ used", "driver calls", "failed"]
-    cells = [
-        [
-            row["name"],
-            f"{row['seconds'] * 1e3:,.2f}",
-            f"{row['microseconds_per_event']:.3f}",
-            f"{row['first_seconds'] * 1e3:,.2f}",
-            "" if row["peak_reserved"] is None else _mib(row["peak_reserved"]),
-            "" if row["reserved_over_used"] is None else f"{row['reserved_over_used']:.3f}",
-            "" if row["driver_calls"] is None else f"{row['driver_calls']:,}",
-            f"{row['failures']:,}",
-        ]
-        for row in rows
-        if "unavailable" not in row
-    ]
+    found = [row for row in rows if "unavailable" not in row]
+    cells = [["" if row[key] is None else show(row[key]) for key, (_, show) in _COLUMNS.items()] for row in found]
     if cells:
-        terminal.table(cells, header=header, align="lrrrrrrr")
+        terminal.table(cells, header=[title for title, _ in _COLUMNS.values()], align="l" + 7 * "r")
     for row in rows:
         if "unavailable" in row:
             terminal.paragraph(f"{row['name']}: not replayed ({row['unavailable']})")
@@ -127,3 +114,16 @@ def _show(terminal: Terminal, rows: list[dict[str, Any]]) -> None:
 
 def _mib(nbytes: int) -> str:
     return size_text(nbytes) if nbytes < 1 << 20 else f"{nbytes / 2**20:,.1f} MiB"
+
+
+_COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "name": ("", str),
+    "seconds": ("ms", lambda seconds: f"{seconds * 1e3:,.2f}"),
+    "microseconds_per_event": ("us an event", "{:.3f}".format),
+    "first_seconds": ("first ms", lambda seconds: f"{seconds * 1e3:,.2f}"),
+    "peak_reserved": ("peak reserved", _mib),
+    "reserved_over_used": ("/ used", "{:.3f}".format),
+    "driver_calls": ("driver calls", "{:,}".format),
+    "failures": ("failed", "{:,}".format),
+}
+"""Title and format of each column."""

@@ -1,4 +1,4 @@
-"""Run a Python program on the simulated driver, which its calls through cuda.bindings then reach."""
+"""Run a Python program on the simulated driver: its calls of ``cuda.bindings`` reach that driver."""
 
 from __future__ import annotations
 
@@ -40,5 +40,7 @@ def _run(options: argparse.Namespace) -> None:
         sys.path.insert(0, os.getcwd())
         runpy.run_module(options.program, run_name="__main__", alter_sys=True)
     else:
+        if not os.path.exists(options.program):
+            sys.exit(f"python -m streamalloc run: there is no file {options.program!r}")
         sys.path.insert(0, os.path.dirname(os.path.abspath(options.program)))
         runpy.run_path(options.program, run_name="__main__")

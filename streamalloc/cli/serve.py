@@ -14,8 +14,6 @@ from streamalloc.driver import DriverNotFoundError
 from streamalloc.ipc import StoreBusyError, StoreServer
 from streamalloc.ipc.internal import notify_systemd
 
-__all__ = ["add_arguments", "run", "size_of"]
-
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _SIZE = re.compile(rf"([0-9]+(?:\.[0-9]+)?) *({'|'.join(_UNITS)})")
 

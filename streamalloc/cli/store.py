@@ -14,8 +14,6 @@ from streamalloc.core.errors import size_text
 from streamalloc.ipc import Store, StoreEntry, StoreError
 from streamalloc.ipc.internal import store_names
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``store``."""
@@ -44,10 +42,7 @@ def _list(terminal: Terminal, options: argparse.Namespace) -> dict[str, Any]:
         limit = "" if about.limit is None else f" of {size_text(about.limit)} a device"
         head = f"{name}: {plural(about.keys, 'key')}, {size_text(about.nbytes)}{limit}, process {about.pid}"
         terminal.line(terminal.bold(head))
-        rows = [_row(entry) for entry in entries]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        for row in rows:
-            terminal.line("  " + "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+        terminal.table(map(_row, entries))
         for key, reason in about.lost.items():
             terminal.line(terminal.warning(f"  {key}  lost: {reason}"))
         report[name] = dataclasses.asdict(about) | {"entries": [dataclasses.asdict(entry) for entry in entries]}

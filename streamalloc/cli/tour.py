@@ -57,10 +57,7 @@ def two_streams(tour: Tour, producer: sa.Stream) -> None:
         tour.step("gate opened: the copy ran after the fill", equal("the event is complete", done.query(), True), copy)
 
 
-@part(
-    "Reuse of freed memory",
-    "A gate holds the stream on which 20 MiB are freed, so the free is still pending.",
-)
+@part("Reuse of freed memory", "A gate holds the stream on which 20 MiB are freed, so the free is still pending.")
 def reuse(tour: Tour, first: sa.Stream) -> None:
     tour.need_gates()
     second = tour.device.create_stream()
@@ -122,35 +119,6 @@ def threshold_and_trim(tour: Tour, stream: sa.Stream) -> None:
                 used=0,
                 reserved=None if keep else 0,
             )
-
-
-@part("Statistics and peaks", "The memory that a pool holds now, and the most that it ever held.")
-def statistics(tour: Tour, stream: sa.Stream) -> None:
-    def peaks(text: str, found: sa.PoolStatistics, used: int, reserved: Claim) -> None:
-        figures = f"at most  {size_text(found.reserved_high):>7}, used {size_text(found.used_high):>7}"
-        tour.step(text, equal("most used", found.used_high, used, size_text), reserved, figures=figures)
-
-    with tour.pool(stream) as pool, pool.allocate(48 * MiB, stream) as large, pool.allocate(8 * MiB, stream):
-        large.free()
-        stream.synchronize()
-        found = tour.pool_step("allocated 48 and 8 MiB, freed the 48", pool, used=8 * MiB)
-        most = at_least("most reserved", found.reserved_high, 56 * MiB)
-        peaks("the peaks keep the largest values", found, 56 * MiB, most)
-        pool.reset_peaks()
-        found = pool.statistics()
-        most = equal("most reserved", found.reserved_high, found.reserved, size_text)
-        peaks("reset_peaks() sets them to the current values", found, 8 * MiB, most)
-
-
-@part("The current pool", "The pool that sa.allocate() uses.")
-def current_pool(tour: Tour, stream: sa.Stream) -> None:
-    before = sa.MemoryPool.current(tour.device)
-    with tour.pool(stream) as pool:
-        with pool.make_current(), sa.allocate(MiB, stream) as buffer:
-            owner = equal("owner", buffer.owner is pool, True)
-            tour.pool_step("inside `with pool.make_current():` allocate() uses this pool", pool, owner, used=MiB)
-        again = equal("pool", sa.MemoryPool.current(tour.device).handle, before.handle, hex)
-        tour.step("after the block, the previous pool is current again", again)
 
 
 @part("Two GPUs", "One GPU uses memory of another GPU's pool.")
@@ -267,25 +235,6 @@ def out_of_memory(tour: Tour, stream: sa.Stream) -> None:
         tour.step("allocating 128 MiB raises OutOfMemoryError with the figures", *claims)
         with pool.allocate(8 * MiB, stream):
             tour.pool_step("the pool still works: 8 MiB more", pool, used=24 * MiB)
-
-
-@part("Pointer attributes", "The driver's records about an address.")
-def addresses(tour: Tour, stream: sa.Stream) -> None:
-    with tour.pool(stream) as pool, pool.allocate(3 * MiB, stream) as buffer:
-        stream.synchronize()
-        known = sa.pointer_attributes(buffer.address + 1000)
-        tour.step(
-            "of an address inside an allocation",
-            equal("kind", known.kind, sa.MemoryKind.DEVICE),
-            equal("device", known.device, tour.device),
-            equal("start of the allocation", known.base, buffer.address, hex),
-            equal("size of the allocation", known.nbytes, 3 * MiB, str),
-            equal("its pool", known.pool is pool, True),
-            figures=f"{known.kind.value} memory, {size_text(known.nbytes or 0)} from {known.base:#x}",
-        )
-        array = np.zeros(64, np.uint8)
-        unknown = equal("kind", sa.pointer_attributes(array.ctypes.data).kind, sa.MemoryKind.UNKNOWN)
-        tour.step("of an ordinary numpy array", unknown, figures="unknown to the driver")
 
 
 TOURS: dict[str, list[Part]] = {

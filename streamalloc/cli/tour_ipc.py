@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 import streamalloc as sa
-from streamalloc import ipc, vmm
+from streamalloc import ipc
 from streamalloc.cli.choice import KEEP_ALL
 from streamalloc.cli.steps import Claim, MiB, Parts, Tour, ends_and_middle, equal, need, raised
 from streamalloc.cli.worker import POSIX, Worker, WorkerBase, can_share_pools, read
@@ -132,56 +132,6 @@ def lease(tour: Tour, stream: sa.Stream) -> None:
             tour.pool_step(untouched, pool, _holds(worker, "leased", 0x44), used=16 * MiB)
             worker.ask("close", "leased")
             tour.pool_step("closed there: now its memory is free", pool, used=8 * MiB)
-
-
-@part("Errors of sharing", "Stale or damaged descriptors, and memory that cannot be shared.")
-def stale(tour: Tour, stream: sa.Stream) -> None:
-    worker = _worker(tour)
-
-    def refused(name: str, data: bytearray, kind: type[Exception]) -> Claim:
-        return raised("opening it", kind, lambda: worker.ask("open", name, data.hex()))
-
-    with tour.pool(stream, **_SHARED) as pool, pool.allocate(MiB, stream) as kept:
-        buffer = pool.allocate(MiB, stream)
-        worker.give("open", kept, "kept")  # the other process imports the pool
-        data = bytearray(bytes(ipc.share(buffer)))
-        buffer.free()
-        with pool.allocate(MiB, stream):
-            claim = refused("stale", data, sa.StaleDescriptorError)
-            tour.step("freed memory cannot be opened, even if it was allocated again", claim)
-        data[-20] ^= 1
-        claim = refused("damaged", data, ValueError)
-        tour.step("a descriptor that was damaged on its way cannot be opened", claim)
-        with tour.pool(stream) as private, private.allocate(MiB, stream) as own:
-            claim = raised("sharing it", ValueError, lambda: ipc.share(own))
-            tour.step("memory of a pool that cannot be shared raises an error before anything is sent", claim)
-        worker.ask("close", "kept")
-
-
-@part("A growing buffer in two processes", "Only the new memory is sent and mapped.")
-def growing(tour: Tour, stream: sa.Stream) -> None:
-    worker = _worker(tour)
-    tour.need_virtual_memory()
-    chunk = 4 * MiB
-    with vmm.GrowableBuffer(tour.device, 8 * chunk, chunk, handle_types=POSIX, stream=stream) as buffer:
-        buffer.fill(0x61)
-        kind, nbytes, address = worker.give("open", buffer, "growing")
-        tour.step(
-            f"{size_text(chunk)} of a buffer that can grow to {size_text(buffer.capacity)}",
-            equal("it has", kind, ipc.ImportedRange.__name__),
-            equal("size", nbytes, chunk, size_text),
-            _holds(worker, "growing", 0x61),
-        )
-        buffer.grow(chunk)
-        buffer.fill(0x62)
-        _, nbytes, later = worker.give("open", buffer, "growing")
-        tour.step(
-            "grown here and shared again: it grows in place there, too",
-            equal("address", later, address, hex),
-            equal("size", nbytes, 2 * chunk, size_text),
-            _holds(worker, "growing", 0x62),
-        )
-        worker.ask("close", "growing")
 
 
 @part("A ring", "A sequence of items, sent through slots that are shared once.")

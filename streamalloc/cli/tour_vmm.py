@@ -7,7 +7,7 @@ import numpy as np
 import streamalloc as sa
 from streamalloc import vmm
 from streamalloc.cli.choice import KEEP_ALL
-from streamalloc.cli.steps import Claim, MiB, Parts, Tour, ends_and_middle, equal, every_byte, need, need_peers, raised
+from streamalloc.cli.steps import Claim, MiB, Parts, Tour, equal, every_byte, raised
 from streamalloc.cli.worker import read
 from streamalloc.core.errors import size_text
 
@@ -158,64 +158,3 @@ def eviction(tour: Tour, stream: sa.Stream) -> None:
             equal("address", buffer.address, address, hex),
             every_byte("what was written afterwards", read(buffer, stream), 0x6B),
         )
-
-
-@part("One buffer over two GPUs", "Memory of several GPUs side by side in one range of addresses.")
-def striping(tour: Tour, here: sa.Stream) -> None:
-    tour.need_virtual_memory()
-    _, peer, *_ = need_peers(tour.device.driver)
-    devices = (tour.device, peer)
-    there = peer.create_stream()
-    size = 16 * MiB
-    with vmm.stripe(devices, size, stream=here) as buffer:
-        halves = [vmm.PhysicalMemory.at(mapping.address, driver=tour.device.driver) for mapping in buffer.mappings]
-        places = [memory.query().location for memory in halves]
-        access = {mapping.access(device) for mapping in buffer.mappings for device in devices}
-        tour.step(
-            f"one buffer of {size_text(size)}, half of it on each GPU",
-            equal("locations", places, [device.location for device in devices]),
-            equal("access of both GPUs to both halves", access, {sa.MemAccess.READWRITE}),
-            figures=f"[{buffer.range.draw(32)}]",
-        )
-        buffer.fill(0x11)
-        there.wait(here)
-        buffer[size // 4 : size * 3 // 4].fill(0x22, there)
-        here.wait(there)
-        filled = ends_and_middle(read(buffer, here), 0x11, 0x22)
-        tour.step(f"GPU 0 fills all of it, then GPU {peer.ordinal} the middle, on both", *filled)
-
-
-@part("A sparse array", "A texture with memory for some of its tiles only.")
-def sparse(tour: Tour, stream: sa.Stream) -> None:
-    tour.need_virtual_memory()
-    need(tour.device.supports.sparse_arrays, "this device has no sparse arrays")
-    side = 1024
-    picture = np.resize(np.arange(1, 252, dtype=np.uint8), (side, side))
-    expected, found = np.zeros_like(picture), np.zeros_like(picture)
-    granule = vmm.PhysicalMemory.granularity(tour.device)
-    with vmm.TilePool(tour.device, granule) as pool, vmm.SparseArray(tour.device, (side, side)) as array:
-
-        def step(text: str, tiles: int) -> None:
-            """Print a step; check the elements of the array and the tiles in use."""
-            array.copy_to(found, stream)
-            stream.synchronize()
-            used = pool.tiles - pool.free_tiles
-            tour.step(
-                text,
-                equal("elements that differ", int(np.count_nonzero(found != expected)), 0),
-                equal("tiles with memory", int(array.mapped_tiles().sum()), tiles),
-                equal("tiles in use", used, tiles),
-                figures=f"{used} of {pool.tiles} tiles of the pool",
-            )
-
-        height, width = array.tile
-        corner = (slice(0, height), slice(width, 2 * width))
-        text = f"an array of {side} x {side} elements in tiles of {height} x {width}, without memory"
-        tour.step(text, equal("mapped", array.mapped_bytes, 0))
-        array.map(pool, corner, stream=stream)
-        array.copy_from(picture, stream)
-        expected[corner] = picture[corner]
-        step("one tile mapped, all elements written: the tile keeps them, the rest reads 0", tiles=1)
-        array.unmap(corner, stream=stream)
-        expected[:] = 0
-        step("unmapped in stream order: the tile reads 0, too", tiles=0)

@@ -104,10 +104,11 @@ class Allocator(Unique):
         handle = kept._handle
         if kept._direct is not self._session:
             session = self._session
-            if handle is None and kept._current is not None:
+            if handle is None and kept._answer is not None:
                 # A function in a slot is called faster by a local name.
-                current = session.cuCtxGetCurrent
-                if current() == kept._current:
+                asks = kept._asks
+                # kept_stream() has found that its library has not closed it.
+                if (kept._open_check is not None and kept is not stream) or asks() == kept._answer:
                     handle = kept._raw
             if kept._session is not session:
                 return self._allocate_slowly(nbytes, stream)

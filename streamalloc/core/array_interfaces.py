@@ -38,11 +38,11 @@ class Exportable(MemoryBase):
     __slots__ = ()
 
     def as_array(self, dtype: npt.DTypeLike = np.uint8, shape: tuple[int, ...] | None = None) -> npt.NDArray[Any]:
-        """The memory itself as a numpy array, where the host can reach it.
+        """Return a numpy array of the memory, without a copy; the host must have access.
 
-        The array keeps the memory alive but does not keep it from being freed by hand. Synchronise with the stream
-        first: neither the allocation nor a queued copy is done before that. A driver that checks stream order takes
-        the call for a read by the host.
+        The array keeps this object, but a call of :meth:`~streamalloc.Buffer.free` frees the memory under it.
+        Synchronise with the stream first: the allocation and queued copies may not be done. The checker records the
+        call as a read by the host.
 
         Raises
         ------
@@ -54,6 +54,10 @@ class Exportable(MemoryBase):
             raise ValueError(f"{self!r} is in device memory, which the host cannot reach: copy it with copy_to")
         flat = np.asarray(_Interface(self)).view(dtype)
         return flat if shape is None else flat.reshape(shape)
+
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[Any]:
+        """The memory itself as a numpy array, as :meth:`as_array`, also of types that array interfaces cannot name."""
+        return np.array(self.as_array(), dtype=dtype, copy=copy)
 
     def __buffer__(self, flags: int) -> memoryview:
         """The bytes for ``memoryview`` and all that takes a buffer, from Python 3.12 on, where the host reaches them.

@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from streamalloc.core.allocation_hooks import tell_freed
 from streamalloc.core.deferred import Deferred, deferred_queue
-from streamalloc.core.errors import LOST, CaptureError, ClosedError, CudaError, error_from, refused, size_text
+from streamalloc.core.errors import (
+    LOST,
+    CaptureError,
+    ClosedError,
+    CudaError,
+    NotReadyError,
+    error_from,
+    refused,
+    size_text,
+)
 from streamalloc.core.html import Row
 from streamalloc.core.memory import Memory
 from streamalloc.core.properties import MemLocation
@@ -176,8 +185,11 @@ class Buffer(Memory, Closes):
             handle = self._stream._handle
             if handle is None:
                 kept = self._stream
-                current = kept._session.cuCtxGetCurrent
-                if kept._current is None or current() != kept._current or self._ptr is not ptr:
+                asks = kept._asks
+                try:
+                    if kept._answer is None or asks() != kept._answer or self._ptr is not ptr:
+                        return self._free_slowly(stream, still_imported, timeout)
+                except ReferenceError:  # the library's object is of the garbage that is collected now
                     return self._free_slowly(stream, still_imported, timeout)
                 handle = kept._raw
         else:
@@ -198,7 +210,13 @@ class Buffer(Memory, Closes):
             raise free_refused(result, self._ordered_on(stream))
 
     def close(self) -> None:
-        """Free the memory on its own stream, if it was not freed yet. The end of a ``with`` block calls this."""
+        """Free the memory on its own stream, if it was not freed yet. The end of a ``with`` block calls this.
+
+        Raises
+        ------
+        NotReadyError
+            The library of the stream has closed it, and :meth:`Device.synchronize` was not called since.
+        """
         if self.freed:
             return
         if not self._stream.closed:
@@ -369,6 +387,7 @@ class GraphBuffer(Buffer):
 
 def _free_later(session: Session, ptr: Any, stream: Stream, refused: Any) -> None:
     """Leave the free of a dropped buffer to the queue, unless the memory is lost with its context."""
+    _ = stream.closed  # a library's close counts from now on
     if not (refused and isinstance(error_from(refused, "cuMemFreeAsync"), LOST)):
         deferred_queue(session).submit(_FreeDropped(session, ptr, stream))
 
@@ -396,7 +415,7 @@ class _FreeDropped(Deferred):
             ):
                 self._session.release(self, "cuMemFreeAsync", ordered._raw)
         except CudaError as error:
-            if not isinstance(error, (*self.gone, CaptureError)) and not self._told:
+            if not isinstance(error, (*self.gone, CaptureError, NotReadyError)) and not self._told:
                 self._told = True
                 warnings.warn(f"dropped memory at {int(address):#x} could not be freed: {error}", ResourceWarning, 2)
             raise

@@ -270,11 +270,13 @@ def copy_bytes(target: CopySide, source: CopySide, stream: Stream) -> None:
 def queue_batch(
     session: Session,
     raw: Any,
-    copies: Sequence[tuple[int, int, int]],
+    targets: Sequence[int],
+    sources: Sequence[int],
+    sizes: Sequence[int],
     attributes: Sequence[Any] = (),
     runs: Sequence[int] = (0,),
 ) -> None:
-    """Queue copies, each of a target, a source and bytes, in one driver call on the stream with a ``CUstream``.
+    """Queue copies in one driver call on the stream with a ``CUstream``: addresses, and sizes in bytes.
 
     ``attributes``: ``CUmemcpyAttributes`` from each index in ``runs`` on; by default those of stream order for all.
     """
@@ -282,7 +284,6 @@ def queue_batch(
         in_order = cuda.CUmemcpyAttributes()
         in_order.srcAccessOrder = cuda.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
         attributes = (in_order,)
-    targets, sources = ([cuda.CUdeviceptr(one[side]) for one in copies] for side in (0, 1))
-    sizes = [nbytes for _, _, nbytes in copies]
+    pointers = [list(map(cuda.CUdeviceptr, addresses)) for addresses in (targets, sources)]
     settings = list(attributes), list(runs), len(runs)
-    session.call("cuMemcpyBatchAsync", targets, sources, sizes, len(sizes), *settings, raw)
+    session.call("cuMemcpyBatchAsync", *pointers, list(sizes), len(sizes), *settings, raw)

@@ -120,9 +120,10 @@ def copy_batch(
         for side in (target, source):
             side.ordered_before(ordered)
     attributes = [filled[number][1]._to_driver(session) for number in runs]
-    copies = [(target.address, source.address, target.nbytes) for (target, source), _ in filled]
+    targets, sources = ([pair[side].address for pair, _ in filled] for side in (0, 1))
+    sizes = [target.nbytes for (target, _), _ in filled]
     with ordered.device.current():
-        queue_batch(session, ordered._checked_raw(), copies, attributes, runs)
+        queue_batch(session, ordered._checked_raw(), targets, sources, sizes, attributes, runs)
 
 
 def _session_of(stream: StreamLike, ends: Sequence[Any]) -> Session:

@@ -9,7 +9,17 @@ capture, a pool that waits for its last free. The rules:
   a buffer, the end of an event or a stream. A finaliser of a stream also asks whether its work is done, and records an
   event after that if not. A finaliser of the bridges also records an event and has a stream wait for
   it, so that the memory is ordered for code that allocates by a pool's handle.
-* Items are attempted at the points that :data:`POINTS` lists, and nowhere else.
+* Items are attempted at these points of work, and nowhere else:
+
+  * the host has synchronised with a stream, an event or a device;
+  * a pool, physical memory or a range of addresses is made, and memory has run out;
+  * statistics are read: of a pool, of a device's memory;
+  * pages of an arena are released, or committed where it has no memory;
+  * an object is shared, opened, lent to a library or borrowed from one, or such an object is closed;
+  * a library that does not name streams allocates virtual memory, releases it, or after a free was refused;
+  * a bridge of such a library is stopped;
+  * the last capture has ended.
+
 * A thread takes an item off the queue, under the lock, before the attempt. So one thread has the item at a time. An
   item that has not ended returns to the queue.
 * No lock is held during an attempt.
@@ -38,18 +48,6 @@ from typing import Any, ClassVar, cast
 from streamalloc.core.errors import LOST, CaptureError, CudaError, InvalidHandleError, error_from, refused
 from streamalloc.core.session import PerDriver, Session
 from streamalloc.driver.internal import SETTLERS
-
-POINTS = (
-    "the host has synchronised with a stream, an event or a device",
-    "a pool, physical memory or a range of addresses is made, and memory has run out",
-    "statistics are read: of a pool, of a device's memory",
-    "pages of an arena are released, or committed where it has no memory",
-    "an object is shared, opened, lent to a library or borrowed from one, or such an object is closed",
-    "a library that does not name streams allocates virtual memory, releases it, or after a free was refused",
-    "a bridge of such a library is stopped",
-    "the last capture has ended",
-)
-"""Points of work: the places that call :meth:`DeferredQueue.work`."""
 
 OFTEN = 32
 """Most attempts in vain at a synchronisation of the host, which programs make all the time."""
@@ -98,20 +96,9 @@ class DeferredQueue:
     """
 
     __slots__ = (
-        "__weakref__",
-        "_beginning",
-        "_guard",
-        "_lock",
-        "_new",
-        "_orphaned",
-        "_owned",
-        "_rounds",
-        "_waiting",
-        "_working",
-        "captures",
-        "has_work",
-        "submitted",
-    )
+        "__weakref__", "_beginning", "_guard", "_lock", "_new", "_orphaned", "_owned", "_rounds", "_waiting",
+        "_working", "captures", "has_work", "submitted",
+    )  # fmt: skip
 
     def __init__(self, guard: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext) -> None:
         self.captures: dict[object, None] = {}

@@ -9,7 +9,7 @@ from streamalloc.core.deferred import OFTEN, work
 from streamalloc.core.event import Event
 from streamalloc.core.properties import MemLocation, MemLocationType, bindings_member, checked_type
 from streamalloc.core.session import Session
-from streamalloc.core.stream import Stream
+from streamalloc.core.stream import Stream, moment, synchronized
 from streamalloc.core.stream_resolution import default_stream
 from streamalloc.driver import default as default_driver
 from streamalloc.driver.internal import check_name, cuda, enum_member
@@ -57,8 +57,7 @@ class Device:
     ordinal: int
 
     def __init__(self, ordinal: int = 0, *, driver: Driver | None = None) -> None:
-        if isinstance(ordinal, bool) or not isinstance(ordinal, int):
-            raise TypeError(f"ordinal must be an integer, not {type(ordinal).__name__} ({ordinal!r})")
+        checked_type("ordinal", ordinal, int)
         self._session = session_for(None, driver)
         count = int(self._session.call("cuDeviceGetCount"))
         if not 0 <= ordinal < count:
@@ -83,7 +82,8 @@ class Device:
     @classmethod
     def all(cls, driver: Driver | None = None) -> list[Device]:
         """Every device of a driver."""
-        return [cls(ordinal, driver=driver) for ordinal in range(cls.count(driver))]
+        session = session_for(None, driver)
+        return [cls._of(ordinal, session) for ordinal in range(int(session.call("cuDeviceGetCount")))]
 
     @property
     def driver(self) -> Driver:
@@ -204,8 +204,10 @@ class Device:
 
     def synchronize(self) -> None:
         """Block the host until all work of the device's primary context is done (``cuCtxSynchronize``)."""
+        began = moment()
         with self.current():
             self._session.call("cuCtxSynchronize")
+        synchronized(self._session)[self.ordinal] = began
         work(self._session, OFTEN)
 
     def current(self) -> contextlib.AbstractContextManager[None]:

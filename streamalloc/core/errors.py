@@ -238,6 +238,7 @@ _ANSWER_OF: dict[type[CudaError], tuple[str, int]] = {
     PeerAccessError: ("CUDA_ERROR_PEER_ACCESS_UNSUPPORTED", 217),
     NotSupportedError: ("CUDA_ERROR_NOT_SUPPORTED", 801),
     CaptureError: ("CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", 900),
+    NotReadyError: ("CUDA_ERROR_NOT_READY", 600),
     OutOfMemoryError: ("CUDA_ERROR_OUT_OF_MEMORY", 2),
 }
 

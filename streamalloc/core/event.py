@@ -95,9 +95,7 @@ class Event(Closes, Shown):
     ) -> None:
         self._raw: Any = None
         if timing and interprocess:
-            raise ValueError(
-                "interprocess=True: an event that other processes can open cannot measure time (timing=True)"
-            )
+            raise ValueError("interprocess=True: an event of several processes cannot measure time (timing=True)")
         kinds = cuda.CUevent_flags
         flags = (
             (0 if timing else int(kinds.CU_EVENT_DISABLE_TIMING))
@@ -172,14 +170,8 @@ class Event(Closes, Shown):
             The work before one of them is not done.
         """
         checked_type("start", start, Event)
-        return float(
-            self._session.call(
-                "cuEventElapsedTime",
-                start._checked_raw(),
-                self._checked_raw(),
-                hint="both events must be made with timing=True and recorded on the same device",
-            )
-        )
+        hint = "both events must be made with timing=True and recorded on the same device"
+        return float(self._session.call("cuEventElapsedTime", start._checked_raw(), self._checked_raw(), hint=hint))
 
     def close(self) -> None:
         """Destroy the event (``cuEventDestroy``); streams that wait for it go on waiting. Idempotent."""
@@ -243,9 +235,8 @@ def opened_event(device: Device, handle: Any) -> Event:
     event._raw = None
     event._adopt(device, interprocess=False)
     with device.current():
-        event._session.create(
-            event, "_raw", "cuIpcOpenEventHandle", handle, hint="the process that made the event has ended"
-        )
+        hint = "the process that made the event has ended"
+        event._session.create(event, "_raw", "cuIpcOpenEventHandle", handle, hint=hint)
     return event
 
 

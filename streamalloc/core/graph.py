@@ -107,13 +107,8 @@ class Graph(Closes):
         self.instantiate()
         target = as_stream(stream, self._session)
         with target.device.current():
-            self._session.call(
-                "cuGraphLaunch",
-                self._executable._raw,
-                target._checked_raw(),
-                hint="memory that an earlier launch allocated must be freed first, or the graph be instantiated with "
-                "auto_free_on_launch=True",
-            )
+            hint = "free what an earlier launch allocated, or instantiate the graph with auto_free_on_launch=True"
+            self._session.call("cuGraphLaunch", self._executable._raw, target._checked_raw(), hint=hint)
 
     def close(self) -> None:
         """Destroy the graph and its instance; queued launches still run. Idempotent."""

@@ -14,6 +14,7 @@ import functools
 import weakref
 from collections.abc import Callable, Hashable
 from operator import attrgetter
+from types import GetSetDescriptorType
 from typing import Any, Protocol
 
 from streamalloc.core.session import Session
@@ -92,6 +93,31 @@ def names_handle(stream: object, handle: int) -> bool:
     return False
 
 
+def open_check(stream: Any, number: int, *, weak: bool) -> tuple[Callable[[], Any], Any] | None:
+    """A question, and its answer while a library's stream ``number`` is open; None for streams that users cannot close.
+
+    CuPy, PyTorch and Numba keep a stream as long as its object lives; of other libraries that is not known. After the
+    close the question has another answer. If ``weak``, it does not keep the object, and raises ReferenceError after it.
+    """
+    protocol = getattr(type(stream), "__cuda_stream__", None)
+    if protocol is None or hasattr(stream, "ptr") or hasattr(stream, "cuda_stream"):
+        return None
+    owner = weakref.proxy(stream) if weak else stream
+    if isinstance(getattr(type(stream), "is_closed", None), (property, GetSetDescriptorType)):
+        # A stream of cuda.core, for which no Python function runs.
+        return functools.partial(attrgetter("is_closed"), owner), False
+
+    def named() -> Any:
+        try:
+            return owner.__cuda_stream__()[1]
+        except ReferenceError:
+            raise
+        except Exception:  # as a closed stream may
+            return None
+
+    return named, number
+
+
 def device_of_library_stream(stream: object) -> int | None:
     """The ordinal of the device that a PyTorch or CuPy stream names; None where it names none."""
     for name in ("device_index", "device_id"):
@@ -111,8 +137,8 @@ _READERS: tuple[tuple[str, Callable[[Any], Callable[[Any], Hashable]]], ...] = (
     ("__cuda_stream__", attrgetter("__cuda_stream__")),  # the type's function: faster than the object's method
     ("handle", lambda kind: attrgetter("handle.value")),
 )
-# PyTorch's own types, which make an object at each call: one object of each stream is kept and found by identity, all
-# others by handle and device.
+# PyTorch's types of streams. PyTorch makes a new object at each call, so one object of each stream is kept and found by
+# identity. The other objects are found by handle and device.
 _TORCH: dict[tuple[str, str], Callable[[Any], tuple[int, int]]] = {
     ("torch.cuda.streams", "Stream"): attrgetter("cuda_stream", "device_index"),
     ("torch", "Stream"): lambda stream: (stream.__cuda_stream__()[1], stream.device_index),
@@ -130,7 +156,7 @@ def kept_stream(stream: Any, session: Session) -> Any:
     """The :class:`Stream` that is kept for a library's stream; None where there is none.
 
     For a default stream whose library names no device, it is that of the device on which it was used last. Calls on it
-    that go straight to the driver compare the current context in any case, see :meth:`Stream._handle_in_context`.
+    that go straight to the driver compare the current context in any case, see :meth:`Stream._asked_handle`.
     """
     try:
         read, streams, lasting = session.library_streams[type(stream)]
@@ -193,6 +219,7 @@ def keep_stream(stream: Any, number: int, found: Any, session: Session) -> None:
     _, streams, _ = session.library_streams.setdefault(kind, (read, {}, lasting))
     if not found.is_default:
         found._weak_owner = owner
+        found._may_be_closed(open_check(stream, number, weak=True))
     if lasting is not None and streams.setdefault(named, found) is not found:
         return
     streams[key] = found, owner

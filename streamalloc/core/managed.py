@@ -46,7 +46,7 @@ class Migrating(MemoryBase):
 
     @property
     def managed(self) -> bool:
-        """Whether the driver migrates the memory between devices and host, which use it at one address."""
+        """Whether the memory is managed: one address for all devices and the host. The driver migrates it."""
         return False
 
     def prefetch(self, location: Device | MemLocation, stream: StreamLike | None = None) -> None:

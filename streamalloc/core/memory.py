@@ -323,7 +323,7 @@ class TypedView(BufferView, Generic[ScalarT]):
         source: TypedView[ScalarT] | npt.NDArray[ScalarT] | HasCudaArrayInterface,
         stream: StreamLike | None = None,
     ) -> None:
-        """Copy all elements from ``source``, of the same type and shape; otherwise as :meth:`copy_to`."""
+        """Copy all elements from ``source``, which has the same type and shape. Errors are those of :meth:`copy_to`."""
         self._check_form(source, "source")
         super().copy_from(source, stream)
 
@@ -368,9 +368,9 @@ class TypedView(BufferView, Generic[ScalarT]):
         """Version 3 of numpy's array interface, so that ``numpy.asarray`` makes no copy of host memory."""
         return super().__array_interface__ | self._interface_type()
 
-    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[ScalarT]:
-        """The memory itself as a numpy array, as :meth:`as_array`, also of types that array interfaces cannot name."""
-        return np.array(self.as_array(), dtype=dtype, copy=copy)
+    if TYPE_CHECKING:
+
+        def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[ScalarT]: ...
 
     def __dlpack__(
         self,

@@ -111,8 +111,8 @@ _IN_WORDS = {int: "an integer", str: "a string"}
 
 
 def checked_type(name: str, value: object, kind: type[T]) -> T:
-    """``value``, or a ``TypeError`` that names the argument unless it is of this type."""
-    if not isinstance(value, kind):
+    """``value``, or a ``TypeError`` that names the argument unless it is of this type; a bool is no integer."""
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         wanted = _IN_WORDS.get(kind) or f"{'an' if kind.__name__[0] in 'AEIO' else 'a'} {kind.__name__}"
         raise TypeError(f"{name} must be {wanted}, not {type(value).__name__} ({value!r})")
     return value
@@ -175,9 +175,7 @@ class MemLocation:
 
     def __post_init__(self) -> None:
         checked_type("location type", self.type, MemLocationType)
-        if isinstance(self.id, bool) or not isinstance(self.id, int):
-            raise TypeError(f"location id must be an integer, not {type(self.id).__name__} ({self.id!r})")
-        if self.id < 0 and (self.type, self.id) != (MemLocationType.DEVICE, _UNSEEN):
+        if checked_type("location id", self.id, int) < 0 and (self.type, self.id) != (MemLocationType.DEVICE, _UNSEEN):
             raise ValueError(f"location id={self.id}: device ordinals and NUMA nodes are 0 or more")
         if (self.localized is not None) != (self.type is MemLocationType.DEVICE_LOCALITY_DOMAIN):
             raise ValueError("localized goes with the location type DEVICE_LOCALITY_DOMAIN, and with no other")
@@ -315,10 +313,7 @@ class MemPoolProps:
         managed = self.alloc_type is MemAllocationType.MANAGED
         where = self.location.type
         return [
-            (
-                self.alloc_type is MemAllocationType.INVALID,
-                "alloc_type=INVALID: allowed are PINNED and MANAGED",
-            ),
+            (self.alloc_type is MemAllocationType.INVALID, "alloc_type=INVALID: allowed are PINNED and MANAGED"),
             (
                 where is MemLocationType.HOST_NUMA_CURRENT,
                 "location=HOST_NUMA_CURRENT: a pool must name its NUMA node (HOST_NUMA) or take any (HOST)",
@@ -338,10 +333,7 @@ class MemPoolProps:
             ),
             (managed and self.max_size != 0, f"max_size={size_text(self.max_size)}: a managed pool's must be 0"),
             (managed and self.usage != 0, f"usage={self.usage:#x}: a managed pool's must be 0"),
-            (
-                self.win32_security_attributes is not None,
-                "win32_security_attributes: only None is allowed on Linux",
-            ),
+            (self.win32_security_attributes is not None, "win32_security_attributes: only None is allowed on Linux"),
         ]
 
     def to_driver(self) -> Any:

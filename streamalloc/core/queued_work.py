@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from streamalloc.core.deferred import Deferred, deferred_queue
-from streamalloc.core.errors import CaptureError, ClosedError, InvalidContextError, InvalidHandleError, refused
+from streamalloc.core.errors import (
+    CaptureError,
+    ClosedError,
+    InvalidContextError,
+    InvalidHandleError,
+    NotReadyError,
+    refused,
+)
 from streamalloc.core.library_streams import names_handle, owned_streams
 from streamalloc.core.session import PerDriver, Session
-from streamalloc.core.stream import LEGACY, PER_THREAD, Kind, Stream, _ended, _made_here, _passed
+from streamalloc.core.stream import (
+    LEGACY,
+    PER_THREAD,
+    Kind,
+    Stream,
+    _ended,
+    _made_here,
+    _passed,
+    end_is_known,
+    moment,
+)
 from streamalloc.core.stream_resolution import _default_streams, default_stream
 
 if TYPE_CHECKING:
@@ -64,6 +80,8 @@ class QueuedWork:
                     continue
                 if event is None:
                     continue
+            if not (event or end_is_known(stream)):
+                continue
             self._events += (event,) if event else stream._last
             self._streams.remove(stream)
 
@@ -90,15 +108,16 @@ class QueuedWork:
         ------
         CaptureError
             One of the streams is being captured.
+        NotReadyError
+            The library of one of the streams has closed it.
         """
-        if self._streams:
-            raise refused(CaptureError, "cuStreamWaitEvent", f"{self._streams[0]!r} is being captured")
+        for first in self._streams[:1]:
+            _refuse_unknown_end(first, "cuStreamWaitEvent")
+            raise refused(CaptureError, "cuStreamWaitEvent", f"{first!r} is being captured")
         for event in self._events:
             stream.wait(event)
 
 
-moment: Callable[[], int] = itertools.count().__next__
-"""A number that grows with each call, on any thread."""
 _latest_work: PerDriver[list[QueuedWork]] = PerDriver(lambda _: [])
 
 
@@ -169,18 +188,27 @@ def ordered_after(stream: Stream) -> Iterator[Stream]:
     ------
     CaptureError
         The stream is being captured.
+    NotReadyError
+        Its library has closed the stream, and the device was not synchronised since.
     """
     if stream._number == PER_THREAD:
         stream = default_stream(stream.device, LEGACY)
-    if not stream._closed:
+    if not stream.closed:
         stream._checked_raw()  # items that are owed may need the locks of other streams
     with _kept(stream):
         if not stream._closed:
             stream._refuse_capture("cuMemFreeAsync", "try again once that has ended")
             yield stream
             return
+    _refuse_unknown_end(stream, "cuMemFreeAsync")
     with ordered_after_end(stream.device, stream._last) as substitute:
         yield substitute
+
+
+def _refuse_unknown_end(stream: Stream, call: str) -> None:
+    if not end_is_known(stream):
+        why = f"the library of {stream!r} has closed it, and its work may not be done: synchronise the device first"
+        raise refused(NotReadyError, call, why)
 
 
 @contextlib.contextmanager

@@ -15,8 +15,10 @@ Slot           Set for                     The call goes straight to the driver
 =============  ==========================  ========================================================================
 ``_handle``    our own, other libraries'   if it is not an allocation
 ``_direct``    our own                     also if it is an allocation
-``_current``   default streams             while ``cuCtxGetCurrent`` answers this: the handle means nothing without
-                                           a context
+``_answer``    default streams             while ``_asks``, ``cuCtxGetCurrent``, answers this: the handle means nothing
+                                           without a context
+``_answer``    those that a library may   while ``_asks``, a question to the library's object, answers this
+               close
 =============  ==========================  ========================================================================
 
 An allocation on a stream that other code may capture asks ``cuStreamIsCapturing`` before: memory that is allocated in a
@@ -100,18 +102,9 @@ class Session(_Direct):
     """A driver as the facade uses it; one for each driver object (:meth:`of`)."""
 
     __slots__ = (
-        *DIRECT,
-        "__weakref__",
-        "_contexts",
-        "_hot",
-        "_lock",
-        "_state",
-        "driver",
-        "exiting",
-        "forked",
-        "library_streams",
-        "listener",
-    )
+        *DIRECT, "__weakref__", "_contexts", "_hot", "_lock", "_state", "driver", "exiting", "forked",
+        "library_streams", "listener",
+    )  # fmt: skip
 
     driver: Driver
     """The driver itself, for code that binds its functions."""

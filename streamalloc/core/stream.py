@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import enum
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -26,6 +27,7 @@ from streamalloc.core.library_streams import (
     SupportsCudaStream,
     TorchStreamLike,
     kept_stream,
+    open_check,
 )
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import PerDriver, Session
@@ -50,6 +52,11 @@ _NO_LISTS: Mapping[object, Any] = MappingProxyType({})
 NOT_CAPTURED = (cuda.CUresult.CUDA_SUCCESS, cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
 """Answer of ``cuStreamIsCapturing`` for a stream that is not captured."""
 _INVALID_HANDLE = cuda.CUresult.CUDA_ERROR_INVALID_HANDLE
+
+moment: Callable[[], int] = itertools.count().__next__
+"""A number that grows with each call, on any thread."""
+synchronized: PerDriver[dict[int, int]] = PerDriver(lambda _: {})
+"""Moments at which the latest synchronisations of devices began, by ordinal."""
 
 
 class Kind(enum.Enum):
@@ -79,9 +86,10 @@ class Stream(Closes, Shown):
 
     __slots__ = (
         "__weakref__",
+        "_answer",
+        "_asks",
         "_capture",
         "_closed",
-        "_current",
         "_direct",
         "_dropping",
         "_endings",
@@ -90,7 +98,9 @@ class Stream(Closes, Shown):
         "_in_use",
         "_kind",
         "_last",
+        "_left",
         "_number",
+        "_open_check",
         "_owed",
         "_owner",
         "_paying",
@@ -135,8 +145,16 @@ class Stream(Closes, Shown):
         # Fast paths, see streamalloc.core.session.
         self._handle: Any = None
         """``CUstream``: calls that queue work may go straight to the driver; else None."""
-        self._current: Any = None
-        """Answer of ``cuCtxGetCurrent`` while calls on a default stream may go straight to the driver; else None."""
+        self._asks: Callable[[], Any] = int
+        """Question before a call goes straight to the driver, where there is one: ``cuCtxGetCurrent`` for a default
+        stream, that of ``_open_check`` for a stream that its library may close.
+        """
+        self._answer: Any = None
+        """Answer to it with which the call may go; None while no call may."""
+        self._left: int | None = None
+        """The :func:`moment` at which its library was found to have closed it: the end of its work is not known."""
+        self._open_check: tuple[Callable[[], Any], Any] | None = None
+        """Question and answer while its library has it open; None for streams that nobody else closes."""
         self._direct: Session | None = None
         """Session: allocations may go straight to the driver without a question; else None."""
         self._weak_owner: Callable[[], object] | None = None
@@ -210,10 +228,14 @@ class Stream(Closes, Shown):
             return
         if self._kind is _DEFAULT:
             if deferred_queue(self._session).captures:
-                self._current = None  # The slow path asks whether a blocking stream is captured.
+                self._answer = None  # The slow path asks whether a blocking stream is captured.
                 return
             # The handle stands for a stream of whichever context is current.
-            self._current = (cuda.CUresult.CUDA_SUCCESS, self._session.context(self.device.ordinal))
+            self._asks = self._session.cuCtxGetCurrent
+            self._answer = (cuda.CUresult.CUDA_SUCCESS, self._session.context(self.device.ordinal))
+            return
+        if self._open_check is not None:
+            self._asks, self._answer = self._open_check
             return
         self._handle = self._raw
         if self._plain:
@@ -221,26 +243,34 @@ class Stream(Closes, Shown):
 
     def _forbid_direct(self) -> None:
         self._handle = None
-        self._current = None
+        self._answer = None
         self._direct = None
         self.free_lists = _NO_LISTS
 
-    def _handle_in_context(self) -> Any | None:
-        """``CUstream`` of a default stream if its context is the thread's current one (``cuCtxGetCurrent``)."""
-        current, get_current = self._current, self._session.cuCtxGetCurrent
-        return self._raw if current is not None and get_current() == current else None
+    def _asked_handle(self) -> Any | None:
+        """``CUstream`` of a stream without ``_handle`` if a call may go straight to the driver now.
+
+        That is a default stream whose context is the thread's current one, or a stream that its library has not closed.
+        """
+        answer, asks = self._answer, self._asks
+        try:
+            return self._raw if answer is not None and asks() == answer else None
+        except ReferenceError:  # the library's object has just died
+            return None
 
     def _drop_handle(self) -> Any | None:
-        """``CUstream`` of a default stream if a finaliser may free memory on it now.
+        """As :meth:`_asked_handle`, for a finaliser that frees memory.
 
         A free on the legacy stream would break the capture of a blocking stream; ``cuStreamIsCapturing`` answers an
         error then. The handle of a per-thread stream stands for another stream on each thread.
         """
-        current, raw, session = self._current, self._raw, self._session
-        get_current, is_capturing = session.cuCtxGetCurrent, session.cuStreamIsCapturing
-        if current is None or self._number == PER_THREAD or get_current() != current:
+        answer, asks, raw, is_capturing = self._answer, self._asks, self._raw, self._session.cuStreamIsCapturing
+        try:
+            if answer is None or self._number == PER_THREAD or asks() != answer:
+                return None
+        except ReferenceError:
             return None
-        return None if is_capturing(raw)[0] else raw
+        return None if self._open_check is None and is_capturing(raw)[0] else raw
 
     def _outlived(self) -> None:
         """Close a kept stream whose library's object has died, and with it the driver's stream."""
@@ -250,7 +280,20 @@ class Stream(Closes, Shown):
     def _holding(self) -> Stream:
         """This stream, or for a kept one a stream that keeps the library's object alive."""
         owner = self._weak_owner and self._weak_owner()
-        return self if owner is None else Stream.of_handle(self.device, self._number, owner)
+        return self if owner is None else self._of_library(owner)
+
+    def _of_library(self, owner: object) -> Stream:
+        """This stream of a library as one that keeps the library's object."""
+        stream = Stream.of_handle(self.device, self._number, owner)
+        stream._may_be_closed(open_check(owner, self._number, weak=False))
+        return stream
+
+    def _may_be_closed(self, check: tuple[Callable[[], Any], Any] | None) -> None:
+        """Ask before each use whether the library has closed the stream."""
+        if check is not None and not self.is_default:
+            self._forbid_direct()
+            self._open_check = check
+            self._allow_direct()
 
     @property
     def handle(self) -> int:
@@ -278,7 +321,16 @@ class Stream(Closes, Shown):
 
     @property
     def closed(self) -> bool:
-        """Whether :meth:`close` was called."""
+        """Whether :meth:`close` was called, or the library closed its stream."""
+        if self._open_check is not None and not self._closed:
+            asks, answer = self._open_check
+            try:
+                is_open = asks() == answer
+            except ReferenceError:
+                is_open = False
+            if not is_open:
+                self._left = moment()
+                self._end_use()
         return self._closed
 
     @property
@@ -315,8 +367,8 @@ class Stream(Closes, Shown):
         return not int(self._call("cuStreamGetFlags")) & int(cuda.CUstream_flags.CU_STREAM_NON_BLOCKING)
 
     def _checked_raw(self) -> Any:
-        if self._closed:
-            raise ClosedError(f"{self!r} was closed")
+        if self._closed or (self._open_check is not None and self.closed):
+            raise ClosedError(f"{self!r} was closed{'' if self._open_check is None else ', here or by its library'}")
         if self._owed and threading.get_ident() not in self._paying:
             self._pay()
         return self._raw
@@ -335,7 +387,7 @@ class Stream(Closes, Shown):
         finally:
             self._paying.remove(me)
         self._allow_direct()
-        # Another finaliser may just have come.
+        # A finaliser may have added an item since the loop ended.
         if self._owed:
             self._forbid_direct()
 
@@ -357,7 +409,7 @@ class Stream(Closes, Shown):
         """
         handle, spare = self._handle, self._spare
         if handle is None:
-            handle = self._handle_in_context()
+            handle = self._asked_handle()
         if event is None and handle is not None and spare and not timing:
             again = Event.__new__(Event)
             again.device = self.device
@@ -400,7 +452,7 @@ class Stream(Closes, Shown):
         """
         handle, session = self._handle, self._session
         if handle is None:
-            handle = self._handle_in_context()
+            handle = self._asked_handle()
         if handle is not None:
             if type(other) is Event:
                 raw = other._raw
@@ -425,7 +477,7 @@ class Stream(Closes, Shown):
         """
         spare, session, ours = self._spare, self._session, self._handle
         if ours is None:
-            ours = self._handle_in_context()
+            ours = self._asked_handle()
         if ours is None or not spare:
             return False
         try:
@@ -477,7 +529,7 @@ class Stream(Closes, Shown):
         """
         handle = self._handle
         if handle is None:
-            handle = self._handle_in_context()
+            handle = self._asked_handle()
         if handle is not None:
             result = self._session.cuStreamSynchronize(handle)[0]
             if result:
@@ -498,7 +550,7 @@ class Stream(Closes, Shown):
         """Whether all work queued so far is done (``cuStreamQuery``)."""
         handle = self._handle
         if handle is None:
-            handle = self._handle_in_context()
+            handle = self._asked_handle()
         if handle is not None:
             return is_done(self._session.cuStreamQuery(handle)[0], "cuStreamQuery")
         return self._query_slowly()
@@ -549,8 +601,8 @@ class Stream(Closes, Shown):
         """Record what is queued in a ``with`` block into a graph instead of running it (``cuStreamBeginCapture``).
 
         Yields the :class:`~streamalloc.core.graph.Graph`, which is complete when the block ends. Allocations and frees
-        become nodes of the graph. ``mode`` is ``"global"``, ``"thread_local"`` or ``"relaxed"``: which calls of which
-        threads are refused meanwhile, as they could not be replayed.
+        become nodes of the graph. The driver refuses calls that a graph cannot contain: those of all threads with
+        ``mode="global"``, those of this thread with ``"thread_local"``, and none with ``"relaxed"``.
         """
         from streamalloc.core.graph import capturing
 
@@ -566,13 +618,7 @@ class Stream(Closes, Shown):
         if self._capture is not None:
             raise refused(CaptureError, "cuStreamDestroy", "the stream is being captured; end the capture first")
         if self._kind is not _MADE:
-            self._forbid_direct()
-            self._closed = True
-            self._spare.end(self._session)
-            # A finaliser may be the caller.
-            for item in self._endings:
-                deferred_queue(self._session).submit(item)
-            self._endings = ()
+            self._end_use()
             return
         with self._in_use:
             if self.closed:  # by another thread meanwhile
@@ -596,6 +642,15 @@ class Stream(Closes, Shown):
         if result:
             refused_to_end(self._session, "cuStreamDestroy", self._raw, result)
             raise error_from(result, "cuStreamDestroy")
+
+    def _end_use(self) -> None:
+        """Close a stream that other code made. A finaliser may be the caller."""
+        self._forbid_direct()
+        self._closed = True
+        self._spare.end(self._session)
+        for item in self._endings:
+            deferred_queue(self._session).submit(item)
+        self._endings = ()
 
     def __cuda_stream__(self) -> tuple[int, int]:
         """Protocol version 0 and the handle, for other libraries."""
@@ -756,6 +811,15 @@ def sees_all_work(stream: Stream) -> bool:
 def refuse_capture(stream: Stream, call: str, why: str) -> None:
     """Raise :class:`CaptureError` where the stream is being captured; ``call`` is what would not be replayed."""
     stream._refuse_capture(call, why)
+
+
+def end_is_known(stream: Stream) -> bool:
+    """Whether later work can come after all work of a stream.
+
+    If the library has closed its stream, only a synchronisation of the device (:meth:`Device.synchronize`) shows that
+    the work is done.
+    """
+    return stream._left is None or synchronized(stream._session).get(stream.device.ordinal, -1) > stream._left
 
 
 def end_of(stream: Stream) -> list[Event]:

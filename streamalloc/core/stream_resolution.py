@@ -60,7 +60,7 @@ def as_stream(stream: StreamLike, session: Session) -> Stream:
             ordinal = session.device_of(session.call("cuStreamGetCtx", cuda.CUstream(number)))
             known = Stream.of_handle(Device._of(ordinal, session), number, None)
             keep_stream(stream, number, known, session)
-        found = Stream.of_handle(known.device, number, stream)
+        found = known._of_library(stream)
     if not isinstance(stream, cuda.CUstream):
         found._tell_lent(found._raw, used=True)
     return found
@@ -121,7 +121,7 @@ def queue_handle(stream: StreamLike, session: Session) -> Any | None:
     if known is None or known._session is not session:
         return None
     handle = known._handle
-    return known._handle_in_context() if handle is None else handle
+    return known._asked_handle() if handle is None else handle
 
 
 def direct_view(stream: StreamLike, session: Session) -> tuple[Any | None, bool]:
@@ -134,6 +134,6 @@ def direct_view(stream: StreamLike, session: Session) -> tuple[Any | None, bool]
 def order_handle_after(handle: int, ours: Stream) -> None:
     """Let later work of the stream with a ``CUstream`` of other code wait for all queued work of ``ours``."""
     default = handle in DEFAULT_HANDLES
-    theirs = default_stream(ours.device, handle)._handle_in_context() if default else cuda.CUstream(handle)
+    theirs = default_stream(ours.device, handle)._asked_handle() if default else cuda.CUstream(handle)
     if theirs is None or not ours._order(theirs):
         Stream.of_handle(ours.device, handle, ours).wait(ours)

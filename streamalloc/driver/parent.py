@@ -55,7 +55,7 @@ def configuration() -> dict[str, Any]:
     return found
 
 
-def _from_server() -> bool:
+def from_server() -> bool:
     """Whether multiprocessing has started this process."""
     module = sys.modules.get("multiprocessing.process")
     return module is not None and module.parent_process() is not None
@@ -72,7 +72,7 @@ def parent_test() -> ParentTest | None:
 @functools.cache
 def _find(process: int) -> ParentTest | None:
     # The environment of a multiprocessing server may be that of an earlier test.
-    text = configuration().get(VARIABLE) or ("" if _from_server() else _AT_START)
+    text = configuration().get(VARIABLE) or ("" if from_server() else _AT_START)
     if not text:
         return None
     try:

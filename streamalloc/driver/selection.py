@@ -226,7 +226,9 @@ def as_asked(driver: Driver) -> Driver:
 
     found = _checked.get(id(driver))
     if found is None:
-        action = cast("Any", "report" if _CHECK in ("", "1") else _CHECK)
+        action: Any = "report" if _CHECK in ("", "1") else _CHECK
+        if action not in ("report", "warn", "raise"):
+            raise ValueError(f"STREAMALLOC_CHECK={_CHECK!r}: allowed are 1 or report, warn, raise, and 0")
         made = checked(driver, action, uninitialized=test is not None)
         made.show = made.print if test is None else made.reporter(test)
         found = _checked.setdefault(id(driver), made)

@@ -154,7 +154,7 @@ for _queue in (Queue, JoinableQueue):
 
 
 def _on_feeder_thread() -> bool:
-    """Whether a queue's feeder thread pickles now. It prints an error and drops the item, and the reader waits on."""
+    """Whether a queue's feeder thread pickles now, which prints an error and drops the item: its reader waits on."""
     caller = _pickled_by()
     return caller is not None and caller.f_code is _FEED and caller.f_locals.get("onerror") is _PRINT_ERROR
 

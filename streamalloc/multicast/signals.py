@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streamalloc.core.internal import Event, Stream, refuse_capture, stream_call
+from streamalloc.core.properties import checked_type
 from streamalloc.driver.internal import cuda
 from streamalloc.multicast.setup.plan import CHANNELS, Layout
 
@@ -134,7 +135,5 @@ class Signals:
 
 def check_channel(channel: int) -> None:
     """Raise ``TypeError`` or ``ValueError`` for an invalid channel number."""
-    if isinstance(channel, bool) or not isinstance(channel, int):
-        raise TypeError(f"channel must be an int, not {type(channel).__name__} ({channel!r})")
-    if not 0 <= channel < CHANNELS:
+    if not 0 <= checked_type("channel", channel, int) < CHANNELS:
         raise ValueError(f"channel={channel}: allowed are 0 to {CHANNELS - 1}")

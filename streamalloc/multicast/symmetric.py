@@ -165,19 +165,9 @@ class SymmetricMemory(Closes, Shown):
     """
 
     __slots__ = (
-        "__weakref__",
-        "_asleep",
-        "_bases",
-        "_finalizer",
-        "_group",
-        "_layout",
-        "_leaving",
-        "_owned",
-        "_plan",
-        "_resources",
-        "_signals",
-        "timeout",
-    )
+        "__weakref__", "_asleep", "_bases", "_finalizer", "_group", "_layout", "_leaving", "_owned", "_plan",
+        "_resources", "_signals", "timeout",
+    )  # fmt: skip
 
     timeout: float | None
     """Seconds for :meth:`close`."""

@@ -9,17 +9,6 @@ from streamalloc.observing.records import Allocation, Happening, Phase, Site, So
 from streamalloc.observing.report import LeakError, LeakReport, Place
 
 __all__ = [
-    "Allocation",
-    "Happening",
-    "LeakError",
-    "LeakReport",
-    "LiveView",
-    "Observer",
-    "Phase",
-    "Place",
-    "PoolFigures",
-    "Site",
-    "Source",
-    "live",
-    "observe",
-]
+    "Allocation", "Happening", "LeakError", "LeakReport", "LiveView", "Observer", "Phase", "Place", "PoolFigures",
+    "Site", "Source", "live", "observe",
+]  # fmt: skip

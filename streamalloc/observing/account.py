@@ -167,11 +167,7 @@ class Account:
     def allocated(self, allocator: Allocator | None, address: int, nbytes: int, stream: Any) -> None:
         """Memory was allocated."""
         if allocator is not None:
-            one = self._from(allocator, address, nbytes, int(stream))
-            self._note(_ALLOCATED, one, one.stream)
-            self.look()
-            if self._on_allocate is not None:
-                self._on_allocate(one)
+            self._record(self._from(allocator, address, nbytes, int(stream)))
 
     def failed(self, allocator: Allocator | None, nbytes: int, stream: Any) -> None:
         """The driver has refused an allocation."""
@@ -195,13 +191,13 @@ class Account:
 
     def mapped(self, address: int, memory: MappedMemory) -> None:
         """Memory was mapped."""
-        if not self._spanned(address):
-            where = getattr(memory, "location", None)
-            if not (self._everything or any(where == one.location for one in self._devices)) or not is_counted(memory):
-                return
-        source = Source("mapping", getattr(memory, "location", MemLocation.none()), "")
-        one = self._allocation(address, memory.nbytes, 0, source, sites(self._depth))
-        self._note(_ALLOCATED, one, 0)
+        where = getattr(memory, "location", MemLocation.none())
+        wanted = self._everything or any(where == one.location for one in self._devices)
+        if self._spanned(address) or (wanted and is_counted(memory)):
+            self._record(self._allocation(address, memory.nbytes, 0, Source("mapping", where, ""), sites(self._depth)))
+
+    def _record(self, one: Allocation) -> None:
+        self._note(_ALLOCATED, one, one.stream)
         self.look()
         if self._on_allocate is not None:
             self._on_allocate(one)
@@ -365,8 +361,6 @@ def _mapped_in(target: object) -> list[tuple[int, int, Source]]:
         source = Source("mapping", target.location, "")
         return [(target.address + page * target.page_size, target.page_size, source) for page in found.values()]
     if isinstance(target, SymmetricMemory):
-        return [
-            (start, stop - start, Source("mapping", device.location, ""))
-            for (start, stop), device in zip(_spans(target), target.devices, strict=True)
-        ]
+        locations = [Source("mapping", device.location, "") for device in target.devices]
+        return [(start, stop - start, of) for (start, stop), of in zip(_spans(target), locations, strict=True)]
     return []

@@ -38,15 +38,12 @@ def snapshot(history: Sequence[Happening], live: Iterable[Allocation]) -> dict[s
     """
     live = [one for one in live if _device(one) is not None and one.address]
     happened = [one for one in history if _device(one.allocation) is not None]
-    devices = {_device(one) for one in live} | {_device(one.allocation) for one in happened}
-    count = 1 + max((one for one in devices if one is not None), default=-1)
-    traces: list[list[dict[str, Any]]] = [[] for _ in range(count)]
-    for one in happened:
-        ordinal = _device(one.allocation)
-        assert ordinal is not None
-        traces[ordinal] += _entries(one)
+    devices = {_device(one) or 0 for one in (*live, *(one.allocation for one in happened))}
+    count = 1 + max(devices, default=-1)
+    traces: list[list[dict[str, Any]]] = []
     segments = []
     for ordinal in range(count):
+        traces.append([entry for one in happened if _device(one.allocation) == ordinal for entry in _entries(one)])
         here = [one for one in live if _device(one) == ordinal]
         ever = [*here, *(one.allocation for one in happened if one.action != "failure")]
         pooled = [one for one in ever if one.source.kind != "mapping" and _device(one) == ordinal]
@@ -73,14 +70,8 @@ def _entries(one: Happening) -> Iterator[dict[str, Any]]:
         "failure": ["oom"],
     }[one.action]
     for action in actions:
-        entry = {
-            "action": action,
-            "addr": allocation.address,
-            "size": allocation.nbytes,
-            "stream": one.stream,
-            "time_us": one.time // 1000,
-            "frames": _frames(allocation),
-        }
+        place = {"action": action, "addr": allocation.address, "size": allocation.nbytes, "stream": one.stream}
+        entry = {**place, "time_us": one.time // 1000, "frames": _frames(allocation)}
         # The viewer needs the field; the device's free memory is not recorded.
         yield entry | {"device_free": 0} if action == "oom" else entry
 
@@ -91,19 +82,15 @@ def _frames(one: Allocation) -> list[dict[str, Any]]:
     return found + [{"filename": word, "line": 0, "name": ""} for word in words]
 
 
-def _clusters(allocations: Iterable[Allocation], gap: int) -> Iterator[tuple[int, int]]:
+def _clusters(allocations: Iterable[Allocation], gap: int) -> list[list[int]]:
     """Start and end of each group of allocations that are at most ``gap`` bytes apart."""
-    pieces = sorted({(one.address, one.address + one.nbytes) for one in allocations})
-    while pieces:
-        start, stop = pieces[0]
-        taken = 1
-        for begin, end in pieces[1:]:
-            if begin - stop > gap:
-                break
-            stop = max(stop, end)
-            taken += 1
-        yield start, stop
-        del pieces[:taken]
+    found: list[list[int]] = []
+    for begin, end in sorted({(one.address, one.address + one.nbytes) for one in allocations}):
+        if found and begin - found[-1][1] <= gap:
+            found[-1][1] = max(found[-1][1], end)
+        else:
+            found.append([begin, end])
+    return found
 
 
 def _segment(ordinal: int, start: int, stop: int, live: Iterable[Allocation], expandable: bool) -> dict[str, Any]:
@@ -118,20 +105,10 @@ def _segment(ordinal: int, start: int, stop: int, live: Iterable[Allocation], ex
     if at < stop:
         blocks.append(_block(at, stop - at, 0, "inactive", []))
     active = sum(block["requested_size"] for block in blocks)
-    return {
-        "device": ordinal,
-        "address": start,
-        "total_size": stop - start,
-        "allocated_size": active,
-        "active_size": active,
-        "requested_size": active,
-        "stream": 0,
-        "segment_type": "large",
-        "segment_pool_id": (0, 0),
-        "is_expandable": expandable,
-        "frames": [],
-        "blocks": blocks,
-    }
+    place = {"device": ordinal, "address": start, "total_size": stop - start, "stream": 0}
+    sizes = dict.fromkeys(("allocated_size", "active_size", "requested_size"), active)
+    kind = {"segment_type": "large", "segment_pool_id": (0, 0), "is_expandable": expandable}
+    return {**place, **sizes, **kind, "frames": [], "blocks": blocks}
 
 
 def _block(address: int, size: int, requested: int, state: str, frames: list[dict[str, Any]]) -> dict[str, Any]:
@@ -167,17 +144,10 @@ class Log:
         for one in history:
             seconds, rest = divmod(one.time, 10**9)
             clock = f"{time.strftime('%H:%M:%S', time.localtime(seconds))}:{rest // 1000:06}"
-            allocation = one.allocation
-            numbers = (
-                one.thread,
-                clock,
-                _ACTIONS[one.action],
-                f"{allocation.address:#x}",
-                allocation.nbytes,
-                hex(one.stream),
-            )
-            names = dict(allocation.names)
-            words = (*(names.get(name, "") for name in _NAMES), *map(str, allocation.sites[:1]))
+            of = one.allocation
+            numbers = one.thread, clock, _ACTIONS[one.action], f"{of.address:#x}", of.nbytes, hex(one.stream)
+            names = dict(of.names)
+            words = (*(names.get(name, "") for name in _NAMES), *map(str, of.sites[:1]))
             writer.writerow([*numbers, *(" ".join(word.split()) for word in words)])
         self._file.write(text.getvalue().encode())
 
@@ -225,17 +195,9 @@ def save_chrome(
             events.append({"ph": "C", "name": name, "args": {"allocated bytes": totals[name]}} | common)
     for phase in phases:
         if phase.ended is not None:
-            events.append(
-                {
-                    "ph": "X",
-                    "name": phase.name,
-                    "pid": process,
-                    "tid": phase.thread,
-                    "ts": phase.began / 1000,
-                    "dur": (phase.ended - phase.began) / 1000,
-                    "args": {"path": phase.path, "before": phase.before, "peak": phase.peak, "after": phase.after},
-                }
-            )
+            args = {name: getattr(phase, name) for name in ("path", "before", "peak", "after")}
+            span = {"ts": phase.began / 1000, "dur": (phase.ended - phase.began) / 1000}
+            events.append({"ph": "X", "name": phase.name, "pid": process, "tid": phase.thread, "args": args} | span)
     Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="ascii")
 
 
@@ -246,13 +208,9 @@ def _counter(one: Allocation) -> str:
 
 def _before(history: Iterable[Happening], live: Iterable[Allocation]) -> dict[int, Allocation]:
     """The allocations, by address, that were live before the first entry of the history."""
-    found: dict[int, Allocation] = {}
-    made: set[int] = set()
+    first: dict[int, Happening] = {}
     for one in history:
-        address = one.allocation.address
-        if one.action == "allocate":
-            made.add(address)
-        elif one.action == "free" and address not in made:
-            found[address] = one.allocation
-            made.add(address)
-    return found | {one.address: one for one in live if one.address not in made}
+        if one.action != "failure":
+            first.setdefault(one.allocation.address, one)
+    found = {address: one.allocation for address, one in first.items() if one.action == "free"}
+    return found | {one.address: one for one in live if one.address not in first}

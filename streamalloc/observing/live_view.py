@@ -11,7 +11,7 @@ import importlib
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from streamalloc.core.errors import ClosedError, CudaError
@@ -57,34 +57,29 @@ def _figures(pool: MemoryPool) -> PoolFigures | None:
     try:
         read = pool.attributes
         with session.relaxed(), reading(pool):
-            now = PoolStatistics(
-                read.reserved_mem_current, read.reserved_mem_high, read.used_mem_current, read.used_mem_high
-            )
+            reserved = read.reserved_mem_current, read.reserved_mem_high
+            now = PoolStatistics(*reserved, read.used_mem_current, read.used_mem_high)
             return PoolFigures(_name(pool), now, _capacity(pool))
     except (ClosedError, CudaError, ForkedProcessError):
         return None
 
 
-class _Screen:
+class _Screen(NamedTuple):
     """Output of a view: a function that shows statistics, and one that ends the output."""
 
-    def __init__(self, show: Callable[[list[PoolFigures]], None], end: Callable[[], None]) -> None:
-        self.show = show
-        self.end = end
+    show: Callable[[list[PoolFigures]], object]
+    end: Callable[[], object] = lambda: None
+
+
+def _rows(figures: list[PoolFigures], shown: Callable[[int, int], str]) -> Iterator[tuple[str, ...]]:
+    """Rows of the table; ``shown`` draws a share of a total."""
+    for name, now, capacity in figures:
+        shares = shown(now.used, now.reserved), shown(now.reserved, capacity)
+        yield name, *shares, mib(now.used_high), mib(now.reserved_high)
 
 
 def _html(figures: list[PoolFigures]) -> str:
-    rows = (
-        (
-            name,
-            gauge(now.used, now.reserved),
-            gauge(now.reserved, capacity),
-            mib(now.used_high),
-            mib(now.reserved_high),
-        )
-        for name, now, capacity in figures
-    )
-    return table(_HEAD, rows) if figures else "no pools"
+    return table(_HEAD, _rows(figures, gauge)) if figures else "no pools"
 
 
 def _terminal() -> _Screen:
@@ -97,9 +92,8 @@ def _terminal() -> _Screen:
 
     def renderable(figures: list[PoolFigures]) -> Any:
         made = rich_table.Table(*_HEAD)
-        for name, now, capacity in figures:
-            made.add_row(name, _bar(now.used, now.reserved), _bar(now.reserved, capacity),
-                         mib(now.used_high), mib(now.reserved_high))  # fmt: skip
+        for row in _rows(figures, _bar):
+            made.add_row(*row)
         return made
 
     view = rich_live.Live(renderable([]), auto_refresh=False)
@@ -118,14 +112,10 @@ def _notebook() -> _Screen:
         widgets = importlib.import_module("ipywidgets")
     except ModuleNotFoundError:
         handle = display.display(display.HTML(_html([])), display_id=True)
-        return _Screen(lambda figures: handle.update(display.HTML(_html(figures))), lambda: None)
+        return _Screen(lambda figures: handle.update(display.HTML(_html(figures))))
     widget = widgets.HTML(_html([]))
     display.display(widget)
-
-    def show(figures: list[PoolFigures]) -> None:
-        widget.value = _html(figures)
-
-    return _Screen(show, lambda: None)
+    return _Screen(lambda figures: setattr(widget, "value", _html(figures)))
 
 
 def _in_notebook() -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from streamalloc.core.errors import ClosedError, size_text
 from streamalloc.core.html import Drawn
 from streamalloc.core.internal import Allocator, Device
-from streamalloc.core.properties import checked_size
+from streamalloc.core.properties import checked_size, checked_type
 from streamalloc.core.resource import Leaves
 from streamalloc.core.session import Session, session_of
 from streamalloc.driver import default as default_driver
@@ -233,9 +233,7 @@ def observe(
     """
     checked_size("limit", limit)
     for name, value in (("depth", depth), ("history", 0 if history is None else history)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} must be an integer, not {type(value).__name__} ({value!r})")
-        if value < 0:
+        if checked_type(name, value, int) < 0:
             raise ValueError(f"{name}={value}: must be at least 0")
     for one in what:
         if not isinstance(one, (Device, Allocator, VirtualBuffer, AddressRange, PageSpace, SymmetricMemory)):

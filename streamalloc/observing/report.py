@@ -49,10 +49,7 @@ def places(allocations: Iterable[Allocation]) -> list[Place]:
         site = one.sites[0] if one.sites else None
         key = (None if site is None else (id(site.code), site.line), one.names)
         found.setdefault(key, []).append(one)
-    made = [
-        Place(group[0].sites[0] if group[0].sites else None, group[0].tag, group[0].phase, tuple(group))
-        for group in found.values()
-    ]
+    made = [Place(next(iter(one.sites), None), one.tag, one.phase, (one, *rest)) for one, *rest in found.values()]
     return sorted(made, key=lambda place: -place.nbytes)
 
 
@@ -101,16 +98,10 @@ class LeakReport:
     def _repr_html_(self) -> str:
         if not self:
             return "nothing is allocated"
-        named = [
-            name for name in ("pool", "stream", "tag", "phase") if any(name in dict(one.names) for one in self.places)
-        ]
-        rows = (
-            (
-                mib(one.nbytes),
-                len(one.allocations),
-                code(str(one.site or "before the observer")),
-                *(dict(one.names).get(name, "") for name in named),
-            )
-            for one in self.places
-        )
+        given = {name for one in self.places for name, _ in one.names}
+        named = [name for name in ("pool", "stream", "tag", "phase") if name in given]
+        rows = []
+        for one in self.places:
+            words = (dict(one.names).get(name, "") for name in named)
+            rows.append((mib(one.nbytes), len(one.allocations), code(str(one.site or "before the observer")), *words))
         return table(("still allocated", "allocations", "from", *named), rows)

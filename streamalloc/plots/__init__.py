@@ -13,18 +13,7 @@ if TYPE_CHECKING:
     from streamalloc.plots.ranges import address_range
     from streamalloc.plots.style import STYLE, drawing, figure
 
-__all__ = [
-    "STYLE",
-    "Life",
-    "address_range",
-    "draw",
-    "drawing",
-    "figure",
-    "lives",
-    "memory",
-    "pool",
-    "reuse",
-]
+__all__ = ["STYLE", "Life", "address_range", "draw", "drawing", "figure", "lives", "memory", "pool", "reuse"]
 
 _MODULES = ("objects", "observed", "ranges", "style")
 """Modules with the public names; imported on use, so this package can be imported without matplotlib."""

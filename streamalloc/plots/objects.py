@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -23,15 +23,12 @@ def pool(of: MemoryPool, *, ax: Axes | None = None) -> Figure:
     unit, scale = unit_of(now.reserved_high)
     with drawing(ax, height=1.7) as (made, axes):
         rows(axes, ["reserved", "used"])
-        for row, (value, peak, color) in enumerate(
-            ((now.reserved, now.reserved_high, RESERVED), (now.used, now.used_high, USED))
-        ):
+        bars = (now.reserved, now.reserved_high, RESERVED), (now.used, now.used_high, USED)
+        for row, (value, peak, color) in enumerate(bars):
             axes.barh(row, value / scale, 0.6, fc=color, ec=RESERVED_EDGE)
             axes.plot([peak / scale] * 2, [row - 0.4, row + 0.4], color=INK, lw=1.6)
-            axes.annotate(
-                f"{size_text(value)}, at most {size_text(peak)}", (max(value, peak) / scale, row), (7, 0),
-                textcoords="offset points", va="center",
-            )  # fmt: skip
+            text, end = f"{size_text(value)}, at most {size_text(peak)}", (max(value, peak) / scale, row)
+            axes.annotate(text, end, (7, 0), textcoords="offset points", va="center")
         # More than the peak, for the texts.
         whole_numbers(axes.xaxis, 1.3 * now.reserved_high / scale)
         axes.set_xlabel(unit)
@@ -56,6 +53,5 @@ def draw(thing: object, **options: Any) -> Figure:
     """
     for kind, draw_kind in _FUNCTIONS.items():
         if isinstance(thing, kind):
-            made: Figure = draw_kind(thing, **options)
-            return made
+            return cast(Figure, draw_kind(thing, **options))
     raise TypeError(f"there is no picture of {thing!r}")

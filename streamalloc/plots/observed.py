@@ -128,12 +128,8 @@ class Life(NamedTuple):
     """Tag of the allocation, else the name of its pool; only in records of an observer."""
 
 
-SAME, SYNCHRONISED, EVENT, OTHER = (
-    "same stream",
-    "the host had synchronised",
-    "an event orders them",
-    "the free had run, or the driver waits for it",
-)
+SAME, SYNCHRONISED, EVENT = "same stream", "the host had synchronised", "an event orders them"
+OTHER = "the free had run, or the driver waits for it"
 WHY = {SAME: (GREY, "-"), SYNCHRONISED: (INK, (0, (1, 0.6))), EVENT: (INK, "-"), OTHER: (RED, "-")}
 """Colour and style of the line for each reason."""
 
@@ -159,16 +155,15 @@ def lives(of: Observer | Iterable[Call]) -> list[Life]:
     if isinstance(of, Observer):
         happened = [one for one in of.history if one.action != "failure"]
         names = [_name(one.allocation) for one in happened if one.action == "allocate"]
-        return [one._replace(name=name) for one, name in zip(_lives(_steps(happened)), names, strict=True)]
+        steps: list[_Step] = [
+            (one.action, (one.allocation.address, one.allocation.nbytes, one.stream)) for one in happened
+        ]
+        return [one._replace(name=name) for one, name in zip(_lives(steps), names, strict=True)]
     return _lives(_steps_of_calls(of))
 
 
 _Step = tuple[str, tuple[int, ...]]
 """Kind of a call, then (address, size, stream), (stream, event), (stream,), (event,) or ()."""
-
-
-def _steps(happened: Iterable[Happening]) -> list[_Step]:
-    return [(one.action, (one.allocation.address, one.allocation.nbytes, one.stream)) for one in happened]
 
 
 _ALLOCATIONS = {"cuMemAllocAsync": 1, "cuMemAllocFromPoolAsync": 2}
@@ -202,7 +197,7 @@ def _steps_of_calls(calls: Iterable[Call]) -> list[_Step]:
     return steps
 
 
-def _lives(steps: Sequence[_Step]) -> list[Life]:
+def _lives(steps: Iterable[_Step]) -> list[Life]:
     found: list[Life] = []
     live: dict[int, int] = {}
     freed: list[_Freed] = []
@@ -228,13 +223,11 @@ def _lives(steps: Sequence[_Step]) -> list[Life]:
         elif kind == "wait":
             for one in marks.get(args[1], ()):
                 one.after.setdefault(args[0], EVENT)
-        elif kind == "synchronise":
-            for one in freed:
-                if not args or args[0] in one.after:
+        elif kind in ("synchronise", "synchronise event"):
+            of_event = kind == "synchronise event"
+            for one in marks.get(args[0], ()) if of_event else freed:
+                if of_event or not args or args[0] in one.after:
                     one.after.setdefault(-1, SYNCHRONISED)
-        elif kind == "synchronise event":
-            for one in marks.get(args[0], ()):
-                one.after.setdefault(-1, SYNCHRONISED)
     return found
 
 

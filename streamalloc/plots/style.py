@@ -137,11 +137,6 @@ def rows(ax: Axes, names: Sequence[str]) -> None:
     ax.spines["left"].set_visible(False)
 
 
-def sizes(ax: Axes) -> None:
-    """Set up a y axis of MiB from 0."""
-    whole_numbers(ax.yaxis, ax.get_ylim()[1])
-
-
 def inside(
     made: Figure,
     ax: Axes,

@@ -46,16 +46,18 @@ class PoolStatistics(NamedTuple):
 
 
 class Attribute(Generic[T]):
-    """One attribute of a pool: the driver's name, a reader for its value, and the CUDA version that added it."""
+    """One attribute of a pool: a reader for its value, and the CUDA version that added it."""
 
-    def __init__(self, name: str, read: Callable[[int], T], doc: str, since: str = "11.2") -> None:
-        self.driver_name: str = f"CU_MEMPOOL_ATTR_{name}"
+    name: str
+    driver_name: str
+
+    def __init__(self, read: Callable[[int], T], doc: str, since: str = "11.2") -> None:
         self.read = read
         self.since = since
         self.__doc__ = doc
 
     def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
+        self.name, self.driver_name = name, f"CU_MEMPOOL_ATTR_{name.upper()}"
 
     @overload
     def __get__(self, attributes: None, owner: type | None = None) -> Self: ...
@@ -70,8 +72,8 @@ class Attribute(Generic[T]):
 class Switch(Attribute[bool]):
     """An attribute that can be set to True or False."""
 
-    def __init__(self, name: str, doc: str) -> None:
-        super().__init__(name, bool, doc)
+    def __init__(self, doc: str) -> None:
+        super().__init__(bool, doc)
 
     def __set__(self, attributes: PoolAttributes, value: bool) -> None:
         checked_type(self.name, value, bool)
@@ -81,8 +83,8 @@ class Switch(Attribute[bool]):
 class Size(Attribute[int]):
     """A number of bytes that can be set."""
 
-    def __init__(self, name: str, doc: str) -> None:
-        super().__init__(name, int, doc)
+    def __init__(self, doc: str) -> None:
+        super().__init__(int, doc)
 
     def __set__(self, attributes: PoolAttributes, value: int) -> None:
         attributes._set(self, cuda.cuuint64_t(checked_size(self.name, value)))
@@ -108,54 +110,38 @@ class PoolAttributes:
         self._pool = pool
 
     reuse_follow_event_dependencies: Switch = Switch(
-        "REUSE_FOLLOW_EVENT_DEPENDENCIES",
-        "Whether memory freed in another stream is reused where an event orders the allocation after the free.",
+        "Whether memory freed in another stream is reused where an event orders the allocation after the free."
     )
     reuse_allow_opportunistic: Switch = Switch(
-        "REUSE_ALLOW_OPPORTUNISTIC",
         "Whether memory freed in another stream is reused once the free has run, without an ordering. What is reused "
-        "then depends on timing.",
+        "then depends on timing."
     )
     reuse_allow_internal_dependencies: Switch = Switch(
-        "REUSE_ALLOW_INTERNAL_DEPENDENCIES",
-        "Whether, when the pool cannot grow, the driver makes the allocating stream wait for a free in another stream.",
+        "Whether, when the pool cannot grow, the driver makes the allocating stream wait for a free in another stream."
     )
     release_threshold: Size = Size(
-        "RELEASE_THRESHOLD",
         "Bytes that the pool keeps when the host synchronises; it releases unused memory beyond them. Default 0; the "
-        "largest value, ``2**64 - 1``, keeps everything.",
+        "largest value, ``2**64 - 1``, keeps everything."
     )
-    reserved_mem_current: Attribute[int] = Attribute("RESERVED_MEM_CURRENT", int, "Bytes that the pool holds.")
-    reserved_mem_high: Attribute[int] = Attribute(
-        "RESERVED_MEM_HIGH", int, "The most bytes that it held since :meth:`MemoryPool.reset_peaks`."
-    )
-    used_mem_current: Attribute[int] = Attribute(
-        "USED_MEM_CURRENT", int, "Bytes that are allocated, as they were requested."
-    )
-    used_mem_high: Attribute[int] = Attribute(
-        "USED_MEM_HIGH", int, "The most bytes allocated since :meth:`MemoryPool.reset_peaks`."
-    )
+    reserved_mem_current: Attribute[int] = Attribute(int, "Bytes that the pool holds.")
+    reserved_mem_high: Attribute[int] = Attribute(int, "Most bytes held since :meth:`MemoryPool.reset_peaks`.")
+    used_mem_current: Attribute[int] = Attribute(int, "Bytes that are allocated, as they were requested.")
+    used_mem_high: Attribute[int] = Attribute(int, "Most bytes allocated since :meth:`MemoryPool.reset_peaks`.")
     allocation_type: Attribute[MemAllocationType] = Attribute(
-        "ALLOCATION_TYPE", MemAllocationType, "Pinned or managed, by the driver's record.", since="13.1"
+        MemAllocationType, "Pinned or managed, by the driver's record.", since="13.1"
     )
     export_handle_types: Attribute[MemHandleType] = Attribute(
-        "EXPORT_HANDLE_TYPES", MemHandleType, "How the pool can be shared, by the driver's record.", since="13.1"
+        MemHandleType, "How the pool can be shared, by the driver's record.", since="13.1"
     )
-    location_id: Attribute[int] = Attribute(
-        "LOCATION_ID", int, "The device ordinal or NUMA node, by the driver's record.", since="13.1"
-    )
+    location_id: Attribute[int] = Attribute(int, "Device ordinal or NUMA node, by the driver's record.", since="13.1")
     location_type: Attribute[MemLocationType] = Attribute(
-        "LOCATION_TYPE", MemLocationType, "Where the memory is, by the driver's record.", since="13.1"
+        MemLocationType, "Where the memory is, by the driver's record.", since="13.1"
     )
-    max_pool_size: Attribute[int] = Attribute(
-        "MAX_POOL_SIZE", int, "The most bytes that the pool may hold, by the driver's record.", since="13.1"
-    )
+    max_pool_size: Attribute[int] = Attribute(int, "Most bytes that it may hold, by the driver's record.", since="13.1")
     hw_decompress_enabled: Attribute[bool] = Attribute(
-        "HW_DECOMPRESS_ENABLED", bool, "Whether the decompression engine can use the memory.", since="13.1"
+        bool, "Whether the decompression engine can use the memory.", since="13.1"
     )
-    locality_domain_id: Attribute[int] = Attribute(
-        "LOCALITY_DOMAIN_ID", int, "The locality domain of the device that the memory is in.", since="13.4"
-    )
+    locality_domain_id: Attribute[int] = Attribute(int, "Locality domain of the device with the memory.", since="13.4")
 
     def _get(self, attribute: Attribute[T]) -> T:
         member = bindings_member("CUmemPool_attribute", attribute.driver_name)
@@ -163,20 +149,14 @@ class PoolAttributes:
             value = self._pool._call("cuMemPoolGetAttribute", member)
         except TypeError as error:
             # Bindings that list the attribute but have no way to read it.
-            raise unsupported(
-                attribute.driver_name,
-                "cuda-bindings that can read it",
-                f"cuda-bindings {BINDINGS_VERSION}, which only list it; no release up to 13.4.4 reads it",
-            ) from error
+            found = f"cuda-bindings {BINDINGS_VERSION}, which only list it; no release up to 13.4.4 reads it"
+            raise unsupported(attribute.driver_name, "cuda-bindings that can read it", found) from error
         except InvalidValueError as error:
             if attribute.since == "11.2":
                 raise
             version = self._pool._session.call("cuDriverGetVersion")
-            raise unsupported(
-                attribute.driver_name,
-                f"a driver for CUDA {attribute.since}",
-                f"one for CUDA {version // 1000}.{version % 1000 // 10}",
-            ) from error
+            found = f"one for CUDA {version // 1000}.{version % 1000 // 10}"
+            raise unsupported(attribute.driver_name, f"a driver for CUDA {attribute.since}", found) from error
         return attribute.read(int(value))
 
     def _set(self, attribute: Attribute[T], value: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from streamalloc.core.errors import InvalidDeviceError, InvalidValueError
 from streamalloc.core.internal import Device, session_for
@@ -14,8 +14,6 @@ from streamalloc.driver.internal import cuda
 from streamalloc.pool.pool import MemoryPool
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from streamalloc.driver import Driver
 
 
@@ -127,28 +125,26 @@ _KINDS = {
 }
 
 
-class _Asker:
-    """Reader of the attributes of one address; an attribute that the driver refuses is None or 0."""
+class _Asker(NamedTuple):
+    """Reader of the attributes of one address; an attribute that the driver refuses is 0."""
 
-    def __init__(self, session: Session, address: int) -> None:
-        self._session = session
-        self._address = address
+    session: Session
+    address: int
 
-    def value(self, name: str) -> Any | None:
+    def value(self, name: str) -> Any:
         attribute = getattr(cuda.CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{name}")
         try:
-            return self._session.call("cuPointerGetAttribute", attribute, self._address)
+            return self.session.call("cuPointerGetAttribute", attribute, self.address)
         except InvalidValueError:
-            return None
+            return 0
 
     def number(self, name: str) -> int:
-        value = self.value(name)
-        return 0 if value is None else int(value)
+        return int(self.value(name))
 
 
 def _pool_at(session: Session, ask: _Asker, kind: MemoryKind) -> MemoryPool | None:
     raw = ask.value("MEMPOOL_HANDLE")
-    if raw is None or not int(raw):
+    if not int(raw):
         return None
     known = MemoryPool._known(session, raw)
     if known is not None:
@@ -170,14 +166,9 @@ def _location_of_pool(session: Session, raw: Any, kind: MemoryKind) -> MemLocati
     with_access = [ordinal for ordinal in devices if _has_access(session, raw, ordinal)]
     if len(with_access) == 1:
         return MemLocation.device(with_access[0])
-    named = (ordinal for ordinal in with_access if int(raw) in _pools_of(session, ordinal))
-    found = next(named, None)
-    return None if found is None else MemLocation.device(found)
-
-
-def _pools_of(session: Session, ordinal: int) -> Iterator[int]:
-    for name in ("cuDeviceGetDefaultMemPool", "cuDeviceGetMemPool"):
-        yield int(session.call(name, ordinal))
+    calls = "cuDeviceGetDefaultMemPool", "cuDeviceGetMemPool"
+    named = (one for one in with_access if int(raw) in (int(session.call(call, one)) for call in calls))
+    return next(map(MemLocation.device, named), None)
 
 
 def _has_access(session: Session, raw: Any, ordinal: int) -> bool:
@@ -197,6 +188,4 @@ def _device_at(session: Session, ask: _Asker, pool: MemoryPool | None) -> Device
     if pool is not None:
         return None if pool.location.on_host else Device(pool.location.id, driver=session.driver)
     context = ask.value("CONTEXT")
-    if context is None or not int(context):
-        return None
-    return Device(session.device_of(context), driver=session.driver)
+    return Device(session.device_of(context), driver=session.driver) if int(context) else None

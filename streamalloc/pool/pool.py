@@ -315,12 +315,11 @@ class MemoryPool(Allocator, Closes, Drawn):
         # Live allocations may lie scattered, so only memory beyond whole growth steps shows that frees are pending.
         held = max(keep, used)
         if after > -(-held // _GROWTH) * _GROWTH:
-            warnings.warn(
+            text = (
                 f"{size_text(after - held)} beyond what is used and kept stay reserved: frees were still pending, or "
-                "live allocations lie scattered; synchronize the streams that freed memory before trimming",
-                PendingFreesWarning,
-                stacklevel=2,
+                "live allocations lie scattered; synchronize the streams that freed memory before trimming"
             )
+            warnings.warn(text, PendingFreesWarning, stacklevel=2)
         return max(int(before - after), 0)
 
     def set_access(self, who: Device | MemLocation | Iterable[Device | MemLocation], access: MemAccess) -> None:
@@ -348,12 +347,8 @@ class MemoryPool(Allocator, Closes, Drawn):
         descriptors = [MemAccessDesc(self._location_of(one), access).to_driver() for one in several]
         if not descriptors:
             raise ValueError("who is empty: name at least one device")
-        self._call(
-            "cuMemPoolSetAccess",
-            descriptors,
-            len(descriptors),
-            hint=f"access={access.name}: pools grant READWRITE or NONE, and the owner's access cannot be taken away",
-        )
+        why = "pools grant READWRITE or NONE, to the host in host memory only, and the owner's access stays"
+        self._call("cuMemPoolSetAccess", descriptors, len(descriptors), hint=f"access={access.name}: {why}")
 
     def access(self, who: Device | MemLocation) -> MemAccess:
         """Permission of a device or the host to use the pool's memory (``cuMemPoolGetAccess``)."""
@@ -581,10 +576,8 @@ def pool_holders(session: Session, location: MemLocation, besides: MemoryPool | 
             with contextlib.suppress(ClosedError, CudaError), session.relaxed(), reading(pool):
                 reserved, used = pool.attributes.reserved_mem_current, pool.attributes.used_mem_current
                 name = f"pool {pool.name!r}" if pool.name else f"the pool {int(pool._checked_raw()):#x}"
-                found += [(reserved, f"{name}: {size_text(reserved)} reserved, {size_text(used)} used")] * bool(
-                    reserved
-                )
-    return tuple(line for _, line in sorted(found, reverse=True))
+                found.append((reserved, f"{name}: {size_text(reserved)} reserved, {size_text(used)} used"))
+    return tuple(line for reserved, line in sorted(found, reverse=True) if reserved)
 
 
 def _refuse(pool: str, *_: object) -> Any:

@@ -16,19 +16,9 @@ if TYPE_CHECKING:
     from streamalloc.testing.settling import settle
 
 __all__ = [
-    "Faults",
-    "Gate",
-    "current_launch",
-    "device_global",
-    "device_view",
-    "install",
-    "kernel",
-    "multimem_ld_reduce",
-    "multimem_red",
-    "multimem_st",
-    "settle",
-    "unregister_kernel",
-]
+    "Faults", "Gate", "current_launch", "device_global", "device_view", "install", "kernel", "multimem_ld_reduce",
+    "multimem_red", "multimem_st", "settle", "unregister_kernel",
+]  # fmt: skip
 
 # Imported at the first use: every run of pytest imports the plugin, and with it this module.
 _LATER = {

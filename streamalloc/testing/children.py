@@ -6,9 +6,10 @@ import contextlib
 import multiprocessing  # creates its configuration
 import os
 import tempfile
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+
+import pytest
 
 from streamalloc.core.resource import Leaves
 from streamalloc.driver.internal import VARIABLE, ParentTest, configuration
@@ -30,15 +31,12 @@ class Reports(Leaves):
         self._ends = contextlib.ExitStack()
 
     def __enter__(self) -> Reports:
-        self._directory = self._ends.enter_context(
-            tempfile.TemporaryDirectory(prefix="streamalloc-", ignore_cleanup_errors=True)
-        )
+        folder = tempfile.TemporaryDirectory(prefix="streamalloc-", ignore_cleanup_errors=True)
+        self._directory = self._ends.enter_context(folder)
         text = ParentTest(os.getpid(), self._checks, self._directory).to_text()
-        settings: tuple[MutableMapping[str, Any], ...] = os.environ, configuration()
-        for variables in settings:
-            before = variables.get(VARIABLE)
-            variables[VARIABLE] = text
-            self._ends.callback(_restore, variables, before)
+        patch = self._ends.enter_context(pytest.MonkeyPatch.context())
+        patch.setenv(VARIABLE, text)
+        patch.setitem(configuration(), VARIABLE, text)
         return self
 
     def _leave(self, *, failed: bool) -> None:
@@ -50,10 +48,3 @@ class Reports(Leaves):
             process, _, kind = path.name.partition(".")
             if kind in checks:
                 yield f"in process {process}, which the test has started:\n{path.read_text().rstrip()}"
-
-
-def _restore(variables: MutableMapping[str, Any], before: str | None) -> None:
-    if before is None:
-        variables.pop(VARIABLE, None)
-    else:
-        variables[VARIABLE] = before

@@ -33,9 +33,7 @@ def leak_report(leaks: Sequence[object]) -> str:
     return "\n".join([f"{things} made here and not released:", *map(str, leaks)])
 
 
-_EXPORTS = frozenset(
-    ("cuMemExportToShareableHandle", "cuMemPoolExportToShareableHandle", "cuMemGetHandleForAddressRange")
-)
+_EXPORTS = {"cuMemExportToShareableHandle", "cuMemPoolExportToShareableHandle", "cuMemGetHandleForAddressRange"}
 
 
 def descriptor_key(number: int) -> tuple[int, int, int]:
@@ -69,11 +67,9 @@ class Accounts(Wrapper):
 
     def __getattr__(self, name: str) -> Any:
         # Functions that make and release nothing are called directly.
-        return (
-            super().__getattr__(name)
-            if name in COUNTED | _EXPORTS or name.startswith("__")
-            else getattr(self._wrapped, name)
-        )
+        if name in COUNTED | _EXPORTS or name.startswith("__"):
+            return super().__getattr__(name)
+        return getattr(self._wrapped, name)
 
     def _observe(self, name: str, function: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         captured = name in ("cuMemAllocAsync", "cuMemAllocFromPoolAsync") and self._captures(args[-1])

@@ -227,11 +227,8 @@ class Watch(Leaves):
                 continue
             if owner is None and (number in sockets or (name.startswith(_MACHINE) and key not in exported)):
                 continue  # it belongs to an object, or to the simulated machine
-            if owner is not None:
-                if not isinstance(owner, Fd):
-                    continue  # counted as the object
-                if id(owner) in inside:
-                    continue
+            if owner is not None and (not isinstance(owner, Fd) or id(owner) in inside):
+                continue  # counted as the object, or kept by the package
             if kind or key in exported or owner is not None:
                 place = _places.of(owner) or exported.get(key, ())
                 found.append(Kept(f"file descriptor {number} ({kind or 'file'} {name})", place))

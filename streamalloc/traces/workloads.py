@@ -184,10 +184,5 @@ def mixed(seed: int = 0, *, events: int = 4000, most: int = 256 * _MiB) -> Trace
     return script.trace("made up: mixed")
 
 
-WORKLOADS: dict[str, Callable[..., Trace]] = {
-    "training": training,
-    "serving": serving,
-    "loading": loading,
-    "mixed": mixed,
-}
+WORKLOADS: dict[str, Callable[..., Trace]] = {made.__name__: made for made in (training, serving, loading, mixed)}
 """Generators by name."""

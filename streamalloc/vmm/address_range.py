@@ -283,7 +283,7 @@ class AddressRange(OwnsNode):
         if stop > self.nbytes:
             raise ValueError(f"offset={offset}: {size_text(memory.nbytes)} end outside of {self!r}")
         for other in node.touching(offset, stop):
-            raise ValueError(f"offset={offset}: {other.memory!r} is mapped at {self!r} there")
+            raise ValueError(f"offset={offset}: {other.memory!r} is mapped there, in {self!r}")
         kind = MappedObject if memory._node.kind is Kind.OBJECT else MappedBytes
         entry = kind(node, offset, stop, {})
         try:

@@ -256,7 +256,7 @@ class Allocations:
             self.by_handle.pop(state.handle, None)
 
     def work(self) -> int:
-        """Attempt the deferred releases, see :data:`streamalloc.core.deferred.POINTS`; return how many succeeded."""
+        """Attempt the deferred releases, see :mod:`streamalloc.core.deferred`; return how many succeeded."""
         return work(self.session)
 
     def drop(self, node: Node) -> None:

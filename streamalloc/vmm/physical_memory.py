@@ -89,14 +89,15 @@ class MemorySpec:
         """Round a size in bytes up to the granularity."""
         return -(-nbytes // self.granularity) * self.granularity
 
-    def checked(self, nbytes: int, *, round_up: bool = False) -> int:
+    def checked(self, nbytes: int, *, round_up: bool = False, name: str = "nbytes") -> int:
         """Check a size in bytes; ``ValueError`` if it is zero or no multiple of the granularity."""
-        size = checked_size("nbytes", nbytes)
+        size = checked_size(name, nbytes)
         if round_up:
             size = self.round_up(size)
         if not size or size % self.granularity:
-            allowed = f"multiples of the granularity, {size_text(self.granularity)}; round_up=True rounds"
-            raise ValueError(f"nbytes={nbytes}: allowed are {allowed}")
+            remedy = "; round_up=True rounds" if name == "nbytes" else ""
+            allowed = f"multiples of the granularity, {size_text(self.granularity)}{remedy}"
+            raise ValueError(f"{name}={nbytes}: allowed are {allowed}")
         return size
 
     def make(self, nbytes: int) -> PhysicalMemory:

@@ -105,17 +105,17 @@ class MemoryRecycler(Closes):
 
     @property
     def granularity(self) -> int:
-        """Bytes; sizes are multiples of it."""
+        """Sizes of memory are multiples of this, in bytes."""
         return self._spec.granularity
 
     @property
     def driver(self) -> Driver:
-        """Driver that it belongs to."""
+        """Driver of the recycled memory."""
         return self._spec.session.driver
 
     @property
     def limit(self) -> int:
-        """Bytes that it keeps at most."""
+        """The most bytes that it keeps."""
         return self._spec.limit
 
     @property
@@ -234,8 +234,8 @@ class RecycledHandle(AllocationHandle):
 class RecyclingSpec(MemorySpec):
     """Creates memory of one kind, or takes recycled memory. It lives as long as memory that may return to it.
 
-    ``_tables`` protects the tables; no call that takes another lock is made under it. ``_unmapping`` is held while a
-    spare is unmapped, as its buffer must not map memory at these addresses meanwhile.
+    ``_tables`` protects the tables, and no other lock is taken under it. A thread that unmaps a spare holds
+    ``_unmapping``: until then, the buffer of the spare must not map memory at the same addresses.
     """
 
     def __init__(self, session: Session, prop: MemAllocationProp, limit: int) -> None:

@@ -217,7 +217,7 @@ class SleepGroup(Closes):
         tags
             Tags of the buffers; none for all. A buffer whose bytes are kept is unmapped once they are copied.
         keep
-            True to keep the bytes, False to discard them, or the tags of buffers to keep.
+            True to keep the bytes, False to discard them, or the tags of the buffers that keep theirs, or one tag.
         shared
             Evict memory that was exported too; see :meth:`VirtualBuffer.evict`.
         stream
@@ -270,9 +270,10 @@ class SleepGroup(Closes):
     ) -> int:
         chosen = {buffer: tag for buffer, tag in self._chosen(tags).items() if not buffer.evicted}
         ordered = self._copying_stream(stream)
+        tagged = {keep} if isinstance(keep, str) else keep
 
         def hold(tag: str, buffers: Sequence[VirtualBuffer]) -> Sequence[Held]:
-            kept = keep if isinstance(keep, bool) else tag in keep
+            kept = tagged if isinstance(tagged, bool) else tag in tagged
             sizes = [buffer.nbytes for buffer in buffers]
             return self._tier(backup).hold(sizes, ordered, tag) if kept else ()
 

@@ -51,7 +51,6 @@ class TestTour:
         assert tour.checks >= 20
         count = sa.Device.count(machine)
         assert f"the driver would block: 1 of the {count} devices" in text
-        assert f"{count} x unbind, unmap, {count + 1} x release" in text
 
     @pytest.mark.simulated_only("a stand-in for a kernel")
     def test_reduces(self, machine: Any, show: Show) -> None:
@@ -70,7 +69,6 @@ class TestTour:
             "cuMulticastCreate",
             "cuMulticastAddDevice",
             "cuMulticastBindMem",
-            "cuMulticastUnbind",
             "cuStreamWriteValue32",
         ],
     )
@@ -110,26 +108,11 @@ class TestTour:
         text = show(Altered(machine, cuMemsetD8Async=fill_with_another))[1]
         assert "FAILED  each GPU stores its part on all" in text
 
-    @pytest.mark.simulated_only("real hardware is not given the wrong order")
-    def test_wrong_order_of_the_end_is_found(self, machine: Any, show: Show, monkeypatch: pytest.MonkeyPatch) -> None:
-        end = MulticastObject._end
-
-        def unmap_first(self: MulticastObject, after: Any) -> None:
-            for mapping in self._mapping_nodes():
-                mapping.release()
-            end(self, after)
-
-        monkeypatch.setattr(MulticastObject, "_end", unmap_first)
-        text = show(machine)[1]
-        assert "FAILED  left the `with` block" in text
-        assert "order: expected 2 x unbind, unmap, release, found unmap, 2 x unbind, release" in text
-
 
 def test_one_simulated_device_gets_a_machine_of_its_own(show: Show) -> None:
     tour, text = show(sd.simulated(devices=1))
     assert (tour.failed, tour.skipped) == (0, 0), text
     assert text.count("simulated with 4 devices") == 2
-    assert "4 x unbind, unmap, 5 x release" in text
 
 
 @pytest.mark.gpus(2)

@@ -45,7 +45,6 @@ def test_another_process_takes_part(whole: Complete) -> None:
     assert f"process {os.getpid()}" not in whole.text
     assert re.search(r"another process opens 8 MiB, while a gate holds the fill +process \d+\n", whole.text)
     assert "is open in another process" in whole.text
-    assert "this memory was freed by its owner before it was opened here" in whole.text
 
 
 def test_wrong_bytes_in_the_other_process_are_found(machine: Any, run: Run, only: Only) -> None:
@@ -92,7 +91,7 @@ def test_device_whose_pools_cannot_be_shared(machine: Any, run: Run, only: Only)
     with sd.use(without(machine, "MEMPOOL_SUPPORTED_HANDLE_TYPES")):
         code, text = run("tour")
     assert code == 0
-    assert text.count("skipped  this device's pools cannot be shared with other processes") == 5
+    assert text.count("skipped  this device's pools cannot be shared with other processes") == 3
 
 
 @pytest.mark.parametrize("name", tour.TOURS)
@@ -123,7 +122,6 @@ def test_two_gpus(whole: Complete) -> None:
     skipped = re.findall("  skipped  (.*)", whole.text)
     assert all("STREAMALLOC_TEST_MULTICAST=1" in reason for reason in skipped), skipped
     assert "GPU 1 fills memory allocated before" in whole.text
-    assert "GPU 0 fills all of it, then GPU 1 the middle" in whole.text
 
 
 def test_one_gpu_says_why_two_are_not_shown(run: Run, only: Only) -> None:
@@ -132,7 +130,7 @@ def test_one_gpu_says_why_two_are_not_shown(run: Run, only: Only) -> None:
         code, text = run("tour")
     assert code == 0
     assert "skipped  this machine has one GPU" in text
-    assert text.splitlines()[-1].endswith(", 2 parts skipped.")
+    assert text.splitlines()[-1].endswith(", 1 part skipped.")
 
 
 def test_reserved_memory_that_does_not_drop_is_found(machine: Any, run: Run, only: Only) -> None:
@@ -173,7 +171,7 @@ def test_an_error_fails_its_part_and_the_tour_goes_on(machine: Any, run: Run, on
     assert code == 1
     assert "FAILED  expected no error, found CudaError: cuStreamBeginCapture answered CUDA_ERROR_UNKNOWN" in text
     assert text.count("FAILED") == 1
-    assert "\nPointer attributes\n" in text
+    assert "\nOut of memory\n" in text
 
 
 def test_access_that_is_not_as_asked_for_is_found(machine: Any, run: Run, only: Only) -> None:
@@ -204,10 +202,8 @@ def test_access_that_is_not_as_asked_for_is_found(machine: Any, run: Run, only: 
         ("cuMemCreate", tour_vmm.PARTS),
         ("cuMemMap", tour_vmm.PARTS),
         ("cuMemSetAccess", tour_vmm.PARTS),
-        ("cuMemMapArrayAsync", tour_vmm.PARTS),
         ("cuMemPoolExportToShareableHandle", tour_ipc.PARTS),
         ("cuMemPoolExportPointer", tour_ipc.PARTS),
-        ("cuMemExportToShareableHandle", tour_ipc.PARTS),
     ],
 )
 def test_a_refused_call_is_found(machine: Any, run: Run, only: Only, name: str, parts: list[Any]) -> None:
@@ -222,7 +218,7 @@ def test_device_whose_memory_cannot_be_mapped_by_hand(machine: Any, run: Run) ->
     with sd.use(without(machine, "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED")):
         code, text = run("tour")
     assert code == 0
-    assert text.count("skipped  this device's memory cannot be mapped by hand") == 8
+    assert text.count("skipped  this device's memory cannot be mapped by hand") == 5
 
 
 def test_device_without_pools(machine: Any, run: Run) -> None:

@@ -450,7 +450,9 @@ def test_two_threads_that_free_one_buffer(
     stream, session = stream_of(scene, kind), session_of(scene.device)
     buffer = scene.pool.allocate(64, stream)
     arguments = (stream,) if named else ()
-    current = session.cuCtxGetCurrent
+    kept = stream if named or isinstance(stream, sa.Stream) else buffer._stream
+    kept = kept if isinstance(kept, sa.Stream) else kept_stream(stream, session)
+    current = kept._asks
     others: list[threading.Thread] = []
 
     def meanwhile() -> Any:
@@ -462,7 +464,7 @@ def test_two_threads_that_free_one_buffer(
 
     scene.device.synchronize()
     before = names(scene.driver).count(FREE)
-    monkeypatch.setattr(session, "cuCtxGetCurrent", meanwhile)
+    monkeypatch.setattr(kept, "_asks", meanwhile)
     with pytest.raises(sa.ClosedError):
         buffer.free(*arguments)
     monkeypatch.undo()

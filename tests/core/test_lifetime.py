@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import _thread
+import contextlib
 import gc
 import random
 import sys
@@ -9,6 +11,7 @@ import threading
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from queue import Queue
 from subprocess import CompletedProcess
 from typing import Any
 
@@ -286,6 +289,22 @@ class TestThreads:
             for _ in range(20):
                 results = free_in_threads(pool.allocate(64, stream), 4)
                 assert results.count(None) == 1 and results.count(sa.ClosedError) == 3
+
+
+@pytest.mark.parametrize("checks", [False, True])
+def test_a_thread_that_python_has_not_started(machine: Any, checks: bool) -> None:
+    """Calls add no object to ``threading``: it would stay, or print an error at the exit of Python 3.13."""
+    driver = sd.checked(machine) if checks else machine
+    found: Queue[int] = Queue()
+
+    def calls() -> None:
+        with contextlib.suppress(Exception):
+            sa.Device(0, driver=driver).create_stream().close()
+            found.put(len(threading.enumerate()))
+
+    before = len(threading.enumerate())
+    _thread.start_new_thread(calls, ())
+    assert found.get(timeout=60) == before
 
 
 EXITS = {

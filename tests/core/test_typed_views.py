@@ -411,6 +411,8 @@ class TestNumpy:
         if not buffer.host_accessible:
             with pytest.raises(ValueError, match="copy_to"):
                 np.asarray(buffer.view_as(np.float32))
+            with pytest.raises(ValueError, match="copy it with copy_to"):
+                np.asarray(buffer)
 
 
 class TestDevices:

@@ -170,6 +170,15 @@ class TestOtherGenerations:
         assert said(raw.cuMulticastCreate(props)) == "NOT_SUPPORTED"
 
     @pytest.mark.parametrize(
+        ("devices", "supported"), [([{}], 1), ([{}, {}], 0)], ids=["the others hidden", "one of two"]
+    )
+    def test_multicast_of_a_device_that_was_read_alone(
+        self, altered: Altered, devices: list[dict[str, int]], supported: int
+    ) -> None:
+        raw = altered.rig(1, attributes={"MULTICAST_SUPPORTED": 1}, devices=devices).raw
+        assert read_profile(raw)["attributes"]["MULTICAST_SUPPORTED"] == supported
+
+    @pytest.mark.parametrize(
         ("name", "number", "make"),
         [
             ("MEMPOOL_SUPPORTED_HANDLE_TYPES", 0, lambda rig: rig.create_pool(handle_types=POSIX_FD)),

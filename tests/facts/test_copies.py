@@ -157,6 +157,18 @@ def test_call(memory: Memory, name: str) -> None:
     assert said(memory.raw.cuStreamSynchronize(memory.stream)) == "SUCCESS"
 
 
+@pytest.mark.parametrize("kind", ["pinned", "plain"])
+def test_no_copy_passes_the_end_of_an_allocation(rig: Rig, kind: str) -> None:
+    """Nor where another allocation follows, unlike with mapped memory."""
+    raw, stream, other = rig.raw, rig.stream(), rig.plain(2 * MiB)
+    nbytes = 32 * MiB if kind == "pinned" else 2 * MiB
+    several = sorted(int(rig.pinned(nbytes) if kind == "pinned" else rig.plain(nbytes)) for _ in range(4))
+    end = next(at + nbytes for at in several if at + nbytes in several)
+    assert said(raw.cuMemcpyAsync(end - MiB, other, 2 * MiB, stream)) == "INVALID_VALUE"
+    assert said(raw.cuMemcpyAsync(other, end - MiB, 2 * MiB, stream)) == "INVALID_VALUE"
+    assert said(raw.cuMemcpyAsync(end - 2 * MiB, other, 2 * MiB, stream)) == "SUCCESS"
+
+
 def test_fill_32_bits_writes_little_endian(memory: Memory) -> None:
     value(memory.raw.cuMemsetD32Async(memory.five, 0xDEADBEEF, 2, memory.stream))
     assert memory.rig.read(memory.five, 8) == [0xEF, 0xBE, 0xAD, 0xDE] * 2

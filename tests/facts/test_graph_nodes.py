@@ -300,6 +300,30 @@ def test_memory_is_checked_when_a_node_is_added(nodes: Nodes) -> None:
     assert (int(params.dstDevice), int(params.srcMemoryType)) == (plain, DEVICE_KIND)
 
 
+def on_memory(nodes: Nodes, address: int, *after: Any) -> set[str]:
+    """What a fill and copies of memory are answered."""
+    plain = int(nodes.rig.plain(4096))
+    answers = nodes.fill(address, *after), nodes.copy(plain, address, *after), nodes.copy(address, plain, *after)
+    return set(map(said, answers))
+
+
+def test_no_node_is_added_for_memory_that_another_node_frees(nodes: Nodes) -> None:
+    """Whatever the order of the two; nodes that were there before stay right."""
+    allocation, start = nodes.allocate(MiB)
+    assert on_memory(nodes, start, allocation) == on_memory(nodes, start) == {"SUCCESS"}
+    free = value(nodes.free(start, allocation))
+    for after in ((allocation,), (free,), ()):
+        assert on_memory(nodes, start, *after) == {"INVALID_VALUE"}
+    smaller, again = nodes.allocate(4096, free)
+    assert again == start
+    assert on_memory(nodes, start, allocation) == on_memory(nodes, start) == {"SUCCESS"}
+    for beyond in (4096 - 8, 8192):
+        assert on_memory(nodes, start + beyond, smaller) == {"INVALID_VALUE"}
+    value(nodes.free(again, allocation))
+    assert on_memory(nodes, start, smaller) == {"INVALID_VALUE"}
+    nodes.instantiate()
+
+
 def test_without_a_context(nodes: Nodes) -> None:
     """Everything but instantiating."""
     plain = int(nodes.rig.plain(4096))

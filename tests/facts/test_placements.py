@@ -174,6 +174,12 @@ AMOUNTS: dict[str, tuple[str, str]] = {
     "it does for what was there before its latest work": (
         "000", "keep 0, a=b:20, c=b:1, a>L, c>b, sync b =0",
     ),
+    "a wait for an event of several processes tells the stream of the legacy one": (
+        "000", "keep 0, a=b:20, a>L, shared>b, sync b =0",
+    ),
+    "so does a record of one": (
+        "000", "keep 0, a=b:20, a>L, b>shared, sync b =0",
+    ),
     "an event of the legacy stream knows of the blocking ones": (
         "010", "keep 0, a=b:20, a>b, L>e, await e =0",
     ),
@@ -235,6 +241,21 @@ class TestAddresses:
         assert rig.reserved(holding) == (32 * MiB if only else 0)
         assert said(rig.try_allocate(full, 28 * MiB, stream)) == "OUT_OF_MEMORY"
         assert rig.reserved(holding) == 0
+
+    @pytest.mark.gpus(2)
+    @pytest.mark.parametrize("ordinal", [0, 1])
+    def test_it_takes_from_pools_of_its_own_device(self, rig: Rig, ordinal: int) -> None:
+        """Whatever device's context is current, and of whatever device the stream is."""
+        holding = [rig.pool(UINT64_MAX, id=0), rig.pool(UINT64_MAX, id=1)]
+        full = rig.pool(UINT64_MAX, id=ordinal, max_size=64 * MiB)
+        rig.device_context(1)
+        stream = rig.stream()
+        for pool in holding:
+            rig.free(rig.allocate(pool, 33 * MiB, stream), stream)
+        value(rig.raw.cuStreamSynchronize(stream))
+        rig.allocate(full, 33 * MiB, stream)
+        assert said(rig.try_allocate(full, 33 * MiB, stream)) == "OUT_OF_MEMORY"
+        assert [rig.reserved(pool) for pool in holding] == ([0, 64 * MiB] if ordinal == 0 else [64 * MiB, 0])
 
     @pytest.mark.parametrize(
         ("asking", "left"),
@@ -327,6 +348,17 @@ class TestStreamsInOrder:
         self.use(rig, pool, rig.raw.CUstream(1))
         value(rig.raw.cuEventRecord(rig.event(UNTIMED), blocking))
         assert self.order(rig, pool, one, blocking) == [0, 1]
+
+    @pytest.mark.parametrize("recorded", [False, True])
+    def test_a_wait_for_an_event_of_several_processes(self, rig: Rig, recorded: bool) -> None:
+        blocking, one, pool = rig.stream(BLOCKING), rig.stream(), rig.pool(UINT64_MAX, "010")
+        self.use(rig, pool, rig.raw.CUstream(1))
+        event = rig.event(UNTIMED | 4)
+        if recorded:
+            value(rig.raw.cuEventRecord(event, one))
+            value(rig.raw.cuStreamSynchronize(one))
+        value(rig.raw.cuStreamWaitEvent(blocking, event, 0))
+        assert self.order(rig, pool, one, blocking) == [1, 0]
 
     def test_a_captured_allocation(self, rig: Rig) -> None:
         captured, one, pool = rig.stream(), rig.stream(), rig.pool(UINT64_MAX, "010")

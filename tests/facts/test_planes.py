@@ -238,6 +238,61 @@ def test_rows_need_not_fit_between_pools(memory: Memory) -> None:
         assert said(raw.cuMemcpy3DAsync(box(memory, "DD", "plain", "other", **wrong), stream)) == "INVALID_VALUE"
 
 
+BEHIND = {  # bytes of the fields; where that is the answer, the first byte of the copy counted from its end's beginning
+    "in the last 512 bytes": ({"srcY": 8}, 512),
+    "in the next allocation": ({"srcY": 16}, 1024),
+    "beside it": ({"srcXInBytes": 1032, "srcPitch": 4096}, 1032),
+    "rows that do not fit": ({"srcXInBytes": 60, "srcY": 16}, 1084),
+    "all of it, 40 rows on": ({"WidthInBytes": 1, "Height": 9, "srcY": 40}, 2560),
+    "a byte more than it has": ({"WidthInBytes": 2, "Height": 9}, None),
+    "a target in the next allocation": ({"dstY": 16}, 1024),
+    "a target whose rows do not fit": ({"dstXInBytes": 60, "dstY": 16}, 1084),
+    "a target of a byte more": ({"WidthInBytes": 2, "Height": 9, "srcPitch": 4, "dstPitch": 64}, None),
+}
+
+
+@pytest.mark.parametrize("case", BEHIND)
+def test_of_pool_memory_only_the_span_of_the_rows_is_checked(memory: Memory, case: str) -> None:
+    """From the beginning of the end on: what is left out before the rows does not count, and they need not fit."""
+    fields, at = BEHIND[case]
+    rig, raw, stream, into = memory.rig, memory.raw, memory.stream, "target" in case
+    pool = rig.pool()
+    memory.pool, after = rig.allocate(pool, 513, stream), rig.allocate(pool, 4096, stream)
+    assert after == memory.pool + 1024
+    value(raw.cuMemsetD8Async(after, 9, 4096, stream))
+    value(raw.cuMemsetD8Async(memory.plain, 7, 4096, stream))
+    value(raw.cuStreamSynchronize(stream))
+    ends = ("pool", "plain") if into else ("plain", "pool")
+    copy = plane(memory, "DD", ends[0], ends[1], **{"WidthInBytes": 8, "Height": 1, **fields})
+    node = raw.cuGraphAddMemcpyNode(
+        rig.own(value(raw.cuGraphCreate(0)), raw.cuGraphDestroy), [], 0, whole(raw, copy), rig.context
+    )
+    answers = {said(raw.cuMemcpy2D(copy)), said(raw.cuMemcpy2DAsync(copy, stream)), said(node)}
+    assert answers == {"INVALID_VALUE" if at is None else "SUCCESS"}
+    rig.synchronize()
+    if at is not None and into:
+        assert rig.read(after + at - 1024, 8) == [7] * 8 and rig.read(after + at - 1024 + 8, 1) == [9]
+    elif at is not None and at >= 1024:
+        assert rig.read(memory.plain, fields.get("WidthInBytes", 8)) == [9] * fields.get("WidthInBytes", 8)
+
+
+def whole(raw: Any, copy: Any) -> Any:
+    """The same as a ``CUDA_MEMCPY3D``."""
+    made = raw.CUDA_MEMCPY3D()
+    for side in ("src", "dst"):
+        for name in ("XInBytes", "Y", "MemoryType", "Host", "Device", "Pitch"):
+            setattr(made, side + name, getattr(copy, side + name))
+    made.WidthInBytes, made.Height, made.Depth = copy.WidthInBytes, copy.Height, 1
+    return made
+
+
+@pytest.mark.parametrize("kinds", ["DD", "HD", "UU"])
+@pytest.mark.parametrize("fields", [{"dstXInBytes": 60}, {"dstY": 1 << 14}], ids=["rows", "range"])
+def test_the_other_end_is_checked_as_ever(memory: Memory, kinds: str, fields: dict[str, int]) -> None:
+    copy = plane(memory, kinds, "pinned" if kinds == "HD" else "plain", "pool", **{"Height": 1, **fields})
+    assert said(memory.raw.cuMemcpy2DAsync(copy, memory.stream)) == "INVALID_VALUE"
+
+
 def test_what_a_copy_moves(memory: Memory) -> None:
     memory.array[:256] = range(256)
     value(memory.raw.cuMemsetD8(memory.plain, 255, 64))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -32,15 +33,21 @@ def rounds(on_cuda: bool) -> int:
 
 @pytest.fixture
 def unchanged(partner: Partner) -> Iterator[Callable[[Callable[[int], None], int], None]]:
-    """Runs rounds, and holds both processes to what they had open after the first few."""
+    """Runs rounds, and holds both processes to what they had open after the first few.
+
+    The first rounds may meet a slot table of this process that the partner has not opened before, once for each table.
+    """
 
     def unchanged(run: Callable[[int], None], rounds: int) -> None:
         for number in range(8):
             run(number)
-        before, before_there = state(), partner.run(state_there)
-        for number in range(rounds):
-            run(number)
-        assert no_more(before, state()) and no_more(before_there, partner.run(state_there))
+        for last in (False, False, True):
+            before, before_there = state(), partner.run(state_there)
+            for number in range(rounds):
+                run(number)
+            with contextlib.nullcontext() if last else contextlib.suppress(AssertionError):
+                assert no_more(before, state()) and no_more(before_there, partner.run(state_there))
+                return
 
     yield unchanged
 

@@ -14,6 +14,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc
 from streamalloc.multicast import SymmetricMemory, SymmetricMemoryError
+from streamalloc.multicast.setup.plan import CHANNELS
 from streamalloc.testing import Gate, multimem_ld_reduce, multimem_red, multimem_st
 from tests.multicast.ranks import Crew, Meddled, Rank, reaches_all
 from tests.multicast.support import all_ended
@@ -258,7 +259,7 @@ class TestBarrier:
                 stream = rank.device.create_stream()
                 start = (1 << 32) - 3
                 memory._signals._rounds[0] = start
-                counters = np.full(memory._layout.counter_count, start, np.uint32)
+                counters = np.full(2 * CHANNELS * memory.size, start, np.uint32)
                 replica = memory._resources.replicas[rank.number]
                 replica[memory._layout.counters :][: counters.nbytes].copy_from(counters, stream)
                 stream.synchronize()

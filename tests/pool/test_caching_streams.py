@@ -29,13 +29,18 @@ class Theirs:
         driver: Any = device.driver
         self._driver = driver
         with device.current():
-            self.handle = int(driver.cuStreamCreate(1)[1])
+            self.handle: int | None = int(driver.cuStreamCreate(1)[1])
 
-    def __cuda_stream__(self) -> tuple[int, int]:
+    def __cuda_stream__(self) -> tuple[int, Any]:
         return (0, self.handle)
 
-    def __del__(self) -> None:
-        self._driver.cuStreamDestroy(cuda.CUstream(self.handle))
+    def close(self) -> None:
+        """Destroy the stream; the object names no handle from then on."""
+        handle, self.handle = self.handle, None
+        if handle is not None:
+            self._driver.cuStreamDestroy(cuda.CUstream(handle))
+
+    __del__ = close
 
 
 class Null:
@@ -152,6 +157,35 @@ def test_a_library_s_stream_that_has_gone(cache: sa.CachingAllocator, device_of:
     stream = Theirs(device_of)
     with cache.allocate(SIZE, stream):
         assert cache.statistics().misses == 2
+
+
+def test_a_trim_after_a_library_has_closed_its_stream(cache: sa.CachingAllocator, device_of: sa.Device) -> None:
+    """The blocks return once the device was synchronised; until then others do."""
+    stream = Theirs(device_of)
+    with device_of.create_stream() as own:
+        for one in (stream, own):
+            cache.allocate(SIZE, one).free()
+        stream.close()
+        cache.trim()
+        own.synchronize()
+        assert cache.pool.statistics().used == SIZE
+    device_of.synchronize()
+    assert cache.pool.statistics().used == 0
+
+
+def test_a_new_stream_with_the_handle_of_one_that_its_library_closed(
+    cache: sa.CachingAllocator, device_of: sa.Device
+) -> None:
+    first, second = Theirs(device_of), Theirs(device_of)
+    with cache.allocate(SIZE, first) as buffer:
+        cache.allocate(SIZE, first).free()
+        handle, first.handle = first.handle, None
+        second.close()
+        second.handle = handle
+        with cache.allocate(SIZE, second):
+            assert cache.statistics().misses == 3  # no block of the first stream
+        buffer.free(device_of.default_stream)
+        assert buffer.freed
 
 
 def test_a_block_comes_home_after_its_event(cache: sa.CachingAllocator, device_of: sa.Device, traced: Any) -> None:

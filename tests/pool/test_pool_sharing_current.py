@@ -226,7 +226,7 @@ class TestAccess:
             pool.set_access(device, READ)
 
     def test_the_host_cannot_have_device_memory(self, pool: sa.MemoryPool) -> None:
-        with pytest.raises(sa.NotSupportedError):
+        with pytest.raises(sa.NotSupportedError, match="to the host in host memory only"):
             pool.set_access(HOST, READWRITE)
 
     def test_absent_device(self, pool: sa.MemoryPool) -> None:

@@ -108,6 +108,10 @@ class TestRun:
     def write(self, folder: Path, name: str, source: str) -> None:
         (folder / name).write_text(textwrap.dedent(source))
 
+    def test_a_program_that_is_not_there(self, tmp_path: Path) -> None:
+        done = self.run("--driver", "simulated", "absent.py", cwd=tmp_path)
+        assert done.returncode and done.stderr == "python -m streamalloc run: there is no file 'absent.py'\n"
+
     def test_a_program_and_its_child(self, tmp_path: Path) -> None:
         self.write(
             tmp_path,
@@ -130,7 +134,7 @@ class TestRun:
 
             def run(name):
                 memory = runtime.cudaMalloc(1)[1]
-                function = driver.cuModuleGetFunction(driver.cuModuleLoadData(b"a cubin")[1], b"one")[1]
+                function = driver.cuModuleGetFunction(driver.cuModuleLoadData(b"\x7fELF")[1], b"one")[1]
                 assert not driver.cuLaunchKernel(function, *[1] * 6, 0, 0, ((memory,), (ctypes.c_void_p,)), 0)[0]
                 found = bytearray(1)
                 runtime.cudaMemcpy(found, memory, 1, runtime.cudaMemcpyKind.cudaMemcpyDeviceToHost)

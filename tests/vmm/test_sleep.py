@@ -78,9 +78,11 @@ class TestSleepAndWake:
         assert group.backup.statistics().used == 0
         assert all(shows(buffer, seed) for seed, buffer in enumerate(kept))
 
-    def test_only_what_is_to_be_kept_is_copied(self, group: vmm.SleepGroup) -> None:
-        weights, cache = buffers(group, "weights", "cache")
-        group.sleep(keep={"weights"})
+    @pytest.mark.parametrize("keep", [{"weights"}, "weights"])
+    @pytest.mark.parametrize("other", ["cache", "weight", ""])
+    def test_only_what_is_to_be_kept_is_copied(self, group: vmm.SleepGroup, keep: Any, other: str) -> None:
+        weights, cache = buffers(group, "weights", other)
+        group.sleep(keep=keep)
         assert weights.eviction and weights.eviction.backup is not None
         assert cache.eviction and cache.eviction.backup is None
         group.wake()

@@ -144,7 +144,7 @@ class Capture:
     def reorder(self, stream: Stream, after: list[int], anew: bool) -> None:
         """Have a stream come after some nodes as well; ``anew``: after these alone."""
         if anew:
-            # Another stream does not come after the earlier operations of this one.
+            # A new stream of the timeline, which comes after none of the earlier operations.
             self._streams[stream] = self._inside.timeline.stream(stream.name)
         for handle in after:
             if handle in self._done:

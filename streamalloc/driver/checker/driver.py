@@ -22,7 +22,7 @@ from streamalloc.driver.checker.rules.all_calls import RULES
 from streamalloc.driver.checker.state import HostCall, State
 from streamalloc.driver.checker.uses import Finish
 from streamalloc.driver.errors import DriverMisuseError
-from streamalloc.driver.parent import ParentTest
+from streamalloc.driver.parent import ParentTest, from_server
 from streamalloc.driver.protocol import Listener
 from streamalloc.driver.wrappers import Function, Wrapper
 
@@ -264,8 +264,10 @@ class Checked(Wrapper):
         """A function for :attr:`show` that reports to the test which started this process, also at its end."""
         from multiprocessing.util import Finalize
 
-        # Processes of multiprocessing end without the functions of atexit.
-        Finalize(None, _end_of_child, exitpriority=_EXIT_PRIORITY)
+        # Before Python 3.13 forked processes end without the functions of atexit. From 3.13 on, spawned processes run
+        # them before the finalizers of programs.
+        Finalize(None, _at_exit, exitpriority=_EXIT_PRIORITY)
+        atexit.unregister(_at_exit)
         return lambda hazard: test.report("leaks" if hazard.kind == "leak" else "check", str(hazard))
 
     # -- notifications ---------------------------------------------------------------------------------------
@@ -499,21 +501,16 @@ os.register_at_fork(after_in_child=_after_fork)
 
 @atexit.register
 def _at_exit() -> None:
+    """Report what is found at the end of the process, after its own arguments are dropped."""
+    if from_server():
+        process: Any = sys.modules["multiprocessing.process"].current_process()
+        process._args, process._kwargs = (), {}
+        gc.collect()
     for one in tuple(_alive):
         shown = len(one.hazards)
         if one._on != "raise" and one.process == os.getpid():
             for hazard in one.finish()[shown:]:
                 (one.show or one.print)(hazard)
-
-
-def _end_of_child() -> None:
-    """Report at the end of a process of multiprocessing, after its own arguments are dropped."""
-    from multiprocessing.process import current_process
-
-    process: Any = current_process()
-    process._args, process._kwargs = (), {}
-    gc.collect()
-    _at_exit()
 
 
 def checked(driver: _Interface, on: On = "report", poison: bool = False, *, uninitialized: bool = False) -> Checked:

@@ -32,7 +32,7 @@ class HostCall:
         self._thread = thread
         """Finds the calling host thread."""
         self._queued: deque[tuple[Stream, Obstacle, Obstacle]] = deque()
-        """Stream, end of the work before, and end of the call itself, for each queued call."""
+        """For each queued call: its stream, the end of the work before it, and its own end."""
         self._running: list[Obstacle] = []
         self.node: Node | None = None
         """Node of a capture."""
@@ -146,7 +146,7 @@ class State(Uses):
         """Exported and imported physical memory by open file."""
 
     def note(self, text: str) -> None:
-        """Note a check that is given up."""
+        """Record, once, that the checker no longer makes a check."""
         self.notes[text] = None
 
     # -- graphs and their launches -----------------------------------------------------------------------------
@@ -197,7 +197,7 @@ class State(Uses):
                 if self.addresses.find(node.range.base) is not node.range:
                     self.addresses.add(node.range)
             elif any(piece[0].kind == "mapping" and piece[0].ended for piece, _ in node.pieces):
-                # The graph uses the memory that is mapped there now.
+                # Mapped again since the capture: the launch uses the memory that these addresses have now.
                 node.pieces = self._pieces((low, high - low, write) for (_, low, high), write in node.pieces)
         self._run(stream, together, stack)
         if stream.obstacle is not None:

@@ -137,6 +137,14 @@ class _Thread:
     def __init__(self, actor: Actor) -> None:
         self.actor = actor
         self.streams: dict[int, Stream] = {}
+        me = threading.get_ident()
+        # Not threading.current_thread, which adds an object for a thread that Python has not started.
+        self._known = next((one for one in threading.enumerate() if one.ident == me), None)
+
+    @property
+    def name(self) -> str:
+        """Name of the thread; its number where Python has not started it."""
+        return f"{threading.get_ident():#x}" if self._known is None else self._known.name
 
 
 class Streams:
@@ -195,10 +203,10 @@ class Streams:
 
     def thread(self) -> Actor:
         """The calling host thread."""
-        actor = self._thread().actor
+        thread = self._thread()
+        actor = thread.actor
         within = actor.within
-        name = threading.current_thread().name
-        actor.name = f"host thread {name}" if within is None else f"the host function of {within.name}"
+        actor.name = f"host thread {thread.name}" if within is None else f"the host function of {within.name}"
         return actor
 
     def stream(self, handle: Any) -> Stream:
@@ -228,7 +236,8 @@ class Streams:
 
     def _own(self, context: int) -> Stream:
         """The per-thread default stream of the calling thread."""
-        mine = self._thread().streams
+        thread = self._thread()
+        mine = thread.streams
         found = mine.get(context)
         if found is None or found not in self.devices:  # its context may have ended
             while self._over:
@@ -237,7 +246,7 @@ class Streams:
                         self._per_thread.remove(one)
                         self.retire(one)
             legacy = self.legacy(context)
-            name = f"the per-thread default stream of {threading.current_thread().name}"
+            name = f"the per-thread default stream of {thread.name}"
             found = mine[context] = self.timeline.stream(name, context, legacy)
             self._per_thread.append(found)
             self.foreign.can_use(found)

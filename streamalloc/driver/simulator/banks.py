@@ -30,11 +30,13 @@ class Banks:
 
     host: Bank
     devices: list[Bank]
+    alone: bool = False
+    """Whether the host has one device; a process that sees one of several is answered as if it saw all."""
     arenas: Arenas = field(default_factory=Arenas)
     pools: dict[int, Space] = field(default_factory=dict)
     """Space of each pool, by pool handle; a space can hold unused memory."""
-    reserves: list[Callable[[], None]] = field(default_factory=list)
-    """Functions that release unused graph memory."""
+    reserves: list[tuple[Bank, Callable[[], None]]] = field(default_factory=list)
+    """Functions that release the unused graph memory of a bank."""
 
     def bank(self, device: int | None) -> Bank:
         """The bank of a device; None stands for the host."""
@@ -49,14 +51,16 @@ class Banks:
                 space.trim(0)
 
     def trim(self, asking: Space) -> None:
-        """Release unused memory: of the host's pools for a pool of a NUMA node, else of the devices' pools and of
-        graphs.
+        """Release unused memory of other pools and of graphs: that of the device of the asking pool, the host's for a
+        pool of a NUMA node, and that of all devices for another pool of the host.
         """
+        of_host = asking.bank is self.host and not asking.of_node
+        banks = self.devices if of_host else [asking.bank]
         for space in self.pools.values():
-            if space is not asking and (space.bank is self.host) == asking.of_node:
+            if space is not asking and space.bank in banks:
                 space.trim(0)
-        if not asking.of_node:
-            for give_up in self.reserves:
+        for bank, give_up in self.reserves:
+            if bank in banks:
                 give_up()
 
     def is_mapped(self, address: int, size: int, write: bool = False) -> bool:

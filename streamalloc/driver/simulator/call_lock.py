@@ -25,12 +25,21 @@ _SIGNALS = [int(getattr(signal, name)) for name in ["SIGHUP", "SIGINT", "SIGUSR1
 """The signals whose handlers wait. A handler of another signal that raises in a call breaks the machine."""
 
 
+def is_main_thread() -> bool:
+    """Whether the main thread calls.
+
+    ``threading.current_thread`` adds an object for a thread that Python has not started, and for a finaliser that runs
+    after its thread has ended.
+    """
+    return threading.get_ident() == threading.main_thread().ident
+
+
 @dataclass(eq=False)
 class Caller:
     """A thread that makes calls of a machine."""
 
     ident: int = field(default_factory=threading.get_ident)
-    is_main: bool = field(default_factory=lambda: threading.current_thread() is threading.main_thread())
+    is_main: bool = field(default_factory=is_main_thread)
     contexts: list[Any] = field(default_factory=list)
     """The context stack, the current context last."""
     capture_mode: int = 0
@@ -98,7 +107,7 @@ def sleep(until: _thread.LockType, seconds: float) -> None:
     :class:`WaitEnded` when a signal handler raises.
     """
     global _holding
-    is_main = _holding > 0 and threading.get_ident() == threading.main_thread().ident
+    is_main = _holding > 0 and is_main_thread()
     depth, holding, error = _depth, _holding, None
     if is_main:
         _holding = depth  # more in a finaliser that runs where a call begins

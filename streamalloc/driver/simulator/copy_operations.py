@@ -84,7 +84,7 @@ def _fill_row(machine: Machine, context: Context, target: int, pattern: bytes, c
 
 
 class Rows(Operation):
-    """Moves of one size after each other: the rows of a plane or of a box."""
+    """Copies or fills the rows of a plane or of a box, one after the other."""
 
     def __init__(self, count: int, size: int, row: Callable[[int], Move]) -> None:
         self._count = count
@@ -118,8 +118,8 @@ class Shape(NamedTuple):
     target_slice: int
     source_pitch: int
     source_slice: int
-    fits: bool = True
-    """Rows lie within their pitch, slices within their height."""
+    fits: tuple[bool, bool] = (True, True)
+    """Of the target and the source: whether rows lie within their pitch, slices within their height."""
     left_out: tuple[int, int] = (0, 0)
     """Bytes before the first that is written, and before the first that is read."""
 

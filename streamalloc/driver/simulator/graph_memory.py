@@ -61,7 +61,7 @@ class DeviceGraphMemory:
             self._set_aside = Reservation(round_up(self.bank.addresses, CHUNK), CHUNK, low=True)
 
     def __post_init__(self) -> None:
-        self.banks.reserves.append(self.trim)
+        self.banks.reserves.append((self.bank, self.trim))
 
     def resize(self, change: int, used: int) -> None:
         self.bank.used += change

@@ -126,9 +126,9 @@ class Graph:
         """Whether an address is one of its own allocations'."""
         return any(memory.holds(address) for memory in self.memories.values())
 
-    def covers(self, address: int, size: int) -> bool:
-        """Whether an allocation of this graph contains a range."""
-        own = (node for node in self.nodes if node.kind == "MEM_ALLOC")
+    def covers(self, address: int, size: int, freed: bool = False) -> bool:
+        """Whether an allocation of this graph that no node frees, or any at all, contains a range."""
+        own = (node for node in self.nodes if node.kind == "MEM_ALLOC" and (freed or not node.freed))
         return any(one.address <= address and address + size <= one.address + one.size for one in own)
 
     def allocate(self, size: int, device: int, after: list[Node], values: Values | None = None) -> Node:

@@ -121,7 +121,7 @@ class Regions:
 
 
 class Heap:
-    """The memory of cuMemAlloc, or pinned memory, in some regions. Its file has the offsets of the regions."""
+    """The memory of cuMemAlloc, or pinned memory. Offsets in its file are those in the reservation of the regions."""
 
     def __init__(self, name: str, banks: Banks, bank: Bank, regions: Regions) -> None:
         self._name = name
@@ -139,8 +139,9 @@ class Heap:
         return Physical(self._name, self._regions.size)
 
     def allocate(self, size: int, kind: int = 0, flags: int = 0) -> tuple[int, Block, int] | None:
-        """The address, the piece to free, and the flags of a new allocation; None without enough memory. Only
-        allocations of one kind share blocks. All allocations in a block have the flags of the first one.
+        """Allocate, and return the address, the piece to free and the flags; None without enough memory.
+
+        Only allocations of one kind share blocks. All allocations in a block have the flags of the first one.
         """
         rounded = round_up(size, ALIGNMENT)
         if rounded >= BLOCK:

@@ -239,7 +239,7 @@ def _claim(base: int, size: int) -> bool:
 
 
 def _place(base: int, size: int) -> bool:
-    """Reserve exactly this range."""
+    """Reserve these addresses; return False if one of them is taken."""
     try:
         got = _mmap(base, size, _PROT_NONE, _RESERVED | _MAP_FIXED_NOREPLACE)
     except OSError:

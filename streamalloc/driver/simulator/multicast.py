@@ -467,7 +467,7 @@ class Multicast:
     # -- memory by its address -------------------------------------------------------------------------------
 
     def locate(self, address: int, size: int) -> Backing:
-        """Memory at an address: of one mapping, or of one allocation of a pool."""
+        """Return the memory behind a range of addresses, which is in one mapping or in one allocation of a pool."""
         allocation = need(self.allocations.find(address))
         mapping, pool = allocation.mapping, allocation.pool
         if mapping is not None:

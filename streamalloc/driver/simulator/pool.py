@@ -87,7 +87,7 @@ class Pool(Accessible):
         bank = banks.bank(self.device)
         # a pool has addresses for twice its maximum size, and more on a machine of several devices
         # (observed on H200: test_placements)
-        few = self.device is None or len(banks.devices) == 1
+        few = self.device is None or banks.alone
         capacity = 2 * self.max_size if few and self.max_size else bank.addresses
         of_node = self.place.type == Location.HOST_NUMA
         kind = (of_node, self.managed or self.device is None)
@@ -186,7 +186,7 @@ class Pool(Accessible):
         if needed <= room:
             return len(missing) * CHUNK == needed
         if self.max_size:
-            self._banks.trim(self.space)  # in vain, but so it is (observed on H200: test_placements)
+            self._banks.trim(self.space)  # the driver trims although it cannot help (H200: test_placements)
         return False
 
     def _wait_for(self, block: Block, stream: Stream) -> None:

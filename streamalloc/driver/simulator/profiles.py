@@ -184,18 +184,18 @@ class Profile:
     """
     numa_nodes: int = _read(_whole(1, 64))
     imex_channel: int = _read(_whole(0, 1))
-    """Whether there is one that the user may open: without it fabric handles are not permitted."""
+    """Whether the user may open an IMEX channel: without one, fabric handles are not permitted."""
     context_api_version: int = _read(_whole(0, 99999))
     context_flags: int = _read(_whole(0, 255))
     stream_priorities: tuple[int, int] = _read(_priorities)
     """Least and greatest."""
     pitch: int = _read(_whole(1, 1 << 20))
-    """Bytes; rows of cuMemAllocPitch are multiples."""
+    """Rows of cuMemAllocPitch are multiples of this, in bytes."""
     pool_chunk: int = _read(_whole(CHUNK, CHUNK))
-    """Bytes; pools grow by multiples. This and the next two are the same on all machines that were read."""
+    """Pools grow by multiples of this, in bytes. This and the next two are equal on all machines that were read."""
     pool_alignment: int = _read(_whole(ALIGNMENT, ALIGNMENT))
     plain_block: int = _read(_whole(BLOCK, BLOCK))
-    """Bytes; small allocations of cuMemAlloc share blocks of this size."""
+    """Size in bytes of the blocks that small allocations of cuMemAlloc share."""
     granularities: Mapping[str, Mapping[str, Granularity | None]] = _read(_table(_table(_granularity)), repr=False)
     """By location type (DEVICE, HOST, HOST_NUMA) or MULTICAST, then by handle type."""
     attributes: Mapping[str, int | None] = _read(_numbers, repr=False)
@@ -203,9 +203,9 @@ class Profile:
     limits: Mapping[str, Limit | None] = _read(_table(_limit), repr=False)
     """Limits of contexts by enum name without CU_LIMIT_; those that are not here are not supported."""
     devices: tuple[Mapping[str, int | None], ...] = _read(_list(_numbers, 1), repr=False)
-    """For each device that was read, the attributes that it has otherwise."""
+    """For each device that was read, the attributes whose values differ from ``attributes``."""
     links: Mapping[tuple[int, int], Link] = _read(_links, repr=False)
-    """By the device that has access and the one whose memory it is."""
+    """Links by the pair of devices: the one that has access, and the owner of the memory."""
     error_strings: Mapping[str, str | None] = _read(_table(_text), repr=False)
     """Answers of cuGetErrorString, by enum name, that are not the name in lower case."""
     identity: str = ""
@@ -309,7 +309,7 @@ def parse(data: bytes, identity: str) -> Profile:
 
 
 def _merged(base: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """The entries of both; those of ``given`` where both have one."""
+    """Return the entries of ``base`` and ``given``; an entry of ``given`` replaces that of ``base``."""
     found = dict(base)
     for name, one in given.items():
         there = base.get(name)

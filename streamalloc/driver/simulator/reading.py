@@ -258,8 +258,6 @@ def differences(read: dict[str, Any], profile: Any) -> list[str]:
             known = getattr(profile, name).get(entry)
             number = number[0] if name == "limits" and number is not None else number
             known = known[0] if name == "limits" and known is not None else known
-            if name == "error_strings" and entry not in profile.error_strings:
-                known = entry.removeprefix("CUDA_ERROR_").replace("_", " ").lower()
             if entry not in _VARYING and entry != "MULTICAST_SUPPORTED" and number != known:
                 found.append(f"{name}.{entry}: read {number}, profile {known}")
     for place, kinds in read["granularities"].items():

@@ -50,7 +50,7 @@ class Operation:
     counts = True
     """The stream counts as busy while this is queued."""
     is_command = True
-    """Submission sends it to the device at once, not with a later operation."""
+    """It goes to the device when it is submitted; other operations go together with the next command."""
     polled = False
     """Its condition is polled, because no call announces it."""
     runs = False

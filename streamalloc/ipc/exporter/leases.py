@@ -142,10 +142,7 @@ class Lease(SharedState):
         return head.data + part + zlib.crc32(part, head.checksum).to_bytes(4, "little")
 
     def announce(
-        self,
-        stream: Stream,
-        before: Callable[[int], bool] | None = None,
-        view: tuple[Any, bool] | None = None,
+        self, stream: Stream, before: Callable[[int], bool] | None = None, view: tuple[Any, bool] | None = None
     ) -> int:
         """Make ``stream`` write to ``ready`` that the contents are there; the value that importers wait for.
 
@@ -376,18 +373,14 @@ class Leases:
             return self._prepared.pop()
         except IndexError:
             pass
-        while True:
-            lease = self._next_free()
-            if lease is not None:
-                return lease
+        while (lease := self._next_free()) is None:
             self._add_block()
+        return lease
 
     def prepare(self) -> None:
         """Take the next slot in advance, at a time when nobody waits for it."""
-        if not self._prepared:
-            lease = self._next_free()
-            if lease is not None:
-                self._prepared.append(lease)
+        if not self._prepared and (lease := self._next_free()) is not None:
+            self._prepared.append(lease)
 
     def _next_free(self) -> Lease | None:
         """Take a free slot; None without one."""
@@ -537,10 +530,6 @@ routes: dict[weakref.ref[Any], weakref.ref[Route]] = {}
 """The routes of all pools of this process, by pool: an index for fast paths. :class:`Exports` keeps the routes."""
 
 
-def _forget(pool: weakref.ref[Any]) -> None:
-    routes.pop(pool, None)
-
-
 class Exports:
     """The handles that one process has exported through one driver."""
 
@@ -609,7 +598,7 @@ class Exports:
                 route = self._routes.get(pool)
                 if route is None:
                     route = self._routes[pool] = Route(pool, self, self.uuid(device))
-                    routes[weakref.ref(pool, _forget)] = weakref.ref(route)
+                    routes[weakref.ref(pool, lambda gone: routes.pop(gone, None))] = weakref.ref(route)
             for known in list(self._routes):
                 if known.closed:
                     self._routes.pop(known, None)
@@ -621,9 +610,8 @@ class Exports:
         if handle_type not in handles:
             handles.setdefault(handle_type, memory.export(handle_type))
         handle = handles[handle_type]
-        if isinstance(handle, Fd):
-            return Chunk(self.id(memory), memory.nbytes), handle
-        return Chunk(self.id(memory), memory.nbytes, handle), None
+        file, fabric = (handle, b"") if isinstance(handle, Fd) else (None, handle)
+        return Chunk(self.id(memory), memory.nbytes, fabric), file
 
     def relay(self, block: ControlBlock, device: Device) -> bytes:
         """Return the fabric handle of a control block's relay; make that first if necessary, on ``device``."""

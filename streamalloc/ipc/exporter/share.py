@@ -582,7 +582,7 @@ def _share_chunks(
     addresses: Sequence[int] = (),
     **fields: Any,
 ) -> Shared:
-    """Share chunks of physical memory that are adjacent in the address range; ``addresses`` of those mapped here."""
+    """Share chunks of physical memory in the order of the address range; ``addresses``: their addresses here."""
     exports = exports_for(session)
     for memory in memories:
         if not isinstance(memory, PhysicalMemory):

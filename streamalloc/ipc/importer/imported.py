@@ -25,6 +25,7 @@ from streamalloc.core.errors import (
     attach,
     error_from,
     size_text,
+    undoing,
 )
 from streamalloc.core.html import Row
 from streamalloc.core.internal import (
@@ -157,14 +158,11 @@ class RangeLease(Deferred):
             self._words: ImporterWords | None = block.own.get(slot) or block.own_words(slot)
             self._words.blocks.add(self)
             self._words.opened.value = (self._words.opened.value + 1) % WORD
-        try:
+        with undoing(self.end):
             # Count first, then check for a free: the exporter does both in the opposite order.
             block.sync(device)
             if self._words.slot_words.generation.value != generation:
                 raise StaleDescriptorError(_STALE)
-        except BaseException:
-            self.end()
-            raise
 
     def end(self) -> None:
         """Count the close; all work on the range has ended. Idempotent."""

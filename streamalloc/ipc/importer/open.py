@@ -156,19 +156,14 @@ class Importer:
         """Return the device that has the memory; for memory of another machine, the stream's."""
         uuid = described.device
         found = self.device_of(uuid)
-        if found is None and described.handle_type == FABRIC:
-            if stream is None:
-                raise ValueError(
-                    f"the memory is on device {uuid.hex()}, which is not of this machine, or hidden from this process: "
-                    "pass stream=, whose device is to have access"
-                )
+        if found is not None:
+            return found
+        if described.handle_type == FABRIC and stream is not None:
             return as_stream(stream, self.session).device
-        if found is None:
-            raise ValueError(
-                f"the memory is on device {uuid.hex()}, which this process does not see: is it hidden by "
-                "CUDA_VISIBLE_DEVICES?"
-            )
-        return found
+        why = "this process does not see: is it hidden by CUDA_VISIBLE_DEVICES?"
+        if described.handle_type == FABRIC:
+            why = "is not of this machine, or hidden from this process: pass stream=, whose device is to have access"
+        raise ValueError(f"the memory is on device {uuid.hex()}, which {why}")
 
     def device_of(self, uuid: bytes) -> Device | None:
         """Return the device with a UUID of 16 bytes; None if this process does not see it."""
@@ -217,20 +212,21 @@ class Importer:
     def control_block(self, name: bytes, take: Callable[[bytes], Fd | None]) -> ControlBlock | None:
         """Return the control block of an id; ``take`` returns its file the first time, or None without one."""
         block = self.blocks.get(name)
-        if block is None:
-            self._release_ended()
-            fd = take(name)
-            if fd is None:
-                return None
-            try:
-                with self.lock:
-                    block = self.blocks.get(name)
-                    if block is None:
-                        block = self.blocks[name] = ControlBlock.attach(self.session, fd, name)
-            finally:
-                if block is None or block.fd is not fd:
-                    fd.close()
-        return block
+        if block is not None:
+            return block
+        self._release_ended()
+        fd = take(name)
+        if fd is None:
+            return None
+        try:
+            with self.lock:
+                block = self.blocks.get(name)
+                if block is None:
+                    block = self.blocks[name] = ControlBlock.attach(self.session, fd, name)
+            return block
+        finally:
+            if block is None or block.fd is not fd:
+                fd.close()
 
     def pool(self, described: Descriptor, handles: Handles) -> PoolHandle:
         """Return an imported pool; it stays in :attr:`pools`, as later descriptors may come without the handle."""
@@ -297,11 +293,9 @@ class Importer:
         if not (self.handles or self.blocks):
             return
         with self.lock:
-            used: set[object] = set()
-            for held in self.imports.values():
-                used.add(held.source.block)
-                if isinstance(held.source, PoolSource):
-                    used.add(held.source.handle)
+            sources = {held.source for held in self.imports.values()}
+            used: set[object] = {source.block for source in sources}
+            used |= {source.handle for source in sources if isinstance(source, PoolSource)}
             for number, pool in list(self.handles.items()):
                 if pool not in used and not pool.users and pool.ended():
                     # No descriptor finds the pool from here on.
@@ -318,7 +312,7 @@ class Importer:
                     self.deferred.submit(OnceIdle(self.session, close))
 
     def memory(self, chunk: Chunk, handles: Handles) -> PhysicalMemory:
-        """Import physical memory. Each import holds it by itself."""
+        """Import physical memory. Each import has its own handle of the memory."""
         if chunk.fabric:
             return import_memory(self.session, chunk.fabric, chunk.nbytes)
         with handles.take(chunk.id) as fd:
@@ -332,11 +326,7 @@ importer_of: PerDriver[Importer] = PerDriver(Importer)
 Imported: TypeAlias = "ImportedArray | ImportedBuffer | ImportedRange | ImportedPool | PhysicalMemory | Event"
 """The results of :func:`open`."""
 
-T = TypeVar(
-    "T",
-    bound="ImportedArray | ImportedBuffer | ImportedRange | ImportedPool | PhysicalMemory | Event",
-    default="ImportedBuffer | ImportedRange",
-)
+T = TypeVar("T", bound="Imported", default="ImportedBuffer | ImportedRange")
 
 _NOT_IN_A_CAPTURE = "memory of other processes cannot be opened in a capture"
 
@@ -351,7 +341,7 @@ def open(
 ) -> T:
     """Open memory, a pool or an event that another process shared.
 
-    For descriptors that :func:`send` has sent, use :func:`receive`. Here a message carries several::
+    For descriptors that :func:`send` has sent, use :func:`receive`. A message of the program's own is opened so::
 
         message = channel.receive()
         with ipc.open(message.data, message.handles, stream=stream) as buffer:
@@ -518,6 +508,8 @@ def _arriving(request: _Request) -> Iterator[None]:
 
 def _ordered(stream: StreamLike, session: Session) -> Stream:
     """Return the caller's stream, which must not be captured."""
+    if direct_handle(stream, session) is not None:
+        return stream  # type: ignore[return-value]
     ordered = as_stream(stream, session)
     if not ordered.is_default:
         # Default streams are checked only if they have to wait: other libraries may capture them.

@@ -162,7 +162,7 @@ class ImporterRelay(Relay):
         """
         self.give_access(device)
         with self.lock:
-            # A change of its own, so that the answer is one to what was written before.
+            # A new number: the exporter that has seen it has seen all that was written before.
             wanted = self._change = (self._change + 1) % WORD
         while True:
             self.step()

@@ -49,13 +49,7 @@ class RingItem(SlotMemory):
     __slots__ = ("_any_stream", "_block", "_flags", "_number", "_ready", "_value", "_words")
 
     def __init__(
-        self,
-        memory: ImportedBuffer,
-        index: int,
-        offset: int,
-        block: ControlBlock,
-        number: int,
-        any_stream: bool,
+        self, memory: ImportedBuffer, index: int, offset: int, block: ControlBlock, number: int, any_stream: bool
     ) -> None:
         super().__init__(memory, memory.stream, index, offset, 0)
         self._any_stream = any_stream

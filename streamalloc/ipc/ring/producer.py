@@ -235,9 +235,7 @@ class Deliveries(RingEnding):
     def settle(self) -> bool:
         """Free the slots that consumers have released and users have returned; whether a slot is free."""
         while self.returned:
-            slot = self.returned[0]
-            del self.returned[0]
-            self.free.appendleft(slot)
+            self.free.appendleft(self.returned.popleft())
         for consumer in (*self.consumers, *self.leaving):
             with contextlib.suppress(OSError, ClosedError):
                 consumer.send()
@@ -499,9 +497,8 @@ class RingProducer(RingEnd):
                 raise ProtocolError(f"a ring's consumer says that it is importer {importer}, which is nobody")
             block.watch_importer(importer)
         slots = self._deliveries.slots
-        return ConsumerLink(
-            channel, blocks, [slot.block.importer_words(slot.number, blocks[slot.block]) for slot in slots]
-        )
+        flags = [slot.block.importer_words(slot.number, blocks[slot.block]) for slot in slots]
+        return ConsumerLink(channel, blocks, flags)
 
     # -- slots -----------------------------------------------------------------------------------------------
 
@@ -566,13 +563,8 @@ class RingProducer(RingEnd):
         with state.lock:
             state.settle()
             in_flight = sum(len(consumer.in_flight) for consumer in (*state.consumers, *state.leaving))
-            return RingStatistics(
-                state.handed_off,
-                state.redelivered,
-                in_flight + len(state.unsent),
-                len(state.free),
-                len(state.consumers),
-            )
+            waiting = in_flight + len(state.unsent), len(state.free), len(state.consumers)
+            return RingStatistics(state.handed_off, state.redelivered, *waiting)
 
     def _about(self) -> Iterator[Row]:
         yield from super()._about()

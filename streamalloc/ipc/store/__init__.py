@@ -1,3 +1,1 @@
 """Stores of GPU memory: a server process that holds weights, and the processes that write and read them."""
-
-__all__: list[str] = []

@@ -2,17 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "KINDS",
-    "LayoutChangedError",
-    "StoreBusyError",
-    "StoreError",
-    "StoreFullError",
-    "StoreGoneError",
-    "StoreKeyError",
-    "kind_of",
-]
-
 
 class StoreError(RuntimeError):
     """A store refused a request."""
@@ -41,12 +30,8 @@ class LayoutChangedError(StoreError, ValueError):
     """The tensors under a key are others than the caller expects."""
 
 
-KINDS: dict[str, type[StoreError]] = {
-    "refused": StoreError,
-    "key": StoreKeyError,
-    "busy": StoreBusyError,
-    "full": StoreFullError,
-}
+KINDS: dict[str, type[StoreError]]
+KINDS = {"refused": StoreError, "key": StoreKeyError, "busy": StoreBusyError, "full": StoreFullError}
 """Classes by the names that answers of the server have."""
 
 

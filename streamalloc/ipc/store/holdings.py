@@ -19,8 +19,6 @@ from streamalloc.core.resource import close_all
 from streamalloc.ipc.store.errors import StoreBusyError, StoreError, StoreFullError, StoreKeyError
 from streamalloc.ipc.wire.control_block import ReadyWord
 
-__all__ = ["Entry", "Epoch", "Holder", "Holdings"]
-
 # The first of the addresses that are proposed to writers, and the distance of those of two keys.
 _FIRST_ADDRESS, _ADDRESS_STEP, _ADDRESSES = 0x2000_0000_0000, 1 << 39, 128
 

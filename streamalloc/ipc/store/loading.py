@@ -22,8 +22,6 @@ from streamalloc.ipc.store.manifest import Tensor
 from streamalloc.ipc.store.weights import Weights
 from streamalloc.ipc.store.writing import WeightsWriter
 
-__all__ = ["load"]
-
 _MOST_HEADER = 100 << 20
 _STEP = 64 << 20
 _DTYPES = {
@@ -97,7 +95,8 @@ def _tensor(start: int, size: int, dtype: str, shape: list[int], data_offsets: l
     begin, end = data_offsets
     tensor = Tensor(_DTYPES[dtype], tuple(map(int, shape)), None, start + begin)
     if min(tensor.shape, default=0) < 0 or not 0 <= begin <= end <= size - start or tensor.nbytes != end - begin:
-        raise ValueError(f"a tensor {tensor} of {end - begin} bytes at {begin}")
+        where = f"bytes {begin} to {end}"
+        raise ValueError(f"{size - start} bytes follow its header, which has a tensor {tensor} at {where}")
     return tensor
 
 

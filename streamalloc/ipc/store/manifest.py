@@ -24,19 +24,6 @@ from streamalloc.core.errors import size_text
 from streamalloc.core.internal import Fd
 from streamalloc.ipc.transport.channel import ProtocolError
 
-__all__ = [
-    "ALIGNMENT",
-    "TYPES",
-    "Layout",
-    "Manifest",
-    "Tensor",
-    "dtype_name",
-    "numpy_type",
-    "parse",
-    "read_file",
-    "sealed_file",
-]
-
 ALIGNMENT = 512
 """Bytes; the offset of each allocation is a multiple of it."""
 MOST_BYTES = 32 << 20

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import json
 import os
 import re
@@ -19,23 +20,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from streamalloc.core.errors import undoing
 from streamalloc.core.internal import Fd
+from streamalloc.core.properties import checked_type
 from streamalloc.core.resource import Closes, close_all
 from streamalloc.ipc.store.errors import KINDS, StoreError, StoreGoneError
 from streamalloc.ipc.transport.channel import PACKET_HANDLES, Channel, PeerGoneError, ProtocolError
-
-__all__ = [
-    "MOST_CHUNKS",
-    "VERSION",
-    "Connection",
-    "Kind",
-    "checked_key",
-    "folder",
-    "pack",
-    "socket_path",
-    "store_names",
-    "unpack",
-]
 
 VERSION = 1
 MOST_CHUNKS = 2048
@@ -120,11 +110,9 @@ _FIELDS: dict[int, dict[str, _Check]] = {
 
 def checked_key(key: object) -> str:
     """Check a key; ``ValueError`` if it is none: 1 to 512 printable characters, slashes and dots among them."""
-    if not isinstance(key, str):
-        raise TypeError(f"key must be a string, not {type(key).__name__} ({key!r})")
-    if not _is_key(key):
+    if not _is_key(checked_type("key", key, str)):
         raise ValueError(f"key={key!r}: allowed are 1 to 512 printable characters")
-    return key
+    return str(key)
 
 
 def pack(kind: Kind, fields: dict[str, Any]) -> bytes:
@@ -266,11 +254,8 @@ class Connection(Closes):
             except BaseException:
                 self.close()  # The answer may still come, and would be taken for that of the next request.
                 raise
-        try:
+        with undoing(functools.partial(close_all, received)):
             return self._answer(data), received
-        except BaseException:
-            close_all(received)
-            raise
 
     def _answer(self, data: bytes) -> dict[str, Any]:
         version, kind, fields = _decoded(data)
@@ -284,14 +269,12 @@ class Connection(Closes):
     def handles(self, count: int, first: Sequence[Fd]) -> list[Fd]:
         """Return the handles of the open epoch: those that came with the answer, and the others."""
         found = list(first)
-        with contextlib.ExitStack() as undo:
-            undo.callback(lambda: close_all(found))
+        with undoing(lambda: close_all(found)):
             while len(found) < count:
                 more = self.ask(Kind.FETCH, start=len(found))[1]
                 found += more
                 if not more or len(more) > PACKET_HANDLES:
                     raise ProtocolError(f"the server sent {len(found)} handles, and the epoch has {count}")
-            undo.pop_all()
         return found
 
     def close(self) -> None:

@@ -36,8 +36,6 @@ from streamalloc.ipc.store.protocol import Kind, pack, socket_path, unpack
 from streamalloc.ipc.transport.channel import PACKET_HANDLES, Channel, Listener, PeerGoneError, ProtocolError, identity
 from streamalloc.ipc.wire.control_block import ReadyWord
 
-__all__ = ["StoreServer", "notify_systemd"]
-
 _LIST_BYTES = 48 << 10
 # Seconds between two looks at announced contents, and between two attempts to send an answer or to accept.
 _PAUSE = 0.02

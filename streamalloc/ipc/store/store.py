@@ -1,4 +1,4 @@
-"""A store as its clients see it: :class:`Store`."""
+"""The client of a store: :class:`Store`."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ from streamalloc.ipc.store.server import StoreServer
 from streamalloc.ipc.store.weights import OpenEpoch, Weights
 from streamalloc.ipc.store.writing import WeightsWriter
 from streamalloc.ipc.transport.communicator import CommunicatorLike
-
-__all__ = ["Store", "StoreEntry", "StoreStatistics"]
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,6 @@ from streamalloc.ipc.wire.descriptor import FABRIC, Chunk, Descriptor, Foreign, 
 from streamalloc.vmm import AddressRange, RangeView
 from streamalloc.vmm.internal import After, ImportedChunk, map_side_by_side
 
-__all__ = ["StoredView", "Tensors", "Weights"]
-
-
 _LEAST_RANGE = 64 << 20
 """Bytes of a reader's range, at least: driver 580 does not follow the preferred address of a range of 2 MiB."""
 
@@ -186,7 +183,7 @@ class Weights(Tensors, Closes):
     device
         The device that has access.
     epoch
-        Number of the commit, from 1.
+        Number of the commit, from 1. The numbers of a key go on after a server that was killed.
     nbytes
         Size of the memory in bytes.
     """
@@ -336,9 +333,8 @@ class Weights(Tensors, Closes):
     def _renew(self, after: After) -> None:
         """Map the last commit in place of this one."""
         before = self._epoch
-        newer = OpenEpoch.open(
-            Connection(before.connection.name), self.key, session_of(self.range), before.manifest.layout
-        )
+        connection = Connection(before.connection.name)
+        newer = OpenEpoch.open(connection, self.key, session_of(self.range), before.manifest.layout)
         with undoing(newer.close):
             if [one.nbytes for one in newer.chunks] != [one.nbytes for one in before.chunks]:
                 raise LayoutChangedError(f"epoch {newer.number} of {self.key!r} has chunks of other sizes: open it")
@@ -407,9 +403,5 @@ def _reserved(opened: OpenEpoch, at: int | bool | None) -> AddressRange:
         return reserved
     address = reserved.address
     reserved.close()
-    raise AddressSpaceError(
-        "CUDA_ERROR_OUT_OF_MEMORY",
-        2,
-        "cuMemAddressReserve",
-        f"at={wanted:#x}: these addresses are taken in this process, and the driver gave {address:#x}",
-    )
+    why = f"at={wanted:#x}: these addresses are taken in this process, and the driver gave {address:#x}"
+    raise AddressSpaceError("CUDA_ERROR_OUT_OF_MEMORY", 2, "cuMemAddressReserve", why)

@@ -42,8 +42,6 @@ from streamalloc.ipc.transport.process_group import listed
 from streamalloc.vmm import AddressRange, PhysicalMemory
 from streamalloc.vmm.internal import GRANULARITY, wait
 
-__all__ = ["WeightsWriter"]
-
 _LARGEST_CHUNK = 1 << 30
 
 
@@ -226,15 +224,10 @@ class WeightsWriter(Tensors, Leaves):
                 lease, value, _ = self._pending
                 ready = f"{lease.block.id.hex()} {lease.slot} {lease.generation} {value}"
                 files = [lease.block.fd]
-            answer, _ = self._connection.ask(
-                Kind.COMMIT,
-                [sent[0], *files, *sent[1:]],
-                address=self.range.address,
-                chunks=[memory.nbytes for memory in self._chunks],
-                ready=ready,
-                prepare=prepare,
-                keep=keep,
-            )
+            chunks = [memory.nbytes for memory in self._chunks]
+            handles = [sent[0], *files, *sent[1:]]
+            about: dict[str, Any] = {"address": self.range.address, "chunks": chunks, "ready": ready}
+            answer, _ = self._connection.ask(Kind.COMMIT, handles, **about, prepare=prepare, keep=keep)
         self.epoch = answer.get("epoch", 0)
         return answer
 
@@ -254,15 +247,12 @@ class WeightsWriter(Tensors, Leaves):
     def _commit_group(self) -> None:
         """Prepare, vote, and publish: the server publishes the epochs of all ranks at once."""
         assert self._group is not None
-        error: BaseException | None = None
-        token = ""
         try:
             token = self._commit(keep=False, prepare=True, block=True)["token"]
-        except Exception as found:
-            error = found
+        except Exception:
+            self._vote("")
+            raise
         votes = self._vote(token)
-        if error is not None:
-            raise error
         absent = [rank for rank, (_, vote) in enumerate(votes) if not vote]
         if absent:
             raise StoreError(f"{listed(absent)} of the group did not commit: nothing was committed")
@@ -311,10 +301,8 @@ class WeightsWriter(Tensors, Leaves):
         """Commit, and go on as a reader by the same mapping."""
         self._check_open()
         answer = self._commit(keep=True, block=True)
-        opened = OpenEpoch(
-            self._connection, self.key, answer["epoch"], self.device, self.range.address, self._manifest()
-        )
-        opened.chunks = self._chunks
+        about = self._connection, self.key, answer["epoch"], self.device, self.range.address
+        opened = OpenEpoch(*about, self._manifest(), self._chunks)
         with undoing(lambda: self._release(())):
             self.range.set_access(self.device, MemAccess.READ, stop=self._mapped, after=())
             return Weights(opened, self.range, self.device, None)
@@ -368,16 +356,13 @@ class _Ending(Deferred):
         if writer is not None:
             writer._connection.close()
 
-    def synchronize(self) -> None:
-        """Wait for the copies, so that the end of this process does not lose the commit."""
-        self._event.synchronize()
-
 
 _endings: set[_Ending] = set()
 
 
 @atexit.register
 def _await_copies() -> None:
+    """Wait for the copies, so that the end of this process does not lose a commit."""
     for item in list(_endings):
         with contextlib.suppress(CudaError):
-            item.synchronize()
+            item._event.synchronize()

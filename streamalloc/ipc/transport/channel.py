@@ -352,17 +352,7 @@ class Channel(_SocketOwner):
     b'hello'
     """
 
-    __slots__ = (
-        "_carried",
-        "_misses",
-        "_partial",
-        "_ready",
-        "_receive",
-        "_send",
-        "_send_with",
-        "peer",
-        "timeout",
-    )
+    __slots__ = ("_carried", "_misses", "_partial", "_ready", "_receive", "_send", "_send_with", "peer", "timeout")
 
     peer: Peer
     """The process that made the other end."""

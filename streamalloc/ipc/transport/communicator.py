@@ -24,6 +24,7 @@ from typing_extensions import Buffer as BytesLike
 
 from streamalloc.core.errors import ClosedError
 from streamalloc.core.internal import Fd
+from streamalloc.core.properties import checked_type
 from streamalloc.core.resource import Closes
 from streamalloc.ipc.transport.channel import Channel
 from streamalloc.ipc.transport.deadlines import left
@@ -255,10 +256,8 @@ class AllgatherCommunicator(_Group):
 
     def __init__(self, group: ProcessGroupLike | MPIGroupLike, *, timeout: float | None = None) -> None:
         named: Any = group
-        if hasattr(group, "Get_rank"):
-            super().__init__(named.Get_rank(), named.Get_size(), timeout)
-        else:
-            super().__init__(named.rank, named.size, timeout)
+        of_mpi = hasattr(group, "Get_rank")
+        super().__init__(*((named.Get_rank(), named.Get_size()) if of_mpi else (named.rank, named.size)), timeout)
         self._group = group
 
     def _gathered(self, call: Call, packet: bytes, limit: Limit) -> list[bytes]:
@@ -306,9 +305,7 @@ class ProcessCommunicator(_Group):
             Seconds for calls without a timeout argument; None: no limit. Without a limit the other ranks wait for ever
             if a process dies before its first call.
         """
-        if isinstance(size, bool) or not isinstance(size, int):
-            raise TypeError(f"size must be an int, not {type(size).__name__} ({size!r})")
-        if size < 1:
+        if checked_type("size", size, int) < 1:
             raise ValueError(f"size={size}: a group has 1 process or more")
         Limit.of(timeout)
         token = token_hex(16)
@@ -475,7 +472,8 @@ class TorchCommunicator(_Group):
             packets = [bytes(self._store.get(key)) for key in keys]
             if self._calls:
                 # Every rank that has made this call has read all packets of the call before.
-                self._forget(self._key(self._calls - 1, self.rank))
+                with contextlib.suppress(NotImplementedError, RuntimeError):  # not every store can
+                    self._store.delete_key(self._key(self._calls - 1, self.rank))
         except RuntimeError as error:
             raise GroupGoneError(f"the store of the group does not answer; its process may be gone: {error}") from error
         self._calls += 1
@@ -494,10 +492,6 @@ class TorchCommunicator(_Group):
                 return
             time.sleep(min(pause, left(limit.end)))
             pause = min(2 * pause, _LONGEST_PAUSE)
-
-    def _forget(self, key: str) -> None:
-        with contextlib.suppress(NotImplementedError, RuntimeError):  # not every store can
-            self._store.delete_key(key)
 
 
 # Number of communicators made of each group in this process, by group name; the same on all of its ranks.

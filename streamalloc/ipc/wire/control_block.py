@@ -211,7 +211,7 @@ class ControlBlock:
         """Bytes of the file whose locks a thread waits for."""
         self._expected: dict[tuple[int, int], None] = {}
         """Slot and value of ``ready`` that streams of this process wait for."""
-        self._marks = {kind: list(range(SLOTS)) for kind in ("pool", "hold")}
+        self._marks = {"pool": list(range(SLOTS)), "hold": list(range(SLOTS))}
         """Indexes of free marks, by kind."""
         self._mark_words: dict[str, dict[int, Word]] = {"pool": {}, "hold": {}}
         self._values = itertools.count(secrets.randbits(31))
@@ -224,7 +224,7 @@ class ControlBlock:
             words = np.frombuffer(self._map, np.uint32, SLOTS * IMPORTERS, _LAYOUT[name][0])
             setattr(self, name, words.reshape(SLOTS, IMPORTERS))
         # Locks belong to the open file, which a received descriptor shares with the sender: open it anew.
-        self._own = self._reopened()
+        self._own = _reopened(fd)
         self.slots: dict[int, SlotWords] = {}
         self.own: dict[int, ImporterWords] = {}
         """The results of :meth:`own_words`, by slot."""
@@ -242,9 +242,6 @@ class ControlBlock:
                 self._raw = None
                 self._own.close()
                 raise
-
-    def _reopened(self) -> Fd:
-        return Fd(os.open(f"/proc/self/fd/{self.fd.fileno()}", os.O_RDWR | os.O_CLOEXEC))
 
     def close(self) -> None:
         """Unregister the memory (``cuMemHostUnregister``), which waits for the device's work. Idempotent."""
@@ -264,7 +261,7 @@ class ControlBlock:
         name = secrets.token_bytes(16)
         block = cls(session, _new_file(name))
         block.id = name
-        block._lock(0)
+        _try_lock(block._own, 0)
         return block
 
     @classmethod
@@ -275,7 +272,7 @@ class ControlBlock:
         """
         fd = _new_file(name)
         with undoing(fd.close):
-            lock = Fd(os.open(f"/proc/self/fd/{fd.fileno()}", os.O_RDWR | os.O_CLOEXEC))
+            lock = _reopened(fd)
             with undoing(lock.close):
                 _try_lock(lock, 0)
                 return cls.attach(session, fd, name), lock
@@ -291,21 +288,18 @@ class ControlBlock:
         ValueError
             The file is not the control block ``name``, could be truncated, or has 128 importers already.
         """
-        if not _is_sealed(fd) or os.pread(fd.fileno(), _HEADER.size, 0) != _HEADER.pack(_MAGIC, name, SLOTS, IMPORTERS):
+        if not _is_block(fd, name):
             raise ValueError("the file descriptor that came with the message is not its control block")
         block = cls(session, fd, for_streams=for_streams)
         block.id = name
-        try:
-            for importer in range(IMPORTERS):
-                if block._lock(1 + importer):
-                    # A dead importer may have had the index before, and left allocations open.
-                    block._end(importer)
-                    block.importer = importer
-                    return block
-            raise ValueError(f"this exporter has {IMPORTERS} importers already")
-        except BaseException:
-            block.close()
-            raise
+        for importer in range(IMPORTERS):
+            if _try_lock(block._own, 1 + importer):
+                # A dead importer may have had the index before, and left allocations open.
+                block._end(importer)
+                block.importer = importer
+                return block
+        block.close()
+        raise ValueError(f"this exporter has {IMPORTERS} importers already")
 
     def sync(self, device: Device) -> None:
         """Make this process's words so far visible to the exporter before those of the exporter are read.
@@ -458,9 +452,6 @@ class ControlBlock:
 
     # -- life and death --------------------------------------------------------------------------------------
 
-    def _lock(self, byte: int) -> bool:
-        return _try_lock(self._own, byte)
-
     def _alive(self, byte: int) -> bool:
         query = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
         kind: int = _LOCK.unpack(fcntl.fcntl(self._own.fileno(), fcntl.F_OFD_GETLK, query))[0]
@@ -507,7 +498,7 @@ class ControlBlock:
         self._watched.add(byte)
         try:
             # The thread lasts as long as the other process. It must not keep the block, nor the driver, that long.
-            _thread.start_new_thread(_wait_for_death, (weakref.ref(self), self._reopened(), byte))
+            _thread.start_new_thread(_wait_for_death, (weakref.ref(self), _reopened(self.fd), byte))
         except BaseException:
             self._watched.discard(byte)
             raise
@@ -552,6 +543,11 @@ def _new_file(name: bytes) -> Fd:
     return fd
 
 
+def _reopened(file: Fd) -> Fd:
+    """Open a file anew, for locks of its own."""
+    return Fd(os.open(f"/proc/self/fd/{file.fileno()}", os.O_RDWR | os.O_CLOEXEC))
+
+
 def _try_lock(file: Fd, byte: int) -> bool:
     try:
         fcntl.fcntl(file.fileno(), fcntl.F_OFD_SETLK, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
@@ -584,8 +580,7 @@ class ReadyWord:
     __slots__ = ("_map", "_value", "slot")
 
     def __init__(self, fd: Fd, name: bytes, slot: int, value: int) -> None:
-        head = os.pread(fd.fileno(), _HEADER.size, 0) if _is_sealed(fd) else b""
-        if head != _HEADER.pack(_MAGIC, name, SLOTS, IMPORTERS) or slot >= SLOTS:
+        if not _is_block(fd, name) or slot >= SLOTS:
             raise ValueError("the file descriptor is not the control block of this announcement")
         self._map = mmap.mmap(fd.fileno(), _BYTES, prot=mmap.PROT_READ)
         self.slot: int = slot
@@ -607,13 +602,15 @@ class ReadyWord:
         return bool(lost) and not reached(ready - lost, self._value)
 
 
-def _is_sealed(fd: Fd) -> bool:
-    """Whether a file has the size of a control block, and can never be resized."""
+def _is_block(fd: Fd, name: bytes) -> bool:
+    """Whether a file is the control block of an id, which can never be resized."""
     try:
-        seals = fcntl.fcntl(fd.fileno(), fcntl.F_GET_SEALS)
+        sealed = fcntl.fcntl(fd.fileno(), fcntl.F_GET_SEALS) & _SEALS == _SEALS
+        head = os.pread(fd.fileno(), _HEADER.size, 0)
     except OSError:
         return False
-    return seals & _SEALS == _SEALS and os.fstat(fd.fileno()).st_size == _BYTES
+    whole = sealed and os.fstat(fd.fileno()).st_size == _BYTES
+    return whole and head == _HEADER.pack(_MAGIC, name, SLOTS, IMPORTERS)
 
 
 def _wait_for_death(reference: weakref.ref[ControlBlock], file: Fd, byte: int) -> None:

@@ -62,7 +62,7 @@ from streamalloc.ipc.wire.control_block import EXPORTER_WORDS, SLOTS
 SILENCE = 30.0
 """Seconds without a beat after which a process counts as dead."""
 FAST, SLOW = 0.001, 0.05
-"""Seconds between two exchanges: while something is awaited, and else."""
+"""Seconds between two exchanges: ``FAST`` while somebody waits for an answer, ``SLOW`` otherwise."""
 PLACES = 64
 """Importers of one relay at a time."""
 RELAY_BYTES = 2 << 20

@@ -88,7 +88,6 @@ class Layout(NamedTuple):
     signal_pad_bytes: int
     counters: int
     """Offset of the counters behind barriers and signals."""
-    counter_count: int
     buffer_table: int
     signal_table: int
     total: int
@@ -102,11 +101,10 @@ def layout_of(nbytes: int, signal_pad_bytes: int, size: int) -> Layout:
     """Return the layout for ``size`` ranks: user bytes, signal pad, counters, tables; each starts a cache line."""
     signal_pad = round_up(nbytes, _LINE)
     counters = round_up(signal_pad + signal_pad_bytes, _LINE)
-    counter_count = _KINDS * CHANNELS * size
-    buffer_table = round_up(counters + _COUNTER * counter_count, _LINE)
+    buffer_table = round_up(counters + _COUNTER * _KINDS * CHANNELS * size, _LINE)
     signal_table = round_up(buffer_table + _ADDRESS * size, _LINE)
     total = signal_table + _ADDRESS * size
-    return Layout(nbytes, signal_pad, signal_pad_bytes, counters, counter_count, buffer_table, signal_table, total)
+    return Layout(nbytes, signal_pad, signal_pad_bytes, counters, buffer_table, signal_table, total)
 
 
 class Plan(NamedTuple):

@@ -54,9 +54,8 @@ class RankResources(Deferred):
         device = self.devices[rank]
         self.memories[rank] = PhysicalMemory(device, self.physical_bytes, handle_types=self.kind)
         if multicast and rank == 0:
-            self.multicast = MulticastObject(
-                self.physical_bytes, self.size, handle_types=self.kind, driver=device.driver
-            )
+            shape = self.physical_bytes, self.size
+            self.multicast = MulticastObject(*shape, handle_types=self.kind, driver=device.driver)
 
     def export(self, rank: int) -> list[Handle]:
         """Export the rank's memory, and the multicast object if this rank created it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import warnings
 from collections.abc import Callable, Sequence
@@ -79,10 +80,9 @@ def deadline_or_none(timeout: float | None) -> float | None:
 
     An invalid timeout also gives None: :meth:`Arguments.check` reports it to all ranks.
     """
-    try:
+    with contextlib.suppress(TypeError, ValueError):
         return end_of(timeout)
-    except (TypeError, ValueError):
-        return None
+    return None
 
 
 def agree(
@@ -110,11 +110,8 @@ def agree(
     profiles = [RankProfile.from_bytes(packet) for packet in packets]
     versions = {profile.driver_version for profile in profiles}
     if len(versions) > 1:
-        warnings.warn(
-            f"the ranks run drivers of different versions, {sorted(versions)}: NVIDIA supports equal ones only",
-            DriverVersionWarning,
-            stacklevel=3,
-        )
+        text = f"the ranks run drivers of different versions, {sorted(versions)}: NVIDIA supports equal ones only"
+        warnings.warn(text, DriverVersionWarning, stacklevel=3)
     return make_plan(profiles, one_process=group.communicator is None), chosen
 
 
@@ -134,9 +131,8 @@ def _device_for(device: object, driver: Driver | None) -> Device:
 
 
 def _profile(group: RankGroup, arguments: Arguments, device: Device) -> RankProfile:
-    session = session_of(device)
-    check_no_capture(session)
-    capabilities = _capabilities(session).of(device)
+    check_no_capture(session_of(device))
+    capabilities = _capabilities_of(device)
     granularities: dict[str, int] = {}
     if arguments.multicast is not False and capabilities.multicast_supported and group.size > 1:
         layout = layout_of(arguments.nbytes, arguments.signal_pad_bytes, group.size)
@@ -145,12 +141,9 @@ def _profile(group: RankGroup, arguments: Arguments, device: Device) -> RankProf
             offered = zip(_HANDLE_TYPES, (capabilities.fabric, capabilities.posix), strict=True)
             kinds = [kind for kind, supported in offered if supported]
         for kind in kinds:
+            nbytes = round_up(layout.total, capabilities.granularity)
             granularities[str(int(kind))] = MulticastObject.granularity(
-                group.size,
-                nbytes=round_up(layout.total, capabilities.granularity),
-                handle_types=kind,
-                recommended=True,
-                driver=device.driver,
+                group.size, nbytes, handle_types=kind, recommended=True, driver=device.driver
             )
     return RankProfile(
         nbytes=int(arguments.nbytes),
@@ -263,27 +256,23 @@ def _clear(resources: RankResources, layout: Layout, rank: int) -> None:
     later.end(stream)
 
 
-class _CapabilityCache:
-    """Capabilities of the devices of one driver: they never change."""
+_capabilities: PerDriver[dict[int, Capabilities]] = PerDriver(lambda _: {})
+"""Capabilities of a driver's devices, by ordinal: they never change."""
 
-    __slots__ = ("by_ordinal",)
 
-    def __init__(self, _: Session) -> None:
-        self.by_ordinal: dict[int, Capabilities] = {}
-
-    def of(self, device: Device) -> Capabilities:
-        """Return the capabilities of a device; the first call asks the driver."""
-        found = self.by_ordinal.get(device.ordinal)
-        if found is None:
-            found = self.by_ordinal[device.ordinal] = Capabilities(
-                f"{device.uuid} ({device.name})",
-                int(session_of(device).call("cuDriverGetVersion")),
-                PhysicalMemory.granularity(device, recommended=True),
-                _has(device, "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED"),
-                _has(device, "HANDLE_TYPE_FABRIC_SUPPORTED"),
-                _has(device, "MULTICAST_SUPPORTED"),
-            )
-        return found
+def _capabilities_of(device: Device) -> Capabilities:
+    """Return the capabilities of a device; the first call asks the driver."""
+    known = _capabilities(session_of(device))
+    if device.ordinal not in known:
+        known[device.ordinal] = Capabilities(
+            f"{device.uuid} ({device.name})",
+            int(session_of(device).call("cuDriverGetVersion")),
+            PhysicalMemory.granularity(device, recommended=True),
+            _has(device, "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED"),
+            _has(device, "HANDLE_TYPE_FABRIC_SUPPORTED"),
+            _has(device, "MULTICAST_SUPPORTED"),
+        )
+    return known[device.ordinal]
 
 
 def _has(device: Device, attribute: str) -> bool:
@@ -294,15 +283,9 @@ def _has(device: Device, attribute: str) -> bool:
         return False
 
 
-_capabilities: PerDriver[_CapabilityCache] = PerDriver(_CapabilityCache)
-
-
 def check_no_capture(session: Session) -> None:
     """Raise ``CaptureError`` during a stream capture, and an error in a process forked from the driver's own."""
     session.check_process()
     if deferred_queue(session).paused:
-        raise refused(
-            CaptureError,
-            "cuCtxSynchronize",
-            "a stream is being captured: end the capture before symmetric memory is made or closed",
-        )
+        why = "a stream is being captured: end the capture before symmetric memory is made or closed"
+        raise refused(CaptureError, "cuCtxSynchronize", why)

@@ -16,9 +16,17 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from streamalloc.core.errors import CaptureError, ClosedError, OutOfMemoryError, error_from, refused, size_text
+from streamalloc.core.errors import (
+    CaptureError,
+    ClosedError,
+    NotReadyError,
+    OutOfMemoryError,
+    error_from,
+    refused,
+    size_text,
+)
 from streamalloc.core.html import Row, Shown, gauge, mib
 from streamalloc.core.internal import (
     NOT_CAPTURED,
@@ -53,9 +61,6 @@ from streamalloc.pool.cache.stream_cache import MAX_RETURNING, StreamCache
 from streamalloc.pool.ending import pools_of
 from streamalloc.pool.lost import no_collection_is_left
 from streamalloc.pool.pool import MemoryPool
-
-if TYPE_CHECKING:
-    pass
 
 _POOL_STEP = 32 << 20
 """Bytes. A pool takes memory of its device in steps of this size."""
@@ -97,20 +102,8 @@ class CacheState(Deferred):
     """The blocks and streams of a cache. It outlives the allocator until all blocks have returned to the pool."""
 
     __slots__ = (
-        "_bought",
-        "_opening",
-        "_queue",
-        "_reserved",
-        "_trims",
-        "blocks",
-        "closed",
-        "dropped",
-        "keys",
-        "misses",
-        "pool",
-        "session",
-        "stream_caches",
-        "watchers",
+        "_bought", "_opening", "_queue", "_reserved", "_trims", "blocks", "closed", "dropped", "keys", "misses", "pool",
+        "session", "stream_caches", "watchers",
     )  # fmt: skip
 
     def __init__(self, pool: MemoryPool) -> None:
@@ -304,8 +297,8 @@ class CacheState(Deferred):
         with self.session.relaxed():
             for one in self.live():
                 if one.free_bytes:
-                    # A captured stream keeps its blocks.
-                    with contextlib.suppress(CaptureError), one.ordered() as ordered:
+                    # A captured stream keeps its blocks, as does one that its library closed, until the device is idle.
+                    with contextlib.suppress(CaptureError, NotReadyError), one.ordered() as ordered:
                         one.release(ordered)
                         event = ordered.record()
                         # Other code may have begun a capture meanwhile.
@@ -637,6 +630,7 @@ class CachingAllocator(Allocator, Closes, Shown):
             if not watchers and not state.closed and self._return_home(buffer, block, ordered):
                 return
         self._leave_cache(buffer).free(ordered)
+        buffer._shared = None
 
     def _leave_cache(self, buffer: CachedBuffer) -> Buffer:
         """Move a buffer's memory out of the cache, to a plain buffer that frees it from then on."""

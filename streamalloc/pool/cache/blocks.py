@@ -86,10 +86,7 @@ class CachedBuffer(Buffer):
         return int(self._live()) if block is None else block.address
 
     def free(
-        self,
-        stream: StreamLike | None = None,
-        still_imported: StillImported = _DEFER,
-        timeout: float | None = None,
+        self, stream: StreamLike | None = None, still_imported: StillImported = _DEFER, timeout: float | None = None
     ) -> None:
         """Free the memory in stream order: later work must not use it; earlier work may.
 

@@ -16,6 +16,7 @@ from streamalloc.core.internal import (
     Stream,
     deferred_queue,
     direct_handle,
+    end_is_known,
     end_of,
     end_with_stream,
     forbid_lists,
@@ -54,19 +55,8 @@ class StreamCache(Deferred):
     """The size classes of one stream. It ends when the stream is closed or dropped, or the cache is closed."""
 
     __slots__ = (
-        "__weakref__",
-        "_last",
-        "cache",
-        "class_of",
-        "classes",
-        "device",
-        "ended",
-        "lists",
-        "number",
-        "peak",
-        "returning",
-        "session",
-        "stream",
+        "__weakref__", "_last", "cache", "class_of", "classes", "device", "ended", "lists", "number", "peak",
+        "returning", "session", "stream",
     )  # fmt: skip
 
     def __init__(self, cache: Cache, stream: Stream) -> None:
@@ -197,7 +187,7 @@ class StreamCache(Deferred):
         self.cache.collect_dropped()
         stream = self.stream()
         own = stream is None or stream.closed or stream.is_default or direct_handle(stream, self.session) is not None
-        if stream is not None and not own and stream.capturing:
+        if stream is not None and (not end_is_known(stream) or (not own and stream.capturing)):
             return False
         if self.free_bytes:
             with self.ordered() as ordered:

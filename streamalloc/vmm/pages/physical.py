@@ -96,7 +96,7 @@ class PhysicalPages:
         self.device: Device = device
         self.session: Session = session_of(device)
         self.spec: MemorySpec = spec_of(self.session, properties_for(device, MemHandleType.NONE, False, False))
-        self.size: int = self.spec.checked(page_size)
+        self.size: int = self.spec.checked(page_size, name="page_size")
         """Size of a page in bytes."""
         self.limit: int | None = None if limit is None else checked_size("limit", limit)
         """Bytes of all pages; None for no limit."""
@@ -168,7 +168,7 @@ class PhysicalPages:
         return len(self.spare) + len(self.kept)
 
     def idle_stream(self) -> Stream | None:
-        """Return a stream without queued work, to clear pages; None if all are in use. Within :meth:`changing`."""
+        """Return a stream without queued work, to clear pages; None if all are in use. Call it in :meth:`changing`."""
         for stream, work in self._streams.items():
             if work.done():
                 return stream

@@ -24,7 +24,7 @@ from streamalloc.vmm.pages.queued import Work
 from streamalloc.vmm.reservation import MappedBytes, Reservation
 
 if TYPE_CHECKING:
-    from streamalloc.vmm.pages.tiers import Stored
+    from streamalloc.vmm.pages.tiers import Kept
 
 
 class Places(MappedBytes):
@@ -51,7 +51,7 @@ class Places(MappedBytes):
         """Page of each place that is committed, parked or kept."""
         self.parked: dict[int, Parking] = {}
         """Places that are released, and whose pages may be in use or are being cleared."""
-        self.stored: dict[int, Stored] = {}
+        self.stored: dict[int, Kept] = {}
         """Contents of the places that are swapped out."""
         self.numbers: npt.NDArray[np.int64] = np.full(count, -1, np.int64)
         """Number of the page that is committed at each place, or -1."""
@@ -323,8 +323,8 @@ class Places(MappedBytes):
                 self.parked.clear()
             stored, self.stored = self.stored, {}
             self.physical.drop([*pages, self.physical.zero])
-            for one in stored.values():
-                one.drop()
+            for one, indices in stored.values():
+                one.drop([indices])
 
 
 class Parking(Deferred):

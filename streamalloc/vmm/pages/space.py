@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from streamalloc.core.errors import ClosedError, CudaError, EvictedError, size_text, undo_all, undoing
+from streamalloc.core.errors import ClosedError, CudaError, EvictedError, size_text, undoing
 from streamalloc.core.html import Row, gauge
 from streamalloc.core.internal import (
     CopySide,
@@ -34,7 +34,7 @@ from streamalloc.vmm.address_range import AddressRange
 from streamalloc.vmm.pages.physical import Page, PhysicalPages
 from streamalloc.vmm.pages.places import Parking, Places
 from streamalloc.vmm.pages.queued import Work
-from streamalloc.vmm.pages.tiers import HostTier, Stored, load
+from streamalloc.vmm.pages.tiers import Addresses, HostTier, Kept, by_contents
 from streamalloc.vmm.virtual_buffer import copying_stream
 
 Pages: TypeAlias = "int | range | Iterable[int] | npt.NDArray[np.integer[Any]]"
@@ -256,14 +256,14 @@ class PageSpace(Memory, Closes):
                 parking = Parking(places, work)
                 places.park(held, parking)
                 zeros = self._begin(parking, stream)
-            dropped = [places.stored.pop(place) for place in chosen if place in places.stored]
+            dropped = {place: places.stored.pop(place) for place in chosen if place in places.stored}
         if zeros is not None and now:
             # An error of the stream is one of the user's next call; a capture needs no zeros of now.
             with contextlib.suppress(CudaError), may_queue(self.stream, mine=True) as allowed:
                 if allowed:
                     zeros.work.precede(self.stream)
-        for one in dropped:
-            one.drop()
+        for contents, indices, _ in by_contents(dropped):
+            contents.drop(indices)
         self._physical.announce()
         # More than a release submits, so that the queue does not grow.
         deferred_queue(self._session).work(4)
@@ -429,26 +429,29 @@ class PageSpace(Memory, Closes):
         tier.reserve(int((places.numbers[chosen] >= 0).sum()), self.page_size)
         with places.locked():
             held = [place for place in chosen if places.numbers[place] >= 0]
-            stored = dict(zip(held, tier.save_pages([self._page(place) for place in held], ordered), strict=True))
-            with undoing(lambda: undo_all(one.drop for one in stored.values())):
+            stored = tier.store(self._addresses(held), self.page_size, ordered)
+            with undoing(stored.drop):
                 parking = Parking(places, Work.of([ordered, *others], self.device))
             places.park(held, parking)
-            places.stored |= stored
-        with undoing(lambda: self._take_back(stored)):
-            tier.settle([*stored.values()], ordered)
+            kept = {place: (stored, index) for index, place in enumerate(held)}
+            places.stored |= kept
+        with undoing(lambda: self._take_back(kept)):
+            tier.settle(stored, ordered)
         with places.locked():
             self._begin(parking, clear_on)
         self._physical.announce()
         return len(held)
 
-    def _take_back(self, stored: Mapping[int, Stored]) -> None:
+    def _take_back(self, kept: Mapping[int, Kept]) -> None:
         """Undo a swap whose contents could not be stored."""
         places = self._places
         with places.locked():
-            mine = [place for place, one in stored.items() if places.stored.get(place) is one]
+            mine = {place: one for place, one in kept.items() if places.stored.get(place) is one}
             places.unpark(mine)
             for place in mine:
-                places.stored.pop(place).drop()
+                del places.stored[place]
+        for stored, indices, _ in by_contents(mine):
+            stored.drop(indices)
 
     def swap_in(self, pages: Pages, stream: StreamLike | None = None, after: After = ()) -> int:
         """Commit pages that are swapped out, and copy their contents back; return how many.
@@ -476,11 +479,11 @@ class PageSpace(Memory, Closes):
         chosen = self._unique(pages)
         ordered = self._copying_stream(stream)
         places = self._places
-        for one in [places.stored[place] for place in chosen if place in places.stored]:
-            one.check()
+        for stored, indices, _ in by_contents(self._swapped(chosen)):
+            stored.check(indices)
         with self._changing(chosen, after):
-            stored = {place: places.stored[place] for place in chosen if place in places.stored}
-            ready, left = places.claim([*stored])
+            kept = self._swapped(chosen)
+            ready, left = places.claim([*kept])
             done: list[int] = []
 
             def undo() -> None:
@@ -496,13 +499,18 @@ class PageSpace(Memory, Closes):
                     places.exchange(batch, ready)
                     arrived, ready = [*ready, *batch], []
                     done += arrived
-                    load([(stored[place], self._page(place)) for place in arrived], ordered)
-            for place in stored:
+                    for stored, indices, mine in by_contents({place: kept[place] for place in arrived}):
+                        stored.copy(indices, self._addresses(mine), ordered, out=False)
+            for place in kept:
                 del places.stored[place]
-        for one in stored.values():
-            one.drop()
+        for stored, indices, _ in by_contents(kept):
+            stored.drop(indices)
         self._physical.announce()
-        return len(stored)
+        return len(kept)
+
+    def _swapped(self, chosen: Sequence[int]) -> dict[int, Kept]:
+        stored = self._places.stored
+        return {place: stored[place] for place in chosen if place in stored}
 
     def close(self, after: After = None) -> None:
         """Wait for ``after`` and for the work that pages are parked for, unmap all pages and free the addresses.
@@ -518,8 +526,8 @@ class PageSpace(Memory, Closes):
         self._range._free()
         self._physical.announce()
 
-    def _page(self, place: int) -> CopySide:
-        return CopySide(self.address + place * self.page_size, self.page_size, self.device.ordinal, self)
+    def _addresses(self, places: Sequence[int]) -> Addresses:
+        return self.address + np.array(places, np.int64) * self.page_size
 
     # -- pages -----------------------------------------------------------------------------------------------
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
 import threading
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from streamalloc.core.errors import OutOfMemoryError, refused, size_text
+from streamalloc.core.errors import OutOfMemoryError, refused, size_text, undoing
 from streamalloc.core.internal import (
     CopySide,
     Device,
@@ -25,16 +25,11 @@ from streamalloc.core.internal import (
 from streamalloc.core.properties import checked_size
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import Session, session_of
-from streamalloc.pool import MemoryPool
-from streamalloc.vmm.pages.queued import Copy, Work, copy_batch
+from streamalloc.vmm.pages.queued import Work, copy_batch
 from streamalloc.vmm.virtual_buffer import copying_stream
 
 _LEAST, _MOST = 32 << 20, 1 << 30  # bytes of a chunk, unless a page is larger
 _PORTABLE = 1
-_STAGED = 8
-"""Least number of copies that are staged."""
-_STAGED_BELOW = 32 << 10
-"""Bytes of a page. From here on a copy takes longer than the driver takes to begin the next one."""
 
 
 class _End(HandleEnd):
@@ -62,10 +57,17 @@ class _End(HandleEnd):
         self.work = [one for one in self.work if not one.done()]
 
 
-class _Chunk:
-    """Pinned host memory for some pages of one size; freed once nothing refers to it."""
+Blocks: TypeAlias = "int | Sequence[int] | npt.NDArray[np.integer[Any]]"
+"""Index of a block, or a sequence or an array of indices."""
+Addresses: TypeAlias = "npt.NDArray[np.int64]"
+Kept: TypeAlias = "tuple[Stored, int]"
+"""The contents of one block, and their index there."""
 
-    __slots__ = ("__weakref__", "_end", "address", "count", "free", "nbytes")
+
+class _Chunk:
+    """Pinned host memory for some blocks of one size; freed once nothing refers to it."""
+
+    __slots__ = ("__weakref__", "_end", "_free", "address", "count", "left", "nbytes")
 
     def __init__(self, device: Device, nbytes: int, count: int) -> None:
         session = session_of(device)
@@ -74,12 +76,32 @@ class _Chunk:
         deferred_queue(session).end_with(self, self._end)
         self.address: int = self._end.allocate(device, nbytes * count)
         self.nbytes: int = nbytes
-        """Size of a page in bytes."""
+        """Size of a block in bytes."""
         self.count: int = count
-        """Number of pages."""
-        self.free: list[tuple[int, Work | None]] = []
-        """Addresses without contents, each with the last copy there. They are taken from the end."""
-        self.free += [(self.address + at * nbytes, None) for at in reversed(range(count))]
+        """Number of blocks."""
+        self.left: int = 0
+        """Number of blocks without contents."""
+        self._free: list[tuple[Addresses, Sequence[Work]]] = []
+        """Addresses without contents, with the last copies there; the last ones are taken first."""
+        self.give(self.address + np.arange(count) * nbytes, ())
+
+    def take(self, most: int) -> tuple[Addresses, Sequence[Work]]:
+        """Take at most so many addresses, and the last copies there. Some are left."""
+        addresses, works = self._free[-1]
+        taken = addresses[:most]
+        # First: an exception of a signal handler may leave memory unused, but none counted that is not there.
+        self.left -= len(taken)
+        self._free[-1:] = [(addresses[most:], works)] if len(addresses) > most else []
+        return taken, works
+
+    def give(self, addresses: Addresses, works: Sequence[Work]) -> None:
+        """Return addresses, which are used again after these copies."""
+        self._free.append((addresses, works))
+        self.left += len(addresses)
+        if self.left == self.count and len(self._free) > 1:
+            # In order again, so that the copies of adjacent blocks become one.
+            last = {work for _, several in self._free for work in several}
+            self._free = [(self.address + np.arange(self.count) * self.nbytes, tuple(last))]
 
     def use(self, work: Work) -> None:
         """Keep the memory until copies have completed."""
@@ -90,71 +112,110 @@ class _Chunk:
 
 
 class Stored:
-    """Memory of a tier for the contents of one page."""
+    """The contents of blocks of one size in a tier; made by :meth:`HostTier.save`."""
 
-    __slots__ = ("_checksum", "address", "chunk", "tier", "work")
+    __slots__ = ("_addresses", "_bases", "_chunks", "_held", "_sums", "_works", "nbytes", "tier")
 
-    def __init__(self, tier: HostTier, chunk: _Chunk, address: int, work: Work | None) -> None:
-        self.tier: HostTier | None = tier
-        """The tier; None once the memory was returned."""
-        self.chunk: _Chunk = chunk
-        self.address: int = address
-        self.work: Work | None = work
-        """The last copy from or to the memory."""
-        self._checksum: int | None = None
+    def __init__(self, tier: HostTier, nbytes: int) -> None:
+        self.tier: HostTier = tier
+        """The tier."""
+        self.nbytes: int = nbytes
+        """Size of a block in bytes."""
+        self._addresses = self._bases = np.empty(0, np.int64)
+        self._chunks: dict[int, _Chunk] = {}
+        """Chunks by the address, which :attr:`_bases` has for each block."""
+        self._held = np.empty(0, np.bool_)
+        """Whether each block has its memory."""
+        self._works: Sequence[Work] = ()
+        """The last copies from or to the memory."""
+        self._sums: Sequence[int] = ()
 
-    def array(self) -> npt.NDArray[np.uint8]:
-        """The contents, once the copies have completed."""
-        return np.ctypeslib.as_array((ctypes.c_uint8 * self.chunk.nbytes).from_address(self.address))
+    def __len__(self) -> int:
+        return len(self._addresses)
+
+    @property
+    def complete(self) -> bool:
+        """Whether no block was dropped."""
+        return bool(self._held.all())
+
+    def _add(self, chunk: _Chunk, addresses: Addresses, works: Sequence[Work]) -> None:
+        """Add memory; under the tier's lock."""
+        self._chunks[chunk.address] = chunk
+        self._works = (*self._works, *works)
+        self._bases = np.concatenate((self._bases, np.full_like(addresses, chunk.address)))
+        self._addresses = np.concatenate((self._addresses, addresses))
+        self._held = np.ones(len(self._addresses), np.bool_)
+
+    def copy(self, blocks: Addresses | Sequence[int], device: Addresses, stream: Stream, *, out: bool) -> None:
+        """Queue copies of these blocks from or to device memory, after the last copies of their memory."""
+        before = self._works
+        for one in before:
+            if not one.done():
+                one.precede(stream)
+        host = self._addresses[blocks]
+        try:
+            copy_batch(host if out else device, device if out else host, self.nbytes, self._bases[blocks], stream)
+        finally:
+            work = Work.behind(stream)
+            for chunk in self._chunks.values():
+                chunk.use(work)
+            with self.tier._lock:
+                self._works = (*(one for one in self._works if one not in before), work)
+
+    def array(self, block: int) -> npt.NDArray[np.uint8]:
+        """The contents of a block, once the copies have completed."""
+        return np.ctypeslib.as_array((ctypes.c_uint8 * self.nbytes).from_address(int(self._addresses[block])))
 
     def seal(self) -> None:
-        """Compute a checksum of the contents, which are complete."""
-        self._checksum = zlib.crc32(self.array().data)
+        """Compute checksums of the contents, which are complete."""
+        self._sums = [zlib.crc32(self.array(block).data) for block in range(len(self))]
 
-    def check(self) -> None:
-        """Raise ``ValueError`` if the contents have changed since :meth:`seal`."""
-        if self._checksum is not None and zlib.crc32(self.array().data) != self._checksum:
-            raise ValueError("the contents of a page have changed while it was swapped out: its checksum differs")
+    def check(self, blocks: Iterable[int]) -> None:
+        """Raise ``ValueError`` if the contents of some blocks have changed since :meth:`seal`."""
+        for block in blocks if self._sums else ():
+            if zlib.crc32(self.array(block).data) != self._sums[block]:
+                raise ValueError("the contents of a page have changed while it was swapped out: its checksum differs")
 
-    def drop(self) -> None:
-        """Return the memory to the tier, which uses it again after the copies; idempotent."""
-        tier, self.tier = self.tier, None
-        if tier is not None:
-            tier._return(self)
-
-
-def load(pairs: Iterable[tuple[Stored, CopySide]], stream: Stream) -> None:
-    """Queue the copies of contents to pages."""
-    _copy([(one, Copy(page.address, one.address, page.nbytes)) for one, page in pairs], stream)
-
-
-def _copy(copies: Sequence[tuple[Stored, Copy]], stream: Stream) -> None:
-    """Queue copies from or to a tier, after the last copies of the same memory."""
-    for before in {one.work for one, _ in copies}:
-        if before is not None and not before.done():
-            before.precede(stream)
-    try:
-        _copy_staged([copy for _, copy in copies], stream)
-    finally:
-        work = Work.behind(stream)
-        for chunk in {one.chunk for one, _ in copies}:
-            chunk.use(work)
-        for one, _ in copies:
-            one.work = work
+    def drop(self, blocks: Sequence[int] | None = None) -> None:
+        """Return the memory of all blocks, or of these, to the tier, which uses it after the copies; idempotent."""
+        with self.tier._lock:
+            chosen = np.flatnonzero(self._held) if blocks is None else np.array(blocks, np.int64)
+            chosen = chosen[self._held[chosen]]
+            self._held[chosen] = False
+            addresses, bases, chunks = self._addresses[chosen], self._bases[chosen], self._chunks
+            if not self._held.any():
+                self._chunks = {}
+            for base in np.unique(bases).tolist():
+                chunks[base].give(addresses[bases == base], self._works)
+        if self.tier.closed:
+            self.tier.trim()
 
 
-def _copy_staged(copies: Sequence[Copy], stream: Stream) -> None:
-    """Queue copies; many small ones by way of device memory, in which they lie side by side as in the tier."""
-    if len(copies) < _STAGED or copies[0].nbytes >= _STAGED_BELOW:
-        copy_batch(copies, stream)
-        return
-    ends = [*itertools.accumulate(copy.nbytes for copy in copies)]
-    with MemoryPool.current(stream.device).allocate(ends[-1], stream) as stage:
-        places = [stage.address + end - copy.nbytes for end, copy in zip(ends, copies, strict=True)]
-        first = [Copy(at, copy.source, copy.nbytes) for at, copy in zip(places, copies, strict=True)]
-        then = [Copy(copy.target, at, copy.nbytes) for at, copy in zip(places, copies, strict=True)]
-        copy_batch(first, stream)
-        copy_batch(then, stream)
+def by_contents(kept: Mapping[int, Kept]) -> Iterator[tuple[Stored, list[int], list[int]]]:
+    """Split places by what has their contents; yield that, their indices there, and the places."""
+    several: dict[Stored, tuple[list[int], list[int]]] = {}
+    for place, (stored, index) in kept.items():
+        found = several.setdefault(stored, ([], []))
+        found[0].append(index)
+        found[1].append(place)
+    for stored, (indices, places) in several.items():
+        yield stored, indices, places
+
+
+def _places(blocks: Blocks, nbytes: int, side: CopySide) -> Addresses:
+    """Return the addresses of blocks of memory."""
+    size = checked_size("nbytes", nbytes)
+    if not size:
+        raise ValueError("nbytes=0: a block has at least one byte")
+    numbers = np.atleast_1d(np.asarray(blocks))
+    if numbers.dtype.kind not in "iu" and len(numbers):
+        raise TypeError(f"blocks must be indices, not {numbers.dtype}")
+    numbers = numbers.astype(np.int64).ravel()
+    count = side.nbytes // size
+    wrong = numbers[(numbers < 0) | (numbers >= count)]
+    if len(wrong):
+        raise ValueError(f"blocks: block {wrong[0]} is none of the {count} of {size_text(size)} in {side.keep!r}")
+    return side.address + numbers * size
 
 
 class HostTier(Closes):
@@ -179,7 +240,7 @@ class HostTier(Closes):
         ``device`` is no device.
     """
 
-    __slots__ = ("__weakref__", "_check", "_chunks", "_limit", "_lock", "_used", "closed", "device")
+    __slots__ = ("__weakref__", "_check", "_chunks", "_limit", "_lock", "closed", "device")
 
     def __init__(self, device: Device, limit: int | None = None, *, check: bool = False) -> None:
         check_device("device", device)
@@ -190,23 +251,26 @@ class HostTier(Closes):
         self._check = check
         self._limit = None if limit is None else checked_size("limit", limit)
         self._chunks: list[_Chunk] = []
-        self._used = 0
         self._lock = threading.RLock()
 
-    def save(self, memory: Sequence[Memory], stream: StreamLike) -> list[Stored]:
-        """Queue the copies of memory to the tier: of all, or of none. For blocks that are smaller than a page.
+    def save(self, memory: Memory, blocks: Blocks, nbytes: int, stream: StreamLike) -> Stored:
+        """Queue the copies of blocks of memory to the tier: of all, or of none. For blocks smaller than a page.
 
         Parameters
         ----------
         memory
-            Memory of the device, of any sizes.
+            Memory of the device.
+        blocks
+            An index, a range or an array of indices: block ``n`` begins ``n * nbytes`` bytes after the memory does.
+        nbytes
+            Size of a block in bytes.
         stream
             Stream of the copies.
 
         Returns
         -------
-        list of Stored
-            The contents, one for each. :meth:`load` copies them back, ``drop()`` returns their memory to the tier.
+        Stored
+            The contents. :meth:`load` copies them back, ``drop()`` returns their memory to the tier.
 
         Raises
         ------
@@ -214,43 +278,43 @@ class HostTier(Closes):
             The tier has no room.
         CaptureError
             ``stream`` is being captured.
-        ClosedError, CudaError, ValueError
-            The tier was closed, the driver refused a call, or a memory belongs to another driver.
+        TypeError, ValueError
+            A block is outside of the memory, which may also belong to another driver.
+        ClosedError, CudaError
+            Tier or memory was closed, or the driver refused a call.
         """
-        session = session_of(self.device)
-        ordered = copying_stream(stream, session)
-        stored = self.save_pages([CopySide.readable(one, session) for one in memory], ordered)
-        self.settle(stored, ordered)
+        ordered = copying_stream(stream, session_of(self.device))
+        side = CopySide.readable(memory, session_of(ordered))
+        places = _places(blocks, nbytes, side)
+        side.ordered_before(ordered)
+        stored = self.store(places, nbytes, ordered)
+        with undoing(stored.drop):
+            self.settle(stored, ordered)
         return stored
 
-    def load(self, stored: Sequence[Stored], memory: Sequence[Memory], stream: StreamLike) -> None:
-        """Queue the copies of contents to memory of the same sizes. Parameters and errors as for :meth:`save`.
+    def load(self, stored: Stored, memory: Memory, blocks: Blocks, stream: StreamLike) -> None:
+        """Queue the copies of contents to blocks of memory. Parameters and errors as for :meth:`save`.
 
         Raises
         ------
         ValueError
-            Contents have changed in a tier that checks them, or a size or number differs.
+            Contents have changed in a tier that checks them, or were dropped, or ``blocks`` has another number.
         """
-        session = session_of(self.device)
-        ordered = copying_stream(stream, session)
-        sides = [CopySide.writable(one, session) for one in memory]
-        if [one.chunk.nbytes for one in stored] != [side.nbytes for side in sides]:
-            raise ValueError("memory: give as many as there are contents, each of the same size")
-        for one in stored:
-            one.check()
-        load(zip(stored, sides, strict=True), ordered)
+        ordered = copying_stream(stream, session_of(self.device))
+        side = CopySide.writable(memory, session_of(ordered))
+        places = _places(blocks, stored.nbytes, side)
+        if len(places) != len(stored) or not stored.complete:
+            raise ValueError(f"blocks: {len(places)} for the contents of {len(stored)}, of which none may be dropped")
+        stored.check(range(len(stored)))
+        side.ordered_before(ordered)
+        stored.copy(np.arange(len(stored)), places, ordered, out=False)
 
-    def save_pages(self, pages: Sequence[CopySide], stream: Stream) -> list[Stored]:
-        """Queue the copies of pages to host memory: of all, or of none."""
-        stored: list[Stored] = []
-        try:
-            self._take(pages, stored)
-            pairs = zip(stored, pages, strict=True)
-            _copy([(one, Copy(one.address, page.address, page.nbytes)) for one, page in pairs], stream)
-        except BaseException:
-            for one in stored:
-                one.drop()
-            raise
+    def store(self, places: Addresses, nbytes: int, stream: Stream) -> Stored:
+        """Queue the copies of blocks at these addresses to host memory: of all, or of none."""
+        stored = Stored(self, nbytes)
+        with undoing(stored.drop):
+            self._take(len(places), stored)
+            stored.copy(np.arange(len(places)), places, stream, out=True)
         return stored
 
     def reserve(self, count: int, nbytes: int) -> None:
@@ -268,19 +332,18 @@ class HostTier(Closes):
         """
         with self._lock:
             self._check_open()
-            free = sum(len(chunk.free) for chunk in self._chunks if chunk.nbytes == nbytes)
+            free = sum(chunk.left for chunk in self._chunks if chunk.nbytes == nbytes)
             while free < count:
                 free += self._grow(nbytes, count - free).count
 
-    def _take(self, pages: Sequence[CopySide], taken: list[Stored]) -> None:
+    def _take(self, count: int, stored: Stored) -> None:
         with self._lock:
             self._check_open()
-            for at, page in enumerate(pages):
-                fitting = (chunk for chunk in self._chunks if chunk.free and chunk.nbytes == page.nbytes)
-                chunk = next(fitting, None) or self._grow(page.nbytes, len(pages) - at)
-                taken.append(Stored(self, chunk, *chunk.free[-1]))
-                self._used += page.nbytes
-                del chunk.free[-1]
+            while len(stored) < count:
+                left = count - len(stored)
+                fitting = (chunk for chunk in self._chunks if chunk.left and chunk.nbytes == stored.nbytes)
+                chunk = next(fitting, None) or self._grow(stored.nbytes, left)
+                stored._add(chunk, *chunk.take(left))
 
     def _grow(self, nbytes: int, count: int) -> _Chunk:
         wanted = max(min(max(nbytes * count, _LEAST), _MOST) // nbytes, 1)
@@ -288,34 +351,23 @@ class HostTier(Closes):
         if not room:
             why = f"the tier's limit of {size_text(self._limit or 0)} leaves no room for {count} pages"
             error = refused(OutOfMemoryError, "cuMemHostAlloc", f"{why} of {size_text(nbytes)}")
-            error.requested, error.used, error.limit = nbytes * count, self._used, self._limit or 0
+            error.requested, error.used, error.limit = nbytes * count, self.used, self._limit or 0
             raise error
         chunk = _Chunk(self.device, nbytes, min(wanted, room))
         self._chunks.append(chunk)
         return chunk
 
-    def _return(self, one: Stored) -> None:
-        with self._lock:
-            chunk = one.chunk
-            self._used -= chunk.nbytes
-            chunk.free.append((one.address, one.work))
-            if len(chunk.free) == chunk.count:
-                # In order again, so that the copies of adjacent pages become one.
-                chunk.free.sort(key=lambda free: -free[0])
-                if self.closed:
-                    self._chunks.remove(chunk)
-
-    def settle(self, stored: Sequence[Stored], stream: Stream) -> None:
+    def settle(self, stored: Stored, stream: Stream) -> None:
         """Compute the checksums, once the copies have completed."""
-        if self._check and stored:
+        if self._check and len(stored):
             stream.synchronize()
-            for one in stored:
-                one.seal()
+            stored.seal()
 
     @property
     def used(self) -> int:
         """Bytes of the contents."""
-        return self._used
+        with self._lock:
+            return sum(chunk.nbytes * (chunk.count - chunk.left) for chunk in self._chunks)
 
     @property
     def reserved(self) -> int:
@@ -326,7 +378,7 @@ class HostTier(Closes):
     def trim(self) -> None:
         """Release the chunks that hold no contents, each after the copies that use it (``cuMemFreeHost``)."""
         with self._lock:
-            self._chunks = [chunk for chunk in self._chunks if len(chunk.free) < chunk.count]
+            self._chunks = [chunk for chunk in self._chunks if chunk.left < chunk.count]
         deferred_queue(session_of(self.device)).work()
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ damaged, truncated, or made by somebody else.
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import errno
 import fcntl
@@ -58,6 +59,23 @@ class Block(NamedTuple):
     """Offset in the buffer, in bytes."""
     nbytes: int
     """Size in bytes."""
+
+
+_LARGE = 64 << 20
+"""Bytes on disk from which on a file without a name is closed on another thread."""
+
+
+def _close(fd: Fd) -> None:
+    """Close a file. The file system frees the blocks of one without a name, which takes half as long as their write."""
+    about = os.fstat(fd.fileno())
+    if about.st_nlink or about.st_blocks * 512 < _LARGE:
+        fd.close()
+        return
+    number = fd.detach()
+    try:
+        _thread.start_new_thread(os.close, (number,))
+    except RuntimeError:  # the interpreter ends
+        os.close(number)
 
 
 def aligned(nbytes: int) -> Bytes:
@@ -116,6 +134,7 @@ class DiskFile:
             file = cls(fd, sizes, block, path, None if path is None else part)
             os.ftruncate(fd.fileno(), file.nbytes)
             file._set_direct(True)
+            file._allocate()
         return file
 
     @classmethod
@@ -179,6 +198,14 @@ class DiskFile:
         if np.frombuffer(text[_HEAD.size : split], "<u8").tolist() != list(self.sizes):
             raise refuse("its buffers have other sizes")
         self._sums = np.frombuffer(text[split:end], "<u4").tolist()
+
+    def _allocate(self) -> None:
+        """Allocate blocks for all bytes, where the file system can: then several threads write at once."""
+        try:
+            os.posix_fallocate(self._fd.fileno(), 0, self.nbytes)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
+                raise
 
     def _set_direct(self, direct: bool) -> None:
         """Have reads and writes pass the page cache by, where the file system can, or not."""
@@ -248,10 +275,15 @@ class DiskFile:
         self._write_at(0, room)
         os.fdatasync(self._fd.fileno())
         if self._part is not None:
+            before = None
+            with contextlib.suppress(OSError):
+                before = Fd(os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK))
             os.rename(self._part, self._path)
             self._part = None
             folder = Fd(os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
             os.fsync(folder.fileno())
+            if before is not None:
+                _close(before)
 
     def discard(self) -> None:
         """Remove a file that is not complete; idempotent."""
@@ -263,3 +295,6 @@ class DiskFile:
     def __del__(self) -> None:
         if getattr(self, "_part", None) is not None:
             self.discard()
+        # In a garbage cycle the finaliser of the descriptor may come first.
+        if hasattr(self, "_fd") and not self._fd.closed:
+            _close(self._fd)

@@ -426,6 +426,8 @@ def test_leaks_are_printed_at_the_end(python: Callable[..., CompletedProcess[str
 def test_the_environment_may_have_it_raise(python: Callable[..., CompletedProcess[str]]) -> None:
     done = python(_PROGRAM.format(end=""), STREAMALLOC_CHECK="raise")
     assert done.returncode == 1 and "DriverMisuseError: use before allocation" in done.stderr
+    done = python(_PROGRAM.format(end=""), STREAMALLOC_CHECK="yes")
+    assert done.returncode == 1 and "STREAMALLOC_CHECK='yes'" in done.stderr
 
 
 class _Stub:

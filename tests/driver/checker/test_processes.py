@@ -6,7 +6,7 @@ import ctypes
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -222,6 +222,27 @@ def test_a_process_that_is_exiting_has_nothing() -> None:
     assert announcements.runs(stat)
     fields[8] = str(int(fields[8]) | 4).encode()
     assert not announcements.runs(b" ".join(fields))
+
+
+ARGUMENT = """
+import multiprocessing
+import streamalloc as sa
+device = sa.Device(0); stream = device.create_stream()
+with sa.MemoryPool(device, handle_types=sa.MemHandleType.POSIX_FILE_DESCRIPTOR) as pool:
+    buffer = pool.allocate(4096, stream)
+    stream.synchronize()
+    process = multiprocessing.get_context("spawn").Process(target=id, args=(buffer,))
+    process.start(); process.join()
+    process.close()
+    buffer.free(still_imported="wait", timeout=10)
+stream.close()
+"""
+
+
+def test_an_argument_of_a_process_is_no_leak(python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    """It lasts until the end of its process."""
+    done = python(ARGUMENT, STREAMALLOC_CHECK="report")
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 # -- what an importer does not wait for --------------------------------------------------------------------------

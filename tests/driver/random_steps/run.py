@@ -69,8 +69,21 @@ class Program:
     words: int | None = None
 
     def __post_init__(self) -> None:
+        self._rank_legacy()
         self.gate = self.rig.gate()
         self.streams = {"LEG": self.rig.raw.CUstream(0), "PTDS": self.rig.raw.CUstream(2)}
+
+    def _rank_legacy(self) -> None:
+        """Give the legacy stream a place among streams, behind four others. On hardware it has one since the end of the
+        first program of the process.
+        """
+        raw, pool, streams = self.rig.raw, self.rig.pool(), [self.rig.stream() for _ in range(4)]
+        for stream in (*streams, raw.CUstream(1)):
+            self.rig.free(self.rig.allocate(pool, 1, stream), stream)
+        value(raw.cuCtxSynchronize())
+        for stream in streams:
+            value(raw.cuStreamDestroy(self.rig.disown(stream)))
+        value(raw.cuMemPoolDestroy(self.rig.disown(pool)))
 
     def run(self, line: str) -> str:
         """Carry out a step; what the driver answered."""

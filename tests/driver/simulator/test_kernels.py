@@ -55,7 +55,7 @@ def scale() -> Iterator[list[Any]]:
     testing.unregister_kernel("scale")
 
 
-def load(raw: Any, name: bytes = b"scale", image: Any = b"a cubin") -> Any:
+def load(raw: Any, name: bytes = b"scale", image: Any = b"\x7fELF") -> Any:
     return ok(raw.cuModuleGetFunction(ok(raw.cuModuleLoadData(image)), name))
 
 
@@ -146,7 +146,7 @@ def test_a_launch_is_in_stream_order(raw: Any, scale: list[Any]) -> None:
     config = cuda.CUlaunchConfig()
     config.gridDimX = config.gridDimY = config.gridDimZ = config.blockDimX = config.blockDimY = config.blockDimZ = 1
     config.hStream = stream
-    kernel = ok(raw.cuLibraryGetKernel(ok(raw.cuLibraryLoadData(b"x", None, None, 0, None, None, 0)), b"scale"))
+    kernel = ok(raw.cuLibraryGetKernel(ok(raw.cuLibraryLoadData(b"\x7fELF", None, None, 0, None, None, 0)), b"scale"))
     ok(launch(raw, function, typed(memory, 3.0), 0, stream, block=64))
     ok(raw.cuLaunchKernelEx(config, kernel, typed(memory, 2.0), 0))
     ok(raw.cuLaunchCooperativeKernel(function, 2, 1, 1, 1, 1, 1, 8, stream, typed(memory, 0.5)))
@@ -256,7 +256,7 @@ def test_images_of_every_form(raw: Any, form: Any) -> None:
 def test_registered_variables(raw: Any) -> None:
     testing.device_global("state", 8, b"ab")
     try:
-        module = ok(raw.cuModuleLoadData(b"a cubin"))
+        module = ok(raw.cuModuleLoadData(b"\x7fELF"))
         address, size = raw.cuModuleGetGlobal(module, b"state")[1:]
         found = bytearray(size)
         ok(raw.cuMemcpyDtoH(found, address, size))

@@ -53,11 +53,11 @@ def _update_with_memory(rig: Rig) -> None:
     rig.raw.cuGraphExecUpdate(instance, _allocation_node(rig))
 
 
-def _rows_beyond_their_pitch(rig: Rig) -> None:
+def _rows_behind_a_pool(rig: Rig) -> None:
     copy, stream, pool = rig.raw.CUDA_MEMCPY2D(), rig.stream(), rig.pool()
     copy.dstMemoryType = copy.srcMemoryType = rig.raw.CUmemorytype.CU_MEMORYTYPE_DEVICE
     copy.dstDevice, copy.srcDevice = rig.allocate(pool, 4096, stream), rig.plain(4096)
-    copy.WidthInBytes, copy.Height, copy.srcPitch, copy.dstPitch, copy.srcXInBytes = 8, 2, 8, 8, 4
+    copy.WidthInBytes, copy.Height, copy.srcPitch, copy.dstPitch, copy.dstY = 8, 2, 8, 8, 1 << 40
     rig.raw.cuMemcpy2DAsync(copy, stream)
 
 
@@ -72,7 +72,7 @@ def _rows_beyond_their_pitch(rig: Rig) -> None:
         (_stacks_beyond_the_memory, "more memory than there is"),
         (_access_of_another_device, "access for another device"),
         (_update_with_memory, "what a launch has left is not freed"),
-        (_rows_beyond_their_pitch, "rows that do not fit"),
+        (_rows_behind_a_pool, "rows that lie behind"),
     ],
     ids=lambda value: value.__name__.strip("_") if callable(value) else "",
 )

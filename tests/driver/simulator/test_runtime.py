@@ -203,7 +203,9 @@ def test_kernels_of_a_library(rt: Any) -> None:
     seen: list[int] = []
     testing.kernel("count", types=[ctypes.c_int])(seen.append)
     try:
-        kernel = ok(rt.cudaLibraryGetKernel(ok(rt.cudaLibraryLoadData(b"x", None, None, 0, None, None, 0)), b"count"))
+        kernel = ok(
+            rt.cudaLibraryGetKernel(ok(rt.cudaLibraryLoadData(b"\x7fELF", None, None, 0, None, None, 0)), b"count")
+        )
         assert ok(rt.cudaFuncGetAttributes(kernel)).maxThreadsPerBlock == 1024
         params = cudart.cudaKernelNodeParams()
         params.func = int(kernel)

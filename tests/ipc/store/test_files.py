@@ -80,6 +80,12 @@ class TestFiles:
             store.load(path)
         assert store.list() == []
 
+    def test_of_a_truncated_file(self, store: ipc.Store, tmp_path: Path) -> None:
+        path = tmp_path / "short.safetensors"
+        path.write_bytes(_header({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}) + b"\0" * 4)
+        with pytest.raises(ValueError, match=r"4 bytes follow its header, which has a tensor .* at bytes 0 to 8"):
+            store.load(path)
+
     def test_a_name_in_two_files(self, store: ipc.Store, tmp_path: Path) -> None:
         for name in ("one", "two"):
             self.file(tmp_path / f"{name}.safetensors", {"a": ("U8", np.zeros(3, np.uint8))})

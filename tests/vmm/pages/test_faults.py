@@ -93,13 +93,12 @@ def _swapped(world: Paged, one: vmm.PageSpace) -> None:
 
 
 def _saved(world: Paged, one: vmm.HostTier) -> None:
-    blocks = [world.space[at : at + 4096] for at in range(0, PAGE, PAGE // 16)]
-    stored = one.save(blocks, world.stream)
+    blocks = range(0, PAGE // 4096, 32)
+    stored = one.save(world.space, blocks, 4096, world.stream)
     try:
-        one.load(stored, blocks, world.stream)
+        one.load(stored, world.space, blocks, world.stream)
     finally:
-        for contents in stored:
-            contents.drop()
+        stored.drop()
 
 
 PAGE_ACTS: dict[str, Callable[[Any, Any], Any]] = {
@@ -123,7 +122,7 @@ PAGE_ACTS: dict[str, Callable[[Any, Any], Any]] = {
     "HostTier.load": lambda world, one: None,  # with save
     "HostTier.reserve": lambda world, one: one.reserve(40, PAGE),
     "HostTier.save": _saved,
-    "HostTier.save_pages": lambda world, one: None,  # with swap_out
+    "HostTier.store": lambda world, one: None,  # with swap_out
     "HostTier.settle": lambda world, one: None,  # with swap_out
     "HostTier.trim": lambda world, one: one.trim(),
 }

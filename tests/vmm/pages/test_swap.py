@@ -6,6 +6,7 @@ import gc
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 import streamalloc as sa
@@ -56,7 +57,7 @@ def test_neither_way_makes_the_host_wait(space: vmm.PageSpace, tier: vmm.HostTie
     assert values(space)[1:3] == [2, 3]
 
 
-def test_a_batch_is_one_call(device: sa.Device) -> None:
+def test_few_calls_for_many_copies(device: sa.Device) -> None:
     traced = sd.traced(device.driver)
     device = sa.Device(0, driver=traced)
     with (
@@ -65,46 +66,95 @@ def test_a_batch_is_one_call(device: sa.Device) -> None:
         arena.space(64 * PAGE, stream=stream) as space,
         vmm.HostTier(device) as tier,
     ):
-        for pages, call in ((range(20), "cuMemcpyAsync"), (range(0, 64, 3), "cuMemcpyBatchAsync")):
+        for pages, calls in ((range(20), 1 * ["cuMemcpyAsync"]), (range(0, 64, 3), 2 * ["cuMemcpyBatchAsync"])):
             space.commit(pages)
             traced.calls.clear()
             space.swap_out(pages, tier)
             assert space.swap_in(pages) == len(pages)
             copies = [name for name in names(traced) if "Memcpy" in name]
-            assert copies == [call, call]
+            assert copies == 2 * calls
             assert not any("Synchronize" in name for name in names(traced) if not name.startswith("cuEvent"))
             space.release(pages, after=stream)
 
 
-@pytest.mark.parametrize("size", [4096, 64 << 10])
-def test_of_blocks_that_are_smaller_than_a_page(device: sa.Device, size: int) -> None:
+def test_no_copy_passes_the_end_of_an_allocation(arena: vmm.PageArena, stream: sa.Stream, tier: vmm.HostTier) -> None:
+    with arena.space(32 * PAGE, stream=stream) as space:
+        for pages in (16, 32):
+            tier.reserve(pages, PAGE)  # allocations that lie side by side
+        space.commit(range(32))
+        fill(space, range(32))
+        assert space.swap_out(range(32), tier) == space.swap_in(range(32)) == 32
+        assert values(space) == list(range(1, 33))
+
+
+def test_of_blocks_that_are_smaller_than_a_page(device: sa.Device) -> None:
+    size = 4096
     traced = sd.traced(device.driver)
     device = sa.Device(0, driver=traced)
     with (
         device.create_stream() as stream,
         vmm.HostTier(device, check=True) as tier,
-        sa.allocate(20 * 2 * size, stream) as buffer,
+        sa.allocate(40 * size + 100, stream) as buffer,
     ):
-        blocks = [buffer[at * size : (at + 1) * size] for at in range(0, 40, 2)]
+        blocks = np.arange(0, 40, 2)
         for value, block in enumerate(blocks):
-            block.fill(value)
+            buffer[block * size : (block + 1) * size].fill(value)
         traced.calls.clear()
-        stored = tier.save(blocks, stream)
-        # Small ones are gathered side by side, and are one copy then.
-        staged = ["cuMemcpyBatchAsync", "cuMemcpyAsync"] if size == 4096 else ["cuMemcpyBatchAsync"]
-        assert [name for name in names(traced) if "Memcpy" in name] == staged
-        buffer.fill(0)
-        tier.load(stored, blocks, stream)
-        assert read(buffer).reshape(40, size)[::2, ::1024].tolist() == [[n] * (size // 1024) for n in range(20)]
-        assert not read(buffer).reshape(40, size)[1::2].any()
-        with pytest.raises(ValueError, match="each of the same size"):
-            tier.load(stored, blocks[:-1], stream)
-        stored[3].array()[5] += 1
+        stored = tier.save(buffer, blocks, size, stream)
+        assert [name for name in names(traced) if "Memcpy" in name] == 2 * ["cuMemcpyBatchAsync"]
+        assert tier.used == 20 * size
+        buffer.fill(100)
+        tier.load(stored, buffer, blocks[::-1], stream)
+        rows = read(buffer)[: 40 * size].reshape(40, size)
+        assert rows[::2, ::1024].tolist() == [[n] * 4 for n in reversed(range(20))] and (rows[1::2] == 100).all()
+        with pytest.raises(ValueError, match="blocks: 19 for the contents of 20"):
+            tier.load(stored, buffer, blocks[:-1], stream)
+        stored.array(3)[5] += 1
         with pytest.raises(ValueError, match="checksum differs"):
-            tier.load(stored, blocks, stream)
-        for one in stored:
+            tier.load(stored, buffer, blocks, stream)
+        other = tier.save(buffer, 7, size, stream)
+        stored.drop([3, 4])
+        stored.drop([4])
+        assert tier.used == 19 * size
+        with pytest.raises(ValueError, match="may be dropped"):
+            tier.load(stored, buffer, blocks, stream)
+        for one in (stored, stored, other):
             one.drop()
         assert tier.used == 0
+
+
+@pytest.mark.parametrize("blocks", [-1, 10, [0, 10], np.array([1 << 62])])
+def test_blocks_outside_of_memory(device: sa.Device, stream: sa.Stream, tier: vmm.HostTier, blocks: Any) -> None:
+    with sa.allocate(10 * 4096 + 100, stream) as buffer:
+        stored = tier.save(buffer, range(len(np.atleast_1d(blocks))), 4096, stream)
+        for use in each(
+            lambda: tier.save(buffer, blocks, 4096, stream), lambda: tier.load(stored, buffer, blocks, stream)
+        ):
+            with pytest.raises(ValueError, match="block "):
+                use()
+        with pytest.raises(ValueError, match="nbytes=0"):
+            tier.save(buffer, 0, 0, stream)
+        with pytest.raises(TypeError, match="indices"):
+            tier.save(buffer, [0.5], 4096, stream)  # type: ignore[list-item]
+        stored.drop()
+        foreign = vmm.GrowableBuffer(sa.Device(0, driver=sd.simulated()), PAGE, PAGE)
+        with foreign, pytest.raises(ValueError, match="another driver"):
+            tier.save(foreign, 0, 4096, stream)
+
+
+def test_contents_of_several_calls(space: vmm.PageSpace, tier: vmm.HostTier, arena: vmm.PageArena) -> None:
+    """Pages return, and are dropped, in other groups than they went."""
+    space.commit(range(8))
+    fill(space, range(8))
+    for pages in (range(0, 8, 2), range(1, 8, 2)):
+        space.swap_out(pages, tier)
+    assert space.swap_in([0, 1, 2, 5]) == 4
+    space.release([3, 4])
+    assert tier.used == 2 * PAGE
+    assert space.swap_in(range(8)) == 2 and tier.used == 0
+    assert values(space)[:8] == [1, 2, 3, 0, 0, 6, 7, 8]
+    space.swap_out(range(8), tier)
+    assert space.swap_in(range(8)) == 6 and values(space)[:8] == [1, 2, 3, 0, 0, 6, 7, 8]
 
 
 @pytest.mark.simulated_only("the driver has batches, or it has not")
@@ -194,7 +244,7 @@ def test_changed_contents_are_found(space: vmm.PageSpace, device: sa.Device) -> 
         space.commit([0, 1])
         fill(space, [0, 1])
         space.swap_out([0, 1], tier)
-        data = space._places.stored[1].array()
+        data = space._places.stored[1][0].array(1)
         data[77] += 1
         with pytest.raises(ValueError, match="checksum differs"):
             space.swap_in([0, 1])

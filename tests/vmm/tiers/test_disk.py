@@ -9,6 +9,7 @@ import gc
 import itertools
 import os
 import threading
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,33 @@ class TestContents:
                 group.wake("b/c")
                 assert group.wake() == 2 * PAGE
                 assert right(several)
+
+    @pytest.mark.parametrize("persistent", [False, True])
+    def test_blocks_are_freed_on_another_thread(
+        self, device: sa.Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, persistent: bool
+    ) -> None:
+        """Those of files that a sleep replaces, or of files without a name after the wake."""
+        closes: list[int] = []
+
+        def start(function: Callable[[int], None], args: tuple[int]) -> None:
+            if len(closes) == 1:
+                raise RuntimeError("can't start new thread at interpreter shutdown")
+            assert function is os.close and os.fstat(args[0]).st_nlink == 0
+            closes.append(args[0])
+
+        monkeypatch.setattr(disk_file, "_thread", types.SimpleNamespace(start_new_thread=start))
+        monkeypatch.setattr(disk_file, "_LARGE", 1)
+        tier = vmm.DiskTier(device, tmp_path, persistent=persistent, block=BLOCK)
+        with tier, vmm.SleepGroup(device, backup=tier) as group:
+            several = made(group)
+            before = len(os.listdir("/proc/self/fd"))
+            for _ in range(2):
+                group.sleep()
+                group.wake()
+            # Two files, of which a thread closes one; the rest is closed at once.
+            assert len(closes) == 1 and len(os.listdir("/proc/self/fd")) == before + 1
+            os.close(closes[0])
+            assert right(several)
 
     def test_in_one_call(self, device: sa.Device, tier: vmm.DiskTier) -> None:
         with vmm.SleepGroup(device) as group, vmm.GrowableBuffer(device, PAGE, PAGE) as alone:
@@ -233,6 +261,28 @@ class TestFiles:
                     group.sleep()
             assert not group.asleep and right(several) and list(kept.folder.iterdir()) == []
             group.sleep()
+            group.wake()
+            assert right(several)
+
+    @pytest.mark.parametrize("reason", ["ENOSPC", "EOPNOTSUPP"])
+    def test_room_is_allocated_first(
+        self, device: sa.Device, kept: vmm.DiskTier, monkeypatch: pytest.MonkeyPatch, reason: str
+    ) -> None:
+        def refuse(fd: int, offset: int, nbytes: int) -> None:
+            assert nbytes == os.fstat(fd).st_size
+            raise OSError(getattr(errno, reason), reason)
+
+        with vmm.SleepGroup(device, backup=kept) as group:
+            several = made(group)
+            group.sleep("a")
+            (path,) = kept.folder.iterdir()
+            assert path.stat().st_blocks * 512 >= path.stat().st_size
+            group.wake()
+            path.unlink()
+            monkeypatch.setattr(os, "posix_fallocate", refuse)
+            with pytest.raises(OSError, match="ENOSPC") if reason == "ENOSPC" else contextlib.nullcontext():
+                group.sleep()
+            assert group.asleep == (reason != "ENOSPC") == (len(list(kept.folder.iterdir())) == 2)
             group.wake()
             assert right(several)
 

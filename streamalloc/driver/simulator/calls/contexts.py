@@ -68,9 +68,7 @@ class ContextCalls(Calls):
         return str(self._error(error).name).encode()
 
     def cuGetErrorString(self, error: Any) -> bytes:
-        name = str(self._error(error).name)
-        plain = name.removeprefix("CUDA_ERROR_").replace("_", " ").lower()
-        return need(self._machine.profile.error_strings.get(name, plain)).encode()
+        return need(self._machine.profile.error_strings.get(str(self._error(error).name))).encode()
 
     @staticmethod
     def _error(error: Any) -> Any:

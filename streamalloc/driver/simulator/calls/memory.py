@@ -251,13 +251,13 @@ class MemoryCalls(Calls):
         values = []
         for one in wanted:
             name, value = one.name.removeprefix(_PREFIX), self._read_attribute(one, allocation, ptr)
-            if name == "DEVICE_POINTER" and self._machine.current_or_none() is None:  # a refusal reads as absent here
+            if name == "DEVICE_POINTER" and self._machine.current_or_none() is None:  # the default
                 value = None
             values.append(absent.get(name, 0) if value is None else value)
         return values
 
     def _read_attribute(self, attribute: Any, allocation: Allocation | None, address: int) -> Any:
-        """None where the driver refuses, as it does where there is no allocation."""
+        """The value of an attribute; None if the driver refuses, as at an address without an allocation."""
         name = attribute.name.removeprefix(_PREFIX)
         if name in _NOT_READ_BY_BINDINGS:
             raise TypeError(f"Unsupported attribute: {attribute.name}")
@@ -271,8 +271,8 @@ class MemoryCalls(Calls):
         return _POINTER_ATTRIBUTES[name](allocation, address)
 
     def cuPointerSetAttribute(self, value: Any, attribute: Any, ptr: DevicePointer) -> None:
-        """The only attribute that can be set changes nothing that is seen here: copies that the host does not wait for
-        are not waited for with it either (observed on H200: test_pointer_attributes).
+        """Store SYNC_MEMOPS, the only attribute that can be set. It changes no copy: the host still does not wait for
+        asynchronous ones (observed on H200: test_pointer_attributes).
         """
         check(arguments.member("attribute", attribute, cuda.CUpointer_attribute) == int(_SYNC_MEMOPS))
         allocation = need(self._machine.allocations.find(ptr))

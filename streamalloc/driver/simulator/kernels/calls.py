@@ -22,7 +22,7 @@ from ..memory import Intervals
 from ..timeline import Operation, Stream
 from . import modules
 from .launches import CELLS, Cells, Launch, Shape, offsets, plain, unpack
-from .modules import Image
+from .modules import BINARIES, Image
 
 _ATTRIBUTE = cuda.CUfunction_attribute
 _PREFIX = "CU_FUNC_ATTRIBUTE_"
@@ -39,6 +39,8 @@ _SETTABLE = {
         "CLUSTER_SCHEDULING_POLICY_PREFERENCE",
     )
 }
+_LAST = _SETTABLE["CLUSTER_SCHEDULING_POLICY_PREFERENCE"]
+"""The last attribute that the driver of the readings has; newer bindings name more."""
 _COOPERATIVE = "CU_LAUNCH_ATTRIBUTE_COOPERATIVE"
 _CLUSTER = "CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION"
 _REGISTERS_PER_WARP = 256
@@ -197,7 +199,7 @@ class KernelCalls(Calls):
         """An attribute: as it was set or registered, or that of a kernel which needs nothing."""
         number = arguments.member("attrib", attribute, _ATTRIBUTE)
         name = attribute.name.removeprefix(_PREFIX)
-        check(name != "MAX")
+        check(number <= _LAST)
         if number in function.attributes:
             return function.attributes[number]
         if name in function.registered:
@@ -377,7 +379,9 @@ class KernelCalls(Calls):
     cuLinkAddFile = call(f"state:Link typename path {_LINK_OPTIONS}", _add_file)
 
     def cuLinkComplete(self, state: Link) -> tuple[int, int]:
-        state.linked = ctypes.create_string_buffer(b"\n".join(state.texts))
+        parts = b"\n".join(state.texts)
+        made = parts if b".version" in parts or parts.startswith(BINARIES) else BINARIES[0] + parts
+        state.linked = ctypes.create_string_buffer(made)
         return ctypes.addressof(state.linked), len(state.linked)
 
     def cuLinkDestroy(self, state: Link) -> None:

@@ -64,8 +64,8 @@ def _type(found: re.Match[str]) -> Any:
     return kind * int(count) if count else kind
 
 
-_ELF, _FAT_BINARY = b"\x7fELF", 0xBA55ED50
-_FAT_WRAPPER = 0x466243B1
+BINARIES = (b"\x7fELF", *(struct.pack("=I", one) for one in (0xBA55ED50, 0x466243B1)))
+"""First bytes of a cubin, of a fat binary and of the wrapper of one."""
 
 
 @dataclass(eq=False)
@@ -110,18 +110,19 @@ class Image:
 
 
 def _text(given: Any) -> str | None:
-    """The text of PTX, from an object with the buffer protocol or from an address; None for other formats."""
+    """The text of PTX, from an object with the buffer protocol or from an address; None for code in another format."""
     if not isinstance(given, int):
         data = memoryview(given).tobytes()
         check(data)
     else:
         not_modelled(not is_accessible(given, 1), "an image where nothing lies: the real driver crashes")
         head = ctypes.string_at(given, 4) if is_accessible(given, 4) else b""
-        if head == _ELF or (len(head) == 4 and struct.unpack("=I", head)[0] in (_FAT_BINARY, _FAT_WRAPPER)):
-            return None
-        data = ctypes.string_at(given)
+        data = head if head in BINARIES else ctypes.string_at(given)
+    if data.startswith(BINARIES):
+        return None
     text = data.rstrip(b"\0 \n").decode("utf-8", "replace")
-    return text if ".version" in text and ".target" in text else None
+    check(".version" in text and ".target" in text, Result.CUDA_ERROR_INVALID_IMAGE)
+    return text
 
 
 @dataclass(eq=False)

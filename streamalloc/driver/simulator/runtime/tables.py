@@ -80,9 +80,10 @@ _EXTENTS = ("WIDTH", "HEIGHT", "DEPTH", "LAYERS", "PITCH")
 
 
 def function_attributes() -> dict[str, Any]:
-    """Fields of cudaFuncAttributes, with the function attribute of each."""
+    """Fields of cudaFuncAttributes, with the function attribute of each, without those of clusters."""
     found = {name: _FUNCTION_ATTRIBUTES.get(name.upper()) for name in dir(runtime().cudaFuncAttributes)}
-    return {name: member for name, member in found.items() if member is not None}
+    last = _FUNCTION_ATTRIBUTES["PREFERREDSHMEMCARVEOUT"]
+    return {name: member for name, member in found.items() if member is not None and member <= last}
 
 
 def properties() -> dict[str, list[Any]]:

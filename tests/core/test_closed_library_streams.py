@@ -1,0 +1,283 @@
+"""Streams that their library closes while memory of ours was allocated on them, as cuda.core's may be.
+
+The handle of a destroyed stream crashes the process on hardware: no call may have it.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+import streamalloc as sa
+import streamalloc.driver as sd
+from streamalloc import vmm
+from streamalloc.core.queued_work import QueuedWork
+from streamalloc.core.session import session_of
+from streamalloc.driver.bindings import cuda
+from streamalloc.testing import Gate
+from tests.support import KEEP, MiB, end_what_was_dropped, holds
+from tests.vmm.support import HOST, READWRITE
+
+
+class Closable:
+    """A stream of an unknown library."""
+
+    def __init__(self, device: sa.Device) -> None:
+        driver: Any = device.driver
+        self._driver = driver
+        with device.current():
+            result, raw = driver.cuStreamCreate(int(cuda.CUstream_flags.CU_STREAM_NON_BLOCKING))
+        assert not result
+        self.raw, self.was = raw, int(raw)
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        if self.raw is None:
+            raise RuntimeError("Stream has been closed")
+        return 0, int(self.raw)
+
+    def close(self) -> None:
+        raw, self.raw = self.raw, None
+        if raw is not None:
+            assert not self._driver.cuStreamDestroy(raw)[0]
+
+
+class OfCudaCore(Closable):
+    """A stream with the interface of cuda.core 1.2."""
+
+    @property
+    def is_closed(self) -> bool:
+        return self.raw is None
+
+
+class Scene(NamedTuple):
+    driver: Any
+    device: sa.Device
+    pool: sa.MemoryPool
+    theirs: Closable
+    own: sa.Stream
+
+    def closed(self, of: Any = None) -> Any:
+        """Memory that was allocated on their stream, which is closed by now."""
+        buffer = (of or self.pool).allocate(MiB, self.theirs)
+        buffer.fill(1)
+        self.close()
+        return buffer
+
+    def close(self) -> None:
+        self.theirs.close()
+        self.driver.calls.clear()
+
+    def reused(self) -> int | None:
+        """Index of the call that has given the handle to a new stream."""
+        made = (n for n, call in enumerate(self.driver.calls) if names_it(call.answer[1:], self.theirs.was))
+        return next(made, None)
+
+    @property
+    def used(self) -> int:
+        return self.pool.statistics().used
+
+
+@pytest.fixture(params=[Closable, OfCudaCore])
+def scene(machine: Any, request: pytest.FixtureRequest) -> Iterator[Scene]:
+    driver = sd.traced(machine)
+    device = sa.Device(0, driver=driver)
+    with sa.MemoryPool(device, release_threshold=KEEP) as pool, device.create_stream() as own:
+        scene = Scene(driver, device, pool, request.param(device), own)
+        yield scene
+        if scene.theirs.raw is None:
+            assert not [call for call in driver.calls[: scene.reused()] if names_it(call.args, scene.theirs.was)]
+        scene.theirs.close()
+        device.synchronize()
+        assert scene.used == 0
+
+
+def names_it(values: Iterable[Any], handle: int) -> bool:
+    return any(isinstance(one, cuda.CUstream) and int(one) == handle for one in values)
+
+
+def dropping(scene: Scene, buffer: list[Any]) -> None:
+    buffer.clear()
+    end_what_was_dropped()
+
+
+USES: dict[str, Callable[[Scene, Any], object]] = {
+    "fill": lambda scene, buffer: buffer.fill(2),
+    "copy": lambda scene, buffer: buffer.copy_to(np.zeros(MiB, np.uint8)),
+    "free": lambda scene, buffer: buffer.free(),
+    "record": lambda scene, buffer: buffer.stream.record(),
+    "wait": lambda scene, buffer: scene.own.wait(buffer.stream),
+    "be waited for": lambda scene, buffer: buffer.stream.wait(scene.own),
+    "synchronize": lambda scene, buffer: buffer.stream.synchronize(),
+    "query": lambda scene, buffer: buffer.stream.query(),
+    "handle": lambda scene, buffer: buffer.stream.handle,
+    "capture": lambda scene, buffer: buffer.stream.capturing,
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_use_is_refused(scene: Scene, use: str) -> None:
+    buffer = scene.closed()
+    with pytest.raises(sa.ClosedError, match="closed"):
+        USES[use](scene, buffer)
+    assert "closed" in repr(buffer.stream) and buffer.stream.closed
+    buffer.fill(3, scene.own)
+    buffer.free(scene.own)
+
+
+@pytest.mark.parametrize("stream", ["theirs", "handle"])
+def test_it_can_be_named_no_more(scene: Scene, stream: str) -> None:
+    scene.pool.allocate(64, scene.theirs).free()
+    scene.close()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="closed"):
+            scene.pool.allocate(64, scene.theirs)
+
+
+@pytest.mark.parametrize("end", ["drop", "close"])
+@pytest.mark.parametrize("cached", [False, True])
+def test_the_memory_is_free_once_the_device_was_synchronized(
+    machine: Any, scene: Scene, end: str, cached: bool
+) -> None:
+    """Not before: work of the stream may still write it."""
+    cache = sa.CachingAllocator(scene.pool)
+    with Gate(scene.device) as gate:
+        buffer = [(cache if cached else scene.pool).allocate(MiB, scene.theirs)]
+        gate.hold(scene.theirs)
+        buffer[0].fill(1)
+        scene.close()
+        if end == "drop":
+            dropping(scene, buffer)
+        else:
+            with pytest.raises(sa.NotReadyError, match="synchronise the device"):
+                buffer[0].close()
+        others = [(cache if cached else scene.pool).allocate(MiB, scene.own) for _ in range(3)]
+        for other in others:
+            other.fill(2)
+        scene.own.synchronize()
+        gate.open()
+        scene.device.synchronize()
+        assert all(holds(other, 2) for other in others)
+        if end == "close":
+            buffer[0].close()
+        for other in others:
+            other.free()
+    cache.close()
+    end_what_was_dropped()
+    scene.device.synchronize()
+    assert scene.used == 0
+
+
+def test_many_that_another_thread_drops(scene: Scene) -> None:
+    buffers = [scene.pool.allocate(4096, scene.theirs) for _ in range(20)]
+    scene.close()
+    thread = threading.Thread(target=buffers.clear)
+    thread.start()
+    thread.join()
+    scene.device.synchronize()
+    assert scene.used == 0
+
+
+def test_a_pool_that_runs_out_synchronizes(scene: Scene) -> None:
+    with sa.MemoryPool(scene.device, max_size=32 * MiB, on_oom="sync-trim-retry") as pool:
+        buffer = [pool.allocate(20 * MiB, scene.theirs)]
+        scene.close()
+        dropping(scene, buffer)
+        pool.allocate(20 * MiB, scene.own).free()
+
+
+def test_memory_that_sleeps(scene: Scene) -> None:
+    with sa.MemoryPool(HOST, driver=scene.driver) as host:
+        host.set_access(scene.device, READWRITE)
+        group = vmm.SleepGroup(scene.device, backup=host)
+        buffer = group.allocate(5000)
+        buffer.fill(3, scene.theirs)
+        group.sleep(stream=scene.theirs)
+        scene.close()
+        group.wake()
+        scene.device.synchronize()
+        assert holds(buffer, 3)
+        group.close()
+        buffer.close()
+
+
+def test_virtual_memory_is_unmapped(scene: Scene) -> None:
+    buffer = vmm.GrowableBuffer(scene.device, 64 * MiB, 2 * MiB, stream=scene.own)
+    buffer.fill(1, scene.theirs)
+    scene.close()
+    del buffer
+    end_what_was_dropped()
+    scene.device.synchronize()
+
+
+def test_recorded_work_waits_for_a_synchronization(scene: Scene) -> None:
+    buffer = scene.pool.allocate(64, scene.theirs)
+    stream = buffer.stream
+    scene.close()
+    work = QueuedWork(session_of(scene.device), stream)
+    assert not work.done()
+    with pytest.raises(sa.NotReadyError):
+        work.precede(scene.own)
+    scene.device.synchronize()
+    assert work.done()
+    buffer.free(scene.own)
+
+
+def test_each_call_asks_once(scene: Scene) -> None:
+    asked: list[int] = []
+
+    class Counting(type(scene.theirs)):  # type: ignore[misc]
+        def __cuda_stream__(self) -> Any:
+            asked.append(1)
+            return super().__cuda_stream__()
+
+    def is_closed(self: Any) -> bool:
+        asked.append(1)
+        return self.raw is None
+
+    if hasattr(scene.theirs, "is_closed"):
+        Counting.is_closed = property(is_closed)
+    theirs = Counting(scene.device)
+    scene.pool.allocate(64, theirs).free()
+    asked.clear()
+    buffer = scene.pool.allocate(64, theirs)
+    assert len(asked) == 1
+    buffer.free()
+    assert len(asked) == 2
+    theirs.close()
+
+
+def test_a_garbage_cycle_frees_its_own_memory(scene: Scene) -> None:
+    """Weak references to the library's object are cleared by then."""
+
+    class Holder:
+        def __init__(self) -> None:
+            self.stream = type(scene.theirs)(scene.device)
+            self.buffer, self.cycle = scene.pool.allocate(MiB, self.stream), self
+
+        def __del__(self) -> None:
+            if not self.buffer.freed:
+                self.buffer.free()
+            self.stream.close()
+
+    Holder()
+    gc.collect()
+    scene.device.synchronize()
+    assert scene.used == 0
+
+
+def test_streams_that_live_as_long_as_their_object_are_not_asked(scene: Scene) -> None:
+    class CuPy:
+        ptr = scene.own.handle
+
+        def __cuda_stream__(self) -> tuple[int, int]:
+            return 0, self.ptr
+
+    assert scene.pool.allocate(64, CuPy())._stream._open_check is None
+    asked = scene.pool.allocate(64, scene.theirs)
+    assert asked._stream._open_check is not None
+    asked.free()

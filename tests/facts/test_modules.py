@@ -1,0 +1,114 @@
+"""Modules and launches: what the driver refuses, and what it says about a kernel that needs nothing."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from streamalloc import testing
+from tests.facts.support import Rig, said, value
+
+pytestmark = pytest.mark.usefixtures("same_architecture")
+
+PTX = b"""
+.version 8.0
+.target sm_90
+.address_size 64
+.visible .global .align 4 .u32 counter;
+.visible .entry nothing(.param .u64 a, .param .u32 b) { ret; }
+"""
+
+
+@dataclass
+class Code:
+    """A module and its kernel."""
+
+    raw: Any
+    module: Any
+    function: Any
+
+    def launch(self, *sizes: int, shared: int = 0) -> str:
+        arguments = ((0, 0), (ctypes.c_uint64, ctypes.c_uint32))
+        return said(self.raw.cuLaunchKernel(self.function, *sizes, shared, 0, arguments, 0))
+
+    def set(self, name: str, number: int) -> str:
+        attribute = getattr(self.raw.CUfunction_attribute, f"CU_FUNC_ATTRIBUTE_{name}")
+        return said(self.raw.cuFuncSetAttribute(self.function, attribute, number))
+
+
+@pytest.fixture
+def code(rig: Rig) -> Iterator[Code]:
+    @testing.kernel("nothing", reads=lambda a, b: [], writes=lambda a, b: [])
+    def nothing(a: int, b: int) -> None:
+        """Stands for the kernel on a simulated machine."""
+
+    module = rig.own(value(rig.raw.cuModuleLoadData(PTX)), rig.raw.cuModuleUnload)
+    yield Code(rig.raw, module, value(rig.raw.cuModuleGetFunction(module, b"nothing")))
+    rig.synchronize()
+    testing.unregister_kernel("nothing")
+
+
+def test_what_is_no_image(rig: Rig) -> None:
+    assert said(rig.raw.cuModuleLoadData(b"a cubin")) == "INVALID_IMAGE"
+
+
+def test_names_that_are_missing(code: Code) -> None:
+    assert said(code.raw.cuModuleGetFunction(code.module, b"nope")) == "NOT_FOUND"
+    assert said(code.raw.cuModuleGetGlobal(code.module, b"nope")) == "NOT_FOUND"
+
+
+def test_variable(code: Code) -> None:
+    address, size = code.raw.cuModuleGetGlobal(code.module, b"counter")[1:]
+    assert size == 4
+    assert said(code.raw.cuMemFree(address)) == "INVALID_VALUE"
+    length = code.raw.CUpointer_attribute.CU_POINTER_ATTRIBUTE_RANGE_SIZE
+    assert value(code.raw.cuPointerGetAttribute(length, address)) == 4
+
+
+ATTRIBUTES = {
+    "MAX_THREADS_PER_BLOCK": 1024,
+    "PTX_VERSION": 90,
+    "BINARY_VERSION": 90,
+    "MAX_DYNAMIC_SHARED_SIZE_BYTES": 49152,
+    "PREFERRED_SHARED_MEMORY_CARVEOUT": -1,
+    **dict.fromkeys(("SHARED_SIZE_BYTES", "CONST_SIZE_BYTES", "LOCAL_SIZE_BYTES", "CACHE_MODE_CA"), 0),
+    **dict.fromkeys(("CLUSTER_SIZE_MUST_BE_SET", "CLUSTER_SCHEDULING_POLICY_PREFERENCE"), 0),
+    **{f"REQUIRED_CLUSTER_{extent}": 0 for extent in ("WIDTH", "HEIGHT", "DEPTH")},
+    "NON_PORTABLE_CLUSTER_SIZE_ALLOWED": 0,
+}
+
+
+def test_attributes(code: Code) -> None:
+    """But the number of registers, which a compiler decides. Newer bindings name some that this driver lacks."""
+    for name, member in code.raw.CUfunction_attribute.__members__.items():
+        name = name.removeprefix("CU_FUNC_ATTRIBUTE_")
+        if name != "NUM_REGS":
+            answer = code.raw.cuFuncGetAttribute(member, code.function)
+            assert (said(answer), answer[1]) == (
+                ("SUCCESS", ATTRIBUTES[name]) if name in ATTRIBUTES else ("INVALID_VALUE", None)
+            ), name
+
+
+def test_parameters(code: Code) -> None:
+    assert code.raw.cuFuncGetParamInfo(code.function, 1)[1:] == (8, 4)
+    assert said(code.raw.cuFuncGetParamInfo(code.function, 2)) == "INVALID_VALUE"
+
+
+def test_extents_of_a_launch(code: Code) -> None:
+    wrong = ((0, 1, 1, 1, 1, 1), (1, 1, 1, 0, 1, 1), (1, 1, 1, 1025, 1, 1), (1, 1, 1, 32, 32, 2), (1, 1, 1, 1, 1, 65))
+    for extents in (*wrong, (1, 65536, 1, 1, 1, 1)):
+        assert code.launch(*extents) == "INVALID_VALUE", extents
+    assert code.launch(1, 1, 1, 1, 1, 1) == "SUCCESS"
+
+
+def test_shared_memory_of_a_launch(code: Code) -> None:
+    one, most = (1,) * 6, "MAX_DYNAMIC_SHARED_SIZE_BYTES"
+    assert code.launch(*one, shared=49153) == "INVALID_VALUE"
+    assert code.set(most, 65536) == "SUCCESS"
+    assert code.launch(*one, shared=65536) == "SUCCESS"
+    assert code.set(most, 1 << 20) == "INVALID_VALUE"
+    assert code.set("MAX_THREADS_PER_BLOCK", 32) == "INVALID_VALUE"
