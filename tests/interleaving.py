@@ -19,7 +19,7 @@ _BLOCKED = 0.003
 def interleaved(
     function: Callable[..., object], make: Callable[[], T], first: Callable[[T], object], second: Callable[[T], object]
 ) -> Iterator[T]:
-    """What ``make`` gave, after ``first`` and ``second`` ran on it in two threads; once for each interleaving.
+    """Yield the result of ``make`` after ``first`` and ``second`` ran on it in two threads, for each interleaving.
 
     ``second`` begins at one bytecode of ``function``, which ``first`` calls: at the first one, then at the next. The
     first thread goes on when the second has ended, or waits for a lock.

@@ -129,7 +129,7 @@ def started(
 
 
 class Summary(NamedTuple):
-    """What was opened."""
+    """The opened object."""
 
     kind: str
     nbytes: int
@@ -180,7 +180,7 @@ class Partner:
             else:
                 self._process = start_quickly(serve, theirs, on_cuda, machine)
         self.tests = 0
-        """How many tests it has been used by."""
+        """Number of tests that have used it."""
         self._over = False
         self._code: int | None = None
         self._had: set[bytes] = set()
@@ -204,7 +204,7 @@ class Partner:
         socket.send_fds(self._socket, [pickle.dumps((function, args))], numbers)
 
     def result(self) -> Any:
-        """What the function returned; what it raised is raised here."""
+        """Return the function's result, or raise its error."""
         return self._answer()[0]
 
     def run(self, function: Callable[..., Any], *args: Any, fds: Iterable[ipc.Fd | int] = ()) -> Any:
@@ -251,7 +251,7 @@ class Partner:
         return self.open(ipc.share(thing, **options), name, on=on)
 
     def kept(self, name: str) -> Opened:
-        """What the partner keeps under a name."""
+        """The partner's object of a name."""
         return Opened(self, name, Summary(*self.run(_summary, name)))
 
     def take(self, name: str, stream: sa.Stream | None = None, **options: Any) -> Any:
@@ -260,7 +260,7 @@ class Partner:
         return ipc.open(data, fds, stream=stream)
 
     def shared(self, name: str, **options: Any) -> tuple[bytes, tuple[ipc.Fd, ...]]:
-        """What the partner shares, as it comes here."""
+        """The descriptor that the partner shares, as received."""
         found: tuple[bytes, tuple[ipc.Fd, ...]] = self.exchange(_share, name, options)
         return found
 
@@ -355,7 +355,7 @@ class Peer(Partner):
         return str(self._ask(_raw_call, function, arguments, keep)[0])
 
     def value(self, function: str, *arguments: Any, keep: str | None = None) -> Any:
-        """What a successful driver call returns: a handle as a number, an opaque struct as bytes."""
+        """Result of a successful driver call: a handle as a number, an opaque struct as bytes."""
         result, returned = self._ask(_raw_call, function, arguments, keep)
         assert result == "SUCCESS", (function, result)
         return returned
@@ -382,7 +382,7 @@ class Peer(Partner):
 
 
 class There:
-    """What functions find that run in the other process."""
+    """State for functions that run in the other process."""
 
     def __init__(self, on_cuda: bool, machine: dict[str, Any]) -> None:
         self.driver: Any = sd.real() if on_cuda else sd.simulated(**machine)
@@ -396,7 +396,7 @@ class There:
         self.rig: Rig | None = None
         """For raw calls, once there was one."""
         self.received: list[ipc.Fd] = []
-        """What came with raw calls, open until the next reset."""
+        """Handles of raw calls, open until the next reset."""
 
     def keep(self, name: str, thing: Any) -> Any:
         self.kept[name] = thing
@@ -416,12 +416,12 @@ def holds_there(there: There, name: str, value: int) -> bool:
 
 
 def serve_fd(number: int, on_cuda: bool, machine: dict[str, Any]) -> None:
-    """What a fresh interpreter does until the channel is closed."""
+    """Main function of a fresh interpreter, until the channel is closed."""
     serve(socket.socket(fileno=number), on_cuda, machine)
 
 
 def serve(theirs: socket.socket, on_cuda: bool, machine: dict[str, Any]) -> None:
-    """What the other process does until the channel is closed."""
+    """Main loop of the other process, until the channel is closed."""
     warnings.simplefilter("error")
     # Collections then look at what the tests have made, not at all that was imported.
     gc.freeze()
@@ -569,7 +569,7 @@ def _fetch(there: There, fd: int) -> None:
 
 
 def _objects(there: There, arguments: tuple[Any, ...]) -> list[Any]:
-    """What the arguments stand for in that process."""
+    """Objects of that process for the arguments."""
     fds = list(there.came)
     there.received += fds
     return [_object(there, one, fds) for one in arguments]
@@ -588,7 +588,7 @@ def _object(there: There, one: Any, fds: list[ipc.Fd]) -> Any:
 
 
 def _plain(returned: Any) -> Any:
-    """What can be sent of something: numbers, text, several of these, and the bytes of opaque structs."""
+    """The form of a value that can be sent: numbers, text, several of these, and the bytes of opaque structs."""
     if isinstance(returned, (list, tuple)):
         return [_plain(one) for one in returned]
     if returned is None or isinstance(returned, (str, bytes)):

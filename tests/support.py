@@ -1,4 +1,4 @@
-"""What several test modules need besides the fixtures."""
+"""Helpers of several test modules."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shutil
@@ -34,25 +35,11 @@ class Terminal:
     def _styled(self, code: str, text: str) -> str:
         return f"\x1b[{code}m{text}\x1b[0m" if self.coloured and text else text
 
-    def bold(self, text: str) -> str:
-        """Style a title."""
-        return self._styled("1", text)
-
-    def dim(self, text: str) -> str:
-        """Style secondary text."""
-        return self._styled("2", text)
-
-    def good(self, text: str) -> str:
-        """Style a success."""
-        return self._styled("32", text)
-
-    def bad(self, text: str) -> str:
-        """Style a failure."""
-        return self._styled("1;31", text)
-
-    def warning(self, text: str) -> str:
-        """Style a warning."""
-        return self._styled("33", text)
+    bold = functools.partialmethod(_styled, "1")
+    dim = functools.partialmethod(_styled, "2")
+    good = functools.partialmethod(_styled, "32")
+    bad = functools.partialmethod(_styled, "1;31")
+    warning = functools.partialmethod(_styled, "33")
 
     def line(self, text: str = "") -> None:
         """Print a line."""

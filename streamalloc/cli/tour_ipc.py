@@ -9,7 +9,7 @@ import numpy as np
 import streamalloc as sa
 from streamalloc import ipc
 from streamalloc.cli.choice import KEEP_ALL
-from streamalloc.cli.steps import Claim, MiB, Parts, Tour, ends_and_middle, equal, need, raised
+from streamalloc.cli.steps import Claim, MiB, Parts, Tour, equal, every_byte, need, raised
 from streamalloc.cli.worker import POSIX, Worker, WorkerBase, can_share_pools, read
 from streamalloc.core.errors import size_text
 from streamalloc.testing import Gate
@@ -100,8 +100,9 @@ def two_processes(tour: Tour, stream: sa.Stream) -> None:
         filled = _holds(worker, "first", 0x11)
         tour.step("gate opened: its stream continues by itself, and it reads the filled bytes", filled)
         worker.ask("fill", "first", 2 * MiB, 6 * MiB, 0x22)
-        quarters = ends_and_middle(read(buffer, stream), 0x11, 0x22)
-        tour.step("it fills the middle, and this process sees that", *quarters)
+        quarters = read(buffer, stream).reshape(4, -1)
+        ends, middle = every_byte("the ends", quarters[[0, 3]], 0x11), every_byte("the middle", quarters[1:3], 0x22)
+        tour.step("it fills the middle, and this process sees that", ends, middle)
         second = pool.allocate(4 * MiB, stream)
         second.fill(0x33)
         shared = bytes(ipc.share(second))

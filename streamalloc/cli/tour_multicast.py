@@ -17,7 +17,6 @@ from streamalloc.cli.worker import read
 from streamalloc.core.errors import size_text
 from streamalloc.driver import checked, simulated
 from streamalloc.multicast import MulticastObject, SymmetricMemory
-from streamalloc.testing import multimem_ld_reduce
 
 PARTS = Parts()
 part = PARTS.part
@@ -163,9 +162,6 @@ def symmetric(tour: Tour, driver: Any) -> None:
                 figures=plural(count * len(targets), "store"),
             )
 
-            if view is not None and is_simulated(driver):
-                _all_reduce(tour, memory, streams)
-
             memory.wait_signal(0, streams[1])
             waiting = streams[1].query()
             memory.put_signal(1, streams[0])
@@ -176,20 +172,3 @@ def symmetric(tour: Tour, driver: Any) -> None:
             tour.step(text, before, after)
         refused = raised("using it", sa.ClosedError, lambda: memory.buffers)
         tour.step("closed: using it raises an error", refused)
-
-
-def _all_reduce(tour: Tour, memory: SymmetricMemory, streams: list[sa.Stream]) -> None:
-    values = np.arange(memory.size * 256, dtype=np.float32).reshape(memory.size, -1)
-    nbytes, address = values[0].nbytes, memory.multicast_address or 0
-    ranks = list(zip(memory.buffers, streams, strict=True))
-    for row, (buffer, stream) in zip(values, ranks, strict=True):
-        buffer[:nbytes].copy_from(row, stream)
-    memory.barrier(*streams)
-    for buffer, stream in ranks:
-        multimem_ld_reduce(stream, buffer[nbytes:], address, values.shape[1], np.float32)
-    sums = np.array([read(buffer[nbytes : 2 * nbytes], stream) for buffer, stream in ranks]).view(np.float32)
-    tour.step(
-        "the sum over all GPUs, as multimem.ld_reduce in a kernel",
-        equal("sums that differ from numpy's", int(np.count_nonzero(sums != values.sum(axis=0))), 0),
-        figures="simulated: no kernel runs",
-    )

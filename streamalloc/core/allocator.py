@@ -173,15 +173,17 @@ class Allocator(Unique):
             raise error_from(result, self._alloc_name, f"{self._no_source()}; {_IN_GRAPHS}" if in_graph else "")
         # While the stream is captured nothing may be synchronised or asked of the pool: it would end the capture.
         capturing = read_or_none(lambda: buffer._stream.capturing) is not False
-        trouble = ""
-        if not capturing:
-            try:
-                freed = work(self._session)
-                if (self._make_room(buffer._stream) or freed) and not self._try(buffer):
-                    return
-            except CudaError as error:
-                trouble = f"making room failed: {error}"
         while result == _OUT_OF_MEMORY:
+            trouble = ""
+            if not capturing:
+                try:
+                    freed = work(self._session)
+                    if self._make_room(buffer._stream) or freed:
+                        result = self._try(buffer)
+                except CudaError as error:
+                    trouble = f"making room failed: {error}"
+            if result != _OUT_OF_MEMORY:
+                break
             failure = self._out_of_memory(result, buffer, capturing, trouble)
             try:
                 if capturing or not self._ask_again(failure):

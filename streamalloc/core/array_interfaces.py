@@ -83,7 +83,8 @@ class Exportable(MemoryBase):
         ptr = self._ptr
         if ptr is not None:
             stream = self._stream
-            if stream._handle is not None and self._home == stream.device.ordinal:
+            # A listener has to be notified that other code gets the stream.
+            if stream._handle is not None and self._home == stream.device.ordinal and stream._session.listener is None:
                 return {
                     "shape": (self._nbytes,),
                     "typestr": "|u1",

@@ -19,7 +19,7 @@ class Gate(Closes):
 
     A held stream waits for a flag in pinned host memory (``cuStreamWaitValue32``). Other streams go on, and the device
     stays idle. A gate can hold again after it was opened. The end of its ``with`` block opens the gate, synchronises
-    the device, and frees the flag.
+    the device, and frees the flag. On hardware, load kernels before a stream is held: loading a module may wait for it.
 
     Parameters
     ----------

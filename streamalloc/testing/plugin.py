@@ -66,6 +66,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Generator, Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -195,6 +196,15 @@ def _needs(node: pytest.Item | pytest.Collector) -> Needs:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    try:
+        _prepare_marked(config, items)
+    except pytest.UsageError as error:
+        if hasattr(config, "workerinput"):  # pytest-xdist shows no usage error of its processes
+            print(f"ERROR: {error}", file=sys.stderr, flush=True)
+        raise
+
+
+def _prepare_marked(config: pytest.Config, items: list[pytest.Item]) -> None:
     marked = [(item, _needs(item)) for item in items if item.get_closest_marker(_MARK)]
     for item, needs in marked:
         if needs != Needs(simulated_only=needs.simulated_only):

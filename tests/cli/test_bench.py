@@ -107,7 +107,7 @@ def test_every_way_of_every_row_is_in_the_table_and_the_report(whole: Measured) 
 
 
 def test_goals_have_their_targets() -> None:
-    """What the library wants to reach, as it is written down."""
+    """The library's goals, as they are written down."""
     ours, raw, cached = bench_calls.OURS, bench_calls.RAW, bench_calls.CACHED
     limits = {(row.key, one.of, one.to, one.figure): one.limit for row in ALL_ROWS for one in row.targets}
     assert {key: limits[key, ours, raw, ""] for key in ("pair", "fill", "order", "statistics")} == {
@@ -177,7 +177,7 @@ def test_picture(machine: Any, run: Run, tmp_path: Path) -> None:
 def test_picture_without_matplotlib(
     machine: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which is found out before anything is measured."""
+    """The missing library is noticed before anything is measured."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setattr(bench, "measured", None)
     assert main(["bench", "--quick", "-k", "view", "--plot", "nowhere.png"]) == 2

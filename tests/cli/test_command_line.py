@@ -1,4 +1,4 @@
-"""What all commands have in common: the choice of driver, exit codes, pipes, colours."""
+"""All commands: the choice of driver, exit codes, pipes, colours."""
 
 from __future__ import annotations
 

@@ -52,10 +52,6 @@ class TestTour:
         count = sa.Device.count(machine)
         assert f"the driver would block: 1 of the {count} devices" in text
 
-    @pytest.mark.simulated_only("a stand-in for a kernel")
-    def test_reduces(self, machine: Any, show: Show) -> None:
-        assert "multimem.ld_reduce" in show(machine)[1]
-
     def test_leaves_nothing_behind(self, machine: Any, show: Show) -> None:
         accounts = sd.checked(machine)
         show(accounts)

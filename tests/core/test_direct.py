@@ -21,7 +21,7 @@ from tests.support import MiB, holds, names, pending, read
 
 
 class Scene(NamedTuple):
-    """What the operations work on."""
+    """Objects that the operations work on."""
 
     driver: Any
     stream: sa.Stream

@@ -354,7 +354,7 @@ class TestIndices:
 
 
 class TestTyping:
-    """What type checkers see: mypy reads this file, and reports every ignored error that is none."""
+    """The view of type checkers: mypy reads this file, and reports every ignored error that is none."""
 
     def test_views(self, buffer: sa.Buffer) -> None:
         view = buffer.view_as(np.float32, (4, 4))

@@ -258,7 +258,7 @@ class TestContexts:
         assert int(raw.cuCtxGetCurrent()[1]) == before != 0
 
     def test_the_primary_context_is_retained_once_and_kept(self, machine: Any) -> None:
-        """What is dropped last would otherwise be destroyed after its context."""
+        """An object that is dropped last would otherwise be destroyed after its context."""
         driver = sd.traced(machine)
         device = sa.Device(0, driver=driver)
         for _ in range(3):

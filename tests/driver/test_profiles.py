@@ -126,7 +126,7 @@ class TestTwoDevices:
 
 @simulated_only
 class TestOtherGenerations:
-    """What a device lacks is refused as users report it, or as not modelled."""
+    """Features that a device lacks are refused as users report it, or as not modelled."""
 
     def test_no_pools(self, altered: Altered) -> None:
         raw = (rig := altered.rig(attributes={"MEMORY_POOLS_SUPPORTED": 0})).raw

@@ -1,4 +1,4 @@
-"""Which driver is used by default: by whom it was chosen, and by what text in the environment."""
+"""The default driver: selected by a call, or by a text in the environment."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Tiling(NamedTuple):
-    """What the driver says of a sparse array: (width, height, depth) of a tile, and its mip tail."""
+    """The driver's answers for a sparse array: (width, height, depth) of a tile, and its mip tail."""
 
     tile: tuple[int, int, int]
     tail_level: int = 0
@@ -131,7 +131,7 @@ class Arrays:
         return info
 
     def submit(self, *regions: Any, stream: Any = None) -> str:
-        """What cuMemMapArrayAsync says, on the stream of these arrays unless another is given."""
+        """The result of cuMemMapArrayAsync, on the stream of these arrays unless another is given."""
         stream = self.stream if stream is None else stream
         return said(self.raw.cuMemMapArrayAsync(list(regions), len(regions), stream))
 

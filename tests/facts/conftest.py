@@ -11,7 +11,7 @@ import pytest
 from tests.facts.support import Rig, value
 
 CAPABILITY, DRIVER_VERSION, NAME = (9, 0), 13000, "NVIDIA H200"
-"""Of the readings."""
+"""Fixtures of the readings."""
 
 
 @pytest.fixture

@@ -50,7 +50,7 @@ def said(answer: Answer) -> str:
 
 
 def value(answer: Answer) -> Any:
-    """What a successful call answered: nothing, one value, or a tuple of them."""
+    """The answer of a successful call: nothing, one value, or a tuple of them."""
     assert said(answer) == "SUCCESS", answer
     if len(answer) == 1:
         return None
@@ -217,7 +217,7 @@ class Rig:
         return descriptor
 
     def grant(self, pool: Any, *wanted: tuple[int, int, int]) -> str:
-        """What cuMemPoolSetAccess says to these (location, id, flags)."""
+        """The result of cuMemPoolSetAccess for these (location, id, flags)."""
         descriptors = [self.access(*one) for one in wanted]
         return said(self.raw.cuMemPoolSetAccess(pool, descriptors, len(descriptors)))
 
@@ -297,7 +297,7 @@ class Rig:
         return answer
 
     def release(self, memory: Any) -> str:
-        """What cuMemRelease says; not done again at the end, when the handle may be another's."""
+        """The result of cuMemRelease; not done again at the end, when the handle may be another's."""
         return said(self.raw.cuMemRelease(self.disown(memory)))
 
     def try_reserve(self, size: int, alignment: int = 0, hint: int = 0, flags: int = 0) -> Answer:
@@ -312,7 +312,7 @@ class Rig:
         return int(value(self.try_reserve(size, alignment, hint)))
 
     def free_range(self, start: int, size: int) -> str:
-        """What cuMemAddressFree says; not done again at the end, when the addresses may be another's."""
+        """The result of cuMemAddressFree; not done again at the end, when the addresses may be another's."""
         result = said(self.raw.cuMemAddressFree(start, size))
         if result == "SUCCESS":
             self._ranges.discard(start)
@@ -336,7 +336,7 @@ class Rig:
         return address
 
     def set_access(self, address: int, size: int, *wanted: tuple[int, int, int]) -> str:
-        """What cuMemSetAccess says to these (location, id, flags)."""
+        """The result of cuMemSetAccess for these (location, id, flags)."""
         descriptors = [self.access(*one) for one in wanted]
         return said(self.raw.cuMemSetAccess(address, size, descriptors, len(descriptors)))
 
@@ -509,5 +509,5 @@ def in_new_thread(call: Callable[[], None]) -> None:
 
 
 def offsets(pointers: Sequence[Any]) -> list[int]:
-    """Where each pointer lies behind the first."""
+    """Offset of each pointer from the first."""
     return [int(pointer) - int(pointers[0]) for pointer in pointers]

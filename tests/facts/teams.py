@@ -23,7 +23,7 @@ class Team:
         self.object = self._keep(self.raw.cuMulticastCreate(properties(self.raw, devices, size, handle_types)))
         self.memory: list[Any] = []
         self.views: list[int] = []
-        """Where device 0 sees the memory of each device that has bound any."""
+        """Addresses on device 0 of the memory that each device has bound."""
 
     def _keep(self, answer: Answer) -> Any:
         return value(self.rig.keep_memory(answer))

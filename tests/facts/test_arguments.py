@@ -1,4 +1,4 @@
-"""What the bindings make of arguments of unusual kinds, before the driver is reached or by reaching it."""
+"""Arguments of unusual kinds: the answers of the bindings, before the driver is reached or by reaching it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which calls need a current context, and what the primary context's count does."""
+"""Calls that need a current context, and the count of the primary context."""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ def test_fill_32_bits_writes_little_endian(memory: Memory) -> None:
 
 
 class TestBuffers:
-    """What the bindings take for a host address."""
+    """Objects that the bindings accept as a host address."""
 
     def test_bytes_to_the_device(self, memory: Memory) -> None:
         value(memory.raw.cuMemcpyHtoD(memory.five, b"abcd", 4))

@@ -1,4 +1,4 @@
-"""What a device, its contexts and the driver itself say of themselves."""
+"""Answers of a device, its contexts and the driver about themselves."""
 
 from __future__ import annotations
 

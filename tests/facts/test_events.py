@@ -123,7 +123,7 @@ class TestElapsedTime:
 
 
 class TestLegacyOrder:
-    """What takes part in the order of the legacy stream, which waits behind a gate here."""
+    """Calls in the order of the legacy stream, which waits behind a gate here."""
 
     @pytest.fixture
     def gate(self, rig: Rig) -> Gate:
@@ -191,7 +191,7 @@ class TestLegacyOrder:
     def test_an_allocation_is_work_where_it_looks_at_other_streams(
         self, rig: Rig, location: int, policies: str, size: int, held: bool
     ) -> None:
-        """Where nothing is at hand, and the policy is to follow events."""
+        """The case of a pool without free memory whose policy is to follow events."""
         pool = rig.pool(UINT64_MAX, policies, location=location)
         stream, pending = rig.stream(BLOCKING), rig.event()
         first, _ = (rig.allocate(pool, 2 * MiB, stream) for _ in range(2))

@@ -187,7 +187,7 @@ def test_addresses_are_there_for_more_than_the_device_has(nodes: Nodes) -> None:
 
 
 def test_what_can_be_freed(nodes: Nodes) -> None:
-    """What the graph allocates, in whatever order, or what another one allocates and does not free; once."""
+    """Memory that the graph allocates, in any order, or that another graph allocates and does not free; once."""
     rig, (allocation, start) = nodes.rig, nodes.allocate(4096)
     pool = rig.allocate(rig.pool(), MiB, rig.stream())
     for address in (start + 512, 0, UNRESERVED, pool, int(rig.plain(4096))):

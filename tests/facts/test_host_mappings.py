@@ -29,7 +29,7 @@ locations = pytest.mark.parametrize("location", [HOST, HOST_NUMA], ids=["host", 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What is granted in one call, and what follows from it."""
+    """The grants of one call, and their effects."""
 
     wanted: tuple[tuple[int, int, int], ...]
     flags: list[int]  # that cuMemGetAccess reads for the device, the host and its memory node

@@ -156,7 +156,7 @@ def test_settings(rig: Rig) -> None:
 
 
 def test_all_streams_wait_for_an_event(rig: Rig) -> None:
-    """Those that are made later, too; but a stream that has nothing to do is done."""
+    """Also streams that are made later. A stream without work is done."""
     raw, stream, gate, event, plain = rig.raw, rig.stream(), rig.gate(), rig.event(), rig.plain(64)
     other = rig.stream()
     assert said(raw.cuCtxWaitEvent(rig.context, event)) == "SUCCESS"

@@ -1,4 +1,4 @@
-"""Who may use mapped memory of a device: grants, what they are for, and what work checks of them."""
+"""Access to mapped memory of a device: grants, what they are for, and what work checks of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said of an address with virtual memory: cuPointerGetAttribute and cuMemGetAddressRange."""
+"""Answers for an address with virtual memory: cuPointerGetAttribute and cuMemGetAddressRange."""
 
 from __future__ import annotations
 

@@ -93,6 +93,27 @@ def test_attributes(code: Code) -> None:
             ), name
 
 
+CHANGEABLE = (
+    "MAX_DYNAMIC_SHARED_SIZE_BYTES",
+    "PREFERRED_SHARED_MEMORY_CARVEOUT",
+    *(f"REQUIRED_CLUSTER_{extent}" for extent in ("WIDTH", "HEIGHT", "DEPTH")),
+    "NON_PORTABLE_CLUSTER_SIZE_ALLOWED",
+    "CLUSTER_SCHEDULING_POLICY_PREFERENCE",
+)
+
+
+def test_attributes_that_can_be_set(code: Code) -> None:
+    for name in code.raw.CUfunction_attribute.__members__:
+        name = name.removeprefix("CU_FUNC_ATTRIBUTE_")
+        assert code.set(name, 1) == ("SUCCESS" if name in CHANGEABLE else "INVALID_VALUE"), name
+    for number in (-2, -1, 0, 100, 101):
+        answer = code.set("PREFERRED_SHARED_MEMORY_CARVEOUT", number)
+        assert answer == ("SUCCESS" if -1 <= number <= 100 else "INVALID_VALUE"), number
+    for number in (-1, 0, 232448, 232449):
+        answer = code.set("MAX_DYNAMIC_SHARED_SIZE_BYTES", number)
+        assert answer == ("SUCCESS" if 0 <= number <= 232448 else "INVALID_VALUE"), number
+
+
 def test_parameters(code: Code) -> None:
     assert code.raw.cuFuncGetParamInfo(code.function, 1)[1:] == (8, 4)
     assert said(code.raw.cuFuncGetParamInfo(code.function, 2)) == "INVALID_VALUE"
@@ -112,3 +133,32 @@ def test_shared_memory_of_a_launch(code: Code) -> None:
     assert code.launch(*one, shared=65536) == "SUCCESS"
     assert code.set(most, 1 << 20) == "INVALID_VALUE"
     assert code.set("MAX_THREADS_PER_BLOCK", 32) == "INVALID_VALUE"
+
+
+def test_two_packings_of_the_arguments(code: Code) -> None:
+    data, size = (ctypes.c_char * 16)(), ctypes.c_size_t(12)
+    extra = (ctypes.c_void_p * 5)(1, ctypes.addressof(data), 2, ctypes.addressof(size), 0)
+    typed, packed = ((0, 0), (ctypes.c_uint64, ctypes.c_uint32)), ctypes.addressof(extra)
+    launch, one = code.raw.cuLaunchKernel, (1,) * 6
+    assert said(launch(code.function, *one, 0, 0, 0, packed)) == "SUCCESS"
+    assert said(launch(code.function, *one, 0, 0, typed, packed)) == "INVALID_VALUE"
+
+
+def test_more_blocks_than_can_cooperate(code: Code) -> None:
+    arguments = ((0, 0), (ctypes.c_uint64, ctypes.c_uint32))
+    answer = code.raw.cuLaunchCooperativeKernel(code.function, 100000, 1, 1, 1024, 1, 1, 0, 0, arguments)
+    assert said(answer) == "COOPERATIVE_LAUNCH_TOO_LARGE"
+
+
+OCCUPANCY = {1: (32, 5), 32: (32, 5), 64: (32, 5), 128: (16, 5), 256: (8, 5), 512: (4, 4), 1024: (2, 2), 1025: (0, 0)}
+"""Blocks of a multiprocessor by threads of a block, without dynamic shared memory and with 40,000 bytes."""
+
+
+@pytest.mark.usefixtures("same_gpu")
+def test_occupancy(code: Code) -> None:
+    blocks = code.raw.cuOccupancyMaxActiveBlocksPerMultiprocessor
+    for size, expected in OCCUPANCY.items():
+        assert tuple(value(blocks(code.function, size, shared)) for shared in (0, 40000)) == expected, size
+    assert said(blocks(code.function, 0, 0)) == "INVALID_VALUE"
+    assert code.raw.cuOccupancyMaxPotentialBlockSize(code.function, None, 0, 0)[1:] == (264, 1024)
+    assert value(code.raw.cuOccupancyAvailableDynamicSMemPerBlock(code.function, 2, 128)) == 116736

@@ -157,7 +157,7 @@ class TestSize:
 
 
 class TestDeviceMemory:
-    """What cuMemGetInfo sees of it."""
+    """Its effect on cuMemGetInfo."""
 
     @pytest.mark.parametrize("name", [name for name, (props, _) in MADE.items() if "location" not in props])
     def test_is_taken_at_once_and_comes_back_at_the_release(self, rig: Rig, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Which free memory of a pool an allocation gets, what grows, and what is given back when: one short program a rule.
+"""Placements of a pool: reused memory, growth and release, one short program a rule.
 
 A program is a line of steps. ``a=s1:20`` allocates 20 MiB in stream s1 and names that a; ``a>s2`` frees a in s2;
 ``sync s1`` synchronises; ``s1>e``, ``e>s2`` record an event and wait for it; ``keep 32`` sets the release threshold,
@@ -294,12 +294,12 @@ class TestAllPools:
 
 
 class TestStreamsInOrder:
-    """Of the first use of any pool, not of this one. A blocking stream comes into the order with its first work, where
-    the legacy stream is in it.
+    """Streams are ordered by their first use of any pool, not of this one. A blocking stream comes into the order with
+    its first work, where the legacy stream is in it.
     """
 
     def order(self, rig: Rig, pool: Any, *streams: Any) -> list[int]:
-        """Which of the streams' memory another stream gets one after the other."""
+        """The streams whose memory another stream gets, one after the other."""
         taken = []
         for stream in streams:
             taken.append(rig.allocate(pool, 2 * MiB, stream))

@@ -245,7 +245,7 @@ def test_unregistering_what_is_pinned_otherwise(rig: Rig) -> None:
 
 
 def host_flags(rig: Rig, *wanted: tuple[int, int]) -> list[int]:
-    """What pinned allocations of these sizes and flags, one after the other, say of theirs."""
+    """Flags that pinned allocations of these sizes and flags report, one after the other."""
     pointers = [rig.own(int(value(rig.raw.cuMemHostAlloc(*one))), rig.raw.cuMemFreeHost) for one in wanted]
     return [value(rig.raw.cuMemHostGetFlags(one)) for one in pointers]
 

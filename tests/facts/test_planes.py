@@ -224,7 +224,7 @@ def test_boxes(memory: Memory, case: str) -> None:
 
 
 def test_rows_need_not_fit_between_pools(memory: Memory) -> None:
-    """What is left out in front of them is not looked at: the place of a row is counted as if they did."""
+    """The omitted rows in front of them do not count: the place of a row is counted as if they did."""
     rig, raw, stream = memory.rig, memory.raw, memory.stream
     memory.plain, memory.other = (rig.allocate(rig.pool(), 4096, stream) for _ in range(2))
     value(raw.cuMemsetD8Async(memory.plain, 0, 4096, stream))
@@ -238,7 +238,7 @@ def test_rows_need_not_fit_between_pools(memory: Memory) -> None:
         assert said(raw.cuMemcpy3DAsync(box(memory, "DD", "plain", "other", **wrong), stream)) == "INVALID_VALUE"
 
 
-BEHIND = {  # bytes of the fields; where that is the answer, the first byte of the copy counted from its end's beginning
+BEHIND: dict[str, tuple[dict[str, int], int | None]] = {  # fields; the place of the first byte, None: it is refused
     "in the last 512 bytes": ({"srcY": 8}, 512),
     "in the next allocation": ({"srcY": 16}, 1024),
     "beside it": ({"srcXInBytes": 1032, "srcPitch": 4096}, 1032),
@@ -262,18 +262,18 @@ def test_of_pool_memory_only_the_span_of_the_rows_is_checked(memory: Memory, cas
     value(raw.cuMemsetD8Async(after, 9, 4096, stream))
     value(raw.cuMemsetD8Async(memory.plain, 7, 4096, stream))
     value(raw.cuStreamSynchronize(stream))
-    ends = ("pool", "plain") if into else ("plain", "pool")
-    copy = plane(memory, "DD", ends[0], ends[1], **{"WidthInBytes": 8, "Height": 1, **fields})
-    node = raw.cuGraphAddMemcpyNode(
-        rig.own(value(raw.cuGraphCreate(0)), raw.cuGraphDestroy), [], 0, whole(raw, copy), rig.context
-    )
+    target, source = ("pool", "plain") if into else ("plain", "pool")
+    copy = plane(memory, "DD", target, source, **{"WidthInBytes": 8, "Height": 1, **fields})
+    graph = rig.own(value(raw.cuGraphCreate(0)), raw.cuGraphDestroy)
+    node = raw.cuGraphAddMemcpyNode(graph, [], 0, whole(raw, copy), rig.context)
     answers = {said(raw.cuMemcpy2D(copy)), said(raw.cuMemcpy2DAsync(copy, stream)), said(node)}
     assert answers == {"INVALID_VALUE" if at is None else "SUCCESS"}
     rig.synchronize()
     if at is not None and into:
-        assert rig.read(after + at - 1024, 8) == [7] * 8 and rig.read(after + at - 1024 + 8, 1) == [9]
+        assert rig.read(after + at - 1024, 9) == [7] * 8 + [9]
     elif at is not None and at >= 1024:
-        assert rig.read(memory.plain, fields.get("WidthInBytes", 8)) == [9] * fields.get("WidthInBytes", 8)
+        width = fields.get("WidthInBytes", 8)
+        assert rig.read(memory.plain, width + 1) == [9] * width + [7]
 
 
 def whole(raw: Any, copy: Any) -> Any:
@@ -324,7 +324,7 @@ WAITS = {
 
 @pytest.mark.parametrize("case", WAITS)
 def test_which_copies_are_waited_for(memory: Memory, case: str) -> None:
-    """Those between two ends that are called the host's always."""
+    """The host always waits for a copy both of whose ends are named as the host's."""
     rig, raw, blocking, gate = memory.rig, memory.raw, memory.rig.stream(BLOCKING), memory.rig.gate()
     copy = plane(memory, *case.split())
     for stream, waits in zip((memory.stream, blocking), WAITS[case], strict=True):
@@ -356,7 +356,7 @@ def test_between_contexts(memory: Memory) -> None:
 
 
 def captured(memory: Memory, call: str, *arguments: Any) -> tuple[str, Any, list[Any]]:
-    """What a call says during a capture, the graph, and its nodes."""
+    """The result of a call during a capture, the graph, and its nodes."""
     memory.rig.begin_capture(memory.stream)
     result = said(getattr(memory.raw, call)(*arguments, memory.stream))
     graph = value(memory.rig.end_capture(memory.stream))

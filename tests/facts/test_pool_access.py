@@ -1,4 +1,4 @@
-"""Who may use a pool's memory: grants, revocations, and host pools before and after a grant."""
+"""Access to a pool's memory: grants, revocations, and host pools before and after a grant."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which properties make a pool, and the pools that are there from the start."""
+"""Properties that make a pool, and the pools that exist from the start."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ class Line:
         self.start: int | None = None
 
     def put(self, mib: float, stream: Any = None) -> float:
-        """Where an allocation of so many MiB lands."""
+        """Offset of an allocation of so many MiB."""
         size = int(mib * MiB)
         pointer = int(self.rig.allocate(self.pool, size, self.stream if stream is None else stream))
         if self.start is None:

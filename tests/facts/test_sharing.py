@@ -393,7 +393,7 @@ class TestImportOfAPointer:
 
 
 class TestPhysicalMemory:
-    """Of cuMemCreate; what one process alone shows of it is in test_memory_exports."""
+    """Memory of cuMemCreate; test_memory_exports has the facts of a single process."""
 
     @pytest.fixture
     def fd(self, rig: Rig) -> Iterator[int]:
@@ -522,6 +522,27 @@ class TestPlainMemory:
         there = self.opened(peer, self.handle(rig, self.memory(rig)))
         number = int(getattr(rig.raw.CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{name}"))
         assert peer.value("cuPointerGetAttribute", Member("CUpointer_attribute", number), there) == expected
+
+    @pytest.mark.gpus(2)
+    def test_opened_where_another_device_is_current(self, rig: Rig, on_cuda: bool) -> None:
+        """It is of its own device and of the context that is current, and that device's work can use it."""
+        address = self.memory(rig)
+        peer = Peer(on_cuda, devices=value(rig.raw.cuDeviceGetCount()))
+        try:
+            peer.rig("device_context", 1, keep="second")
+            there = self.opened(peer, self.handle(rig, address))
+            for name, expected in (("DEVICE_ORDINAL", 0), ("MEMORY_TYPE", 2), ("RANGE_SIZE", 4 * MiB)):
+                number = int(getattr(rig.raw.CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{name}"))
+                found = peer.value("cuPointerGetAttribute", Member("CUpointer_attribute", number), there)
+                assert found == expected, name
+            context = int(rig.raw.CUpointer_attribute.CU_POINTER_ATTRIBUTE_CONTEXT)
+            found = peer.value("cuPointerGetAttribute", Member("CUpointer_attribute", context), there)
+            assert found == peer.value("cuCtxGetCurrent")
+            assert peer.said("cuMemsetD8", there, 5, 4 * MiB) == peer.said("cuCtxSynchronize") == "SUCCESS"
+            assert rig.read(address, 4) == [5] * 4
+            assert peer.said("cuIpcCloseMemHandle", there) == "SUCCESS"
+        finally:
+            peer.close()
 
     def test_of_an_address_inside(self, peer: Peer, rig: Rig) -> None:
         address = self.memory(rig)

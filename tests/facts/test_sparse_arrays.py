@@ -233,7 +233,7 @@ class TestRegion:
     def test_at_the_edge(
         self, arrays: Arrays, pool: Any, at: tuple[int, ...], extent: tuple[int, ...], expected: str
     ) -> None:
-        """Of an array that is no multiple of a tile."""
+        """The edge of an array whose size is no multiple of a tile."""
         assert arrays.map(arrays.array(200, 150), extent, pool, at=at) == expected
         value(arrays.raw.cuStreamSynchronize(arrays.stream))
 

@@ -22,7 +22,7 @@ class Words:
         self.at = int(rig.pinned(4096))
 
     def operation(self, kind: int, address: int = 0, number: int = 0, flags: int = 0) -> Any:
-        """Where an operation has no address its flags come in the place of one."""
+        """An operation without an address has its flags in the place of the address."""
         one = self.rig.raw.CUstreamBatchMemOpParams()
         head = struct.pack("=iI", kind, flags if kind in (FLUSH, BARRIER) else 0)
         packed = head + struct.pack("=QQI", address, number, 0 if kind in (FLUSH, BARRIER) else flags)

@@ -1,4 +1,4 @@
-"""What the end of a test leaves to the driver, also where the test failed half-way."""
+"""Resources that a test leaves at its end, also if it failed half-way."""
 
 from __future__ import annotations
 

@@ -33,15 +33,15 @@ class Pair:
         return self.rig.set_access(self.start, pages * PAGE, *wanted)
 
     def flags(self, page: int) -> list[int | str]:
-        """Of device 0 and device 1."""
+        """Flags of device 0 and device 1."""
         return [self.rig.get_access(self.start + page * PAGE, DEVICE, device) for device in (0, 1)]
 
     def fill(self, page: int, size: int) -> str:
-        """What a fill in the current context says."""
+        """The result of a fill in the current context."""
         return said(self.raw.cuMemsetD8(self.start + page * PAGE, 1, size))
 
     def peer_copy(self, on: int, target: int, to: int, source: int, of: int) -> str:
-        """What a copy of a page between contexts says, on a stream of the device ``on``."""
+        """The result of a copy of a page between contexts, on a stream of the device ``on``."""
         contexts, stream = self.contexts, self.streams[on]
         answer = self.raw.cuMemcpyPeerAsync(target, contexts[to], source, contexts[of], PAGE, stream)
         value(self.raw.cuStreamSynchronize(stream))

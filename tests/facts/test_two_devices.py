@@ -40,13 +40,13 @@ class Pair:
         self.rig.use(self.contexts[device])
 
     def fill(self, pointer: Any, device: int) -> str:
-        """What a fill on the device's stream says."""
+        """The result of a fill on the device's stream."""
         result = said(self.raw.cuMemsetD8Async(pointer, 1, 64, self.streams[device]))
         value(self.raw.cuStreamSynchronize(self.streams[device]))
         return result
 
     def copy(self, target: Any, source: Any, device: int) -> str:
-        """What a copy on the device's stream says."""
+        """The result of a copy on the device's stream."""
         result = said(self.raw.cuMemcpyDtoDAsync(target, source, 64, self.streams[device]))
         value(self.raw.cuStreamSynchronize(self.streams[device]))
         return result
@@ -148,7 +148,7 @@ class TestPool:
         assert said(pair.raw.cuMemcpyDtoHAsync(host, pooled, 4, pair.streams[1])) == "INVALID_VALUE"
 
     def test_copies_under_the_other_device_s_context(self, pair: Pair, pool: Any) -> None:
-        """What decides is the current context, not that of the stream."""
+        """The current context decides, not that of the stream."""
         mine, host = pair.rig.allocate(pool, 64, pair.streams[0]), np.zeros(64, np.uint8)
         pair.use(1)
         raw, stream = pair.raw, pair.streams[0]

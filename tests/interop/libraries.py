@@ -15,7 +15,7 @@ from streamalloc import interop
 
 
 class Library(abc.ABC):
-    """What the tests need of a library. Arrays are of bytes."""
+    """The functions of a library that the tests need. Arrays are of bytes."""
 
     name: str
     fills_without_waiting = True

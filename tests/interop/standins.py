@@ -70,7 +70,7 @@ class Calls:
 
 
 class _Owner:
-    """What keeps memory."""
+    """Keeps memory."""
 
 
 class FakeStream:

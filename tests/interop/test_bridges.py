@@ -680,7 +680,7 @@ class TestCaptures:
         library.finish(bridge)
 
     def test_pytorch_gets_ordinary_memory(self, get: Get, pool: sa.MemoryPool, device: sa.Device) -> None:
-        """Which stays when the graph is launched again, and is there at once."""
+        """Its memory stays when the graph is launched again, and exists at once."""
         library = get("torch")
         bridge = library.use(pool, callbacks=True)
         with device.create_stream() as stream:

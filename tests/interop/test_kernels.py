@@ -1,4 +1,4 @@
-"""What only real kernels show: they run on GPUs, against the libraries themselves."""
+"""Facts that only real kernels show: they run on GPUs, against the libraries themselves."""
 
 from __future__ import annotations
 

@@ -182,7 +182,7 @@ class TestLent:
             assert holds(other, 3) and (use != "fill" or holds(buffer, 1))
 
     def test_after_its_stream_was_closed(self, get: Get, pool: sa.MemoryPool, device: sa.Device, gate: Gate) -> None:
-        """What is left to do waits for the library, and keeps nobody from anything else."""
+        """Deferred work waits for the library, and blocks no other call."""
         library = get("cupy")
         theirs = library.stream()
         with device.create_stream() as own:

@@ -1,4 +1,4 @@
-"""Who can register memory, as the driver says it of each kind."""
+"""Memory that can be registered, by the driver's answer for each kind."""
 
 from __future__ import annotations
 

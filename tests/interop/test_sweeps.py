@@ -67,7 +67,7 @@ class Lending(Faults):
         return {kind: handles for kind, handles in left.items() if handles}
 
     def use(self) -> None:
-        """What a library does with our memory."""
+        """Uses of our memory by a library."""
         array = self.library.make(4096)
         self.library.fill(array, 1)
         del array
@@ -98,7 +98,7 @@ def test_each_call_fails_in_turn(machine: Any, kind: type, act: Any) -> None:
 
 
 LIBRARY_ERRORS = (MemoryError, RuntimeError)
-"""What the stand-ins make of ours."""
+"""Objects that the stand-ins make of ours."""
 
 
 @pytest.mark.simulated_only("calls that fail are the same on any driver")

@@ -1,4 +1,4 @@
-"""What the tests of sharing between processes need besides the fixtures, and what they have their partners do."""
+"""Helpers for the tests of sharing between processes, and steps of their partners."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def shared_pool(device: sa.Device, **options: Any) -> sa.MemoryPool:
 
 
 class State(NamedTuple):
-    """What a process has open."""
+    """Open resources of a process."""
 
     descriptors: int
     mappings: int
@@ -127,6 +127,6 @@ def _choose(kind: str) -> None:
 
 
 def received(pipe: Connection) -> Any:
-    """What comes through a pipe; the wait ends."""
+    """The next object of a pipe, with a timeout."""
     assert pipe.poll(SECONDS), "nothing came"
     return pipe.recv()

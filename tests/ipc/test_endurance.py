@@ -41,7 +41,7 @@ def collecting() -> Iterator[None]:
 
 
 def at_once(count: int, run: Callable[[int], None]) -> list[BaseException]:
-    """What threads have raised; fails where one hangs."""
+    """Errors of the threads; fails if one hangs."""
     errors: list[BaseException] = []
 
     def guarded(number: int) -> None:
@@ -84,7 +84,7 @@ def _forget(there: There) -> None:
 
 
 def unfinished(device: sa.Device) -> list[str]:
-    """What still waits for its end after a point of work: some of it ends in threads, once the devices are idle."""
+    """Items that still wait after a point of work: some of it ends in threads, once the devices are idle."""
     later = deferred_queue(device._session)
     work(device._session)
     items = [*later.submitted, *later._waiting, *later._working.values()]

@@ -378,7 +378,7 @@ def _is(there: There, one: str, other: str) -> bool:
 
 
 class TestAnotherMachine:
-    """What a process finds there: a device that it does not have, no control block, nobody to ask."""
+    """There, the device, the control block and the exporter are absent."""
 
     @pytest.fixture
     def data(self, buffer: vmm.GrowableBuffer) -> bytes:
@@ -429,7 +429,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def sent(partner: Partner, kind: str) -> Iterator[Sent]:
-    """What another process has shared, and the handles as they came."""
+    """The descriptor that another process has shared, and its handles as received."""
     partner.run(_make_all)
     data, fds = partner.shared(kind)
     yield Descriptor.from_bytes(data), fds

@@ -93,7 +93,7 @@ KEPT = {"registered memory", "registered host memory", "imported pool"}
 
 
 def _left(checked: Any, device: sa.Device, expected: bool) -> dict[str, Any]:
-    """What was not given back. What may wait for a stream is, on a thread of its own, which takes a moment."""
+    """Resources that were not released. A release that may wait for a stream is made on a thread of its own, soon."""
 
     def found() -> dict[str, Any]:
         device.synchronize()
@@ -220,7 +220,7 @@ def test_waiting_for_the_owner(machine: Any, owner: Partner) -> None:
 
 
 class Kept:
-    """What a failed close or free leaves is kept for a second try."""
+    """Resources of a failed close or free are kept for a second attempt."""
 
     def __init__(self, *owned: Any) -> None:
         self.owned = owned

@@ -75,7 +75,7 @@ class TestOrder:
         assert host.run(idle) and opened.shows(1)
 
     def test_later_contents(self, buffer: vmm.GrowableBuffer, host: Host, gate: Any) -> None:
-        """Of a buffer that has grown."""
+        """The later contents of a buffer that has grown."""
         host.opens(bytes(ipc.share(buffer)))
         buffer.resize(9 * MiB)
         gate.hold(buffer.stream)

@@ -137,7 +137,7 @@ def _own(there: There) -> None:
 
 
 def test_exporters(another: Another, stream: sa.Stream) -> None:
-    """What was opened before stays, and streams that wait are released."""
+    """Objects that were opened before stay, and streams that wait are released."""
     reached = 0
     for calls in range(0, 100, 3):
         one = another()

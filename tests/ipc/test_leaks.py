@@ -237,7 +237,7 @@ def _open_by_drivers(there: There, data: bytes, count: int) -> int:
 
 
 def test_dropped_things_are_gone(pool: sa.MemoryPool, stream: sa.Stream, partner: Partner) -> None:
-    """What sharing keeps of an object goes with it."""
+    """Records of a shared object end with it."""
     import gc
     import weakref
 

@@ -28,7 +28,7 @@ SIZE = MiB
 
 @pytest.fixture
 def context(request: pytest.FixtureRequest) -> Any:
-    """How processes are made: the quicker of the two, unless a test names them."""
+    """Start method of processes: the faster of the two, unless a test names one."""
     return multiprocessing.get_context(getattr(request, "param", "forkserver"))
 
 
@@ -102,7 +102,7 @@ def things(
 
 
 def seen(thing: Any) -> tuple[str, bool]:
-    """What came: its kind, and whether its contents are there."""
+    """The received object: its kind, and whether its contents are complete."""
     there = shows(thing, 1) if isinstance(thing, sa.Memory) else thing.query() if isinstance(thing, sa.Event) else True
     return type(thing).__name__, there
 
@@ -233,7 +233,7 @@ class TestLifetime:
         assert eventually(lambda: pool.statistics().used == 0)
 
     def test_the_sender_ends_first(self, run: Callable[..., Any], context: Any, stream: sa.Stream) -> None:
-        """What was opened stays; what was not is refused with a reason."""
+        """Opened objects stay; the others are refused with a reason."""
         here, there = context.Pipe()
         process = run(_send_two_and_wait, there)
         opened = received(here)
@@ -368,7 +368,7 @@ class Hides:
 
 
 def _answer_values(connection: Any, queue: Any) -> None:
-    """What each item is: the value of all its bytes, or the error that came instead; to None."""
+    """The value of all bytes of each item, or the error that came instead, until None comes."""
     while True:
         try:
             item: Any = queue.get(timeout=SECONDS)
@@ -482,7 +482,7 @@ class TestFreedAfterPut:
     def test_what_cannot_be_shared(
         self, run: Callable[..., Any], context: Any, queue: Any, device: sa.Device, stream: sa.Stream
     ) -> None:
-        """Where it is put, or else where it is awaited: never in a thread that nobody looks at."""
+        """The error is raised where the object is put, or where it is received, never in a thread of the queue."""
         here, there = context.Pipe()
         run(_answer_values, there, queue)
         with sa.MemoryPool(device) as pool, pool.allocate(64, stream) as buffer:
@@ -572,7 +572,7 @@ class TestFreedAfterPut:
         fill: Callable[[int], sa.Buffer],
         pool: sa.MemoryPool,
     ) -> None:
-        """What ``share`` returned holds the memory in each message that it is in, also where it held it itself not."""
+        """A result of ``share`` holds the memory in each message, even if it did not hold it before."""
         here, there = context.Pipe()
         buffer = fill(7)
         shared = ipc.share(buffer)

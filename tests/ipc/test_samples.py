@@ -29,7 +29,7 @@ def ring(partner: Partner, another: Callable[[], Partner]) -> Iterator[list[Part
 
 
 def value_of(rank: int, round_: int) -> int:
-    """What the process ``rank`` writes in a round."""
+    """Value that the process ``rank`` writes in a round."""
     return 1 + rank + 10 * round_
 
 
@@ -181,7 +181,7 @@ class TestMemMapIPC:
             one.run(_unmap_all)
 
     def test_the_first_owner_dies(self, ring: list[Partner], another: Callable[[], Partner]) -> None:
-        """What it made stays with those who mapped it, and a new process can have it from them no more."""
+        """Its memory stays with the processes that mapped it, and new processes can no longer get it from them."""
         owner = another()
         owner.run(_make_memory, "memory 0")
         data, fds = owner.shared("memory 0")
@@ -295,7 +295,7 @@ def _free_plain(there: There, name: str) -> None:
 
 
 class TestCudaCore:
-    """What cuda.core tests of its own buffers, pools and events, through multiprocessing as there."""
+    """The tests of cuda.core's own buffers, pools and events, through multiprocessing as there."""
 
     def test_two_children_write_halves(self, on_cuda: bool, device: sa.Device, stream: sa.Stream) -> None:
         context = multiprocessing.get_context("forkserver")

@@ -38,7 +38,7 @@ class Rank:
         return sa.Device(self.number, driver=self.driver)
 
     def memory(self, nbytes: Any = 5000, group: Any = None, **options: Any) -> SymmetricMemory:
-        """What is under test; to be made by all ranks."""
+        """The memory under test, which all ranks make."""
         if "device" not in options:
             options["device"] = self.device
         options.setdefault("timeout", SECONDS)
@@ -50,7 +50,7 @@ class Rank:
 
     @property
     def left(self) -> dict[str, Any]:
-        """What was made and not given back, by kind, once what is left for later was tried; contexts stay."""
+        """Resources that were not released, by kind, after an attempt of deferred items; contexts stay."""
         all_ended(self.driver)
         left = self.account.left
         # A stream that was closed has one until it is dropped, and the traceback of an error keeps it.
@@ -90,7 +90,7 @@ class Crew:
             rank.group = group
 
     def run(self, function: Callable[[Rank], Any]) -> list[Any]:
-        """What every rank returns; what one of them raises is raised."""
+        """Results of the ranks; raises the error of one."""
         results = self.outcomes(function)
         for result in results:
             if isinstance(result, BaseException):
@@ -98,7 +98,7 @@ class Crew:
         return results
 
     def outcomes(self, function: Callable[[Rank], Any]) -> list[Any]:
-        """What every rank returns or raises."""
+        """Results or errors of the ranks."""
 
         def outcome(rank: Rank) -> Any:
             try:
@@ -109,12 +109,12 @@ class Crew:
         return [done.result(SECONDS) for done in [self._threads.submit(outcome, rank) for rank in self.ranks]]
 
     def each(self, *functions: Callable[[Rank], Any]) -> list[Any]:
-        """What every rank returns or raises, each with a function of its own."""
+        """Results or errors of the ranks, each with a function of its own."""
         return self.outcomes(lambda rank: functions[rank.number](rank))
 
     @property
     def left(self) -> list[dict[str, Any]]:
-        """What each rank has not given back."""
+        """Resources that each rank has not released."""
         left = [rank.left for rank in self.ranks]
         for rank in self.ranks:
             if not rank.left:

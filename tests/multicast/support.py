@@ -1,4 +1,4 @@
-"""What the tests of multicast objects need besides the fixtures."""
+"""Helpers for the tests of multicast objects."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support import MiB
 
 PAGE = 2 * MiB
 TEAM = 4
-"""How many devices the machines of these tests have, where a test says no other number."""
+"""Number of devices of the machines of these tests, unless a test has another one."""
 SHAREABLE = sa.MemHandleType.POSIX_FILE_DESCRIPTOR
 
 
@@ -50,7 +50,7 @@ class Team:
 
 
 def misorders(calls: Iterable[Any], begun: int = 0) -> list[str]:
-    """What a trace of driver calls has in the wrong order, where something that was made goes.
+    """Calls of a trace that release something in the wrong order.
 
     The order is: unbind, unmap a multicast object, release it, release the memory that was bound to it, free the
     addresses that either was mapped at. What was undone by hand before call ``begun`` does not count.

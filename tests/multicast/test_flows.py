@@ -1,4 +1,4 @@
-"""What OpenXLA tests, and what FlashInfer and TensorRT-LLM set up, in a few lines each: none has twenty."""
+"""The tests of OpenXLA, and the set-ups of FlashInfer and TensorRT-LLM, in under twenty lines each."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def streams(devices: list[sa.Device]) -> Iterator[list[sa.Stream]]:
 
 @pytest.fixture
 def memory(devices: list[sa.Device]) -> Iterator[SymmetricMemory]:
-    """Of both devices."""
+    """Memory of both devices."""
     with SymmetricMemory.local(devices, NBYTES, multicast=False) as memory:
         yield memory
 
@@ -371,7 +371,7 @@ class TestInOneProcess:
         driver.assert_nothing_left()
 
     def test_which_rank_signals(self, device: sa.Device, streams: list[sa.Stream]) -> None:
-        """Where two ranks have one device, its streams do not tell."""
+        """The streams of a device that two ranks share name neither."""
         with SymmetricMemory.local([device, device], 100, multicast=False) as memory:
             with pytest.raises(ValueError, match=r"ranks \[0, 1\] are on the stream's device"):
                 memory.put_signal(1, streams[0])

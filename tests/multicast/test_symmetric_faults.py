@@ -61,7 +61,7 @@ def crew(crews: dict[int, Crew]) -> Crew:
 
 
 def use(rank: Rank) -> None:
-    """What has to succeed after a failure."""
+    """Operations that must succeed after a failure."""
     with rank.memory(multicast=True) as memory:
         stream = rank.device.create_stream()
         memory.barrier(stream)
@@ -214,7 +214,7 @@ class TestInterrupts:
 
 
 class TestGroups:
-    """Where the communicator itself fails there is no other attempt with it, but all hear of it."""
+    """If the communicator itself fails, it is not used again, and all ranks are notified."""
 
     @pytest.mark.parametrize("nth", range(1, 12))
     @pytest.mark.parametrize("who", [0, 2])
@@ -307,7 +307,7 @@ class TestACallAndAnUndoFail:
     """Whichever they are: nothing is left, now or once it was tried again."""
 
     def fails(self, account: Account, call: int, undo: int) -> tuple[int, list[str]]:
-        """How many calls there were, and those that failed, where one fails and an undo after it."""
+        """Number of calls, and those that failed, if one fails and an undo after it."""
         first = sd.faulty(account.checked, NEVER, result="CUDA_ERROR_UNKNOWN")
         driver = sd.faulty(first, NEVER, result="CUDA_ERROR_UNKNOWN")
         devices = sa.Device.all(driver)

@@ -66,7 +66,7 @@ class Mortal:
 
 
 class Outcome(NamedTuple):
-    """What came of it in a process that lives."""
+    """The outcome in a process that lives."""
 
     rank: int
     step: str
@@ -76,7 +76,7 @@ class Outcome(NamedTuple):
 
 
 def open_files(there: There, rank: int) -> int:
-    """How many there are; the simulated driver closes those of memory that was shared when it is asked for memory."""
+    """Number of open files; the simulated driver closes those of memory that was shared when it is asked for memory."""
     sa.Device(rank, driver=there.driver).memory_info()
     return state().descriptors
 
@@ -129,7 +129,7 @@ def survivors() -> Iterator[list[Partner]]:
 
 
 def killed(survivors: list[Partner], who: int, call: str | int) -> list[Outcome | None]:
-    """What the others say when a rank is killed before a call."""
+    """Outcomes of the other ranks when one is killed before a call."""
     token = token_hex(16)
     with Partner(False, devices=SIZE) as victim:
         others = [rank for rank in range(SIZE) if rank != who]

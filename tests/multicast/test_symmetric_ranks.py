@@ -92,7 +92,7 @@ def test_what_multicast_auto_means() -> None:
 
 
 def _closed(memory: SymmetricMemory) -> Any:
-    """What is told of memory that is closed then."""
+    """The error of memory that is closed then."""
 
     class Told:
         multicast, handle_type, physical_bytes = memory.multicast, memory.handle_type, memory.physical_bytes
@@ -375,7 +375,7 @@ class TestAgreement:
 
 
 class TestHandleTypes:
-    """Where fabric handles can be made they are used; where one rank cannot, all take descriptors."""
+    """Fabric handles are used if all ranks can make them, and descriptors otherwise."""
 
     def test_fabric(self) -> None:
         def use(rank: Rank) -> tuple[Any, bool]:

@@ -143,7 +143,7 @@ class TestGarbage:
         stream.close()
 
     def test_the_check_can_fail(self, machine: Any) -> None:
-        """What a user does by hand in the wrong order is found."""
+        """Releases by hand in the wrong order are found."""
         traced = sd.traced(machine)
         team = Team(traced)
         calls = list(traced.calls)
@@ -161,7 +161,7 @@ class TestGarbage:
 
 
 class TestDropped:
-    """What keeps what, and when it goes."""
+    """Objects that keep others, and the time of their end."""
 
     def test_an_object_that_is_mapped_lives_on(self, machine: Any) -> None:
         account = Account(machine)

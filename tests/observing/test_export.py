@@ -1,4 +1,4 @@
-"""What observers write for others: the fields that readers need, and the same run when it is read back."""
+"""Exports of observers: the fields that readers need, and the same run when it is read back."""
 
 from __future__ import annotations
 

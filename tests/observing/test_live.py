@@ -18,7 +18,7 @@ from tests.support import MiB
 
 
 class Screen:
-    """What a stand-in of another library was told."""
+    """Calls that a stand-in of another library got."""
 
     def __init__(self) -> None:
         self.shown: list[Any] = []

@@ -75,7 +75,7 @@ OBSERVED: dict[str, Callable[[sa.Device, sa.MemoryPool, sa.CachingAllocator], tu
 
 
 def read_back(observer: sa.Observer, folder: Path) -> list[traces.Trace]:
-    """What observers export that can be replayed."""
+    """Exports of observers that can be replayed."""
     observer.save_rmm(folder / "rmm.csv")
     observer.save_pytorch(folder / "torch.pickle")
     return [traces.from_rmm(folder / "rmm.csv"), traces.from_pytorch(folder / "torch.pickle")]

@@ -45,7 +45,7 @@ class Observed(Faults):
 
 
 def use(world: Observed) -> None:
-    """What observers are told of."""
+    """Operations that observers are notified of."""
     with world.pool.allocate(4096, world.stream) as buffer:
         buffer.fill(1)
         world.shapes.append(world.shape())

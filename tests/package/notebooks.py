@@ -24,14 +24,14 @@ SECONDS = 60.0
 
 
 class Outputs(NamedTuple):
-    """What a cell has printed, by ``"stdout"`` and ``"stderr"``, and what it has shown, by kinds of content."""
+    """Output of a cell: text by ``"stdout"`` and ``"stderr"``, and shown objects by kind of content."""
 
     streams: dict[str, str]
     shown: list[dict[str, Any]]
 
     @classmethod
     def committed(cls, cell: Any) -> Outputs:
-        """Those that are in a notebook."""
+        """The outputs that a notebook contains."""
         streams: dict[str, str] = {}
         for output in cell.outputs:
             if output.output_type == "stream":
@@ -59,7 +59,7 @@ class Runner:
         self._process.join()
 
     def run(self, folder: Path, cells: list[str]) -> list[Outputs]:
-        """What each cell gives; where one raises something, that is an error here."""
+        """Outputs of each cell; an error of a cell is raised here."""
         self._ours.send((folder, cells))
         assert self._ours.poll(SECONDS), "it takes too long"
         error, outputs = self._ours.recv()

@@ -59,7 +59,7 @@ def _forget_trees() -> Iterator[None]:
 
 @functools.cache
 def _imports(module: str) -> list[tuple[str, str]]:
-    """What a module imports of ours: module and name (empty where it is the module itself)."""
+    """Imports of our own modules: module and name (empty where it is the module itself)."""
     found = []
     for node in _nodes(module):
         if isinstance(node, ast.Import):

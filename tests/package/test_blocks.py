@@ -23,7 +23,7 @@ WITH_BLOCKS = [
 
 
 class BlockError(Exception):
-    """What a block raises."""
+    """Raised in a block."""
 
     __notes__: list[str]
 

@@ -87,7 +87,7 @@ class World:
         return raw
 
     def check(self) -> None:
-        """What is dropped has its turn; the handles of other code still work, and nobody has tried to end them."""
+        """Attempt deferred releases; the handles of other code still work, and nobody has tried to end them."""
         gc.collect()
         end_what_was_dropped()
         gc.collect()

@@ -1,4 +1,4 @@
-"""What is meant for a browser, opened in one: the HTML of objects, and a picture as SVG."""
+"""Output for browsers, opened in one: the HTML of objects, and a picture as SVG."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ document.body.innerHTML = `<pre id="answer">${encodeURIComponent(JSON.stringify(
 
 
 def rendered(page: Path) -> dict[str, dict[str, Any]]:
-    """What a browser makes of a page, by the names of its cards."""
+    """Rendered cards of a page, by name."""
     assert BROWSER is not None
     command = [
         BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--window-size=1000,2000",

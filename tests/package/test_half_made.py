@@ -36,7 +36,7 @@ def _name(kind: Any) -> str:
 
 @pytest.fixture
 def unraisable(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What finalisers have raised."""
+    """Errors of finalisers."""
     told: list[Any] = []
     monkeypatch.setattr("sys.unraisablehook", lambda what: told.append(what.exc_value))
     return told

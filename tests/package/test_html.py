@@ -1,4 +1,4 @@
-"""What notebooks show of objects: whole HTML, sizes in MiB, escaped text, and something also of what is closed."""
+"""Objects in notebooks: whole HTML, sizes in MiB, escaped text, and something also of what is closed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Reader(HTMLParser):
 
 
 def shown(thing: Any) -> str:
-    """What one reads."""
+    """The visible text."""
     reader = Reader()
     reader.feed(thing._repr_html_())
     reader.close()

@@ -59,7 +59,7 @@ class TestReleaseOrder:
             assert found.pop() in ([one], [one, other])
 
     def test_a_link_is_removed_by_two_threads(self) -> None:
-        """What waited is ready once."""
+        """The item that waited is ready once."""
 
         def make() -> tuple[ReleaseOrder, Node, Node]:
             order, mapping, range_ = ReleaseOrder(), Node(Kind.MAPPING), Node(Kind.RESERVATION)
@@ -205,7 +205,7 @@ class TestSessions:
 
 
 class TestStreams:
-    """What a block of :func:`may_queue` says of its stream holds to its end, whatever another thread does."""
+    """The answer of a block of :func:`may_queue` holds to the end of the block, whatever another thread does."""
 
     class State(NamedTuple):
         stream: sa.Stream

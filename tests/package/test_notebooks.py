@@ -32,7 +32,7 @@ def _code(path: Path) -> list[Any]:
 
 
 def _printed(outputs: Outputs) -> list[Any]:
-    """What a cell printed and showed, without images, and with one name for every handle and address."""
+    """Text and objects of a cell, without images, and with one name for every handle and address."""
     texts = [text for one in outputs.shown if "image/png" not in one for _, text in sorted(one.items())]
     return [sorted((name, _without_numbers(text)) for name, text in outputs.streams.items()),
             *map(_without_numbers, texts)]  # fmt: skip
@@ -67,7 +67,7 @@ def path(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture(scope="module")
 def executed(path: Path, runner: Runner) -> list[Outputs]:
-    """What the cells give when all are run on the driver under test. An error in one is raised here."""
+    """Outputs of the cells on the driver under test. An error in one is raised here."""
     return runner.run(path.parent, [cell.source for cell in _code(path)])
 
 

@@ -34,7 +34,7 @@ from tests.support import MiB, end_what_was_dropped
 
 PAGE = 2 * MiB
 SAMPLE = int(os.environ.get("STREAMALLOC_TEST_POINTS", "10"))
-"""How many points of a program are tried, of all kinds: of those in the same place of a function, the first."""
+"""The most points of a program that are tried, of all kinds: of those in the same place of a function, the first."""
 WAIT = 20.0
 """Seconds after which a program counts as stuck."""
 MESSAGE = 16
@@ -42,7 +42,7 @@ MESSAGE = 16
 PATIENCE = 3.0
 """Seconds within which the handles of dropped objects are released."""
 KEPT = {"registered memory", "registered host memory", "imported pool", "pinned memory", "event"}
-"""What stays for as long as a driver, or its devices: control blocks, pools of others, events that order work."""
+"""Resources that stay as long as a driver, or its devices: control blocks, pools of others, events that order work."""
 pytestmark = [
     pytest.mark.simulated_only("where a signal may come is the same on any driver"),
     since_3_11,
@@ -520,5 +520,5 @@ def test_at_some_points(machine: Any, name: str) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_at_every_point(machine: Any, name: str) -> None:
-    """Those of each function and kind of event, once."""
+    """Interrupts at each function and kind of event, once."""
     sweep(machine, name, points_of(machine, *PROGRAMS[name]).distinct())

@@ -34,11 +34,11 @@ ROUND = 2.0
 """Seconds between two looks at what there is."""
 THREADS = 4
 MORE = 8 * MiB
-"""What Python may have more, of freed memory that it keeps."""
+"""Bytes of freed memory that Python may keep."""
 
 
 class Has(NamedTuple):
-    """What this process has between two rounds."""
+    """Resources of this process between two rounds."""
 
     bytes: int
     descriptors: int
@@ -67,7 +67,7 @@ def open_there(there: There, data: bytes) -> None:
 
 
 class Worker:
-    """What one thread does in a round, with another process of its own that it may kill."""
+    """The work of one thread in a round, with another process of its own that it may kill."""
 
     def __init__(self, on_cuda: bool, device: sa.Device, pool: sa.MemoryPool, seed: int) -> None:
         self.chance = random.Random(seed)
@@ -124,7 +124,7 @@ class Worker:
 
 
 def one_round(on_cuda: bool, device: sa.Device, pool: sa.MemoryPool, seed: int) -> int:
-    """How many things were done."""
+    """Number of operations."""
     workers = [Worker(on_cuda, device, pool, seed * THREADS + number) for number in range(THREADS)]
     threads = [threading.Thread(target=worker.run, daemon=True) for worker in workers]
     for thread in threads:

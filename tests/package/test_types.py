@@ -1,4 +1,4 @@
-"""How much of the public interface is typed, as type checkers of users see it."""
+"""The share of the public interface that is typed, as type checkers of users see it."""
 
 from __future__ import annotations
 

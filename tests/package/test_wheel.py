@@ -1,4 +1,4 @@
-"""What users install: the built wheel in an environment of its own, in which this tree is not found."""
+"""The package that users install: the built wheel in an environment of its own, in which this tree is not found."""
 
 from __future__ import annotations
 

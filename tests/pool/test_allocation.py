@@ -188,7 +188,7 @@ class TestAfterTheStreamIsClosed:
     def test_dropping_frees_after_the_stream_s_last_work(
         self, device: sa.Device, pool: sa.MemoryPool, stream: sa.Stream, gate: Gate
     ) -> None:
-        """What the closed stream still has to do with the memory comes before anybody gets the memory again."""
+        """Queued work of the closed stream on the memory runs before the memory is reused."""
         lost = device.create_stream()
         buffer, target = pool.allocate(20 * MiB, lost), pool.allocate(20 * MiB, stream)
         stream.synchronize()
@@ -299,6 +299,19 @@ class TestOutOfMemory:
                 for one in [cache.allocate(MiB, stream) for _ in range(32)]:
                     one.free()
                 allocator.allocate(GROWTH, stream).free()
+
+    def test_caches_return_what_the_function_freed(self, device: sa.Device, stream: sa.Stream) -> None:
+        def release(_: sa.OutOfMemoryError) -> bool:
+            kept.pop().free()
+            stream.synchronize()
+            return True
+
+        with sa.MemoryPool(device, max_size=GROWTH, on_oom=release) as pool, sa.CachingAllocator(pool) as cache:
+            kept = [cache.allocate(GROWTH // 4, stream) for _ in range(4)]
+            cache.allocate(GROWTH // 2, stream).free()
+            assert len(kept) == 2
+            for buffer in kept:
+                buffer.free()
 
     def test_no_hidden_work_by_default(self, machine: Any) -> None:
         driver = sd.traced(machine)

@@ -148,7 +148,7 @@ class TestReuse:
             one.free()
 
     def test_by_way_of_the_pool(self, device: sa.Device, stream: sa.Stream, other: sa.Stream, gate: Gate) -> None:
-        """Which hands it to another stream once its free has passed."""
+        """The pool reuses it on another stream after its free."""
         with sa.MemoryPool(device, max_size=GROWTH) as pool, sa.CachingAllocator(pool, largest=GROWTH) as cache:
             pool.attributes.reuse_allow_internal_dependencies = False
             buffer = cache.allocate(GROWTH, stream)
@@ -239,7 +239,7 @@ class TestSizes:
             assert larger.address != address
 
     def test_a_larger_block_will_do(self, cache: sa.CachingAllocator, stream: sa.Stream) -> None:
-        """Of up to three times the size; it goes back to its own class."""
+        """A block of up to three times the size serves the request, and returns to its own class."""
         with cache.allocate(16 * 1024, stream) as buffer:
             address = buffer.address
         for _ in range(2):
@@ -704,7 +704,7 @@ class TestStepsAside:
 
 class TestLimits:
     def test_of_the_pool(self, device: sa.Device, stream: sa.Stream, other: sa.Stream) -> None:
-        """Where memory runs out, what is cached comes back first."""
+        """If memory runs out, cached blocks are released first."""
         with sa.MemoryPool(device, max_size=GROWTH) as pool, sa.CachingAllocator(pool) as cache:
             buffers = [cache.allocate(MiB, stream) for _ in range(32)]
             with pytest.raises(sa.OutOfMemoryError) as caught:
@@ -790,7 +790,7 @@ class TestWhere:
 
 
 class _Owners:
-    """Who has which address; a second owner is an error."""
+    """Owner by address; a second owner is an error."""
 
     def __init__(self) -> None:
         self._at: dict[int, object] = {}
@@ -887,7 +887,7 @@ def test_one_buffer_is_freed_once(cache: sa.CachingAllocator, stream: sa.Stream)
 
 class TestFaults:
     def test_a_free_that_the_driver_refuses(self, machine: Any) -> None:
-        """Of a closed cache, so past it: the buffer lives on."""
+        """The cache is closed, so the free goes past it: the buffer stays open."""
         driver = sd.faulty(machine, "cuMemFreeAsync", result="CUDA_ERROR_UNKNOWN")
         device = sa.Device(0, driver=driver)
         with device.create_stream() as stream, sa.MemoryPool(device) as pool:
@@ -1006,7 +1006,7 @@ def test_keeps_what_the_pool_keeps(device: sa.Device, stream: sa.Stream) -> None
 
 
 def test_a_driver_that_checks_uses_sees_every_allocation(machine: Any) -> None:
-    """What the cache handed out again without a call would be the same allocation to it."""
+    """For the driver, memory that the cache reuses without a call would be the same allocation."""
     driver = sd.checked(machine)
     device = sa.Device(0, driver=driver)
     with sa.MemoryPool(device) as pool, sa.CachingAllocator(pool) as cache, device.create_stream() as first:

@@ -43,7 +43,7 @@ def steps(device: sa.Device, cache: sa.CachingAllocator, streams: list[sa.Stream
 
 
 def distinct(cache: sa.CachingAllocator, streams: list[sa.Stream]) -> None:
-    """What is handed out now is handed out once."""
+    """Each block is allocated once from now on."""
     buffers = [cache.allocate(600, stream) for stream in streams for _ in range(4)]
     assert len({buffer.address for buffer in buffers}) == len(buffers)
     for buffer in buffers:

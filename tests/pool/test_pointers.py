@@ -1,4 +1,4 @@
-"""What ``pointer_attributes`` tells of an address."""
+"""The answers of ``pointer_attributes`` for an address."""
 
 from __future__ import annotations
 

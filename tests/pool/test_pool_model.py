@@ -43,7 +43,7 @@ STEPS = some.lists(
 
 
 class Model:
-    """What a pool has to say, by the rules and without looking at it."""
+    """Expected answers of a pool, by the rules alone."""
 
     def __init__(self) -> None:
         self.live: list[sa.Buffer] = []

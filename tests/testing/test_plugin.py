@@ -202,6 +202,11 @@ class TestMistakes:
         assert result.ret == pytest.ExitCode.USAGE_ERROR
         assert words in result.stderr.str() + result.stdout.str()
 
+    def test_in_a_mark_under_xdist(self, run: Run, capfd: pytest.CaptureFixture[str]) -> None:
+        pytest.importorskip("xdist")
+        result = run("@pytest.mark.streamalloc(device=2)\ndef test_it():\n    pass", "-p", "xdist.plugin", "-n1")
+        assert result.ret and "::test_it: streamalloc(device=...): allowed are" in capfd.readouterr().err
+
     def test_in_the_option(self, run: Run) -> None:
         for text in ("abacus", "simulated:colour=red"):
             result = run("", f"--streamalloc-driver={text}")

@@ -385,7 +385,7 @@ class TestCalls:
 
 
 def _peak(path: Path) -> int:
-    """How many bytes Python had at most while it read a file."""
+    """Peak of Python's memory in bytes while it read a file."""
     tracemalloc.start()
     try:
         with contextlib.suppress(TraceFormatError):

@@ -114,7 +114,7 @@ def test_progress_counts_every_event(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_frees_by_the_last_reference() -> None:
-    """What is freed by dropping it is dropped at its free, and not later."""
+    """An allocation that is freed by dropping it is dropped at its free, and not later."""
     alive: list[int] = []
 
     class Thing:
@@ -223,7 +223,7 @@ class TestOurs:
 
 
 class Peer:
-    """What the stand-ins of a library share: they write down what they are asked for."""
+    """Base of the stand-ins of a library, which records all requests."""
 
     def __init__(self) -> None:
         self.log: list[Any] = []

@@ -15,7 +15,7 @@ from tests.vmm.support import HOST, PAGE
 
 @pytest.fixture(autouse=True)
 def nothing_later() -> Iterator[None]:
-    """What a test has dropped goes with it: addresses are those of the whole process, whatever driver has them."""
+    """Objects that a test has dropped end with it: all drivers of the process share the addresses."""
     end_what_was_dropped()
     yield
     end_what_was_dropped()

@@ -1,4 +1,4 @@
-"""What the tests of virtual memory need besides the fixtures."""
+"""Helpers for the tests of virtual memory."""
 
 from __future__ import annotations
 

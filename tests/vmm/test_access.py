@@ -1,4 +1,4 @@
-"""Who may use what is mapped: granting, lowering and revoking, all or nothing, and what has to pass before."""
+"""Access to mappings: granting, lowering and revoking, all or nothing, and the work that comes before."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ class TestPart:
 
     @pytest.mark.parametrize("at", [0, PAGE, 4 * PAGE])
     def test_of_nothing(self, device: sa.Device, pages: vmm.AddressRange, at: int) -> None:
-        """Of no bytes nothing is said, as unmap() does not; or it is refused. The driver is not asked."""
+        """A range of no bytes is ignored, as by unmap(), or refused. No driver call is made."""
         try:
             pages.set_access(device, start=at, stop=at)
         except ValueError as error:

@@ -1,4 +1,4 @@
-"""What is dropped goes at a point of work, once the work that may use it is done; buffers that are remapped."""
+"""Dropped objects end at a point of work, after the work that may use them; buffers that are remapped."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class TestQueuedWork:
 
     @pytest.mark.simulated_only("memory of a known size")
     def test_that_is_done_lets_memory_that_has_run_out_be_made(self) -> None:
-        """What was dropped is given back before anybody is told that there is none."""
+        """Dropped memory is released before an error says that there is none."""
         driver = sd.simulated(memory=64 << 20)
         device = sa.Device(0, driver=driver)
         size = device.memory_info().free // 2 // PAGE * PAGE + PAGE

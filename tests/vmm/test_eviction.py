@@ -187,7 +187,7 @@ class TestWithBackup:
     def test_into_memory_of_one_s_own(
         self, device: sa.Device, buffer: vmm.GrowableBuffer, host: sa.MemoryPool, stream: sa.Stream
     ) -> None:
-        """Which is neither allocated nor freed, and can be looked at meanwhile."""
+        """The own memory is neither allocated nor freed, and can be read meanwhile."""
         data = write(buffer, pattern(SIZE))
         with host.allocate(SIZE, stream) as backup:
             buffer.evict(backup, stream=stream)
@@ -287,7 +287,7 @@ class TestWithBackup:
     def test_on_streams_of_choice(
         self, device: sa.Device, buffer: vmm.GrowableBuffer, host: sa.MemoryPool, stream: sa.Stream
     ) -> None:
-        """What was evicted on one stream can be restored on another, also after the first is gone."""
+        """Memory that was evicted on one stream can be restored on another, also after the first is closed."""
         with device.create_stream() as first:
             buffer.fill(3, first)
             buffer.evict(host, stream=first)

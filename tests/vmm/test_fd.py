@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,17 +10,7 @@ import pytest
 
 import streamalloc as sa
 from streamalloc import vmm
-from tests.vmm.support import PAGE, assert_unique
-
-
-@pytest.fixture
-def number() -> Iterator[int]:
-    """A descriptor of our own that is open; closed at the end by whoever has it."""
-    there, here = os.pipe()
-    yield here
-    os.close(there)
-    if is_open(here):
-        os.close(here)
+from tests.vmm.support import PAGE
 
 
 def is_open(number: int) -> bool:
@@ -30,67 +19,6 @@ def is_open(number: int) -> bool:
     except OSError:
         return False
     return True
-
-
-class TestFd:
-    def test_closed_once(self, number: int) -> None:
-        fd = sa.Fd(number)
-        assert (fd.fileno(), fd.closed) == (number, False) and str(number) in repr(fd)
-        fd.close()
-        fd.close()
-        assert fd.closed and not is_open(number) and "closed" in repr(fd)
-        with pytest.raises(sa.ClosedError):
-            fd.fileno()
-        with pytest.raises(sa.ClosedError):
-            fd.detach()
-
-    def test_does_not_close_what_has_its_number_later(self, number: int) -> None:
-        fd = sa.Fd(number)
-        fd.close()
-        other = os.dup2(1, number)
-        fd.close()
-        del fd
-        assert is_open(other)
-
-    def test_block(self, number: int) -> None:
-        with pytest.raises(KeyError), sa.Fd(number) as fd:
-            assert os.write(fd.fileno(), b"x") == 1
-            raise KeyError
-        assert not is_open(number)
-
-    def test_dropped(self, number: int) -> None:
-        fd = sa.Fd(number)
-        del fd
-        gc.collect()
-        assert not is_open(number)
-
-    def test_given_away(self, number: int) -> None:
-        fd = sa.Fd(number)
-        assert fd.detach() == number and fd.closed
-        fd.close()
-        del fd
-        assert is_open(number)
-
-    def test_not_inherited(self, number: int) -> None:
-        os.set_inheritable(number, True)
-        with sa.Fd(number):
-            assert not os.get_inheritable(number)
-
-    @pytest.mark.parametrize(
-        ("what", "error"), [(-1, ValueError), (True, TypeError), ("1", TypeError), (None, TypeError)]
-    )
-    def test_no_number(self, what: Any, error: type[Exception]) -> None:
-        with pytest.raises(error, match="number"):
-            sa.Fd(what)
-
-    def test_not_open(self, number: int) -> None:
-        os.close(number)
-        with pytest.raises(OSError):
-            sa.Fd(number)
-
-    def test_refuses_copies(self, number: int) -> None:
-        with sa.Fd(number) as fd:
-            assert_unique(fd)
 
 
 class TestDmaBuf:

@@ -345,7 +345,7 @@ class TestShrink:
         assert mapping.closed
 
     def test_within_a_piece(self, device: sa.Device) -> None:
-        """What is behind the size is refused, though its memory is there."""
+        """Bytes behind the size are refused, though their memory exists."""
         with vmm.GrowableBuffer(device, PAGE, PAGE) as buffer:
             view = buffer[100:200]
             buffer.resize(150)
@@ -525,7 +525,7 @@ class TestUse:
 
 class TestAccess:
     def test_taken_and_given(self, buffer: vmm.GrowableBuffer, device: sa.Device) -> None:
-        """What is set holds for what is mapped now, and for what will be."""
+        """Access holds for present and future mappings."""
         buffer.resize(PAGE)
         buffer.fill(6)
         buffer.set_access(device, READ)

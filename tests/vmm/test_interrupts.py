@@ -25,7 +25,7 @@ THIN = int(os.environ.get("STREAMALLOC_TEST_THIN", "23"))
 
 
 def check(account: Account, case: Any) -> None:
-    """What the objects say is mapped is what the driver was told."""
+    """Compare the mappings of the objects with the driver calls."""
     range = getattr(case, "range", None) or getattr(getattr(case, "buffer", None), "range", None)
     if isinstance(range, vmm.AddressRange) and not range.closed:
         assert {mapping.address: mapping.nbytes for mapping in range.mappings} == account.mapped
@@ -34,7 +34,7 @@ def check(account: Account, case: Any) -> None:
 
 @pytest.mark.parametrize("kind", CASES)
 def test_at_any_point(machine: Any, kind: type[Case]) -> None:
-    """What is there is used on and closed, or after every other interrupt dropped."""
+    """The remaining objects are used and closed, or dropped after every other interrupt."""
     for nth in itertools.count(1, THIN):
         end = nth % 2 == 0
         account = Account(machine)

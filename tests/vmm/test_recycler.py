@@ -194,7 +194,7 @@ class TestBound:
 
 
 class TestNotRecycled:
-    """What others may hold goes back to the driver."""
+    """Memory that others may hold is released to the driver."""
 
     def test_exported(self, account: Account, device: sa.Device) -> None:
         recycler = vmm.MemoryRecycler(device, LIMIT, handle_types=POSIX)
@@ -359,7 +359,7 @@ class TestBuffers:
         assert recycler.statistics().kept == 2 * PAGE
 
     def test_access_is_set_anew(self, account: Account, recycler: vmm.MemoryRecycler, device: sa.Device) -> None:
-        """What stays mapped has the access of before."""
+        """Spares that stay mapped have their earlier access."""
         with vmm.GrowableBuffer(device, 8 * PAGE, 2 * PAGE, chunk=PAGE, recycler=recycler) as buffer:
             buffer.resize(PAGE)
             buffer.set_access(device, sa.MemAccess.READ)
@@ -490,7 +490,7 @@ class TestBuffers:
 
 
 class TestOutOfMemory:
-    """What is kept goes back where somebody else finds no memory."""
+    """Kept memory is released if another allocation finds no memory."""
 
     @pytest.mark.simulated_only("a device of this size")
     def test_other_memory(self) -> None:

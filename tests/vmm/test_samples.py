@@ -1,4 +1,4 @@
-"""What others do with virtual memory, on these objects.
+"""Other libraries' uses of virtual memory, on these objects.
 
 NVIDIA's samples vectorAddMMAP and memMapIPCDrv (their local halves), HIP's tests of remapping and aliases (hipMemMap),
 and plain models of vLLM's sleep mode (``CuMemAllocator``) and of TensorRT-LLM's virtual memory for KV caches
@@ -241,7 +241,7 @@ class TestTags:
 
     @pytest.mark.parametrize("nth", [4, 5, 6])
     def test_one_that_fails_takes_the_others_back(self, machine: Any, nth: int) -> None:
-        """Of three, the first, second or third finds no memory: none is there, and all bytes are kept."""
+        """If the first, second or third of three finds no memory, none is mapped, and all bytes are kept."""
         account = Account(machine)
         device = sa.Device(0, driver=sd.faulty(account.driver, "cuMemCreate", nth))
         with sa.MemoryPool(HOST, driver=device.driver) as host:

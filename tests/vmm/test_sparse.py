@@ -46,7 +46,7 @@ def noise(shape: tuple[int, ...], dtype: npt.DTypeLike = np.uint8, seed: int = 0
 
 
 def read(array: vmm.SparseArray, stream: sa.Stream, shape: tuple[int, ...] | None = None, **part: Any) -> Array:
-    """What is in an array, or in a part of it that has the given shape."""
+    """Contents of an array, or of a part of it that has the given shape."""
     target = np.full(array.shape if shape is None else shape, 77).astype(array.dtype)
     array.copy_to(target, stream, **part)
     stream.synchronize()
@@ -235,7 +235,7 @@ class TestMap:
         assert np.array_equal(read(image, stream), kept) and image.mapped_bytes == TILE
 
     def test_again(self, tiles: vmm.TilePool, image: vmm.SparseArray, stream: sa.Stream) -> None:
-        """What has memory already is refused, and nothing of the region mapped."""
+        """A tile that has memory is refused, and nothing of the region is mapped."""
         image.map(tiles, (slice(0, 256), slice(256, 512)), stream=stream)
         data = write(image, stream, noise((256, 256)), region=(slice(0, 256), slice(256, 512)))
         for region in (None, (slice(0, 256), slice(None)), (slice(0, 256), slice(256, 512))):

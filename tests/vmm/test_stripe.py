@@ -148,7 +148,7 @@ class TestTwoDevices:
             assert [mapping.access(peer) for mapping in buffer.mappings] == [NONE]
 
     def test_evicted(self, device: sa.Device, peer: sa.Device) -> None:
-        """What each device gave comes back from the same device."""
+        """Each device restores the memory that it had."""
         with sa.MemoryPool(HOST) as host, vmm.stripe([peer, device], 4 * PAGE - 5) as buffer:
             for one in (device, peer):
                 host.set_access(one, READWRITE)

@@ -505,7 +505,8 @@ def _at_exit() -> None:
     if from_server():
         process: Any = sys.modules["multiprocessing.process"].current_process()
         process._args, process._kwargs = (), {}
-        gc.collect()
+    if _alive:
+        gc.collect()  # memory in garbage is no leak: an exception keeps it in its traceback
     for one in tuple(_alive):
         shown = len(one.hazards)
         if one._on != "raise" and one.process == os.getpid():
@@ -529,8 +530,8 @@ def checked(driver: _Interface, on: On = "report", poison: bool = False, *, unin
 
     * All host threads share the order of their waits, host functions included.
     * Streams of other libraries, streams of ours that such a library uses, and default streams come after each other.
-      Once a stream of another library was seen, this holds for each stream whose ``handle`` was read. The host may have
-      waited for any finished work in these streams.
+      Once a stream of another library was seen, this holds for each stream whose ``handle`` was read, also by
+      ``__cuda_array_interface__``. The host may have waited for any finished work in these streams.
     * Work on shared memory that other processes can wait for (an interprocess event, a value in shared memory,
       :func:`streamalloc.ipc.share`) comes before all later work of this process: the others may have answered.
     * Events and semaphores of other libraries come after all earlier work. So does a wait for a value in device memory

@@ -56,13 +56,14 @@ class WaitEnded(BaseException):
 _lock = threading.RLock()  # finalisers can make calls at each bytecode of enter and leave
 _acquire, _release = _lock.acquire, _lock.release
 _collection_is_on, _collect, _collect_not = gc.isenabled, gc.enable, gc.disable
-_depth = 0  # of the calls, one in the other, of the thread that holds the lock
+_held = 0  # how often the thread that holds the lock has acquired it
+_depth = 0  # of the calls, one in the other, of that thread
 _collects = True  # whether automatic collections were on before these calls
 
 
 def enter(is_main: bool = False) -> None:
     """Wait for the lock and begin a call, which may be inside another call of the thread."""
-    global _depth, _collects, _holding
+    global _depth, _collects, _held, _holding
     if is_main:
         if not _holding:  # a handler can raise here before it is replaced
             if [*map(_get_handler, _SIGNALS)] != _handlers:
@@ -71,18 +72,21 @@ def enter(is_main: bool = False) -> None:
                 _set_handler(number, _record)
         _holding += 1
     _acquire()
-    _depth += 1
-    if _depth == 1:
+    _held += 1
+    if _held == 1:
         _collects = _collection_is_on()
         _collect_not()
+    # A collection that Python 3.12 or newer has scheduled runs before this line, where it is in no call.
+    _depth += 1
 
 
 def leave(is_main: bool = False) -> None:
     """End the call that :func:`enter` began with the same argument."""
-    global _depth, _holding
-    if _depth == 1 and _collects:
-        _collect()
+    global _depth, _held, _holding
     _depth -= 1
+    if _held == 1 and _collects:
+        _collect()
+    _held -= 1
     _release()
     if is_main:
         _holding -= 1
@@ -171,13 +175,14 @@ def _record(number: int, _frame: object) -> None:
 
 def _after_fork() -> None:
     """Free the lock, which another thread of the parent may have held."""
-    global _acquire, _collects, _depth, _holding, _release
+    global _acquire, _collects, _depth, _held, _holding, _release
     lock = threading.RLock()
     _acquire, _release = lock.acquire, lock.release
     _late.clear()
     in_main, _holding = bool(_holding), min(_holding, 1)
     _acquire()
-    _depth, _collects = 1, _collects if _depth else gc.isenabled()
+    _collects = _collects if _held else gc.isenabled()
+    _held = _depth = 1
     leave(in_main)
 
 

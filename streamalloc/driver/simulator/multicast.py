@@ -139,11 +139,11 @@ class MulticastTable:
 
     # -- devices ---------------------------------------------------------------------------------------------
 
-    device_count = _word(_DEVICES)
+    device_count: Any = _word(_DEVICES)
     """The number of devices of the team, added or not."""
-    size = _word(_SIZE)
-    handle_types = _word(_HANDLE_TYPES)
-    state = _word(_STATE)
+    size: Any = _word(_SIZE)
+    handle_types: Any = _word(_HANDLE_TYPES)
+    state: Any = _word(_STATE)
 
     @property
     def devices(self) -> tuple[int, ...]:

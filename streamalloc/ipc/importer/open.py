@@ -293,7 +293,7 @@ class Importer:
         if not (self.handles or self.blocks):
             return
         with self.lock:
-            sources = {held.source for held in self.imports.values()}
+            sources = [held.source for held in self.imports.values()]
             used: set[object] = {source.block for source in sources}
             used |= {source.handle for source in sources if isinstance(source, PoolSource)}
             for number, pool in list(self.handles.items()):

@@ -357,15 +357,7 @@ class _Stopped(Exception):
 
 
 _ANSWERS: dict[Kind, Callable[..., dict[str, Any]]] = {
-    Kind.STATUS: StoreServer._status,
-    Kind.LIST: StoreServer._list,
-    Kind.REMOVE: StoreServer._remove,
-    Kind.WRITE: StoreServer._write,
-    Kind.RESERVE: StoreServer._reserve,
-    Kind.COMMIT: StoreServer._commit,
-    Kind.CONFIRM: StoreServer._confirm,
-    Kind.OPEN: StoreServer._open,
-    Kind.FETCH: StoreServer._fetch,
+    kind: vars(StoreServer)[f"_{kind.name.lower()}"] for kind in Kind if kind < Kind.DONE
 }
 
 

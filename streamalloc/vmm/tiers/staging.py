@@ -233,7 +233,7 @@ class Saving(_Transfer):
 
     def __init__(self, stream: Stream, staging: Staging, threads: int, give_back: Callable[[Staging], None]) -> None:
         super().__init__(stream, staging, threads, give_back)
-        self.most_seconds = max(len(staging.slots) - 2, 0)
+        self.most_seconds: int = max(len(staging.slots) - 2, 0)
         self._files: dict[DiskFile, None] = {}
 
     def save(self, file: DiskFile, index: int, source: CopySide) -> None:

@@ -28,7 +28,7 @@ STEPS = some.lists(
 
 
 def run(driver: Any, steps: list[tuple[str, int, int, int]]) -> list[bytes]:
-    """What a program has left in its buffers, and what it has copied out."""
+    """Contents of a program's buffers at its end, and the bytes that it has copied out."""
     device = sa.Device(0, driver=driver)
     streams = [device.create_stream(blocking=number == 2) for number in range(STREAMS)]
     pool = sa.MemoryPool(device, release_threshold=KEEP)

@@ -39,7 +39,7 @@ def test_objects_that_are_no_arrays(machine: Any) -> None:
 
 @pytest.mark.parametrize("given_back", [True, False])
 def test_memory_that_is_freed_while_a_library_has_it(machine: Any, given_back: bool) -> None:
-    """Of the library's kernels nobody tells. That they may run until it is given back is known."""
+    """Nothing reports the library's kernels. They may run until it returns the memory."""
     driver = sd.checked(machine)
     device = sa.Device(0, driver=driver)
     with device.create_stream() as ours, device.create_stream() as theirs, sa.MemoryPool(device) as pool:

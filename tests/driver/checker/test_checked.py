@@ -1,4 +1,4 @@
-"""What a checked driver does with what it finds, and what it costs."""
+"""Reports of a checked driver, their forms, and their costs."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class TestModes:
         assert driver.hazards == []
 
     def test_a_finaliser_that_calls_the_driver_while_it_is_asked(self, machine: Any) -> None:
-        """What other threads free in the middle of a call neither waits for it nor is lost."""
+        """Frees of other threads in the middle of a call do not wait for it, and are not lost."""
         driver = sd.checked(machine)
         with Bench(driver) as bench:
             cycles: list[Any] = []
@@ -181,7 +181,7 @@ class TestModes:
 
 
 class TestWords:
-    """What a hazard says."""
+    """The text of a hazard."""
 
     @staticmethod
     def _only(driver: Any) -> sd.Hazard:
@@ -256,7 +256,7 @@ class TestWords:
 
 
 def test_what_the_library_has_put_off_is_no_leak(python: Callable[..., CompletedProcess[str]]) -> None:
-    """What was dropped ends at the next point of work, of which there may be none before the end."""
+    """Dropped objects end at the next point of work, and none may come before the end."""
     program = """
 import streamalloc as sa
 from streamalloc import vmm
@@ -421,6 +421,13 @@ def test_the_environment_asks_for_it(
 def test_leaks_are_printed_at_the_end(python: Callable[..., CompletedProcess[str]]) -> None:
     done = python(_PROGRAM.format(end=""), STREAMALLOC_CHECK="1")
     assert "leak: allocation of 64 bytes" in done.stderr and "memory = pool.allocate" not in done.stdout
+
+
+def test_memory_in_garbage_is_no_leak(python: Callable[..., CompletedProcess[str]]) -> None:
+    done = python(
+        _PROGRAM.format(end="garbage = [memory]; garbage.append(garbage); del garbage, memory"), STREAMALLOC_CHECK="1"
+    )
+    assert done.returncode == 0 and "leak" not in done.stderr
 
 
 def test_the_environment_may_have_it_raise(python: Callable[..., CompletedProcess[str]]) -> None:

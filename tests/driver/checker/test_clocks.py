@@ -170,7 +170,7 @@ def test_streams_that_are_gone_leave_no_trace() -> None:
 
 
 def test_records_bring_nothing_back() -> None:
-    """What was published, and marks of events, have the numbers of streams and threads that ended since."""
+    """Published records and marks of events have the numbers of streams and threads that ended since."""
     timeline = Timeline()
     mark = None
     for _ in range(200):

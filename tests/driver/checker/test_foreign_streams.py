@@ -108,13 +108,32 @@ def test_the_order_goes_on_with_what_is_seen(bench: Bench, library: Library, mem
     assert kinds(bench) == []
 
 
-@pytest.mark.parametrize("shown", ["handle", "cuda_stream"])
+@pytest.mark.parametrize("shown", ["handle", "cuda_stream", "interface"])
 def test_a_stream_of_ours_that_other_code_has(bench: Bench, library: Library, memory: Any, shown: str) -> None:
-    side = library.stream()
-    raw = cuda.CUstream(bench.b.handle if shown == "handle" else bench.b.__cuda_stream__()[1])
+    side, own = library.stream(), bench.new(bench.b)
+    if shown == "interface":
+        handle = own.__cuda_array_interface__["stream"]
+    else:
+        handle = bench.b.handle if shown == "handle" else bench.b.__cuda_stream__()[1]
     bench.write(memory, bench.b)
+    library.order(cuda.CUstream(handle), side)
+    memory.used(Named(side))
+    bench.done(own)
+    assert kinds(bench) == []
+
+
+@pytest.mark.parametrize(
+    "view", [lambda memory: memory, lambda memory: memory[:64], lambda memory: memory.view_as("u1")]
+)
+def test_memory_by_its_array_interface(bench: Bench, library: Library, view: Any) -> None:
+    """It names the stream of ours, for which the consumer's stream waits past the checker."""
+    side, memory = library.stream(), bench.new(bench.b)
+    raw = cuda.CUstream(view(memory).__cuda_array_interface__["stream"])
     library.order(raw, side)
     memory.used(Named(side))
+    assert kinds(bench) == []
+    library.order(side, raw)
+    bench.done(memory)
     assert kinds(bench) == []
 
 

@@ -1,4 +1,4 @@
-"""Which descriptors are of the same file: pipes have no names that tell, as what a real driver exports."""
+"""Descriptors of the same file: pipes have no names that tell, as what a real driver exports."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_file_is_known_by_any_descriptor(pipes: list[int]) -> None:
 
 
 def test_a_number_goes_to_another_file(pipes: list[int]) -> None:
-    """Where the file that had it is gone, it is the other one's; where somebody has it, nobody knows."""
+    """If the first file is closed, the number is the other file's; if somebody keeps it, the owner is unknown."""
     one, other = pipes
     for kept in (True, False):
         files: OpenFiles[str] = OpenFiles()

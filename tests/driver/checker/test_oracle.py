@@ -70,7 +70,7 @@ class Program:
     def __init__(self, seed: int, driver: Any) -> None:
         self.choose = random.Random(seed)
         self.care = (0.0, 0.7, 0.9, 1.0)[seed % 4]
-        """How often a stream waits for all others before it uses memory."""
+        """Share of the uses before which a stream waits for all others."""
         self.driver = driver
         self.device = sa.Device(0, driver=self.driver)
         own = [self.device.create_stream(blocking=blocking) for blocking in BLOCKING[1:]]
@@ -91,7 +91,7 @@ class Program:
         self.gates = 0
         self.value = 0
         self.left: list[bytes] = []
-        """What the buffers hold at the end."""
+        """Contents of the buffers at the end."""
         self.held: tuple[int, int] | None = None
 
     def raw(self, name: str, *args: Any) -> Any:

@@ -188,7 +188,7 @@ class DevicesProgram(Program):
         return f"{answer} {self._look(dst, answer, src)}"
 
     def _look(self, name: str, answer: str, source: str | None = None) -> str:
-        """What the memory holds, where that is known at all."""
+        """Contents of the memory; None where they are undefined."""
         if answer == "SUCCESS":
             known = source is None or source in self.known
             (self.known.add if known else self.known.discard)(name)

@@ -198,9 +198,9 @@ class ProcessProgram(Program):
     """The steps of one process."""
 
     given: Any = None
-    """What the other process has exported: a descriptor, or bytes."""
+    """Exports of the other process: a descriptor, or bytes."""
     out: Any = None
-    """What this step exports."""
+    """Exports of this step."""
     imported: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, int] = field(default_factory=dict)
     """Address of the first import from each pool."""

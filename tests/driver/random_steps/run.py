@@ -14,7 +14,7 @@ from typing import Any
 from tests.facts.support import COUNTERS, Gate, Rig, said, value
 
 _LOOKED_AT = 4096
-"""How many bytes of an allocation are compared."""
+"""The most bytes of an allocation that are compared."""
 _BARRIER = 6
 UNRESERVED = 0x123400000000
 _LOCATIONS = ("NONE", "DEVICE", "HOST", "NUMA", "NUMA_CURRENT")
@@ -42,7 +42,7 @@ def _literal(node: ast.expr) -> Any:
 class Pool:
     handle: Any
     origin: int | None = None
-    """Where its first allocation lies."""
+    """Address of its first allocation."""
     shown: tuple[int, ...] = (0, 0, 0, 0)
     live: bool = True
 
@@ -53,7 +53,7 @@ class Program:
 
     rig: Rig
     patience: float = 0.05
-    """How long a stream may take, in seconds, before it counts as held by the gate."""
+    """Seconds after which a stream counts as held by the gate."""
     gate: Gate = field(init=False)
     streams: dict[str, Any] = field(init=False)
     held: set[str] = field(default_factory=set)

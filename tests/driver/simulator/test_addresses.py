@@ -1,4 +1,4 @@
-"""Where pools and large ranges of addresses lie in a fresh process: as in one with an H200."""
+"""Addresses of pools and of large ranges in a fresh process: as in one with an H200."""
 
 from __future__ import annotations
 

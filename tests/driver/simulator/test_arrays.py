@@ -79,7 +79,7 @@ class ArrayRig(Rig):
     def copy(
         self, array: Any, data: Bytes | int, start: Extent, shape: Extent, stream: Any, into: bool, kind: int = 1
     ) -> None:
-        """Of a box of bytes of the array, to or from dense memory: z, y and x of ``shape``."""
+        """Copy a box of bytes of the array, to or from dense memory: z, y and x of ``shape``."""
         d = self.raw
         here, there = ("dst", "src") if into else ("src", "dst")
         box = d.CUDA_MEMCPY3D()

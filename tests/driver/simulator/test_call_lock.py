@@ -30,7 +30,7 @@ pytestmark = pytest.mark.simulated_only("tests of the simulated driver itself")
 
 
 class Interrupted(Exception):
-    """What the signal handlers of these tests raise."""
+    """Raised by the signal handlers of these tests."""
 
 
 class Alarm:

@@ -119,7 +119,7 @@ def test_pools_are_refused(rig: Rig, other: Rig) -> None:
 
 
 def test_pointers_are_refused(rig: Rig, other: Rig) -> None:
-    """Those of a pool of its own open, and those of another's do not."""
+    """Pointers of a host's own pool open, and those of another host's pool do not."""
     pool = rig.pool(UINT64_MAX, handle_types=POSIX_FD)
     fd = int(value(rig.raw.cuMemPoolExportToShareableHandle(pool, kind(rig, POSIX_FD), 0)))
     data = value(rig.raw.cuMemPoolExportPointer(rig.allocate(pool, MiB, rig.stream())))
@@ -133,7 +133,7 @@ def test_pointers_are_refused(rig: Rig, other: Rig) -> None:
 
 
 def test_handles_of_64_bytes_are_refused() -> None:
-    """Of plain memory, and of events, between two processes; the numbers of processes mean nothing elsewhere."""
+    """Handles of plain memory and of events, between two processes; the numbers of processes mean nothing elsewhere."""
     with Peer(False, host="a", fabric=True) as peer:
         memory = peer.value("cuIpcGetMemHandle", peer.value("cuMemAlloc", MiB))
         event = peer.value("cuIpcGetEventHandle", peer.rig("event", SHARED_EVENT))

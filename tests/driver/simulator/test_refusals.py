@@ -1,4 +1,4 @@
-"""What the simulated driver does not know of streams, contexts and graphs it does not guess."""
+"""The simulated driver guesses nothing of streams, contexts and graphs: it refuses."""
 
 from __future__ import annotations
 

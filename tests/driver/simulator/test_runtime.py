@@ -105,6 +105,23 @@ def test_the_last_error_is_returned_once(rt: Any) -> None:
     assert rt.cudaGetErrorName(Error.cudaErrorMemoryAllocation) == (Error.cudaSuccess, b"cudaErrorMemoryAllocation")
 
 
+def test_a_lost_context_is_the_last_error_once(rt: Any, machine: Any) -> None:
+    @testing.kernel("fails", types=[])
+    def fails() -> None:
+        raise ValueError("no kernel")
+
+    ok(rt.cudaFree(0))
+    try:
+        function = machine.cuModuleGetFunction(machine.cuModuleLoadData(b"\x7fELF")[1], b"fails")[1]
+        machine.cuLaunchKernel(function, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0)
+        lost = (Error.cudaErrorLaunchFailure,)
+        assert rt.cudaDeviceSynchronize() == rt.cudaGetLastError() == lost
+        assert rt.cudaGetLastError() == (Error.cudaSuccess,)
+        assert rt.cudaMalloc(1)[:1] == lost
+    finally:
+        testing.unregister_kernel("fails")
+
+
 def test_copies_by_kind(rt: Any) -> None:
     source, found = np.arange(64, dtype=np.uint8).reshape(4, 16), np.zeros((4, 16), np.uint8)
     stream = ok(rt.cudaStreamCreateWithFlags(cudart.cudaStreamNonBlocking))
@@ -124,7 +141,7 @@ def test_copies_by_kind(rt: Any) -> None:
     ok(rt.cudaMemcpy3D(parameters))
     assert (found[:2] == 7).all() and (found[2:] == source[2:]).all()
     wrong = rt.cudaMemcpy2D(found, 8, plane, pitch, 16, 4, Kind.cudaMemcpyDeviceToHost)
-    assert wrong == (Error.cudaErrorInvalidPitchValue,)
+    assert wrong == (Error.cudaErrorInvalidValue,)
     with pytest.raises(AttributeError):
         rt.cudaMemcpy(row, source, 64, 1)
     order = cudart.cudaMemcpyAttributes()

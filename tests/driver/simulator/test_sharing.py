@@ -455,18 +455,6 @@ class TestMemory:
         again = int(value(raw.cuIpcOpenMemHandle(opaque(raw.CUipcMemHandle(), handle), 1)))
         value(raw.cuMemsetD8(again, 1, MiB))
 
-    def test_plain_memory_of_a_peer(self) -> None:
-        owner, other = new_rig(devices=2), new_rig(devices=2)
-        raw, address = other.raw, int(owner.plain(MiB))
-        value(raw.cuCtxSetCurrent(value(raw.cuDevicePrimaryCtxRetain(1))))
-        handle = opaque(raw.CUipcMemHandle(), bytes_of(value(owner.raw.cuIpcGetMemHandle(address))))
-        there = value(raw.cuIpcOpenMemHandle(handle, 1))
-        value(raw.cuMemsetD8(there, 8, MiB))
-        value(raw.cuCtxSynchronize())
-        assert owner.read(address, 4) == [8] * 4
-        with pytest.raises(NotImplementedError, match="opened on a peer"):
-            raw.cuPointerGetAttribute(raw.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, there)
-
     def test_plain_memory_is_closed_once_work_is_done(self, rig: Rig) -> None:
         other = new_rig()
         raw, stream, gate = other.raw, other.stream(), other.gate()

@@ -188,7 +188,7 @@ class TestPlainMemory:
             opened.close()
 
     def test_read_only(self, plain: Plain, partner: Partner) -> None:
-        """What its owner only reads can be shared as well."""
+        """Memory that its owner only reads can be shared as well."""
         array = plain(BLOCK)
         opened = partner.give(Array(array.address, BLOCK, data=(array.address, True)))
         assert opened.shows(1)

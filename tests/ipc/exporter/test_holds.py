@@ -97,7 +97,7 @@ def _take_end(there: There) -> None:
 
 
 def _drop_message(there: There) -> int:
-    """How many descriptors it had."""
+    """Number of descriptors that it had."""
     _, handles = there.kept["end"].receive(timeout=SECONDS)
     for handle in handles:
         handle.close()

@@ -1,4 +1,4 @@
-"""What a free does while other processes use the memory."""
+"""Frees of memory that other processes use."""
 
 from __future__ import annotations
 
@@ -250,7 +250,7 @@ class TestFreeWhileItIsOpen:
             assert names(driver, "cuMemPoolDestroy") == ["cuMemPoolDestroy"]
 
     def test_memory_runs_out(self, device: sa.Device, stream: sa.Stream, partner: Partner) -> None:
-        """What importers have closed meanwhile is taken before the allocation fails."""
+        """Memory that importers have closed meanwhile is reused before the allocation fails."""
         with sa.MemoryPool(device, 64 * MiB, POSIX, KEEP) as pool:
             buffer = pool.allocate(64 * MiB, stream)
             opened = partner.give(buffer)
@@ -990,7 +990,7 @@ class TestStreamsThatAreToldOfByTheHost:
 
     @pytest.mark.parametrize("hold", [False, True])
     def test_blocking(self, machine: Any, hold: bool) -> None:
-        """What the legacy stream has to do is not seen by a query, and would be waited for."""
+        """A query does not see the work of the legacy stream, and the host would wait for it."""
         names = self.writes(machine, lambda device: device.create_stream(blocking=True), hold)
         assert "cuStreamQuery" not in names and "cuStreamWriteValue32" in names
 

@@ -221,7 +221,7 @@ def test_the_other_end_is_closed(sides: Sides) -> None:
 
 
 def test_there_is_no_room(sides: Sides) -> None:
-    """What was not sent has its word kept, so that its slot is used again."""
+    """A message that was not sent returns its word, so that its slot is used again."""
     buffers = []
     with pytest.raises(TimeoutError):
         for _ in range(10_000):
@@ -262,7 +262,7 @@ def test_a_stream_that_cannot_be_told(machine: Any) -> None:
 
 
 def test_a_pool_that_is_dropped_ends_for_importers(sides: Sides) -> None:
-    """What a channel keeps in mind of a pool does not keep it."""
+    """A channel's record of a pool does not keep the pool."""
     channel = sides.ours.channel
     pool = shared_pool(sides.ours.stream.device)
     for _ in range(3):

@@ -403,7 +403,7 @@ class TestGrowableBuffer:
             assert shows(buffer, step + 10)
 
     def test_shrinks(self, buffer: vmm.GrowableBuffer, partner: Partner, device: sa.Device) -> None:
-        """What the owner gave back, the importer gives back when it opens the next descriptor: then it is free."""
+        """The importer releases it too when it opens the next descriptor: then the memory is free."""
         buffer.resize(33 * MiB)
         filled(buffer, 1)
         opened = partner.give(buffer, "it")

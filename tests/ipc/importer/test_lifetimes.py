@@ -290,7 +290,7 @@ class TestExporterIsGone:
                 assert shows(more, seed)
 
     def test_an_event_of_a_process_that_was_killed(self, another: Another, stream: sa.Stream) -> None:
-        """What its work did not come to is never done; that is not waited for by anybody's end."""
+        """Work that it did not reach is never done, and nothing that ends waits for it."""
         owner = another()
         owner.run(_make_event)
         event = owner.take("event")

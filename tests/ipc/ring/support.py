@@ -155,7 +155,7 @@ def never_joins(there: There) -> None:
 
 
 def settled(stream: sa.Stream) -> int:
-    """How much waits for other processes, after another look."""
+    """Number of items that wait for other processes, after another attempt."""
     stream.synchronize()
     return len(deferred_queue(stream._session))
 
@@ -210,7 +210,7 @@ def end(partner: Partner, how: str) -> None:
 
 
 def words(leases: Any) -> int:
-    """How many slots of boards can be taken."""
+    """Number of free slots of boards."""
     leases.take().release()
     return int(len(leases._free) + sum(lease.quiet() for lease in leases.leaving))
 

@@ -89,7 +89,7 @@ class TestArguments:
 
 
 class TestStrangers:
-    """What comes is not of a ring, or damaged."""
+    """Packets that are of no ring, or damaged."""
 
     def test_no_consumer(self, ring: RingProducer) -> None:
         mine, _theirs = ipc.Channel.pair()

@@ -101,7 +101,7 @@ class TestConsumer:
 
 
 class TestProducerThatDies:
-    """What was complete arrives; then the consumer is told, within its time."""
+    """Complete items arrive; then an error notifies the consumer, within its timeout."""
 
     @pytest.mark.parametrize("how", ["kill", "exit"])
     def test_after_it_was_joined(self, fills: Partner, consumer: RingConsumer, how: str) -> None:

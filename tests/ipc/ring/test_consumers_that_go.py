@@ -161,7 +161,7 @@ class TestKilledConsumer:
         self.check_goes_on(ring, partner, 0, 0)
 
     def test_between_packet_and_taking(self, ring: RingProducer, dies: Partner, partner: Partner) -> None:
-        """What it never opened another one gets."""
+        """Another consumer gets the item that it never opened."""
         join(dies, ring)
         for _ in range(2):
             send(ring, SIZE, SIZE)
@@ -170,7 +170,7 @@ class TestKilledConsumer:
         self.check_goes_on(ring, partner, 2, 2)
 
     def test_with_an_item(self, ring: RingProducer, dies: Partner, partner: Partner) -> None:
-        """What it had opened is gone."""
+        """The item that it had opened is gone."""
         join(dies, ring)
         for _ in range(4):
             send(ring, SIZE, SIZE)

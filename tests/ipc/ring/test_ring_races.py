@@ -16,7 +16,7 @@ from streamalloc import ipc
 from streamalloc.core.deferred import deferred_queue
 from streamalloc.ipc import Ring, RingConsumer, RingProducer
 from streamalloc.testing import Gate
-from tests.interrupting import Interrupted, interrupts
+from tests.interrupting import Interrupted, interrupts, since_3_11
 from tests.ipc.support import shared_pool
 from tests.processes import SECONDS, Partner, There, eventually
 from tests.support import executed, pending
@@ -52,7 +52,7 @@ def join(partner: Partner, ring: RingProducer, name: str = "ring") -> None:
 
 
 def left_for_later(stream: sa.Stream) -> int:
-    """How much is left for later, after another look."""
+    """Number of deferred items, after another attempt."""
     stream.synchronize()
     return len(deferred_queue(stream._session))
 
@@ -98,6 +98,7 @@ def _sizes_interrupted(there: There) -> tuple[list[int], int]:
 # Python prints what a signal handler raises in a finaliser, and goes on.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 class TestInterrupts:
+    @since_3_11
     def test_of_the_producer(self, ring: RingProducer, partner: Partner) -> None:
         """Each item that was handed off arrives once; one that was interrupted does so once or never."""
         join(partner, ring)
@@ -138,7 +139,7 @@ class TestInterrupts:
         assert eventually(lambda: not left_for_later(stream) and pool.statistics().used == 0)
 
     def test_of_closing(self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner) -> None:
-        """What was interrupted goes on at the next point of work, or when it is called again."""
+        """An interrupted close goes on at the next point of work, or at the next call."""
         for _ in range(8):
             ring = Ring.producer(pool, SIZE, SLOTS, stream=stream)
             join(partner, ring)
@@ -244,7 +245,7 @@ class TestTheProducerDies:
     def test_after_a_consumer_has_closed(
         self, another: Callable[[], Partner], device: sa.Device, stream: sa.Stream, count: int, how: str
     ) -> None:
-        """What the consumers' streams wait for is released, whichever of them closed before."""
+        """The waits of the consumers' streams are released, whichever consumer closed before."""
         dies = another()
         streams = [stream, device.create_stream()][:count]
         rings = []

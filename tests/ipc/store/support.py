@@ -1,4 +1,4 @@
-"""What tests of stores do."""
+"""Steps of the tests of stores."""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ class _Rank:
 
 class TestGroups:
     def both(self, act: Callable[[int, Any], object]) -> list[BaseException | None]:
-        """What each rank raised."""
+        """The error of each rank."""
         ranks = Ranks()
         raised: list[BaseException | None] = [None, None]
 

@@ -1,4 +1,4 @@
-"""What comes over the wire: cut messages, wrong fields, other versions, other users, and manifests of any bytes."""
+"""Bytes from the wire: cut messages, wrong fields, other versions, other users, and manifests of any bytes."""
 
 from __future__ import annotations
 
@@ -241,7 +241,7 @@ class TestCommits:
         assert commit(self.GOOD)[0]["epoch"] == 1
 
     def test_any_bytes_of_a_manifest(self, commit: Callable[..., Any], store: ipc.Store) -> None:
-        """What the server takes, a reader can use without leaving the memory."""
+        """A reader can use each manifest that the server accepts, within the memory."""
         rng = random.Random(5)
         refused = 0
         for _ in range(300):
@@ -273,7 +273,7 @@ class TestCommits:
         assert commit(self.GOOD)[0]["epoch"] == 1
 
     def test_a_reader_checks_a_tensor_when_it_is_used(self, store: ipc.Store, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Where the server would be at fault."""
+        """The check finds a faulty server."""
         write(store, "key", 1)
         forged = b'[1,[["all"],["uint8"],[[4194304]],[null],[0]],[],{}]'
         monkeypatch.setattr("streamalloc.ipc.store.weights.read_file", lambda fd: forged)

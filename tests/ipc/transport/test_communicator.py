@@ -35,7 +35,7 @@ from tests.support import library, open_descriptors
 
 
 def together(groups: Sequence[Any], *does: Callable[[Any], Any]) -> list[Any]:
-    """What each rank's function returns or raises; each rank is a thread here. One function serves all ranks."""
+    """Results or errors of each rank's function; each rank is a thread here. One function serves all ranks."""
     results: list[Any] = [None] * len(groups)
 
     def run(group: Any, do: Callable[[Any], Any]) -> None:
@@ -65,7 +65,7 @@ def content(fd: Fd) -> str:
 
 
 def exercise(group: Communicator, counted: bool = True) -> None:
-    """What every communicator can do, done by every rank; ``counted``: this process has one."""
+    """Run all operations of a communicator on every rank; ``counted``: this process has one."""
     assert isinstance(group, Communicator) and 0 <= group.rank < group.size
     others = range(group.size)
     assert group.allgather(b"rank %d" % group.rank) == [b"rank %d" % rank for rank in others]

@@ -17,7 +17,7 @@ from streamalloc.ipc.transport.process_group import GroupGoneError, GroupProtoco
 
 
 class Board:
-    """What the ranks of a group in one process have in common."""
+    """State that the ranks of a group in one process share."""
 
     def __init__(self, size: int) -> None:
         self.parts: list[Any] = [None] * size

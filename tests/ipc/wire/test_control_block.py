@@ -35,7 +35,7 @@ MORE = 40
 
 
 def opened_by(machine: Any, shared: ipc.Shared) -> ipc.ImportedBuffer:
-    """What was shared, opened by another machine of this process."""
+    """Open a shared object on another machine of this process."""
     opened = ipc.open(bytes(shared), again(shared.fds), driver=machine)
     assert isinstance(opened, ipc.ImportedBuffer)
     return opened
@@ -209,7 +209,7 @@ def test_a_stale_descriptor_while_the_owner_frees(
 
 
 class TestCapturesOfOtherCode:
-    """Which we know nothing of, and must not break."""
+    """Captures that have no record here, and must not break."""
 
     @pytest.mark.parametrize("mode", [0, 1, 2], ids=["global", "thread", "relaxed"])
     def test_of_another_stream(
@@ -231,7 +231,7 @@ class TestCapturesOfOtherCode:
         buffer.free()
 
     def test_of_the_importer_s_stream(self, pool: sa.MemoryPool, stream: sa.Stream, gate: Any) -> None:
-        """What is open on another stream stays so, and can be closed."""
+        """Objects that are open on another stream stay open, and can be closed."""
         buffer = pool.allocate(MiB, stream)
         machine: Any = sd.simulated()
         opened = opened_by(machine, ipc.share(buffer))

@@ -247,7 +247,7 @@ Sent = tuple[Descriptor, tuple[ipc.Fd, ...]]
 
 @pytest.fixture
 def sent(partner: Partner, kind: str) -> Iterator[Sent]:
-    """What another process has shared, and its handles as they came."""
+    """The descriptor that another process has shared, and its handles as received."""
     yield from _sent(partner, kind)
 
 
@@ -376,7 +376,7 @@ class TestHostileDescriptors:
         close(opened)
 
     def test_the_exporter_is_not_troubled(self, partner: Partner, sent: Sent, kind: str, stream: sa.Stream) -> None:
-        """What was refused here holds nothing there."""
+        """A descriptor that was refused here holds nothing there."""
         descriptor, fds = sent
         _refuses_all(descriptor, fds, stream)
         partner.run(_free_all)
@@ -407,7 +407,7 @@ def _refuses_all(descriptor: Descriptor, fds: tuple[ipc.Fd, ...], stream: sa.Str
 
 
 def _problem(descriptor: Descriptor, given: tuple[ipc.Fd, ...], stream: sa.Stream) -> str:
-    """What is wrong with how a descriptor is refused."""
+    """The fault in the refusal of a descriptor."""
     try:
         opened = ipc.open(descriptor.to_bytes(), given, stream=stream)
     except REFUSED:
@@ -442,7 +442,7 @@ def _used(there: There) -> int:
 
 
 def test_cut_off_after_another_was_opened(partner: Partner, stream: sa.Stream) -> None:
-    """Those that begin like a known one are checked as well."""
+    """Descriptors that begin like a known one are checked as well."""
     partner.run(make_pool)
     partner.run(make_buffer, "buffer", 1)
     data, fds = partner.shared("buffer")

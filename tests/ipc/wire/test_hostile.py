@@ -1,4 +1,4 @@
-"""What an importer can write into the memory that it shares with the exporter: all of it, at any time.
+"""An importer can write all memory that it shares with the exporter, at any time.
 
 It can keep memory from being freed, as it can by not closing it, until it dies. It cannot crash the exporter, nor have
 it free by its own words what another process has open, nor hold its streams for longer than it lives.
@@ -41,12 +41,12 @@ STEPS = (-2, -1, 1, 2, HALF - 1, HALF)
 EXPORTERS = ("generation", "announced", "ready", "lost", "pool", "hold")
 IMPORTERS_OWN = ("opened", "closing", "closed")
 REFUSED = (ValueError, sa.CudaError, sa.StaleDescriptorError, sa.StillImportedError, sa.ClosedError)
-"""What users may get to see of it."""
+"""Errors that may reach users."""
 
 
 @pytest.fixture(autouse=True)
 def ended() -> Iterator[None]:
-    """What stands for other processes ends with the test."""
+    """Stand-ins of other processes end with the test."""
     yield
     gc.collect()
     end_what_was_dropped()

@@ -32,17 +32,17 @@ class Case:
         self.prepare()
 
     def prepare(self) -> None:
-        """What is there before the step."""
+        """Make the objects that exist before the step."""
 
     def step(self) -> None:
-        """What has calls that fail."""
+        """Run the step whose calls fail."""
         raise NotImplementedError
 
     def check_failed(self, failed: str) -> None:
-        """What has to hold after the call ``failed`` has."""
+        """Check the state after the call ``failed`` has failed."""
 
     def check_done(self) -> None:
-        """What has to hold after the step."""
+        """Check the state after the step."""
 
     def end(self) -> None:
         """Close what there is."""

@@ -26,6 +26,18 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
+def budget(path: Path) -> Iterator[vmm.PageBudget]:
+    with vmm.PageBudget(path, 8 * PAGE) as budget:
+        yield budget
+
+
+@pytest.fixture
+def space(device: sa.Device, budget: vmm.PageBudget) -> Iterator[vmm.PageSpace]:
+    with vmm.PageArena(device, budget=budget) as arena, arena.space(PAGES * PAGE) as space:
+        yield space
+
+
+@pytest.fixture
 def another(on_cuda: bool) -> Iterator[Callable[[], Partner]]:
     """Makes processes, which are killed at the end."""
     with contextlib.ExitStack() as made:
@@ -40,7 +52,7 @@ def engine(there: There, path: str, pages: int) -> None:
     def on_ask(nbytes: int) -> None:
         asked.append(nbytes)
         if there.kept["gives"]:
-            space.release(space.committed[: nbytes // PAGE], after=())
+            there.kept["space"].release(there.kept["space"].committed[: nbytes // PAGE], after=())
 
     there.kept["gives"] = True
     there.kept["budget"] = budget = vmm.PageBudget(path, on_ask=on_ask)
@@ -121,7 +133,7 @@ class TestOne:
             vmm.PageArena(device, budget=budget)
 
     def test_the_driver_has_no_memory(self, machine: Any, path: Path) -> None:
-        """What could not be created does not count."""
+        """Pages that could not be created do not count."""
         driver = sa.driver.faulty(machine, "cuMemCreate", 4, result="CUDA_ERROR_OUT_OF_MEMORY")
         with (
             vmm.PageBudget(path, 8 * PAGE) as budget,
@@ -161,71 +173,57 @@ class TestOne:
 
 
 class TestProcesses:
-    def test_who_asks_gets(self, device: sa.Device, path: Path, another: Callable[[], Partner]) -> None:
-        other = another()
-        with (
-            vmm.PageBudget(path, 8 * PAGE) as budget,
-            vmm.PageArena(device, budget=budget) as arena,
-            arena.space(PAGES * PAGE) as space,
-        ):
-            other.run(engine, str(path), 8)
-            assert budget.used == 8 * PAGE
-            with pytest.raises(sa.OutOfMemoryError, match="others were asked"):
-                space.commit(range(3))
-            assert budget.wait(3 * PAGE, 5)
-            space.commit(range(3))
-            committed, asked = other.run(state)
-            assert committed == 5 and asked and max(asked) == 3 * PAGE
-            assert budget.used == 8 * PAGE
-
-    def test_what_is_not_in_use_is_given_first(
-        self, device: sa.Device, path: Path, another: Callable[[], Partner]
+    def test_who_asks_gets(
+        self, path: Path, another: Callable[[], Partner], budget: vmm.PageBudget, space: vmm.PageSpace
     ) -> None:
         other = another()
-        with (
-            vmm.PageBudget(path, 8 * PAGE) as budget,
-            vmm.PageArena(device, budget=budget) as arena,
-            arena.space(PAGES * PAGE) as space,
-        ):
-            other.run(engine, str(path), 8)
-            other.run(release, [0, 1, 2])
-            assert budget.used == 8 * PAGE and budget.wait(3 * PAGE, 5)
+        other.run(engine, str(path), 8)
+        assert budget.used == 8 * PAGE
+        with pytest.raises(sa.OutOfMemoryError, match="others were asked"):
             space.commit(range(3))
-            assert other.run(state) == (5, [])
+        assert budget.wait(3 * PAGE, 5)
+        space.commit(range(3))
+        committed, asked = other.run(state)
+        assert committed == 5 and asked and max(asked) == 3 * PAGE
+        assert budget.used == 8 * PAGE
 
-    def test_nobody_gives_below_its_share(self, device: sa.Device, path: Path, another: Callable[[], Partner]) -> None:
+    def test_what_is_not_in_use_is_given_first(
+        self, path: Path, another: Callable[[], Partner], budget: vmm.PageBudget, space: vmm.PageSpace
+    ) -> None:
         other = another()
-        with (
-            vmm.PageBudget(path, 8 * PAGE) as budget,
-            vmm.PageArena(device, budget=budget) as arena,
-            arena.space(PAGES * PAGE) as space,
-        ):
-            other.run(engine, str(path), 5)
-            space.commit(range(3))
-            assert budget.wait(PAGE, 5)
-            space.commit(range(4))
-            assert not budget.wait(PAGE, 0.2)
-            assert other.run(state) == (4, [PAGE])
+        other.run(engine, str(path), 8)
+        other.run(release, [0, 1, 2])
+        assert budget.used == 8 * PAGE and budget.wait(3 * PAGE, 5)
+        space.commit(range(3))
+        assert other.run(state) == (5, [])
 
-    def test_a_death_returns_all(self, device: sa.Device, path: Path, another: Callable[[], Partner]) -> None:
+    def test_nobody_gives_below_its_share(
+        self, path: Path, another: Callable[[], Partner], budget: vmm.PageBudget, space: vmm.PageSpace
+    ) -> None:
+        other = another()
+        other.run(engine, str(path), 5)
+        space.commit(range(3))
+        assert budget.wait(PAGE, 5)
+        space.commit(range(4))
+        assert not budget.wait(PAGE, 0.2)
+        assert other.run(state) == (4, [PAGE])
+
+    def test_a_death_returns_all(
+        self, path: Path, another: Callable[[], Partner], budget: vmm.PageBudget, space: vmm.PageSpace
+    ) -> None:
         other, third = another(), another()
-        with (
-            vmm.PageBudget(path, 8 * PAGE) as budget,
-            vmm.PageArena(device, budget=budget) as arena,
-            arena.space(PAGES * PAGE) as space,
-        ):
-            other.run(engine, str(path), 6)
-            other.run(refuse)
-            third.run(engine, str(path), 2)
-            assert not budget.wait(4 * PAGE, 0.1)
-            other.kill()
-            assert budget.wait(6 * PAGE, 5)
-            space.commit(range(6))
-            assert budget.used == 8 * PAGE and third.run(state)[0] == 2
-            third.kill()
-            assert eventually(lambda: budget.used == 6 * PAGE)
-            another().run(engine, str(path), 2)
-            assert budget.used == 8 * PAGE
+        other.run(engine, str(path), 6)
+        other.run(refuse)
+        third.run(engine, str(path), 2)
+        assert not budget.wait(4 * PAGE, 0.1)
+        other.kill()
+        assert budget.wait(6 * PAGE, 5)
+        space.commit(range(6))
+        assert budget.used == 8 * PAGE and third.run(state)[0] == 2
+        third.kill()
+        assert eventually(lambda: budget.used == 6 * PAGE)
+        another().run(engine, str(path), 2)
+        assert budget.used == 8 * PAGE
 
     @pytest.mark.simulated_only("forks a process that has used the driver")
     def test_a_forked_child_keeps_nothing(self, path: Path, another: Callable[[], Partner]) -> None:

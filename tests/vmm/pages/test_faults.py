@@ -176,7 +176,8 @@ def test_each_call_of_a_move_fails(machine: Any, name: str) -> None:
                     MOVES[name](space, tier)
                 failed = faults.failed
                 faults.stop()
-                seen.append((space.committed.tolist(), sorted(space._places.stored), contents(space)))
+                contents = values(space, {*space._places.parked})
+                seen.append((space.committed.tolist(), sorted(space._places.stored), contents))
                 assert seen[-1][:2] in [seen[0][:2], ([0, 1, 2, 7, 8], [5, 6])], (nth, failed)
                 assert all(page in (0, index + 1) for index, page in enumerate(seen[-1][2][:8])), (nth, failed)
                 space.swap_in(range(12))
@@ -189,9 +190,3 @@ def test_each_call_of_a_move_fails(machine: Any, name: str) -> None:
             if nth and not failed:
                 break
         assert nth > 3
-
-
-def contents(space: vmm.PageSpace) -> list[int]:
-    """The values of the pages that are not parked."""
-    found = values(space)
-    return [0 if place in space._places.parked else value for place, value in enumerate(found)]

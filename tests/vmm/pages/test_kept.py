@@ -46,7 +46,7 @@ class TestRecommit:
             assert space.numbers.tolist() == before.tolist() and settled(arena) == (6, 0, 0)
 
     def test_after_the_zeros(self, space: vmm.PageSpace, gate: Gate, other: sa.Stream) -> None:
-        """What is written after the commit is not cleared any more."""
+        """Bytes that are written after the commit are not cleared."""
         space.commit([1, 2])
         gate.hold(other)
         space.release([1, 2], after=other)

@@ -298,7 +298,7 @@ def test_a_hook_fails_and_any_call_of_the_undo(machine: Any) -> None:
 @pytest.mark.parametrize("step", ["resume", "write"])
 @in_a_thread
 def test_any_call_fails(machine: Any, tmp_path: Path, step: str) -> None:
-    """Of those that replace bytes: the old ones, or all new ones."""
+    """A call that replaces bytes leaves the old ones, or all new ones."""
     for nth in itertools.count(1):
         account = Account(machine)
         faults: Any = Faults(account.driver)

@@ -53,8 +53,8 @@ class ArrayCalls(CopyCalls):
         self._machine.arrays.arrays[array.handle] = array
         return cuda.CUarray(array.handle)
 
-    cuArrayCreate = call("pAllocateArray:cuda.CUDA_ARRAY_DESCRIPTOR", _create)
-    cuArray3DCreate = call("pAllocateArray:cuda.CUDA_ARRAY3D_DESCRIPTOR", _create)
+    cuArrayCreate: Any = call("pAllocateArray:cuda.CUDA_ARRAY_DESCRIPTOR", _create)
+    cuArray3DCreate: Any = call("pAllocateArray:cuda.CUDA_ARRAY3D_DESCRIPTOR", _create)
 
     def _storage(self, context: Context, layout: Layout) -> Storage:
         made = Storage(context, layout)
@@ -325,19 +325,19 @@ class ArrayCalls(CopyCalls):
                 not_modelled(not array.storage.layout.line, "a copy by offset of an array of several dimensions")
         self._copy_box(SimpleNamespace(**values), next(given, None))
 
-    cuMemcpyAtoD = call("dstDevice srcArray srcOffset:Size ByteCount", _copy_line, "D", "A")
-    cuMemcpyDtoA = call("dstArray dstOffset:Size srcDevice ByteCount", _copy_line, "A", "D")
-    cuMemcpyAtoH = call("dstHost srcArray srcOffset:Size ByteCount", _copy_line, "H", "A")
-    cuMemcpyHtoA = call("dstArray dstOffset:Size srcHost ByteCount", _copy_line, "A", "H")
-    cuMemcpyAtoHAsync = call("dstHost srcArray srcOffset:Size ByteCount hStream", _copy_line, "H", "A")
-    cuMemcpyHtoAAsync = call("dstArray dstOffset:Size srcHost ByteCount hStream", _copy_line, "A", "H")
-    cuMemcpyAtoA = call("dstArray dstOffset:Size srcArray srcOffset:Size ByteCount", _copy_line, "A", "A")
+    cuMemcpyAtoD: Any = call("dstDevice srcArray srcOffset:Size ByteCount", _copy_line, "D", "A")
+    cuMemcpyDtoA: Any = call("dstArray dstOffset:Size srcDevice ByteCount", _copy_line, "A", "D")
+    cuMemcpyAtoH: Any = call("dstHost srcArray srcOffset:Size ByteCount", _copy_line, "H", "A")
+    cuMemcpyHtoA: Any = call("dstArray dstOffset:Size srcHost ByteCount", _copy_line, "A", "H")
+    cuMemcpyAtoHAsync: Any = call("dstHost srcArray srcOffset:Size ByteCount hStream", _copy_line, "H", "A")
+    cuMemcpyHtoAAsync: Any = call("dstArray dstOffset:Size srcHost ByteCount hStream", _copy_line, "A", "H")
+    cuMemcpyAtoA: Any = call("dstArray dstOffset:Size srcArray srcOffset:Size ByteCount", _copy_line, "A", "A")
 
-    cuMemcpy2D = call("pCopy:cuda.CUDA_MEMCPY2D", _copy_box)
-    cuMemcpy2DUnaligned = call("pCopy:cuda.CUDA_MEMCPY2D", _copy_box)
-    cuMemcpy2DAsync = call("pCopy:cuda.CUDA_MEMCPY2D hStream", _copy_box)
-    cuMemcpy3D = call("pCopy:cuda.CUDA_MEMCPY3D", _copy_box)
-    cuMemcpy3DAsync = call("pCopy:cuda.CUDA_MEMCPY3D hStream", _copy_box)
+    cuMemcpy2D: Any = call("pCopy:cuda.CUDA_MEMCPY2D", _copy_box)
+    cuMemcpy2DUnaligned: Any = call("pCopy:cuda.CUDA_MEMCPY2D", _copy_box)
+    cuMemcpy2DAsync: Any = call("pCopy:cuda.CUDA_MEMCPY2D hStream", _copy_box)
+    cuMemcpy3D: Any = call("pCopy:cuda.CUDA_MEMCPY3D", _copy_box)
+    cuMemcpy3DAsync: Any = call("pCopy:cuda.CUDA_MEMCPY3D hStream", _copy_box)
 
     def _box(self, copy: Any, side: str) -> tuple[Array, Box]:
         array: Array = self._find(Array, getattr(copy, f"{side}Array"))

@@ -84,18 +84,18 @@ class CopyCalls(Calls):
         check(rows <= 1 or (pitch >= count * width and pitch % width == 0))
         self._fill(width, address, number, count, hStream, rows, pitch)
 
-    cuMemsetD8 = call("dstDevice uc N", _fill, 1)
-    cuMemsetD8Async = call("dstDevice uc N hStream", _fill, 1)
-    cuMemsetD2D8 = call("dstDevice dstPitch uc Width Height", _fill_rows, 1)
-    cuMemsetD2D8Async = call("dstDevice dstPitch uc Width Height hStream", _fill_rows, 1)
-    cuMemsetD16 = call("dstDevice us N", _fill, 2)
-    cuMemsetD16Async = call("dstDevice us N hStream", _fill, 2)
-    cuMemsetD2D16 = call("dstDevice dstPitch us Width Height", _fill_rows, 2)
-    cuMemsetD2D16Async = call("dstDevice dstPitch us Width Height hStream", _fill_rows, 2)
-    cuMemsetD32 = call("dstDevice ui N", _fill, 4)
-    cuMemsetD32Async = call("dstDevice ui N hStream", _fill, 4)
-    cuMemsetD2D32 = call("dstDevice dstPitch ui Width Height", _fill_rows, 4)
-    cuMemsetD2D32Async = call("dstDevice dstPitch ui Width Height hStream", _fill_rows, 4)
+    cuMemsetD8: Any = call("dstDevice uc N", _fill, 1)
+    cuMemsetD8Async: Any = call("dstDevice uc N hStream", _fill, 1)
+    cuMemsetD2D8: Any = call("dstDevice dstPitch uc Width Height", _fill_rows, 1)
+    cuMemsetD2D8Async: Any = call("dstDevice dstPitch uc Width Height hStream", _fill_rows, 1)
+    cuMemsetD16: Any = call("dstDevice us N", _fill, 2)
+    cuMemsetD16Async: Any = call("dstDevice us N hStream", _fill, 2)
+    cuMemsetD2D16: Any = call("dstDevice dstPitch us Width Height", _fill_rows, 2)
+    cuMemsetD2D16Async: Any = call("dstDevice dstPitch us Width Height hStream", _fill_rows, 2)
+    cuMemsetD32: Any = call("dstDevice ui N", _fill, 4)
+    cuMemsetD32Async: Any = call("dstDevice ui N hStream", _fill, 4)
+    cuMemsetD2D32: Any = call("dstDevice dstPitch ui Width Height", _fill_rows, 4)
+    cuMemsetD2D32Async: Any = call("dstDevice dstPitch ui Width Height hStream", _fill_rows, 4)
 
     def _check_fill(self, address: int, size: int, context: Context) -> Allocation:
         allocation = need(self._machine.allocations.find(address))
@@ -115,29 +115,29 @@ class CopyCalls(Calls):
     def _copy_row(self, device: str, target: int, source: int, size: int, hStream: int | None = None) -> None:
         self._copy(target, source, Shape.row(size), hStream, device)
 
-    cuMemcpy = call("dst src ByteCount", _copy_row, "")
-    cuMemcpyAsync = call("dst src ByteCount hStream", _copy_row, "")
-    cuMemcpyHtoD = call("dstDevice srcHost ByteCount", _copy_row, "dst")
-    cuMemcpyHtoDAsync = call("dstDevice srcHost ByteCount hStream", _copy_row, "dst")
-    cuMemcpyDtoH = call("dstHost srcDevice ByteCount", _copy_row, "src")
-    cuMemcpyDtoHAsync = call("dstHost srcDevice ByteCount hStream", _copy_row, "src")
-    cuMemcpyDtoD = call("dstDevice srcDevice ByteCount", _copy_row, "both")
-    cuMemcpyDtoDAsync = call("dstDevice srcDevice ByteCount hStream", _copy_row, "both")
+    cuMemcpy: Any = call("dst src ByteCount", _copy_row, "")
+    cuMemcpyAsync: Any = call("dst src ByteCount hStream", _copy_row, "")
+    cuMemcpyHtoD: Any = call("dstDevice srcHost ByteCount", _copy_row, "dst")
+    cuMemcpyHtoDAsync: Any = call("dstDevice srcHost ByteCount hStream", _copy_row, "dst")
+    cuMemcpyDtoH: Any = call("dstHost srcDevice ByteCount", _copy_row, "src")
+    cuMemcpyDtoHAsync: Any = call("dstHost srcDevice ByteCount hStream", _copy_row, "src")
+    cuMemcpyDtoD: Any = call("dstDevice srcDevice ByteCount", _copy_row, "both")
+    cuMemcpyDtoDAsync: Any = call("dstDevice srcDevice ByteCount hStream", _copy_row, "both")
 
     def _copy_peer(
         self, target: int, context: Context, source: int, other: Context, size: int, hStream: int | None = None
     ) -> None:
         self._copy(target, source, Shape.row(size), hStream, "both", (context, other))
 
-    cuMemcpyPeer = call("dstDevice dstContext srcDevice srcContext ByteCount", _copy_peer)
-    cuMemcpyPeerAsync = call("dstDevice dstContext srcDevice srcContext ByteCount hStream", _copy_peer)
+    cuMemcpyPeer: Any = call("dstDevice dstContext srcDevice srcContext ByteCount", _copy_peer)
+    cuMemcpyPeerAsync: Any = call("dstDevice dstContext srcDevice srcContext ByteCount hStream", _copy_peer)
 
     def _copy_between(self, copy: Any, hStream: int | None = None) -> None:
         ends = [self._find(arguments.ContextOrCurrent, one) for one in (copy.dstContext, copy.srcContext)]
         self._copy_rows(copy, hStream, int(copy.Depth), (ends[0], ends[1]))
 
-    cuMemcpy3DPeer = call("pCopy:cuda.CUDA_MEMCPY3D_PEER", _copy_between)
-    cuMemcpy3DPeerAsync = call("pCopy:cuda.CUDA_MEMCPY3D_PEER hStream", _copy_between)
+    cuMemcpy3DPeer: Any = call("pCopy:cuda.CUDA_MEMCPY3D_PEER", _copy_between)
+    cuMemcpy3DPeerAsync: Any = call("pCopy:cuda.CUDA_MEMCPY3D_PEER hStream", _copy_between)
 
     def _copy_rows(self, copy: Any, hStream: int | None, depth: int, contexts: Contexts | None = None) -> None:
         """Between two ends that are no arrays."""

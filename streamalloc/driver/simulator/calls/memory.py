@@ -88,8 +88,8 @@ def _range_start(allocation: Allocation) -> int:
 
 
 def _ordinal(allocation: Allocation) -> int:
-    of_peer = isinstance(allocation, OpenedMemory) and allocation.owner != allocation.device
-    not_modelled(of_peer, "the device of another process's memory that was opened on a peer")
+    if isinstance(allocation, OpenedMemory):
+        return allocation.owner
     if allocation.device is not None and allocation.mapping is None:
         return allocation.device
     return 0 if allocation.context is None else allocation.context.device.ordinal
@@ -172,8 +172,8 @@ class MemoryCalls(Calls):
         self._machine.allocations.add(HostMemory(address, size, None, context, block, flags))
         return address
 
-    cuMemAllocHost = call("bytesize:Size", _allocate_host)
-    cuMemHostAlloc = call("bytesize:Size Flags", _allocate_host)
+    cuMemAllocHost: Any = call("bytesize:Size", _allocate_host)
+    cuMemHostAlloc: Any = call("bytesize:Size Flags", _allocate_host)
 
     def cuMemFreeHost(self, p: HostPointer) -> None:
         self._unsafe_during_capture()
@@ -352,9 +352,9 @@ class MemoryCalls(Calls):
 
     _RANGES, _LAST = "dptrs sizes count:Size", "flags:UnsignedLongLong hStream"
     _TO_PLACES = f"{_RANGES} prefetchLocs prefetchLocIdxs numPrefetchLocs:Size {_LAST}"
-    cuMemPrefetchBatchAsync = call(_TO_PLACES, _managed_batch, "cuMemPrefetchBatchAsync")
-    cuMemDiscardBatchAsync = call(f"{_RANGES} {_LAST}", _managed_batch, "cuMemDiscardBatchAsync")
-    cuMemDiscardAndPrefetchBatchAsync = call(_TO_PLACES, _managed_batch, "cuMemDiscardAndPrefetchBatchAsync")
+    cuMemPrefetchBatchAsync: Any = call(_TO_PLACES, _managed_batch, "cuMemPrefetchBatchAsync")
+    cuMemDiscardBatchAsync: Any = call(f"{_RANGES} {_LAST}", _managed_batch, "cuMemDiscardBatchAsync")
+    cuMemDiscardAndPrefetchBatchAsync: Any = call(_TO_PLACES, _managed_batch, "cuMemDiscardAndPrefetchBatchAsync")
 
     def _places_of_batch(self, count: int, locations: Any, indices: Any, number: int) -> list[Place]:
         """The place of each range: that of the last index that is not behind it."""

@@ -106,7 +106,7 @@ class StreamCalls(Calls):
         check(flags in (0, _NON_BLOCKING))
         return cuda.CUstream(self._machine.current().create_stream(flags != _NON_BLOCKING, priority).handle)
 
-    cuStreamCreate = call("Flags", _create_stream)
+    cuStreamCreate: Any = call("Flags", _create_stream)
 
     def cuStreamDestroy(self, hStream: Stream) -> None:
         check(hStream.handle not in (LEGACY_STREAM, PER_THREAD_STREAM), Result.CUDA_ERROR_INVALID_VALUE)
@@ -130,7 +130,7 @@ class StreamCalls(Calls):
         self._machine.synchronize(clock, lambda: all(s.done >= seq for s, seq in goals), told)
         hStream.context.check()
 
-    def _described(self, describe: Callable[[Stream], object], breaks: bool, stream: Stream) -> Any:
+    def _shown(self, describe: Callable[[Stream], object], breaks: bool, stream: Stream) -> Any:
         """A property of a stream. The legacy stream says nothing while a blocking one is captured; some questions
         break the capture of their stream (observed on H200: test_capture).
         """
@@ -139,10 +139,10 @@ class StreamCalls(Calls):
             self._spoil([stream.capture])
         return describe(stream)
 
-    cuStreamGetFlags = call("hStream:Stream", _described, lambda stream: 0 if stream.blocking else _NON_BLOCKING, True)
-    cuStreamGetPriority = call("hStream:Stream", _described, lambda stream: stream.priority, False)
-    cuStreamGetDevice = call("hStream:Stream", _described, lambda it: cuda.CUdevice(it.context.device.ordinal), True)
-    cuStreamGetId = call("hStream:Stream", _described, lambda stream: stream.id, True)
+    cuStreamGetFlags: Any = call("hStream:Stream", _shown, lambda it: 0 if it.blocking else _NON_BLOCKING, True)
+    cuStreamGetPriority: Any = call("hStream:Stream", _shown, lambda stream: stream.priority, False)
+    cuStreamGetDevice: Any = call("hStream:Stream", _shown, lambda it: cuda.CUdevice(it.context.device.ordinal), True)
+    cuStreamGetId: Any = call("hStream:Stream", _shown, lambda stream: stream.id, True)
 
     def cuStreamGetCtx(self, hStream: Stream) -> Any:
         self._not_behind_captures(hStream)
@@ -218,7 +218,7 @@ class StreamCalls(Calls):
         else:
             event.record_in(stream)
 
-    cuEventRecord = call("hEvent:Event hStream:Stream", _record)
+    cuEventRecord: Any = call("hEvent:Event hStream:Stream", _record)
 
     def _check_captured(self, event: Event) -> None:
         """An event that was recorded in a capture last cannot be asked, not even once that has ended or is invalid."""
@@ -304,10 +304,10 @@ class StreamCalls(Calls):
         operation = self._word_operation(stream.context, kind, address, value, flags, self._captured(stream))
         self._submit(stream, operation, "BATCH_MEM_OP")
 
-    cuStreamWaitValue32 = call("stream addr value:Word32 flags", _one, _WAIT_32)
-    cuStreamWaitValue64 = call("stream addr value:Word64 flags", _one, _WAIT_64)
-    cuStreamWriteValue32 = call("stream addr value:Word32 flags", _one, _WRITE_32)
-    cuStreamWriteValue64 = call("stream addr value:Word64 flags", _one, _WRITE_64)
+    cuStreamWaitValue32: Any = call("stream addr value:Word32 flags", _one, _WAIT_32)
+    cuStreamWaitValue64: Any = call("stream addr value:Word64 flags", _one, _WAIT_64)
+    cuStreamWriteValue32: Any = call("stream addr value:Word32 flags", _one, _WRITE_32)
+    cuStreamWriteValue64: Any = call("stream addr value:Word64 flags", _one, _WRITE_64)
 
     def cuStreamBatchMemOp(self, stream: Stream, count: UnsignedInt, paramArray: Any, flags: UnsignedInt) -> None:
         captured = self._captured(stream)

@@ -1,7 +1,7 @@
 """Modules, libraries and functions, their launches and their occupancy.
 
 Limits of launches and the occupancy are those of NVIDIA's documentation (CUDA C++ Programming Guide, "Compute
-Capabilities", and the occupancy calculator); they were not read from hardware.
+Capabilities", and the occupancy calculator). Those of a kernel that needs nothing were read from an H200: test_modules.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..graphs import Values
 from ..memory import Intervals
 from ..timeline import Operation, Stream
 from . import modules
-from .launches import CELLS, Cells, Launch, Shape, offsets, plain, unpack
+from .launches import CELLS, Cells, Launch, Shape, offsets, packed, plain, unpack
 from .modules import BINARIES, Image
 
 _ATTRIBUTE = cuda.CUfunction_attribute
@@ -78,10 +78,10 @@ class KernelCalls(Calls):
         self._machine.current()
         return self._load(_path(name))
 
-    cuModuleLoad = call("fname", _load_file)
-    cuModuleLoadData = call("image", _load)
-    cuModuleLoadDataEx = call("image numOptions options optionValues", _load)
-    cuModuleLoadFatBinary = call("fatCubin", _load)
+    cuModuleLoad: Any = call("fname", _load_file)
+    cuModuleLoadData: Any = call("image", _load)
+    cuModuleLoadDataEx: Any = call("image numOptions options optionValues", _load)
+    cuModuleLoadFatBinary: Any = call("fatCubin", _load)
 
     def cuModuleUnload(self, hmod: Module) -> None:
         self._unsafe_during_capture()
@@ -91,7 +91,7 @@ class KernelCalls(Calls):
     def _find_function(self, cls: Any, module: Module, name: Any) -> Any:
         return cls(self._machine.modules.find(module, _text(name)).handle)
 
-    cuModuleGetFunction = call("hmod name", _find_function, cuda.CUfunction)
+    cuModuleGetFunction: Any = call("hmod name", _find_function, cuda.CUfunction)
 
     def _variable(self, module: Module, name: Any) -> tuple[Any, int]:
         """A variable of a module, or of a library in the current context."""
@@ -100,7 +100,7 @@ class KernelCalls(Calls):
         found = self._machine.modules.variable(module, _text(name), context, self._machine.allocations)
         return cuda.CUdeviceptr(found.base), found.size
 
-    cuModuleGetGlobal = call("hmod name", _variable)
+    cuModuleGetGlobal: Any = call("hmod name", _variable)
 
     def _function_count(self, module: Module) -> int:
         return len(self._names(module))
@@ -108,8 +108,8 @@ class KernelCalls(Calls):
     def _functions(self, cls: Any, count: int, module: Module) -> list[Any]:
         return [cls(self._machine.modules.find(module, name).handle) for name in self._names(module)[:count]]
 
-    cuModuleGetFunctionCount = call("mod", _function_count)
-    cuModuleEnumerateFunctions = call("numFunctions:UnsignedInt mod", _functions, cuda.CUfunction)
+    cuModuleGetFunctionCount: Any = call("mod", _function_count)
+    cuModuleEnumerateFunctions: Any = call("numFunctions:UnsignedInt mod", _functions, cuda.CUfunction)
 
     @staticmethod
     def _names(module: Module) -> list[str]:
@@ -124,18 +124,18 @@ class KernelCalls(Calls):
         return cuda.CUlibrary(self._machine.modules.add(modules.Module(Image.load(code), None)).handle)
 
     _OPTIONS = "jitOptions jitOptionsValues numJitOptions libraryOptions libraryOptionValues numLibraryOptions"
-    cuLibraryLoadData = call(f"code {_OPTIONS}", _load_library)
+    cuLibraryLoadData: Any = call(f"code {_OPTIONS}", _load_library)
 
     def _load_library_file(self, name: Any, *options: Any) -> Any:
         return self._load_library(_path(name))
 
-    cuLibraryLoadFromFile = call(f"fileName {_OPTIONS}", _load_library_file)
+    cuLibraryLoadFromFile: Any = call(f"fileName {_OPTIONS}", _load_library_file)
 
-    cuLibraryUnload = call("library", cuModuleUnload)
-    cuLibraryGetKernel = call("library name", _find_function, cuda.CUkernel)
-    cuLibraryGetGlobal = call("library name", _variable)
-    cuLibraryGetKernelCount = call("lib", _function_count)
-    cuLibraryEnumerateKernels = call("numKernels:UnsignedInt lib", _functions, cuda.CUkernel)
+    cuLibraryUnload: Any = call("library", cuModuleUnload)
+    cuLibraryGetKernel: Any = call("library name", _find_function, cuda.CUkernel)
+    cuLibraryGetGlobal: Any = call("library name", _variable)
+    cuLibraryGetKernelCount: Any = call("lib", _function_count)
+    cuLibraryEnumerateKernels: Any = call("numKernels:UnsignedInt lib", _functions, cuda.CUkernel)
 
     def cuLibraryGetModule(self, library: Library) -> Any:
         return cuda.CUmodule(self._machine.modules.in_context(library, self._machine.current()).handle)
@@ -157,7 +157,7 @@ class KernelCalls(Calls):
     def cuFuncGetName(self, hfunc: Function) -> bytes:
         return hfunc.name.encode()
 
-    cuKernelGetName = call("hfunc:Kernel", cuFuncGetName)
+    cuKernelGetName: Any = call("hfunc:Kernel", cuFuncGetName)
 
     def cuFuncIsLoaded(self, function: Function) -> Any:
         return cuda.CUfunctionLoadingState.CU_FUNCTION_LOADING_STATE_LOADED
@@ -165,24 +165,24 @@ class KernelCalls(Calls):
     def _ignored(self, *unused: Any) -> None:
         """A call without effect here: caches and lazy loading are not simulated."""
 
-    cuFuncLoad = call("function", _ignored)
-    cuFuncSetCacheConfig = call("hfunc config", _ignored)
-    cuFuncSetSharedMemConfig = call("hfunc config", _ignored)
-    cuKernelSetCacheConfig = call("kernel config dev:Device", _ignored)
+    cuFuncLoad: Any = call("function", _ignored)
+    cuFuncSetCacheConfig: Any = call("hfunc config", _ignored)
+    cuFuncSetSharedMemConfig: Any = call("hfunc config", _ignored)
+    cuKernelSetCacheConfig: Any = call("kernel config dev:Device", _ignored)
 
     def _parameter(self, function: Function, index: int) -> tuple[int, int]:
         types = self._types(function)
         check(index < len(types))
         return offsets(types)[index], ctypes.sizeof(types[index])
 
-    cuFuncGetParamInfo = call("func paramIndex:Size", _parameter)
-    cuKernelGetParamInfo = call("kernel paramIndex:Size", _parameter)
+    cuFuncGetParamInfo: Any = call("func paramIndex:Size", _parameter)
+    cuKernelGetParamInfo: Any = call("kernel paramIndex:Size", _parameter)
 
     def _parameter_count(self, function: Function) -> int:
         return len(self._types(function))
 
-    cuFuncGetParamCount = call("func", _parameter_count)
-    cuKernelGetParamCount = call("kernel", _parameter_count)
+    cuFuncGetParamCount: Any = call("func", _parameter_count)
+    cuKernelGetParamCount: Any = call("kernel", _parameter_count)
 
     @staticmethod
     def _types(function: Function) -> tuple[Any, ...]:
@@ -225,13 +225,13 @@ class KernelCalls(Calls):
             check(-1 <= value <= 100)
         function.attributes[number] = value
 
-    cuFuncSetAttribute = call("hfunc attrib value:Int", _set_attribute)
+    cuFuncSetAttribute: Any = call("hfunc attrib value:Int", _set_attribute)
 
     def cuKernelSetAttribute(self, attrib: Any, val: Int, kernel: Kernel, dev: Device) -> None:
         self._set_attribute(kernel, attrib, val)
 
-    cuFuncGetAttribute = call("attrib hfunc", _attribute)
-    cuKernelGetAttribute = call("attrib kernel dev:Device", _attribute)
+    cuFuncGetAttribute: Any = call("attrib hfunc", _attribute)
+    cuKernelGetAttribute: Any = call("attrib kernel dev:Device", _attribute)
 
     # -- occupancy -------------------------------------------------------------------------------------------
 
@@ -256,8 +256,8 @@ class KernelCalls(Calls):
         return min(bounds)
 
     _BLOCK = "func blockSize:Int dynamicSMemSize:Size"
-    cuOccupancyMaxActiveBlocksPerMultiprocessor = call(_BLOCK, _blocks)
-    cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags = call(f"{_BLOCK} flags", _blocks)
+    cuOccupancyMaxActiveBlocksPerMultiprocessor: Any = call(_BLOCK, _blocks)
+    cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags: Any = call(f"{_BLOCK} flags", _blocks)
 
     def _best_block(self, function: Function, shared_of: Any, dynamic: int, most: int, *flags: int) -> tuple[int, int]:
         """The smallest grid that fills the device, and the block size with the most threads at a time."""
@@ -270,13 +270,13 @@ class KernelCalls(Calls):
         return counts[best] * self._bound("MULTIPROCESSOR_COUNT"), best
 
     _BLOCK_SIZE = "func blockSizeToDynamicSMemSize dynamicSMemSize:Size blockSizeLimit:Int"
-    cuOccupancyMaxPotentialBlockSize = call(_BLOCK_SIZE, _best_block)
-    cuOccupancyMaxPotentialBlockSizeWithFlags = call(f"{_BLOCK_SIZE} flags", _best_block)
+    cuOccupancyMaxPotentialBlockSize: Any = call(_BLOCK_SIZE, _best_block)
+    cuOccupancyMaxPotentialBlockSizeWithFlags: Any = call(f"{_BLOCK_SIZE} flags", _best_block)
 
     def cuOccupancyAvailableDynamicSMemPerBlock(self, func: Function, numBlocks: Int, blockSize: Int) -> int:
         check(numBlocks > 0 and blockSize > 0)
-        static, reserved = int(func.registered.get("SHARED_SIZE_BYTES", 0)), "RESERVED_SHARED_MEMORY_PER_BLOCK"
-        most = self._bound("MAX_SHARED_MEMORY_PER_MULTIPROCESSOR") // numBlocks - self._bound(reserved)
+        static = int(func.registered.get("SHARED_SIZE_BYTES", 0))
+        most = self._bound("MAX_SHARED_MEMORY_PER_MULTIPROCESSOR") // numBlocks
         return max(min(most, self._bound("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")) - static, 0)
 
     # -- launches --------------------------------------------------------------------------------------------
@@ -308,6 +308,7 @@ class KernelCalls(Calls):
         if kernel is None:
             what = f"the kernel {function.name!r}: register a function for it with testing.kernel, or ignore kernels"
             not_modelled(not self._machine.modules.ignore, what)
+            packed(params, extra)
             return Operation(), ()
         cells = unpack(function.name, params, extra, function.types)
         arguments_of = tuple(map(plain, cells))
@@ -319,8 +320,8 @@ class KernelCalls(Calls):
 
     _EXTENTS = " ".join(f"{part}Dim{axis}:UnsignedInt" for part in ("grid", "block") for axis in "XYZ")
     _LAUNCH = f"f {_EXTENTS} sharedMemBytes:UnsignedInt hStream:Stream kernelParams"
-    cuLaunchKernel = call(f"{_LAUNCH} extra", _launch_kernel, False)
-    cuLaunchCooperativeKernel = call(_LAUNCH, _launch_kernel, True)
+    cuLaunchKernel: Any = call(f"{_LAUNCH} extra", _launch_kernel, False)
+    cuLaunchCooperativeKernel: Any = call(_LAUNCH, _launch_kernel, True)
 
     def _launch_in(
         self, stream: Stream, function: Function, sizes: tuple[int, ...], params: Any, extra: Any, cooperative: bool
@@ -375,8 +376,8 @@ class KernelCalls(Calls):
         link.texts.append(_path(path))
 
     _LINK_OPTIONS = "numOptions:UnsignedInt options optionValues"
-    cuLinkAddData = call(f"state:Link typename data size:Size name {_LINK_OPTIONS}", _add_text)
-    cuLinkAddFile = call(f"state:Link typename path {_LINK_OPTIONS}", _add_file)
+    cuLinkAddData: Any = call(f"state:Link typename data size:Size name {_LINK_OPTIONS}", _add_text)
+    cuLinkAddFile: Any = call(f"state:Link typename path {_LINK_OPTIONS}", _add_file)
 
     def cuLinkComplete(self, state: Link) -> tuple[int, int]:
         parts = b"\n".join(state.texts)

@@ -61,7 +61,7 @@ class Launch(HostFunction):
         self._uses = kernel.touched(arguments)
         self.name = name
         self.grid, self.block, self.shared_bytes = shape.grid, shape.block, shape.shared_bytes
-        self.cooperative = shape.cooperative
+        self.cooperative: bool = shape.cooperative
         self.device: int = context.device.ordinal
 
     def _call(self) -> None:
@@ -146,10 +146,8 @@ def unpack(name: str, params: Any, extra: Any, types: tuple[Any, ...] | None) ->
 
     The bindings pack the arguments; what is read is the memory that a driver would get.
     """
-    packed = cuda.CUDA_KERNEL_NODE_PARAMS()
-    packed.kernelParams = params  # raises the errors of the bindings
-    slots, buffer = int(packed.kernelParams), int(extra or 0)
-    check(not (slots and buffer))
+    node, buffer = packed(params, extra)
+    slots = int(node.kernelParams)
     if buffer:
         return _from_buffer(buffer, _known(name, types))
     if not slots:
@@ -164,6 +162,18 @@ def unpack(name: str, params: Any, extra: Any, types: tuple[Any, ...] | None) ->
     known = _known(name, types)
     pairs = zip(_addresses(slots, len(known)), known, strict=True)
     return tuple(_read(address, kind) for address, kind in pairs)
+
+
+def packed(params: Any, extra: Any) -> tuple[Any, int]:
+    """The arguments of a launch as the bindings pack them: the node that owns the memory, and the address in ``extra``.
+    The driver takes one of the two.
+    """
+    node = cuda.CUDA_KERNEL_NODE_PARAMS()
+    node.kernelParams = params  # raises the errors of the bindings
+    buffer = int(extra or 0)
+    not_modelled(buffer and not is_accessible(buffer, _WORD), "extra where nothing lies: the real driver crashes")
+    check(not (int(node.kernelParams) and buffer))
+    return node, buffer
 
 
 def _known(name: str, types: tuple[Any, ...] | None) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""What planted hazards are made of: ``case.run(bench, right)`` plants one, or runs its corrected twin.
+"""The parts of planted hazards: ``case.run(bench, right)`` plants one, or runs its corrected twin.
 
 Kernels are told of with ``used``, so that no wrong program touches memory that is not there: all of it may run on
 hardware.

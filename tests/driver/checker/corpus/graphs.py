@@ -182,7 +182,7 @@ _ONCE = "the bindings let a function of a graph run once"
 
 @hazard("race", simulated=_ONCE)
 def a_function_of_a_graph_reads_what_another_stream_copies(b: Bench, right: bool) -> None:
-    """What the graph itself has copied before is there, at each launch."""
+    """An earlier copy of the graph itself is complete at each launch."""
     address, x = b.word(), b.new(b.a, 64)
     b.device.synchronize()
     function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: b.driver.used(address, 64, None, False))
