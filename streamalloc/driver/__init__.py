@@ -9,8 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from streamalloc.driver.errors import DriverMisuseError, DriverNotFoundError, ForkedProcessError
-from streamalloc.driver.real import real
-from streamalloc.driver.selection import default, set_default, simulated, use
+from streamalloc.driver.selection import default, real, set_default, simulated, use
 
 if TYPE_CHECKING:
     from streamalloc.driver.checker import Checked, Hazard, checked

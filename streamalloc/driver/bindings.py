@@ -1,6 +1,6 @@
 """NVIDIA's bindings and the differences between their versions.
 
-Only this module and :mod:`streamalloc.driver.real` import ``cuda.bindings``. Its enum and struct classes work on
+Only this module imports ``cuda.bindings``. Its enum and struct classes work on
 machines without a GPU, so both drivers share them.
 """
 
@@ -17,31 +17,25 @@ from cuda.bindings import driver as cuda
 
 BINDINGS_VERSION: str = _version
 
-# First version of the bindings with a name that the oldest supported version (12.9) lacks. For error messages only.
-_ADDED_IN = {
-    "cuMemGetDefaultMemPool": "13.0",
-    "cuMemGetMemPool": "13.0",
-    "cuMemSetMemPool": "13.0",
-    "cuMemDiscardBatchAsync": "13.0",
-    "cuMemDiscardAndPrefetchBatchAsync": "13.0",
-    "cuMemcpyBatchAsync": "13.0",  # earlier with another result
-    "CU_MEM_ALLOCATION_TYPE_MANAGED": "13.0",
-    "CU_MEM_LOCATION_TYPE_NONE": "13.0",
-    "CU_DEVICE_ATTRIBUTE_HOST_MEMORY_POOLS_SUPPORTED": "13.0",
-    "CU_DEVICE_ATTRIBUTE_HOST_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED": "13.0",
-    "CU_MEMPOOL_ATTR_ALLOCATION_TYPE": "13.1",
-    "CU_MEMPOOL_ATTR_EXPORT_HANDLE_TYPES": "13.1",
-    "CU_MEMPOOL_ATTR_LOCATION_ID": "13.1",
-    "CU_MEMPOOL_ATTR_LOCATION_TYPE": "13.1",
-    "CU_MEMPOOL_ATTR_MAX_POOL_SIZE": "13.1",
-    "CU_MEMPOOL_ATTR_HW_DECOMPRESS_ENABLED": "13.1",
-    "CU_MEMPOOL_ATTR_LOCALITY_DOMAIN_ID": "13.4",
-    "CU_DEVICE_ATTRIBUTE_LOCALITY_DOMAIN_COUNT": "13.4",
-    "CU_MEM_LOCATION_TYPE_INVISIBLE": "13.1",
-    "cuMulticastBindMem_v2": "13.1",
-    "cuMulticastBindAddr_v2": "13.1",
-    "CU_MEM_LOCATION_TYPE_DEVICE_LOCALITY_DOMAIN": "13.4",
+_ADDED = {
+    "13.0": """
+        cuMemGetDefaultMemPool cuMemGetMemPool cuMemSetMemPool cuMemDiscardBatchAsync cuMemDiscardAndPrefetchBatchAsync
+        cuMemcpyBatchAsync CU_MEM_ALLOCATION_TYPE_MANAGED CU_MEM_LOCATION_TYPE_NONE
+        CU_DEVICE_ATTRIBUTE_HOST_MEMORY_POOLS_SUPPORTED CU_DEVICE_ATTRIBUTE_HOST_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
+        """,
+    "13.1": """
+        CU_MEMPOOL_ATTR_ALLOCATION_TYPE CU_MEMPOOL_ATTR_EXPORT_HANDLE_TYPES CU_MEMPOOL_ATTR_LOCATION_ID
+        CU_MEMPOOL_ATTR_LOCATION_TYPE CU_MEMPOOL_ATTR_MAX_POOL_SIZE CU_MEMPOOL_ATTR_HW_DECOMPRESS_ENABLED
+        CU_MEM_LOCATION_TYPE_INVISIBLE cuMulticastBindMem_v2 cuMulticastBindAddr_v2
+        """,
+    "13.4": """
+        CU_MEMPOOL_ATTR_LOCALITY_DOMAIN_ID CU_DEVICE_ATTRIBUTE_LOCALITY_DOMAIN_COUNT
+        CU_MEM_LOCATION_TYPE_DEVICE_LOCALITY_DOMAIN
+        """,
 }
+# First version of the bindings with a name that the oldest supported version (12.9) lacks, or where it returns
+# something else (cuMemcpyBatchAsync). For error messages only.
+_ADDED_IN = {name: version for version, names in _ADDED.items() for name in names.split()}
 
 # Both property structs begin with the allocation type and the handle types, each a C int.
 _HANDLE_TYPES_OFFSET = 4

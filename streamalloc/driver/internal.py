@@ -21,8 +21,8 @@ from streamalloc.driver.parent import VARIABLE, ParentTest, configuration
 from streamalloc.driver.selection import as_asked, default_of_threads, read_choice
 
 if TYPE_CHECKING:
-    from streamalloc.driver.checker.stacks import Stack, here, line_of, lines
-    from streamalloc.driver.listener import Listener
+    from streamalloc.driver.checker.reports import Stack, here, line_of, lines
+    from streamalloc.driver.protocol import Listener
     from streamalloc.driver.simulator.kernels.registry import (
         current_launch,
         device_global,
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 
 # Modules that are imported on first use, to keep the import of the package fast.
 _LATER = {
-    "Listener": "listener",
+    "Listener": "protocol",
     "Runtime": "simulator.runtime",
     "Wrapper": "wrappers",
     **dict.fromkeys(
         ("current_launch", "device_global", "device_view", "kernel", "unregister_kernel"), "simulator.kernels.registry"
     ),
     **dict.fromkeys(("UnreadableMachineError", "read_profile"), "simulator.reading"),
-    **dict.fromkeys(("Stack", "here", "line_of", "lines"), "checker.stacks"),
+    **dict.fromkeys(("Stack", "here", "line_of", "lines"), "checker.reports"),
 }
 
 

@@ -1,4 +1,4 @@
-"""The driver functions that streamalloc calls, as a typed Protocol.
+"""The driver functions that streamalloc calls, and the interface between the facade and a checker, as typed Protocols.
 
 The names, the order of the arguments and the return convention are those of ``cuda.bindings.driver``: every function
 answers a tuple whose first item is a ``CUresult``, followed by what the function returns. Functions that only newer
@@ -158,3 +158,39 @@ class Driver(Protocol):
 
 FUNCTIONS = frozenset(name for name in vars(Driver) if name.startswith("cu"))
 """The names of the functions that every driver must have."""
+
+
+class Listener(Protocol):
+    """An object that the facade notifies of memory uses which are no driver calls.
+
+    A driver with an attribute ``listener`` has one; :func:`streamalloc.driver.checked` makes such a driver. The facade
+    makes the same driver calls with and without a listener. Streams are driver handles (``CUstream``); the context of a
+    default stream is current in each notification.
+    """
+
+    def used(self, address: int, nbytes: int, stream: Any, write: bool) -> None:
+        """Record that a kernel in ``stream`` uses ``nbytes`` bytes; None for the stream: the host uses them now."""
+
+    def lent(self, stream: Any, used: bool) -> None:
+        """Record that code outside this package has the handle of ``stream``; ``used``: it queues work there."""
+
+    def named(self, stream: Any, name: str) -> None:
+        """Record the name of a new stream."""
+
+    def typed(self, address: int, nbytes: int, dtype: Any, write: bool) -> None:
+        """Record that the latest work writes elements of NumPy's type; not ``write``: that it reads them as such."""
+
+    def deferred(self, address: int) -> None:
+        """Record that the program has freed shared memory, whose free waits for importers."""
+
+    def shared(self, address: int, nbytes: int, stream: Any, name: bytes) -> None:
+        """Record that importers may use ``nbytes`` bytes after the work queued in ``stream`` so far.
+
+        ``name`` identifies the announcement in both processes.
+        """
+
+    def opened(self, address: int, nbytes: int, stream: Any, name: bytes, word: int) -> None:
+        """Record that ``stream`` waits for the announcement ``name`` before it uses ``nbytes`` bytes of an import.
+
+        ``word`` is the address of the 32-bit word that the stream waits for. None for the stream: the host has waited.
+        """

@@ -1,16 +1,51 @@
-"""Selection of the default driver: ``use`` block, ``set_default``, environment, or the real driver."""
+"""The real driver, after a check for libcuda; selection of the default driver: ``use`` block, ``set_default``,
+environment, or the real driver.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import os
 import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
+from streamalloc.driver.bindings import BINDINGS_VERSION, cuda
+from streamalloc.driver.errors import DriverNotFoundError
 from streamalloc.driver.parent import parent_test
-from streamalloc.driver.real import real
+
+if TYPE_CHECKING:
+    from streamalloc.driver.protocol import Driver
+
+
+@functools.cache
+def real() -> Driver:
+    """The CUDA driver of this machine: the module ``cuda.bindings.driver``.
+
+    Raises
+    ------
+    DriverNotFoundError
+        libcuda cannot be loaded, is too old for the bindings, or finds no device.
+    """
+    try:
+        (result,) = cuda.cuInit(0)
+    except Exception as reason:  # the types of the bindings' loader differ between versions
+        # The message has the reason; its traceback is that of the bindings' loader.
+        raise DriverNotFoundError(_not_found(f"libcuda.so.1 could not be loaded: {str(reason).rstrip('.')}")) from None
+    if result:
+        raise DriverNotFoundError(_not_found(f"cuInit answered {result.name} ({int(result)})"))
+    return cast("Driver", cuda)
+
+
+def _not_found(what: str) -> str:
+    return (
+        f"no CUDA driver (looked for libcuda.so.1 with cuda-bindings {BINDINGS_VERSION}): {what}. "
+        "To run without a GPU, choose the simulated driver: set STREAMALLOC_DRIVER=simulated, or use "
+        "`with streamalloc.driver.use(streamalloc.driver.simulated()):`, or pass driver=streamalloc.driver.simulated()."
+    )
+
 
 if TYPE_CHECKING:
     from streamalloc.driver.protocol import Driver
@@ -81,27 +116,20 @@ def simulated(
     # Imported on first use: programs on a GPU do not need it.
     from streamalloc.driver.simulator import MachineSpec, SimulatedDriver
 
-    spec = MachineSpec(
-        devices, memory, profile, multicast, fabric, seed, name, multicast_slots, patience, kernels, host=host
-    )
-    return cast("Driver", SimulatedDriver(spec))  # its functions are added at run time
+    spec = (devices, memory, profile, multicast, fabric, seed, name, multicast_slots, patience, kernels, host)
+    return cast("Driver", SimulatedDriver(MachineSpec(*spec)))  # its functions are added at run time
 
 
-_TRUTH = {"0": False, "1": True}
-_SETTINGS: dict[str, Callable[[str], object]] = {
-    "devices": int,
-    "memory": int,
-    "profile": str,
-    "multicast": _TRUTH.__getitem__,
-    "fabric": _TRUTH.__getitem__,
-    "seed": int,
-    "name": str,
-    "multicast_slots": int,
-    "patience": float,
-    "kernels": str,
-    "host": str,
+_READERS: dict[str, Callable[[str], object]] = {
+    "bool": {"0": False, "1": True}.__getitem__,
+    "float": float,
+    "int": int,
+    "str": str,
 }
-
+_SETTINGS = {
+    name: _READERS[kind.removesuffix(" | None")] for name, kind in simulated.__annotations__.items() if name != "return"
+}
+"""Functions that read the arguments of :func:`simulated` from text."""
 # One machine in a process for each text: all objects with the default driver share it.
 _simulated_by_default: dict[str, Driver] = {}
 

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 import streamalloc.driver as sd
-from streamalloc.driver.checker.reports import KINDS
-from tests.driver.checker.corpus import CASES
+from tests.driver.checker.corpus import CASES, KINDS
 from tests.driver.test_random_steps import recorded
 from tests.interop.standins import STANDINS
 

@@ -1,8 +1,7 @@
 """Finds what stream order does not allow: :func:`streamalloc.driver.checked`.
 
-``driver`` is the wrapper. ``rules`` says what each call means for the state: ``streams``, ``uses``, ``launches`` and
-``state``, each a subclass of the one before. ``clocks`` (order), ``ranges`` (bytes) and ``judge`` (reports) are plain
-Python.
+``driver`` is the wrapper. ``rules`` says what each call means for the state: ``streams``, ``uses`` and ``state``, each
+a subclass of the one before. ``clocks`` (order), ``ranges`` (bytes) and ``judge`` (reports) are plain Python.
 """
 
 from streamalloc.driver.checker.driver import Checked, checked

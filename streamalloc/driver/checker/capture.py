@@ -1,4 +1,6 @@
-"""Captured and explicitly built graphs: checked once by themselves, and again at each launch."""
+"""Captured and explicitly built graphs: checked once by themselves, and again at each launch. Events, which can belong
+to a capture.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +8,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from streamalloc.driver.checker.clocks import Clock, Stream, Timeline
+from streamalloc.driver.checker.announcements import Entry
+from streamalloc.driver.checker.clocks import Clock, Obstacle, Stream, Timeline
 from streamalloc.driver.checker.judge import Judge
 from streamalloc.driver.checker.ranges import Bytes, Piece, Range, accesses
-from streamalloc.driver.checker.reports import Hazard
-from streamalloc.driver.checker.stacks import Stack
-
-__all__ = ["Capture", "Graph", "Node"]
+from streamalloc.driver.checker.reports import Hazard, Stack
 
 
 @dataclass(eq=False)
@@ -179,3 +179,24 @@ class Capture:
             node.handle = handle
         if handle:
             self._done[handle] = self._streams[stream].clock.copy()
+
+
+class Event:
+    """An event, and its latest recording."""
+
+    __slots__ = ("captured", "elsewhere", "foreign", "index", "mark", "shared", "there")
+
+    def __init__(self, shared: bool = False, foreign: bool = False) -> None:
+        self.mark: Obstacle | None = None
+        """End of the recorded work; None where no recording was seen."""
+        self.captured: tuple[Capture, Clock] | None = None
+        self.shared: bool = shared
+        """Whether the event is an interprocess event."""
+        self.elsewhere: bool = False
+        """Whether another process has it and may record it."""
+        self.foreign: bool = foreign
+        """Whether another library has it and may record it."""
+        self.index: int | None = None
+        """Entry on the board of this process."""
+        self.there: Entry | None = None
+        """Entry on the board of another process."""

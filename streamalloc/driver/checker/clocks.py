@@ -16,8 +16,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-__all__ = ["BY_CHOICE", "CERTAIN", "UNORDERED", "Actor", "Clock", "Obstacle", "Stream", "Timeline"]
-
 UNORDERED, BY_CHOICE, CERTAIN = range(3)
 """Order of two operations: none; by the driver's choice in this run; always."""
 

@@ -16,23 +16,20 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from streamalloc.driver.account import COUNTED, ENDERS, SETTLERS
 from streamalloc.driver.bindings import cuda
-from streamalloc.driver.checker.host_calls import HostCall
 from streamalloc.driver.checker.poison import Poison
-from streamalloc.driver.checker.reports import Hazard
-from streamalloc.driver.checker.rules import RULES
-from streamalloc.driver.checker.stacks import here
-from streamalloc.driver.checker.state import Finish, State
+from streamalloc.driver.checker.reports import Hazard, here
+from streamalloc.driver.checker.rules.all_calls import RULES
+from streamalloc.driver.checker.state import HostCall, State
+from streamalloc.driver.checker.uses import Finish
 from streamalloc.driver.errors import DriverMisuseError
-from streamalloc.driver.listener import Listener
 from streamalloc.driver.parent import ParentTest, from_server
+from streamalloc.driver.protocol import Listener
 from streamalloc.driver.wrappers import Function, Wrapper
 
 if TYPE_CHECKING:
     from streamalloc.driver.protocol import Driver as _Interface
 else:
     _Interface = object
-
-__all__ = ["Checked", "On", "checked"]
 
 On: TypeAlias = Literal["raise", "report", "warn"]
 _ON = ("raise", "report", "warn")
@@ -191,19 +188,13 @@ class Checked(Wrapper):
             return _nothing
 
     def _refuse(self, name: str, handle: int) -> None:
-        kinds = " or ".join(ENDERS[name])
         range_ = self._state.addresses.find(handle)
         places = [("this call", here())]
         if range_ is not None and range_.ended is not None:
             places += [("freed", range_.ended.stack), ("allocated", range_.stack)]
-        hazard = Hazard(
-            "double free",
-            f"{name}({handle:#x}) is refused, because no live {kinds} has this handle.",
-            "end it once, and only where your program has made it.",
-            handle,
-            0 if range_ is None else range_.size,
-            places=tuple(places),
-        )
+        what = f"{name}({handle:#x}) is refused, because no live {' or '.join(ENDERS[name])} has this handle."
+        remedy, size = "end it once, and only where your program has made it.", 0 if range_ is None else range_.size
+        hazard = Hazard("double free", what, remedy, handle, size, places=tuple(places))
         if self._on == "raise":
             raise DriverMisuseError(str(hazard), hazard)
         self._found.append(hazard)

@@ -6,16 +6,14 @@ import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
-from streamalloc.driver.checker import announcements, open_imports
+from streamalloc.driver.checker import announcements
 from streamalloc.driver.checker.announcements import Announced, Board, Entry
+from streamalloc.driver.checker.capture import Event
 from streamalloc.driver.checker.clocks import Actor, Clock, Obstacle, Stream, Timeline
-from streamalloc.driver.checker.events import Event
 from streamalloc.driver.checker.judge import Judge
 from streamalloc.driver.checker.ranges import Addresses, Contents, Moment, Piece, Range
-from streamalloc.driver.checker.stacks import Stack, here
+from streamalloc.driver.checker.reports import Stack, here
 from streamalloc.driver.checker.wait_values import WaitValues
-
-__all__ = ["Interprocess"]
 
 _MOST_FREES = 64
 """Queued frees of imports that are followed at a time."""
@@ -49,12 +47,7 @@ class Interprocess:
     """Exports, imports, and announcements between this process and others."""
 
     def __init__(
-        self,
-        timeline: Timeline,
-        addresses: Addresses,
-        values: WaitValues,
-        events: dict[int, Event],
-        judge: Judge,
+        self, timeline: Timeline, addresses: Addresses, values: WaitValues, events: dict[int, Event], judge: Judge
     ) -> None:
         self._timeline = timeline
         self._addresses = addresses
@@ -88,7 +81,7 @@ class Interprocess:
         """Remove the entry of an import."""
         entry = self.entries.pop(range_, None) or self.leaving.pop(range_, (None,))[0]
         if entry is not None:
-            open_imports.close_import(entry)
+            announcements.close_import(entry)
 
     def notifies(self, stream: Stream) -> None:
         """Record that a stream notifies other processes of its queued work, the frees of imports included."""
@@ -124,15 +117,11 @@ class Interprocess:
         return lambda: self._check_importers(range_, exported, what, stack)
 
     def _check_importers(self, range_: Range, exported: bytes, what: str, stack: Stack) -> None:
-        importers = open_imports.importers(exported)
+        importers = announcements.importers(exported)
         if importers:
-            self._judge.report(
-                "free before the importer's",
-                f"{what} frees {range_}, but process {', '.join(map(str, importers))} has not freed its import.",
-                "free it after every importer has freed its pointer and notified this process.",
-                range_,
-                stack,
-            )
+            what = f"{what} frees {range_}, but process {', '.join(map(str, importers))} has not freed its import."
+            remedy = "free it after every importer has freed its pointer and notified this process."
+            self._judge.report("free before the importer's", what, remedy, range_, stack)
 
     def _missing(self, piece: Piece, clock: Clock) -> Moment | None:
         """The allocation or a write of memory that a clock does not contain."""
@@ -326,14 +315,9 @@ class Interprocess:
 
     def _incomplete(self, range_: Range, missing: Moment, stack: Stack) -> None:
         by = missing.actor.name
-        self._judge.report(
-            "export before completion",
-            f"{range_} is exported, but nothing lets importers wait for {missing}.",
-            f"synchronise with {by} first, or record an interprocess event there that importers wait for.",
-            range_,
-            stack,
-            used=missing.stack,
-        )
+        what = f"{range_} is exported, but nothing lets importers wait for {missing}."
+        remedy = f"synchronise with {by} first, or record an interprocess event there that importers wait for."
+        self._judge.report("export before completion", what, remedy, range_, stack, used=missing.stack)
 
     # -- recordings of other processes -----------------------------------------------------------------------
 

@@ -6,10 +6,7 @@ from collections.abc import Callable, Iterable
 
 from streamalloc.driver.checker.clocks import BY_CHOICE, CERTAIN, Actor, Clock, Stream, Timeline
 from streamalloc.driver.checker.ranges import MANY_USERS, NEVER, Access, Contents, Moment, Piece, Range
-from streamalloc.driver.checker.reports import Hazard
-from streamalloc.driver.checker.stacks import Launched, Stack
-
-__all__ = ["Judge", "missing_order"]
+from streamalloc.driver.checker.reports import Hazard, Launched, Stack
 
 _VERBS = {"unmap": "unmaps", "release": "releases", "": "frees"}
 
@@ -46,14 +43,8 @@ class Judge:
         order = self.timeline.order
         born, free = range_.born, Moment(actor, what, stack)
         if range_.ended is not None:
-            self.report(
-                "double free",
-                f"{free} frees {range_} again: {range_.ended} had freed it.",
-                "free it once.",
-                range_,
-                stack,
-                freed=range_.ended.stack,
-            )
+            what = f"{free} frees {range_} again: {range_.ended} had freed it."
+            self.report("double free", what, "free it once.", range_, stack, freed=range_.ended.stack)
             return
         if born is not None and not ending:
             ordered = CERTAIN if born.actor is actor else order(clock, born.actor.number, born.time)
@@ -61,33 +52,21 @@ class Judge:
                 formerly, more = _formerly(range_)
                 where = f"{born.actor.name}{formerly}"
                 what = f"{free} frees {range_}, but nothing orders it after its allocation on {where}."
-                self.report(
-                    "free before allocation", what, missing_order(born, actor), range_, stack, ordered=ordered, **more
-                )
+                remedy = missing_order(born, actor)
+                self.report("free before allocation", what, remedy, range_, stack, ordered=ordered, **more)
         for use in range_.last.values():
             if use.actor is actor:
                 continue
             ordered = order(clock, use.actor.number, use.time)
             if ordered != CERTAIN and not self._is_open(range_, use):
-                self.report(
-                    f"{ending} while in use" if ending else "free racing a use",
-                    f"{free} {_VERBS[ending]} {range_}, but nothing orders it after {use}.",
-                    missing_order(use, actor),
-                    range_,
-                    stack,
-                    ordered=ordered,
-                    used=use.stack,
-                )
+                kind = f"{ending} while in use" if ending else "free racing a use"
+                what = f"{free} {_VERBS[ending]} {range_}, but nothing orders it after {use}."
+                self.report(kind, what, missing_order(use, actor), range_, stack, ordered=ordered, used=use.stack)
         for one in range_.imports:
             if one.kind.startswith("import") and not self._import_ended(range_, one.ended, actor, clock):
-                self.report(
-                    "free before the importer's",
-                    f"{free} frees {range_}, but nothing orders it after the free of its import at {one.base:#x}.",
-                    "free the imported pointer first." if one.ended is None else missing_order(one.ended, actor),
-                    range_,
-                    stack,
-                    imported=one.stack,
-                )
+                what = f"{free} frees {range_}, but nothing orders it after the free of its import at {one.base:#x}."
+                remedy = "free the imported pointer first." if one.ended is None else missing_order(one.ended, actor)
+                self.report("free before the importer's", what, remedy, range_, stack, imported=one.stack)
         range_.ended = free
         range_.freed_after = None if actor.is_host else clock.copy()
 
@@ -100,12 +79,7 @@ class Judge:
     # -- use -------------------------------------------------------------------------------------------------
 
     def use(
-        self,
-        pieces: Iterable[Piece],
-        access: Access,
-        clock: Clock,
-        device: int | None = None,
-        races: bool = True,
+        self, pieces: Iterable[Piece], access: Access, clock: Clock, device: int | None = None, races: bool = True
     ) -> None:
         """Record a read or write of addresses; ``device`` is given where only the checker checks its rights.
 
@@ -125,13 +99,9 @@ class Judge:
             if device is not None and range_.grants is not None and needed & ~range_.grants.get(device, 0):
                 rights = "only read access" if range_.grants.get(device) else "no access"
                 did = "writes" if access.write else "reads"
-                self.report(
-                    "access without a grant",
-                    f"{access} {did} {range_}, but device {device} has {rights} to it.",
-                    f"grant device {device} access (cuMemSetAccess, cuMemPoolSetAccess).",
-                    range_,
-                    access.stack,
-                )
+                what = f"{access} {did} {range_}, but device {device} has {rights} to it."
+                remedy = f"grant device {device} access (cuMemSetAccess, cuMemPoolSetAccess)."
+                self.report("access without a grant", what, remedy, range_, access.stack)
             for contents in range_.awaited:
                 self._await(range_, low, high, contents, access, clock)
             range_.last[number] = access
@@ -152,13 +122,9 @@ class Judge:
             return
         parts = range_.physical(low, high)
         if parts and not any(memory.writes(start, end) or memory.shared for memory, start, end in parts):
-            self.report(
-                "uninitialized",
-                f"{access} reads {range_}, but nothing has written these bytes.",
-                "write them first, or report the kernel that writes them with used().",
-                range_,
-                access.stack,
-            )
+            what = f"{access} reads {range_}, but nothing has written these bytes."
+            remedy = "write them first, or report the kernel that writes them with used()."
+            self.report("uninitialized", what, remedy, range_, access.stack)
 
     def _await(self, range_: Range, low: int, high: int, contents: Contents, access: Access, clock: Clock) -> None:
         if contents.low >= high or low >= contents.high or any(clock.after(*one) for one in contents.after):
@@ -168,13 +134,8 @@ class Judge:
         if contents.over():
             range_.awaited = tuple(one for one in range_.awaited if one is not contents)
             return
-        self.report(
-            "race",
-            f"{access} uses {range_}, but nothing orders it after the writes of {contents.whose}.",
-            f"{access.actor.name} must wait for {contents.remedy}.",
-            range_,
-            access.stack,
-        )
+        what = f"{access} uses {range_}, but nothing orders it after the writes of {contents.whose}."
+        self.report("race", what, f"{access.actor.name} must wait for {contents.remedy}.", range_, access.stack)
 
     def _forget(self, uses: dict[int, Access]) -> None:
         """Remove uses that the host has waited for: all later work comes after them."""
@@ -190,15 +151,9 @@ class Judge:
             self.report("race", what, remedy, range_, access.stack)
             return
         did, earlier = ("writes" if one.write else "reads" for one in (access, before))
-        self.report(
-            "race",
-            f"{access} {did} {range_}, but nothing orders it after {before}, which {earlier} the same bytes.",
-            missing_order(before, access.actor),
-            range_,
-            access.stack,
-            ordered=ordered,
-            used=before.stack,
-        )
+        what = f"{access} {did} {range_}, but nothing orders it after {before}, which {earlier} the same bytes."
+        remedy = missing_order(before, access.actor)
+        self.report("race", what, remedy, range_, access.stack, ordered=ordered, used=before.stack)
 
     def _after_end(self, range_: Range, access: Access, clock: Clock) -> None:
         ended, actor = range_.ended, access.actor
@@ -222,15 +177,10 @@ class Judge:
             if first is None or ended is None or previous.end <= low or high <= previous.base:
                 continue
             if first.actor is actor or self.timeline.order(clock, first.actor.number, first.time):
-                self.report(
-                    "reuse race",
-                    f"{access} uses memory that {ended} freed and that is now {range_}, allocated on "
-                    f"{born.actor.name}.",
-                    f"free it after this use: {missing_order(access, ended.actor)}",
-                    range_,
-                    access.stack,
-                    freed=ended.stack,
-                )
+                where = born.actor.name
+                what = f"{access} uses memory that {ended} freed and that is now {range_}, allocated on {where}."
+                remedy = f"free it after this use: {missing_order(access, ended.actor)}"
+                self.report("reuse race", what, remedy, range_, access.stack, freed=ended.stack)
                 return
         formerly, more = _formerly(range_)
         what = f"{access} uses {range_}, but nothing orders it after its allocation on {born.actor.name}{formerly}."
@@ -264,10 +214,8 @@ def missing_order(before: Moment, later: Actor) -> str:
     its = before.what.removeprefix("a ").removeprefix("an ")
     actor = before.actor.name
     if later.is_host and later.within is not None and not before.actor.is_host:
-        return (
-            f"{later.within.name} must wait for an event recorded on {actor} after its {its}, before the "
-            "host function is queued."
-        )
+        event = f"an event recorded on {actor} after its {its}"
+        return f"{later.within.name} must wait for {event}, before the host function is queued."
     if later.is_host:
         return f"the host must synchronise with {actor} after its {its}."
     if before.actor.is_host:

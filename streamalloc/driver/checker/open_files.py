@@ -15,8 +15,6 @@ import stat
 import struct
 from typing import Generic, TypeVar
 
-__all__ = ["OpenFiles"]
-
 T = TypeVar("T")
 _KCMP = {"x86_64": 312, "aarch64": 272}.get(platform.machine())
 _syscall = ctypes.CDLL(None).syscall

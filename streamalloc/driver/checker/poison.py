@@ -9,9 +9,8 @@ from typing import Any, TypeAlias
 
 from streamalloc.driver.bindings import cuda
 from streamalloc.driver.checker.rules.memory import granted
-from streamalloc.driver.checker.state import State, number_of
-
-__all__ = ["Poison"]
+from streamalloc.driver.checker.state import State
+from streamalloc.driver.checker.streams import number_of
 
 ALLOCATED, FREED = 0xCB, 0xDB
 """Byte values of allocated and of freed memory."""

@@ -14,23 +14,7 @@ from operator import attrgetter
 from typing import Any
 
 from streamalloc.driver.checker.clocks import CERTAIN, UNORDERED, Actor, Clock
-from streamalloc.driver.checker.stacks import Stack
-
-__all__ = [
-    "MANY_USERS",
-    "NEVER",
-    "Access",
-    "Addresses",
-    "Binding",
-    "Bytes",
-    "Contents",
-    "Moment",
-    "Piece",
-    "Range",
-    "accesses",
-    "size_text",
-]
-
+from streamalloc.driver.checker.reports import Stack
 
 NEVER = 1 << 62
 """Time of an operation that is queued and has no time yet."""
@@ -106,7 +90,7 @@ class Bytes:
         self.fresh: tuple[tuple[int, int], ...] = ()
         """Intervals to which no device has had access."""
         self.types: tuple[Any, ...] = ()
-        """Intervals whose elements have a type, see :mod:`streamalloc.driver.checker.element_types`."""
+        """Intervals whose elements have a type, see :mod:`streamalloc.driver.checker.contents`."""
         # One list alone: an interrupt cannot leave two that differ.
         self._segments: list[_Segment] = []
 
@@ -284,15 +268,12 @@ class Range:
 
 Piece = tuple[Range, int, int]
 """A range, with the first address of a part and the first address after the part."""
+Pieces = list[tuple[Piece, bool]]
+"""Parts of ranges, and whether they are written."""
 
 
 def accesses(
-    actor: Actor,
-    pieces: Iterable[tuple[Piece, bool]],
-    what: str,
-    stack: Stack,
-    atomic: bool = False,
-    kernel: bool = False,
+    actor: Actor, pieces: Pieces, what: str, stack: Stack, atomic: bool = False, kernel: bool = False
 ) -> Iterator[tuple[Access, Piece]]:
     """One access for each piece; a kernel has one access for all its reads and one for all its writes."""
     made: dict[bool, Access] = {}
@@ -367,8 +348,7 @@ class Addresses:
 
     def overlapping(self, start: int, end: int) -> list[Range]:
         """The ranges that overlap the addresses from ``start`` to ``end``, in order."""
-        first = max(bisect_right(self._bases, start) - 1, 0)
-        bases = self._bases[first : bisect_left(self._bases, end)]
+        bases = self._bases[max(bisect_right(self._bases, start) - 1, 0) : bisect_left(self._bases, end)]
         return [one for base in bases if (one := self._at.get(base)) is not None and one.end > start]
 
     def pieces(self, start: int, size: int) -> list[Piece]:

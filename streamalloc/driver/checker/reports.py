@@ -1,32 +1,109 @@
-"""Reports of hazards."""
+"""Reports of hazards, and places in a user's program: cheap to take, and turned into text only where they are shown."""
 
 from __future__ import annotations
 
+import linecache
+import sys
 from dataclasses import dataclass
 from html import escape
+from pathlib import Path
+from types import CodeType
+from typing import TypeAlias
 
-from streamalloc.driver.checker.stacks import Stack, lines
+Stack: TypeAlias = "tuple[tuple[CodeType, int], ...]"
+"""Code and instruction offset of each frame, the innermost first."""
 
-__all__ = ["KINDS", "Hazard"]
 
-KINDS = (
-    "use before allocation",
-    "use after free",
-    "free before allocation",
-    "double free",
-    "free racing a use",
-    "reuse race",
-    "race",
-    "unmap while in use",
-    "release while in use",
-    "access without a grant",
-    "export before completion",
-    "free before the importer's",
-    "uninitialized",
-    "another type",
-    "leak",
-)
-"""The kinds of a :class:`Hazard`."""
+class Launched(tuple[tuple[CodeType, int], ...]):
+    """The place of a capture or of a node, with the place of its launch."""
+
+    launch: Stack
+
+    def __new__(cls, stack: Stack, launch: Stack) -> Launched:
+        """Combine the two places."""
+        made = super().__new__(cls, stack)
+        made.launch = launch
+        return made
+
+
+_DEPTH = 8
+_PACKAGE = str(Path(__file__).resolve().parents[2]) + "/"
+_BETWEEN = 3
+"""Frames that a user's own driver adds between this package and the checker, at most."""
+# Frames of a test runner or process starter end a stack.
+_RUNNERS = ("/_pytest/", "/pluggy/", f"{Path(linecache.__file__).parent}/multiprocessing/")
+_THEIRS, _OWN, _RUNNER = range(3)
+_kinds: dict[str, int] = {}
+"""Kind of each file by name."""
+
+
+def here(depth: int = _DEPTH) -> Stack:
+    """The innermost ``depth`` frames of the caller, without those of this package and of a test runner."""
+    frame = sys._getframe(1)
+    found: list[tuple[CodeType, int]] = []
+    while frame is not None and len(found) < depth:
+        code = frame.f_code
+        file = code.co_filename
+        kind = _kinds.get(file)
+        if kind is None:
+            kind = _kinds[file] = _kind(file)
+        if kind == _THEIRS:
+            found.append((code, frame.f_lasti))
+        elif kind == _RUNNER and found:
+            break
+        frame = frame.f_back  # type: ignore[assignment]
+    return tuple(found)
+
+
+def _kind(file: str) -> int:
+    if file.startswith(_PACKAGE):
+        return _OWN
+    return _RUNNER if any(part in file for part in _RUNNERS) else _THEIRS
+
+
+def from_package(area: str = "") -> bool:
+    """Whether the call comes from this package, except its drivers, perhaps through a user's driver.
+
+    With ``area``: whether it comes from that folder of the package, such as ``"ipc/"``.
+    """
+    frame = sys._getframe(1)
+    others = 0
+    while frame is not None and others < _BETWEEN:
+        file = frame.f_code.co_filename
+        if not file.startswith(_PACKAGE):
+            others += 1
+        elif not file.startswith(_PACKAGE + "driver/"):
+            return file.startswith(_PACKAGE + area)
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def lines(stack: Stack) -> list[str]:
+    """The lines of a traceback of a stack, the innermost call last."""
+    shown = []
+    for code, at in reversed(stack):
+        number = line_of(code, at)
+        text = linecache.getline(code.co_filename, number).strip()
+        shown.append(f'  File "{code.co_filename}", line {number}, in {code.co_name}')
+        if text:
+            shown.append(f"    {text}")
+    return shown
+
+
+def place_of(stack: Stack) -> str:
+    """File name and line of the innermost frame."""
+    if not stack:
+        return "an unknown place"
+    code, at = stack[0]
+    return f"{Path(code.co_filename).name}:{line_of(code, at)}"
+
+
+def line_of(code: CodeType, at: int) -> int:
+    """Line number of an instruction offset."""
+    for start, end, line in code.co_lines():
+        if line is not None and start <= at < end:
+            return line
+    return code.co_firstlineno
 
 
 @dataclass(frozen=True, eq=False)

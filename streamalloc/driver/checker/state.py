@@ -2,24 +2,85 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from streamalloc.driver.account import Account
-from streamalloc.driver.checker.capture import Capture, Node
-from streamalloc.driver.checker.clocks import Stream
-from streamalloc.driver.checker.events import Event
-from streamalloc.driver.checker.launches import Launches
+from streamalloc.driver.checker.capture import Capture, Event, Graph, Node
+from streamalloc.driver.checker.clocks import Actor, Obstacle, Stream, Timeline
+from streamalloc.driver.checker.contents import HOST_KINDS
 from streamalloc.driver.checker.open_files import OpenFiles
-from streamalloc.driver.checker.queued_sources import HOST_KINDS
 from streamalloc.driver.checker.ranges import NEVER, Access, Binding, Bytes, Moment, Range, size_text
-from streamalloc.driver.checker.reports import Hazard
-from streamalloc.driver.checker.stacks import Stack, here
+from streamalloc.driver.checker.reports import Hazard, Launched, Stack, here
 from streamalloc.driver.checker.streams import number_of
-from streamalloc.driver.checker.uses import KERNEL, Finish, Touch, nothing
+from streamalloc.driver.checker.uses import Finish, Uses, nothing
 
-__all__ = ["KERNEL", "OPENED", "Array", "Finish", "Physical", "State", "Touch", "nothing", "number_of"]
+
+class HostCall:
+    """A host function that a stream calls: once, or at each launch of a graph."""
+
+    __slots__ = ("_queued", "_running", "_stream", "_thread", "_timeline", "cancelled", "node", "stays")
+
+    def __init__(
+        self, timeline: Timeline, stream: Callable[[Any], Stream], thread: Callable[[], Actor], stays: bool = False
+    ) -> None:
+        self._timeline = timeline
+        self._stream = stream
+        """Finds the stream of a handle."""
+        self._thread = thread
+        """Finds the calling host thread."""
+        self._queued: deque[tuple[Stream, Obstacle, Obstacle]] = deque()
+        """For each queued call: its stream, the end of the work before it, and its own end."""
+        self._running: list[Obstacle] = []
+        self.node: Node | None = None
+        """Node of a capture."""
+        self.stays: bool = stays
+        """Whether a graph has it, which may be launched again."""
+        self.cancelled: bool = False
+
+    def queue(self, handle: Any) -> None:
+        """Queue a call in a stream."""
+        if self.cancelled:
+            return
+        timeline, stream = self._timeline, self._stream(handle)
+        before, ended = timeline.record(stream), Obstacle()
+        timeline.wait(stream, ended)
+        self._queued.append((stream, before, ended))
+
+    def begins(self) -> None:
+        """Begin the oldest queued call: the earlier work of its stream has ended."""
+        timeline = self._timeline
+        if not self._queued:
+            # Another library has launched the graph.
+            timeline.host_observes(timeline.everything())
+            return
+        stream, before, ended = self._queued.popleft()
+        self._running.append(ended)
+        self._thread().within = stream
+        timeline.force_mark(before)
+        if before.clock is not None:
+            timeline.host_observes(before.clock)
+
+    def ends(self) -> None:
+        """End the running call."""
+        if self._running:
+            self._timeline.end(self._running.pop(0), self._timeline.host)
+        self._thread().within = None
+
+    def refused(self) -> None:
+        """Undo the queueing where the driver has refused it."""
+        if self.stays:
+            self.cancelled = True
+        else:
+            self.skip()
+
+    def skip(self) -> None:
+        """Remove the latest queued call."""
+        if self._queued:
+            self._timeline.end(self._queued.pop()[2], self._timeline.host)
+
 
 OPENED = "memory of another process"
 """Kind of a range from ``cuIpcOpenMemHandle``."""
@@ -43,6 +104,8 @@ class Array(Range):
 class Physical:
     """Physical memory, or a multicast object, with its mappings."""
 
+    kind, base = "physical memory", 0
+
     def __init__(self, size: int, stack: Stack, device: int | None, multicast: bool = False) -> None:
         self.bytes: Bytes = Bytes()
         self.size = size
@@ -52,14 +115,20 @@ class Physical:
         self.mappings: list[Range] = []
 
     def __str__(self) -> str:
-        return f"physical memory of {size_text(self.size)}"
+        return f"{self.kind} of {size_text(self.size)}"
 
 
-class State(Launches):
+class State(Uses):
     """Everything that calls have shown; guarded by the lock of its owner."""
 
     def __init__(self, driver: Any, found: Callable[[Hazard], None]) -> None:
         super().__init__(driver, found)
+        self.graphs: dict[int, Graph] = {}
+        self.executables: dict[int, list[Node]] = {}
+        self.launched: dict[int, Obstacle] = {}
+        """End of the latest launch of each executable graph."""
+        self.host_calls: dict[int, HostCall] = {}
+        """Host functions by the pointer that the driver has."""
         self.account: Account = Account()
         self.physical: dict[int, Physical] = {}
         self.arrays: dict[int, Array] = {}
@@ -79,6 +148,88 @@ class State(Launches):
     def note(self, text: str) -> None:
         """Record, once, that the checker no longer makes a check."""
         self.notes[text] = None
+
+    # -- graphs and their launches -----------------------------------------------------------------------------
+
+    def host_call(self, stays: bool) -> HostCall:
+        """A new host function; ``stays``: a graph has it."""
+        return HostCall(self.timeline, self.stream, self.thread, stays)
+
+    def host_function(self, handle: Any) -> HostCall:
+        """Queue a call of a host function in a stream; a captured stream calls it at each launch."""
+        capture = self.capture_of(self.stream(handle))
+        made = self.host_call(stays=capture is not None)
+        if capture is None:
+            made.queue(handle)
+        else:
+            made.node = capture.step(made.queue, made)
+        return made
+
+    def graph(self, handle: Any) -> Graph:
+        """The graph of a handle."""
+        return self.graphs.setdefault(number_of(handle), Graph())
+
+    def launch(self, executable: int, handle: Any, stack: Stack) -> None:
+        """Queue a launch of a graph, which runs after earlier launches of the same."""
+        stream = self.stream(handle)
+        nodes = self.executables.get(executable, [])
+        capture = self.capture_of(stream)
+        if capture is not None:
+            copies = [replace(node, handle=0) for node in nodes]
+            for node in copies:
+                capture.add(stream, node)
+            self.name(handle, *copies)
+            return
+        before = self.launched.get(executable)
+        if before is not None:
+            self.timeline.wait(stream, before)
+        used = [one for node in nodes if node.enabled for one in node.pieces]
+        self._prepare(used)
+        together: list[Node] = []
+        for node in nodes:
+            if node.kind == "step":
+                self._run(stream, together, stack)
+                together = []
+                node.step(handle)
+                continue
+            together.append(node)
+            if node.kind == "allocate":
+                if self.addresses.find(node.range.base) is not node.range:
+                    self.addresses.add(node.range)
+            elif any(piece[0].kind == "mapping" and piece[0].ended for piece, _ in node.pieces):
+                # Mapped again since the capture: the launch uses the memory that these addresses have now.
+                node.pieces = self._pieces((low, high - low, write) for (_, low, high), write in node.pieces)
+        self._run(stream, together, stack)
+        if stream.obstacle is not None:
+            for (range_, _, _), write in used:
+                range_.held_write |= write
+        elif not any(node.kind == "step" for node in nodes):
+            self.sources.add(stream, used, "cuGraphLaunch", stack)
+        self.launched[executable] = self.timeline.record(stream)
+
+    def _run(self, stream: Stream, nodes: list[Node], stack: Stack) -> None:
+        def run(stream: Stream) -> None:
+            device = self.devices.get(stream)
+            for node in nodes:
+                self.timeline.next(stream)
+                if not node.enabled:
+                    continue
+                launched = Launched(node.stack, stack)
+                if node.kind == "use":
+                    self.touch(stream, node.pieces, node.what, launched, kernel=node.kernel, device=device)
+                elif node.kind == "free":
+                    self.judge.free(node.range, stream, stream.clock, node.what, launched)
+                else:
+                    made = node.range
+                    if not made.pending and made.ended is None:
+                        # The graph was instantiated with a free at each launch.
+                        self.judge.free(made, stream, stream.clock, "cuGraphLaunch", stack)
+                    made.ended = None
+                    made.last.clear()
+                    made.bytes = Bytes()
+                    self.judge.allocate(made, stream)
+
+        self.timeline.submit(stream, run)
 
     # -- events ------------------------------------------------------------------------------------------------
 
@@ -301,30 +452,23 @@ class State(Launches):
 
     def leaks(self) -> list[Hazard]:
         """A hazard for each place that allocated memory which is not freed."""
-        there: list[tuple[str, Range | Physical]] = [
-            (one.kind, one)
+        resources: list[Range | Physical] = [
+            one
             for one in self.addresses.living()
             if not (one.pending or one.deferred) and one.kind not in ("registered memory", "array")
         ]
-        there += [
-            ("physical memory", one)
-            for one in dict.fromkeys(self.physical.values())
-            if one.stack and all(mapping.ended for mapping in one.mappings)
-        ]
+        named = (one for one in dict.fromkeys(self.physical.values()) if one.stack)
+        resources += [one for one in named if all(mapping.ended for mapping in one.mappings)]
         places: dict[tuple[str, Stack], list[Range | Physical]] = {}
-        for kind, one in there:
-            places.setdefault((kind, one.stack), []).append(one)
-        return [
-            Hazard(
-                "leak",
-                f"{leaked[0]} was not freed" + (f", and {len(leaked) - 1} more." if len(leaked) > 1 else "."),
-                "free it before the end.",
-                leaked[0].base if isinstance(leaked[0], Range) else 0,
-                sum(one.size for one in leaked),
-                places=(("allocated", stack),),
-            )
-            for (_, stack), leaked in places.items()
-        ]
+        for one in resources:
+            places.setdefault((one.kind, one.stack), []).append(one)
+        found = []
+        for (_, stack), leaked in places.items():
+            more = f", and {len(leaked) - 1} more" if len(leaked) > 1 else ""
+            what, size = f"{leaked[0]} was not freed{more}.", sum(one.size for one in leaked)
+            at, remedy = leaked[0].base, "free it before the end."
+            found.append(Hazard("leak", what, remedy, at, size, places=(("allocated", stack),)))
+        return found
 
     def close(self) -> None:
         """Check the operations of waiting streams as if they had run, and remove the entries for other processes."""

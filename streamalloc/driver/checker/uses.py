@@ -5,25 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from streamalloc.driver.checker.capture import Node
+from streamalloc.driver.checker.capture import Event, Node
 from streamalloc.driver.checker.clocks import CERTAIN, Actor, Clock, Obstacle, Stream
-from streamalloc.driver.checker.element_types import ElementTypes
-from streamalloc.driver.checker.events import Event
+from streamalloc.driver.checker.contents import ElementTypes, QueuedSources
 from streamalloc.driver.checker.interprocess import Interprocess
 from streamalloc.driver.checker.judge import Judge, missing_order
-from streamalloc.driver.checker.queued_sources import QueuedSources
-from streamalloc.driver.checker.ranges import NEVER, Access, Addresses, Piece, Range, accesses
-from streamalloc.driver.checker.reports import Hazard
-from streamalloc.driver.checker.stacks import Stack, here
+from streamalloc.driver.checker.ranges import NEVER, Access, Addresses, Pieces, Range, accesses
+from streamalloc.driver.checker.reports import Hazard, Stack, here
 from streamalloc.driver.checker.streams import MEMORY_TYPE, Streams, number_of
 from streamalloc.driver.checker.wait_values import WaitValues
 
-__all__ = ["KERNEL", "Finish", "Pieces", "Touch", "Uses", "nothing"]
-
 Touch = tuple[int, int, bool]
 """Address, number of bytes, and whether they are written."""
-Pieces = list[tuple[Piece, bool]]
-"""Parts of ranges, and whether they are written."""
 Finish = Callable[[tuple[Any, ...]], object]
 """A function that is called with the driver's answer."""
 
@@ -137,18 +130,11 @@ class Uses(Streams):
         self.sources.forget(piece[0] for piece, write in pieces if write)
 
     def act(
-        self,
-        handle: Any,
-        what: str,
-        touched: Iterable[Touch],
-        stack: Stack,
-        atomic: bool = False,
-        kernel: bool = False,
+        self, handle: Any, what: str, touched: Iterable[Touch], stack: Stack, atomic: bool = False, kernel: bool = False
     ) -> Stream:
         """Queue reads and writes in a stream."""
         stream = self.stream(handle)
-        pieces = self.pieces(touched)
-        self._queue_use(stream, handle, Node("use", what, stack, pieces, kernel=kernel), atomic)
+        self._queue_use(stream, handle, Node("use", what, stack, self.pieces(touched), kernel=kernel), atomic)
         return stream
 
     def use_on_device(self, handle: Any, address: int, nbytes: int, write: bool) -> None:
@@ -158,13 +144,9 @@ class Uses(Streams):
         self._queue_use(stream, handle, Node("use", KERNEL, stack, pieces, kernel=True), checks_rights=True)
         if sum(high - low for (_, low, high), _ in pieces) < nbytes and stream not in self.captures:
             for range_ in self.reserved.overlapping(address, address + nbytes):
-                self.judge.report(
-                    "access without a grant",
-                    f"a kernel on {stream.name} uses a part of {range_} where no memory is mapped.",
-                    "map memory there and grant access before the use (cuMemMap, cuMemSetAccess).",
-                    range_,
-                    stack,
-                )
+                what = f"a kernel on {stream.name} uses a part of {range_} where no memory is mapped."
+                remedy = "map memory there and grant access before the use (cuMemMap, cuMemSetAccess)."
+                self.judge.report("access without a grant", what, remedy, range_, stack)
 
     def _queue_use(
         self, stream: Stream, handle: Any, node: Node, atomic: bool = False, checks_rights: bool = False
@@ -233,15 +215,10 @@ class Uses(Streams):
                 if not isinstance(use.actor, Stream) or self.devices.get(use.actor) not in lost:
                     continue
                 if self.timeline.order(self.timeline.host, use.actor.number, use.time) != CERTAIN:
-                    self.judge.report(
-                        "access without a grant",
-                        f"{what} revokes the access of device {self.devices[use.actor]} to {range_}, but nothing "
-                        f"orders it after {use}.",
-                        missing_order(use, self.thread()),
-                        range_,
-                        stack,
-                        used=use.stack,
-                    )
+                    rights = f"the access of device {self.devices[use.actor]} to {range_}"
+                    found = f"{what} revokes {rights}, but nothing orders it after {use}."
+                    remedy = missing_order(use, self.thread())
+                    self.judge.report("access without a grant", found, remedy, range_, stack, used=use.stack)
 
     # -- uses of freed memory ----------------------------------------------------------------------------------
 

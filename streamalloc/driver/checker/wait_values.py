@@ -9,8 +9,6 @@ from typing import Any
 from streamalloc.driver.checker.clocks import Clock, Obstacle, Stream, Timeline
 from streamalloc.driver.checker.ranges import Addresses, Bytes, Range
 
-__all__ = ["WaitValues"]
-
 _COMPARISONS: dict[int, Callable[[int, int, int], bool]] = {
     0: lambda there, value, bits: (there - value) % (1 << bits) < 1 << (bits - 1),  # GEQ, cyclic
     1: lambda there, value, bits: there == value,

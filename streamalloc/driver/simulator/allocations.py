@@ -1,17 +1,70 @@
-"""Live ranges of memory: one small class for each kind."""
+"""Live ranges of memory, one small class for each kind; managed memory and the advice for its pages."""
 
 from __future__ import annotations
 
+import ctypes
 import itertools
-from dataclasses import dataclass, field
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 
-from .advice import Pages
-from .blocks import Block
+from .banks import Banks
+from .blocks import Block, round_up
+from .constants import BLOCK, Place
 from .contexts import Context
+from .errors import operating_system
 from .graph_memory import GraphMemory
-from .memory import AddressMap, Reservation, is_accessible
+from .memory import FREED, AddressMap, Physical, Reservation, is_accessible
 from .physical import Mapping
 from .pool import ImportedPool, Pool
+from .timeline import Operation
+
+PAGE = 4096
+"""Bytes: advice and prefetches are rounded to pages of the host."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Advice for a page."""
+
+    read_mostly: bool = False
+    preferred: Place | None = None
+    accessed_by: frozenset[Place] = frozenset()
+    prefetched: Place | None = None
+    """Place of the last prefetch."""
+
+
+class Pages:
+    """The advice for each page of an allocation, as runs of equal pages."""
+
+    def __init__(self, start: int, end: int) -> None:
+        self._starts = [start]
+        self._advice = [Advice()]
+        self._end = end
+
+    def _split(self, at: int) -> int:
+        """The number of the run that begins at an address, which is made if need be."""
+        if at >= self._end:
+            return len(self._starts)
+        number = bisect_left(self._starts, at)
+        if number == len(self._starts) or self._starts[number] != at:
+            self._starts.insert(number, at)
+            self._advice.insert(number, self._advice[number - 1])
+        return number
+
+    def change(self, start: int, end: int, change: Callable[[Advice], Advice]) -> None:
+        """Change the pages that a range touches."""
+        first = self._split(max(start // PAGE * PAGE, self._starts[0]))
+        last = self._split(min(round_up(end, PAGE), self._end))
+        self._advice[first:last] = [change(one) for one in self._advice[first:last]]
+        merged = [at for at in range(len(self._starts)) if at == 0 or self._advice[at] != self._advice[at - 1]]
+        self._starts = [self._starts[at] for at in merged]
+        self._advice = [self._advice[at] for at in merged]
+
+    def over(self, start: int, end: int) -> list[Advice]:
+        """The advice of the pages of a range."""
+        return self._advice[max(bisect_right(self._starts, start) - 1, 0) : bisect_left(self._starts, end)]
+
 
 _numbers = itertools.count(1)
 
@@ -136,3 +189,73 @@ class Allocations(AddressMap[Allocation]):
 
     def is_live(self, allocation: Allocation) -> bool:
         return self.at.get(allocation.base) is allocation
+
+
+def pages_of(allocation: Allocation) -> Pages:
+    if allocation.pages is None:
+        allocation.pages = Pages(allocation.base, allocation.base + allocation.size)
+    return allocation.pages
+
+
+def prefetch(place: Place) -> Callable[[Advice], Advice]:
+    """The change of a prefetch. It is seen at once, also while the work is queued, as documented."""
+    return lambda advice: replace(advice, prefetched=place)
+
+
+def common(places: Iterable[Place | None]) -> Place | None:
+    """The place of all pages; None if they have several, or one has none."""
+    found = set(places)
+    return found.pop() if len(found) == 1 else None
+
+
+class Discard(Operation):
+    """Makes bytes indeterminate: they read as :data:`FREED` until they are written."""
+
+    def __init__(self, banks: Banks, ranges: list[tuple[int, int]]) -> None:
+        self._banks = banks
+        self._ranges = ranges
+
+    def step(self) -> bool:
+        for address, size in self._ranges:
+            if self._banks.is_backed(address, size):
+                ctypes.memset(address, FREED, size)
+        return True
+
+
+@dataclass(eq=False)
+class Managed:
+    """The memory of cuMemAllocManaged of a machine, from the driver API's documentation: no reading is from hardware.
+
+    Its bytes are at one address for the host and all devices. Which of them holds a page is not simulated: the memory
+    is none of any device, and ``cuMemGetInfo`` does not show it. What was advised and prefetched is kept for each page.
+    """
+
+    banks: Banks
+    allocations: Allocations
+    _physical: Physical | None = field(default=None, init=False)
+
+    def allocate(self, size: int, context: Context) -> int:
+        whole = round_up(size, BLOCK)
+        with operating_system(only_memory=True):
+            if self._physical is None:
+                self._physical = Physical("managed", 0)
+            reservation = Reservation(whole, BLOCK)
+            reservation.map(reservation.base, whole, self._physical, self._physical.extend(whole))
+        self.banks.arenas.add(reservation)
+        self.allocations.add(ManagedMemory(reservation.base, size, context.device.ordinal, context, reservation))
+        return reservation.base
+
+    def free(self, memory: ManagedMemory) -> None:
+        """Release memory; arrays of the host that refer to it read :data:`FREED`."""
+        self.allocations.remove(memory)
+        self._close(memory)
+
+    def _close(self, memory: ManagedMemory) -> None:
+        self.banks.arenas.remove(memory.reservation)
+        memory.reservation.close(memory.reservation.size)
+
+    def close(self) -> None:
+        for memory in [one for one in self.allocations.at.values() if isinstance(one, ManagedMemory)]:
+            self._close(memory)
+        if self._physical is not None:
+            self._physical.close()

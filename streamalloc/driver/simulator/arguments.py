@@ -16,6 +16,7 @@ from streamalloc.driver.bindings import cuda
 from . import arrays, contexts, events, graphs, multicast, timeline
 from .constants import Place
 from .errors import Fault, Result, check, need
+from .kernels import modules
 from .machine import Machine
 from .memory import view_address
 
@@ -119,17 +120,10 @@ def _given_or_current(machine: Machine, handle: int) -> contexts.Context:
     return _context(machine, handle) if handle else machine.current()
 
 
-def _event(machine: Machine, handle: int) -> events.Event:
-    # Seen once on H200, where a destroyed handle can also end the process.
-    return need(machine.events.get(handle), Result.CUDA_ERROR_CONTEXT_IS_DESTROYED)
-
-
-def _array(machine: Machine, handle: int) -> arrays.Array:
-    return need(machine.arrays.arrays.get(handle), "using an array that does not exist")
-
-
-def _mipmapped_array(machine: Machine, handle: int) -> arrays.MipmappedArray:
-    return need(machine.arrays.mipmapped.get(handle), "using a mipmapped array that does not exist")
+def _found_in(table: str, code: Any = Result.CUDA_ERROR_INVALID_VALUE) -> Find:
+    """The look-up in a table of the machine."""
+    get = operator.attrgetter(table)
+    return lambda machine, handle: need(get(machine).get(handle), code)
 
 
 # Kinds of parameters that are numbers.
@@ -156,21 +150,29 @@ Device = Annotated[contexts.Device, Handle(cuda.CUdevice), _device]
 Context = Annotated[contexts.Context, context, _context]
 ContextOrCurrent = Annotated[contexts.Context, context, _given_or_current]
 Stream = Annotated[timeline.Stream, stream, Machine.stream]
-Event = Annotated[events.Event, event, _event]
-Graph = Annotated[graphs.Graph, Handle(cuda.CUgraph), lambda machine, at: need(machine.graphs.graphs.get(at))]
-Node = Annotated[graphs.Node, Handle(cuda.CUgraphNode), lambda machine, at: need(machine.graphs.nodes.get(at))]
-GraphExec = Annotated[
-    graphs.GraphExec, Handle(cuda.CUgraphExec), lambda machine, at: need(machine.graphs.executables.get(at))
+# The code was seen once on H200, where a destroyed handle can also end the process.
+Event = Annotated[events.Event, event, _found_in("events", Result.CUDA_ERROR_CONTEXT_IS_DESTROYED)]
+Graph = Annotated[graphs.Graph, Handle(cuda.CUgraph), _found_in("graphs.graphs")]
+Node = Annotated[graphs.Node, Handle(cuda.CUgraphNode), _found_in("graphs.nodes")]
+GraphExec = Annotated[graphs.GraphExec, Handle(cuda.CUgraphExec), _found_in("graphs.executables")]
+Array = Annotated[arrays.Array, Handle(cuda.CUarray), _found_in("arrays.arrays", "using an array that does not exist")]
+MipmappedArray = Annotated[
+    arrays.MipmappedArray,
+    Handle(cuda.CUmipmappedArray),
+    _found_in("arrays.mipmapped", "using a mipmapped array that does not exist"),
 ]
-Array = Annotated[arrays.Array, Handle(cuda.CUarray), _array]
-MipmappedArray = Annotated[arrays.MipmappedArray, Handle(cuda.CUmipmappedArray), _mipmapped_array]
 MulticastObject = Annotated[
     multicast.MulticastObject,
     Handle(cuda.CUmemGenericAllocationHandle),
     lambda machine, handle: machine.multicast.object(handle),
 ]
 
-
+_gone = Result.CUDA_ERROR_INVALID_HANDLE
+Module = Annotated[modules.Module, Handle(cuda.CUmodule), _found_in("modules.modules", _gone)]
+Library = Annotated[modules.Module, Handle(cuda.CUlibrary), _found_in("modules.modules", _gone)]
+Function = Annotated[modules.Function, Handle(cuda.CUfunction), _found_in("modules.functions", _gone)]
+Kernel = Annotated[modules.Function, Handle(cuda.CUkernel), _found_in("modules.functions", _gone)]
+Link = Annotated[modules.Link, Handle(cuda.CUlinkState), _found_in("modules.links", _gone)]
 BY_NAME = {
     **dict.fromkeys(["dst", "src", "dstDevice", "srcDevice", "addr", "dptr"], "DevicePointer"),
     **dict.fromkeys(["dstHost", "srcHost"], "HostPointer"),
@@ -178,6 +180,8 @@ BY_NAME = {
     **{"uc": "UnsignedChar", "us": "UnsignedShort", **dict.fromkeys(["ui", "flags", "Flags"], "UnsignedInt")},
     **{"hStream": "StreamHandle", "stream": "Stream", "hGraphExec": "GraphExec", "hNode": "Node"},
     **dict.fromkeys(["dstContext", "srcContext"], "Context"),
+    **dict.fromkeys(["f", "func", "function", "hfunc"], "Function"),
+    **{"hmod": "Module", "mod": "Module", "library": "Library", "lib": "Library", "kernel": "Kernel"},
 }
 """Kinds of the parameters of calls that have a body in common."""
 

@@ -10,14 +10,11 @@ from streamalloc.driver.bindings import cuda
 
 from .calls.arrays import ArrayCalls
 from .calls.contexts import ContextCalls
-from .calls.devices import DeviceCalls
 from .calls.graphs import GraphCalls
-from .calls.managed import ManagedCalls
 from .calls.memory import MemoryCalls
 from .calls.multicast import MulticastCalls
 from .calls.pools import PoolCalls
 from .calls.sharing import SharingCalls
-from .calls.streams import StreamCalls
 from .calls.virtual import VirtualMemoryCalls
 from .errors import NotModelled
 from .machine import Machine
@@ -25,17 +22,7 @@ from .profiles import MachineSpec
 
 
 class SimulatedDriver(
-    DeviceCalls,
-    ContextCalls,
-    StreamCalls,
-    MemoryCalls,
-    ManagedCalls,
-    GraphCalls,
-    ArrayCalls,
-    MulticastCalls,
-    PoolCalls,
-    VirtualMemoryCalls,
-    SharingCalls,
+    ContextCalls, MemoryCalls, GraphCalls, ArrayCalls, MulticastCalls, PoolCalls, VirtualMemoryCalls, SharingCalls
 ):
     """A simulated machine with the interface of ``cuda.bindings.driver``.
 

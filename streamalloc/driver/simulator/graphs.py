@@ -135,8 +135,7 @@ class Graph:
         memory = self.memories.get(device)
         if memory is None:
             memory = self.memories[device] = GraphMemory(self.graphs.devices[device].graphs)
-        earlier = ancestors(after) if memory.holes else ()
-        address = memory.place(size, earlier)
+        address = memory.place(size, ancestors(after) if memory.holes else ())
         node = self.add("MEM_ALLOC", after, values=values)
         node.address, node.size, node.device = address, size, device
         self.open[address] = node
@@ -201,8 +200,7 @@ class GraphExec:
 
     def launch(self, allocations: Allocations, stream: Stream) -> None:
         """Submit all nodes, one after the other: a stricter order than the graph asks for."""
-        memories = self.graph.memories.values()
-        live = [(memory, address) for memory in memories for address in memory.live]
+        live = [(memory, address) for memory in self.graph.memories.values() for address in memory.live]
         check(not live or self.flags & AUTO_FREE_ON_LAUNCH)
         others = [allocations.at.get(node.address) for node in self.nodes if node.is_other]
         check(all(isinstance(other, GraphAllocation) for other in others))
@@ -213,7 +211,7 @@ class GraphExec:
         if not carried_out:  # then it waits for no earlier launch (observed on H200: test_graph_nodes)
             stream.submit(Operation(), clock={})
             return
-        self._begin(stream)
+        self.upload(stream)
         for node in carried_out:
             if node.operation is not None:
                 stream.submit(copy.copy(node.operation), clock={})
@@ -231,13 +229,8 @@ class GraphExec:
             memory.live[node.address] = node.size
 
     def upload(self, stream: Stream) -> None:
-        """Reserve the memory that a launch in a stream needs."""
-        self._begin(stream)
-
-    def _begin(self, stream: Stream) -> None:
         """Have memory under the allocations, after all earlier launches: no two of them run at a time."""
-        memories = self.graph.memories.values()
-        earlier = [use for memory in memories for use in memory.uses.unfinished()]
+        earlier = [use for memory in self.graph.memories.values() for use in memory.uses.unfinished()]
         if self.last is not None:
             earlier.append(self.last)
         order: Clock = {}

@@ -10,27 +10,25 @@ import threading
 import weakref
 from collections.abc import Callable
 
-from . import call_lock, usage
-from .allocations import Allocation, Allocations, DeviceMemory, HostMemory, ManagedMemory, OpenedMemory
+from . import call_lock
+from .allocations import Allocation, Allocations, DeviceMemory, HostMemory, Managed, ManagedMemory, OpenedMemory
 from .arrays import Arrays
 from .banks import Banks
 from .constants import LEGACY_STREAM, PER_THREAD_STREAM, device_place
 from .contexts import Context, Device
 from .errors import BrokenMachineError, Fault, Result, need
 from .events import Event
-from .files import Names
+from .files import HOST_BANK, Names, Usage
 from .graph_memory import DeviceGraphMemory
 from .graphs import Graphs
 from .heap import Heap, Regions
 from .kernels.modules import Modules
-from .managed import Managed
 from .memory import Bank
 from .multicast import Multicast
 from .pool import Pools
 from .profiles import Link, MachineSpec, Profile
 from .sharing import Sharing
 from .timeline import Clock, Stream, Timeline, merge
-from .usage import Usage
 from .virtual import VirtualMemory
 
 
@@ -71,8 +69,8 @@ class Machine:
         self.usage: Usage | None = None
         if spec.given_name:
             self.usage = Usage(names)
-            host.share(self.usage, usage.HOST)
-            for number, bank in enumerate(banks.devices[: usage.HOST]):
+            host.share(self.usage, HOST_BANK)
+            for number, bank in enumerate(banks.devices[:HOST_BANK]):
                 bank.share(self.usage, number)
         banks.arenas.on_add = self.allocations.forget_registered
         self.managed: Managed = Managed(banks, self.allocations)

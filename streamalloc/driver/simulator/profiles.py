@@ -49,83 +49,6 @@ class Link:
     """By enum name without CU_DEVICE_P2P_ATTRIBUTE_."""
 
 
-@dataclass(frozen=True)
-class Profile:
-    """A kind of device and the host it sits in. In the mappings by name, the driver does not know what is None."""
-
-    source: str
-    """Machine that was read."""
-    name: str
-    driver_version: int
-    total_memory: int
-    context_overhead: int
-    """Bytes of the device's memory that the driver keeps for itself."""
-    context_free: tuple[int, ...]
-    """Bytes that the context leaves free in the regions of addresses of its own memory, by region."""
-    host_memory: int
-    host_pool_addresses: int
-    """Bytes of addresses that a pool of the host without a limit has. It is another number from day to day; 9 to 60 GiB
-    were seen.
-    """
-    numa_nodes: int
-    imex_channel: int
-    """Whether the user may open an IMEX channel: without one, fabric handles are not permitted."""
-    context_api_version: int
-    context_flags: int
-    stream_priorities: tuple[int, int]
-    """Least and greatest."""
-    pitch: int
-    """Rows of cuMemAllocPitch are multiples of this, in bytes."""
-    pool_chunk: int
-    """Pools grow by multiples of this, in bytes. This and the next two are equal on all machines that were read."""
-    pool_alignment: int
-    plain_block: int
-    """Size in bytes of the blocks that small allocations of cuMemAlloc share."""
-    granularities: Mapping[str, Mapping[str, Granularity | None]] = field(repr=False)
-    """By location type (DEVICE, HOST, HOST_NUMA) or MULTICAST, then by handle type."""
-    attributes: Mapping[str, int | None] = field(repr=False)
-    """Device attributes by enum name without CU_DEVICE_ATTRIBUTE_."""
-    limits: Mapping[str, Limit | None] = field(repr=False)
-    """Limits of contexts by enum name without CU_LIMIT_; those that are not here are not supported."""
-    devices: tuple[Mapping[str, int | None], ...] = field(repr=False)
-    """For each device that was read, the attributes whose values differ from ``attributes``."""
-    links: Mapping[tuple[int, int], Link] = field(repr=False)
-    """Links by the pair of devices: the one that has access, and the owner of the memory."""
-    error_strings: Mapping[str, str | None] = field(repr=False)
-    """Answers of cuGetErrorString, by enum name, that are not the name in lower case."""
-    identity: str = ""
-    """Built-in name, or digest of the file: the same for processes that simulate the same machine."""
-
-    def granularity(self, place: str = "DEVICE", handle_types: int = 0) -> Granularity | None:
-        """The granularity of memory that can be shared in all of these ways; None where the driver refuses."""
-        table = self.granularities[place]
-        kinds = [name for name, bit in HANDLE_TYPES.items() if handle_types & bit]
-        found = [table.get(name) for name in kinds or ["NONE"]]
-        known = [one for one in found if one is not None]
-        return Granularity(*map(max, zip(*known, strict=True))) if len(known) == len(found) else None
-
-    @functools.cached_property
-    def page(self) -> int:
-        """Bytes; address ranges and mappings are multiples of the least granularity of device memory."""
-        return min((one.minimum for one in self.granularities["DEVICE"].values() if one), default=BLOCK)
-
-    def device_attributes(self, ordinal: int) -> dict[str, int]:
-        """The attributes of a device that its driver knows."""
-        read = self.devices[min(ordinal, len(self.devices) - 1)]
-        found = {name: number for name, number in {**self.attributes, **read}.items() if number is not None}
-        found["PCI_DEVICE_ID"] += max(ordinal - len(self.devices) + 1, 0)
-        return found
-
-    def link(self, source: int, target: int) -> Link | None:
-        """The link between two devices. Devices beyond those that were read have the same link as all others; None
-        where these differ.
-        """
-        found = self.links.get((source, target))
-        others = list(self.links.values())
-        same = others and all(one == others[0] for one in others)
-        return found or (others[0] if same else None)
-
-
 # -- reading a file ------------------------------------------------------------------------------------------
 
 
@@ -143,18 +66,11 @@ def _shown(value: object) -> str:
 
 
 def _whole(least: int, most: int) -> Check:
+    one_of = f"a whole number from {least} to {most}" if least < most else f"{least}, the only one that is simulated"
+
     def check(at: str, value: Any) -> int:
         if type(value) is not int or not least <= value <= most:
-            raise ProfileError(f"{at} must be a whole number from {least} to {most}, got {_shown(value)}")
-        return value
-
-    return check
-
-
-def _exactly(only: int) -> Check:
-    def check(at: str, value: Any) -> int:
-        if type(value) is not int or value != only:
-            raise ProfileError(f"{at} must be {only}, the only one that is simulated, got {_shown(value)}")
+            raise ProfileError(f"{at} must be {one_of}, got {_shown(value)}")
         return value
 
     return check
@@ -241,31 +157,91 @@ def _links(at: str, value: Any) -> dict[tuple[int, int], Link]:
 _int32, _int64 = _whole(-(1 << 31), (1 << 31) - 1), _whole(0, (1 << 63) - 1)
 _numbers = _table(_int32)
 _LINK = _object(**{"from": _whole(0, 63), "to": _whole(0, 63), "access": _whole(0, 1), "attributes": _numbers})
-_FIELDS: dict[str, Check] = {
-    "source": _text,
-    "name": _text,
-    "driver_version": _whole(11000, 99990),
-    "total_memory": _whole(_GiB, 4 * _TiB),
-    "context_overhead": _whole(0, 64 * _GiB),
-    "context_free": _list(_whole(0, 32 << 20), 0, 4),
-    "host_memory": _whole(_GiB, 16 * _TiB),
-    "host_pool_addresses": _whole(CHUNK, 16 * _TiB),
-    "numa_nodes": _whole(1, 64),
-    "imex_channel": _whole(0, 1),
-    "context_api_version": _whole(0, 99999),
-    "context_flags": _whole(0, 255),
-    "stream_priorities": _priorities,
-    "pitch": _whole(1, 1 << 20),
-    "pool_chunk": _exactly(CHUNK),
-    "pool_alignment": _exactly(ALIGNMENT),
-    "plain_block": _exactly(BLOCK),
-    "granularities": _table(_table(_granularity)),
-    "attributes": _numbers,
-    "limits": _table(_limit),
-    "devices": _list(_numbers, 1),
-    "links": _links,
-    "error_strings": _table(_text),
-}
+
+
+def _read(check: Check, repr: bool = True) -> Any:
+    """A field of a profile that a file has."""
+    return field(repr=repr, metadata={"check": check})
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A kind of device and the host it sits in. In the mappings by name, the driver does not know what is None."""
+
+    source: str = _read(_text)
+    """Machine that was read."""
+    name: str = _read(_text)
+    driver_version: int = _read(_whole(11000, 99990))
+    total_memory: int = _read(_whole(_GiB, 4 * _TiB))
+    context_overhead: int = _read(_whole(0, 64 * _GiB))
+    """Bytes of the device's memory that the driver keeps for itself."""
+    context_free: tuple[int, ...] = _read(_list(_whole(0, 32 << 20), 0, 4))
+    """Bytes that the context leaves free in the regions of addresses of its own memory, by region."""
+    host_memory: int = _read(_whole(_GiB, 16 * _TiB))
+    host_pool_addresses: int = _read(_whole(CHUNK, 16 * _TiB))
+    """Bytes of addresses that a pool of the host without a limit has. It is another number from day to day; 9 to 60 GiB
+    were seen.
+    """
+    numa_nodes: int = _read(_whole(1, 64))
+    imex_channel: int = _read(_whole(0, 1))
+    """Whether the user may open an IMEX channel: without one, fabric handles are not permitted."""
+    context_api_version: int = _read(_whole(0, 99999))
+    context_flags: int = _read(_whole(0, 255))
+    stream_priorities: tuple[int, int] = _read(_priorities)
+    """Least and greatest."""
+    pitch: int = _read(_whole(1, 1 << 20))
+    """Rows of cuMemAllocPitch are multiples of this, in bytes."""
+    pool_chunk: int = _read(_whole(CHUNK, CHUNK))
+    """Pools grow by multiples of this, in bytes. This and the next two are equal on all machines that were read."""
+    pool_alignment: int = _read(_whole(ALIGNMENT, ALIGNMENT))
+    plain_block: int = _read(_whole(BLOCK, BLOCK))
+    """Size in bytes of the blocks that small allocations of cuMemAlloc share."""
+    granularities: Mapping[str, Mapping[str, Granularity | None]] = _read(_table(_table(_granularity)), repr=False)
+    """By location type (DEVICE, HOST, HOST_NUMA) or MULTICAST, then by handle type."""
+    attributes: Mapping[str, int | None] = _read(_numbers, repr=False)
+    """Device attributes by enum name without CU_DEVICE_ATTRIBUTE_."""
+    limits: Mapping[str, Limit | None] = _read(_table(_limit), repr=False)
+    """Limits of contexts by enum name without CU_LIMIT_; those that are not here are not supported."""
+    devices: tuple[Mapping[str, int | None], ...] = _read(_list(_numbers, 1), repr=False)
+    """For each device that was read, the attributes whose values differ from ``attributes``."""
+    links: Mapping[tuple[int, int], Link] = _read(_links, repr=False)
+    """Links by the pair of devices: the one that has access, and the owner of the memory."""
+    error_strings: Mapping[str, str | None] = _read(_table(_text), repr=False)
+    """Answers of cuGetErrorString, by enum name, that are not the name in lower case."""
+    identity: str = ""
+    """Built-in name, or digest of the file: the same for processes that simulate the same machine."""
+
+    def granularity(self, place: str = "DEVICE", handle_types: int = 0) -> Granularity | None:
+        """The granularity of memory that can be shared in all of these ways; None where the driver refuses."""
+        table = self.granularities[place]
+        kinds = [name for name, bit in HANDLE_TYPES.items() if handle_types & bit]
+        found = [table.get(name) for name in kinds or ["NONE"]]
+        known = [one for one in found if one is not None]
+        return Granularity(*map(max, zip(*known, strict=True))) if len(known) == len(found) else None
+
+    @functools.cached_property
+    def page(self) -> int:
+        """Bytes; address ranges and mappings are multiples of the least granularity of device memory."""
+        return min((one.minimum for one in self.granularities["DEVICE"].values() if one), default=BLOCK)
+
+    def device_attributes(self, ordinal: int) -> dict[str, int]:
+        """The attributes of a device that its driver knows."""
+        read = self.devices[min(ordinal, len(self.devices) - 1)]
+        found = {name: number for name, number in {**self.attributes, **read}.items() if number is not None}
+        found["PCI_DEVICE_ID"] += max(ordinal - len(self.devices) + 1, 0)
+        return found
+
+    def link(self, source: int, target: int) -> Link | None:
+        """The link between two devices. Devices beyond those that were read have the same link as all others; None
+        where these differ.
+        """
+        found = self.links.get((source, target))
+        others = list(self.links.values())
+        same = others and all(one == others[0] for one in others)
+        return found or (others[0] if same else None)
+
+
+_FIELDS: dict[str, Check] = {one.name: one.metadata["check"] for one in fields(Profile) if one.metadata}
 _MERGED = ("granularities", "attributes", "limits", "error_strings")
 """Tables that replace single entries of the base's."""
 _NEEDED = {
@@ -418,8 +394,8 @@ class MachineSpec:
     multicast_slots: int = 128
     patience: float = 10.0
     kernels: str = "refuse"
-    profile: Profile = field(init=False, repr=False, compare=False)
     host: str | None = None
+    profile: Profile = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.devices < 1:

@@ -57,10 +57,6 @@ def pack_memory(serial: int, *words: int) -> bytes:
     return unread + data[:24] + unread + data[24:48]
 
 
-def unpack_memory(data: bytes) -> tuple[int, ...] | None:
-    return unpack("memory", (data[8:32] + data[40:64]).ljust(HANDLE_BYTES, b"\0"), 5)
-
-
 @dataclass(eq=False)
 class OpenedBlock:
     """A block of another process's plain memory, and how many allocations in it are open here."""
@@ -203,7 +199,7 @@ class Sharing:
         """Open memory of another process, with a count. The whole block is mapped. Memory in an open block can be
         opened even after its owner has freed it (H200: test_sharing).
         """
-        words = need(unpack_memory(data))
+        words = need(unpack("memory", (data[8:32] + data[40:64]).ljust(HANDLE_BYTES, b"\0"), 5))
         where, size, offset, owner, number = words
         check(not self.names.is_own(where >> 32, owner), Result.CUDA_ERROR_INVALID_CONTEXT)
         found = self._opened.get(words)
@@ -217,8 +213,7 @@ class Sharing:
             block = self._blocks.get(key)
             if block is None:
                 check(is_locked(own, number))
-                end = -(-(offset + size) // BLOCK) * BLOCK
-                block = self._blocks[key] = self._map_block(own, start, end)
+                block = self._blocks[key] = self._map_block(own, start, -(-(offset + size) // BLOCK) * BLOCK)
         finally:
             os.close(own)
         address = block.reservation.base + offset - start
@@ -291,8 +286,7 @@ class Sharing:
         return shared
 
     def open_event(self, data: bytes) -> SharedEvent:
-        words = need(unpack("event", data, 4), Result.CUDA_ERROR_MAP_FAILED)
-        process, fd, index, owner = words
+        process, fd, index, owner = need(unpack("event", data, 4), Result.CUDA_ERROR_MAP_FAILED)
         check(not self.names.is_own(process, owner), Result.CUDA_ERROR_INVALID_CONTEXT)
         table = self._tables.get((process, fd, owner))
         if table is None:

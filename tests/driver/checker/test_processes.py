@@ -16,7 +16,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc, vmm
 from streamalloc.driver.bindings import cuda, opaque_bytes, opaque_struct
-from streamalloc.driver.checker import announcements, open_imports
+from streamalloc.driver.checker import announcements
 from streamalloc.testing import Gate
 from tests.driver.checker.corpus import PAGE, SIZE, Bench
 from tests.processes import Partner, There, eventually
@@ -128,9 +128,9 @@ def test_the_importer_frees_first_and_has_work_left(bench: Bench, partner: Partn
 def test_an_importer_that_was_killed_has_nothing(bench: Bench, on_cuda: bool) -> None:
     with Partner(on_cuda) as partner:
         shared = Shared(bench, partner)
-        assert open_imports.importers(shared.data) == [partner.pid]
+        assert announcements.importers(shared.data) == [partner.pid]
         partner.kill()
-        assert eventually(lambda: not open_imports.importers(shared.data))
+        assert eventually(lambda: not announcements.importers(shared.data))
         shared.buffer.free()
         assert kinds(bench) == []
 
@@ -208,20 +208,20 @@ def test_the_free_waits_for_importers_that_have_closed(bench: Bench, partner: Pa
 def test_a_process_that_has_ended_has_nothing() -> None:
     """Also before its parent has waited for it."""
     ended = subprocess.Popen([sys.executable, "-c", ""])
-    assert open_imports.alive(ended.pid)
+    assert announcements.alive(ended.pid)
     os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
-    assert not open_imports.alive(ended.pid)
+    assert not announcements.alive(ended.pid)
     ended.wait()
-    assert not open_imports.alive(ended.pid)
+    assert not announcements.alive(ended.pid)
 
 
 def test_a_process_that_is_exiting_has_nothing() -> None:
     """Its locks are released before its state changes (``PF_EXITING`` in proc(5))."""
     stat = Path("/proc/self/stat").read_bytes()
     fields = stat.split()
-    assert open_imports.runs(stat)
+    assert announcements.runs(stat)
     fields[8] = str(int(fields[8]) | 4).encode()
-    assert not open_imports.runs(b" ".join(fields))
+    assert not announcements.runs(b" ".join(fields))
 
 
 ARGUMENT = """

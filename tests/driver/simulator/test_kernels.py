@@ -276,6 +276,8 @@ def test_limits_of_launches(raw: Any, scale: list[Any]) -> None:
     ok(raw.cuFuncSetAttribute(function, shared, 64 << 10))
     ok(raw.cuLaunchKernel(*bytes_of_shared))
     assert raw.cuFuncSetAttribute(function, shared, 1 << 20) == refused
+    kernel = ok(raw.cuLibraryGetKernel(ok(raw.cuLibraryLoadData(b"\x7fELF", None, None, 0, None, None, 0)), b"scale"))
+    assert raw.cuKernelSetAttribute(shared, 1 << 20, kernel, 0) == refused
     # 2,048 threads of a multiprocessor are 2 blocks of 1,024, on 132 of them.
     assert ok(raw.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, 1024, 0)) == 2
     large = raw.cuLaunchCooperativeKernel(function, 265, 1, 1, 1024, 1, 1, 0, 0, typed(memory, 1.0))

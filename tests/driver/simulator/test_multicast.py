@@ -576,7 +576,7 @@ class TestBetweenProcesses:
         team = Team(rig, handle_types=POSIX_FD)
         fd = export(team)
         code = (
-            "from streamalloc.driver.simulator.multicast_table import MulticastTable; import time\n"
+            "from streamalloc.driver.simulator.multicast import MulticastTable; import time\n"
             f"with MulticastTable.open({fd}).locked(): print('locked', flush=True); time.sleep(60)"
         )
         with started(python(code), [fd]) as process:

@@ -12,8 +12,8 @@ from streamalloc import driver as sd
 from streamalloc import testing
 from streamalloc.driver.bindings import cuda, runtime
 from streamalloc.driver.internal import Runtime
-from streamalloc.driver.simulator.runtime.signatures import signature
-from streamalloc.driver.simulator.runtime.tables import DRIVER_CALLS, PROPERTIES, PROPERTY_LISTS
+from streamalloc.driver.simulator.runtime.tables import driver_call, properties
+from streamalloc.driver.simulator.runtime.translation import signature
 from tests.support import in_a_thread
 
 pytestmark = pytest.mark.simulated_only("the runtime over the simulated driver")
@@ -33,17 +33,47 @@ def rt(machine: Any) -> Any:
     return Runtime(machine)
 
 
-@pytest.mark.parametrize("name", sorted(DRIVER_CALLS))
-def test_the_table_names_calls_with_the_same_parameters_and_results(name: str) -> None:
-    ours, theirs = signature(cuda, DRIVER_CALLS[name]), signature(cudart, name)
+_CALLS = {
+    "cudaDeviceGetLimit": "cuCtxGetLimit",
+    "cudaDeviceGetP2PAttribute": "cuDeviceGetP2PAttribute",
+    "cudaDeviceFlushGPUDirectRDMAWrites": "cuFlushGPUDirectRDMAWrites",
+    "cudaEventCreateWithFlags": "cuEventCreate",
+    "cudaFree": "cuMemFree",
+    "cudaFreeArray": "cuArrayDestroy",
+    "cudaFreeMipmappedArray": "cuMipmappedArrayDestroy",
+    "cudaGetDeviceCount": "cuDeviceGetCount",
+    "cudaGetDeviceFlags": "cuCtxGetFlags",
+    "cudaGetMipmappedArrayLevel": "cuMipmappedArrayGetLevel",
+    "cudaGraphInstantiateWithFlags": "cuGraphInstantiate",
+    "cudaHostRegister": "cuMemHostRegister",
+    "cudaMallocFromPoolAsync": "cuMemAllocFromPoolAsync",
+    "cudaStreamCreateWithFlags": "cuStreamCreate",
+}
+
+
+@pytest.mark.parametrize(("name", "call"), _CALLS.items())
+def test_a_function_is_a_driver_call_with_the_same_parameters_and_results(name: str, call: str) -> None:
+    assert driver_call(name) == call
+    ours, theirs = signature(cuda, call), signature(cudart, name)
     assert len(ours.parameters) == len(theirs.parameters)
     assert len(ours.results) == len(theirs.results)
 
 
-def test_the_bindings_have_the_properties_of_the_table() -> None:
-    attributes = [*PROPERTIES.values(), *(one for several in PROPERTY_LISTS.values() for one in several)]
-    missing = [one for one in attributes if not hasattr(cuda.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{one}")]
-    assert missing == []
+def test_the_fields_of_properties_are_device_attributes() -> None:
+    names = {field: [one.name for one in members] for field, members in properties().items()}
+    prefix = "CU_DEVICE_ATTRIBUTE_"
+    assert names["warpSize"] == [f"{prefix}WARP_SIZE"]
+    assert names["maxThreadsDim"] == [f"{prefix}MAX_BLOCK_DIM_{axis}" for axis in "XYZ"]
+    assert names["maxTexture1D"] == [f"{prefix}MAXIMUM_TEXTURE1D_WIDTH"]
+    parts = ("WIDTH", "HEIGHT", "LAYERS")
+    assert names["maxSurface2DLayered"] == [f"{prefix}MAXIMUM_SURFACE2D_LAYERED_{one}" for one in parts]
+    parts = ("WIDTH", "HEIGHT", "DEPTH")
+    assert names["maxTexture3DAlt"] == [f"{prefix}MAXIMUM_TEXTURE3D_{one}_ALTERNATE" for one in parts]
+    fields = {one for one in dir(cudart.cudaDeviceProp) if not one.startswith("_")}
+    others = {"getPtr", "luid", "luidDeviceNodeMask", "name", "reserved", "totalGlobalMem", "uuid"}
+    assert fields - names.keys() <= others
+    one_each = {field for field, members in names.items() if len(members) == 1}
+    assert {field for field in names if type(getattr(cudart.cudaDeviceProp(), field)) is int} == one_each
 
 
 @in_a_thread

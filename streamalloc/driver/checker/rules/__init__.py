@@ -1,5 +1,1 @@
-"""The rules of all driver calls, by area."""
-
-from streamalloc.driver.checker.rules.all_calls import RULES
-
-__all__ = ["RULES"]
+"""The rules of all driver calls, by area; :mod:`.all_calls` has them by name."""

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from streamalloc.driver.checker.rules import contexts, graphs, mappings, memory, order, sharing, work
-from streamalloc.driver.checker.rules.rule import Answer, Arguments, Before, Finish, Rule
-from streamalloc.driver.checker.stacks import here
+from streamalloc.driver.checker.reports import here
+from streamalloc.driver.checker.rules import graphs, memory, order, sharing, work
+from streamalloc.driver.checker.rules.rule import Answer, Arguments, Before, Rule
 from streamalloc.driver.checker.state import State
-
-__all__ = ["RULES"]
+from streamalloc.driver.checker.uses import Finish
 
 RULES: dict[str, Rule] = {
-    name: rule
-    for area in (work, memory, order, contexts, graphs, mappings, sharing)
-    for name, rule in area.RULES.items()
+    name: rule for area in (work, memory, order, graphs, sharing) for name, rule in area.RULES.items()
 }
 _NEED_MEMORY = {
     "cuIpcGetMemHandle": 0,

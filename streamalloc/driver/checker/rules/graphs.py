@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 from streamalloc.driver.bindings import cuda
 from streamalloc.driver.checker.capture import Capture, Graph, Node
 from streamalloc.driver.checker.ranges import Range
+from streamalloc.driver.checker.reports import here
 from streamalloc.driver.checker.rules.order import batch_of_values
-from streamalloc.driver.checker.rules.rule import After, Answer, Arguments, Before, Finish, rules
+from streamalloc.driver.checker.rules.rule import Answer, Arguments, rules
 from streamalloc.driver.checker.rules.work import plane, rows
-from streamalloc.driver.checker.stacks import here
-from streamalloc.driver.checker.state import KERNEL, State, Touch, number_of
-
-__all__ = ["RULES"]
+from streamalloc.driver.checker.state import State
+from streamalloc.driver.checker.streams import number_of
+from streamalloc.driver.checker.uses import KERNEL, Finish, Touch
 
 _SET = int(cuda.CUstreamUpdateCaptureDependencies_flags.CU_STREAM_SET_CAPTURE_DEPENDENCIES)
 
@@ -73,29 +74,23 @@ def _ends_graph(state: State, name: str, args: Arguments, answer: Answer) -> Non
     state.graphs.pop(number_of(args[0]), None)
 
 
-def _adds(make: Callable[[State, str, Arguments], list[Node]]) -> After:
-    """A call that adds a node. Its graph is checked at instantiation: edges may follow."""
-
-    def rule(state: State, name: str, args: Arguments, answer: Answer) -> None:
-        graph = state.graph(args[0])
-        for node in make(state, name, args):
-            node.what, node.stack = node.what or name, node.stack or here()
-            graph.add(int(answer[1]), node, [int(one) for one in args[1] or ()])
-
-    return rule
+def _adds(
+    at: int, make: Callable[[State, Any], list[Node]], state: State, name: str, args: Arguments, answer: Answer
+) -> None:
+    """A call that adds a node, made of the argument ``at``. Its graph is checked at instantiation: edges may follow."""
+    graph = state.graph(args[0])
+    for node in make(state, args[at]):
+        node.what, node.stack = node.what or name, node.stack or here()
+        graph.add(int(answer[1]), node, [int(one) for one in args[1] or ()])
 
 
 def _use(state: State, touched: Iterable[Touch]) -> list[Node]:
     return [Node("use", pieces=state.pieces(touched))]
 
 
-def _checks(touched: Callable[[State, Any], Iterable[Touch]]) -> Before:
+def _checks(touched: Callable[[State, Any], Iterable[Touch]], state: State, name: str, args: Arguments) -> Finish:
     """A call that adds a node, which the driver may refuse for memory that was freed."""
-
-    def rule(state: State, name: str, args: Arguments) -> Finish:
-        return state.stale_at_launch(name, touched(state, args[3]), here())
-
-    return rule
+    return state.stale_at_launch(name, touched(state, args[3]), here())
 
 
 def _filled(state: State, one: Any) -> list[Touch]:
@@ -140,10 +135,6 @@ def _value_node(state: State, params: Any) -> list[Node]:
 
 def _child(state: State, graph: Any) -> list[Node]:
     return [replace(one, nested=True) for one in state.graph(graph).nodes]
-
-
-def _params_at(at: int, make: Callable[[State, Any], list[Node]]) -> After:
-    return _adds(lambda state, name, args: make(state, args[at]))
 
 
 def _host_node(state: State, params: Any) -> list[Node]:
@@ -204,30 +195,26 @@ def _ends_node(state: State, name: str, args: Arguments, answer: Answer) -> None
             graph.handles.pop(handle, None)
 
 
-def _sets(make: Callable[[State, Any], list[Node]]) -> After:
+def _sets(make: Callable[[State, Any], list[Node]], state: State, name: str, args: Arguments, answer: Answer) -> None:
     """A call that changes a node of a graph or of an executable graph."""
-
-    def rule(state: State, name: str, args: Arguments, answer: Answer) -> None:
-        executable = name.startswith("cuGraphExec")
-        handle, params = number_of(args[1 if executable else 0]), args[2 if executable else 1]
-        made = make(state, params)
-        kernel = make is _kernel_node or "KERNEL" in getattr(getattr(params, "type", None), "name", "")
-        for node in made:
-            node.what, node.stack, node.handle = name, here(), handle
-        if executable:
-            number = number_of(args[0])
-            nodes = _replaced(state, state.executables.get(number, []), handle, made)
-            state.executables[number] = _without_kernels(state, nodes) if kernel else nodes
-            return
-        having = [one for one in state.graphs.values() if any(node.handle == handle for node in one.nodes)]
-        for graph in having or state.graphs.values():
-            if having or len(_known(graph.nodes)) < len(graph.nodes):
-                nodes = _replaced(state, graph.nodes, handle, made)
-                graph.nodes = _without_kernels(state, nodes) if kernel else nodes
-                if handle in graph.handles:
-                    graph.handles[handle] = made
-
-    return rule
+    executable = name.startswith("cuGraphExec")
+    handle, params = number_of(args[1 if executable else 0]), args[2 if executable else 1]
+    made = make(state, params)
+    kernel = make is _kernel_node or "KERNEL" in getattr(getattr(params, "type", None), "name", "")
+    for node in made:
+        node.what, node.stack, node.handle = name, here(), handle
+    if executable:
+        number = number_of(args[0])
+        nodes = _replaced(state, state.executables.get(number, []), handle, made)
+        state.executables[number] = _without_kernels(state, nodes) if kernel else nodes
+        return
+    having = [one for one in state.graphs.values() if any(node.handle == handle for node in one.nodes)]
+    for graph in having or state.graphs.values():
+        if having or len(_known(graph.nodes)) < len(graph.nodes):
+            nodes = _replaced(state, graph.nodes, handle, made)
+            graph.nodes = _without_kernels(state, nodes) if kernel else nodes
+            if handle in graph.handles:
+                graph.handles[handle] = made
 
 
 def _without_kernels(state: State, nodes: list[Node]) -> list[Node]:
@@ -318,9 +305,9 @@ RULES = rules(
         "cuGraphCreate": _makes_graph,
         "cuGraphClone": _clones_graph,
         "cuGraphDestroy": _ends_graph,
-        **{f"cuGraphAdd{kind.call}Node": _params_at(3, kind.make) for kind in _KINDS},
-        "cuGraphAddEmptyNode": _adds(lambda state, name, args: [Node("use")]),
-        "cuGraphAddNode cuGraphAddNode_v2 cuGraphAddNode_v3": _params_at(-1, _node),
+        **{f"cuGraphAdd{kind.call}Node": partial(_adds, 3, kind.make) for kind in _KINDS},
+        "cuGraphAddEmptyNode": partial(_adds, 0, lambda state, graph: [Node("use")]),
+        "cuGraphAddNode cuGraphAddNode_v2 cuGraphAddNode_v3": partial(_adds, -1, _node),
         "cuGraphAddDependencies cuGraphAddDependencies_v2": _changes_edges,
         "cuGraphRemoveDependencies cuGraphRemoveDependencies_v2": _changes_edges,
         "cuGraphDestroyNode": _ends_node,
@@ -328,12 +315,12 @@ RULES = rules(
         "cuGraphExecUpdate": _updates_executable,
         "cuGraphExecDestroy": _ends_executable,
         "cuGraphNodeSetEnabled": _enables,
-        **{f"cuGraph{name} cuGraphExec{name}": _sets(make) for name, make in _SETTERS.items()},
+        **{f"cuGraph{name} cuGraphExec{name}": partial(_sets, make) for name, make in _SETTERS.items()},
     },
     before={
         "cuStreamEndCapture": _ends_capture,
         "cuGraphLaunch": _launches,
-        "cuGraphAddMemsetNode": _checks(_filled),
-        "cuGraphAddMemcpyNode": _checks(plane),
+        "cuGraphAddMemsetNode": partial(_checks, _filled),
+        "cuGraphAddMemcpyNode": partial(_checks, plane),
     },
 )

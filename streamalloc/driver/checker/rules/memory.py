@@ -1,4 +1,4 @@
-"""Memory that is allocated and freed, pools, and memory of the host."""
+"""Memory that is allocated and freed, pools, memory of the host, physical memory and its mappings."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 from streamalloc.driver.bindings import cuda
-from streamalloc.driver.checker.ranges import Range
-from streamalloc.driver.checker.rules.rule import After, Answer, Arguments, Finish, rules
-from streamalloc.driver.checker.stacks import here
-from streamalloc.driver.checker.state import OPENED, Array, State, number_of
-
-__all__ = ["RULES", "frees_at_once", "granted"]
-
+from streamalloc.driver.checker.ranges import Binding, Range
+from streamalloc.driver.checker.reports import here
+from streamalloc.driver.checker.rules.rule import After, Answer, Arguments, rules
+from streamalloc.driver.checker.state import OPENED, Array, Physical, State
+from streamalloc.driver.checker.streams import number_of
+from streamalloc.driver.checker.uses import Finish
 
 _DEVICE = int(cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE)
 _FORMATS = (("INT8", 1), ("INT16", 2), ("HALF", 2), ("INT32", 4), ("FLOAT", 4))
@@ -23,18 +22,15 @@ _PINNED = int(cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED)
 # -- stream order --------------------------------------------------------------------------------------------
 
 
-def _allocates(stream_at: int, pool_at: int | None) -> After:
-    def rule(state: State, name: str, args: Arguments, answer: Answer) -> None:
-        if not int(answer[1]):
-            return
-        if pool_at is not None:
-            pool = int(args[pool_at])
-        else:
-            device = state.devices.get(state.stream(args[stream_at]))
-            pool = state.current_pools.get(-1 if device is None else device, 0)
-        state.allocate(int(answer[1]), int(args[0]), args[stream_at], state.pools.get(pool), here())
-
-    return rule
+def _allocates(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    if not int(answer[1]):
+        return
+    if "FromPool" in name:
+        pool = int(args[1])
+    else:
+        device = state.devices.get(state.stream(args[-1]))
+        pool = state.current_pools.get(-1 if device is None else device, 0)
+    state.allocate(int(answer[1]), int(args[0]), args[-1], state.pools.get(pool), here())
 
 
 def _frees(state: State, name: str, args: Arguments) -> Finish:
@@ -132,15 +128,12 @@ def _ends_pool(state: State, name: str, args: Arguments, answer: Answer) -> None
         state.addresses.vacate(lambda one: one.grants is grants)
 
 
-def _finds_pool(current: bool) -> After:
-    def rule(state: State, name: str, args: Arguments, answer: Answer) -> None:
-        pool, device = int(answer[1]), _device(args)
-        if device is not None:
-            state.pools.setdefault(pool, {device: 3})
-            if current:
-                state.current_pools[device] = pool
-
-    return rule
+def _finds_pool(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    pool, device = int(answer[1]), _device(args)
+    if device is not None:
+        state.pools.setdefault(pool, {device: 3})
+        if "Default" not in name:
+            state.current_pools[device] = pool
 
 
 def _sets_pool(state: State, name: str, args: Arguments, answer: Answer) -> None:
@@ -171,10 +164,123 @@ def _grants_pool(state: State, name: str, args: Arguments) -> Finish:
     return lambda answer: None if answer[0] else grants.update(rights)
 
 
+# -- physical memory, its mappings, and multicast objects ----------------------------------------------------
+
+
+def _reserves(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    state.reserved.add(Range(int(answer[1]), int(args[0]), "reserved addresses", stack=here()))
+
+
+def _ends_reservation(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    start, size = number_of(args[0]), int(args[1])
+    state.reserved.remove(start)
+    state.addresses.vacate(lambda one: start <= one.base < start + size)
+
+
+def _creates(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    location = args[1].location
+    device = int(location.id) if int(location.type) == _DEVICE else None
+    made = state.physical[int(answer[1])] = Physical(int(args[0]), here(), device)
+    made.bytes.fresh = ((0, made.size),)
+
+
+def _releases(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    if not state.account.may_end(name, number_of(args[0])):
+        state.physical.pop(number_of(args[0]), None)
+
+
+def _retains(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    found = state.addresses.find(number_of(args[0]))
+    if found is None:
+        return
+    for memory in state.physical.values():
+        if found in memory.mappings:
+            state.physical[int(answer[1])] = memory
+            return
+    # The handle was released; the mapping keeps the memory.
+    memory = Physical(found.size, found.stack, None)
+    memory.bytes, memory.bindings = found.bytes, found.bindings
+    state.physical[int(answer[1])] = memory
+
+
+def _maps(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    memory = state.physical.get(number_of(args[3]))
+    if memory is None:
+        memory = state.physical[number_of(args[3])] = Physical(int(args[1]), (), None)
+    state.map(number_of(args[0]), int(args[1]), int(args[2]), memory, here())
+
+
+def _unmaps(state: State, name: str, args: Arguments) -> Finish:
+    return state.end(state.mappings(number_of(args[0]), int(args[1])), name, here(), "unmap")
+
+
+def _grants(state: State, name: str, args: Arguments) -> Finish:
+    rights = granted(args[2])
+    mappings = state.mappings(number_of(args[0]), int(args[1]))
+    for one in mappings:
+        state.revoke((one,), one.grants or {}, rights, name, here())
+
+    def finish(answer: Answer) -> None:
+        for one in () if answer[0] else mappings:
+            if one.grants is not None:
+                one.grants.update(rights)
+
+    return finish
+
+
+# -- multicast objects ---------------------------------------------------------------------------------------
+
+
+def _creates_multicast(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    state.physical[int(answer[1])] = Physical(int(args[0].size), here(), None, multicast=True)
+
+
+def _binds(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    # The device comes before the other arguments of the second version.
+    shift = int(name.endswith("_v2"))
+    target = state.physical.get(number_of(args[0]))
+    if target is None or target.bindings is None:
+        return
+    device = number_of(args[1]) if shift else None
+    if "BindMem" in name:
+        memory = state.physical.get(number_of(args[2 + shift]))
+        start, size = int(args[3 + shift]), int(args[4 + shift])
+        parts = [] if memory is None else [(memory.bytes, start, start + size)]
+        if device is None and memory is not None:
+            device = memory.device
+    else:
+        address, size = number_of(args[2 + shift]), int(args[3 + shift])
+        pieces = state.addresses.pieces(address, size)
+        parts = [part for one, low, high in pieces for part in one.physical(low, high)]
+    at = int(args[1 + shift])
+    for behind, first, last in parts:
+        target.bindings.append(Binding(at, last - first, behind, first, device))
+        at += last - first
+
+
+def _unbinds(state: State, name: str, args: Arguments) -> Finish:
+    target = state.physical.get(number_of(args[0]))
+    if target is None or target.bindings is None:
+        return lambda answer: None
+    bindings = target.bindings
+    device, start, size = number_of(args[1]), int(args[2]), int(args[3])
+    # Uses through the object must have ended; the mappings themselves stay.
+    state.end(target.mappings, name, here(), "unmap")((1,))
+
+    def finish(answer: Answer) -> None:
+        if answer[0]:
+            return
+        # The mappings share the list.
+        bindings[:] = [
+            one for one in bindings if one.device not in (None, device) or not (start <= one.offset < start + size)
+        ]
+
+    return finish
+
+
 RULES = rules(
     after={
-        "cuMemAllocAsync": _allocates(1, None),
-        "cuMemAllocFromPoolAsync": _allocates(2, 1),
+        "cuMemAllocAsync cuMemAllocFromPoolAsync": _allocates,
         "cuMemAlloc cuMemAllocManaged": _makes("device memory", _first),
         "cuMemAllocPitch": _makes("device memory", lambda args, answer: int(answer[2]) * int(args[1])),
         "cuMemHostAlloc cuMemAllocHost": _makes("pinned memory", _first),
@@ -184,14 +290,24 @@ RULES = rules(
         "cuMipmappedArrayGetLevel": _finds_level,
         "cuMemPoolCreate": _makes_pool,
         "cuMemPoolDestroy": _ends_pool,
-        "cuDeviceGetDefaultMemPool cuMemGetDefaultMemPool": _finds_pool(current=False),
-        "cuDeviceGetMemPool cuMemGetMemPool": _finds_pool(current=True),
+        "cuDeviceGetDefaultMemPool cuMemGetDefaultMemPool cuDeviceGetMemPool cuMemGetMemPool": _finds_pool,
         "cuDeviceSetMemPool cuMemSetMemPool": _sets_pool,
+        "cuMemAddressReserve": _reserves,
+        "cuMemAddressFree": _ends_reservation,
+        "cuMemCreate": _creates,
+        "cuMemRelease": _releases,
+        "cuMemRetainAllocationHandle": _retains,
+        "cuMemMap": _maps,
+        "cuMulticastCreate": _creates_multicast,
+        "cuMulticastBindMem cuMulticastBindAddr cuMulticastBindMem_v2 cuMulticastBindAddr_v2": _binds,
     },
     before={
         "cuMemFreeAsync": _frees,
         "cuMemFree cuMemFreeHost cuMemHostUnregister": frees_at_once,
         "cuMemPoolSetAccess": _grants_pool,
         "cuArrayDestroy cuMipmappedArrayDestroy": _ends_array,
+        "cuMemUnmap": _unmaps,
+        "cuMemSetAccess": _grants,
+        "cuMulticastUnbind": _unbinds,
     },
 )

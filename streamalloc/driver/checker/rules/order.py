@@ -1,4 +1,4 @@
-"""Streams, events and values in memory: calls that order operations."""
+"""Streams, events and values in memory: calls that order operations. The life of contexts."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from streamalloc.driver.bindings import cuda
-from streamalloc.driver.checker.events import Event
-from streamalloc.driver.checker.rules.rule import Answer, Arguments, Before, Finish, rules
-from streamalloc.driver.checker.stacks import from_package, here
-from streamalloc.driver.checker.state import State, nothing, number_of
-
-__all__ = ["RULES", "batch_of_values"]
-
+from streamalloc.driver.checker.capture import Event
+from streamalloc.driver.checker.reports import from_package, here
+from streamalloc.driver.checker.rules.rule import Answer, Arguments, Before, rules
+from streamalloc.driver.checker.state import State
+from streamalloc.driver.checker.streams import number_of
+from streamalloc.driver.checker.uses import Finish, nothing
 
 _INTERPROCESS = int(cuda.CUevent_flags.CU_EVENT_INTERPROCESS)
 _EXTERNAL = 1  # CU_EVENT_RECORD_EXTERNAL, CU_EVENT_WAIT_EXTERNAL
@@ -107,7 +106,8 @@ def _waits(state: State, name: str, args: Arguments, answer: Answer) -> None:
 
 
 def _context_waits(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    for stream in state.all_streams(number_of(args[0])):
+    """The streams of a green context are unknown: all wait."""
+    for stream in state.all_streams(None if "Green" in name else number_of(args[0])):
         state.wait(stream, state.event(args[1]))
 
 
@@ -117,39 +117,30 @@ def _records_elsewhere(state: State, name: str, args: Arguments, answer: Answer)
     event.mark, event.captured, event.foreign = None, None, True
 
 
-def _green_context_waits(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    for stream in state.all_streams():
-        state.wait(stream, state.event(args[1]))
-
-
 def _waits_for_others(state: State, name: str, args: Arguments, answer: Answer) -> None:
     """A wait for a semaphore of another library, which comes after all work so far."""
     state.wait(state.stream(args[-1]), Event(foreign=True))
 
 
-def _happened(count: int) -> Before:
-    """A call by which the host sees that its first ``count`` arguments, events, have happened."""
+def _happened(state: State, name: str, args: Arguments) -> Finish:
+    """A call by which the host sees that its arguments, events, have happened."""
+    state.sources.check()
+    events = [state.event(handle) for handle in args[:2]]
+    marks = [one.mark for one in events if one.mark is not None]
 
-    def rule(state: State, name: str, args: Arguments) -> Finish:
-        state.sources.check()
-        events = [state.event(handle) for handle in args[:count]]
-        marks = [one.mark for one in events if one.mark is not None]
+    def finish(answer: Answer) -> None:
+        if answer[0]:
+            return
+        for mark in marks:
+            state.timeline.force_mark(mark)
+            assert mark.clock is not None
+            state.timeline.host_observes(mark.clock)
+        for one in events:
+            unseen = state.interprocess.recorded_elsewhere(one)
+            if unseen is not None:
+                state.timeline.host_observes(unseen)
 
-        def finish(answer: Answer) -> None:
-            if answer[0]:
-                return
-            for mark in marks:
-                state.timeline.force_mark(mark)
-                assert mark.clock is not None
-                state.timeline.host_observes(mark.clock)
-            for one in events:
-                unseen = state.interprocess.recorded_elsewhere(one)
-                if unseen is not None:
-                    state.timeline.host_observes(unseen)
-
-        return finish
-
-    return rule
+    return finish
 
 
 # -- values --------------------------------------------------------------------------------------------------
@@ -193,6 +184,40 @@ def batch_of_values(state: State, stream: Any, operations: Any) -> None:
             state.write_value(stream, number_of(write.address), value, bits)
 
 
+# -- contexts: their end frees streams, device memory and pinned memory; pools and mappings live on -------------
+
+
+def _retains_context(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    state.primary[int(args[0])] = int(answer[1])
+
+
+def _ends_context(context: Callable[[State, Arguments], int], last: bool = False) -> Before:
+    """A call that ends a context after its work; ``last``: only if it released the last reference."""
+
+    def rule(state: State, name: str, args: Arguments) -> Finish:
+        ended, stack = context(state, args), here()
+        synchronised = state.synchronising(state.all_streams(ended))
+
+        def finish(answer: Answer) -> None:
+            if answer[0] or (last and _is_active(state, args[0])):
+                return
+            synchronised()
+            state.end_context(ended, name, stack)
+
+        return finish
+
+    return rule
+
+
+def _is_active(state: State, device: object) -> bool:
+    answer = state.answer("cuDevicePrimaryCtxGetState", device)
+    return not answer or bool(answer[1])
+
+
+def _primary(state: State, args: Arguments) -> int:
+    return state.primary.get(int(args[0]), 0)
+
+
 _VALUES = "cuStreamWriteValue32 cuStreamWriteValue64 cuStreamWaitValue32 cuStreamWaitValue64"
 RULES = rules(
     after={
@@ -201,12 +226,12 @@ RULES = rules(
         "cuEventRecord cuEventRecordWithFlags": _records,
         "cuCtxRecordEvent": _records_context,
         "cuStreamWaitEvent": _waits,
-        "cuCtxWaitEvent": _context_waits,
+        "cuCtxWaitEvent cuGreenCtxWaitEvent": _context_waits,
         "cuGreenCtxRecordEvent": _records_elsewhere,
-        "cuGreenCtxWaitEvent": _green_context_waits,
         "cuWaitExternalSemaphoresAsync": _waits_for_others,
         _VALUES: _value,
         "cuStreamBatchMemOp": _values,
+        "cuDevicePrimaryCtxRetain": _retains_context,
     },
     before={
         _VALUES: _names_value,
@@ -215,7 +240,9 @@ RULES = rules(
         "cuStreamQuery": _queries,
         "cuCtxSynchronize cuCtxSynchronize_v2": _synchronises_context,
         "cuEventDestroy": _ends(lambda state: state.events, lambda state, event: state.interprocess.destroyed(event)),
-        "cuEventSynchronize cuEventQuery": _happened(1),
-        "cuEventElapsedTime": _happened(2),
+        "cuEventSynchronize cuEventQuery cuEventElapsedTime": _happened,
+        "cuCtxDestroy": _ends_context(lambda state, args: number_of(args[0])),
+        "cuDevicePrimaryCtxReset": _ends_context(_primary),
+        "cuDevicePrimaryCtxRelease": _ends_context(_primary, last=True),
     },
 )

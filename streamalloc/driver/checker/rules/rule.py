@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
-from streamalloc.driver.checker.state import Finish, State
-
-__all__ = ["After", "Answer", "Arguments", "Before", "Finish", "Rule", "rules"]
+from streamalloc.driver.checker.state import State
+from streamalloc.driver.checker.uses import Finish
 
 Arguments: TypeAlias = "tuple[Any, ...]"
 Answer: TypeAlias = "tuple[Any, ...]"

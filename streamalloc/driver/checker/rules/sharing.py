@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from streamalloc.driver.bindings import cuda, opaque_bytes
-from streamalloc.driver.checker import announcements, open_imports
-from streamalloc.driver.checker.events import Event
+from streamalloc.driver.checker import announcements
+from streamalloc.driver.checker.capture import Event
 from streamalloc.driver.checker.ranges import Range
+from streamalloc.driver.checker.reports import from_package, here
 from streamalloc.driver.checker.rules.memory import frees_at_once
 from streamalloc.driver.checker.rules.rule import Answer, Arguments, rules
-from streamalloc.driver.checker.stacks import from_package, here
-from streamalloc.driver.checker.state import OPENED, Physical, State, number_of
-
-__all__ = ["RULES"]
+from streamalloc.driver.checker.state import OPENED, Physical, State
+from streamalloc.driver.checker.streams import number_of
 
 _FILE = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 _RANGE_SIZE = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_RANGE_SIZE
@@ -51,7 +50,7 @@ def _size_at(state: State, address: Any) -> int:
 def _opened(state: State, made: Range, data: bytes) -> None:
     made.bytes.shared = True
     state.addresses.add(made)
-    entry = open_imports.open_import(data)
+    entry = announcements.open_import(data)
     if entry is not None:
         state.interprocess.entries[made] = entry
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from streamalloc.driver.checker.clocks import Stream
-from streamalloc.driver.checker.rules.rule import Answer, Arguments, Finish, rules
-from streamalloc.driver.checker.stacks import here
-from streamalloc.driver.checker.state import State, Touch, number_of
-
-__all__ = ["RULES", "plane", "rows"]
+from streamalloc.driver.checker.reports import here
+from streamalloc.driver.checker.rules.rule import Answer, Arguments, rules
+from streamalloc.driver.checker.state import State
+from streamalloc.driver.checker.streams import number_of
+from streamalloc.driver.checker.uses import Finish, Touch
 
 _AT_CALL = 2  # CU_MEMCPY_SRC_ACCESS_ORDER_DURING_API_CALL, which older bindings lack
 _ROWS = 1 << 15

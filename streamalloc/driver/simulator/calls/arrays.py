@@ -12,7 +12,7 @@ from streamalloc.driver.bindings import cuda
 from .. import arguments, arrays
 from ..allocations import Allocation
 from ..arguments import Array, Device, MipmappedArray, Stream, UnsignedInt
-from ..arrays import TAIL, ArrayCopy, Box, BoxCopy, Layout, Linear, Remap, Storage, Tile
+from ..arrays import TAIL, ArrayCopy, Box, BoxCopy, Extent, Layout, Linear, Remap, Storage, Tile
 from ..blocks import round_up
 from ..constants import BLOCK, READ, READ_WRITE, TILE_SIZE
 from ..contexts import Context
@@ -48,18 +48,13 @@ class ArrayCalls(CopyCalls):
 
     # -- making and ending -----------------------------------------------------------------------------------
 
-    def cuArrayCreate(self, pAllocateArray: cuda.CUDA_ARRAY_DESCRIPTOR) -> Any:
-        context = self._array_context()
-        return self._make_array(context, self._ordinary(pAllocateArray, 0, 0))
-
-    def cuArray3DCreate(self, pAllocateArray: cuda.CUDA_ARRAY3D_DESCRIPTOR) -> Any:
-        context = self._array_context()
-        return self._make_array(context, self._layout(pAllocateArray))
-
-    def _make_array(self, context: Context, layout: Layout) -> Any:
-        array = arrays.Array(self._storage(context, layout))
+    def _create(self, descriptor: Any) -> Any:
+        array = arrays.Array(self._storage(self._array_context(), self._layout(descriptor)))
         self._machine.arrays.arrays[array.handle] = array
         return cuda.CUarray(array.handle)
+
+    cuArrayCreate: Any = call("pAllocateArray:cuda.CUDA_ARRAY_DESCRIPTOR", _create)
+    cuArray3DCreate: Any = call("pAllocateArray:cuda.CUDA_ARRAY3D_DESCRIPTOR", _create)
 
     def _storage(self, context: Context, layout: Layout) -> Storage:
         made = Storage(context, layout)
@@ -96,38 +91,36 @@ class ArrayCalls(CopyCalls):
         return [attributes.get(name, 0) for name in names]
 
     def _layout(self, descriptor: Any) -> Layout:
-        width, height, depth = int(descriptor.Width), int(descriptor.Height), int(descriptor.Depth)
-        number, channels, flags = (
-            arguments.number_in(descriptor, "Format", None),
-            int(descriptor.NumChannels),
-            descriptor.Flags,
-        )
-        if not flags & _SPARSE:
-            return self._ordinary(descriptor, depth, flags)
+        """The layout of an array; a CUDA_ARRAY_DESCRIPTOR has neither depth nor flags."""
+        width, height, depth = (int(getattr(descriptor, name, 0)) for name in ("Width", "Height", "Depth"))
+        number, channels = arguments.number_in(descriptor, "Format", None), int(descriptor.NumChannels)
+        flags = getattr(descriptor, "Flags", 0)
+        layered, solid, sparse = bool(flags & _LAYERED), depth > 0 and not flags & _LAYERED, bool(flags & _SPARSE)
+        described = (number, channels, flags)
+        (self._check_sparse if sparse else self._check_ordinary)((width, height, depth), described, layered, solid)
+        extent = (width, max(height, 1), depth if solid else 1)
+        layers, element = depth if layered else 0, _BYTES_OF_FORMAT[number] * channels
+        return Layout(extent, layers, solid, element, sparse=sparse, described=described, line=not height)
+
+    def _check_sparse(self, sizes: Extent, described: tuple[int, int, int], layered: bool, solid: bool) -> None:
+        (width, height, depth), (number, channels, flags) = sizes, described
         check(not flags & _NEVER_SPARSE and channels != 3)
         if number not in _BYTES_OF_FORMAT or channels not in (1, 2, 4) or flags & ~(_SPARSE | _LAYERED | _GATHER):
             raise NotModelled(f"a sparse array of format {number:#x}, {channels} channels and flags {flags:#x}")
         check(height or depth)  # there are none of one dimension
-        layered = bool(flags & _LAYERED)
-        solid = depth > 0 and not layered
         largest = self._largest(*("3D", "DEPTH") if solid else ("2D_LAYERED", "LAYERS") if layered else ("2D", ""))
         if not (solid or layered):
             check(width <= largest[0])
-        too_large = any(one > most for one, most in zip((width, height, depth), largest, strict=True))
+        too_large = any(one > most for one, most in zip(sizes, largest, strict=True))
         if too_large or not width or not height or (layered and not depth) or (solid and flags & _GATHER):
             raise NotModelled(f"a sparse array of {width} x {height} x {depth} with flags {flags:#x}")
-        extent = (width, height, depth if solid else 1)
-        element = _BYTES_OF_FORMAT[number] * channels
-        return Layout(extent, depth if layered else 0, solid, element, described=(number, channels, flags))
 
-    def _ordinary(self, descriptor: Any, depth: int, flags: int) -> Layout:
-        width, height = int(descriptor.Width), int(descriptor.Height)
-        number, channels = arguments.number_in(descriptor, "Format", None), int(descriptor.NumChannels)
+    def _check_ordinary(self, sizes: Extent, described: tuple[int, int, int], layered: bool, solid: bool) -> None:
+        (width, height, depth), (number, channels, flags) = sizes, described
         known = number in _BYTES_OF_FORMAT and not flags & ~(_LAYERED | _SURFACE | _GATHER)
         not_modelled(not known, f"an array of format {number:#x} and flags {flags:#x}")
-        layered, solid = bool(flags & _LAYERED), depth > 0 and not flags & _LAYERED
         check(channels in (1, 2, 4) and width and (height or layered or not depth))
-        check(bool(depth) if layered else True)
+        check(depth or not layered)
         check(not flags & _GATHER or (height and not depth))
         kind = "3D" if solid else "2D" if height else "1D"
         third = ("WIDTH", "HEIGHT", "DEPTH")[: int(kind[0])]
@@ -137,17 +130,7 @@ class ArrayCalls(CopyCalls):
         kind = f"{kind}_GATHER" if flags & _GATHER else kind
         attributes = self._array_context().device.attributes
         most = [attributes.get(f"MAXIMUM_{of}{kind}_{part}", 0) for part in third]
-        sizes = [size for size in (width, height, depth) if size]
-        check(all(size <= limit for size, limit in zip(sizes, most, strict=True)))
-        return Layout(
-            (width, max(height, 1), depth if solid else 1),
-            depth if layered else 0,
-            solid,
-            _BYTES_OF_FORMAT[number] * channels,
-            sparse=False,
-            described=(number, channels, flags),
-            line=not height,
-        )
+        check(all(size <= limit for size, limit in zip(filter(None, sizes), most, strict=True)))
 
     def cuArrayDestroy(self, hArray: Array) -> None:
         if hArray.mipmap is None:

@@ -1,18 +1,46 @@
-"""Contexts: primary ones, made ones, which is current, and peer access between them."""
+"""Devices, driver version and names of errors; contexts: primary ones, made ones, which is current, and peer access
+between them.
+"""
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 from streamalloc.driver.bindings import cuda
 
-from ..arguments import Context, ContextHandle, ContextOrCurrent, Device, Event, Size, UnsignedInt
+from .. import arguments
+from ..arguments import Context, ContextHandle, ContextOrCurrent, Device, Event, Int, Size, UnsignedInt
 from ..blocks import round_up
 from ..constants import BLOCK
-from ..errors import Result, check, need, not_modelled
+from ..errors import Fault, Result, check, need, not_modelled
 from ..profiles import Limit
 from .base import Calls, call
 
+
+def _names(enum: Any, prefix: str) -> dict[int, str]:
+    """Names by the driver's numbers: some have two names in the bindings."""
+    return {int(value): name.removeprefix(prefix) for name, value in enum.__members__.items()}
+
+
+_DEVICE_ATTRIBUTES = _names(cuda.CUdevice_attribute, "CU_DEVICE_ATTRIBUTE_")
+_PEER_ATTRIBUTES = _names(cuda.CUdevice_P2PAttribute, "CU_DEVICE_P2P_ATTRIBUTE_")
+
+
+def _pci(device: Device) -> str:
+    return "{PCI_DOMAIN_ID:04x}:{PCI_BUS_ID:02x}:{PCI_DEVICE_ID:02x}.0".format_map(device.attributes)
+
+
+_PROPERTIES = {  # fields of a CUdevprop
+    "maxThreadsPerBlock": "MAX_THREADS_PER_BLOCK",
+    "sharedMemPerBlock": "MAX_SHARED_MEMORY_PER_BLOCK",
+    "totalConstantMemory": "TOTAL_CONSTANT_MEMORY",
+    "SIMDWidth": "WARP_SIZE",
+    "memPitch": "MAX_PITCH",
+    "regsPerBlock": "MAX_REGISTERS_PER_BLOCK",
+    "clockRate": "CLOCK_RATE",
+    "textureAlign": "TEXTURE_ALIGNMENT",
+}
 _SCHEDULE_MASK = 0x07
 _KNOWN_FLAGS = 0x1F
 
@@ -27,7 +55,85 @@ _FOUR_BYTE_BANKS = cuda.CUsharedconfig.CU_SHARED_MEM_CONFIG_FOUR_BYTE_BANK_SIZE
 
 
 class ContextCalls(Calls):
-    """cuDevicePrimaryCtx*, cuCtx*."""
+    """cuInit, cuDevice*, cuGetError*, cuCtx*."""
+
+    def cuInit(self, Flags: UnsignedInt) -> None:
+        check(Flags == 0)
+        self._machine.ready = True
+
+    def cuDriverGetVersion(self) -> int:
+        return self._machine.profile.driver_version
+
+    def cuGetErrorName(self, error: Any) -> bytes:
+        return str(self._error(error).name).encode()
+
+    def cuGetErrorString(self, error: Any) -> bytes:
+        return need(self._machine.profile.error_strings.get(str(self._error(error).name))).encode()
+
+    @staticmethod
+    def _error(error: Any) -> Any:
+        try:
+            return Result(int(error))
+        except ValueError:
+            raise Fault(Result.CUDA_ERROR_INVALID_VALUE) from None
+
+    def cuDeviceGetCount(self) -> int:
+        return len(self._machine.devices)
+
+    def cuDeviceGet(self, ordinal: Int) -> Any:
+        check(0 <= ordinal < len(self._machine.devices), Result.CUDA_ERROR_INVALID_DEVICE)
+        return cuda.CUdevice(ordinal)
+
+    def cuDeviceGetName(self, length: Int, dev: Device) -> bytes:
+        check(length > 0)
+        return self._machine.profile.name.encode()[: length - 1].ljust(length, b"\0")
+
+    def cuDeviceGetUuid(self, dev: Device) -> Any:
+        found, uuid = dev.uuid, cuda.CUuuid()
+        ctypes.memmove(int(uuid.getPtr()), found, len(found))
+        return uuid
+
+    cuDeviceGetUuid_v2 = cuDeviceGetUuid
+
+    def cuDeviceTotalMem(self, dev: Device) -> int:
+        return dev.bank.total
+
+    def cuDeviceGetAttribute(self, attrib: Any, dev: Device) -> int:
+        number = int(attrib.value) if hasattr(attrib, "value") else arguments.signed_int(attrib)
+        return need(dev.attributes.get(_DEVICE_ATTRIBUTES.get(number, "")))
+
+    def cuDeviceGetProperties(self, dev: Device) -> Any:
+        attributes, properties = dev.attributes, cuda.CUdevprop()
+        for name, attribute in _PROPERTIES.items():
+            setattr(properties, name, attributes[attribute])
+        properties.maxThreadsDim = [attributes[f"MAX_BLOCK_DIM_{axis}"] for axis in "XYZ"]
+        properties.maxGridSize = [attributes[f"MAX_GRID_DIM_{axis}"] for axis in "XYZ"]
+        return properties
+
+    def cuDeviceComputeCapability(self, dev: Device) -> tuple[int, int]:
+        attributes = dev.attributes
+        return attributes["COMPUTE_CAPABILITY_MAJOR"], attributes["COMPUTE_CAPABILITY_MINOR"]
+
+    def cuDeviceGetPCIBusId(self, length: Int, dev: Device) -> bytes:
+        name = _pci(dev).encode()
+        check(length > len(name))
+        # observed on H200 (test_device): one terminating zero, and the rest of the buffer as it was
+        return (name + b"\0").ljust(length, b" ")
+
+    def cuDeviceGetByPCIBusId(self, pciBusId: Any) -> Any:
+        """By the name that cuDeviceGetPCIBusId returns. The documentation allows shorter ones, too."""
+        wanted = bytes(pciBusId).partition(b"\0")[0].decode(errors="replace").lower()
+        known = {_pci(device): device.ordinal for device in self._machine.devices}
+        not_modelled(wanted not in known, f"the PCI bus ID {wanted!r}: known are {', '.join(known)}")
+        return cuda.CUdevice(known[wanted])
+
+    def cuDeviceCanAccessPeer(self, dev: Device, peerDev: Device) -> int:
+        return int(dev is not peerDev and self._machine.has_access(dev.ordinal, peerDev.ordinal))
+
+    def cuDeviceGetP2PAttribute(self, attrib: cuda.CUdevice_P2PAttribute, srcDevice: Device, dstDevice: Device) -> int:
+        check(srcDevice is not dstDevice, Result.CUDA_ERROR_INVALID_DEVICE)
+        link = self._machine.link(srcDevice.ordinal, dstDevice.ordinal)
+        return need(link.attributes.get(_PEER_ATTRIBUTES.get(attrib, "")))
 
     # -- primary contexts ------------------------------------------------------------------------------------
 
@@ -71,7 +177,9 @@ class ContextCalls(Calls):
         return cuda.CUcontext(context.handle)
 
     # cuCtxCreate(flags, dev) became cuCtxCreate(params, flags, dev) in the bindings for CUDA 13.
-    cuCtxCreate = call("flags dev:Device", cuCtxCreate_v4, None) if hasattr(cuda, "cuCtxCreate_v4") else cuCtxCreate_v4
+    cuCtxCreate: Any = (
+        call("flags dev:Device", cuCtxCreate_v4, None) if hasattr(cuda, "cuCtxCreate_v4") else cuCtxCreate_v4
+    )
 
     def cuCtxDestroy(self, ctx: Context) -> None:
         check(not ctx.primary, Result.CUDA_ERROR_INVALID_CONTEXT)
@@ -110,13 +218,8 @@ class ContextCalls(Calls):
     def cuCtxGetDevice_v2(self, ctx: ContextOrCurrent) -> Any:
         return cuda.CUdevice(ctx.device.ordinal)
 
-    def cuCtxSynchronize(self) -> None:
-        self._synchronize(self._machine.current())
-
-    def cuCtxSynchronize_v2(self, ctx: ContextOrCurrent) -> None:
-        self._synchronize(ctx)
-
-    def _synchronize(self, context: Context) -> None:
+    def _synchronize(self, given: Context | None = None) -> None:
+        context = given or self._machine.current()
         self._no_stream_captures(context)
         self._unsafe_during_capture()
         clock, unfinished, gone = context.clock(), context.unfinished(), list(context.retired.items())
@@ -125,6 +228,9 @@ class ContextCalls(Calls):
             if context.retired.get(number) == seq:
                 del context.retired[number]
         context.check()
+
+    cuCtxSynchronize: Any = call("", _synchronize)
+    cuCtxSynchronize_v2: Any = call("ctx:ContextOrCurrent", _synchronize)
 
     def _no_stream_captures(self, context: Context) -> None:
         """Refuse a call on all streams of a context while one is captured, and invalidate each capture there."""
@@ -169,8 +275,7 @@ class ContextCalls(Calls):
     # -- limits ----------------------------------------------------------------------------------------------
 
     def _limit(self, limit: Any) -> tuple[str, Limit]:
-        number = int(limit)
-        name = _NAMES.get(number, "MAX")
+        name = _NAMES.get(int(limit), "MAX")
         not_modelled(name == "PER_BLOCK_MEMORY_SIZE", "the limit PER_BLOCK_MEMORY_SIZE")
         check(name != "MAX")
         return name, need(self._machine.profile.limits.get(name), Result.CUDA_ERROR_UNSUPPORTED_LIMIT)

@@ -12,7 +12,7 @@ from typing import Any
 from streamalloc.driver.bindings import cuda, read_handle_types
 
 from .. import arguments, graphs
-from ..arguments import Device, Graph, GraphExec, Node, Stream, UnsignedInt, UnsignedLongLong
+from ..arguments import Device, Function, Graph, GraphExec, Node, Stream, UnsignedInt, UnsignedLongLong
 from ..constants import PINNED, READ_WRITE, Location
 from ..contexts import Context
 from ..copy_operations import fill
@@ -21,7 +21,7 @@ from ..graphs import AUTO_FREE_ON_LAUNCH, RELAXED, Capture, Values, Work
 from ..kernels.calls import KernelCalls, node_values
 from .base import EDGE_DATA, call
 from .copies import FILL_FIELDS, PROMISED, CopyCalls, copy_values
-from .stream_memory import StreamMemoryCalls
+from .streams import StreamCalls
 
 _ACTIVE = cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
 _INACTIVE = cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
@@ -80,7 +80,7 @@ def _read_params(params: Any) -> tuple[str, tuple[Any, ...]]:
     return kind, _IN_PARAMS[kind](params)
 
 
-class GraphCalls(CopyCalls, StreamMemoryCalls, KernelCalls):
+class GraphCalls(CopyCalls, StreamCalls, KernelCalls):
     """cuStream*Capture*, cuGraph*, cuDevice*GraphMem*."""
 
     # -- capture ---------------------------------------------------------------------------------------------
@@ -228,8 +228,7 @@ class GraphCalls(CopyCalls, StreamMemoryCalls, KernelCalls):
         elif kind == "MEM_FREE":  # it need not depend on the allocation (observed on H200: test_graph_nodes)
             node = graph.free(arguments.device_pointer(*params), after)
         elif kind == "GRAPH":
-            child = self._without_memory(self._find(Graph, *params)).clone()
-            node = graph.add(kind, after, child=child)
+            node = graph.add(kind, after, child=self._without_memory(self._find(Graph, *params)).clone())
         else:
             node = graph.add(kind, after, **self._work(kind, graph, *params))
         return cuda.CUgraphNode(node.handle)
@@ -339,7 +338,7 @@ class GraphCalls(CopyCalls, StreamMemoryCalls, KernelCalls):
         return {"operation": self._batch(context, params.paramArray, int(params.count), int(params.flags), True)}
 
     def _kernel_of_node(self, graph: Graph, params: Any) -> Work:
-        function = self._function(int(params.func) or int(params.kern))
+        function: Function = self._find(Function, int(params.func) or int(params.kern))
         context = function.module.context or self._context_of_node(params.ctx)
         sizes = tuple(int(getattr(params, f"{part}Dim{axis}")) for part in ("grid", "block") for axis in "XYZ")
         shape = self._shape(function, (*sizes, int(params.sharedMemBytes)))
@@ -361,21 +360,16 @@ class GraphCalls(CopyCalls, StreamMemoryCalls, KernelCalls):
     def _params_of_node(self, kind: str, struct: str, node: Node) -> Any:
         check(node.kind == kind)
         made = getattr(cuda, struct)()
-        for name, value in need(node.values, "the parameters of this node").items():
+        values = dict(need(node.values, "the parameters of this node"))
+        values.pop("cells", None)  # which has the arguments of a kernel
+        for name, value in values.items():
             setattr(made, name, cuda.CUmemorytype(value) if name.endswith("MemoryType") else value)
         return made
 
     cuGraphMemsetNodeGetParams: Any = call("hNode", _params_of_node, "MEMSET", "CUDA_MEMSET_NODE_PARAMS")
     cuGraphMemcpyNodeGetParams: Any = call("hNode", _params_of_node, "MEMCPY", "CUDA_MEMCPY3D")
+    cuGraphKernelNodeGetParams: Any = call("hNode", _params_of_node, "KERNEL", "CUDA_KERNEL_NODE_PARAMS")
     cuGraphHostNodeGetParams: Any = call("hNode", _params_of_node, "HOST", "CUDA_HOST_NODE_PARAMS")
-
-    def cuGraphKernelNodeGetParams(self, hNode: Node) -> Any:
-        check(hNode.kind == "KERNEL")
-        made = cuda.CUDA_KERNEL_NODE_PARAMS()
-        for name, value in (hNode.values or {}).items():
-            if name != "cells":
-                setattr(made, name, value)
-        return made
 
     # Attributes of kernel nodes: they are kept, and change nothing.
 
@@ -477,8 +471,7 @@ class GraphCalls(CopyCalls, StreamMemoryCalls, KernelCalls):
         return int(hGraphExec.nodes[self._instantiated(hGraphExec, hNode, *_CHANGEABLE)].enabled)
 
     def cuGraphNodeSetEnabled(self, hGraphExec: GraphExec, hNode: Node, isEnabled: UnsignedInt) -> None:
-        number = self._instantiated(hGraphExec, hNode, *_CHANGEABLE)
-        hGraphExec.nodes[number].enabled = bool(isEnabled)
+        hGraphExec.nodes[self._instantiated(hGraphExec, hNode, *_CHANGEABLE)].enabled = bool(isEnabled)
 
     # -- looking at graphs -----------------------------------------------------------------------------------
 
@@ -571,12 +564,11 @@ class GraphCalls(CopyCalls, StreamMemoryCalls, KernelCalls):
         self._check_launch(hStream, "cuGraphLaunch")
         hGraphExec.launch(self._machine.allocations, hStream)
 
-    def cuGraphUpload(self, hGraphExec: GraphExec, hStream: Stream) -> None:
-        self._upload(hGraphExec, hStream)
-
     def _upload(self, instance: GraphExec, stream: Stream) -> None:
         self._check_launch(stream, "cuGraphUpload")
         instance.upload(stream)
+
+    cuGraphUpload: Any = call("hGraphExec hStream:Stream", _upload)
 
     def cuGraphExecGetFlags(self, hGraphExec: GraphExec) -> Any:
         return cuda.cuuint64_t(hGraphExec.flags & ~_USE_NODE_PRIORITY)

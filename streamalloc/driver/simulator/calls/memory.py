@@ -1,20 +1,37 @@
-"""Memory outside pools: device memory, pinned and registered host memory, and pointer attributes."""
+"""Memory outside pools: device memory, pinned and registered host memory, and pointer attributes; managed memory, its
+prefetches and advice.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from streamalloc.driver.bindings import cuda
 
 from .. import arguments
-from ..allocations import Allocation, DeviceMemory, GraphAllocation, HostMemory, ManagedMemory, OpenedMemory, PoolMemory
-from ..arguments import DevicePointer, HostPointer, Size, UnsignedInt
+from ..allocations import (
+    Advice,
+    Allocation,
+    DeviceMemory,
+    Discard,
+    GraphAllocation,
+    HostMemory,
+    ManagedMemory,
+    OpenedMemory,
+    PoolMemory,
+    common,
+    pages_of,
+    prefetch,
+)
+from ..arguments import DevicePointer, HostPointer, Size, Stream, UnsignedInt
 from ..blocks import round_up
-from ..constants import CHUNK
-from ..errors import Result, check, need, need_a, not_modelled
+from ..constants import CHUNK, HOST, LEGACY_STREAM, Location, Place
+from ..errors import NotModelled, Result, check, need, need_a, not_modelled
 from ..memory import is_host_memory
-from .base import Calls, call
+from ..timeline import Operation
+from .base import EDGE_DATA, Calls, call
 from .virtual import MAPPED_ATTRIBUTES, right_of_current
 
 _HOST_ALLOC_FLAGS = 0x7  # portable, device map, write combined
@@ -22,10 +39,78 @@ _HOST_REGISTER_FLAGS = 0xF
 _HOST_REGISTER_SPECIAL = 0xC  # I/O memory, read only
 _PORTABLE, _DEVICE_MAPPED, _WRITE_COMBINED = 1, 2, 4
 _SYNC_MEMOPS = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_SYNC_MEMOPS
+# -- cuPointerGetAttribute -----------------------------------------------------------------------------------
+
+_MEMORY_TYPE_HOST, _MEMORY_TYPE_DEVICE = 1, 2
+
+
+def _in_pool(allocation: Allocation) -> bool:
+    return isinstance(allocation, (PoolMemory, GraphAllocation))
+
+
+_POINTER_ATTRIBUTES: dict[str, Callable[[Allocation, int], Any]] = {
+    "CONTEXT": lambda a, at: cuda.CUcontext(0 if a.context is None or _in_pool(a) else a.context.handle),
+    "MEMORY_TYPE": lambda a, at: _MEMORY_TYPE_HOST if a.on_host else _MEMORY_TYPE_DEVICE,
+    "DEVICE_POINTER": lambda a, at: cuda.CUdeviceptr(at) if a.known else None,
+    "HOST_POINTER": lambda a, at: at if a.on_host or a.managed else None,
+    "SYNC_MEMOPS": lambda a, at: a.waits,
+    "BUFFER_ID": lambda a, at: a.id,
+    "IS_MANAGED": lambda a, at: a.managed,
+    "DEVICE_ORDINAL": lambda a, at: _ordinal(a),
+    "IS_LEGACY_CUDA_IPC_CAPABLE": lambda a, at: isinstance(a, DeviceMemory),
+    "RANGE_START_ADDR": lambda a, at: cuda.CUdeviceptr(_range_start(a)),
+    "RANGE_SIZE": lambda a, at: a.size,
+    "MAPPED": lambda a, at: True,
+    "ALLOWED_HANDLE_TYPES": lambda a, at: 0 if a.pool is None else a.pool.handle_types,
+    "IS_GPU_DIRECT_RDMA_CAPABLE": lambda a, at: int(isinstance(a, DeviceMemory) and _has_rdma(a)),
+    "ACCESS_FLAGS": lambda a, at: 3,  # read and write
+    "MEMPOOL_HANDLE": lambda a, at: cuda.CUmemoryPool(0 if a.pool is None else a.pool.handle),
+}
+_PREFIX = "CU_POINTER_ATTRIBUTE_"
+_NOT_READ_BY_BINDINGS = (
+    "MAPPING_SIZE",
+    "MAPPING_BASE_ADDR",
+    "MEMORY_BLOCK_ID",
+    "IS_HW_DECOMPRESS_CAPABLE",
+    "LOCALITY_DOMAIN_ORDINAL",
+)
+
+
+def _has_rdma(allocation: Allocation) -> bool:
+    return allocation.context is not None and allocation.context.device.attributes["GPU_DIRECT_RDMA_SUPPORTED"] == 1
+
+
+def _range_start(allocation: Allocation) -> int:
+    """In a host's pool this is a place in one of its chunks instead (observed on H200: test_pointer_attributes)."""
+    if isinstance(allocation, PoolMemory) and allocation.on_host:
+        return allocation.block.start % CHUNK
+    return allocation.base
+
+
+def _ordinal(allocation: Allocation) -> int:
+    if isinstance(allocation, OpenedMemory):
+        return allocation.owner
+    if allocation.device is not None and allocation.mapping is None:
+        return allocation.device
+    return 0 if allocation.context is None else allocation.context.device.ordinal
+
+
+_ABSENT = {
+    **dict.fromkeys(("DEVICE_POINTER", "RANGE_START_ADDR"), cuda.CUdeviceptr(0)),
+    **dict.fromkeys(("SYNC_MEMOPS", "IS_MANAGED", "IS_LEGACY_CUDA_IPC_CAPABLE", "MAPPED"), False),
+    **{"CONTEXT": cuda.CUcontext(0), "MEMPOOL_HANDLE": cuda.CUmemoryPool(0)},
+}
+"""Values of cuPointerGetAttributes for an unknown address, where that is not the int 0."""
+
+
+_GLOBAL, _HOST, _SINGLE = 1, 2, 4  # CUmemAttach_flags
+_READ_MOSTLY, _PREFERRED, _ACCESSED_BY = (1, 2), (3, 4), (5, 6)  # CUmem_advise: to set, to unset
+_CPU, _NONE = -1, -2  # CU_DEVICE_CPU, CU_DEVICE_INVALID
+_INT = 4
 
 
 class MemoryCalls(Calls):
-    """cuMemAlloc, cuMemHost*, cuMemGetInfo, cuPointerGetAttribute."""
+    """cuMemAlloc, cuMemHost*, cuMemGetInfo, cuPointerGetAttribute; cuMemAllocManaged, cuMemPrefetch*, cuMemAdvise."""
 
     # -- device memory ---------------------------------------------------------------------------------------
 
@@ -44,8 +129,7 @@ class MemoryCalls(Calls):
         self._unsafe_during_capture()
         check(size)
         device = context.device
-        got = need(device.heap.allocate(size), Result.CUDA_ERROR_OUT_OF_MEMORY)
-        address, block, _ = got
+        address, block, _ = need(device.heap.allocate(size), Result.CUDA_ERROR_OUT_OF_MEMORY)
         machine.allocations.add(DeviceMemory(address, size, device.ordinal, context, block))
         return address
 
@@ -142,8 +226,7 @@ class MemoryCalls(Calls):
         mapping, base = allocation.mapping, allocation.base
         if mapping is not None:
             not_modelled(mapping.is_multicast, "cuMemGetAddressRange of a multicast object")
-            right = right_of_current(self._machine, mapping, "ACCESS_FLAGS")
-            check(right, Result.CUDA_ERROR_NOT_FOUND)
+            check(right_of_current(self._machine, mapping, "ACCESS_FLAGS"), Result.CUDA_ERROR_NOT_FOUND)
             if (
                 mapping.memory.properties.device is None
             ):  # the address is missing (observed on H200: test_host_mappings)
@@ -196,66 +279,159 @@ class MemoryCalls(Calls):
         check(allocation.mapping is None, Result.CUDA_ERROR_NOT_SUPPORTED)
         allocation.waits = bool(value)
 
+    def cuMemAllocManaged(self, bytesize: Size, flags: UnsignedInt) -> Any:
+        context = self._machine.current()
+        self._unsafe_during_capture()
+        check(bytesize and flags in (_GLOBAL, _HOST))
+        check(self._machine.supports("MANAGED_MEMORY", context.device.ordinal), Result.CUDA_ERROR_NOT_SUPPORTED)
+        return cuda.CUdeviceptr(self._machine.managed.allocate(bytesize, context))
 
-# -- cuPointerGetAttribute -----------------------------------------------------------------------------------
+    def cuStreamAttachMemAsync(self, hStream: Stream, dptr: DevicePointer, length: Size, flags: UnsignedInt) -> None:
+        """On devices with concurrent managed access an association has no effect, and nothing shows it."""
+        allocation = self._managed(dptr, length)
+        check(flags in (_GLOBAL, _HOST, _SINGLE) and dptr == allocation.base and length in (0, allocation.size))
+        check(flags != _SINGLE or hStream.handle > LEGACY_STREAM)
+        not_modelled(allocation.pool is not None, "cuStreamAttachMemAsync of memory of a pool")
+        able = self._machine.supports("CONCURRENT_MANAGED_ACCESS", hStream.context.device.ordinal)
+        not_modelled(not able, "cuStreamAttachMemAsync on a device without concurrent managed access")
+        self._check_launch(hStream, "cuStreamAttachMemAsync")
+        hStream.submit(Operation())
 
-_MEMORY_TYPE_HOST, _MEMORY_TYPE_DEVICE = 1, 2
+    def _managed(self, address: int, size: int) -> Allocation:
+        allocation = need(self._machine.allocations.find(address))
+        check(allocation.managed and address + size <= allocation.base + allocation.size)
+        return allocation
+
+    def _place(self, location: Any, allowed: tuple[int, ...]) -> Place:
+        """A location; the NUMA node nearest to the caller is node 0."""
+        place = arguments.place(location)
+        if place.type == Location.DEVICE:
+            check(0 <= place.id < len(self._machine.devices), Result.CUDA_ERROR_INVALID_DEVICE)
+            # as users report of prefetches and advice (rapidsai/rmm#2023, intel/llvm#4809, owl-project/owl#43)
+            able = self._machine.supports("CONCURRENT_MANAGED_ACCESS", place.id)
+            check(able, Result.CUDA_ERROR_INVALID_DEVICE)
+            return place
+        check(place.type in allowed)
+        if place.type == Location.HOST:
+            return HOST
+        node = place.id if place.type == Location.HOST_NUMA else 0
+        not_modelled(not 0 <= node < self._machine.profile.numa_nodes, f"the NUMA node {node} as a location")
+        return Place(Location.HOST_NUMA, node)
+
+    # -- prefetches and discards -----------------------------------------------------------------------------
+
+    def cuMemPrefetchAsync(
+        self, devPtr: DevicePointer, count: Size, location: cuda.CUmemLocation, flags: UnsignedInt, hStream: Any
+    ) -> None:
+        place = self._place(location, _ANYWHERE)
+        stream = self._find(Stream, hStream)
+        check(not flags and count)
+        allocation = self._managed(devPtr, count)
+        able = self._machine.supports("CONCURRENT_MANAGED_ACCESS", stream.context.device.ordinal)
+        check(able, Result.CUDA_ERROR_INVALID_DEVICE)
+        self._check_launch(stream, "cuMemPrefetchAsync")
+        pages_of(allocation).change(devPtr, devPtr + count, prefetch(place))
+        stream.submit(Operation())
+
+    def _managed_batch(self, name: str, dptrs: Any, sizes: Any, count: int, *more: Any) -> None:
+        """``more``: where prefetches go to, if there are any, then flags and a stream."""
+        *destinations, flags, handle = more
+        addresses = [int(one) for one in arguments.structs("dptrs", dptrs, cuda.CUdeviceptr, count)]
+        lengths = arguments.numbers(sizes, count)
+        check(count and all(lengths) and not flags and handle not in (0, LEGACY_STREAM))
+        stream = self._machine.stream(handle)
+        concurrent = self._machine.supports("CONCURRENT_MANAGED_ACCESS")
+        not_modelled(not concurrent, f"{name} where a device lacks concurrent managed access")
+        ranges = list(zip(addresses, lengths, strict=True))
+        allocations = [self._managed(*one) for one in ranges]
+        self._check_launch(stream, name)
+        places = self._places_of_batch(count, *destinations) if destinations else []
+        for allocation, (address, size), place in zip(allocations, ranges, places, strict=False):
+            pages_of(allocation).change(address, address + size, prefetch(place))
+        stream.submit(Discard(self._machine.banks, ranges) if "Discard" in name else Operation())
+
+    _RANGES, _LAST = "dptrs sizes count:Size", "flags:UnsignedLongLong hStream"
+    _TO_PLACES = f"{_RANGES} prefetchLocs prefetchLocIdxs numPrefetchLocs:Size {_LAST}"
+    cuMemPrefetchBatchAsync: Any = call(_TO_PLACES, _managed_batch, "cuMemPrefetchBatchAsync")
+    cuMemDiscardBatchAsync: Any = call(f"{_RANGES} {_LAST}", _managed_batch, "cuMemDiscardBatchAsync")
+    cuMemDiscardAndPrefetchBatchAsync: Any = call(_TO_PLACES, _managed_batch, "cuMemDiscardAndPrefetchBatchAsync")
+
+    def _places_of_batch(self, count: int, locations: Any, indices: Any, number: int) -> list[Place]:
+        """The place of each range: that of the last index that is not behind it."""
+        given = arguments.structs("prefetchLocs", locations, cuda.CUmemLocation, number)
+        begins = arguments.numbers(indices, number)
+        check(begins and begins[0] == 0 and begins[-1] < count and begins == sorted(set(begins)))
+        places = [self._place(one, _ANYWHERE) for one in given]
+        return [places[sum(begin <= at for begin in begins) - 1] for at in range(count)]
+
+    # -- advice ----------------------------------------------------------------------------------------------
+
+    def cuMemAdvise(
+        self, devPtr: DevicePointer, count: Size, advice: cuda.CUmem_advise, location: cuda.CUmemLocation
+    ) -> None:
+        number = int(advice)
+        places = {
+            _PREFERRED[0]: (Location.HOST, Location.HOST_NUMA, Location.HOST_NUMA_CURRENT),
+            **dict.fromkeys(_ACCESSED_BY, (Location.HOST,)),
+        }
+        place = self._place(location, places[number]) if number in places else None
+        check(count)
+        allocation = self._managed(devPtr, count)
+
+        def change(before: Advice) -> Advice:
+            if number in _READ_MOSTLY:
+                return replace(before, read_mostly=number == _READ_MOSTLY[0])
+            if number in _PREFERRED:
+                return replace(before, preferred=place)
+            assert place is not None
+            by = before.accessed_by
+            return replace(before, accessed_by=by | {place} if number == _ACCESSED_BY[0] else by - {place})
+
+        check(number in (*_READ_MOSTLY, *_PREFERRED, *_ACCESSED_BY))
+        pages_of(allocation).change(devPtr, devPtr + count, change)
+
+    if not EDGE_DATA:  # earlier bindings take other arguments
+        del cuMemPrefetchAsync, cuMemAdvise
+
+    def cuMemRangeGetAttribute(self, dataSize: Size, attribute: Any, devPtr: DevicePointer, count: Size) -> Any:
+        arguments.member("attribute", attribute, cuda.CUmem_range_attribute)
+        return self._read_range(dataSize, attribute, devPtr, count)
+
+    def cuMemRangeGetAttributes(
+        self, dataSizes: Any, attributes: Any, numAttributes: Size, devPtr: DevicePointer, count: Size
+    ) -> list[Any]:
+        wanted = arguments.members("attributes", attributes, cuda.CUmem_range_attribute, numAttributes)[:numAttributes]
+        sizes = arguments.numbers(dataSizes, numAttributes)
+        check(numAttributes)
+        return [self._read_range(size, one, devPtr, count) for size, one in zip(sizes, wanted, strict=True)]
+
+    def _read_range(self, size: int, attribute: Any, address: int, count: int) -> Any:
+        check(count)
+        advice = pages_of(self._managed(address, count)).over(address, address + count)
+        name = attribute.name.removeprefix("CU_MEM_RANGE_ATTRIBUTE_")
+        if name == "ACCESSED_BY":
+            check(size and size % _INT == 0)
+            common_to_all = frozenset.intersection(*(one.accessed_by for one in advice))
+            numbers = sorted((_number(place) for place in common_to_all), key=lambda one: (one < 0, one))
+            fits = size // _INT
+            return [*numbers[:fits], *[_NONE] * (fits - len(numbers))]
+        check(size == _INT)
+        if name == "READ_MOSTLY":
+            return int(all(one.read_mostly for one in advice))
+        what, _, part = name.partition("_LOCATION")
+        if what not in ("PREFERRED", "LAST_PREFETCH"):
+            raise NotModelled(f"cuMemRangeGetAttribute({attribute.name})")
+        place = common(one.preferred if what == "PREFERRED" else one.prefetched for one in advice)
+        if not part:
+            return _number(place)
+        if part == "_TYPE":
+            return Location.NONE if place is None else place.type
+        return _NONE if place is None else place.id  # to be ignored where the type is none, or the host
 
 
-def _in_pool(allocation: Allocation) -> bool:
-    return isinstance(allocation, (PoolMemory, GraphAllocation))
+_ANYWHERE = (Location.HOST, Location.HOST_NUMA, Location.HOST_NUMA_CURRENT)
 
 
-_POINTER_ATTRIBUTES: dict[str, Callable[[Allocation, int], Any]] = {
-    "CONTEXT": lambda a, at: cuda.CUcontext(0 if a.context is None or _in_pool(a) else a.context.handle),
-    "MEMORY_TYPE": lambda a, at: _MEMORY_TYPE_HOST if a.on_host else _MEMORY_TYPE_DEVICE,
-    "DEVICE_POINTER": lambda a, at: cuda.CUdeviceptr(at) if a.known else None,
-    "HOST_POINTER": lambda a, at: at if a.on_host or a.managed else None,
-    "SYNC_MEMOPS": lambda a, at: a.waits,
-    "BUFFER_ID": lambda a, at: a.id,
-    "IS_MANAGED": lambda a, at: a.managed,
-    "DEVICE_ORDINAL": lambda a, at: _ordinal(a),
-    "IS_LEGACY_CUDA_IPC_CAPABLE": lambda a, at: isinstance(a, DeviceMemory),
-    "RANGE_START_ADDR": lambda a, at: cuda.CUdeviceptr(_range_start(a)),
-    "RANGE_SIZE": lambda a, at: a.size,
-    "MAPPED": lambda a, at: True,
-    "ALLOWED_HANDLE_TYPES": lambda a, at: 0 if a.pool is None else a.pool.handle_types,
-    "IS_GPU_DIRECT_RDMA_CAPABLE": lambda a, at: int(isinstance(a, DeviceMemory) and _has_rdma(a)),
-    "ACCESS_FLAGS": lambda a, at: 3,  # read and write
-    "MEMPOOL_HANDLE": lambda a, at: cuda.CUmemoryPool(0 if a.pool is None else a.pool.handle),
-}
-_PREFIX = "CU_POINTER_ATTRIBUTE_"
-_NOT_READ_BY_BINDINGS = (
-    "MAPPING_SIZE",
-    "MAPPING_BASE_ADDR",
-    "MEMORY_BLOCK_ID",
-    "IS_HW_DECOMPRESS_CAPABLE",
-    "LOCALITY_DOMAIN_ORDINAL",
-)
-
-
-def _has_rdma(allocation: Allocation) -> bool:
-    return allocation.context is not None and allocation.context.device.attributes["GPU_DIRECT_RDMA_SUPPORTED"] == 1
-
-
-def _range_start(allocation: Allocation) -> int:
-    """In a host's pool this is a place in one of its chunks instead (observed on H200: test_pointer_attributes)."""
-    if isinstance(allocation, PoolMemory) and allocation.on_host:
-        return allocation.block.start % CHUNK
-    return allocation.base
-
-
-def _ordinal(allocation: Allocation) -> int:
-    if isinstance(allocation, OpenedMemory):
-        return allocation.owner
-    if allocation.device is not None and allocation.mapping is None:
-        return allocation.device
-    return 0 if allocation.context is None else allocation.context.device.ordinal
-
-
-_ABSENT = {
-    **dict.fromkeys(("DEVICE_POINTER", "RANGE_START_ADDR"), cuda.CUdeviceptr(0)),
-    **dict.fromkeys(("SYNC_MEMOPS", "IS_MANAGED", "IS_LEGACY_CUDA_IPC_CAPABLE", "MAPPED"), False),
-    **{"CONTEXT": cuda.CUcontext(0), "MEMPOOL_HANDLE": cuda.CUmemoryPool(0)},
-}
-"""Values of cuPointerGetAttributes for an unknown address, where that is not the int 0."""
+def _number(place: Place | None) -> int:
+    """A place as a device id; all of the host is one."""
+    return _NONE if place is None else place.id if place.type == Location.DEVICE else _CPU

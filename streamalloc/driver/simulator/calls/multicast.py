@@ -210,4 +210,4 @@ class MulticastCalls(CopyCalls):
         not_modelled(self._machine.graphs.captures, "kernels during a stream capture")
         kernel(Launch(self, stream))
 
-    multimem_launch: Any = driver_call("multimem_launch", call("hStream:Stream kernel", _launch))
+    multimem_launch: Any = driver_call("multimem_launch", call("hStream:Stream kernel:Any", _launch))

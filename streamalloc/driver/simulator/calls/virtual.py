@@ -211,8 +211,7 @@ class VirtualMemoryCalls(Calls):
         self._machine.current()
         allocation = need(self._machine.allocations.find(dptr))
         if allocation.mapping is not None:
-            refused = allocation.mapping.is_multicast
-            not_modelled(refused, "cuMemGetHandleForAddressRange of a multicast object")
+            not_modelled(allocation.mapping.is_multicast, "cuMemGetHandleForAddressRange of a multicast object")
             devices = [mapping.memory.properties.device for mapping in self._machine.virtual.span(dptr, size)]
         else:
             not_modelled(allocation.managed, "cuMemGetHandleForAddressRange of managed memory")

@@ -13,16 +13,16 @@ from typing import Any
 from streamalloc.driver.bindings import cuda
 
 from .. import arguments
-from ..arguments import Device, Int, Size, UnsignedInt
+from ..arguments import Device, Function, Int, Kernel, Library, Link, Module, UnsignedInt
 from ..calls.base import Calls, call
 from ..contexts import Context
 from ..errors import Fault, Result, check, need, not_modelled
 from ..graphs import Values
 from ..memory import Intervals
 from ..timeline import Operation, Stream
-from .launches import Launch, Shape
-from .modules import BINARIES, Function, Image, Module
-from .packing import CELLS, Cells, offsets, packed, plain, unpack
+from . import modules
+from .launches import CELLS, Cells, Launch, Shape, offsets, packed, plain, unpack
+from .modules import BINARIES, Image
 
 _ATTRIBUTE = cuda.CUfunction_attribute
 _PREFIX = "CU_FUNC_ATTRIBUTE_"
@@ -72,7 +72,7 @@ class KernelCalls(Calls):
     def _load(self, image: Any, *options: Any) -> Any:
         context = self._machine.current()
         self._unsafe_during_capture()
-        return cuda.CUmodule(self._machine.modules.add(Module(Image.load(image), context)).handle)
+        return cuda.CUmodule(self._machine.modules.add(modules.Module(Image.load(image), context)).handle)
 
     def _load_file(self, name: Any) -> Any:
         self._machine.current()
@@ -83,40 +83,33 @@ class KernelCalls(Calls):
     cuModuleLoadDataEx: Any = call("image numOptions options optionValues", _load)
     cuModuleLoadFatBinary: Any = call("fatCubin", _load)
 
-    def _module(self, handle: Any, cls: Any) -> Module:
-        found = self._machine.modules.modules.get(0 if handle is None else int(cls(handle)))
-        return need(found, Result.CUDA_ERROR_INVALID_HANDLE)
-
-    def cuModuleUnload(self, hmod: Any) -> None:
-        self._unload(self._module(hmod, cuda.CUmodule))
-
-    def _unload(self, module: Module) -> None:
+    def cuModuleUnload(self, hmod: Module) -> None:
         self._unsafe_during_capture()
         self._machine.drain()
-        self._machine.modules.unload(module, self._machine.allocations)
+        self._machine.modules.unload(hmod, self._machine.allocations)
 
-    def cuModuleGetFunction(self, hmod: Any, name: Any) -> Any:
-        module, name = self._module(hmod, cuda.CUmodule), _text(name)
-        return cuda.CUfunction(self._machine.modules.find(module, name).handle)
+    def _find_function(self, cls: Any, module: Module, name: Any) -> Any:
+        return cls(self._machine.modules.find(module, _text(name)).handle)
+
+    cuModuleGetFunction: Any = call("hmod name", _find_function, cuda.CUfunction)
 
     def _variable(self, module: Module, name: Any) -> tuple[Any, int]:
         """A variable of a module, or of a library in the current context."""
-        name = _text(name)
+        module = module.library or module
         context = module.context or self._machine.current()
-        found = self._machine.modules.variable(module, name, context, self._machine.allocations)
+        found = self._machine.modules.variable(module, _text(name), context, self._machine.allocations)
         return cuda.CUdeviceptr(found.base), found.size
 
-    def cuModuleGetGlobal(self, hmod: Any, name: Any) -> tuple[Any, int]:
-        module = self._module(hmod, cuda.CUmodule)
-        return self._variable(module.library or module, name)
+    cuModuleGetGlobal: Any = call("hmod name", _variable)
 
-    def cuModuleGetFunctionCount(self, mod: Any) -> int:
-        return len(self._names(self._module(mod, cuda.CUmodule)))
+    def _function_count(self, module: Module) -> int:
+        return len(self._names(module))
 
-    def cuModuleEnumerateFunctions(self, numFunctions: UnsignedInt, mod: Any) -> list[Any]:
-        module = self._module(mod, cuda.CUmodule)
-        find = self._machine.modules.find
-        return [cuda.CUfunction(find(module, name).handle) for name in self._names(module)[:numFunctions]]
+    def _functions(self, cls: Any, count: int, module: Module) -> list[Any]:
+        return [cls(self._machine.modules.find(module, name).handle) for name in self._names(module)[:count]]
+
+    cuModuleGetFunctionCount: Any = call("mod", _function_count)
+    cuModuleEnumerateFunctions: Any = call("numFunctions:UnsignedInt mod", _functions, cuda.CUfunction)
 
     @staticmethod
     def _names(module: Module) -> list[str]:
@@ -128,7 +121,7 @@ class KernelCalls(Calls):
     # -- libraries -------------------------------------------------------------------------------------------
 
     def _load_library(self, code: Any, *options: Any) -> Any:
-        return cuda.CUlibrary(self._machine.modules.add(Module(Image.load(code), None)).handle)
+        return cuda.CUlibrary(self._machine.modules.add(modules.Module(Image.load(code), None)).handle)
 
     _OPTIONS = "jitOptions jitOptionsValues numJitOptions libraryOptions libraryOptionValues numLibraryOptions"
     cuLibraryLoadData: Any = call(f"code {_OPTIONS}", _load_library)
@@ -138,66 +131,39 @@ class KernelCalls(Calls):
 
     cuLibraryLoadFromFile: Any = call(f"fileName {_OPTIONS}", _load_library_file)
 
-    def _library(self, handle: Any) -> Module:
-        return self._module(handle, cuda.CUlibrary)
+    cuLibraryUnload: Any = call("library", cuModuleUnload)
+    cuLibraryGetKernel: Any = call("library name", _find_function, cuda.CUkernel)
+    cuLibraryGetGlobal: Any = call("library name", _variable)
+    cuLibraryGetKernelCount: Any = call("lib", _function_count)
+    cuLibraryEnumerateKernels: Any = call("numKernels:UnsignedInt lib", _functions, cuda.CUkernel)
 
-    def cuLibraryUnload(self, library: Any) -> None:
-        self._unload(self._library(library))
-
-    def cuLibraryGetKernel(self, library: Any, name: Any) -> Any:
-        found, name = self._library(library), _text(name)
-        return cuda.CUkernel(self._machine.modules.find(found, name).handle)
-
-    def cuLibraryGetGlobal(self, library: Any, name: Any) -> tuple[Any, int]:
-        return self._variable(self._library(library), name)
-
-    def cuLibraryGetModule(self, library: Any) -> Any:
-        found = self._library(library)
-        return cuda.CUmodule(self._machine.modules.in_context(found, self._machine.current()).handle)
-
-    def cuLibraryGetKernelCount(self, lib: Any) -> int:
-        return len(self._names(self._library(lib)))
-
-    def cuLibraryEnumerateKernels(self, numKernels: UnsignedInt, lib: Any) -> list[Any]:
-        library = self._library(lib)
-        find = self._machine.modules.find
-        return [cuda.CUkernel(find(library, name).handle) for name in self._names(library)[:numKernels]]
+    def cuLibraryGetModule(self, library: Library) -> Any:
+        return cuda.CUmodule(self._machine.modules.in_context(library, self._machine.current()).handle)
 
     # -- functions -------------------------------------------------------------------------------------------
 
-    def _function(self, handle: Any, cls: Any = cuda.CUfunction) -> Function:
-        found = self._machine.modules.functions.get(0 if handle is None else int(cls(handle)))
-        return need(found, Result.CUDA_ERROR_INVALID_HANDLE)
-
-    def _kernel(self, handle: Any) -> Function:
-        return self._function(handle, cuda.CUkernel)
-
-    def cuKernelGetFunction(self, kernel: Any) -> Any:
-        found, context = self._kernel(kernel), self._machine.current()
-        module = self._machine.modules.in_context(found.module, context)
-        function = self._machine.modules.find(module, found.name)
-        function.attributes = found.attributes
+    def cuKernelGetFunction(self, kernel: Kernel) -> Any:
+        module = self._machine.modules.in_context(kernel.module, self._machine.current())
+        function = self._machine.modules.find(module, kernel.name)
+        function.attributes = kernel.attributes
         return cuda.CUfunction(function.handle)
 
-    def cuKernelGetLibrary(self, kernel: Any) -> Any:
-        return cuda.CUlibrary(self._kernel(kernel).module.handle)
+    def cuKernelGetLibrary(self, kernel: Kernel) -> Any:
+        return cuda.CUlibrary(kernel.module.handle)
 
-    def cuKernelGetName(self, hfunc: Any) -> bytes:
-        return self._kernel(hfunc).name.encode()
+    def cuFuncGetModule(self, hfunc: Function) -> Any:
+        return cuda.CUmodule(hfunc.module.handle)
 
-    def cuFuncGetName(self, hfunc: Any) -> bytes:
-        return self._function(hfunc).name.encode()
+    def cuFuncGetName(self, hfunc: Function) -> bytes:
+        return hfunc.name.encode()
 
-    def cuFuncGetModule(self, hfunc: Any) -> Any:
-        return cuda.CUmodule(self._function(hfunc).module.handle)
+    cuKernelGetName: Any = call("hfunc:Kernel", cuFuncGetName)
 
-    def cuFuncIsLoaded(self, function: Any) -> Any:
-        self._function(function)
+    def cuFuncIsLoaded(self, function: Function) -> Any:
         return cuda.CUfunctionLoadingState.CU_FUNCTION_LOADING_STATE_LOADED
 
-    def _ignored(self, function: Any, *settings: Any) -> None:
+    def _ignored(self, *unused: Any) -> None:
         """A call without effect here: caches and lazy loading are not simulated."""
-        self._function(function)
 
     cuFuncLoad: Any = call("function", _ignored)
     cuFuncSetCacheConfig: Any = call("hfunc config", _ignored)
@@ -209,17 +175,14 @@ class KernelCalls(Calls):
         check(index < len(types))
         return offsets(types)[index], ctypes.sizeof(types[index])
 
-    def cuFuncGetParamInfo(self, func: Any, paramIndex: Size) -> tuple[int, int]:
-        return self._parameter(self._function(func), paramIndex)
+    cuFuncGetParamInfo: Any = call("func paramIndex:Size", _parameter)
+    cuKernelGetParamInfo: Any = call("kernel paramIndex:Size", _parameter)
 
-    def cuKernelGetParamInfo(self, kernel: Any, paramIndex: Size) -> tuple[int, int]:
-        return self._parameter(self._kernel(kernel), paramIndex)
+    def _parameter_count(self, function: Function) -> int:
+        return len(self._types(function))
 
-    def cuFuncGetParamCount(self, func: Any) -> int:
-        return len(self._types(self._function(func)))
-
-    def cuKernelGetParamCount(self, kernel: Any) -> int:
-        return len(self._types(self._kernel(kernel)))
+    cuFuncGetParamCount: Any = call("func", _parameter_count)
+    cuKernelGetParamCount: Any = call("kernel", _parameter_count)
 
     @staticmethod
     def _types(function: Function) -> tuple[Any, ...]:
@@ -232,7 +195,7 @@ class KernelCalls(Calls):
         found = device or self._machine.current().device
         return int(found.attributes[name])
 
-    def _attribute(self, attribute: Any, function: Function) -> int:
+    def _attribute(self, attribute: Any, function: Function, *unused: Any) -> int:
         """An attribute: as it was set or registered, or that of a kernel which needs nothing."""
         number = arguments.member("attrib", attribute, _ATTRIBUTE)
         name = attribute.name.removeprefix(_PREFIX)
@@ -252,7 +215,7 @@ class KernelCalls(Calls):
         }
         return known.get(name, 0)
 
-    def _set_attribute(self, attribute: Any, function: Function, value: int) -> None:
+    def _set_attribute(self, function: Function, attribute: Any, value: int) -> None:
         number = arguments.member("attrib", attribute, _ATTRIBUTE)
         check(number in _SETTABLE.values())
         if number == _DYNAMIC:
@@ -262,21 +225,17 @@ class KernelCalls(Calls):
             check(-1 <= value <= 100)
         function.attributes[number] = value
 
-    def cuFuncGetAttribute(self, attrib: Any, hfunc: Any) -> int:
-        return self._attribute(attrib, self._function(hfunc))
+    cuFuncSetAttribute: Any = call("hfunc attrib value:Int", _set_attribute)
 
-    def cuFuncSetAttribute(self, hfunc: Any, attrib: Any, value: Int) -> None:
-        self._set_attribute(attrib, self._function(hfunc), value)
+    def cuKernelSetAttribute(self, attrib: Any, val: Int, kernel: Kernel, dev: Device) -> None:
+        self._set_attribute(kernel, attrib, val)
 
-    def cuKernelGetAttribute(self, attrib: Any, kernel: Any, dev: Device) -> int:
-        return self._attribute(attrib, self._kernel(kernel))
-
-    def cuKernelSetAttribute(self, attrib: Any, val: Int, kernel: Any, dev: Device) -> None:
-        self._set_attribute(attrib, self._kernel(kernel), val)
+    cuFuncGetAttribute: Any = call("attrib hfunc", _attribute)
+    cuKernelGetAttribute: Any = call("attrib kernel dev:Device", _attribute)
 
     # -- occupancy -------------------------------------------------------------------------------------------
 
-    def _blocks(self, function: Function, block: int, dynamic: int) -> int:
+    def _blocks(self, function: Function, block: int, dynamic: int, *flags: int) -> int:
         """Number of blocks that run on a multiprocessor at a time."""
         check(block > 0)
         limit = self._bound
@@ -296,17 +255,13 @@ class KernelCalls(Calls):
             bounds.append(limit("MAX_REGISTERS_PER_MULTIPROCESSOR") // per_warp // warps)
         return min(bounds)
 
-    def _occupancy(self, func: Any, blockSize: int, dynamicSMemSize: int, flags: int = 0) -> int:
-        return self._blocks(self._function(func), blockSize, dynamicSMemSize)
+    _BLOCK = "func blockSize:Int dynamicSMemSize:Size"
+    cuOccupancyMaxActiveBlocksPerMultiprocessor: Any = call(_BLOCK, _blocks)
+    cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags: Any = call(f"{_BLOCK} flags", _blocks)
 
-    cuOccupancyMaxActiveBlocksPerMultiprocessor: Any = call("func blockSize:Int dynamicSMemSize:Size", _occupancy)
-    cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags: Any = call(
-        "func blockSize:Int dynamicSMemSize:Size flags", _occupancy
-    )
-
-    def _best_block(self, func: Any, shared_of: Any, dynamic: int, most: int, flags: int = 0) -> tuple[int, int]:
+    def _best_block(self, function: Function, shared_of: Any, dynamic: int, most: int, *flags: int) -> tuple[int, int]:
         """The smallest grid that fills the device, and the block size with the most threads at a time."""
-        function, address = self._function(func), int(shared_of or 0)
+        address = int(shared_of or 0)
         shared = ctypes.CFUNCTYPE(ctypes.c_size_t, ctypes.c_int)(address) if address else lambda block: dynamic
         largest = self._attribute(_ATTRIBUTE.CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK, function)
         sizes = range(min(most or largest, largest) // 32 * 32, 0, -32)
@@ -318,10 +273,9 @@ class KernelCalls(Calls):
     cuOccupancyMaxPotentialBlockSize: Any = call(_BLOCK_SIZE, _best_block)
     cuOccupancyMaxPotentialBlockSizeWithFlags: Any = call(f"{_BLOCK_SIZE} flags", _best_block)
 
-    def cuOccupancyAvailableDynamicSMemPerBlock(self, func: Any, numBlocks: Int, blockSize: Int) -> int:
-        function = self._function(func)
+    def cuOccupancyAvailableDynamicSMemPerBlock(self, func: Function, numBlocks: Int, blockSize: Int) -> int:
         check(numBlocks > 0 and blockSize > 0)
-        static = int(function.registered.get("SHARED_SIZE_BYTES", 0))
+        static = int(func.registered.get("SHARED_SIZE_BYTES", 0))
         most = self._bound("MAX_SHARED_MEMORY_PER_MULTIPROCESSOR") // numBlocks
         return max(min(most, self._bound("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")) - static, 0)
 
@@ -360,9 +314,9 @@ class KernelCalls(Calls):
         arguments_of = tuple(map(plain, cells))
         return Launch(self, self._machine, context, function.name, kernel, shape, arguments_of), cells
 
-    def _launch_kernel(self, cooperative: bool, f: Any, *more: Any) -> None:
+    def _launch_kernel(self, cooperative: bool, function: Function, *more: Any) -> None:
         *sizes, stream, params = more[:9]
-        self._launch_in(stream, f, tuple(sizes), params, more[9] if more[9:] else 0, cooperative)
+        self._launch_in(stream, function, tuple(sizes), params, more[9] if more[9:] else 0, cooperative)
 
     _EXTENTS = " ".join(f"{part}Dim{axis}:UnsignedInt" for part in ("grid", "block") for axis in "XYZ")
     _LAUNCH = f"f {_EXTENTS} sharedMemBytes:UnsignedInt hStream:Stream kernelParams"
@@ -370,14 +324,13 @@ class KernelCalls(Calls):
     cuLaunchCooperativeKernel: Any = call(_LAUNCH, _launch_kernel, True)
 
     def _launch_in(
-        self, stream: Stream, f: Any, sizes: tuple[int, ...], params: Any, extra: Any, cooperative: bool
+        self, stream: Stream, function: Function, sizes: tuple[int, ...], params: Any, extra: Any, cooperative: bool
     ) -> None:
-        function = self._function(f)
         shape = self._shape(function, sizes, cooperative)
         operation, cells = self._launch_of(stream.context, function, shape, params, extra)
         self._submit(stream, operation, "KERNEL", lambda: node_values(function, shape, cells))
 
-    def cuLaunchKernelEx(self, config: cuda.CUlaunchConfig, f: Any, kernelParams: Any, extra: Any) -> None:
+    def cuLaunchKernelEx(self, config: cuda.CUlaunchConfig, f: Function, kernelParams: Any, extra: Any) -> None:
         """Attributes other than clusters and cooperation change nothing: the order here is stricter."""
         sizes = tuple(int(getattr(config, f"{part}Dim{axis}")) for part in ("grid", "block") for axis in "XYZ")
         attributes = {one.id.name: one.value for one in list(config.attrs or ())[: int(config.numAttrs)]}
@@ -411,46 +364,29 @@ class KernelCalls(Calls):
 
     def cuLinkCreate(self, numOptions: UnsignedInt, options: Any, optionValues: Any) -> Any:
         self._machine.current()
-        handle = self._machine.modules.new_link()
-        return cuda.CUlinkState(handle)
+        made = modules.Link()
+        self._machine.modules.links[made.handle] = made
+        return cuda.CUlinkState(made.handle)
 
-    def _link(self, state: Any) -> list[bytes]:
-        found = self._machine.modules.links.get(0 if state is None else int(cuda.CUlinkState(state)))
-        return need(found, Result.CUDA_ERROR_INVALID_HANDLE)
-
-    def cuLinkAddData(
-        self,
-        state: Any,
-        typename: Any,
-        data: Any,
-        size: Size,
-        name: Any,
-        numOptions: UnsignedInt,
-        options: Any,
-        optionValues: Any,
-    ) -> None:
-        link = self._link(state)
+    def _add_text(self, link: Link, typename: Any, data: Any, size: int, *rest: Any) -> None:
         check(size)
-        link.append(ctypes.string_at(arguments.host_pointer(data), size).rstrip(b"\0"))
+        link.texts.append(ctypes.string_at(arguments.host_pointer(data), size).rstrip(b"\0"))
 
-    def cuLinkAddFile(
-        self, state: Any, typename: Any, path: Any, numOptions: UnsignedInt, options: Any, optionValues: Any
-    ) -> None:
-        self._link(state).append(_path(path))
+    def _add_file(self, link: Link, typename: Any, path: Any, *options: Any) -> None:
+        link.texts.append(_path(path))
 
-    def cuLinkComplete(self, state: Any) -> tuple[int, int]:
-        link = self._link(state)
-        parts = b"\n".join(link)
+    _LINK_OPTIONS = "numOptions:UnsignedInt options optionValues"
+    cuLinkAddData: Any = call(f"state:Link typename data size:Size name {_LINK_OPTIONS}", _add_text)
+    cuLinkAddFile: Any = call(f"state:Link typename path {_LINK_OPTIONS}", _add_file)
+
+    def cuLinkComplete(self, state: Link) -> tuple[int, int]:
+        parts = b"\n".join(state.texts)
         made = parts if b".version" in parts or parts.startswith(BINARIES) else BINARIES[0] + parts
-        joined = ctypes.create_string_buffer(made)
-        self._machine.modules.linked[int(cuda.CUlinkState(state))] = joined
-        return ctypes.addressof(joined), len(joined)
+        state.linked = ctypes.create_string_buffer(made)
+        return ctypes.addressof(state.linked), len(state.linked)
 
-    def cuLinkDestroy(self, state: Any) -> None:
-        self._link(state)
-        number = int(cuda.CUlinkState(state))
-        del self._machine.modules.links[number]
-        self._machine.modules.linked.pop(number, None)
+    def cuLinkDestroy(self, state: Link) -> None:
+        del self._machine.modules.links[state.handle]
 
 
 def node_values(function: Function, shape: Shape, cells: Cells) -> Values:

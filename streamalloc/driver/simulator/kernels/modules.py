@@ -1,8 +1,11 @@
-"""Modules and libraries, their kernels and their variables."""
+"""Modules and libraries, their kernels and their variables. Of PTX, names and parameters of kernels and the global
+variables are read, and nothing else.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,12 +17,55 @@ from ..constants import new_handle
 from ..contexts import Context
 from ..errors import Result, check, need, not_modelled
 from ..memory import is_accessible
-from .ptx import Contents, read
 from .registry import Kernel, find_global, find_kernel
+
+_TYPES: dict[str, Any] = {
+    **dict.fromkeys(("u8", "b8"), ctypes.c_uint8),
+    **dict.fromkeys(("u16", "b16", "f16"), ctypes.c_uint16),
+    **dict.fromkeys(("u32", "b32"), ctypes.c_uint32),
+    **dict.fromkeys(("u64", "b64"), ctypes.c_uint64),
+    **{"s8": ctypes.c_int8, "s16": ctypes.c_int16, "s32": ctypes.c_int32, "s64": ctypes.c_int64},
+    **{"f32": ctypes.c_float, "f64": ctypes.c_double},
+}
+_ENTRY = re.compile(r"\.entry\s+([\w$%]+)\s*(?:\(([^)]*)\))?")
+_PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.([busf]\d+)\s+(?:\.ptr\b[^,]*?\s)?[\w$%]+(?:\[(\d+)\])?")
+_GLOBAL = re.compile(
+    r"^\s*(?:\.(?:visible|weak|common)\s+)?\.(?:global|const)\s+(?:\.align\s+\d+\s+)?\.([busf]\d+)\s+([\w$%]+)"
+    r"(?:\[(\d+)\])?\s*(=[^;]*)?;",
+    re.MULTILINE,
+)
+_COMMENTS = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The kernels of a module with the types of their parameters, and its variables with their sizes in bytes."""
+
+    kernels: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    variables: dict[str, int] = field(default_factory=dict)
+    initialised: frozenset[str] = frozenset()
+    """Variables with values, which are not read."""
+
+
+def _read(text: str) -> Contents:
+    """The contents of a module in PTX."""
+    text = _COMMENTS.sub("", text)
+    kernels = {name: tuple(map(_type, _PARAMETER.finditer(given))) for name, given in _ENTRY.findall(text)}
+    variables, initialised = {}, set()
+    for kind, name, count, value in _GLOBAL.findall(text):
+        variables[name] = ctypes.sizeof(_TYPES[kind]) * int(count or 1)
+        if value:
+            initialised.add(name)
+    return Contents(kernels, variables, frozenset(initialised))
+
+
+def _type(found: re.Match[str]) -> Any:
+    kind, count = _TYPES[found[1]], found[2]
+    return kind * int(count) if count else kind
+
 
 BINARIES = (b"\x7fELF", *(struct.pack("=I", one) for one in (0xBA55ED50, 0x466243B1)))
 """First bytes of a cubin, of a fat binary and of the wrapper of one."""
-_MOST_TEXT = 1 << 30
 
 
 @dataclass(eq=False)
@@ -40,7 +86,7 @@ class Image:
         """Read an image: bytes or an address of them."""
         check(given is not None and not (isinstance(given, int) and not given))
         text = _text(given)
-        return cls(None if text is None else read(text))
+        return cls(None if text is None else _read(text))
 
     def types(self, name: str) -> tuple[Any, ...] | None:
         """The parameters of a kernel; None where they are unknown."""
@@ -126,6 +172,15 @@ class Function:
 
 
 @dataclass(eq=False)
+class Link:
+    """Texts to be linked, and their result once it was asked for."""
+
+    texts: list[bytes] = field(default_factory=list)
+    linked: Any = None
+    handle: int = field(default_factory=new_handle)
+
+
+@dataclass(eq=False)
 class Modules:
     """The modules and libraries of a machine."""
 
@@ -133,8 +188,7 @@ class Modules:
     """Kernels without a function do nothing."""
     modules: dict[int, Module] = field(default_factory=dict)
     functions: dict[int, Function] = field(default_factory=dict)
-    links: dict[int, list[bytes]] = field(default_factory=dict)
-    linked: dict[int, Any] = field(default_factory=dict)
+    links: dict[int, Link] = field(default_factory=dict)
 
     def add(self, module: Module) -> Module:
         self.modules[module.handle] = module
@@ -144,11 +198,6 @@ class Modules:
         function = module.function(name)
         self.functions[function.handle] = function
         return function
-
-    def new_link(self) -> int:
-        handle = new_handle()
-        self.links[handle] = []
-        return handle
 
     def in_context(self, library: Module, context: Context) -> Module:
         """The module of a library in a context."""

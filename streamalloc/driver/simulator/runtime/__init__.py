@@ -1,13 +1,12 @@
 """The functions of ``cuda.bindings.runtime`` over the calls of any driver.
 
-:mod:`.tables` names the driver call behind each function; :mod:`.functions` and :mod:`.arrays` have what is no single
-call. :mod:`.facade` puts them together.
-:mod:`.signatures` reads from the documentation of the bindings what functions take and return; :mod:`.translation`
-converts it.
+:mod:`.tables` names the driver call behind each function; :mod:`.functions` has what is no single call, and puts them
+together. :mod:`.translation` reads from the documentation of the bindings what functions take and return, and converts
+it.
 """
 
 from __future__ import annotations
 
-from .facade import Runtime
+from .functions import Runtime
 
 __all__ = ["Runtime"]

@@ -10,9 +10,8 @@ from typing import Any
 from streamalloc.driver.bindings import cuda, runtime
 
 from ..errors import NotModelled
-from .signatures import signature
-from .tables import DRIVER_CALLS, PROPERTIES, PROPERTY_LISTS
-from .translation import Argument, address, copied, result
+from .tables import PURE, WITHOUT_CONTEXT, driver_call, function_attributes, properties
+from .translation import Argument, address, copied, result, signature
 
 _NOT_READY = 600
 """Errors that the runtime returns again and again."""
@@ -25,7 +24,6 @@ _COPIES = ("cuMemcpy", "cuMemcpyHtoD", "cuMemcpyDtoH", "cuMemcpyDtoD", "cuMemcpy
 """Driver call for each cudaMemcpyKind."""
 _NO_DEVICE = -2  # cudaInvalidDeviceId
 _PITCH_ELEMENT = 4
-_ATTRIBUTE = "CU_DEVICE_ATTRIBUTE_"
 
 
 class Failed(Exception):
@@ -63,21 +61,27 @@ class Functions:
         return values
 
     def translated(self, name: str) -> Callable[..., Any]:
-        """A function that is one driver call."""
-        call = DRIVER_CALLS.get(name, f"cu{name.removeprefix('cuda')}")
-        theirs = signature(runtime(), name)
-        ours = signature(cuda, call) if hasattr(cuda, call) else None
-        if ours is None or len(theirs.parameters) != len(ours.parameters):
+        """A function that is one driver call. Behind its arguments the call can want flags, which are 0, or a context,
+        which is the current one.
+        """
+        call, theirs = driver_call(name), signature(runtime(), name)
+        ours = () if call is None else signature(cuda, call).parameters
+        pairs = list(zip(theirs.parameters, ours, strict=False))
+        more = "".join(one.name for one in ours[len(theirs.parameters) :])
+        if call is None or len(pairs) < len(theirs.parameters) or more not in ("", "Flags", "ctx"):
             return functools.partial(_refuse, name)
-        pairs = zip(theirs.parameters, ours.parameters, strict=True)
+        boxes = [one.type == "cudaMemcpy3DParms" for one, _ in pairs]
         convert = [Argument(one.name, one.type, other.type) for one, other in pairs]
         results = [result(kind) for kind in theirs.results]
 
         def body(*args: Any) -> Any:
-            given = [one(value) for one, value in zip(convert, args, strict=True)]
-            values = self.values(call, *given)
-            for one, before, after in zip(convert, args, given, strict=True):
-                one.back(before, after)
+            wanted = zip(boxes, convert, args, strict=True)
+            given = [self._box(value) if is_box else one(value) for is_box, one, value in wanted]
+            last = [] if not more else [0 if more == "Flags" else self.call("cuCtxGetCurrent")]
+            values = self.values(call, *given, *last)
+            for is_box, one, before, after in zip(boxes, convert, args, given, strict=True):
+                if not is_box:
+                    one.back(before, after)
             return tuple(one(value) for one, value in zip(results, values, strict=True))
 
         return body
@@ -136,10 +140,9 @@ class Functions:
     def cudaDeviceDisablePeerAccess(self, peerDevice: int) -> None:
         self.call("cuCtxDisablePeerAccess", self._primary(peerDevice))
 
-    def _attribute(self, name: str, device: int) -> int:
-        """A device attribute; 0 where the driver has none of this name."""
-        attribute = getattr(cuda.CUdevice_attribute, _ATTRIBUTE + name, None)
-        code, value = (1, 0) if attribute is None else self._driver.cuDeviceGetAttribute(attribute, _number(device))
+    def _attribute(self, attribute: Any, device: int) -> int:
+        """A device attribute; 0 where the driver has none."""
+        code, value = self._driver.cuDeviceGetAttribute(attribute, _number(device))
         return 0 if code else int(value)
 
     def cudaGetDeviceProperties(self, device: int) -> Any:
@@ -147,11 +150,9 @@ class Functions:
         made.name = self.call("cuDeviceGetName", 256, _number(device)).ljust(256, b"\0")[:256]
         made.totalGlobalMem = int(self.call("cuDeviceTotalMem", _number(device)))
         made.uuid = copied(self.call("cuDeviceGetUuid", _number(device)), runtime().cudaUUID_t, cuda, runtime())
-        for field, attribute in PROPERTIES.items():
-            if hasattr(made, field):
-                setattr(made, field, self._attribute(attribute, device))
-        for field, attributes in PROPERTY_LISTS.items():
-            setattr(made, field, [self._attribute(one, device) for one in attributes])
+        for field, attributes in properties().items():
+            numbers = [self._attribute(one, device) for one in attributes]
+            setattr(made, field, numbers if len(numbers) > 1 else numbers[0])
         return made
 
     # -- errors ----------------------------------------------------------------------------------------------
@@ -168,12 +169,6 @@ class Functions:
             raise Forgotten(last)  # also where the context is lost (observed on H200: test_runtime)
 
     # -- streams, events, memory -----------------------------------------------------------------------------
-
-    def cudaStreamCreate(self) -> Any:
-        return runtime().cudaStream_t(int(self.call("cuStreamCreate", 0)))
-
-    def cudaEventCreate(self) -> Any:
-        return runtime().cudaEvent_t(int(self.call("cuEventCreate", 0)))
 
     def cudaMalloc(self, size: int) -> int:
         return int(self.call("cuMemAlloc", size)) if size else 0
@@ -237,9 +232,6 @@ class Functions:
         copy.WidthInBytes, copy.Height = width, height
         self.call("cuMemcpy2DAsync" if stream else "cuMemcpy2DUnaligned", copy, *stream)
 
-    def cudaMemcpy3D(self, p: Any, *stream: Any) -> None:
-        self.call("cuMemcpy3DAsync" if stream else "cuMemcpy3D", self._box(p), *stream)
-
     def _box(self, given: Any) -> Any:
         """A cudaMemcpy3DParms as a CUDA_MEMCPY3D. Where an end is an array, x and width count its elements."""
         copy, arrays = cuda.CUDA_MEMCPY3D(), [int(given.srcArray), int(given.dstArray)]
@@ -248,8 +240,7 @@ class Functions:
         for side, kind, array in zip(("src", "dst"), kinds, arrays, strict=True):
             at, memory = getattr(given, f"{side}Pos"), getattr(given, f"{side}Ptr")
             if array:
-                setattr(copy, f"{side}MemoryType", cuda.CUmemorytype(ARRAY))
-                setattr(copy, f"{side}Array", cuda.CUarray(array))
+                set_array(copy, side, array)
             else:
                 set_end(copy, side, kind, int(memory.ptr), int(memory.pitch))
                 setattr(copy, f"{side}Height", int(memory.ysize))
@@ -267,41 +258,14 @@ class Functions:
 
     # -- graphs and kernels ----------------------------------------------------------------------------------
 
-    def cudaGraphAddMemcpyNode(self, graph: Any, dependencies: Any, count: int, p: Any) -> Any:
-        context = self.call("cuCtxGetCurrent")
-        node = self.call("cuGraphAddMemcpyNode", graph, dependencies, count, self._box(p), context)
-        return runtime().cudaGraphNode_t(int(node))
+    def cudaGraphAddMemcpyNode1D(self, graph: Any, dependencies: Any, count: int, *row: Any) -> Any:
+        return self.translated("cudaGraphAddMemcpyNode")(graph, dependencies, count, _row(*row))
 
-    def cudaGraphAddMemcpyNode1D(
-        self, graph: Any, dependencies: Any, count: int, dst: Any, src: Any, size: int, kind: Any
-    ) -> Any:
-        return self.cudaGraphAddMemcpyNode(graph, dependencies, count, _row(dst, src, size, kind))
+    def cudaGraphMemcpyNodeSetParams1D(self, node: Any, *row: Any) -> None:
+        self.translated("cudaGraphMemcpyNodeSetParams")(node, _row(*row))
 
-    def cudaGraphMemcpyNodeSetParams(self, node: Any, p: Any) -> None:
-        self.call("cuGraphMemcpyNodeSetParams", node, self._box(p))
-
-    def cudaGraphMemcpyNodeSetParams1D(self, node: Any, dst: Any, src: Any, count: int, kind: Any) -> None:
-        self.cudaGraphMemcpyNodeSetParams(node, _row(dst, src, count, kind))
-
-    def cudaGraphExecMemcpyNodeSetParams(self, instance: Any, node: Any, p: Any) -> None:
-        context = self.call("cuCtxGetCurrent")
-        self.call("cuGraphExecMemcpyNodeSetParams", instance, node, self._box(p), context)
-
-    def cudaGraphExecMemcpyNodeSetParams1D(
-        self, instance: Any, node: Any, dst: Any, src: Any, count: int, kind: Any
-    ) -> None:
-        self.cudaGraphExecMemcpyNodeSetParams(instance, node, _row(dst, src, count, kind))
-
-    def _fill_node(self, call: str, *args: Any) -> Any:
-        """A call with a cudaMemsetParams, and with the context that the driver wants behind it."""
-        convert = Argument("pMemsetParams", "cudaMemsetParams", "CUDA_MEMSET_NODE_PARAMS")
-        return self.call(call, *args[:-1], convert(args[-1]), self.call("cuCtxGetCurrent"))
-
-    def cudaGraphAddMemsetNode(self, *args: Any) -> Any:
-        return runtime().cudaGraphNode_t(int(self._fill_node("cuGraphAddMemsetNode", *args)))
-
-    def cudaGraphExecMemsetNodeSetParams(self, *args: Any) -> None:
-        self._fill_node("cuGraphExecMemsetNodeSetParams", *args)
+    def cudaGraphExecMemcpyNodeSetParams1D(self, instance: Any, node: Any, *row: Any) -> None:
+        self.translated("cudaGraphExecMemcpyNodeSetParams")(instance, node, _row(*row))
 
     def cudaKernelSetAttributeForDevice(self, kernel: Any, attr: Any, value: int, device: int) -> None:
         attribute = cuda.CUfunction_attribute(int(attr))
@@ -309,9 +273,8 @@ class Functions:
 
     def cudaFuncGetAttributes(self, func: Any) -> Any:
         made, function = runtime().cudaFuncAttributes(), cuda.CUfunction(int(func))
-        for field, attribute in _FUNCTION_ATTRIBUTES.items():
-            named = getattr(cuda.CUfunction_attribute, f"CU_FUNC_ATTRIBUTE_{attribute}")
-            setattr(made, field, self.call("cuFuncGetAttribute", named, function))
+        for field, attribute in function_attributes().items():
+            setattr(made, field, self.call("cuFuncGetAttribute", attribute, function))
         return made
 
 
@@ -339,6 +302,12 @@ def set_end(copy: Any, side: str, memory: int, pointer: Any, pitch: int) -> None
     setattr(copy, f"{side}Pitch", pitch)
 
 
+def set_array(copy: Any, side: str, array: Any) -> None:
+    """Set an end of a copy of rows that is an array."""
+    setattr(copy, f"{side}MemoryType", cuda.CUmemorytype(ARRAY))
+    setattr(copy, f"{side}Array", cuda.CUarray(int(array)))
+
+
 def _row(dst: Any, src: Any, size: int, kind: Any) -> Any:
     """A cudaMemcpy3DParms for bytes in a row."""
     made = runtime().cudaMemcpy3DParms()
@@ -349,15 +318,141 @@ def _row(dst: Any, src: Any, size: int, kind: Any) -> Any:
     return made
 
 
-_FUNCTION_ATTRIBUTES = {
-    "sharedSizeBytes": "SHARED_SIZE_BYTES",
-    "constSizeBytes": "CONST_SIZE_BYTES",
-    "localSizeBytes": "LOCAL_SIZE_BYTES",
-    "maxThreadsPerBlock": "MAX_THREADS_PER_BLOCK",
-    "numRegs": "NUM_REGS",
-    "ptxVersion": "PTX_VERSION",
-    "binaryVersion": "BINARY_VERSION",
-    "cacheModeCA": "CACHE_MODE_CA",
-    "maxDynamicSharedSizeBytes": "MAX_DYNAMIC_SHARED_SIZE_BYTES",
-    "preferredShmemCarveout": "PREFERRED_SHARED_MEMORY_CARVEOUT",
+_FORMATS = {pair: number for number, pair in BITS.items()}
+
+
+def _descriptor(desc: Any, extent: tuple[int, int, int], flags: int) -> Any:
+    """The CUDA_ARRAY3D_DESCRIPTOR of an array."""
+    made = cuda.CUDA_ARRAY3D_DESCRIPTOR()
+    bits = [int(getattr(desc, one)) for one in "xyzw"]
+    kind = int(desc.f), bits[0]
+    if kind not in _FORMATS or any(one not in (0, bits[0]) for one in bits):
+        raise NotImplementedError(f"not modelled: arrays of the format {kind}")
+    made.Format = cuda.CUarray_format(_FORMATS[kind])
+    made.NumChannels, made.Flags = sum(one > 0 for one in bits), flags
+    made.Width, made.Height, made.Depth = extent
+    return made
+
+
+def _copies(target: int, source: int, *, rows: bool = True) -> Callable[..., None]:
+    """A copy of several rows, or of bytes of one row. ``target`` and ``source`` are the arguments of the two ends: an
+    array and offsets in bytes and rows, or a pointer and, with ``rows``, a pitch. The driver refuses bytes that reach
+    into the next row.
+    """
+
+    def copy_rows(functions: Functions, *args: Any) -> None:
+        ends, (width, *more) = (args[target : target + source], args[:target]), args[target + source :]
+        height, kind, *stream = more if rows else (1, *more)
+        copy = cuda.CUDA_MEMCPY3D()
+        for side, memory, (pointer, *place) in zip(("src", "dst"), ENDS[copy_kind(kind)], ends, strict=True):
+            if len(place) == 2:
+                set_array(copy, side, pointer)
+                setattr(copy, f"{side}XInBytes", place[0])
+                setattr(copy, f"{side}Y", place[1])
+            else:
+                set_end(copy, side, memory, address(pointer), *(place or [width]))
+        copy.WidthInBytes, copy.Height, copy.Depth = width, height, 1
+        functions.call("cuMemcpy3DAsync" if stream else "cuMemcpy3D", copy, *stream)
+
+    return copy_rows
+
+
+class ArrayFunctions(Functions):
+    """cudaMalloc*Array, cudaArrayGetInfo, cudaMemcpy*Array."""
+
+    def cudaMallocArray(self, desc: Any, width: int, height: int, flags: int) -> Any:
+        return self._array(_descriptor(desc, (width, height, 0), flags))
+
+    def cudaMalloc3DArray(self, desc: Any, extent: Any, flags: int) -> Any:
+        return self._array(_descriptor(desc, _extent(extent), flags))
+
+    def _array(self, descriptor: Any) -> Any:
+        return runtime().cudaArray_t(int(self.call("cuArray3DCreate", descriptor)))
+
+    def cudaMallocMipmappedArray(self, desc: Any, extent: Any, numLevels: int, flags: int) -> Any:
+        made = self.call("cuMipmappedArrayCreate", _descriptor(desc, _extent(extent), flags), numLevels)
+        return runtime().cudaMipmappedArray_t(int(made))
+
+    def cudaArrayGetInfo(self, array: Any) -> tuple[Any, Any, int]:
+        described = self.call("cuArray3DGetDescriptor", cuda.CUarray(int(array)))
+        extent = runtime().make_cudaExtent(int(described.Width), int(described.Height), int(described.Depth))
+        kind, bits = BITS[int(described.Format)]
+        channels = [bits if number < int(described.NumChannels) else 0 for number in range(4)]
+        made = runtime().cudaChannelFormatDesc()
+        made.x, made.y, made.z, made.w = channels
+        made.f = runtime().cudaChannelFormatKind(kind)
+        return made, extent, int(described.Flags)
+
+    def cudaGetChannelDesc(self, array: Any) -> Any:
+        return self.cudaArrayGetInfo(array)[0]
+
+    cudaMemcpy2DToArray = _copies(3, 2)
+    cudaMemcpy2DFromArray = _copies(2, 3)
+    cudaMemcpy2DArrayToArray = _copies(3, 3)
+    cudaMemcpyToArray = _copies(3, 1, rows=False)
+    cudaMemcpyFromArray = _copies(1, 3, rows=False)
+    cudaMemcpyArrayToArray = _copies(3, 3, rows=False)
+
+
+def _extent(extent: Any) -> tuple[int, int, int]:
+    return int(extent.width), int(extent.height), int(extent.depth)
+
+
+_UNKNOWN_ERROR = 999
+
+OWN: dict[str, Callable[..., Any]] = {
+    name: body for one in (Functions, ArrayFunctions) for name, body in vars(one).items() if name.startswith("cuda")
 }
+"""Functions that are more than one driver call. Copies and fills are also called ...Async, with a stream at the end."""
+
+
+class Runtime:
+    """The functions of ``cuda.bindings.runtime`` over a driver, with the bindings' own classes.
+
+    As the runtime does, it uses the thread's current context, and where there is none makes the primary context of the
+    thread's device current.
+    """
+
+    def __init__(self, driver: Any) -> None:
+        self._functions = ArrayFunctions(driver)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        found = getattr(runtime(), name)
+        if name in PURE or not name.startswith("cuda") or isinstance(found, type) or not callable(found):
+            return found
+        own = OWN.get(name.removesuffix("Async") if name.startswith(("cudaMemcpy", "cudaMemset")) else name)
+        body = self._functions.translated(name) if own is None else functools.partial(own, self._functions)
+        function = _function(self._functions, name, body)
+        setattr(self, name, function)
+        return function
+
+
+def _function(functions: Functions, name: str, body: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
+    """The function of the runtime with a body that raises :class:`Failed`."""
+    taken = signature(runtime(), name)
+    count, success = len(taken.results), runtime().cudaError_t.cudaSuccess
+    prepare = functions.initialise if name in WITHOUT_CONTEXT else functions.make_current
+
+    def function(*args: Any, **named: Any) -> tuple[Any, ...]:
+        if named or len(args) != len(taken.parameters):
+            args = tuple(taken.bind(args, named))
+        try:
+            prepare()
+            values = body(*args)
+        except Failed as failed:
+            if not isinstance(failed, Forgotten):
+                functions.thread.last = failed.code
+            return (_error(failed.code), *[None] * count)
+        return (success, *(values if isinstance(values, tuple) else (values,))[:count])
+
+    function.__name__ = name
+    return function
+
+
+def _error(code: int) -> Any:
+    try:
+        return runtime().cudaError_t(code)
+    except ValueError:
+        return runtime().cudaError_t(_UNKNOWN_ERROR)

@@ -1,131 +1,72 @@
-"""Driver calls behind functions of the runtime, where their parameters are the same in the same order.
-
-A function that is not listed has the driver call of its name: ``cudaStreamQuery`` is ``cuStreamQuery``.
-"""
+"""Names of the driver for functions of the runtime and for fields of its structs."""
 
 from __future__ import annotations
 
-DRIVER_CALLS = {
+from typing import Any
+
+from streamalloc.driver.bindings import cuda, runtime
+
+_RENAMED = {
     "cudaDeviceFlushGPUDirectRDMAWrites": "cuFlushGPUDirectRDMAWrites",
-    "cudaDeviceGetCacheConfig": "cuCtxGetCacheConfig",
-    "cudaDeviceGetLimit": "cuCtxGetLimit",
-    "cudaDeviceGetSharedMemConfig": "cuCtxGetSharedMemConfig",
-    "cudaDeviceGetStreamPriorityRange": "cuCtxGetStreamPriorityRange",
-    "cudaDeviceSetCacheConfig": "cuCtxSetCacheConfig",
-    "cudaDeviceSetLimit": "cuCtxSetLimit",
-    "cudaDeviceSynchronize": "cuCtxSynchronize",
     "cudaEventCreateWithFlags": "cuEventCreate",
-    "cudaFree": "cuMemFree",
     "cudaFreeArray": "cuArrayDestroy",
-    "cudaFreeAsync": "cuMemFreeAsync",
-    "cudaFreeHost": "cuMemFreeHost",
     "cudaFreeMipmappedArray": "cuMipmappedArrayDestroy",
     "cudaGetDeviceCount": "cuDeviceGetCount",
     "cudaGetDeviceFlags": "cuCtxGetFlags",
     "cudaGetMipmappedArrayLevel": "cuMipmappedArrayGetLevel",
     "cudaGraphInstantiateWithFlags": "cuGraphInstantiate",
-    "cudaHostAlloc": "cuMemHostAlloc",
-    "cudaHostGetDevicePointer": "cuMemHostGetDevicePointer",
-    "cudaHostGetFlags": "cuMemHostGetFlags",
-    "cudaHostRegister": "cuMemHostRegister",
-    "cudaHostUnregister": "cuMemHostUnregister",
-    "cudaMallocAsync": "cuMemAllocAsync",
-    "cudaMallocFromPoolAsync": "cuMemAllocFromPoolAsync",
-    "cudaMallocHost": "cuMemAllocHost",
-    "cudaMallocManaged": "cuMemAllocManaged",
     "cudaStreamCreateWithFlags": "cuStreamCreate",
 }
+_PREFIXES = {"cudaDevice": "cuCtx", "cudaFree": "cuMemFree", "cudaHost": "cuMemHost", "cudaMalloc": "cuMemAlloc"}
+"""Beginnings of names of the driver, where it has none of the runtime's name."""
+
+
+def driver_call(name: str) -> str | None:
+    """The driver call behind a function of the runtime; None where the driver has none."""
+    names = [_RENAMED.get(name, f"cu{name.removeprefix('cuda')}")]
+    names += [ours + name.removeprefix(theirs) for theirs, ours in _PREFIXES.items() if name.startswith(theirs)]
+    return next((one for one in names if hasattr(cuda, one)), None)
+
 
 PURE = ("cudaCreateChannelDesc", "cudaGetErrorName", "cudaGetErrorString", "cudaRuntimeGetVersion")
 """Functions that need no driver: those of the bindings themselves."""
 
-WITHOUT_CONTEXT = frozenset(
-    (
-        "cudaDeviceCanAccessPeer",
-        "cudaDeviceGetAttribute",
-        "cudaDeviceGetByPCIBusId",
-        "cudaDeviceGetP2PAttribute",
-        "cudaDeviceGetPCIBusId",
-        "cudaDeviceReset",
-        "cudaDriverGetVersion",
-        "cudaGetDevice",
-        "cudaGetDeviceCount",
-        "cudaGetDeviceProperties",
-        "cudaGetLastError",
-        "cudaInitDevice",
-        "cudaLibraryLoadData",
-        "cudaLibraryLoadFromFile",
-        "cudaLibraryUnload",
-        "cudaPeekAtLastError",
-        "cudaSetDevice",
-        "cudaThreadExchangeStreamCaptureMode",
-    )
+WITHOUT_CONTEXT = (
+    *("cudaDeviceCanAccessPeer", "cudaDeviceGetAttribute", "cudaDeviceGetByPCIBusId", "cudaDeviceGetP2PAttribute"),
+    *("cudaDeviceGetPCIBusId", "cudaDeviceReset", "cudaDriverGetVersion", "cudaGetDevice", "cudaGetDeviceCount"),
+    *("cudaGetDeviceProperties", "cudaGetLastError", "cudaInitDevice", "cudaLibraryLoadData"),
+    *("cudaLibraryLoadFromFile", "cudaLibraryUnload", "cudaPeekAtLastError", "cudaSetDevice"),
+    "cudaThreadExchangeStreamCaptureMode",
 )
 """Functions that make no primary context."""
 
 STRUCTS_IN_LISTS = {"cudaMemAllocNodeParams": ("accessDescs", "CUmemAccessDesc")}
 """Fields of structs that are lists of structs: the bindings keep these beside the struct."""
 
-# Fields of cudaDeviceProp by device attribute, without CU_DEVICE_ATTRIBUTE_.
-PROPERTIES = {
-    "ECCEnabled": "ECC_ENABLED",
+
+def _members(enum: Any, prefix: str) -> dict[str, Any]:
+    """The members of an enum by their names without prefix and underscores, as fields of the runtime have them."""
+    return {name.removeprefix(prefix).replace("_", ""): member for name, member in enum.__members__.items()}
+
+
+_FUNCTION_ATTRIBUTES = _members(cuda.CUfunction_attribute, "CU_FUNC_ATTRIBUTE_")
+_FUNCTION_ATTRIBUTES["PREFERREDSHMEMCARVEOUT"] = _FUNCTION_ATTRIBUTES["PREFERREDSHAREDMEMORYCARVEOUT"]
+_ATTRIBUTES = _members(cuda.CUdevice_attribute, "CU_DEVICE_ATTRIBUTE_")
+# Fields of cudaDeviceProp whose attributes have other names.
+_PROPERTIES = {
     "accessPolicyMaxWindowSize": "MAX_ACCESS_POLICY_WINDOW_SIZE",
-    "asyncEngineCount": "ASYNC_ENGINE_COUNT",
-    "canMapHostMemory": "CAN_MAP_HOST_MEMORY",
-    "canUseHostPointerForRegisteredMem": "CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM",
-    "clockRate": "CLOCK_RATE",
-    "clusterLaunch": "CLUSTER_LAUNCH",
-    "computeMode": "COMPUTE_MODE",
-    "computePreemptionSupported": "COMPUTE_PREEMPTION_SUPPORTED",
-    "concurrentKernels": "CONCURRENT_KERNELS",
-    "concurrentManagedAccess": "CONCURRENT_MANAGED_ACCESS",
-    "cooperativeLaunch": "COOPERATIVE_LAUNCH",
-    "deferredMappingCudaArraySupported": "DEFERRED_MAPPING_CUDA_ARRAY_SUPPORTED",
     "deviceNumaConfig": "NUMA_CONFIG",
     "deviceNumaId": "NUMA_ID",
-    "directManagedMemAccessFromHost": "DIRECT_MANAGED_MEM_ACCESS_FROM_HOST",
-    "globalL1CacheSupported": "GLOBAL_L1_CACHE_SUPPORTED",
-    "gpuDirectRDMAFlushWritesOptions": "GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS",
-    "gpuDirectRDMASupported": "GPU_DIRECT_RDMA_SUPPORTED",
-    "gpuDirectRDMAWritesOrdering": "GPU_DIRECT_RDMA_WRITES_ORDERING",
-    "gpuPciDeviceID": "GPU_PCI_DEVICE_ID",
-    "gpuPciSubsystemID": "GPU_PCI_SUBSYSTEM_ID",
-    "hostNativeAtomicSupported": "HOST_NATIVE_ATOMIC_SUPPORTED",
-    "hostNumaId": "HOST_NUMA_ID",
-    "hostNumaMultinodeIpcSupported": "HOST_NUMA_MULTINODE_IPC_SUPPORTED",
     "hostRegisterReadOnlySupported": "READ_ONLY_HOST_REGISTER_SUPPORTED",
-    "hostRegisterSupported": "HOST_REGISTER_SUPPORTED",
-    "integrated": "INTEGRATED",
-    "ipcEventSupported": "IPC_EVENT_SUPPORTED",
     "isMultiGpuBoard": "MULTI_GPU_BOARD",
     "kernelExecTimeoutEnabled": "KERNEL_EXEC_TIMEOUT",
-    "l2CacheSize": "L2_CACHE_SIZE",
-    "localL1CacheSupported": "LOCAL_L1_CACHE_SUPPORTED",
     "major": "COMPUTE_CAPABILITY_MAJOR",
-    "managedMemory": "MANAGED_MEMORY",
-    "maxBlocksPerMultiProcessor": "MAX_BLOCKS_PER_MULTIPROCESSOR",
-    "maxSurface1D": "MAXIMUM_SURFACE1D_WIDTH",
-    "maxSurfaceCubemap": "MAXIMUM_SURFACECUBEMAP_WIDTH",
-    "maxTexture1D": "MAXIMUM_TEXTURE1D_WIDTH",
-    "maxTexture1DLinear": "MAXIMUM_TEXTURE1D_LINEAR_WIDTH",
-    "maxTexture1DMipmap": "MAXIMUM_TEXTURE1D_MIPMAPPED_WIDTH",
-    "maxTextureCubemap": "MAXIMUM_TEXTURECUBEMAP_WIDTH",
-    "maxThreadsPerBlock": "MAX_THREADS_PER_BLOCK",
-    "maxThreadsPerMultiProcessor": "MAX_THREADS_PER_MULTIPROCESSOR",
+    "maxGridSize": "MAX_GRID_DIM",
+    "maxThreadsDim": "MAX_BLOCK_DIM",
     "memPitch": "MAX_PITCH",
     "memoryBusWidth": "GLOBAL_MEMORY_BUS_WIDTH",
-    "memoryClockRate": "MEMORY_CLOCK_RATE",
     "memoryPoolSupportedHandleTypes": "MEMPOOL_SUPPORTED_HANDLE_TYPES",
-    "memoryPoolsSupported": "MEMORY_POOLS_SUPPORTED",
     "minor": "COMPUTE_CAPABILITY_MINOR",
-    "mpsEnabled": "MPS_ENABLED",
-    "multiGpuBoardGroupID": "MULTI_GPU_BOARD_GROUP_ID",
-    "multiProcessorCount": "MULTIPROCESSOR_COUNT",
-    "pageableMemoryAccess": "PAGEABLE_MEMORY_ACCESS",
-    "pageableMemoryAccessUsesHostPageTables": "PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES",
-    "pciBusID": "PCI_BUS_ID",
-    "pciDeviceID": "PCI_DEVICE_ID",
-    "pciDomainID": "PCI_DOMAIN_ID",
     "persistingL2CacheMaxSize": "MAX_PERSISTING_L2_CACHE_SIZE",
     "regsPerBlock": "MAX_REGISTERS_PER_BLOCK",
     "regsPerMultiprocessor": "MAX_REGISTERS_PER_MULTIPROCESSOR",
@@ -133,52 +74,29 @@ PROPERTIES = {
     "sharedMemPerBlock": "MAX_SHARED_MEMORY_PER_BLOCK",
     "sharedMemPerBlockOptin": "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN",
     "sharedMemPerMultiprocessor": "MAX_SHARED_MEMORY_PER_MULTIPROCESSOR",
-    "singleToDoublePrecisionPerfRatio": "SINGLE_TO_DOUBLE_PRECISION_PERF_RATIO",
-    "sparseCudaArraySupported": "SPARSE_CUDA_ARRAY_SUPPORTED",
-    "streamPrioritiesSupported": "STREAM_PRIORITIES_SUPPORTED",
-    "surfaceAlignment": "SURFACE_ALIGNMENT",
-    "tccDriver": "TCC_DRIVER",
-    "textureAlignment": "TEXTURE_ALIGNMENT",
-    "texturePitchAlignment": "TEXTURE_PITCH_ALIGNMENT",
-    "timelineSemaphoreInteropSupported": "TIMELINE_SEMAPHORE_INTEROP_SUPPORTED",
     "totalConstMem": "TOTAL_CONSTANT_MEMORY",
-    "unifiedAddressing": "UNIFIED_ADDRESSING",
-    "unifiedFunctionPointers": "UNIFIED_FUNCTION_POINTERS",
-    "warpSize": "WARP_SIZE",
 }
+_EXTENTS = ("WIDTH", "HEIGHT", "DEPTH", "LAYERS", "PITCH")
 
-# The same for fields with several numbers.
-PROPERTY_LISTS: dict[str, tuple[str, ...]] = {
-    "maxGridSize": ("MAX_GRID_DIM_X", "MAX_GRID_DIM_Y", "MAX_GRID_DIM_Z"),
-    "maxSurface1DLayered": ("MAXIMUM_SURFACE1D_LAYERED_WIDTH", "MAXIMUM_SURFACE1D_LAYERED_LAYERS"),
-    "maxSurface2D": ("MAXIMUM_SURFACE2D_WIDTH", "MAXIMUM_SURFACE2D_HEIGHT"),
-    "maxSurface2DLayered": (
-        "MAXIMUM_SURFACE2D_LAYERED_WIDTH",
-        "MAXIMUM_SURFACE2D_LAYERED_HEIGHT",
-        "MAXIMUM_SURFACE2D_LAYERED_LAYERS",
-    ),
-    "maxSurface3D": ("MAXIMUM_SURFACE3D_WIDTH", "MAXIMUM_SURFACE3D_HEIGHT", "MAXIMUM_SURFACE3D_DEPTH"),
-    "maxSurfaceCubemapLayered": ("MAXIMUM_SURFACECUBEMAP_LAYERED_WIDTH", "MAXIMUM_SURFACECUBEMAP_LAYERED_LAYERS"),
-    "maxTexture1DLayered": ("MAXIMUM_TEXTURE1D_LAYERED_WIDTH", "MAXIMUM_TEXTURE1D_LAYERED_LAYERS"),
-    "maxTexture2D": ("MAXIMUM_TEXTURE2D_WIDTH", "MAXIMUM_TEXTURE2D_HEIGHT"),
-    "maxTexture2DGather": ("MAXIMUM_TEXTURE2D_GATHER_WIDTH", "MAXIMUM_TEXTURE2D_GATHER_HEIGHT"),
-    "maxTexture2DLayered": (
-        "MAXIMUM_TEXTURE2D_LAYERED_WIDTH",
-        "MAXIMUM_TEXTURE2D_LAYERED_HEIGHT",
-        "MAXIMUM_TEXTURE2D_LAYERED_LAYERS",
-    ),
-    "maxTexture2DLinear": (
-        "MAXIMUM_TEXTURE2D_LINEAR_WIDTH",
-        "MAXIMUM_TEXTURE2D_LINEAR_HEIGHT",
-        "MAXIMUM_TEXTURE2D_LINEAR_PITCH",
-    ),
-    "maxTexture2DMipmap": ("MAXIMUM_TEXTURE2D_MIPMAPPED_WIDTH", "MAXIMUM_TEXTURE2D_MIPMAPPED_HEIGHT"),
-    "maxTexture3D": ("MAXIMUM_TEXTURE3D_WIDTH", "MAXIMUM_TEXTURE3D_HEIGHT", "MAXIMUM_TEXTURE3D_DEPTH"),
-    "maxTexture3DAlt": (
-        "MAXIMUM_TEXTURE3D_WIDTH_ALTERNATE",
-        "MAXIMUM_TEXTURE3D_HEIGHT_ALTERNATE",
-        "MAXIMUM_TEXTURE3D_DEPTH_ALTERNATE",
-    ),
-    "maxTextureCubemapLayered": ("MAXIMUM_TEXTURECUBEMAP_LAYERED_WIDTH", "MAXIMUM_TEXTURECUBEMAP_LAYERED_LAYERS"),
-    "maxThreadsDim": ("MAX_BLOCK_DIM_X", "MAX_BLOCK_DIM_Y", "MAX_BLOCK_DIM_Z"),
-}
+
+def function_attributes() -> dict[str, Any]:
+    """Fields of cudaFuncAttributes, with the function attribute of each, without those of clusters."""
+    found = {name: _FUNCTION_ATTRIBUTES.get(name.upper()) for name in dir(runtime().cudaFuncAttributes)}
+    last = _FUNCTION_ATTRIBUTES["PREFERREDSHMEMCARVEOUT"]
+    return {name: member for name, member in found.items() if member is not None and member <= last}
+
+
+def properties() -> dict[str, list[Any]]:
+    """Fields of cudaDeviceProp, with their device attributes: one for each number of a field."""
+    found = {name: _attributes(name) for name in dir(runtime().cudaDeviceProp)}
+    return {name: members for name, members in found.items() if members}
+
+
+def _attributes(field: str) -> list[Any]:
+    name = _PROPERTIES.get(field, field).replace("_", "").upper()
+    if name.startswith(("MAXTEXTURE", "MAXSURFACE")):
+        whole = f"MAXIMUM{name.removeprefix('MAX')}".replace("MIPMAP", "MIPMAPPED").removesuffix("ALT")
+        names = [whole + part + ("ALTERNATE" if name.endswith("ALT") else "") for part in _EXTENTS]
+    else:
+        names = [name, *(name + axis for axis in "XYZ")]
+    return [_ATTRIBUTES[one] for one in names if one in _ATTRIBUTES]

@@ -1,10 +1,14 @@
-"""Values of the runtime's types as those of the driver's, and back."""
+"""Parameters and results of the bindings' functions, from their documentation; values of the runtime's types as those
+of the driver's, and back.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import functools
+import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from streamalloc.driver.bindings import cuda, runtime
 
@@ -17,8 +21,7 @@ Convert = Callable[[Any], Any]
 def copied(value: Any, cls: Any, source: Any, target: Any) -> Any:
     """A struct of another class with the same bytes; ``source`` and ``target`` are the modules of the two classes."""
     made = cls()
-    size = min(source.sizeof(type(value)), target.sizeof(cls))
-    ctypes.memmove(int(made.getPtr()), int(value.getPtr()), size)
+    ctypes.memmove(int(made.getPtr()), int(value.getPtr()), min(source.sizeof(type(value)), target.sizeof(cls)))
     return made
 
 
@@ -99,3 +102,63 @@ def result(kind: str) -> Convert:
 def _made(cls: Any, value: Any) -> Any:
     """A handle or a struct of the runtime."""
     return cls(int(value)) if hasattr(value, "__int__") else copied(value, cls, cuda, runtime())
+
+
+_HEADING = re.compile(r"\n\n[A-Z][\w ]*\n-{3,}\n")
+_LINK = re.compile(r":py:obj:`~?\.?([^`]*)`")
+
+
+class Parameter(NamedTuple):
+    name: str
+    type: str
+    """Name of a class of the bindings, or of a type of C; empty where it is neither."""
+    default: int | None
+
+
+class Signature(NamedTuple):
+    parameters: tuple[Parameter, ...]
+    results: tuple[str, ...]
+    """Types of the values behind the result code; ``"[]"`` precedes those of items in a list."""
+
+    def bind(self, args: tuple[Any, ...], named: dict[str, Any]) -> list[Any]:
+        """The values of the parameters in order."""
+        values = list(args)
+        for parameter in self.parameters[len(args) :]:
+            if parameter.name in named:
+                values.append(named.pop(parameter.name))
+            elif parameter.default is not None:
+                values.append(parameter.default)
+            else:
+                raise TypeError(f"missing the argument {parameter.name!r}")
+        if named or len(values) > len(self.parameters):
+            raise TypeError(f"takes {len(self.parameters)} arguments: {', '.join(one.name for one in self.parameters)}")
+        return values
+
+
+@functools.cache
+def signature(module: Any, name: str) -> Signature:
+    """The signature of a function of ``cuda.bindings.driver`` or ``cuda.bindings.runtime``."""
+    documentation: str = getattr(module, name).__doc__
+    head = documentation.split("\n")[0]
+    inside = re.sub(r"\[([^][]*)\]", lambda found: "[" + found[1].replace(",", ";") + "]", head)
+    inside = inside.partition("(")[2].rpartition(")")[0]
+    listed = _HEADING.split(documentation.partition("\nReturns\n-------\n")[2])[0]
+    lines = [line for line in listed.split("\n") if line[:1].strip()][1:]
+    return Signature(
+        tuple(_parameter(one.strip()) for one in inside.split(",") if one.strip()), tuple(map(_result, lines))
+    )
+
+
+def _parameter(text: str) -> Parameter:
+    """A parameter: ``size_t size``, ``attr: cudaDeviceAttr``, ``stream``, ``size_t numNodes=0``."""
+    head, _, annotation = text.partition(":")
+    head, _, default = head.partition("=")
+    *kind, name = head.split()
+    found = next((one for one in re.findall(r"\w+", annotation) if one.lower().startswith("cu")), "")
+    in_list = "[]" if "list[" in annotation and found else ""
+    return Parameter(name.lstrip("*"), in_list + (found or " ".join(kind)), int(default) if default else None)
+
+
+def _result(line: str) -> str:
+    kind = _LINK.sub(r"\1", line.partition(" : ")[2]).strip()
+    return f"[]{kind.removeprefix('list[').rstrip(']')}" if kind.startswith("list[") else kind

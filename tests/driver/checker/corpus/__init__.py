@@ -16,4 +16,9 @@ from tests.driver.checker.corpus.bench import CASES, PAGE, SIZE, Bench, Case
 
 AREAS = (pools, order, copies, contexts, graphs, nodes, mappings, freed, sharing, sanitizer)
 
-__all__ = ["AREAS", "CASES", "PAGE", "SIZE", "Bench", "Case"]
+__all__ = ["AREAS", "CASES", "KINDS", "PAGE", "SIZE", "Bench", "Case"]
+KINDS = {
+    *("use before allocation", "use after free", "free before allocation", "double free", "free racing a use"),
+    *("reuse race", "race", "unmap while in use", "release while in use", "access without a grant"),
+    *("export before completion", "free before the importer's", "uninitialized", "another type", "leak"),
+}

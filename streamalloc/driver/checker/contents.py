@@ -1,0 +1,227 @@
+"""Contents of memory: types of the elements that the host has written, and host memory that queued copies read.
+
+A copy to the host that reads elements as another type is reported. Types are recorded when work is queued. Work without
+a type, such as a fill or a kernel, makes the memory bytes again.
+
+A host write to memory is reported before the copy that reads it has run. The checker does not see a write through an
+array. It compares a checksum of the source at the copy with one right before the next wait of the host. It compares
+only copies on streams that no other library has: another library may wait for its streams in ways that the checker does
+not see.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import zlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from streamalloc.driver.checker.clocks import Stream, Timeline
+from streamalloc.driver.checker.judge import Judge
+from streamalloc.driver.checker.ranges import Addresses, Bytes, Moment, Piece, Range
+from streamalloc.driver.checker.reports import Stack, here
+from streamalloc.driver.checker.streams import ForeignStreams, number_of
+
+
+class Typed(NamedTuple):
+    """An interval of bytes with one type."""
+
+    start: int
+    end: int
+    dtype: np.dtype[Any]
+    stack: Stack
+    """Place of the write."""
+
+
+class ElementTypes:
+    """The types of the elements in the memory of a driver."""
+
+    def __init__(self, addresses: Addresses, judge: Judge) -> None:
+        self._addresses = addresses
+        self._judge = judge
+
+    def copied(self, target: Any, source: Any, nbytes: int, what: str) -> None:
+        """Record a copy, whose array of the host, if it has one, says the type."""
+        if isinstance(source, np.ndarray):
+            self.wrote(number_of(target), nbytes, source.dtype, here())
+        elif isinstance(target, np.ndarray):
+            self.read(number_of(source), nbytes, target.dtype, what)
+        else:
+            for piece, memory, start, end in self._places(number_of(source), nbytes):
+                for one in _within(memory, start, end):
+                    first = piece[1] + max(one.start, start) - start - number_of(source) + number_of(target)
+                    self.wrote(first, min(one.end, end) - max(one.start, start), one.dtype, one.stack)
+
+    def wrote(self, address: int, nbytes: int, dtype: np.dtype[Any], stack: Stack) -> None:
+        """Record a write of elements. Single bytes are no type."""
+        if _is_type(dtype):
+            for _, memory, start, end in self._places(address, nbytes):
+                _cut(memory, start, end)
+                memory.types = (*memory.types, Typed(start, end, dtype, stack))
+
+    def read(self, address: int, nbytes: int, dtype: np.dtype[Any], what: str) -> None:
+        """Report a read of elements that were written as others."""
+        if not _is_type(dtype):
+            return
+        for (range_, *_), memory, start, end in self._places(address, nbytes):
+            for one in _within(memory, start, end):
+                if not _fit(one.dtype, dtype):
+                    what = f"{what} reads {range_} as {dtype}, but it was written as {one.dtype}."
+                    remedy = f"read it as {one.dtype}, or as bytes (uint8) where the pattern is meant."
+                    self._judge.report("another type", what, remedy, range_, here(), used=one.stack)
+                    return
+
+    def forget(self, pieces: Iterable[tuple[Piece, bool]]) -> None:
+        """Make memory bytes that an operation writes."""
+        for (range_, low, high), write in pieces:
+            if write:
+                for memory, start, end in range_.physical(low, high):
+                    _cut(memory, start, end)
+
+    def _places(self, address: int, nbytes: int) -> Iterable[tuple[Piece, Bytes, int, int]]:
+        for piece in self._addresses.pieces(address, nbytes):
+            if piece[0].ended is None:
+                for memory, start, end in piece[0].physical(*piece[1:]):
+                    yield piece, memory, start, end
+
+
+def _within(memory: Bytes, start: int, end: int) -> list[Typed]:
+    return [one for one in memory.types if one.start < end and start < one.end]
+
+
+def _cut(memory: Bytes, start: int, end: int) -> None:
+    """Take the types from an interval."""
+    if memory.types:
+        memory.types = tuple(
+            one._replace(start=low, end=high)
+            for one in memory.types
+            for low, high in ((one.start, min(one.end, start)), (max(one.start, end), one.end))
+            if low < high
+        )
+
+
+def _is_type(dtype: np.dtype[Any]) -> bool:
+    return dtype.itemsize > 1 and dtype.kind in "iufcmM"
+
+
+def _fit(one: np.dtype[Any], other: np.dtype[Any]) -> bool:
+    """Whether elements of a type may be read as another: unsigned integers as patterns, complex numbers as pairs."""
+    kinds = {one.kind, other.kind}
+    if one.itemsize == other.itemsize:
+        return one.newbyteorder("=") == other.newbyteorder("=") or "u" in kinds or kinds <= {"i", "m", "M"}
+    return kinds == {"c", "f"} and max(one.itemsize, other.itemsize) == 2 * min(one.itemsize, other.itemsize)
+
+
+HOST_KINDS = ("pinned memory", "registered memory")
+_LARGEST = 16 << 20
+"""Bytes of the largest source that is compared: a checksum of it takes about 10 ms."""
+
+
+@dataclass(eq=False)
+class _Source:
+    """A part of host memory that a queued operation reads."""
+
+    piece: Piece
+    stream: Stream
+    what: str
+    stack: Stack
+    known: Callable[[], bool]
+    """Whether the host has waited for the operation."""
+    checksum: int
+
+
+class QueuedSources:
+    """The sources of copies that the host has not waited for."""
+
+    def __init__(
+        self, timeline: Timeline, foreign: ForeignStreams, judge: Judge, unseen_kernels: Callable[[], bool]
+    ) -> None:
+        self._timeline = timeline
+        self._foreign = foreign
+        self._judge = judge
+        self._unseen_kernels = unseen_kernels
+        """Whether kernels were launched, which may have written anything."""
+        self._sources: list[_Source] = []
+
+    def add(self, stream: Stream, pieces: Iterable[tuple[Piece, bool]], what: str, stack: Stack) -> None:
+        """Record the host memory that the latest operation of a stream reads."""
+        # Code that allocates pinned memory by a call, or registers some, has its address.
+        viewed = [(piece, write) for piece, write in pieces if piece[0].viewed or piece[0].kind in HOST_KINDS]
+        if not viewed or not self._has_all_writes(stream):
+            return
+        written = [piece[0].bytes for piece, write in viewed if write]
+        mark = self._timeline.record(stream)
+
+        def known() -> bool:
+            return mark.clock is not None and self._is_known(stream, mark.clock.known.get(stream.number, 0))
+
+        for piece, write in viewed:
+            if not write and piece[0].bytes not in written:
+                self._watch(piece, stream, what, stack, known)
+
+    def view(self, pieces: Iterable[Piece]) -> None:
+        """Record that the host has an array of memory, and the operations that still read it."""
+        for piece in pieces:
+            range_, low, high = piece
+            range_.viewed = True
+            for memory, start, end in range_.physical(low, high):
+                for read in memory.reads(start, end):
+                    actor, time = read.actor, read.time
+                    if isinstance(actor, Stream) and self._has_all_writes(actor) and not self._is_known(actor, time):
+
+                        def known(actor: Stream = actor, time: int = time) -> bool:
+                            return self._is_known(actor, time)
+
+                        self._watch(piece, actor, read.what, read.stack, known)
+
+    def _has_all_writes(self, stream: Stream) -> bool:
+        """Whether the checker sees all waits for a stream and all writes by devices."""
+        return self._foreign.is_ours(stream) and not self._unseen_kernels()
+
+    def _is_known(self, stream: Stream, time: int) -> bool:
+        return self._timeline.certain(self._timeline.host, stream.number, time)
+
+    def _watch(self, piece: Piece, stream: Stream, what: str, stack: Stack, known: Callable[[], bool]) -> None:
+        range_, low, high = piece
+        of_host = range_.kind in HOST_KINDS or (range_.kind == "allocation" and range_.grants is not None)
+        if not of_host or range_.held_write or range_.bytes.shared or range_.ended or high - low > _LARGEST:
+            return
+        before: list[Moment] = [] if range_.born is None else [range_.born]
+        for memory, start, end in range_.physical(low, high):
+            before += memory.writes(start, end)
+        host = self._timeline.host
+        if all(self._timeline.certain(host, one.actor.number, one.time) for one in before):
+            self._sources.append(_Source(piece, stream, what, stack, known, _checksum(piece)))
+
+    def forget(self, ranges: Iterable[Range]) -> None:
+        """Forget memory that an operation is about to write or free."""
+        if self._sources:
+            gone = {id(one.bytes) for one in ranges}
+            self._sources = [one for one in self._sources if id(one.piece[0].bytes) not in gone]
+
+    def clear(self) -> None:
+        """Forget all sources, as the host may learn of the copies in a way that the checker does not see."""
+        self._sources.clear()
+
+    def check(self) -> None:
+        """Report the sources that the host has written since their copies were queued."""
+        sources, self._sources = self._sources, []
+        for one in sources:
+            range_ = one.piece[0]
+            if one.known() or range_.ended is not None or not self._has_all_writes(one.stream):
+                continue
+            if _checksum(one.piece) == one.checksum:
+                self._sources.append(one)
+                continue
+            copy = f"{one.what} on {one.stream.name}, which reads the same bytes"
+            what = f"the host wrote {range_}, but nothing orders the write after {copy}."
+            remedy = f"the host must synchronise with {one.stream.name} after its {one.what}."
+            self._judge.report("race", what, remedy, range_, here(), used=one.stack)
+
+
+def _checksum(piece: Piece) -> int:
+    _, low, high = piece
+    return zlib.crc32((ctypes.c_char * (high - low)).from_address(low))
