@@ -52,8 +52,9 @@ class Banks:
 
     def trim(self, asking: Space) -> None:
         """Release unused memory of other pools and of graphs: that of the device of the asking pool, the host's for a
-        pool of a NUMA node, and that of all devices for another pool of the host (observed on H200: test_placements; the
-        last on a host of one device).
+        pool of a NUMA node, and that of all devices for another pool of the host.
+
+        Observed on H200 (test_placements); the last on a machine of one device.
         """
         of_host = asking.bank is self.host and not asking.of_node
         banks = self.devices if of_host else [asking.bank]
