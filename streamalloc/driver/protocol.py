@@ -181,7 +181,7 @@ class Listener(Protocol):
         """Record that the latest work writes elements of NumPy's type; not ``write``: that it reads them as such."""
 
     def deferred(self, address: int) -> None:
-        """Record that the program has freed shared memory, whose free waits for importers."""
+        """Record that the program has freed shared memory or dropped an import; the driver's free comes later."""
 
     def shared(self, address: int, nbytes: int, stream: Any, name: bytes) -> None:
         """Record that importers may use ``nbytes`` bytes after the work queued in ``stream`` so far.

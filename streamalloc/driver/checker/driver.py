@@ -300,7 +300,7 @@ class Checked(Wrapper):
             self._state.types.read(address, nbytes, dtype, "a copy of a view")
 
     def deferred(self, address: int) -> None:
-        """Record that the program has freed shared memory, whose free waits for importers: it is no leak."""
+        """Record that the program has freed memory, and that the driver's free comes later: it is no leak."""
         self._notified(False, self._state.defer, address)
 
     def shared(self, address: int, nbytes: int, stream: Any, name: bytes) -> None:

@@ -692,6 +692,9 @@ class ImportedBuffer(Memory, Closes, Foreign):
         held = getattr(self, "_held", None)
         if held is not None and held.source.session.usable:
             source = held.source
+            listener = source.session.listener
+            if listener is not None and held.count == 1:
+                listener.deferred(int(held.address))
             source.deferred.submit(_DroppedImport(held, self._stream))
             source.dropped.put(True)
 
