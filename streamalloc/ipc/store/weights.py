@@ -25,8 +25,12 @@ from streamalloc.ipc.wire.descriptor import FABRIC, Chunk, Descriptor, Foreign, 
 from streamalloc.vmm import AddressRange, RangeView
 from streamalloc.vmm.internal import After, ImportedChunk, map_side_by_side
 
-_LEAST_RANGE = 64 << 20
-"""Bytes of a reader's range, at least: driver 580 does not follow the preferred address of a range of 2 MiB."""
+_LEAST_RANGES = 64 << 20, 1 << 30, 16 << 30, 128 << 30
+"""Bytes of a reader's range, at least.
+
+Driver 580 takes small ranges out of larger ones that it has kept, at any address: those of 2 MiB always, and those of
+64 MiB in processes that have freed larger ones.
+"""
 
 
 class StoredView(RangeView, Foreign):
@@ -392,14 +396,15 @@ def changed(key: str, epoch: int, expected: Layout | str, found: Layout) -> Layo
 def _reserved(opened: OpenEpoch, at: int | bool | None) -> AddressRange:
     """Reserve the writer's addresses, or those that were asked for; without a demand, any."""
     wanted = opened.address if at is None or at is True else int(at)
-    nbytes, driver = max(opened.nbytes, _LEAST_RANGE), opened.device.driver
-    reserved = AddressRange(nbytes, address=wanted, driver=driver)
-    if not reserved.honoured:
-        # Ranges of this process that were closed before their work was done end at points of work.
-        reserved.close()
-        work(session_of(opened.device))
-        reserved = AddressRange(nbytes, address=wanted, driver=driver)
-    if reserved.honoured or at is None:
+    for least in _LEAST_RANGES:
+        reserved = AddressRange(max(opened.nbytes, least), address=wanted, driver=opened.device.driver)
+        if reserved.honoured:
+            return reserved
+        if least != _LEAST_RANGES[-1]:
+            reserved.close()
+            # Ranges of this process that were closed before their work was done end at points of work.
+            work(session_of(opened.device))
+    if at is None:
         return reserved
     address = reserved.address
     reserved.close()

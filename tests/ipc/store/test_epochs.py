@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 
 import streamalloc as sa
 from streamalloc import ipc
+from streamalloc.driver.wrappers import Function, Wrapper
 from streamalloc.testing import Gate
 from tests.ipc.store.support import write
 from tests.processes import Partner, There, eventually
@@ -192,6 +194,27 @@ def test_addresses_that_are_taken(store: ipc.Store) -> None:
             assert elsewhere.address != weights.address and holds(elsewhere["all"], 1)
     with store.open("key", at=weights_at(store) + 64 * PAGE) as moved:
         assert moved.address == weights_at(store) + 64 * PAGE and holds(moved["all"], 1)
+
+
+class KeepsRanges(Wrapper):
+    """A driver that takes ranges below 16 GiB out of larger ones that it has kept, at any address."""
+
+    def _observe(self, name: str, function: Function, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        if name == "cuMemAddressReserve" and args[0] < 16 << 30:
+            args = (args[0], args[1], 0, *args[3:])
+        return function(*args)
+
+
+def test_addresses_in_a_process_that_has_freed_large_ranges(server: ipc.StoreServer, machine: Any) -> None:
+    kind: Any = KeepsRanges
+    driver = kind(machine)
+    with ipc.Store(server.name, driver=driver) as store:
+        write(store, "key", 1)
+        with store.open("key", at=True) as weights:
+            assert weights.address == weights_at(store) and holds(weights["all"], 1)
+            with pytest.raises(sa.AddressSpaceError, match="taken"):
+                store.open("key", at=True)
+    sa.Device(0, driver=driver).synchronize()
 
 
 def weights_at(store: ipc.Store) -> int:
