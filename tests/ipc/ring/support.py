@@ -16,6 +16,7 @@ import streamalloc.driver as sd
 from streamalloc import ipc
 from streamalloc.core.deferred import deferred_queue
 from streamalloc.ipc import Ring, RingConsumer, RingProducer
+from streamalloc.pool.ending import PoolEnd
 from tests.ipc.support import (
     make_pool,
     shared_pool,
@@ -155,9 +156,14 @@ def never_joins(there: There) -> None:
 
 
 def settled(stream: sa.Stream) -> int:
-    """Number of items that wait for other processes, after another attempt."""
+    """Number of items that wait for other processes, after another attempt.
+
+    Without pools, of which libraries may keep memory of earlier tests.
+    """
     stream.synchronize()
-    return len(deferred_queue(stream._session))
+    queue = deferred_queue(stream._session)
+    items = [*queue.submitted, *queue._waiting, *queue._working.values()]
+    return sum(not isinstance(item, PoolEnd) for item in items)
 
 
 def make_ring(there: There, slots: int = 4, on: str = "stream") -> None:

@@ -47,6 +47,7 @@ def test_reading_them_changes_nothing(device: sa.Device) -> None:
 
 def test_memory_of_graphs(device: sa.Device, stream: sa.Stream) -> None:
     with vmm.SleepGroup(device) as group:
+        device.graph_memory.trim()
         before = group.resident().graphs
         with stream.capture() as graph:
             buffer = sa.MemoryPool.default(device).allocate(MiB, stream)
