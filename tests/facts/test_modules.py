@@ -161,4 +161,9 @@ def test_occupancy(code: Code) -> None:
         assert tuple(value(blocks(code.function, size, shared)) for shared in (0, 40000)) == expected, size
     assert said(blocks(code.function, 0, 0)) == "INVALID_VALUE"
     assert code.raw.cuOccupancyMaxPotentialBlockSize(code.function, None, 0, 0)[1:] == (264, 1024)
-    assert value(code.raw.cuOccupancyAvailableDynamicSMemPerBlock(code.function, 2, 128)) == 116736
+    available, kind = code.raw.cuOccupancyAvailableDynamicSMemPerBlock, code.raw.CUfunction_attribute
+    assert value(available(code.function, 2, 128)) == 49152
+    most = kind.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    value(code.raw.cuFuncSetAttribute(code.function, most, 232448))
+    assert value(available(code.function, 2, 128)) == 116736
+    value(code.raw.cuFuncSetAttribute(code.function, most, 49152))

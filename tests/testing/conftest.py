@@ -6,12 +6,15 @@ import textwrap
 from collections.abc import Callable
 
 import pytest
+from cuda.bindings import runtime as bound_runtime
 
 from streamalloc.driver import checker, simulator
 from streamalloc.driver.internal import default_of_threads
+from streamalloc.driver.simulator import runtime
 from streamalloc.testing import leaks, objects
 
-assert checker and leaks and objects and simulator  # imported here, as what a run of pytest imports is forgotten
+# Imported here, as what a run of pytest imports is forgotten.
+assert bound_runtime and checker and leaks and objects and runtime and simulator
 
 Run = Callable[..., pytest.RunResult]
 

@@ -276,8 +276,10 @@ class KernelCalls(Calls):
     def cuOccupancyAvailableDynamicSMemPerBlock(self, func: Function, numBlocks: Int, blockSize: Int) -> int:
         check(numBlocks > 0 and blockSize > 0)
         static = int(func.registered.get("SHARED_SIZE_BYTES", 0))
-        most = self._bound("MAX_SHARED_MEMORY_PER_MULTIPROCESSOR") // numBlocks
-        return max(min(most, self._bound("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")) - static, 0)
+        share = self._bound("MAX_SHARED_MEMORY_PER_MULTIPROCESSOR") // numBlocks - static
+        # Observed on H200: test_modules.
+        allowed = self._attribute(_ATTRIBUTE.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, func)
+        return max(min(share, allowed), 0)
 
     # -- launches --------------------------------------------------------------------------------------------
 
