@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from streamalloc.core.errors import LOST, ClosedError, CudaError
@@ -212,11 +212,6 @@ class BackupRange:
     def memory(self) -> Memory:
         """The bytes."""
         return self.backup.view(self._offset, self.nbytes)
-
-    @property
-    def parts(self) -> Sequence[BackupRange]:
-        """The bytes."""
-        return (self,)
 
     @property
     def own(self) -> bool:

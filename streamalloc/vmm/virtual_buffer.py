@@ -26,8 +26,6 @@ from streamalloc.vmm.tiers.tier import Held
 
 _BATCH = 64 << 20
 """Bytes after whose copy memory is unmapped, while later copies run."""
-_STEP = 1 << 30
-"""Bytes that are created while others are copied. Right after a release this takes an eighth of the copy's time."""
 
 
 class ChunkSpec(NamedTuple):
@@ -342,44 +340,20 @@ class VirtualBuffer(Memory, Closes, Drawn):
     def _copying_stream(self, stream: StreamLike | None) -> Stream:
         return copying_stream(self.stream if stream is None else stream, self._session)
 
-    def _recreate(self, eviction: Eviction, made: list[MappedBytes], copies: Copies, stream: Stream) -> None:
-        """Map new memory, which is added to ``made``, and queue the copies of the bytes."""
-        parts = () if eviction.saved is None else eviction.saved.parts
+    def _load(self, saved: Held, made: Sequence[MappedBytes], copies: Copies, stream: Stream) -> None:
+        """Queue the copy of the bytes into new memory."""
+        target = CopySide(self.address, self._nbytes, self._resident_on(), self)
         writer = stream.device.location
         allowed = self._rights.get(writer, MemAccess.NONE)
+        if allowed == MemAccess.READWRITE:
+            saved.load(target, copies)
+            return
         # The device that copies needs write access during the copy.
-        lent = bool(parts) and allowed != MemAccess.READWRITE
-        steps = iter([eviction.pieces]) if lent or len(parts) < 2 else self._steps(eviction.pieces)
-        offset, home = 0, self._resident_on()
-        for part in parts:
-            while not made or made[-1].stop < offset + part.nbytes:
-                made += self._create_chunks(next(steps))
-                if lent:
-                    self.range._node.grant(made, {writer: MemAccess.READWRITE})
-            part.load(CopySide(self.address + offset, part.nbytes, home, self), copies)
-            offset += part.nbytes
-        for step in steps:
-            made += self._create_chunks(step)
-        if lent:
-            copies.settle()
-            stream.synchronize()
-            self.range._node.grant(made, {writer: allowed})
-
-    def _steps(self, pieces: Sequence[ChunkSpec]) -> Iterator[Sequence[ChunkSpec]]:
-        """Split chunks into steps, each of which is created while the bytes before it are copied."""
-        step: list[ChunkSpec] = []
-        room = _STEP
-        for at, nbytes, spec in pieces:
-            stop = at + nbytes
-            while at < stop:
-                end = min(at + room, stop) if spec is self.range._node.maker else stop
-                step.append(ChunkSpec(at, end - at, spec))
-                at, room = end, room - (end - at)
-                if room <= 0:
-                    yield step
-                    step, room = [], _STEP
-        if step:
-            yield step
+        self.range._node.grant(made, {writer: MemAccess.READWRITE})
+        saved.load(target, copies)
+        copies.settle()
+        stream.synchronize()
+        self.range._node.grant(made, {writer: allowed})
 
     def close(self, after: After = None) -> None:
         """Wait for ``after``, then unmap and release the memory and free the addresses. Idempotent."""
@@ -622,8 +596,9 @@ def restore_all(
                     buffer._take_back(eviction.held, stream)
                     continue
                 buffer._clear()
-                made[buffer] = []
-                buffer._recreate(eviction, made[buffer], copies, stream)
+                made[buffer] = buffer._create_chunks(eviction.pieces)
+                if eviction.saved is not None:
+                    buffer._load(eviction.saved, made[buffer], copies, stream)
             copies.settle()
             for buffer in made:
                 buffer._evicted = None

@@ -182,11 +182,6 @@ class DiskBytes:
         """Buffers of the file that hold it."""
         self.nbytes: int = file.sizes[index]
 
-    @property
-    def parts(self) -> Sequence[DiskBytes]:
-        """The bytes."""
-        return (self,)
-
     def _opened(self) -> DiskFile:
         assert self._file is not None
         return self._file

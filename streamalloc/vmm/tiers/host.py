@@ -26,20 +26,27 @@ _KEEP_ALL = (1 << 64) - 1  # release threshold in bytes: the pool never releases
 class HostBytes:
     """The bytes of one buffer that is stored in several pieces."""
 
-    __slots__ = ("nbytes", "parts")
+    __slots__ = ("_parts", "nbytes")
 
     own = True
     memory: Memory | None = None
 
     def __init__(self, parts: Sequence[BackupRange]) -> None:
-        self.parts: Sequence[BackupRange] = parts
+        self._parts = parts
         self.nbytes: int = sum(part.nbytes for part in parts)
 
     def save(self, source: CopySide, copies: Copies) -> None:
         """Queue the copy of device memory to the pieces."""
         offset = 0
-        for part in self.parts:
+        for part in self._parts:
             part.save(part_of(source, offset, part.nbytes), copies)
+            offset += part.nbytes
+
+    def load(self, target: CopySide, copies: Copies) -> None:
+        """Queue the copy of the pieces to device memory."""
+        offset = 0
+        for part in self._parts:
+            part.load(part_of(target, offset, part.nbytes), copies)
             offset += part.nbytes
 
     def read(self, offset: int, target: Bytes) -> None:
@@ -54,7 +61,7 @@ class HostBytes:
 
     def _touched(self, offset: int, array: Bytes) -> list[tuple[BackupRange, int, Bytes]]:
         found, start, stop = [], 0, offset + array.nbytes
-        for part in self.parts:
+        for part in self._parts:
             begin, end = max(offset, start), min(stop, start + part.nbytes)
             if begin < end:
                 found.append((part, begin - start, array[begin - offset : end - offset]))
@@ -63,7 +70,7 @@ class HostBytes:
 
     def leave(self) -> None:
         """Drop the bytes; each piece is freed with the last buffer in it."""
-        undo_all(part.leave for part in self.parts)
+        undo_all(part.leave for part in self._parts)
 
 
 class PoolTier:

@@ -15,20 +15,10 @@ import numpy.typing as npt
 from streamalloc.core.internal import CopySide, Memory, Stream
 from streamalloc.vmm.backup import Copies
 
-__all__ = ["Bytes", "Held", "Part", "Tier", "part_of"]
+__all__ = ["Bytes", "Held", "Tier", "part_of"]
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 """A writable, contiguous array of bytes."""
-
-
-class Part(Protocol):
-    """Bytes in a tier that are copied back at once."""
-
-    nbytes: int
-    """Size in bytes."""
-
-    def load(self, target: CopySide, copies: Copies, /) -> None:
-        """Queue the copy of the bytes to device memory; it is complete on the stream after ``copies.settle()``."""
 
 
 class Held(Protocol):
@@ -42,15 +32,14 @@ class Held(Protocol):
         """The bytes as memory; None if they are not in memory, or in several pieces."""
 
     @property
-    def parts(self) -> Sequence[Part]:
-        """The bytes in the order of addresses."""
-
-    @property
     def own(self) -> bool:
         """Whether :meth:`leave` releases the store."""
 
     def save(self, source: CopySide, copies: Copies, /) -> None:
         """Queue the copy of device memory to the tier; complete after ``copies.settle()`` and the stream's work."""
+
+    def load(self, target: CopySide, copies: Copies, /) -> None:
+        """Queue the copy of the bytes to device memory; it is complete on the stream after ``copies.settle()``."""
 
     def read(self, offset: int, target: Bytes, /) -> None:
         """Copy bytes from ``offset`` on to a host array. Blocks the host."""

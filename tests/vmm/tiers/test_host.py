@@ -140,49 +140,6 @@ def test_copies_run_while_other_memory_is_unmapped_and_made(machine: Any, monkey
             buffer.close()
 
 
-@pytest.mark.usefixtures("small_pieces")
-class TestALargeBuffer:
-    @pytest.fixture(autouse=True)
-    def small_steps(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(virtual_buffer, "_STEP", 3 * PAGE)
-
-    def test_copies_run_while_the_rest_is_made(self, machine: Any) -> None:
-        traced: Any = sd.traced(machine)
-        device = sa.Device(0, driver=traced)
-        with vmm.SleepGroup(device) as group, vmm.GrowableBuffer(device, 9 * PAGE, 8 * PAGE + 100) as buffer:
-            group.add(buffer)
-            filled(buffer, 1)
-            group.sleep()
-            traced.calls.clear()
-            assert group.wake() == 9 * PAGE
-            calls = names(traced, "cuMemCreate", "cuMemcpyAsync")
-            assert calls == 2 * ["cuMemCreate", *6 * ["cuMemcpyAsync"]] + ["cuMemCreate", *5 * ["cuMemcpyAsync"]]
-            assert shows(buffer, 1)
-            for seed in (2, 3):
-                filled(buffer, seed)
-                group.sleep()
-                group.wake()
-                assert shows(buffer, seed) and buffer.mapped_bytes == 9 * PAGE
-            buffer.resize(PAGE)
-            assert read(buffer).tobytes() == pattern(8 * PAGE + 100, 3)[:PAGE].tobytes()
-
-    @pytest.mark.parametrize("call", ["cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemcpyAsync"])
-    def test_no_memory_for_the_rest(self, machine: Any, call: str) -> None:
-        faults: Any = Faults(machine)
-        with vmm.SleepGroup(sa.Device(0, driver=faults)) as group:
-            buffer = group.allocate(8 * PAGE)
-            filled(buffer, 1)
-            group.sleep()
-            faults.fail(call, 2)
-            with pytest.raises(sa.CudaError):
-                group.wake()
-            faults.stop()
-            assert faults.failed == [call] and buffer.evicted and group.mapped_bytes == 0
-            group.wake()
-            assert shows(buffer, 1)
-            buffer.close()
-
-
 class TestReplacing:
     def test_bytes_that_were_not_kept(self, device: sa.Device, pool: sa.MemoryPool) -> None:
         with vmm.SleepGroup(device, backup=pool) as group:
