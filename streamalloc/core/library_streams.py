@@ -100,8 +100,11 @@ def open_check(stream: Any, number: int, *, weak: bool) -> tuple[Callable[[], An
     close the question has another answer. If ``weak``, it does not keep the object, and raises ReferenceError after it.
     """
     protocol = getattr(type(stream), "__cuda_stream__", None)
-    if protocol is None or hasattr(stream, "ptr") or hasattr(stream, "cuda_stream"):
+    if protocol is None:
         return None
+    with contextlib.suppress(Exception):  # an attribute of a closed stream may raise
+        if hasattr(stream, "ptr") or hasattr(stream, "cuda_stream"):
+            return None
     owner = weakref.proxy(stream) if weak else stream
     if isinstance(getattr(type(stream), "is_closed", None), (property, GetSetDescriptorType)):
         # A stream of cuda.core, for which no Python function runs.
@@ -109,7 +112,7 @@ def open_check(stream: Any, number: int, *, weak: bool) -> tuple[Callable[[], An
 
     def named() -> Any:
         try:
-            return owner.__cuda_stream__()[1]
+            return _by_protocol(owner)
         except ReferenceError:
             raise
         except Exception:  # as a closed stream may

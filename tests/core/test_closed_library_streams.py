@@ -270,6 +270,23 @@ def test_a_garbage_cycle_frees_its_own_memory(scene: Scene) -> None:
     assert scene.used == 0
 
 
+def test_the_protocol_as_an_attribute(scene: Scene) -> None:
+    class Named:
+        handle: int | None = scene.own.handle
+
+        @property
+        def __cuda_stream__(self) -> tuple[int, Any]:
+            return 0, self.handle
+
+    theirs: Any = Named()
+    buffer = scene.pool.allocate(64, theirs)
+    buffer.fill(1)
+    theirs.handle = None
+    with pytest.raises(sa.ClosedError):
+        buffer.fill(2)
+    buffer.free(scene.own)
+
+
 def test_streams_that_live_as_long_as_their_object_are_not_asked(scene: Scene) -> None:
     class CuPy:
         ptr = scene.own.handle
