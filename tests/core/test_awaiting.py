@@ -59,6 +59,7 @@ def test_other_tasks_run_meanwhile(stream: sa.Stream, gate: Gate, kind: str) -> 
         await awaited(stream, kind)
 
     asyncio.run(main())
+    gc.collect()  # the loop, whose timers hold it
     assert not _pollers
 
 
@@ -85,6 +86,7 @@ def test_cancelled(stream: sa.Stream, gate: Gate, kind: str) -> None:
         assert waits() == 0
 
     asyncio.run(main())
+    gc.collect()  # the loop, whose timers hold it
     assert not _pollers
 
 
