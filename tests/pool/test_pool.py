@@ -11,7 +11,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc.driver.bindings import BINDINGS_VERSION, cuda
-from streamalloc.testing import Gate
+from streamalloc.testing import Faults, Gate
 from tests.support import GROWTH, KEEP, MiB, executed, names
 
 POSIX, FABRIC = sa.MemHandleType.POSIX_FILE_DESCRIPTOR, sa.MemHandleType.FABRIC
@@ -174,6 +174,15 @@ class TestAttributes:
             }
             assert "release_threshold=0" in repr(pool.attributes)
             assert pool.attributes._repr_html_().count("<tr>") == len(known)
+
+    def test_one_that_the_driver_lacks(self, machine: Any) -> None:
+        faults: Any = Faults(machine)
+        with sa.MemoryPool(sa.Device(0, driver=faults)) as pool:
+            known = dict(pool.attributes)
+            faults.fail("cuMemPoolGetAttribute", 2, result="CUDA_ERROR_INVALID_VALUE")
+            found = dict(pool.attributes)
+            faults.stop()
+            assert list(found) == [name for number, name in enumerate(known) if number != 1]
 
     @pytest.mark.parametrize(
         "name",
