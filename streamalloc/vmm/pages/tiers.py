@@ -39,8 +39,8 @@ class _End(HandleEnd):
 
     def __init__(self, session: Session) -> None:
         super().__init__(session, "cuMemFreeHost", None)
-        self.work: list[Work] = []
-        """Copies that may use it."""
+        self.work: dict[Work, None] = {}
+        """Copies that may use it; several threads change it at once."""
 
     def allocate(self, device: Device, nbytes: int) -> int:
         """Allocate the chunk (``cuMemHostAlloc``) and return its address."""
@@ -54,7 +54,9 @@ class _End(HandleEnd):
 
     def settle(self) -> None:
         """Forget copies that have completed."""
-        self.work = [one for one in self.work if not one.done()]
+        for one in list(self.work):
+            if one.done():
+                self.work.pop(one, None)
 
 
 Blocks: TypeAlias = "int | Sequence[int] | npt.NDArray[np.integer[Any]]"
@@ -106,7 +108,7 @@ class _Chunk:
     def use(self, work: Work) -> None:
         """Keep the memory until copies have completed."""
         end = self._end
-        end.work.append(work)
+        end.work[work] = None
         if len(end.work) > 64:
             end.settle()
 
