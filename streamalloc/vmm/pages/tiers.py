@@ -175,7 +175,9 @@ class Stored:
     def check(self, blocks: Iterable[int]) -> None:
         """Raise ``ValueError`` if the contents of some blocks have changed since :meth:`seal`."""
         for block in blocks if self._sums else ():
-            if zlib.crc32(self.array(block).data) != self._sums[block]:
+            with self.tier._lock:  # another thread may drop it
+                changed = self._held[block] and zlib.crc32(self.array(block).data) != self._sums[block]
+            if changed:
                 raise ValueError("the contents of a page have changed while it was swapped out: its checksum differs")
 
     def drop(self, blocks: Sequence[int] | None = None) -> None:
