@@ -183,16 +183,17 @@ class Stored:
     def drop(self, blocks: Sequence[int] | None = None) -> None:
         """Return the memory of all blocks, or of these, to the tier, which uses it after the copies; idempotent."""
         with self.tier._lock:
-            chosen = np.flatnonzero(self._held) if blocks is None else np.array(blocks, np.int64)
+            every = np.arange(len(self._held))
+            chosen = every if blocks is None else np.unique(every[np.array(blocks, np.int64)])
             chosen = chosen[self._held[chosen]]
             self._held[chosen] = False
             addresses, bases, chunks = self._addresses[chosen], self._bases[chosen], self._chunks
-            if not self._held.any():
-                self._chunks = {}
+            left = np.unique(self._bases[np.flatnonzero(self._held)]).tolist()
+            self._chunks = {base: chunks[base] for base in left}
             for base in np.unique(bases).tolist():
                 chunks[base].give(addresses[bases == base], self._works)
-        if self.tier.closed:
-            self.tier.trim()
+            if self.tier.closed:
+                self.tier._forget_unused()
 
 
 def by_contents(kept: Mapping[int, Kept]) -> Iterator[tuple[Stored, list[int], list[int]]]:
@@ -381,9 +382,12 @@ class HostTier(Closes):
 
     def trim(self) -> None:
         """Release the chunks that hold no contents, each after the copies that use it (``cuMemFreeHost``)."""
+        self._forget_unused()
+        deferred_queue(session_of(self.device)).work()
+
+    def _forget_unused(self) -> None:
         with self._lock:
             self._chunks = [chunk for chunk in self._chunks if chunk.left < chunk.count]
-        deferred_queue(session_of(self.device)).work()
 
     def close(self) -> None:
         """Take no more contents, and release the memory when the last of them leaves. Idempotent."""
