@@ -90,6 +90,8 @@ def _free(number: int, closing: _thread.LockType) -> None:
         closing.release()
 
 
+_PATIENCE = 60.0
+"""Seconds for which a call waits for the blocks of a file at most."""
 _closing: list[_thread.LockType] = []
 """A lock for each file that another thread is closing, held until its blocks are free."""
 os.register_at_fork(after_in_child=_closing.clear)
@@ -104,8 +106,9 @@ def _in_room(call: Callable[..., T], *args: object) -> T:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not before:
             raise
     for closing in before:
-        with closing:
-            pass
+        # An exception of a signal handler may have kept the thread from starting.
+        if closing.acquire(timeout=_PATIENCE):
+            closing.release()
     return call(*args)
 
 
