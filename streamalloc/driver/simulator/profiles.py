@@ -207,7 +207,7 @@ class Profile:
     links: Mapping[tuple[int, int], Link] = _read(_links, repr=False)
     """Links by the pair of devices: the one that has access, and the owner of the memory."""
     error_strings: Mapping[str, str | None] = _read(_table(_text), repr=False)
-    """Answers of cuGetErrorString, by enum name, that are not the name in lower case."""
+    """Answers of cuGetErrorString, by enum name; the driver refuses other errors."""
     identity: str = ""
     """Built-in name, or digest of the file: the same for processes that simulate the same machine."""
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -21,10 +20,8 @@ from streamalloc.core.internal import Deferred, Stream, deferred_queue
 from streamalloc.core.properties import MemAccess
 from streamalloc.vmm.pages.physical import Page, PhysicalPages
 from streamalloc.vmm.pages.queued import Work
+from streamalloc.vmm.pages.tiers import Kept, by_contents
 from streamalloc.vmm.reservation import MappedBytes, Reservation
-
-if TYPE_CHECKING:
-    from streamalloc.vmm.pages.tiers import Kept
 
 
 class Places(MappedBytes):
@@ -323,8 +320,8 @@ class Places(MappedBytes):
                 self.parked.clear()
             stored, self.stored = self.stored, {}
             self.physical.drop([*pages, self.physical.zero])
-            for one, indices in stored.values():
-                one.drop([indices])
+            for contents, indices, _ in by_contents(stored):
+                contents.drop(indices)
 
 
 class Parking(Deferred):

@@ -427,15 +427,17 @@ class PageSpace(Memory, Closes):
         clear_on = None if others else self._single(ordered)
         # Under no lock, as this takes long.
         tier.reserve(int((places.numbers[chosen] >= 0).sum()), self.page_size)
-        with places.locked():
-            held = [place for place in chosen if places.numbers[place] >= 0]
-            stored = tier.store(self._addresses(held), self.page_size, ordered)
-            with undoing(stored.drop):
-                parking = Parking(places, Work.of([ordered, *others], self.device))
-            places.park(held, parking)
-            kept = {place: (stored, index) for index, place in enumerate(held)}
-            places.stored |= kept
+        kept: dict[int, Kept] = {}
         with undoing(lambda: self._take_back(kept)):
+            with places.locked():
+                held = [place for place in chosen if places.numbers[place] >= 0]
+                stored = tier.store(self._addresses(held), self.page_size, ordered)
+                with undoing(stored.drop):
+                    parking = Parking(places, Work.of([ordered, *others], self.device))
+                # Before the pages are parked, so that an exception of a signal handler loses no contents.
+                kept.update({place: (stored, index) for index, place in enumerate(held)})
+                places.stored |= kept
+                places.park(held, parking)
             tier.settle(stored, ordered)
         with places.locked():
             self._begin(parking, clear_on)
@@ -445,7 +447,7 @@ class PageSpace(Memory, Closes):
     def _take_back(self, kept: Mapping[int, Kept]) -> None:
         """Undo a swap whose contents could not be stored."""
         places = self._places
-        with places.locked():
+        with places.locked() if kept else contextlib.nullcontext():
             mine = {place: one for place, one in kept.items() if places.stored.get(place) is one}
             places.unpark(mine)
             for place in mine:

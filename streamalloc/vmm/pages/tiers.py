@@ -39,8 +39,8 @@ class _End(HandleEnd):
 
     def __init__(self, session: Session) -> None:
         super().__init__(session, "cuMemFreeHost", None)
-        self.work: list[Work] = []
-        """Copies that may use it."""
+        self.work: dict[Work, None] = {}
+        """Copies that may use it; several threads change it at once."""
 
     def allocate(self, device: Device, nbytes: int) -> int:
         """Allocate the chunk (``cuMemHostAlloc``) and return its address."""
@@ -54,7 +54,9 @@ class _End(HandleEnd):
 
     def settle(self) -> None:
         """Forget copies that have completed."""
-        self.work = [one for one in self.work if not one.done()]
+        for one in list(self.work):
+            if one.done():
+                self.work.pop(one, None)
 
 
 Blocks: TypeAlias = "int | Sequence[int] | npt.NDArray[np.integer[Any]]"
@@ -106,7 +108,7 @@ class _Chunk:
     def use(self, work: Work) -> None:
         """Keep the memory until copies have completed."""
         end = self._end
-        end.work.append(work)
+        end.work[work] = None
         if len(end.work) > 64:
             end.settle()
 
@@ -173,22 +175,25 @@ class Stored:
     def check(self, blocks: Iterable[int]) -> None:
         """Raise ``ValueError`` if the contents of some blocks have changed since :meth:`seal`."""
         for block in blocks if self._sums else ():
-            if zlib.crc32(self.array(block).data) != self._sums[block]:
+            with self.tier._lock:  # another thread may drop it
+                changed = self._held[block] and zlib.crc32(self.array(block).data) != self._sums[block]
+            if changed:
                 raise ValueError("the contents of a page have changed while it was swapped out: its checksum differs")
 
     def drop(self, blocks: Sequence[int] | None = None) -> None:
         """Return the memory of all blocks, or of these, to the tier, which uses it after the copies; idempotent."""
         with self.tier._lock:
-            chosen = np.flatnonzero(self._held) if blocks is None else np.array(blocks, np.int64)
+            every = np.arange(len(self._held))
+            chosen = every if blocks is None else np.unique(every[np.array(blocks, np.int64)])
             chosen = chosen[self._held[chosen]]
             self._held[chosen] = False
             addresses, bases, chunks = self._addresses[chosen], self._bases[chosen], self._chunks
-            if not self._held.any():
-                self._chunks = {}
+            left = np.unique(self._bases[np.flatnonzero(self._held)]).tolist()
+            self._chunks = {base: chunks[base] for base in left}
             for base in np.unique(bases).tolist():
                 chunks[base].give(addresses[bases == base], self._works)
-        if self.tier.closed:
-            self.tier.trim()
+            if self.tier.closed:
+                self.tier._forget_unused()
 
 
 def by_contents(kept: Mapping[int, Kept]) -> Iterator[tuple[Stored, list[int], list[int]]]:
@@ -377,9 +382,12 @@ class HostTier(Closes):
 
     def trim(self) -> None:
         """Release the chunks that hold no contents, each after the copies that use it (``cuMemFreeHost``)."""
+        self._forget_unused()
+        deferred_queue(session_of(self.device)).work()
+
+    def _forget_unused(self) -> None:
         with self._lock:
             self._chunks = [chunk for chunk in self._chunks if chunk.left < chunk.count]
-        deferred_queue(session_of(self.device)).work()
 
     def close(self) -> None:
         """Take no more contents, and release the memory when the last of them leaves. Idempotent."""

@@ -25,7 +25,7 @@ import struct
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -34,6 +34,8 @@ from streamalloc.core.internal import Fd
 from streamalloc.vmm.tiers.tier import Bytes
 
 __all__ = ["MOST_BLOCK", "PAGE", "Block", "DamagedBackupError", "DiskFile", "aligned"]
+
+T = TypeVar("T")
 
 PAGE = 4096
 """Bytes to a multiple of which direct reads and writes are aligned."""
@@ -71,11 +73,43 @@ def _close(fd: Fd) -> None:
     if about.st_nlink or about.st_blocks * 512 < _LARGE:
         fd.close()
         return
-    number = fd.detach()
+    closing, number = _thread.allocate_lock(), fd.detach()
+    closing.acquire()
+    _closing.append(closing)
     try:
-        _thread.start_new_thread(os.close, (number,))
+        _thread.start_new_thread(_free, (number, closing))
     except RuntimeError:  # the interpreter ends
+        _free(number, closing)
+
+
+def _free(number: int, closing: _thread.LockType) -> None:
+    try:
         os.close(number)
+    finally:
+        _closing.remove(closing)
+        closing.release()
+
+
+_PATIENCE = 60.0
+"""Seconds for which a call waits for the blocks of a file at most."""
+_closing: list[_thread.LockType] = []
+"""A lock for each file that another thread is closing, held until its blocks are free."""
+os.register_at_fork(after_in_child=_closing.clear)
+
+
+def _in_room(call: Callable[..., T], *args: object) -> T:
+    """Make a call that takes room on disk; if there is none, again after files that other threads are closing."""
+    before = list(_closing)
+    try:
+        return call(*args)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not before:
+            raise
+    for closing in before:
+        # An exception of a signal handler may have kept the thread from starting.
+        if closing.acquire(timeout=_PATIENCE):
+            closing.release()
+    return call(*args)
 
 
 def aligned(nbytes: int) -> Bytes:
@@ -202,7 +236,7 @@ class DiskFile:
     def _allocate(self) -> None:
         """Allocate blocks for all bytes, where the file system can: then several threads write at once."""
         try:
-            os.posix_fallocate(self._fd.fileno(), 0, self.nbytes)
+            _in_room(os.posix_fallocate, self._fd.fileno(), 0, self.nbytes)
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
                 raise
@@ -243,7 +277,7 @@ class DiskFile:
     def _write_at(self, position: int, data: Bytes) -> None:
         done = 0
         while done < data.nbytes:
-            done += self._transfer(os.pwritev, data[done:], position + done)
+            done += _in_room(self._transfer, os.pwritev, data[done:], position + done)
 
     def read(self, block: Block, room: Bytes) -> None:
         """Read a block to aligned memory.

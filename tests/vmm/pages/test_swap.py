@@ -12,7 +12,10 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
+from streamalloc.core.internal import Deferred, deferred_queue
 from streamalloc.testing import Faults, Gate
+from streamalloc.vmm.pages.places import Places
+from streamalloc.vmm.pages.queued import Work
 from tests.support import names, pending, read
 from tests.vmm.pages.conftest import PAGES
 from tests.vmm.pages.support import fill, opening, page, settled, values
@@ -361,3 +364,118 @@ def test_a_fault_after_some_batches_changes_nothing(machine: Any, monkeypatch: p
         assert settled(arena) == (8, 4, 4) and values(space) == [0] * PAGES
         assert space.swap_in(range(8)) == 8
         assert values(space)[:8] == list(range(1, 9)) and tier.used == 0
+
+
+def test_a_block_that_is_named_twice_is_dropped_once(device: sa.Device, stream: sa.Stream, tier: vmm.HostTier) -> None:
+    with sa.allocate(4 * 4096, stream) as buffer:
+        stored = tier.save(buffer, range(3), 4096, stream)
+        stored.drop([0, 0, -3])
+        assert tier.used == 2 * 4096
+        stored.drop([1, 1, 0])
+        assert tier.used == 4096 and stored._held.tolist() == [False, False, True]
+        stored.drop()
+        assert tier.used == 0
+
+
+def test_memory_without_contents_is_released_before_other_contents(
+    device: sa.Device, stream: sa.Stream, machine: Any
+) -> None:
+    size, limit = 32 << 20, 64 << 20
+    with vmm.HostTier(device, limit) as tier, sa.allocate(2 * size, stream) as buffer:
+        tier.reserve(1, size)
+        stored = tier.save(buffer, range(2), size, stream)
+        stored.drop([0])
+        stream.synchronize()
+        tier.trim()
+        assert tier.reserved == size and len(stored._chunks) == 1
+        stored.drop()
+
+
+def test_contents_that_another_thread_drops_are_not_checked(
+    device: sa.Device, stream: sa.Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with vmm.HostTier(device, check=True) as tier, sa.allocate(2 * 4096, stream) as buffer:
+        buffer.fill(1)
+        stored = tier.save(buffer, range(2), 4096, stream)
+        stored.drop([1])
+        buffer.fill(2)
+        other = tier.save(buffer, 0, 4096, stream)  # where the second block was
+        assert other.array(0)[0] == 2 and other._addresses[0] == stored._addresses[1]
+        stored.check(range(2))
+        stored.array(0)[0] += 1
+        with pytest.raises(ValueError, match="checksum"):
+            stored.check(range(2))
+        stored.drop()
+        stored.check(range(2))
+        other.drop()
+
+
+@pytest.mark.simulated_only("threads of this process")
+def test_copies_that_are_noted_while_completed_ones_are_forgotten(
+    device: sa.Device, stream: sa.Stream, tier: vmm.HostTier, gate: Gate
+) -> None:
+    """The memory of a chunk stays until they have completed."""
+    with sa.allocate(4096, stream) as buffer:
+        stored = tier.save(buffer, 0, 4096, stream)
+        (chunk,) = stored._chunks.values()
+        (done,) = chunk._end.work
+        stream.synchronize()
+        gate.hold(stream)
+        buffer.fill(1)
+        late = Work.behind(stream)
+
+        class Asked(Work):
+            asked = False
+
+            def done(self) -> bool:
+                if not self.asked:  # as another thread does
+                    self.asked = True
+                    chunk._end.settle()
+                    chunk.use(late)
+                return True
+
+        chunk.use(Asked(device))
+        chunk._end.settle()
+        assert list(chunk._end.work) == [late] and done.done()
+        gate.open()
+        stored.drop()
+
+
+def test_the_end_of_a_space_attempts_no_releases_under_its_lock(arena: vmm.PageArena, tier: vmm.HostTier) -> None:
+    busy = []
+
+    class Item(Deferred):
+        def attempt(self) -> bool:
+            busy.append(space._physical._busy)
+            return True
+
+    with arena.space(4 * PAGE) as space:
+        space.commit(0)
+        space.swap_out(0, tier)
+        tier.close()
+        arena.device.synchronize()
+        deferred_queue(space._session).submit(Item())
+        space.close(after=())
+        arena.device.synchronize()
+        assert busy == [False] and tier.reserved == 0
+
+
+@pytest.mark.simulated_only("the exception is the same on any driver")
+def test_an_exception_while_pages_are_parked_loses_no_contents(
+    space: vmm.PageSpace, tier: vmm.HostTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    park = Places.park
+    space.commit(range(4))
+    fill(space, range(4))
+
+    def interrupted(self: Places, places: Any, parking: Any) -> None:
+        park(self, places, parking)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Places, "park", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            space.swap_out(range(3), tier)
+    assert space.committed.tolist() == [0, 1, 2, 3] and space.parked == 0 and tier.used == 0
+    assert values(space)[:4] == [1, 2, 3, 4]
+    assert space.swap_out(range(3), tier) == space.swap_in(range(3)) == 3 and values(space)[:4] == [1, 2, 3, 4]

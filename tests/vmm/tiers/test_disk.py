@@ -77,15 +77,16 @@ class TestContents:
         self, device: sa.Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, persistent: bool
     ) -> None:
         """Those of files that a sleep replaces, or of files without a name after the wake."""
-        closes: list[int] = []
+        closes: list[Callable[[], None]] = []
 
-        def start(function: Callable[[int], None], args: tuple[int]) -> None:
+        def start(function: Callable[..., None], args: tuple[Any, ...]) -> None:
             if len(closes) == 1:
                 raise RuntimeError("can't start new thread at interpreter shutdown")
-            assert function is os.close and os.fstat(args[0]).st_nlink == 0
-            closes.append(args[0])
+            assert os.fstat(args[0]).st_nlink == 0
+            closes.append(functools.partial(function, *args))
 
-        monkeypatch.setattr(disk_file, "_thread", types.SimpleNamespace(start_new_thread=start))
+        threads = types.SimpleNamespace(start_new_thread=start, allocate_lock=threading.Lock)
+        monkeypatch.setattr(disk_file, "_thread", threads)
         monkeypatch.setattr(disk_file, "_LARGE", 1)
         tier = vmm.DiskTier(device, tmp_path, persistent=persistent, block=BLOCK)
         with tier, vmm.SleepGroup(device, backup=tier) as group:
@@ -96,8 +97,45 @@ class TestContents:
                 group.wake()
             # Two files, of which a thread closes one; the rest is closed at once.
             assert len(closes) == 1 and deleted() == before + 1
-            os.close(closes[0])
-            assert right(several)
+            closes[0]()
+            assert deleted() == before and right(several)
+
+    @pytest.mark.parametrize("allocates", [True, False])
+    def test_a_full_disk_has_room_once_another_thread_has_closed_a_file(
+        self, device: sa.Device, tier: vmm.DiskTier, monkeypatch: pytest.MonkeyPatch, allocates: bool
+    ) -> None:
+        close, allocate, write = os.close, os.posix_fallocate, os.pwritev
+        opening, closed = threading.Event(), threading.Event()
+
+        def close_late(fd: int) -> None:
+            if threading.current_thread() is threading.main_thread():
+                close(fd)
+            else:
+                opening.wait(20)
+                close(fd)
+                closed.set()
+
+        def full(call: Callable[..., Any], error: int) -> Callable[..., Any]:
+            def limited(*args: Any) -> Any:
+                if not closed.is_set():
+                    opening.set()
+                    raise OSError(error, "no space")
+                return call(*args)
+
+            return limited
+
+        with vmm.SleepGroup(device, backup=tier) as group:
+            several = made(group)
+            group.sleep()
+            monkeypatch.setattr(disk_file, "_LARGE", 1)
+            monkeypatch.setattr(os, "close", close_late)
+            group.wake()
+            fallocate = full(allocate, errno.EDQUOT if allocates else errno.EOPNOTSUPP)
+            monkeypatch.setattr(os, "posix_fallocate", fallocate)
+            monkeypatch.setattr(os, "pwritev", full(write, errno.ENOSPC))
+            group.sleep()
+            group.wake()
+            assert closed.is_set() and right(several)
 
     def test_in_one_call(self, device: sa.Device, tier: vmm.DiskTier) -> None:
         with vmm.SleepGroup(device) as group, vmm.GrowableBuffer(device, PAGE, PAGE) as alone:
