@@ -233,7 +233,7 @@ def may_queue(stream: Stream, *, mine: bool = False) -> Iterator[bool]:
     """
     mine = mine or stream._kind is Kind.MADE or threading.get_ident() in stream._paying
     with _kept(stream):
-        yield mine and not stream._closed and not stream._capture and not stream.capturing
+        yield mine and not stream.closed and not stream._capture and not stream.capturing
 
 
 def record_uncaptured(stream: Stream) -> Event | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from streamalloc import vmm
 from streamalloc.core.queued_work import QueuedWork
 from streamalloc.core.session import session_of
 from streamalloc.driver.bindings import cuda
+from streamalloc.interop.loans import borrow
 from streamalloc.testing import Gate
 from tests.support import KEEP, MiB, end_what_was_dropped, holds
 from tests.vmm.support import HOST, READWRITE
@@ -212,6 +214,24 @@ def test_virtual_memory_is_unmapped(scene: Scene) -> None:
     del buffer
     end_what_was_dropped()
     scene.device.synchronize()
+
+
+@pytest.mark.parametrize("end", ["close", "drop"])
+def test_a_borrowed_array_is_released_after_our_work(scene: Scene, end: str) -> None:
+    class Array: ...
+
+    array: Any = Array()
+    with scene.pool.allocate(64, scene.own) as memory:
+        array.__cuda_array_interface__ = memory.__cuda_array_interface__ | {"stream": None}
+        borrowed = [borrow(array, scene.own, lender=scene.theirs)]
+        array, gone = None, weakref.ref(array)
+        borrowed[0].fill(1)
+        scene.close()
+        if end == "close":
+            borrowed[0].close()
+        dropping(scene, borrowed)
+        scene.own.synchronize()
+        assert gone() is None
 
 
 def test_recorded_work_waits_for_a_synchronization(scene: Scene) -> None:
