@@ -234,6 +234,16 @@ def test_a_borrowed_array_is_released_after_our_work(scene: Scene, end: str) -> 
         assert gone() is None
 
 
+def test_a_synchronization_between_the_close_and_ours(scene: Scene) -> None:
+    """The end of the work is known then, though nobody had used the stream since its close."""
+    buffers = [scene.pool.allocate(64, scene.theirs) for _ in range(2)]
+    assert buffers[0]._stream is not buffers[1]._stream
+    scene.close()
+    scene.device.synchronize()
+    for buffer in buffers:
+        buffer.close()
+
+
 def test_recorded_work_waits_for_a_synchronization(scene: Scene) -> None:
     buffer = scene.pool.allocate(64, scene.theirs)
     stream = buffer.stream
