@@ -276,6 +276,8 @@ class Stream(Closes, Shown):
     def _outlived(self) -> None:
         """Close a kept stream whose library's object has died, and with it the driver's stream."""
         if self._session.usable:
+            if self._open_check is not None and not self._closed:
+                self._end_unknown()
             self.close()
 
     def _holding(self) -> Stream:
@@ -331,9 +333,15 @@ class Stream(Closes, Shown):
             except ReferenceError:
                 is_open = False
             if not is_open:
-                self._left = moment()
-                self._end_use()
+                self._end_unknown()
         return self._closed
+
+    def _end_unknown(self) -> None:
+        """Close a stream that its library has closed: the end of its work is not known."""
+        self._left = moment()
+        if self._endings:  # They ask the stream for that end.
+            _left(self._session).add(self)
+        self._end_use()
 
     @property
     def capturing(self) -> bool:
@@ -723,6 +731,8 @@ _made_here: PerDriver[weakref.WeakSet[Stream]] = PerDriver(lambda _: weakref.Wea
 """Open and closed streams of :meth:`Device.create_stream`."""
 _closable: PerDriver[weakref.WeakSet[Stream]] = PerDriver(lambda _: weakref.WeakSet())
 """Streams that their library may close."""
+_left: PerDriver[set[Stream]] = PerDriver(lambda _: set())
+"""Streams that their library has closed, until the end of their work is known."""
 
 
 def members(streams: weakref.WeakSet[T]) -> list[T]:
@@ -833,6 +843,8 @@ def synchronizing(device: Device) -> Iterator[None]:
     began = moment()
     yield
     _synchronized(session)[device.ordinal] = began
+    left = _left(session)
+    left.difference_update([stream for stream in [*left] if end_is_known(stream)])
 
 
 def end_is_known(stream: Stream) -> bool:

@@ -234,6 +234,37 @@ def test_a_borrowed_array_is_released_after_our_work(scene: Scene, end: str) -> 
         assert gone() is None
 
 
+@pytest.mark.parametrize("closes", [False, True])
+def test_cached_memory_when_their_object_dies(scene: Scene, closes: bool) -> None:
+    """Its death ends the driver's stream as a close does: work of the stream may still write the memory."""
+    cache = sa.CachingAllocator(scene.pool)
+    theirs = type(scene.theirs)(scene.device)
+    with Gate(scene.device) as gate:
+        cache.allocate(MiB, theirs).free()
+        buffer = cache.allocate(MiB, theirs)
+        gate.hold(theirs)
+        buffer.fill(1)
+        buffer.free()
+        raw = theirs.raw
+        if closes:
+            theirs.close()
+        del buffer, theirs
+        end_what_was_dropped()
+        others = [scene.pool.allocate(MiB, scene.own) for _ in range(64)]
+        for other in others:
+            other.fill(2)
+        scene.own.synchronize()
+        gate.open()
+        scene.device.synchronize()
+        assert all(holds(other, 2) for other in others)
+        for other in others:
+            other.free()
+    if not closes:
+        assert not scene.driver.cuStreamDestroy(raw)[0]
+    cache.close()
+    scene.device.synchronize()
+
+
 def test_a_synchronization_between_the_close_and_ours(scene: Scene) -> None:
     """The end of the work is known then, though nobody had used the stream since its close."""
     buffers = [scene.pool.allocate(64, scene.theirs) for _ in range(2)]
