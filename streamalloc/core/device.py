@@ -9,7 +9,7 @@ from streamalloc.core.deferred import OFTEN, work
 from streamalloc.core.event import Event
 from streamalloc.core.properties import MemLocation, MemLocationType, bindings_member, checked_type
 from streamalloc.core.session import Session
-from streamalloc.core.stream import Stream, moment, synchronized
+from streamalloc.core.stream import Stream, synchronizing
 from streamalloc.core.stream_resolution import default_stream
 from streamalloc.driver import default as default_driver
 from streamalloc.driver.internal import check_name, cuda, enum_member
@@ -204,10 +204,8 @@ class Device:
 
     def synchronize(self) -> None:
         """Block the host until all work of the device's primary context is done (``cuCtxSynchronize``)."""
-        began = moment()
-        with self.current():
+        with synchronizing(self), self.current():
             self._session.call("cuCtxSynchronize")
-        synchronized(self._session)[self.ordinal] = began
         work(self._session, OFTEN)
 
     def current(self) -> contextlib.AbstractContextManager[None]:

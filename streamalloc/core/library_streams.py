@@ -103,7 +103,7 @@ def open_check(stream: Any, number: int, *, weak: bool) -> tuple[Callable[[], An
     if protocol is None:
         return None
     with contextlib.suppress(Exception):  # an attribute of a closed stream may raise
-        if hasattr(stream, "ptr") or hasattr(stream, "cuda_stream"):
+        if any(hasattr(stream, name) for name in ("ptr", "cuda_stream", "stream_id")):
             return None
     owner = weakref.proxy(stream) if weak else stream
     if isinstance(getattr(type(stream), "is_closed", None), (property, GetSetDescriptorType)):

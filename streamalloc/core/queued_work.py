@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import weakref
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from streamalloc.core.deferred import Deferred, deferred_queue
 from streamalloc.core.errors import (
@@ -28,6 +27,7 @@ from streamalloc.core.stream import (
     _made_here,
     _passed,
     end_is_known,
+    members,
     moment,
 )
 from streamalloc.core.stream_resolution import _default_streams, default_stream
@@ -35,8 +35,6 @@ from streamalloc.core.stream_resolution import _default_streams, default_stream
 if TYPE_CHECKING:
     from streamalloc.core.device import Device
     from streamalloc.core.event import Event
-
-T = TypeVar("T")
 
 
 class QueuedWork:
@@ -58,14 +56,14 @@ class QueuedWork:
         self._asking = threading.RLock()
         self.began = moment()
         known = streams or (
-            *_members(_made_here(session)),
+            *members(_made_here(session)),
             *_default_streams(session).values(),
             *owned_streams(session),
         )
         self._streams = [stream for stream in dict.fromkeys(known) if stream not in without]
         """Streams that are not recorded yet."""
         # After the streams: one that is dropped meanwhile is among them, or has left its end here.
-        self._events = [] if streams else [item.event for item in _members(_ended(session))]
+        self._events = [] if streams else [item.event for item in members(_ended(session))]
         with session.relaxed():
             self._record()
 
@@ -130,13 +128,6 @@ def work_since(session: Session, dropped: int) -> QueuedWork:
     if not latest or latest[0].began < dropped:
         latest[:] = [QueuedWork(session)]
     return latest[0]
-
-
-def _members(streams: weakref.WeakSet[T]) -> list[T]:
-    while True:
-        # RuntimeError: another thread has added one meanwhile.
-        with contextlib.suppress(RuntimeError):
-            return list(streams)
 
 
 def _record_after(stream: Stream) -> Event | None:
@@ -233,7 +224,7 @@ def may_queue(stream: Stream, *, mine: bool = False) -> Iterator[bool]:
     """
     mine = mine or stream._kind is Kind.MADE or threading.get_ident() in stream._paying
     with _kept(stream):
-        yield mine and not stream._closed and not stream._capture and not stream.capturing
+        yield mine and not stream.closed and not stream._capture and not stream.capturing
 
 
 def record_uncaptured(stream: Stream) -> Event | None:

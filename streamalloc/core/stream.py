@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeAlias, Union, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, Union, cast
 
 from streamalloc.core.awaiting import finished_once
 from streamalloc.core.deferred import OFTEN, Deferred, HandleEnd, deferred_queue, refused_to_end, work
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from streamalloc.core.device import Device
     from streamalloc.core.graph import Capture, CaptureMode, Graph
 
+T = TypeVar("T")
 
 StreamLike: TypeAlias = Union["Stream", SupportsCudaStream, TorchStreamLike, CuPyStreamLike, NumbaStreamLike]
 """A :class:`Stream`, an object with ``__cuda_stream__``, or a CuPy, PyTorch or Numba stream."""
@@ -55,7 +56,7 @@ _INVALID_HANDLE = cuda.CUresult.CUDA_ERROR_INVALID_HANDLE
 
 moment: Callable[[], int] = itertools.count().__next__
 """A number that grows with each call, on any thread."""
-synchronized: PerDriver[dict[int, int]] = PerDriver(lambda _: {})
+_synchronized: PerDriver[dict[int, int]] = PerDriver(lambda _: {})
 """Moments at which the latest synchronisations of devices began, by ordinal."""
 
 
@@ -275,6 +276,8 @@ class Stream(Closes, Shown):
     def _outlived(self) -> None:
         """Close a kept stream whose library's object has died, and with it the driver's stream."""
         if self._session.usable:
+            if self._open_check is not None and not self._closed:
+                self._end_unknown()
             self.close()
 
     def _holding(self) -> Stream:
@@ -294,6 +297,7 @@ class Stream(Closes, Shown):
             self._forbid_direct()
             self._open_check = check
             self._allow_direct()
+            _closable(self._session).add(self)
 
     @property
     def handle(self) -> int:
@@ -329,9 +333,15 @@ class Stream(Closes, Shown):
             except ReferenceError:
                 is_open = False
             if not is_open:
-                self._left = moment()
-                self._end_use()
+                self._end_unknown()
         return self._closed
+
+    def _end_unknown(self) -> None:
+        """Close a stream that its library has closed: the end of its work is not known."""
+        self._left = moment()
+        if self._endings:  # They ask the stream for that end.
+            _left(self._session).add(self)
+        self._end_use()
 
     @property
     def capturing(self) -> bool:
@@ -719,6 +729,17 @@ _host_functions: dict[int, Any] = {}
 
 _made_here: PerDriver[weakref.WeakSet[Stream]] = PerDriver(lambda _: weakref.WeakSet())
 """Open and closed streams of :meth:`Device.create_stream`."""
+_closable: PerDriver[weakref.WeakSet[Stream]] = PerDriver(lambda _: weakref.WeakSet())
+"""Streams that their library may close."""
+_left: PerDriver[set[Stream]] = PerDriver(lambda _: set())
+"""Streams that their library has closed, until the end of their work is known."""
+
+
+def members(streams: weakref.WeakSet[T]) -> list[T]:
+    """The members of a set to which other threads add."""
+    while True:
+        with contextlib.suppress(RuntimeError):
+            return list(streams)
 
 
 class _StreamEnd(Deferred):
@@ -813,13 +834,26 @@ def refuse_capture(stream: Stream, call: str, why: str) -> None:
     stream._refuse_capture(call, why)
 
 
+@contextlib.contextmanager
+def synchronizing(device: Device) -> Iterator[None]:
+    """A block that synchronises with a device: the end of what libraries have closed before is known after it."""
+    session = device._session
+    for stream in members(_closable(session)):
+        _ = stream.closed
+    began = moment()
+    yield
+    _synchronized(session)[device.ordinal] = began
+    left = _left(session)
+    left.difference_update([stream for stream in [*left] if end_is_known(stream)])
+
+
 def end_is_known(stream: Stream) -> bool:
     """Whether later work can come after all work of a stream.
 
     If the library has closed its stream, only a synchronisation of the device (:meth:`Device.synchronize`) shows that
     the work is done.
     """
-    return stream._left is None or synchronized(stream._session).get(stream.device.ordinal, -1) > stream._left
+    return stream._left is None or _synchronized(stream._session).get(stream.device.ordinal, -1) > stream._left
 
 
 def end_of(stream: Stream) -> list[Event]:

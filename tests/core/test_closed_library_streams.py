@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from streamalloc import vmm
 from streamalloc.core.queued_work import QueuedWork
 from streamalloc.core.session import session_of
 from streamalloc.driver.bindings import cuda
+from streamalloc.interop.loans import borrow
 from streamalloc.testing import Gate
 from tests.support import KEEP, MiB, end_what_was_dropped, holds
 from tests.vmm.support import HOST, READWRITE
@@ -212,6 +214,65 @@ def test_virtual_memory_is_unmapped(scene: Scene) -> None:
     del buffer
     end_what_was_dropped()
     scene.device.synchronize()
+
+
+@pytest.mark.parametrize("end", ["close", "drop"])
+def test_a_borrowed_array_is_released_after_our_work(scene: Scene, end: str) -> None:
+    class Array: ...
+
+    array: Any = Array()
+    with scene.pool.allocate(64, scene.own) as memory:
+        array.__cuda_array_interface__ = memory.__cuda_array_interface__ | {"stream": None}
+        borrowed = [borrow(array, scene.own, lender=scene.theirs)]
+        array, gone = None, weakref.ref(array)
+        borrowed[0].fill(1)
+        scene.close()
+        if end == "close":
+            borrowed[0].close()
+        dropping(scene, borrowed)
+        scene.own.synchronize()
+        assert gone() is None
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_cached_memory_when_their_object_dies(scene: Scene, closes: bool) -> None:
+    """Its death ends the driver's stream as a close does: work of the stream may still write the memory."""
+    cache = sa.CachingAllocator(scene.pool)
+    theirs = type(scene.theirs)(scene.device)
+    with Gate(scene.device) as gate:
+        cache.allocate(MiB, theirs).free()
+        buffer = cache.allocate(MiB, theirs)
+        gate.hold(theirs)
+        buffer.fill(1)
+        buffer.free()
+        raw = theirs.raw
+        if closes:
+            theirs.close()
+        del buffer, theirs
+        end_what_was_dropped()
+        others = [scene.pool.allocate(MiB, scene.own) for _ in range(64)]
+        for other in others:
+            other.fill(2)
+        scene.own.synchronize()
+        gate.open()
+        scene.device.synchronize()
+        assert all(holds(other, 2) for other in others)
+        for other in others:
+            other.free()
+    if not closes:
+        assert not scene.driver.cuStreamDestroy(raw)[0]
+    cache.close()
+    scene.device.synchronize()
+
+
+def test_a_synchronization_between_the_close_and_ours(scene: Scene) -> None:
+    """The end of the work is known then, though nobody had used the stream since its close."""
+    buffers = [scene.pool.allocate(64, scene.theirs) for _ in range(2)]
+    assert buffers[0]._stream is not buffers[1]._stream
+    scene.close()
+    scene.device.synchronize()
+    for buffer in buffers:
+        buffer.close()
 
 
 def test_recorded_work_waits_for_a_synchronization(scene: Scene) -> None:

@@ -53,7 +53,18 @@ class ExternalStream(Torch):
     """PyTorch's type for streams of other code."""
 
 
+class AnyTorch:
+    """PyTorch's type for streams of all kinds of devices, by its name."""
+
+    def __init__(self, handle: int, device: int = 0, number: int = 3) -> None:
+        self.handle, self.device_index, self.stream_id = handle, device, number
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return (0, self.handle)
+
+
 Torch.__module__, Torch.__qualname__ = "torch.cuda.streams", "Stream"
+AnyTorch.__module__, AnyTorch.__qualname__ = "torch", "Stream"
 
 LIBRARIES: dict[str, Callable[[int], Any]] = {"CuPy": CuPy, "protocol": Protocol, "Numba": Numba, "PyTorch": Torch}
 OF_OBJECTS = [name for name in LIBRARIES if name != "PyTorch"]
@@ -212,9 +223,9 @@ def test_pytorch_s_object_for_a_stream_of_other_code(scene: Scene) -> None:
         assert kept_stream(theirs, session_of(scene.device)) is None
 
 
-@pytest.mark.parametrize("kind", [Torch, ExternalStream])
+@pytest.mark.parametrize("kind", [Torch, AnyTorch, ExternalStream])
 @pytest.mark.parametrize("of_pytorch", [True, False])
-def test_pytorch_s_objects_are_not_referenced_weakly(scene: Scene, kind: type[Torch], of_pytorch: bool) -> None:
+def test_pytorch_s_objects_are_not_referenced_weakly(scene: Scene, kind: type[Any], of_pytorch: bool) -> None:
     """PyTorch frees them without clearing weak references, which crashes the collection at the end of a process."""
     handle = scene.theirs.handle
     cache = sa.CachingAllocator(scene.pool)

@@ -396,17 +396,17 @@ def changed(key: str, epoch: int, expected: Layout | str, found: Layout) -> Layo
 def _reserved(opened: OpenEpoch, at: int | bool | None) -> AddressRange:
     """Reserve the writer's addresses, or those that were asked for; without a demand, any."""
     wanted = opened.address if at is None or at is True else int(at)
-    for least in _LEAST_RANGES:
-        reserved = AddressRange(max(opened.nbytes, least), address=wanted, driver=opened.device.driver)
-        if reserved.honoured:
-            return reserved
-        if least != _LEAST_RANGES[-1]:
+    sizes, driver, found = [max(opened.nbytes, least) for least in _LEAST_RANGES], opened.device.driver, 0
+    with contextlib.suppress(AddressSpaceError):  # there may be no room for the larger ones
+        for nbytes in sizes:
+            reserved = AddressRange(nbytes, address=wanted, driver=driver)
+            if reserved.honoured:
+                return reserved
+            found = reserved.address
             reserved.close()
             # Ranges of this process that were closed before their work was done end at points of work.
             work(session_of(opened.device))
     if at is None:
-        return reserved
-    address = reserved.address
-    reserved.close()
-    why = f"at={wanted:#x}: these addresses are taken in this process, and the driver gave {address:#x}"
+        return AddressRange(sizes[0], address=wanted, driver=driver)
+    why = f"at={wanted:#x}: these addresses are taken in this process, and the driver gave {found:#x}"
     raise AddressSpaceError("CUDA_ERROR_OUT_OF_MEMORY", 2, "cuMemAddressReserve", why)

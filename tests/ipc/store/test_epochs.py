@@ -10,6 +10,7 @@ import pytest
 
 import streamalloc as sa
 from streamalloc import ipc
+from streamalloc.driver.bindings import cuda
 from streamalloc.driver.wrappers import Function, Wrapper
 from streamalloc.testing import Gate
 from tests.ipc.store.support import write
@@ -214,6 +215,27 @@ def test_addresses_in_a_process_that_has_freed_large_ranges(server: ipc.StoreSer
             assert weights.address == weights_at(store) and holds(weights["all"], 1)
             with pytest.raises(sa.AddressSpaceError, match="taken"):
                 store.open("key", at=True)
+    sa.Device(0, driver=driver).synchronize()
+
+
+class HasNoLargeRanges(Wrapper):
+    """A driver without room for ranges of 1 GiB and more."""
+
+    def _observe(self, name: str, function: Function, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        if name == "cuMemAddressReserve" and args[0] >= 1 << 30:
+            return cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY, None
+        return function(*args)
+
+
+def test_addresses_elsewhere_need_no_large_range(store: ipc.Store, server: ipc.StoreServer, machine: Any) -> None:
+    kind: Any = HasNoLargeRanges
+    driver = kind(machine)
+    write(store, "key", 1)
+    with store.open("key", at=True), ipc.Store(server.name, driver=driver) as reader:
+        weights = reader.open("key")
+        assert weights.address != weights_at(store) and holds(weights["all"], 1)
+        assert weights.range.nbytes < 1 << 30
+        weights.close()
     sa.Device(0, driver=driver).synchronize()
 
 
