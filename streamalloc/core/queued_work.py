@@ -29,6 +29,7 @@ from streamalloc.core.stream import (
     end_is_known,
     members,
     moment,
+    note_unknown_end,
 )
 from streamalloc.core.stream_resolution import _default_streams, default_stream
 
@@ -198,6 +199,7 @@ def ordered_after(stream: Stream) -> Iterator[Stream]:
 
 def _refuse_unknown_end(stream: Stream, call: str) -> None:
     if not end_is_known(stream):
+        note_unknown_end(stream)
         why = f"the library of {stream!r} has closed it, and its work may not be done: synchronise the device first"
         raise refused(NotReadyError, call, why)
 

@@ -256,7 +256,7 @@ class Stream(Closes, Shown):
         answer, asks = self._answer, self._asks
         try:
             return self._raw if answer is not None and asks() == answer else None
-        except ReferenceError:  # the library's object has just died
+        except Exception:  # the library's object has died, or does not answer
             return None
 
     def _drop_handle(self) -> Any | None:
@@ -269,7 +269,7 @@ class Stream(Closes, Shown):
         try:
             if answer is None or self._number == PER_THREAD or asks() != answer:
                 return None
-        except ReferenceError:
+        except Exception:
             return None
         return None if self._open_check is None and is_capturing(raw)[0] else raw
 
@@ -330,7 +330,7 @@ class Stream(Closes, Shown):
             asks, answer = self._open_check
             try:
                 is_open = asks() == answer
-            except ReferenceError:
+            except Exception:
                 is_open = False
             if not is_open:
                 self._end_unknown()
@@ -340,7 +340,7 @@ class Stream(Closes, Shown):
         """Close a stream that its library has closed: the end of its work is not known."""
         self._left = moment()
         if self._endings:  # They ask the stream for that end.
-            _left(self._session).add(self)
+            note_unknown_end(self)
         self._end_use()
 
     @property
@@ -838,8 +838,7 @@ def refuse_capture(stream: Stream, call: str, why: str) -> None:
 def synchronizing(device: Device) -> Iterator[None]:
     """A block that synchronises with a device: the end of what libraries have closed before is known after it."""
     session = device._session
-    for stream in members(_closable(session)):
-        _ = stream.closed
+    _find_closed(session)
     began = moment()
     yield
     _synchronized(session)[device.ordinal] = began
@@ -854,6 +853,26 @@ def end_is_known(stream: Stream) -> bool:
     the work is done.
     """
     return stream._left is None or _synchronized(stream._session).get(stream.device.ordinal, -1) > stream._left
+
+
+def note_unknown_end(stream: Stream) -> None:
+    """Record that memory waits for the end of a stream that its library has closed."""
+    _left(stream._session).add(stream)
+
+
+def await_unknown_ends(session: Session, device: Device) -> bool:
+    """Synchronise with a device if memory waits for streams that their library has closed; whether some does."""
+    _find_closed(session)
+    awaited = bool(_left(session))
+    if awaited:
+        device.synchronize()
+    return awaited
+
+
+def _find_closed(session: Session) -> None:
+    """Close the streams that their library has closed."""
+    for stream in members(_closable(session)):
+        _ = stream.closed
 
 
 def end_of(stream: Stream) -> list[Event]:

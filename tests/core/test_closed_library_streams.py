@@ -184,12 +184,19 @@ def test_many_that_another_thread_drops(scene: Scene) -> None:
     assert scene.used == 0
 
 
-def test_a_pool_that_runs_out_synchronizes(scene: Scene) -> None:
-    with sa.MemoryPool(scene.device, max_size=32 * MiB, on_oom="sync-trim-retry") as pool:
-        buffer = [pool.allocate(20 * MiB, scene.theirs)]
-        scene.close()
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("gone", [False, True], ids=["closed", "dropped"])
+def test_a_pool_that_runs_out_synchronizes(scene: Scene, cached: bool, gone: bool) -> None:
+    with sa.MemoryPool(scene.device, max_size=32 * MiB) as pool:
+        cache = sa.CachingAllocator(pool)
+        source, stream = (cache if cached else pool), type(scene.theirs)(scene.device)
+        buffer = [source.allocate(20 * MiB, stream)]
         dropping(scene, buffer)
-        pool.allocate(20 * MiB, scene.own).free()
+        stream.close()
+        if gone:
+            del stream
+        source.allocate(20 * MiB, scene.own).free()
+        cache.close()
 
 
 def test_memory_that_sleeps(scene: Scene) -> None:
