@@ -235,7 +235,10 @@ class Deliveries(RingEnding):
     def settle(self) -> bool:
         """Free the slots that consumers have released and users have returned; whether a slot is free."""
         while self.returned:
-            self.free.appendleft(self.returned.popleft())
+            # Without a call in between, after which a signal handler that raises would lose the slot.
+            slot = self.returned[0]
+            del self.returned[0]
+            self.free.appendleft(slot)
         for consumer in (*self.consumers, *self.leaving):
             with contextlib.suppress(OSError, ClosedError):
                 consumer.send()
