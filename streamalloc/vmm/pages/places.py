@@ -20,7 +20,7 @@ from streamalloc.core.internal import Deferred, Stream, deferred_queue
 from streamalloc.core.properties import MemAccess
 from streamalloc.vmm.pages.physical import Page, PhysicalPages
 from streamalloc.vmm.pages.queued import Work
-from streamalloc.vmm.pages.tiers import Kept, by_contents
+from streamalloc.vmm.pages.tiers import Kept, drop_contents
 from streamalloc.vmm.reservation import MappedBytes, Reservation
 
 
@@ -320,8 +320,7 @@ class Places(MappedBytes):
                 self.parked.clear()
             stored, self.stored = self.stored, {}
             self.physical.drop([*pages, self.physical.zero])
-            for contents, indices, _ in by_contents(stored):
-                contents.drop(indices)
+            drop_contents(stored)
 
 
 class Parking(Deferred):

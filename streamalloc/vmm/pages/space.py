@@ -34,7 +34,7 @@ from streamalloc.vmm.address_range import AddressRange
 from streamalloc.vmm.pages.physical import Page, PhysicalPages
 from streamalloc.vmm.pages.places import Parking, Places
 from streamalloc.vmm.pages.queued import Work
-from streamalloc.vmm.pages.tiers import Addresses, HostTier, Kept, by_contents
+from streamalloc.vmm.pages.tiers import Addresses, HostTier, Kept, by_contents, drop_contents
 from streamalloc.vmm.virtual_buffer import copying_stream
 
 Pages: TypeAlias = "int | range | Iterable[int] | npt.NDArray[np.integer[Any]]"
@@ -262,8 +262,7 @@ class PageSpace(Memory, Closes):
             with contextlib.suppress(CudaError), may_queue(self.stream, mine=True) as allowed:
                 if allowed:
                     zeros.work.precede(self.stream)
-        for contents, indices, _ in by_contents(dropped):
-            contents.drop(indices)
+        drop_contents(dropped)
         self._physical.announce()
         # More than a release submits, so that the queue does not grow.
         deferred_queue(self._session).work(4)
@@ -452,8 +451,7 @@ class PageSpace(Memory, Closes):
             places.unpark(mine)
             for place in mine:
                 del places.stored[place]
-        for stored, indices, _ in by_contents(mine):
-            stored.drop(indices)
+        drop_contents(mine)
 
     def swap_in(self, pages: Pages, stream: StreamLike | None = None, after: After = ()) -> int:
         """Commit pages that are swapped out, and copy their contents back; return how many.
@@ -505,8 +503,7 @@ class PageSpace(Memory, Closes):
                         stored.copy(indices, self._addresses(mine), ordered, out=False)
             for place in kept:
                 del places.stored[place]
-        for stored, indices, _ in by_contents(kept):
-            stored.drop(indices)
+        drop_contents(kept)
         self._physical.announce()
         return len(kept)
 

@@ -207,6 +207,12 @@ def by_contents(kept: Mapping[int, Kept]) -> Iterator[tuple[Stored, list[int], l
         yield stored, indices, places
 
 
+def drop_contents(kept: Mapping[int, Kept]) -> None:
+    """Return the memory of contents to their tiers."""
+    for stored, indices, _ in by_contents(kept):
+        stored.drop(indices)
+
+
 def _places(blocks: Blocks, nbytes: int, side: CopySide) -> Addresses:
     """Return the addresses of blocks of memory."""
     size = checked_size("nbytes", nbytes)
