@@ -107,6 +107,18 @@ def dropping(scene: Scene, buffer: list[Any]) -> None:
     end_what_was_dropped()
 
 
+def written(scene: Scene, gate: Gate, source: Any, count: int) -> list[sa.Buffer]:
+    """Memory that the work of their stream, which the gate holds until it is written, does not overwrite."""
+    others = [source.allocate(MiB, scene.own) for _ in range(count)]
+    for other in others:
+        other.fill(2)
+    scene.own.synchronize()
+    gate.open()
+    scene.device.synchronize()
+    assert all(holds(other, 2) for other in others)
+    return others
+
+
 USES: dict[str, Callable[[Scene, Any], object]] = {
     "fill": lambda scene, buffer: buffer.fill(2),
     "copy": lambda scene, buffer: buffer.copy_to(np.zeros(MiB, np.uint8)),
@@ -157,13 +169,7 @@ def test_the_memory_is_free_once_the_device_was_synchronized(
         else:
             with pytest.raises(sa.NotReadyError, match="synchronise the device"):
                 buffer[0].close()
-        others = [(cache if cached else scene.pool).allocate(MiB, scene.own) for _ in range(3)]
-        for other in others:
-            other.fill(2)
-        scene.own.synchronize()
-        gate.open()
-        scene.device.synchronize()
-        assert all(holds(other, 2) for other in others)
+        others = written(scene, gate, cache if cached else scene.pool, 3)
         if end == "close":
             buffer[0].close()
         for other in others:
@@ -257,14 +263,7 @@ def test_cached_memory_when_their_object_dies(scene: Scene, closes: bool) -> Non
             theirs.close()
         del buffer, theirs
         end_what_was_dropped()
-        others = [scene.pool.allocate(MiB, scene.own) for _ in range(64)]
-        for other in others:
-            other.fill(2)
-        scene.own.synchronize()
-        gate.open()
-        scene.device.synchronize()
-        assert all(holds(other, 2) for other in others)
-        for other in others:
+        for other in written(scene, gate, scene.pool, 64):
             other.free()
     if not closes:
         assert not scene.driver.cuStreamDestroy(raw)[0]
