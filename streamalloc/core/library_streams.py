@@ -96,8 +96,9 @@ def names_handle(stream: object, handle: int) -> bool:
 def open_check(stream: Any, number: int, *, weak: bool) -> tuple[Callable[[], Any], Any] | None:
     """A question, and its answer while a library's stream ``number`` is open; None for streams that users cannot close.
 
-    CuPy, PyTorch and Numba keep a stream as long as its object lives; of other libraries that is not known. After the
-    close the question has another answer. If ``weak``, it does not keep the object, and raises ReferenceError after it.
+    CuPy and PyTorch keep a stream as long as its object lives; of other libraries with ``__cuda_stream__`` that is not
+    known. After the close the question has another answer. If ``weak``, it does not keep the object, and raises
+    ReferenceError after it.
     """
     protocol = getattr(type(stream), "__cuda_stream__", None)
     if protocol is None:

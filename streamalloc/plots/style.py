@@ -21,7 +21,7 @@ WIDTH = 9.4
 INK, GREY, TINT = "#24292f", "#6e7781", "#eef4fa"
 RESERVED, RESERVED_EDGE, USED = "#cfe0f1", "#7ba3cf", "#1f4e86"
 RED = "#b3402e"
-"""What failed, or depends on timing."""
+"""Failures, and results that depend on timing."""
 USES = (USED, "#93b1d6", "#4c74a8", "#7599c6", "#2c548a", "#5f87bb")
 """Used memory by name, in order."""
 STREAMS = ("#9fd3c7", "#f4d58d", "#d8b4e2", "#b7d58f", "#f2b5a7", "#c8c2b4", "#e6a4c4", "#aeb9c7")

@@ -119,7 +119,7 @@ class Shape(NamedTuple):
     source_pitch: int
     source_slice: int
     fits: tuple[bool, bool] = (True, True)
-    """Of the target and the source: whether rows lie within their pitch, slices within their height."""
+    """Whether the rows of target and source lie within their pitch, and the slices within their height."""
     left_out: tuple[int, int] = (0, 0)
     """Bytes before the first that is written, and before the first that is read."""
 
