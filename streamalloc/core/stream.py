@@ -694,7 +694,8 @@ class Stream(Closes, Shown):
                 refused_to_end(self._session, "cuStreamDestroy", raw, result)
 
     def _about(self) -> Iterator[Row]:
-        yield from (("name", self.name),) * bool(self.name)
+        if self.name:
+            yield "name", self.name
         yield "handle", f"{int(self._checked_raw()):#x}"
         yield "device", self.device
         with self._session.relaxed():

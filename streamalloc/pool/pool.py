@@ -468,7 +468,8 @@ class MemoryPool(Allocator, Closes, Drawn):
     def _about(self) -> Iterator[Row]:
         self._checked_raw()
         now = self.statistics()
-        yield from (("name", self.name),) * bool(self.name)
+        if self.name:
+            yield "name", self.name
         yield "memory of", place(self.location)
         yield "handle", f"{int(self._raw):#x}"
         yield from ((name.replace("_", " "), gauge(value, now.reserved_high)) for name, value in now._asdict().items())

@@ -94,7 +94,8 @@ class Copies:
         """Make later work of ``stream`` wait for the copies; if their stream is not known, for all queued work."""
         own = self.stream
         if self._end is None:
-            QueuedWork(session_of(stream), *((own,) if own is not None else ())).precede(stream)
+            queued = QueuedWork(session_of(stream)) if own is None else QueuedWork(session_of(stream), own)
+            queued.precede(stream)
         else:
             stream.wait(self._end)
 

@@ -256,8 +256,10 @@ class AllgatherCommunicator(_Group):
 
     def __init__(self, group: ProcessGroupLike | MPIGroupLike, *, timeout: float | None = None) -> None:
         named: Any = group
-        of_mpi = hasattr(group, "Get_rank")
-        super().__init__(*((named.Get_rank(), named.Get_size()) if of_mpi else (named.rank, named.size)), timeout)
+        if hasattr(group, "Get_rank"):
+            super().__init__(named.Get_rank(), named.Get_size(), timeout)
+        else:
+            super().__init__(named.rank, named.size, timeout)
         self._group = group
 
     def _gathered(self, call: Call, packet: bytes, limit: Limit) -> list[bytes]:
