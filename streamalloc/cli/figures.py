@@ -10,10 +10,14 @@ from streamalloc.cli.measuring import is_library
 from streamalloc.cli.terminal import Terminal
 
 _EXTRA = {
-    "first": ("first step", ",.1f"), "step": ("median step", ",.1f"), "last": ("last step", ",.1f"),
-    "gb_per_s": ("GB/s", ",.1f"), "reserved_over_used": ("reserved / used", ".3f"),
-    "driver_calls": ("driver calls", ",d"), "failures": ("failed", ",d"),
-}  # fmt: skip
+    "first": ("first step", ",.1f"),
+    "step": ("median step", ",.1f"),
+    "last": ("last step", ",.1f"),
+    "gb_per_s": ("GB/s", ",.1f"),
+    "reserved_over_used": ("reserved / used", ".3f"),
+    "driver_calls": ("driver calls", ",d"),
+    "failures": ("failed", ",d"),
+}
 """Column title and number format of each further figure."""
 _FIGURES = {"ratio_to_raw": "ratio to the raw calls ", "reserved_over_used": "reserved / used "}
 """Titles of target figures other than times."""

@@ -96,9 +96,20 @@ class DeferredQueue:
     """
 
     __slots__ = (
-        "__weakref__", "_beginning", "_guard", "_lock", "_new", "_orphaned", "_owned", "_rounds", "_waiting",
-        "_working", "captures", "has_work", "submitted",
-    )  # fmt: skip
+        "__weakref__",
+        "_beginning",
+        "_guard",
+        "_lock",
+        "_new",
+        "_orphaned",
+        "_owned",
+        "_rounds",
+        "_waiting",
+        "_working",
+        "captures",
+        "has_work",
+        "submitted",
+    )
 
     def __init__(self, guard: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext) -> None:
         self.captures: dict[object, None] = {}

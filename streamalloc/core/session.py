@@ -102,9 +102,18 @@ class Session(_Direct):
     """A driver as the facade uses it; one for each driver object (:meth:`of`)."""
 
     __slots__ = (
-        *DIRECT, "__weakref__", "_contexts", "_hot", "_lock", "_state", "driver", "exiting", "forked",
-        "library_streams", "listener",
-    )  # fmt: skip
+        *DIRECT,
+        "__weakref__",
+        "_contexts",
+        "_hot",
+        "_lock",
+        "_state",
+        "driver",
+        "exiting",
+        "forked",
+        "library_streams",
+        "listener",
+    )
 
     driver: Driver
     """The driver itself, for code that binds its functions."""

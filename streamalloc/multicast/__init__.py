@@ -5,6 +5,11 @@ from streamalloc.multicast.setup.rank_group import SymmetricMemoryError
 from streamalloc.multicast.symmetric import SymmetricBuffer, SymmetricMemory, Tables
 
 __all__ = [
-    "Binding", "MulticastObject", "MulticastView", "SymmetricBuffer", "SymmetricMemory", "SymmetricMemoryError",
+    "Binding",
+    "MulticastObject",
+    "MulticastView",
+    "SymmetricBuffer",
+    "SymmetricMemory",
+    "SymmetricMemoryError",
     "Tables",
-]  # fmt: skip
+]

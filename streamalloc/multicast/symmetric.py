@@ -165,9 +165,19 @@ class SymmetricMemory(Closes, Shown):
     """
 
     __slots__ = (
-        "__weakref__", "_asleep", "_bases", "_finalizer", "_group", "_layout", "_leaving", "_owned", "_plan",
-        "_resources", "_signals", "timeout",
-    )  # fmt: skip
+        "__weakref__",
+        "_asleep",
+        "_bases",
+        "_finalizer",
+        "_group",
+        "_layout",
+        "_leaving",
+        "_owned",
+        "_plan",
+        "_resources",
+        "_signals",
+        "timeout",
+    )
 
     timeout: float | None
     """Seconds for :meth:`close`."""

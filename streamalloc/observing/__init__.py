@@ -9,6 +9,17 @@ from streamalloc.observing.records import Allocation, Happening, Phase, Site, So
 from streamalloc.observing.report import LeakError, LeakReport, Place
 
 __all__ = [
-    "Allocation", "Happening", "LeakError", "LeakReport", "LiveView", "Observer", "Phase", "Place", "PoolFigures",
-    "Site", "Source", "live", "observe",
-]  # fmt: skip
+    "Allocation",
+    "Happening",
+    "LeakError",
+    "LeakReport",
+    "LiveView",
+    "Observer",
+    "Phase",
+    "Place",
+    "PoolFigures",
+    "Site",
+    "Source",
+    "live",
+    "observe",
+]

@@ -16,9 +16,19 @@ if TYPE_CHECKING:
     from streamalloc.testing.settling import settle
 
 __all__ = [
-    "Faults", "Gate", "current_launch", "device_global", "device_view", "install", "kernel", "multimem_ld_reduce",
-    "multimem_red", "multimem_st", "settle", "unregister_kernel",
-]  # fmt: skip
+    "Faults",
+    "Gate",
+    "current_launch",
+    "device_global",
+    "device_view",
+    "install",
+    "kernel",
+    "multimem_ld_reduce",
+    "multimem_red",
+    "multimem_st",
+    "settle",
+    "unregister_kernel",
+]
 
 # Imported at the first use: every run of pytest imports the plugin, and with it this module.
 _LATER = {

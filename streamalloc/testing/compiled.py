@@ -10,9 +10,15 @@ from collections.abc import Iterator
 from typing import Any
 
 _LIBRARIES = {
-    "cuda.core": "cuda.core", "cupy": "CuPy", "jaxlib": "JAX", "pycuda": "PyCUDA", "rmm": "RMM",
-    "tensorflow": "TensorFlow", "torch": "PyTorch", "triton": "Triton",
-}  # fmt: skip
+    "cuda.core": "cuda.core",
+    "cupy": "CuPy",
+    "jaxlib": "JAX",
+    "pycuda": "PyCUDA",
+    "rmm": "RMM",
+    "tensorflow": "TensorFlow",
+    "torch": "PyTorch",
+    "triton": "Triton",
+}
 """Names of libraries by module: those whose own extension modules do not show that they use CUDA."""
 _MARKS = (b"cuda.bindings.cy", b"libcuda.so", b"libcudart.so")
 """Bytes in extension modules that call CUDA's C libraries."""

@@ -16,9 +16,13 @@ AddressLike: TypeAlias = Any
 """A device address, or an object that has one as ``address``."""
 
 _OPERATIONS: dict[str, Callable[..., Values]] = {
-    "add": np.add, "min": np.minimum, "max": np.maximum,
-    "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
-}  # fmt: skip
+    "add": np.add,
+    "min": np.minimum,
+    "max": np.maximum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+}
 _OF_INTEGERS = frozenset(_OPERATIONS)
 # As in the PTX manual; numpy has no bfloat16. Signed 64-bit integers are added as unsigned ones.
 SUPPORTED: dict[str, frozenset[str]] = {

@@ -13,6 +13,23 @@ from streamalloc.traces.trace import Event, Trace, TraceFormatError
 from streamalloc.traces.workloads import WORKLOADS, loading, mixed, serving, training
 
 __all__ = [
-    "ALLOCATORS", "WORKLOADS", "Event", "Figures", "Replay", "Replayed", "Trace", "TraceFormatError", "figures",
-    "from_calls", "from_pytorch", "from_rmm", "load", "loading", "mixed", "prepare", "replay", "serving", "training",
-]  # fmt: skip
+    "ALLOCATORS",
+    "WORKLOADS",
+    "Event",
+    "Figures",
+    "Replay",
+    "Replayed",
+    "Trace",
+    "TraceFormatError",
+    "figures",
+    "from_calls",
+    "from_pytorch",
+    "from_rmm",
+    "load",
+    "loading",
+    "mixed",
+    "prepare",
+    "replay",
+    "serving",
+    "training",
+]
