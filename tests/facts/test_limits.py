@@ -116,12 +116,25 @@ def test_other_stacks_wait_for_all_streams(rig: Rig) -> None:
         rig.synchronize()
 
 
+def _size_that_takes_memory(rig: Rig) -> int:
+    """A size of stacks that the context has no memory for; kernels of other tests leave some."""
+    for size in (2048, 4096, 8192, 16384):
+        put(rig, STACK, 1024)
+        before = rig.device_free()
+        put(rig, STACK, size)
+        taken = before - rig.device_free()
+        put(rig, STACK, 1024)
+        if taken:
+            return size
+    pytest.skip("the stacks of this process take no more memory")
+
+
 def test_not_during_a_capture(rig: Rig) -> None:
+    wanted = _size_that_takes_memory(rig)
     stream = rig.stream()
     rig.begin_capture(stream)
     assert said(rig.raw.cuCtxGetLimit(limit(rig, STACK))) == "SUCCESS"
     assert rig.capture_status(stream) == "ACTIVE"
-    wanted = 4096 if int(value(rig.raw.cuCtxGetLimit(limit(rig, STACK)))) == 2048 else 2048
     assert put(rig, STACK, wanted) == "STREAM_CAPTURE_UNSUPPORTED"
     assert rig.capture_status(stream) == "INVALIDATED"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterator
@@ -17,6 +18,16 @@ from tests.interop.standins import STANDINS
 Get = Callable[[str], Library]
 
 
+@functools.cache
+def _warm_up(name: str, module: Any) -> None:
+    """Load the kernels of a library: a first launch waits for streams that a test holds."""
+    library = LIBRARIES[name](module)
+    stream = library.stream()
+    array = library.make(64, stream)
+    library.fill(array, 1, stream)
+    assert library.holds(array, 1, stream)
+
+
 @pytest.fixture
 def get(machine: Any, device: sa.Device, on_cuda: bool) -> Iterator[Get]:
     """Gives a library by its name; skips the test where it is not installed."""
@@ -28,6 +39,7 @@ def get(machine: Any, device: sa.Device, on_cuda: bool) -> Iterator[Get]:
                 support.library(module)
                 if name == "numba":
                     support.library("numba.cuda")
+                _warm_up(name, importlib.import_module(module))
             else:
                 for imported, standin in STANDINS[name](machine).items():
                     patch.setitem(sys.modules, imported, standin)
