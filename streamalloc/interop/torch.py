@@ -137,7 +137,8 @@ class TorchBridge(Bridge):
     def trim(self) -> int:
         """Return the segments without a tensor to the sources, also while tensors are in others; the bytes returned.
 
-        Later tensors are in new segments. Calls ``torch.cuda.empty_cache()``, which frees PyTorch's own cache as well.
+        Segments that ended bridges have left return as well, and count. Later tensors are in new segments. Calls
+        ``torch.cuda.empty_cache()``, which frees PyTorch's own cache as well.
         Nothing is returned of a pool that a captured graph uses.
 
         Do not call this while a graph is captured or inside a ``use_mem_pool`` of your own: PyTorch aborts the process.
