@@ -53,6 +53,7 @@ from streamalloc.core.stream import (
     forbid_lists,
     give_lists,
     is_borrowed,
+    keeps_alive,
     leave_stream,
     moment,
     name_of_stream,

@@ -181,19 +181,21 @@ def kept_streams(session: Session) -> list[Any]:
 def owned_streams(session: Session) -> list[Any]:
     """The streams that are kept for objects which have not closed their stream.
 
-    ``ExternalStream`` of CuPy and external streams of Numba are left out. They only name a stream that other code may
-    have destroyed, and a call with its handle would crash the process.
+    Those of :func:`only_names` are left out: a call with the handle of a destroyed stream would crash the process.
     """
     found = []
-    for kind, (read, streams, _) in [*session.library_streams.items()]:
-        if kind.__name__ == "ExternalStream":
-            continue
+    for read, streams, _ in [*session.library_streams.values()]:
         for key, entry in [*streams.items()]:
             with contextlib.suppress(Exception):  # a closed object may refuse to name its handle
                 owner = entry[1]() if isinstance(entry, tuple) else None
-                if owner is not None and not getattr(owner, "external", False) and read(owner) == key:
+                if owner is not None and not only_names(owner) and read(owner) == key:
                     found.append(entry[0])
     return found
+
+
+def only_names(stream: object) -> bool:
+    """Whether a library's object names a stream that other code may destroy, as ``ExternalStream`` of CuPy does."""
+    return type(stream).__name__ == "ExternalStream" or bool(getattr(stream, "external", False))  # Numba's attribute
 
 
 def keep_stream(stream: Any, number: int, found: Any, session: Session) -> None:

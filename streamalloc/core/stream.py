@@ -27,6 +27,7 @@ from streamalloc.core.library_streams import (
     SupportsCudaStream,
     TorchStreamLike,
     kept_stream,
+    only_names,
     open_check,
 )
 from streamalloc.core.resource import Closes
@@ -276,7 +277,7 @@ class Stream(Closes, Shown):
     def _outlived(self) -> None:
         """Close a kept stream whose library's object has died, and with it the driver's stream."""
         if self._session.usable:
-            if self._open_check is not None and not self._closed:
+            if not self._closed and (self._open_check is not None or self._endings):
                 self._end_unknown()
             self.close()
 
@@ -823,6 +824,17 @@ def leave_stream(stream: Stream, keys: tuple[object, ...], item: Deferred) -> No
     stream._endings = tuple(other for other in stream._endings if other is not item)
     if any(key in stream.free_lists for key in keys):
         stream.free_lists = {key: found for key, found in stream.free_lists.items() if key not in keys}
+
+
+def keeps_alive(stream: Stream) -> Stream | None:
+    """A stream that keeps the object for which ``stream`` is kept; None where its death destroys no stream.
+
+    CuPy's and Numba's objects destroy their stream when they die. Those of other libraries may be closed at any time.
+    """
+    owner = stream._weak_owner and stream._weak_owner()
+    if owner is None or stream._open_check is not None or only_names(owner):
+        return None
+    return stream._of_library(owner)
 
 
 def sees_all_work(stream: Stream) -> bool:

@@ -5,6 +5,7 @@ The handle of a destroyed stream crashes the process on hardware: no call may ha
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import threading
 import weakref
@@ -21,13 +22,14 @@ from streamalloc.core.queued_work import QueuedWork
 from streamalloc.core.session import session_of
 from streamalloc.driver.bindings import cuda
 from streamalloc.interop.loans import borrow
+from streamalloc.pool.cache import allocator
 from streamalloc.testing import Gate
 from tests.support import KEEP, MiB, end_what_was_dropped, holds
 from tests.vmm.support import HOST, READWRITE
 
 
-class Closable:
-    """A stream of an unknown library."""
+class Theirs:
+    """A stream of a library."""
 
     def __init__(self, device: sa.Device) -> None:
         driver: Any = device.driver
@@ -37,15 +39,19 @@ class Closable:
         assert not result
         self.raw, self.was = raw, int(raw)
 
-    def __cuda_stream__(self) -> tuple[int, int]:
-        if self.raw is None:
-            raise RuntimeError("Stream has been closed")
-        return 0, int(self.raw)
-
     def close(self) -> None:
         raw, self.raw = self.raw, None
         if raw is not None:
             assert not self._driver.cuStreamDestroy(raw)[0]
+
+
+class Closable(Theirs):
+    """A stream of an unknown library."""
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        if self.raw is None:
+            raise RuntimeError("Stream has been closed")
+        return 0, int(self.raw)
 
 
 class OfCudaCore(Closable):
@@ -269,6 +275,79 @@ def test_cached_memory_when_their_object_dies(scene: Scene, closes: bool) -> Non
         assert not scene.driver.cuStreamDestroy(raw)[0]
     cache.close()
     scene.device.synchronize()
+
+
+class OfCuPy(Theirs):
+    """A stream that is destroyed with its object only."""
+
+    @property
+    def ptr(self) -> int:
+        return int(self.raw)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class OfNumba(Theirs):
+    def __del__(self) -> None:
+        self.close()
+
+    @property
+    def handle(self) -> Any:
+        return self.raw and ctypes.c_void_p(int(self.raw))
+
+
+class ExternalStream(OfCuPy):
+    """A stream of other code that the object only names."""
+
+    def __del__(self) -> None: ...
+
+
+@pytest.mark.parametrize("kind", [OfCuPy, OfNumba, ExternalStream])
+@pytest.mark.parametrize("scene", [Closable], indirect=True)
+def test_cached_memory_when_their_object_dies_with_work_under_way(
+    scene: Scene, kind: Callable[[sa.Device], Any]
+) -> None:
+    cache = sa.CachingAllocator(scene.pool)
+    theirs = kind(scene.device)
+    raw = theirs.raw
+    with Gate(scene.device) as gate:
+        cache.allocate(MiB, theirs).free()
+        buffer = cache.allocate(MiB, theirs)
+        gate.hold(raw)
+        buffer.fill(1)
+        buffer.free()
+        del buffer, theirs
+        end_what_was_dropped()
+        for other in written(scene, gate, cache, 64):
+            other.free()
+    cache.trim()
+    assert scene.used == 0
+    if kind is ExternalStream:
+        assert not scene.driver.cuStreamDestroy(raw)[0]
+
+
+@pytest.mark.parametrize("kind", [OfCuPy, OfNumba])
+@pytest.mark.parametrize("scene", [Closable], indirect=True)
+def test_few_streams_live_for_their_cached_memory(
+    scene: Scene, kind: Callable[[sa.Device], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(allocator, "_MAX_KEPT_ALIVE", 2)
+    cache = sa.CachingAllocator(scene.pool)
+    alive: weakref.WeakSet[Any] = weakref.WeakSet()
+    for _ in range(6):
+        theirs = kind(scene.device)
+        alive.add(theirs)
+        cache.allocate(MiB, theirs).free()
+    assert len(alive) == 2 and theirs in alive
+    with cache.allocate(MiB, theirs) as buffer:
+        scene.theirs.close()
+        del theirs
+        cache.close()
+        assert len(alive) == 1  # of the buffer
+    del buffer
+    scene.device.synchronize()
+    assert not alive
 
 
 def test_a_synchronization_between_the_close_and_ours(scene: Scene) -> None:

@@ -74,6 +74,8 @@ _MAX_OF_SEVERAL = 2.5
 """Largest factor for several streams, which find free memory of each other in the pool only, and in pieces."""
 _QUERIES = 1 << 8
 """Queries for frees to pass before a trim. They pass soon on an idle stream; a busy one is not waited for."""
+_MAX_KEPT_ALIVE = 256
+"""Streams of CuPy and Numba that a cache keeps alive as long as it has memory of them."""
 _LEGACY = int(cuda.CU_STREAM_LEGACY)
 _PER_THREAD = int(cuda.CU_STREAM_PER_THREAD)
 _NOWHERE = object()
@@ -176,12 +178,21 @@ class CacheState(Deferred):
                     for key, one in list(self.stream_caches.items()):
                         if one.over:
                             del self.stream_caches[key]
+                        elif one.ended and one.free_bytes:  # a buffer was freed since
+                            self._queue.submit(one)
                     found = self.stream_caches[_key(stream)] = StreamCache(self, stream)
+            self._bound_streams()
         if ask:
             give_lists(stream, self.keys[1], (found.lists, raw_handle(stream)))
         else:
             give_lists(stream, self.keys[0], found.lists)
         return found
+
+    def _bound_streams(self) -> None:
+        """End the oldest stream cache that keeps a library's stream alive, if there are too many."""
+        kept_alive = [one for one in self.live() if one.kept_alive is not None]
+        if len(kept_alive) > _MAX_KEPT_ALIVE:
+            self._queue.end(kept_alive[0])
 
     def live(self) -> list[StreamCache]:
         """The stream caches that have not ended."""

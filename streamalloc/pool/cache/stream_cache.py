@@ -21,6 +21,7 @@ from streamalloc.core.internal import (
     end_with_stream,
     forbid_lists,
     free_refused,
+    keeps_alive,
     leave_stream,
     ordered_after,
     ordered_after_end,
@@ -55,8 +56,8 @@ class StreamCache(Deferred):
     """The size classes of one stream. It ends when the stream is closed or dropped, or the cache is closed."""
 
     __slots__ = (
-        "__weakref__", "_last", "cache", "class_of", "classes", "device", "ended", "lists", "number", "peak",
-        "returning", "session", "stream",
+        "__weakref__", "_last", "cache", "class_of", "classes", "device", "ended", "kept_alive", "lists", "number",
+        "peak", "returning", "session", "stream",
     )  # fmt: skip
 
     def __init__(self, cache: Cache, stream: Stream) -> None:
@@ -67,6 +68,8 @@ class StreamCache(Deferred):
         self.number: int = int(raw_handle(stream))
         """``CUstream`` as a number."""
         self._last = end_of(stream)
+        self.kept_alive: Stream | None = keeps_alive(stream)
+        """Keeps a library's object that destroys its stream when it dies: no event can be recorded after that."""
         self.ended: bool = False
         self.classes: dict[int, SizeClass] = {}
         """Size classes by block size in bytes."""
@@ -187,7 +190,7 @@ class StreamCache(Deferred):
         self.cache.collect_dropped()
         stream = self.stream()
         own = stream is None or stream.closed or stream.is_default or direct_handle(stream, self.session) is not None
-        if stream is not None and (not end_is_known(stream) or (not own and stream.capturing)):
+        if self.free_bytes and stream is not None and (not end_is_known(stream) or (not own and stream.capturing)):
             return False
         if self.free_bytes:
             with self.ordered() as ordered:
@@ -196,6 +199,7 @@ class StreamCache(Deferred):
             leave_stream(stream, self.cache.keys, self)
         if self.over:
             self._last = []
+            self.kept_alive = None
             # Cycles would keep the cache and its pool until a collection.
             self.classes.clear()
             self.class_of.clear()
