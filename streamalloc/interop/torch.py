@@ -17,6 +17,7 @@ import ctypes
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -308,13 +309,17 @@ class Callbacks:
             return 0
 
 
+def _interrupt_soon() -> None:
+    """Raise KeyboardInterrupt in the main thread, outside of the C code that is running now."""
+    time.sleep(0.002)
+    _thread.interrupt_main()
+
+
 def _report(error: BaseException, where: object) -> None:
     """Report an exception that cannot propagate into C code."""
     if isinstance(error, KeyboardInterrupt):
-        # Raise it in the main thread a moment later, outside of the C code that is running now.
-        timer = threading.Timer(0.002, _thread.interrupt_main)
-        timer.daemon = True
-        timer.start()
+        # Without a wait for the thread's start, in which the interrupt would come to the C code.
+        _thread.start_new_thread(_interrupt_soon, ())
         return
     details = SimpleNamespace(
         exc_type=type(error), exc_value=error, exc_traceback=error.__traceback__, err_msg=None, object=where
