@@ -317,8 +317,8 @@ class PlainBuffer(Buffer):
         self._ptr = None
         allocator, stream = self._allocator, self._stream
         session = allocator._session
-        exiting = session.exiting
-        if session.forked or exiting():
+        unusable = session.unusable
+        if unusable():
             return
         exchange, free, dropping = session.cuThreadExchangeStreamCaptureMode, allocator._free, stream._dropping
         mode = _GLOBAL
