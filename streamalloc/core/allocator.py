@@ -95,20 +95,21 @@ class Allocator(Unique):
         ClosedError
             The pool or the stream was closed.
         """
+        session = self._session
         if type(stream) is Stream:
             kept = stream
         else:
-            kept = kept_stream(stream, self._session)
-            if kept is None:
-                return self._allocate_slowly(nbytes, stream)
+            kept, owner = session.latest_stream
+            if owner() is not stream:
+                kept = kept_stream(stream, session)
+                if kept is None:
+                    return self._allocate_slowly(nbytes, stream)
         handle = kept._handle
-        if kept._direct is not self._session:
-            session = self._session
+        if kept._direct is not session:
             if handle is None and kept._answer is not None:
                 # A function in a slot is called faster by a local name.
                 asks = kept._asks
-                # kept_stream() has found that its library has not closed it.
-                if (kept._open_check is not None and kept is not stream) or asks() == kept._answer:
+                if asks() == kept._answer:
                     handle = kept._raw
             if kept._session is not session:
                 return self._allocate_slowly(nbytes, stream)

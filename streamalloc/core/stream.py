@@ -472,7 +472,12 @@ class Stream(Closes, Shown):
                         raise error_from(result, "cuStreamWaitEvent")
                     return
             else:
-                source = other if type(other) is Stream else kept_stream(other, session)
+                if type(other) is Stream:
+                    source: Any = other
+                else:
+                    source, owner = session.latest_stream
+                    if owner() is not other:
+                        source = kept_stream(other, session)
                 if source is not None and source._session is session and source._order(handle):
                     return
         self._wait_slowly(other)

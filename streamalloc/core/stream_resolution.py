@@ -117,7 +117,12 @@ def direct_handle(stream: StreamLike, session: Session) -> Any | None:
 
 def queue_handle(stream: StreamLike, session: Session) -> Any | None:
     """The driver's ``CUstream`` if calls that queue work may go straight to the driver; else None."""
-    known = stream if type(stream) is Stream else kept_stream(stream, session)
+    if type(stream) is Stream:
+        known: Any = stream
+    else:
+        known, owner = session.latest_stream
+        if owner() is not stream:
+            known = kept_stream(stream, session)
     if known is None or known._session is not session:
         return None
     handle = known._handle

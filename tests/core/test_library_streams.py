@@ -188,7 +188,7 @@ def test_an_entry_ends_with_the_object(scene: Scene, name: str) -> None:
     assert stream.record().query() in (True, False)
     del stream
     assert gone() is None and known is not None and known.closed
-    assert not session.library_streams[kind][1]
+    assert not session.library_streams[kind][1] and session.latest_stream[0] is not known
 
 
 def test_a_stream_that_its_library_has_closed(scene: Scene) -> None:

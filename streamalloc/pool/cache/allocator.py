@@ -450,7 +450,13 @@ class CachingAllocator(Allocator, Closes, Shown):
                     buffer._shared = None
                     return buffer
             else:
-                kept = kept_stream(stream, self._session)
+                kept, owner = self._session.latest_stream
+                if owner() is not stream:
+                    kept = kept_stream(stream, self._session)
+                elif kept._open_check is not None:
+                    asks = kept._asks
+                    if asks() != kept._answer:  # its library has closed it
+                        kept = None
                 if kept is not None:
                     try:
                         lists = kept.free_lists
