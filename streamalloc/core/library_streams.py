@@ -154,7 +154,7 @@ def kept_stream(stream: Any, session: Session) -> Any:
     """The :class:`Stream` that is kept for a library's stream; None where there is none.
 
     Fast paths compare the object with ``session.latest_stream`` before, whose handle they do not read: it is that of
-    the object unless the stream has an ``_open_check``.
+    the object unless the stream has an ``open_check``.
 
     For a default stream whose library names no device, it is that of the device on which it was used last. Calls on it
     that go straight to the driver compare the current context in any case, see :meth:`Stream._asked_handle`.

@@ -13,6 +13,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import traces
 from streamalloc.core.event import Spares
+from streamalloc.core.session import session_of
 from streamalloc.driver.bindings import cuda
 from streamalloc.pool.cache.stream_cache import MAX_RETURNING
 from streamalloc.testing import Gate
@@ -71,6 +72,7 @@ KINDS: dict[str, tuple[Callable[[sa.Device], Any], list[str]]] = {
     "default": (lambda device: device.default_stream, []),
     "default of a library": (lambda device: Null(), []),
     "library's": (Theirs, ["cuStreamIsCapturing"]),
+    "per-thread": (lambda device: device.per_thread_stream, ["cuCtxGetCurrent", "cuStreamIsCapturing"]),
 }
 """A stream of each kind, and the driver calls of an allocation from the cache."""
 
@@ -80,6 +82,7 @@ KINDS: dict[str, tuple[Callable[[sa.Device], Any], list[str]]] = {
 def test_calls_of_a_hit(cache: sa.CachingAllocator, device_of: sa.Device, traced: Any, kind: str, end: str) -> None:
     make, calls = KINDS[kind]
     stream = make(device_of)
+    traced.cuCtxSetCurrent(session_of(device_of).context(0))
     for number in range(4):
         buffer = cache.allocate(SIZE, stream)
         if not number:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from streamalloc.core.errors import (
     CaptureError,
     ClosedError,
+    CudaError,
     NotReadyError,
     OutOfMemoryError,
     error_from,
@@ -48,9 +49,11 @@ from streamalloc.core.internal import (
     is_borrowed,
     kept_stream,
     look,
+    of_this_thread,
     raw_handle,
     record_uncaptured,
     shared_state,
+    thread_of,
 )
 from streamalloc.core.properties import MemLocation, checked_size, checked_type
 from streamalloc.core.resource import Closes
@@ -116,8 +119,8 @@ class CacheState(Deferred):
         """Watchers of allocations and frees, see :mod:`streamalloc.core.allocation_hooks`."""
         self.blocks: dict[int, Block] = {}
         """Blocks by address, free or in buffers."""
-        self.stream_caches: dict[tuple[int, int], StreamCache] = {}
-        """The latest one for each device and stream handle; ended ones leave."""
+        self.stream_caches: dict[tuple[int, int, int], StreamCache] = {}
+        """The latest one for each device, stream handle and thread; ended ones leave."""
         self.dropped: deque[Block] = deque()
         """Blocks of dropped buffers that only the slow path may free."""
         self.closed: bool = False
@@ -154,7 +157,7 @@ class CacheState(Deferred):
 
     def known(self, stream: Stream) -> StreamCache | None:
         """The stream cache of a stream if there is one that has not ended."""
-        found = self.stream_caches.get(_key(stream))
+        found = self.stream_caches.get(_key(of_this_thread(stream)))
         if found is None or found.ended:
             return None
         owner = found.stream()
@@ -165,6 +168,7 @@ class CacheState(Deferred):
 
         ``ask``: other code may capture the stream, so that each allocation asks for that first.
         """
+        stream = of_this_thread(stream)
         found = self.known(stream)
         if found is None:
             with self._opening:
@@ -232,15 +236,23 @@ class CacheState(Deferred):
         return None
 
     def collect_dropped(self) -> None:
-        """Put blocks of dropped buffers into their free lists."""
+        """Put blocks of dropped buffers into their free lists; those of a thread's stream behind the work of all."""
         while self.dropped:
             try:
                 block = self.dropped.popleft()
             except IndexError:  # another thread took it
                 return
+            home: StreamCache = block.size_class.owner
+            event = None
+            if home.threads is not None:
+                try:
+                    event = home.after_all_threads()
+                except CudaError:  # another time
+                    self.dropped.append(block)
+                    return
             for watcher in self.watchers:
                 watcher.freed(block.address, None)
-            block.size_class.owner.put(block)
+            home.put(block) if event is None else home.put_behind(event, block)
 
     @property
     def cached(self) -> int:
@@ -311,9 +323,9 @@ class CacheState(Deferred):
         return bool(frees)
 
 
-def _key(stream: Stream) -> tuple[int, int]:
-    """Device and handle of a stream. The legacy stream has two handles."""
-    return stream.device.ordinal, int(raw_handle(stream)) or _LEGACY
+def _key(stream: Stream) -> tuple[int, int, int]:
+    """Device, handle and thread of a stream. The legacy stream has two handles."""
+    return stream.device.ordinal, int(raw_handle(stream)) or _LEGACY, thread_of(stream)[0]
 
 
 class CachingAllocator(Allocator, Closes, Shown):
@@ -321,9 +333,9 @@ class CachingAllocator(Allocator, Closes, Shown):
 
     Use it like the pool: the same :meth:`allocate`, the same :class:`Buffer`. Memory that was freed or dropped is
     handed out again on its stream without a driver call: on streams of :meth:`Device.create_stream`, on the legacy
-    default stream, and on streams of PyTorch, CuPy, Numba and cuda.core. On the latter each allocation asks whether
-    the library captures the stream (``cuStreamIsCapturing``). Freed on another stream, memory returns to its own
-    stream after an event.
+    default stream, on the per-thread default stream for each thread, and on streams of PyTorch, CuPy, Numba and
+    cuda.core. On the latter two kinds each allocation asks whether the stream is being captured
+    (``cuStreamIsCapturing``). Freed on another stream, memory returns to its own stream after an event.
 
     Sizes are rounded up to classes: multiples of 512 bytes up to 8 KiB, then eight classes to each power of two, so
     that at most a ninth of a block is wasted from 4 KiB on. If a class has no free block, the smallest of up to three
@@ -333,13 +345,13 @@ class CachingAllocator(Allocator, Closes, Shown):
     steps of 32 MiB. If the pool exceeds it, every free block returns to the pool, the pool is trimmed, and the factor
     grows by 1/8, up to 2 for one stream and 2.5 for several.
 
-    Some memory comes from the pool directly and returns to it: on the per-thread default stream; in captures, where
-    allocations become nodes of the graph; and all of it with :func:`streamalloc.driver.checked`, which has to see each
-    allocation. A buffer that is shared with other processes leaves the cache for good: its free waits for importers.
+    Some memory comes from the pool directly and returns to it: in captures, where allocations become nodes of the
+    graph; and all of it with :func:`streamalloc.driver.checked`, which has to see each allocation. A buffer that is
+    shared with other processes leaves the cache for good: its free waits for importers.
 
     When memory runs out, the cache returns all free blocks and tries again. A stream that is closed or dropped returns
-    its blocks as well. Threads may use one cache at the same time. Handles for other processes, access and attributes
-    are the :attr:`pool`'s.
+    its blocks as well, and a thread that ends those of its default stream. Threads may use one cache at the same time.
+    Handles for other processes, access and attributes are the :attr:`pool`'s.
 
     Parameters
     ----------
@@ -453,9 +465,9 @@ class CachingAllocator(Allocator, Closes, Shown):
                 kept, owner = self._session.latest_stream
                 if owner() is not stream:
                     kept = kept_stream(stream, self._session)
-                elif kept._open_check is not None:
-                    asks = kept._asks
-                    if asks() != kept._answer:  # its library has closed it
+                elif kept.open_check is not None:
+                    asks, answer = kept.open_check
+                    if asks() != answer:
                         kept = None
                 if kept is not None:
                     try:
@@ -556,7 +568,7 @@ class CachingAllocator(Allocator, Closes, Shown):
         if kept is None or session_of(kept) is not session or kept.closed:
             return None, False
         if kept.is_default:
-            return (None if int(raw_handle(kept)) == _PER_THREAD else kept), False
+            return (None if int(raw_handle(kept)) == _PER_THREAD and kept.capturing else kept), False
         if kept is stream:
             # Nobody notifies of the end of a stream that was borrowed by its handle.
             return (None if is_borrowed(kept) or direct_handle(kept, session) is None else kept), False
@@ -602,8 +614,7 @@ class CachingAllocator(Allocator, Closes, Shown):
         home = block.size_class.owner
         if len(home.returning) >= MAX_RETURNING:
             home.collect()
-        # Other threads mean another stream by its handle.
-        if home.ended or len(home.returning) >= MAX_RETURNING or int(raw_handle(stream)) == _PER_THREAD:
+        if home.ended or len(home.returning) >= MAX_RETURNING:
             return None
         if event is None:
             plain = direct_handle(stream, self._session) is not None and not is_borrowed(stream)
@@ -612,9 +623,7 @@ class CachingAllocator(Allocator, Closes, Shown):
             return None
         if buffer._ptr is block:
             buffer._ptr = None
-            home.returning.append((event, block))
-            if home.ended:  # by another thread meanwhile
-                deferred_queue(self._session).submit(home)
+            home.put_behind(event, block)
         return event
 
     def _free_checked(self, buffer: CachedBuffer, ordered: Stream) -> None:

@@ -9,7 +9,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from streamalloc.core.internal import Buffer, PlainBuffer, SharedState, Stream, StreamLike, direct_handle
+from streamalloc.core.internal import (
+    Buffer,
+    PlainBuffer,
+    SharedState,
+    Stream,
+    StreamLike,
+    Threads,
+    direct_handle,
+)
 from streamalloc.driver.internal import cuda
 
 if TYPE_CHECKING:
@@ -29,6 +37,26 @@ def class_size(nbytes: int) -> int:
     return (nbytes + step - 1) & -step
 
 
+class OtherThread(Exception):
+    """A block of one thread's default stream was freed on another thread."""
+
+
+class ListOfThread(list["Block"]):
+    """A free list of the per-thread default stream of one thread."""
+
+    __slots__ = ("thread", "threads")
+
+    def __init__(self, thread: int, threads: Threads) -> None:
+        self.thread: int = thread
+        self.threads: Threads = threads
+
+    def append(self, block: Block) -> None:
+        """Add a block whose last use was before now on the stream of the calling thread."""
+        if self.threads.number != self.thread:
+            raise OtherThread
+        list.append(self, block)
+
+
 class SizeClass:
     """The free blocks of one size on one stream."""
 
@@ -38,7 +66,7 @@ class SizeClass:
         self.owner: Any = owner
         """StreamCache."""
         self.nbytes: int = nbytes
-        self.free: list[Block] = []
+        self.free: list[Block] = [] if owner.threads is None else ListOfThread(owner.thread, owner.threads)
         """Free blocks; the one that was freed last is handed out first."""
         self.count: int = 0
         """Number of blocks, free or in buffers. Concurrent updates may be lost."""
@@ -104,8 +132,11 @@ class CachedBuffer(Buffer):
                 if stream is None or stream is self._stream:
                     if self._stream.free_lists:
                         self._ptr = None
-                        home.append(block)
-                        return
+                        try:
+                            home.append(block)
+                            return
+                        except OtherThread:
+                            self._ptr = block
                 elif direct_handle(stream, self._allocator._session) and self._allocator._return_home(
                     self, block, stream
                 ):
@@ -121,9 +152,12 @@ class CachedBuffer(Buffer):
             return
         self._ptr = None
         if block.home is not None and self._stream.free_lists:
-            block.home.append(block)
-        else:
-            self._allocator.dropped.append(block)
+            try:
+                block.home.append(block)
+                return
+            except OtherThread:
+                pass
+        self._allocator.dropped.append(block)
 
     def _free_on(self, ordered: Stream) -> None:
         self._allocator._free_checked(self, ordered)

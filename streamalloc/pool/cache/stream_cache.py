@@ -25,6 +25,7 @@ from streamalloc.core.internal import (
     ordered_after,
     ordered_after_end,
     raw_handle,
+    thread_of,
 )
 from streamalloc.core.session import Session, session_of
 from streamalloc.pool.cache.blocks import UNIT, Block, SizeClass, class_size
@@ -55,8 +56,8 @@ class StreamCache(Deferred):
     """The size classes of one stream. It ends when the stream is closed or dropped, or the cache is closed."""
 
     __slots__ = (
-        "__weakref__", "_last", "cache", "class_of", "classes", "device", "ended", "lists", "number", "peak",
-        "returning", "session", "stream",
+        "__weakref__", "_last", "cache", "class_of", "classes", "device", "ended", "lists", "peak", "returning",
+        "session", "stream", "thread", "threads",
     )  # fmt: skip
 
     def __init__(self, cache: Cache, stream: Stream) -> None:
@@ -64,8 +65,7 @@ class StreamCache(Deferred):
         self.session: Session = session_of(stream)
         self.device: Device = stream.device
         self.stream: weakref.ref[Stream] = weakref.ref(stream)
-        self.number: int = int(raw_handle(stream))
-        """``CUstream`` as a number."""
+        self.thread, self.threads = thread_of(stream)
         self._last = end_of(stream)
         self.ended: bool = False
         self.classes: dict[int, SizeClass] = {}
@@ -142,7 +142,13 @@ class StreamCache(Deferred):
         owner = block.size_class
         if not self.cache.closed:
             block.home = owner.free
-        owner.free.append(block)
+        list.append(owner.free, block)
+        if self.ended:
+            deferred_queue(self.session).submit(self)
+
+    def put_behind(self, event: Event, block: Block) -> None:
+        """Put a block into the free list of its size class once an event has passed."""
+        self.returning.append((event, block))
         if self.ended:
             deferred_queue(self.session).submit(self)
 
@@ -160,7 +166,7 @@ class StreamCache(Deferred):
                 except BaseException:
                     self.returning.appendleft((event, block))
                     raise
-                block.size_class.free.append(block)
+                list.append(block.size_class.free, block)
         raw = raw_handle(ordered)
         context = ordered.device.current() if ordered.is_default else contextlib.nullcontext()
         with context:
@@ -172,8 +178,22 @@ class StreamCache(Deferred):
                         break
                     refused = self.cache.free_block(block, raw)
                     if refused:
-                        size_class.free.append(block)
+                        list.append(size_class.free, block)
                         raise free_refused(refused, ordered)
+
+    def after_all_threads(self) -> Event:
+        """An event after the work of the per-thread default streams of all threads, and of this one if it has ended.
+
+        Raises
+        ------
+        CaptureError
+            A blocking stream is being captured.
+        """
+        with self.session.relaxed(), ordered_after(self.device.per_thread_stream) as ordered:
+            for last in self._last:
+                if not last.closed:
+                    ordered.wait(last)
+            return ordered.record()
 
     @property
     def free_bytes(self) -> int:
