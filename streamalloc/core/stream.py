@@ -429,7 +429,15 @@ class Stream(Closes, Shown):
         handle, spare = self._handle, self._spare
         if handle is None:
             handle = self._asked_handle()
-        if event is None and handle is not None and spare and not timing:
+        if handle is None or timing:
+            return self._record_slowly(event, timing)
+        if type(event) is Event and event._session is self._session and event._raw is not None:
+            result = event._session.cuEventRecord(event._raw, handle)[0]
+            if result:
+                raise error_from(result, "cuEventRecord")
+            event._capture = None
+            return event
+        if event is None and spare:
             again = Event.__new__(Event)
             again.device = self.device
             again.interprocess = False

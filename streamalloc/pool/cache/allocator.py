@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -49,6 +50,7 @@ from streamalloc.core.internal import (
     is_borrowed,
     kept_stream,
     look,
+    moment,
     of_this_thread,
     raw_handle,
     record_uncaptured,
@@ -113,8 +115,10 @@ class CacheState(Deferred):
         self.pool: MemoryPool = pool
         self.session: Session = session_of(pool)
         self._queue = deferred_queue(self.session)
-        self.keys: tuple[object, object] = (object(), object())
-        """Keys of ``Stream.free_lists``: for streams without and with a capture question."""
+        self.keys: tuple[object, object, object] = (object(), object(), object())
+        """Keys of ``Stream.free_lists``: of the lists for streams without and with a capture question, and of the
+        stream cache.
+        """
         self.watchers: tuple[Watcher, ...] = ()
         """Watchers of allocations and frees, see :mod:`streamalloc.core.allocation_hooks`."""
         self.blocks: dict[int, Block] = {}
@@ -185,6 +189,8 @@ class CacheState(Deferred):
             give_lists(stream, self.keys[1], (found.lists, raw_handle(stream)))
         else:
             give_lists(stream, self.keys[0], found.lists)
+            if found.threads is None:
+                give_lists(stream, self.keys[2], found)
         return found
 
     def live(self) -> list[StreamCache]:
@@ -378,7 +384,7 @@ class CachingAllocator(Allocator, Closes, Shown):
     ...     buffer.fill(0)
     """
 
-    __slots__ = ("_is_capturing", "_key", "_library_key", "_limit", "_state", "dropped", "largest")
+    __slots__ = ("_cache_key", "_is_capturing", "_key", "_library_key", "_limit", "_state", "dropped", "largest")
 
     largest: int
     """The largest size in bytes that is cached."""
@@ -391,7 +397,7 @@ class CachingAllocator(Allocator, Closes, Shown):
             raise ClosedError(f"{pool!r} was closed")
         session = session_of(pool)
         self._state = CacheState(pool)
-        self._key, self._library_key = self._state.keys
+        self._key, self._library_key, self._cache_key = self._state.keys
         self._is_capturing = session.cuStreamIsCapturing
         self.dropped: deque[Block] = self._state.dropped
         """Blocks of dropped buffers, see :class:`CacheState`."""
@@ -532,14 +538,20 @@ class CachingAllocator(Allocator, Closes, Shown):
             watcher.asked(self, checked_size("nbytes", nbytes))
         if state.closed:
             self._check_open()
-        kept, ask = self._cacheable(stream)
+        kept: Stream | None = None
+        cache: StreamCache | None = None
+        if type(stream) is Stream:
+            kept, cache = stream, stream.free_lists.get(self._cache_key)
+        if cache is None:
+            kept, ask = self._cacheable(stream)
         # A driver that checks uses would not see which of them belong to which allocation.
         if kept is None or state.session.listener is not None:
             return self._allocate_past(nbytes, stream)
         nbytes = checked_size("nbytes", nbytes)
         if not 0 < nbytes <= self.largest:
             return self._allocate_past(nbytes, stream)
-        cache = state.open(kept, ask=ask)
+        if cache is None:
+            cache = state.open(kept, ask=ask)
         wanted = cache.class_of.get((nbytes - 1) // UNIT) or cache.size_class(nbytes)
         block = cache.take(wanted, nbytes)
         if block is None and not (self._limit and self.pool.attributes.used_mem_current + wanted.nbytes > self._limit):
@@ -616,14 +628,19 @@ class CachingAllocator(Allocator, Closes, Shown):
             home.collect()
         if home.ended or len(home.returning) >= MAX_RETURNING:
             return None
+        source: weakref.ref[Stream] | None = None
+        began = 0
         if event is None:
-            plain = direct_handle(stream, self._session) is not None and not is_borrowed(stream)
-            event = stream.record() if plain else record_uncaptured(stream)
+            if direct_handle(stream, self._session) is None or is_borrowed(stream):
+                event = record_uncaptured(stream)
+            else:
+                source, began = weakref.ref(stream), moment()
+                event = home.record(stream)
         if event is None:
             return None
         if buffer._ptr is block:
             buffer._ptr = None
-            home.put_behind(event, block)
+            home.put_behind(event, block, source, began)
         return event
 
     def _free_checked(self, buffer: CachedBuffer, ordered: Stream) -> None:
@@ -671,7 +688,7 @@ class CachingAllocator(Allocator, Closes, Shown):
     def _watched_by(self, watchers: tuple[Watcher, ...]) -> None:
         self._state.watchers = watchers
         # No stream has lists with another key, so that every allocation takes the slow path.
-        self._key, self._library_key = (_NOWHERE, _NOWHERE) if watchers else self._state.keys
+        self._key, self._library_key, self._cache_key = (_NOWHERE,) * 3 if watchers else self._state.keys
 
     def _check_open(self) -> None:
         if self._state.closed:
