@@ -791,19 +791,21 @@ def of_this_thread(stream: Stream) -> Stream:
 class _ThreadLists:
     """Free lists of a cache on the per-thread default stream: those of the calling thread, unless it is captured."""
 
-    __slots__ = ("_key", "_stream")
+    __slots__ = ("_is_capturing", "_key", "_stream", "_threads")
 
     def __init__(self, stream: Stream, key: object) -> None:
-        self._stream = stream
+        self._is_capturing: Any = stream._session.cuStreamIsCapturing
         self._key = key
+        self._stream = stream
+        self._threads: Any = stream._threads
 
     def __getitem__(self, size: int) -> Any:
-        shared, threads = self._stream, self._stream._threads
-        mine = threads and threads.stream
+        mine = self._threads.stream
         if mine is None:
             raise LookupError
         free = mine.free_lists[self._key][size]
-        asks, is_capturing = shared._asks, shared._session.cuStreamIsCapturing
+        shared, is_capturing = self._stream, self._is_capturing
+        asks = shared._asks
         if not free or asks() != shared._answer or is_capturing(shared._raw) != NOT_CAPTURED:
             raise LookupError
         return free

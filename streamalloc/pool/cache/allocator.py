@@ -215,7 +215,7 @@ class CacheState(Deferred):
         block = Block(address)
         block.address = address
         block.size_class = wanted
-        block.home = wanted.free
+        block.home = wanted.home
         self.blocks[address] = block
         wanted.count += 1
         self.misses += 1

@@ -41,12 +41,13 @@ class OtherThread(Exception):
     """A block of one thread's default stream was freed on another thread."""
 
 
-class ListOfThread(list["Block"]):
-    """A free list of the per-thread default stream of one thread."""
+class HomeOfThread:
+    """A free list of the per-thread default stream of one thread, as its blocks' ``home``."""
 
-    __slots__ = ("thread", "threads")
+    __slots__ = ("free", "thread", "threads")
 
-    def __init__(self, thread: int, threads: Threads) -> None:
+    def __init__(self, free: list[Block], thread: int, threads: Threads) -> None:
+        self.free: list[Block] = free
         self.thread: int = thread
         self.threads: Threads = threads
 
@@ -54,20 +55,24 @@ class ListOfThread(list["Block"]):
         """Add a block whose last use was before now on the stream of the calling thread."""
         if self.threads.number != self.thread:
             raise OtherThread
-        list.append(self, block)
+        self.free.append(block)
 
 
 class SizeClass:
     """The free blocks of one size on one stream."""
 
-    __slots__ = ("count", "fitting", "free", "nbytes", "owner")
+    __slots__ = ("count", "fitting", "free", "home", "nbytes", "owner")
 
     def __init__(self, owner: Any, nbytes: int) -> None:
         self.owner: Any = owner
         """StreamCache."""
         self.nbytes: int = nbytes
-        self.free: list[Block] = [] if owner.threads is None else ListOfThread(owner.thread, owner.threads)
+        self.free: list[Block] = []
         """Free blocks; the one that was freed last is handed out first."""
+        self.home: list[Block] | HomeOfThread = self.free
+        """What a free on the blocks' stream appends to: ``free``, or what checks the thread before."""
+        if owner.threads is not None:
+            self.home = HomeOfThread(self.free, owner.thread, owner.threads)
         self.count: int = 0
         """Number of blocks, free or in buffers. Concurrent updates may be lost."""
         self.fitting: tuple[list[Block], ...] = ()
@@ -81,8 +86,8 @@ class Block(cuda.CUdeviceptr):  # type: ignore[misc]  # the bindings have no typ
 
     address: int
     """Device address."""
-    home: list[Block] | None
-    """Free list that a free on the block's stream appends to; None for the slow path."""
+    home: list[Block] | HomeOfThread | None
+    """:attr:`SizeClass.home`; None for the slow path."""
     size_class: SizeClass
 
 

@@ -185,8 +185,8 @@ class StreamCache(Deferred):
         """Put a block into the free list of its size class. After the end it is released at a later point of work."""
         owner = block.size_class
         if not self.cache.closed:
-            block.home = owner.free
-        list.append(owner.free, block)
+            block.home = owner.home
+        owner.free.append(block)
         if self.ended:
             deferred_queue(self.session).submit(self)
 
@@ -205,7 +205,7 @@ class StreamCache(Deferred):
                 except BaseException:
                     self.returning.appendleft(entry)
                     raise
-                list.append(block.size_class.free, block)
+                block.size_class.free.append(block)
         raw = raw_handle(ordered)
         context = ordered.device.current() if ordered.is_default else contextlib.nullcontext()
         with context:
@@ -217,7 +217,7 @@ class StreamCache(Deferred):
                         break
                     refused = self.cache.free_block(block, raw)
                     if refused:
-                        list.append(size_class.free, block)
+                        size_class.free.append(block)
                         raise free_refused(refused, ordered)
 
     def after_all_threads(self) -> Event:
