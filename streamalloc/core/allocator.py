@@ -19,7 +19,7 @@ from streamalloc.core.library_streams import kept_stream
 from streamalloc.core.properties import MemLocation, MemLocationType, checked_size
 from streamalloc.core.resource import Unique
 from streamalloc.core.session import Session, refuse_after_fork
-from streamalloc.core.stream import NOT_CAPTURED, Stream, StreamLike, await_unknown_ends
+from streamalloc.core.stream import NOT_CAPTURED, Stream, StreamLike, await_unknown_ends, of_this_thread
 from streamalloc.core.stream_resolution import as_stream
 from streamalloc.driver.internal import cuda
 
@@ -95,20 +95,23 @@ class Allocator(Unique):
         ClosedError
             The pool or the stream was closed.
         """
+        if type(nbytes) is not int:
+            return self._allocate_slowly(nbytes, stream)
+        session = self._session
         if type(stream) is Stream:
             kept = stream
         else:
-            kept = kept_stream(stream, self._session)
-            if kept is None:
-                return self._allocate_slowly(nbytes, stream)
+            kept, owner = session.latest_stream
+            if owner() is not stream:
+                kept = kept_stream(stream, session)
+                if kept is None:
+                    return self._allocate_slowly(nbytes, stream)
         handle = kept._handle
-        if kept._direct is not self._session:
-            session = self._session
+        if kept._direct is not session:
             if handle is None and kept._answer is not None:
                 # A function in a slot is called faster by a local name.
                 asks = kept._asks
-                # kept_stream() has found that its library has not closed it.
-                if (kept._open_check is not None and kept is not stream) or asks() == kept._answer:
+                if asks() == kept._answer:
                     handle = kept._raw
             if kept._session is not session:
                 return self._allocate_slowly(nbytes, stream)
@@ -117,8 +120,11 @@ class Allocator(Unique):
                 is_capturing = session.cuStreamIsCapturing
                 if is_capturing(handle) != NOT_CAPTURED:
                     return self._allocate_slowly(nbytes, stream)
+                threads = kept._threads
+                if threads is not None:
+                    stream = threads.number or of_this_thread(kept)._thread  # type: ignore[assignment]
         # Another thread may have allowed fast paths after the handle was read.
-        if handle is None or type(nbytes) is not int:
+        if handle is None:
             return self._allocate_slowly(nbytes, stream)
         buffer: Buffer = PlainBuffer()
         buffer._nbytes = nbytes

@@ -86,7 +86,8 @@ class Buffer(Memory, Closes):
     """State of shared memory and its ``CUdeviceptr``; else None."""
     _stream: Stream
     _owner: object
-    """Stream of the caller: that of a library is not kept alive by ``_stream``. May be unset."""
+    """Stream of the caller: that of a library is not kept alive by ``_stream``. May be unset. On the per-thread default
+    stream the number of the thread, see :class:`~streamalloc.core.stream.Threads`."""
 
     @property
     def _home(self) -> int | None:  # type: ignore[override]
@@ -317,8 +318,8 @@ class PlainBuffer(Buffer):
         self._ptr = None
         allocator, stream = self._allocator, self._stream
         session = allocator._session
-        exiting = session.exiting
-        if session.forked or exiting():
+        unusable = session.unusable
+        if unusable():
             return
         exchange, free, dropping = session.cuThreadExchangeStreamCaptureMode, allocator._free, stream._dropping
         mode = _GLOBAL
@@ -328,7 +329,7 @@ class PlainBuffer(Buffer):
             refused, mode = exchange(_RELAXED)
             handle = stream._handle
             if handle is None:
-                handle = stream._drop_handle()
+                handle = stream._drop_handle(self)
             if refused:
                 mode = _GLOBAL
             elif handle is not None:

@@ -139,7 +139,9 @@ class Event(Closes, Shown):
 
     def query(self) -> bool:
         """Whether the work before the event is done; True if it was never recorded (``cuEventQuery``)."""
-        return is_done(self._session.cuEventQuery(self._checked_raw())[0], "cuEventQuery")
+        raw = self._raw
+        result = self._session.cuEventQuery(self._checked_raw() if raw is None else raw)[0]
+        return not result or is_done(result, "cuEventQuery")
 
     def synchronize(self) -> None:
         """Block the host until the work before the event is done (``cuEventSynchronize``)."""

@@ -47,6 +47,7 @@ from streamalloc.core.stream import (
     NOT_CAPTURED,
     Stream,
     StreamLike,
+    Threads,
     end_is_known,
     end_of,
     end_with_stream,
@@ -57,10 +58,12 @@ from streamalloc.core.stream import (
     leave_stream,
     moment,
     name_of_stream,
+    of_this_thread,
     raw_handle,
     refuse_capture,
     sees_all_work,
     spare_events,
     stream_call,
+    thread_of,
 )
 from streamalloc.core.stream_resolution import as_stream, direct_handle, direct_view

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Hashable
 from operator import attrgetter
 from types import GetSetDescriptorType
 from typing import Any, Protocol
 
-from streamalloc.core.session import Session
+from streamalloc.core.session import NO_STREAM, Session
 from streamalloc.driver.internal import cuda
 
 
@@ -149,24 +150,21 @@ _TORCH: dict[tuple[str, str], Callable[[Any], tuple[int, int]]] = {
 }
 
 
-def _no_owner() -> None:
-    return None
-
-
-_NO_ENTRY = (None, _no_owner)
-
-
 def kept_stream(stream: Any, session: Session) -> Any:
     """The :class:`Stream` that is kept for a library's stream; None where there is none.
+
+    Fast paths compare the object with ``session.latest_stream`` before, whose handle they do not read: it is that of
+    the object unless the stream has an ``open_check``.
 
     For a default stream whose library names no device, it is that of the device on which it was used last. Calls on it
     that go straight to the driver compare the current context in any case, see :meth:`Stream._asked_handle`.
     """
     try:
         read, streams, lasting = session.library_streams[type(stream)]
-        found, owner = streams.get(read(stream), _NO_ENTRY)
-        if owner() is stream:
-            return found
+        entry = streams.get(read(stream), NO_STREAM)
+        if entry[1]() is stream:
+            session.latest_stream = entry
+            return entry[0]
         return None if lasting is None else streams.get(lasting(stream))
     except Exception:
         return None  # The slow path reads the handle again, and raises with an explanation.
@@ -213,11 +211,11 @@ def keep_stream(stream: Any, number: int, found: Any, session: Session) -> None:
         key = read(stream)
         named = (lasting or read)(stream)
         if not any(base.__module__.partition(".")[0] == "torch" for base in kind.__mro__):
-            owner: Any = weakref.ref(stream, functools.partial(_forget, session.library_streams, kind, key))
+            owner: Any = weakref.ref(stream, functools.partial(_forget, weakref.ref(session), kind, key))
         elif lasting is None or (number and stream.stream_id == number):
             return  # PyTorch's number for a stream that other code made, and may destroy.
         else:
-            owner = functools.partial(_itself, stream)
+            owner = itertools.repeat(stream).__next__
     except Exception:
         return  # It cannot be referenced weakly, or has another form than others of its type.
     if number not in (named if isinstance(named, tuple) else (named,)):
@@ -228,17 +226,18 @@ def keep_stream(stream: Any, number: int, found: Any, session: Session) -> None:
         found._may_be_closed(open_check(stream, number, weak=True))
     if lasting is not None and streams.setdefault(named, found) is not found:
         return
-    streams[key] = found, owner
+    streams[key] = session.latest_stream = found, owner
 
 
-def _itself(stream: Any) -> Any:
-    return stream
-
-
-def _forget(libraries: dict[type, Any], kind: type, key: Hashable, owner: weakref.ref[Any]) -> None:
+def _forget(session: weakref.ref[Session], kind: type, key: Hashable, owner: weakref.ref[Any]) -> None:
     """Remove the entry of a library's object that has died."""
-    streams = libraries[kind][1]
-    found, known = streams.get(key, _NO_ENTRY)
+    libraries = session()
+    if libraries is None:
+        return
+    if libraries.latest_stream[1] is owner:
+        libraries.latest_stream = NO_STREAM
+    streams = libraries.library_streams[kind][1]
+    found, known = streams.get(key, NO_STREAM)
     if known is owner:
         del streams[key]
         if found._weak_owner is owner:

@@ -171,10 +171,10 @@ def settle(stream: Stream, item: Deferred, *others: Stream | None) -> None:
 def ordered_after(stream: Stream) -> Iterator[Stream]:
     """A block with the stream itself; if it was closed, with a new stream that comes after its work.
 
-    For a per-thread default stream it is the legacy stream, which comes after those of all threads: deferred items end
-    on any thread, where the handle stands for another stream. In the block no other thread closes the stream or begins
-    to capture it. For a default stream, on which work breaks captures of other streams, no capture of ours begins at
-    all.
+    For the per-thread default stream, also that of one thread until it ends, it is the legacy stream, which comes after
+    those of all threads: deferred items end on any thread, where the handle stands for another stream. In the block no
+    other thread closes the stream or begins to capture it. For a default stream, on which work breaks captures of other
+    streams, no capture of ours begins at all.
 
     Raises
     ------
@@ -183,7 +183,7 @@ def ordered_after(stream: Stream) -> Iterator[Stream]:
     NotReadyError
         Its library has closed the stream, and the device was not synchronised since.
     """
-    if stream._number == PER_THREAD:
+    if stream._number == PER_THREAD and not stream._closed:
         stream = default_stream(stream.device, LEGACY)
     if not stream.closed:
         stream._checked_raw()  # items that are owed may need the locks of other streams

@@ -98,6 +98,10 @@ class OwnsHandle(Protocol):
     _raw: Any
 
 
+NO_STREAM = (None, object)
+"""No kept stream, and a question whose answer is no library's object."""
+
+
 class Session(_Direct):
     """A driver as the facade uses it; one for each driver object (:meth:`of`)."""
 
@@ -109,30 +113,34 @@ class Session(_Direct):
         "_lock",
         "_state",
         "driver",
-        "exiting",
         "forked",
+        "latest_stream",
         "library_streams",
         "listener",
+        "unusable",
     )
 
     driver: Driver
     """The driver itself, for code that binds its functions."""
-    exiting: Callable[[], bool]
-    """Whether the interpreter shuts down."""
     forked: bool
     """True in a forked child, in which all calls are refused."""
     listener: Listener | None
     """Listener of a driver that checks stream order; it only records."""
+    unusable: Callable[[], bool]
+    """Whether a finaliser may not call the driver: in a forked child, and while the interpreter shuts down."""
     library_streams: dict[type, tuple[Callable[[Any], Any], dict[Any, Any], Callable[[Any], Any] | None]]
     """Kept streams by type of a library's stream, see :mod:`streamalloc.core.library_streams`."""
+    latest_stream: tuple[Any, Callable[[], Any]]
+    """The kept stream that was found last, and the question for its library's object."""
 
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
         # Kept here: the globals of this module may be gone when the last finalisers run.
-        self.exiting = sys.is_finalizing
+        self.unusable = sys.is_finalizing
         self.forked = False
         self.listener = getattr(driver, "listener", None)
         self.library_streams = {}
+        self.latest_stream = NO_STREAM
         self._contexts: dict[int, Any] = {}
         self._state: dict[object, Any] = {}
         self._hot: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -163,8 +171,8 @@ class Session(_Direct):
 
     @property
     def usable(self) -> bool:
-        """Whether a finaliser may call the driver: not in a forked child, not while the interpreter shuts down."""
-        return not self.forked and not self.exiting()
+        """The opposite of :attr:`unusable`."""
+        return not self.unusable()
 
     def call(self, name: str, *args: Any, hint: str | Callable[[], str] = "") -> Any:
         """Call driver function ``name`` and return the rest of its answer: None, a value, or a tuple.
@@ -290,6 +298,7 @@ class Session(_Direct):
 
     def _shut_after_fork(self) -> None:
         self.forked = True
+        self.unusable = _always
         self._lock = threading.RLock()
         for name in DIRECT:
             setattr(self, name, refuse_after_fork)
@@ -378,6 +387,10 @@ def sessions() -> tuple[Session, ...]:
     """The sessions of all drivers that are in use."""
     with _sessions_lock:
         return tuple(_sessions.values())
+
+
+def _always() -> bool:
+    return True
 
 
 def refuse_after_fork(*_args: Any, **_kwargs: Any) -> Any:

@@ -102,7 +102,6 @@ class Stream(Closes, Shown):
         "_last",
         "_left",
         "_number",
-        "_open_check",
         "_owed",
         "_owner",
         "_paying",
@@ -111,10 +110,13 @@ class Stream(Closes, Shown):
         "_sees_all",
         "_session",
         "_spare",
+        "_thread",
+        "_threads",
         "_weak_owner",
         "device",
         "free_lists",
         "name",
+        "open_check",
     )
 
     device: Device
@@ -149,16 +151,20 @@ class Stream(Closes, Shown):
         """``CUstream``: calls that queue work may go straight to the driver; else None."""
         self._asks: Callable[[], Any] = int
         """Question before a call goes straight to the driver, where there is one: ``cuCtxGetCurrent`` for a default
-        stream, that of ``_open_check`` for a stream that its library may close.
+        stream, that of ``open_check`` for a stream that its library may close.
         """
         self._answer: Any = None
         """Answer to it with which the call may go; None while no call may."""
         self._left: int | None = None
         """The :func:`moment` at which its library was found to have closed it: the end of its work is not known."""
-        self._open_check: tuple[Callable[[], Any], Any] | None = None
-        """Question and answer while its library has it open; None for streams that nobody else closes."""
+        # Question and answer while its library has it open; None for streams that nobody else closes.
+        self.open_check: tuple[Callable[[], Any], Any] | None = None
         self._direct: Session | None = None
         """Session: allocations may go straight to the driver without a question; else None."""
+        self._threads: Threads | None = None
+        """For the per-thread default stream, and those that stand for one of its threads."""
+        self._thread = 0
+        """Number of the thread that it stands for, see :func:`of_this_thread`; else 0."""
         self._weak_owner: Callable[[], object] | None = None
         """Reference to the library's object of a kept stream; None for streams that hold their owner."""
         self._dropping: list[None] = []
@@ -236,8 +242,8 @@ class Stream(Closes, Shown):
             self._asks = self._session.cuCtxGetCurrent
             self._answer = (cuda.CUresult.CUDA_SUCCESS, self._session.context(self.device.ordinal))
             return
-        if self._open_check is not None:
-            self._asks, self._answer = self._open_check
+        if self.open_check is not None:
+            self._asks, self._answer = self.open_check
             return
         self._handle = self._raw
         if self._plain:
@@ -260,24 +266,27 @@ class Stream(Closes, Shown):
         except Exception:  # the library's object has died, or does not answer
             return None
 
-    def _drop_handle(self) -> Any | None:
-        """As :meth:`_asked_handle`, for a finaliser that frees memory.
+    def _drop_handle(self, buffer: Any) -> Any | None:
+        """As :meth:`_asked_handle`, for a finaliser that frees a buffer.
 
         A free on the legacy stream would break the capture of a blocking stream; ``cuStreamIsCapturing`` answers an
         error then. The handle of a per-thread stream stands for another stream on each thread.
         """
-        answer, asks, raw, is_capturing = self._answer, self._asks, self._raw, self._session.cuStreamIsCapturing
+        answer, asks, raw, threads = self._answer, self._asks, self._raw, self._threads
         try:
-            if answer is None or self._number == PER_THREAD or asks() != answer:
+            if answer is None or asks() != answer:
                 return None
+            if threads is not None:
+                return raw if buffer._owner == threads.number else None
         except Exception:
             return None
-        return None if self._open_check is None and is_capturing(raw)[0] else raw
+        is_capturing = self._session.cuStreamIsCapturing
+        return None if self.open_check is None and is_capturing(raw)[0] else raw
 
     def _outlived(self) -> None:
         """Close a kept stream whose library's object has died, and with it the driver's stream."""
         if self._session.usable:
-            if not self._closed and (self._open_check is not None or self._endings):
+            if not self._closed and (self.open_check is not None or self._endings):
                 self._end_unknown()
             self.close()
 
@@ -296,7 +305,7 @@ class Stream(Closes, Shown):
         """Ask before each use whether the library has closed the stream."""
         if check is not None and not self.is_default:
             self._forbid_direct()
-            self._open_check = check
+            self.open_check = check
             self._allow_direct()
             _closable(self._session).add(self)
 
@@ -327,8 +336,8 @@ class Stream(Closes, Shown):
     @property
     def closed(self) -> bool:
         """Whether :meth:`close` was called, or the library closed its stream."""
-        if self._open_check is not None and not self._closed:
-            asks, answer = self._open_check
+        if self.open_check is not None and not self._closed:
+            asks, answer = self.open_check
             try:
                 is_open = asks() == answer
             except Exception:
@@ -378,8 +387,8 @@ class Stream(Closes, Shown):
         return not int(self._call("cuStreamGetFlags")) & int(cuda.CUstream_flags.CU_STREAM_NON_BLOCKING)
 
     def _checked_raw(self) -> Any:
-        if self._closed or (self._open_check is not None and self.closed):
-            raise ClosedError(f"{self!r} was closed{'' if self._open_check is None else ', here or by its library'}")
+        if self._closed or (self.open_check is not None and self.closed):
+            raise ClosedError(f"{self!r} was closed{'' if self.open_check is None else ', here or by its library'}")
         if self._owed and threading.get_ident() not in self._paying:
             self._pay()
         return self._raw
@@ -421,7 +430,15 @@ class Stream(Closes, Shown):
         handle, spare = self._handle, self._spare
         if handle is None:
             handle = self._asked_handle()
-        if event is None and handle is not None and spare and not timing:
+        if handle is None or timing:
+            return self._record_slowly(event, timing)
+        if type(event) is Event and event._session is self._session and event._raw is not None:
+            result = event._session.cuEventRecord(event._raw, handle)[0]
+            if result:
+                raise error_from(result, "cuEventRecord")
+            event._capture = None
+            return event
+        if event is None and spare:
             again = Event.__new__(Event)
             again.device = self.device
             again.interprocess = False
@@ -473,7 +490,12 @@ class Stream(Closes, Shown):
                         raise error_from(result, "cuStreamWaitEvent")
                     return
             else:
-                source = other if type(other) is Stream else kept_stream(other, session)
+                if type(other) is Stream:
+                    source: Any = other
+                else:
+                    source, owner = session.latest_stream
+                    if owner() is not other:
+                        source = kept_stream(other, session)
                 if source is not None and source._session is session and source._order(handle):
                     return
         self._wait_slowly(other)
@@ -654,6 +676,21 @@ class Stream(Closes, Shown):
             refused_to_end(self._session, "cuStreamDestroy", self._raw, result)
             raise error_from(result, "cuStreamDestroy")
 
+    def _thread_ended(self, here: bool) -> None:
+        """Close the per-thread default stream of one thread. Called by a finaliser, ``here`` if on that thread."""
+        if here and self._endings:
+            with contextlib.suppress(CudaError), self._session.relaxed():
+                if not self.capturing:
+                    last = Event(self.device)
+                    with self._context():
+                        self._session.call("cuEventRecord", last._raw, self._raw)
+                    self._last.append(last)
+                    _keep_end(self._session, last)
+        if self._endings and not self._last:
+            self._end_unknown()
+        else:
+            self._end_use()
+
     def _end_use(self) -> None:
         """Close a stream that other code made. A finaliser may be the caller."""
         self._forbid_direct()
@@ -709,6 +746,70 @@ class Stream(Closes, Shown):
         name = f" {self.name!r}" if self.name else ""
         state = " closed" if self._closed else " capturing" if self._capture else ""
         return f"<Stream{name} {kind or hex(int(self._raw))} of device {self.device.ordinal}{state}>"
+
+
+class Threads(threading.local):
+    """The threads that use the per-thread default stream of a device: what the calling one has."""
+
+    number = 0
+    """A number that no other thread has or had; 0 before :func:`of_this_thread`."""
+    stream: Stream | None = None
+    end: object = None
+
+
+class _ThreadEnd:
+    """An object of one thread, which dies with it."""
+
+    __slots__ = ("_ident", "_stream")
+
+    def __init__(self, stream: Stream) -> None:
+        self._ident = threading.get_ident()
+        self._stream = stream
+
+    def __del__(self) -> None:
+        if self._stream._session.usable:
+            self._stream._thread_ended(threading.get_ident() == self._ident)
+
+
+def of_this_thread(stream: Stream) -> Stream:
+    """For the per-thread default stream, one that stands for that of the calling thread; any other stream itself.
+
+    It is closed when the thread ends. Only that thread may queue work on it: elsewhere its handle is another stream.
+    """
+    threads = stream._threads
+    if threads is None or stream._thread:
+        return stream
+    if threads.stream is None:
+        found = Stream.__new__(Stream)
+        found._prepare(stream.device, _DEFAULT, stream._raw, stream, plain=False)
+        found._threads = threads
+        found._thread = moment() + 1
+        found._open()
+        threads.end, threads.number, threads.stream = _ThreadEnd(found), found._thread, found
+    return threads.stream
+
+
+class _ThreadLists:
+    """Free lists of a cache on the per-thread default stream: those of the calling thread, unless it is captured."""
+
+    __slots__ = ("_is_capturing", "_key", "_stream", "_threads")
+
+    def __init__(self, stream: Stream, key: object) -> None:
+        self._is_capturing: Any = stream._session.cuStreamIsCapturing
+        self._key = key
+        self._stream = stream
+        self._threads: Any = stream._threads
+
+    def __getitem__(self, size: int) -> Any:
+        mine = self._threads.stream
+        if mine is None:
+            raise LookupError
+        free = mine.free_lists[self._key][size]
+        shared, is_capturing = self._stream, self._is_capturing
+        asks = shared._asks
+        if not free or asks() != shared._answer or is_capturing(shared._raw) != NOT_CAPTURED:
+            raise LookupError
+        return free
 
 
 class _LateEnd(HandleEnd):
@@ -800,6 +901,9 @@ def is_borrowed(stream: Stream) -> bool:
 
 def give_lists(stream: Stream, key: object, lists: object) -> None:
     """Enter a cache's free lists for its fast path, unless the stream is captured or closed."""
+    if stream._thread:
+        shared = cast("Stream", stream._owner)
+        give_lists(shared, key, _ThreadLists(shared, key))
     if key in stream.free_lists:
         return
     stream.free_lists = {**stream.free_lists, key: lists}
@@ -811,6 +915,13 @@ def give_lists(stream: Stream, key: object, lists: object) -> None:
 def forbid_lists(stream: Stream) -> None:
     """Have every call on a stream take the slow path, as in a forked child."""
     stream._forbid_direct()
+    if stream._thread:
+        forbid_lists(cast("Stream", stream._owner))
+
+
+def thread_of(stream: Stream) -> tuple[int, Threads | None]:
+    """For a stream of :func:`of_this_thread`, the number of its thread and where each thread has its own; else 0."""
+    return stream._thread, stream._threads if stream._thread else None
 
 
 def end_with_stream(stream: Stream, item: Deferred) -> None:
@@ -822,6 +933,8 @@ def end_with_stream(stream: Stream, item: Deferred) -> None:
 def leave_stream(stream: Stream, keys: tuple[object, ...], item: Deferred) -> None:
     """Remove a cache's free lists from a stream, and the item that was to end with the stream."""
     stream._endings = tuple(other for other in stream._endings if other is not item)
+    if stream._thread:
+        leave_stream(cast("Stream", stream._owner), keys, item)
     if any(key in stream.free_lists for key in keys):
         stream.free_lists = {key: found for key, found in stream.free_lists.items() if key not in keys}
 
@@ -832,7 +945,7 @@ def keeps_alive(stream: Stream) -> Stream | None:
     CuPy's and Numba's objects destroy their stream when they die. Those of other libraries may be closed at any time.
     """
     owner = stream._weak_owner and stream._weak_owner()
-    if owner is None or stream._open_check is not None or only_names(owner):
+    if owner is None or stream.open_check is not None or only_names(owner):
         return None
     return stream._of_library(owner)
 

@@ -17,7 +17,7 @@ from streamalloc.core.library_streams import (
     kept_streams,
 )
 from streamalloc.core.session import PerDriver, Session, sessions
-from streamalloc.core.stream import DEFAULT_HANDLES, Kind, Stream, StreamLike
+from streamalloc.core.stream import DEFAULT_HANDLES, PER_THREAD, Kind, Stream, StreamLike, Threads
 from streamalloc.driver.internal import SETTLERS, cuda
 
 if TYPE_CHECKING:
@@ -85,6 +85,8 @@ def default_stream(device: Device, handle: int) -> Stream:
     if found is None:
         found = Stream.__new__(Stream)
         found._prepare(device, Kind.DEFAULT, cuda.CUstream(handle), None, plain=False)
+        if handle == PER_THREAD:
+            found._threads = Threads()
         found._open()
         found = streams.setdefault((device.ordinal, handle), found)
     return found
@@ -117,7 +119,12 @@ def direct_handle(stream: StreamLike, session: Session) -> Any | None:
 
 def queue_handle(stream: StreamLike, session: Session) -> Any | None:
     """The driver's ``CUstream`` if calls that queue work may go straight to the driver; else None."""
-    known = stream if type(stream) is Stream else kept_stream(stream, session)
+    if type(stream) is Stream:
+        known: Any = stream
+    else:
+        known, owner = session.latest_stream
+        if owner() is not stream:
+            known = kept_stream(stream, session)
     if known is None or known._session is not session:
         return None
     handle = known._handle

@@ -440,7 +440,7 @@ def test_streams_that_live_as_long_as_their_object_are_not_asked(scene: Scene) -
         def __cuda_stream__(self) -> tuple[int, int]:
             return 0, self.ptr
 
-    assert scene.pool.allocate(64, CuPy())._stream._open_check is None
+    assert scene.pool.allocate(64, CuPy())._stream.open_check is None
     asked = scene.pool.allocate(64, scene.theirs)
-    assert asked._stream._open_check is not None
+    assert asked._stream.open_check is not None
     asked.free()

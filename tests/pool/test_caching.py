@@ -703,15 +703,6 @@ class TestStepsAside:
                 "cuThreadExchangeStreamCaptureMode", "cuMemPoolGetAttribute", "cuThreadExchangeStreamCaptureMode"
             ]  # fmt: skip
 
-    def test_on_the_per_thread_stream(self, device: sa.Device, cache: sa.CachingAllocator, stream: sa.Stream) -> None:
-        """Its handle is another stream on each thread."""
-        with cache.allocate(SIZE, device.per_thread_stream) as buffer:
-            buffer.fill(5)
-            assert holds(buffer, 5)
-        assert cache.statistics()[4:] == (0, 0, 0)
-        cache.allocate(SIZE, stream).free(device.per_thread_stream)
-        assert cache.statistics()[4:6] == (0, 0)
-
     def test_for_a_pool_that_is_closed_after_a_capture(self, cache: sa.CachingAllocator, stream: sa.Stream) -> None:
         kept = cache.allocate(SIZE, stream)
         cache.allocate(SIZE, stream).free()

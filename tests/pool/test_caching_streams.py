@@ -12,9 +12,9 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import traces
-from streamalloc.core.event import Spares
+from streamalloc.core.session import session_of
 from streamalloc.driver.bindings import cuda
-from streamalloc.pool.cache.stream_cache import MAX_RETURNING
+from streamalloc.pool.cache.stream_cache import MAX_RETURNING, StreamCache
 from streamalloc.testing import Gate
 from streamalloc.traces.replaying import prepare
 from tests.support import executed, holds
@@ -71,6 +71,7 @@ KINDS: dict[str, tuple[Callable[[sa.Device], Any], list[str]]] = {
     "default": (lambda device: device.default_stream, []),
     "default of a library": (lambda device: Null(), []),
     "library's": (Theirs, ["cuStreamIsCapturing"]),
+    "per-thread": (lambda device: device.per_thread_stream, ["cuCtxGetCurrent", "cuStreamIsCapturing"]),
 }
 """A stream of each kind, and the driver calls of an allocation from the cache."""
 
@@ -80,6 +81,7 @@ KINDS: dict[str, tuple[Callable[[sa.Device], Any], list[str]]] = {
 def test_calls_of_a_hit(cache: sa.CachingAllocator, device_of: sa.Device, traced: Any, kind: str, end: str) -> None:
     make, calls = KINDS[kind]
     stream = make(device_of)
+    traced.cuCtxSetCurrent(session_of(device_of).context(0))
     for number in range(4):
         buffer = cache.allocate(SIZE, stream)
         if not number:
@@ -215,7 +217,7 @@ def test_events_are_few_and_used_again(cache: sa.CachingAllocator, device_of: sa
                 batch.free(user)
             del batch, batches
             made = [call.name for call in traced.calls]
-            assert made.count("cuEventCreate") == MAX_RETURNING - (0 if held else Spares.most)
+            assert made.count("cuEventCreate") == MAX_RETURNING * held
             if held:
                 # The others return to the pool in the order of the stream.
                 assert made.count("cuMemFreeAsync") == 8
@@ -272,3 +274,78 @@ def test_a_loader_asks_the_pool_no_more(device: sa.Device) -> None:
                 traced.synchronize()
             assert cache.statistics().misses - misses <= 3
         del driver.calls[:]
+
+
+class TestOneQueryForMany:
+    """The newest event of a stream stands for those recorded before it, and for no others."""
+
+    def blocks(self, cache: sa.CachingAllocator, stream: sa.Stream, number: int) -> tuple[list[sa.Buffer], list[int]]:
+        buffers = [cache.allocate(SIZE, stream) for _ in range(number)]
+        return buffers, [buffer.address for buffer in buffers]
+
+    def back(self, cache: sa.CachingAllocator, stream: sa.Stream, number: int) -> list[int]:
+        """Addresses of the next blocks of a stream."""
+        return [buffer.address for buffer in [cache.allocate(SIZE, stream) for _ in range(number)]]
+
+    def test_of_one_stream(self, cache: sa.CachingAllocator, device_of: sa.Device, traced: Any) -> None:
+        with device_of.create_stream() as loader, device_of.create_stream() as user:
+            buffers, addresses = self.blocks(cache, loader, 4)
+            for buffer in buffers:
+                buffer.free(user)
+            assert executed(user)
+            del traced.calls[:]
+            assert sorted(self.back(cache, loader, 4)) == sorted(addresses)
+            assert [call.name for call in traced.calls] == ["cuEventQuery"]
+
+    def test_of_another_stream_in_between(self, cache: sa.CachingAllocator, device_of: sa.Device) -> None:
+        with (
+            device_of.create_stream() as loader,
+            device_of.create_stream() as user,
+            device_of.create_stream() as late,
+            Gate(device_of) as gate,
+        ):
+            buffers, addresses = self.blocks(cache, loader, 3)
+            gate.hold(late)
+            for buffer, stream in zip(buffers, (user, late, user), strict=True):
+                buffer.free(stream)
+            assert executed(user)
+            assert set(self.back(cache, loader, 3)) & set(addresses) == {addresses[0]}
+
+    def test_recorded_after_the_newest_by_another_thread(
+        self, cache: sa.CachingAllocator, device_of: sa.Device, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """That thread was between its record and the queue when the newest was recorded."""
+        with device_of.create_stream() as loader, device_of.create_stream() as user, Gate(device_of) as gate:
+            buffers, addresses = self.blocks(cache, loader, 2)
+            record = StreamCache.record
+
+            def slow(home: StreamCache, stream: sa.Stream) -> sa.Event:
+                event = record(home, stream)
+                monkeypatch.setattr(StreamCache, "record", record)
+                gate.hold(stream)
+                buffers[0].free(stream)
+                return event
+
+            monkeypatch.setattr(StreamCache, "record", slow)
+            buffers[1].free(user)
+            event = cache._state.known(loader).returning[-1][0]  # type: ignore[union-attr]
+            assert event.query()
+            assert addresses[0] not in self.back(cache, loader, 2)
+
+    def test_an_event_that_is_recorded_again_meanwhile(
+        self, cache: sa.CachingAllocator, device_of: sa.Device, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with device_of.create_stream() as loader, device_of.create_stream() as user, Gate(device_of) as gate:
+            buffers, addresses = self.blocks(cache, loader, 2)
+            put = StreamCache.put
+
+            def and_free_another(home: StreamCache, block: Any) -> None:
+                monkeypatch.setattr(StreamCache, "put", put)
+                gate.hold(user)
+                buffers[1].free(user)
+                put(home, block)
+
+            buffers[0].free(user)
+            assert executed(user)
+            monkeypatch.setattr(StreamCache, "put", and_free_another)
+            assert addresses[1] not in self.back(cache, loader, 2)

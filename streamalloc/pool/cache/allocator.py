@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 from streamalloc.core.errors import (
     CaptureError,
     ClosedError,
+    CudaError,
     NotReadyError,
     OutOfMemoryError,
     error_from,
@@ -48,9 +50,12 @@ from streamalloc.core.internal import (
     is_borrowed,
     kept_stream,
     look,
+    moment,
+    of_this_thread,
     raw_handle,
     record_uncaptured,
     shared_state,
+    thread_of,
 )
 from streamalloc.core.properties import MemLocation, checked_size, checked_type
 from streamalloc.core.resource import Closes
@@ -112,14 +117,16 @@ class CacheState(Deferred):
         self.pool: MemoryPool = pool
         self.session: Session = session_of(pool)
         self._queue = deferred_queue(self.session)
-        self.keys: tuple[object, object] = (object(), object())
-        """Keys of ``Stream.free_lists``: for streams without and with a capture question."""
+        self.keys: tuple[object, object, object] = (object(), object(), object())
+        """Keys of ``Stream.free_lists``: of the lists for streams without and with a capture question, and of the
+        stream cache.
+        """
         self.watchers: tuple[Watcher, ...] = ()
         """Watchers of allocations and frees, see :mod:`streamalloc.core.allocation_hooks`."""
         self.blocks: dict[int, Block] = {}
         """Blocks by address, free or in buffers."""
-        self.stream_caches: dict[tuple[int, int], StreamCache] = {}
-        """The latest one for each device and stream handle; ended ones leave."""
+        self.stream_caches: dict[tuple[int, int, int], StreamCache] = {}
+        """The latest one for each device, stream handle and thread; ended ones leave."""
         self.dropped: deque[Block] = deque()
         """Blocks of dropped buffers that only the slow path may free."""
         self.closed: bool = False
@@ -156,7 +163,7 @@ class CacheState(Deferred):
 
     def known(self, stream: Stream) -> StreamCache | None:
         """The stream cache of a stream if there is one that has not ended."""
-        found = self.stream_caches.get(_key(stream))
+        found = self.stream_caches.get(_key(of_this_thread(stream)))
         if found is None or found.ended:
             return None
         owner = found.stream()
@@ -167,6 +174,7 @@ class CacheState(Deferred):
 
         ``ask``: other code may capture the stream, so that each allocation asks for that first.
         """
+        stream = of_this_thread(stream)
         found = self.known(stream)
         if found is None:
             with self._opening:
@@ -186,6 +194,8 @@ class CacheState(Deferred):
             give_lists(stream, self.keys[1], (found.lists, raw_handle(stream)))
         else:
             give_lists(stream, self.keys[0], found.lists)
+            if found.threads is None:
+                give_lists(stream, self.keys[2], found)
         return found
 
     def _bound_streams(self) -> None:
@@ -216,7 +226,7 @@ class CacheState(Deferred):
         block = Block(address)
         block.address = address
         block.size_class = wanted
-        block.home = wanted.free
+        block.home = wanted.home
         self.blocks[address] = block
         wanted.count += 1
         self.misses += 1
@@ -243,15 +253,23 @@ class CacheState(Deferred):
         return None
 
     def collect_dropped(self) -> None:
-        """Put blocks of dropped buffers into their free lists."""
+        """Put blocks of dropped buffers into their free lists; those of a thread's stream behind the work of all."""
         while self.dropped:
             try:
                 block = self.dropped.popleft()
             except IndexError:  # another thread took it
                 return
+            home: StreamCache = block.size_class.owner
+            event = None
+            if home.threads is not None:
+                try:
+                    event = home.after_all_threads()
+                except CudaError:  # another time
+                    self.dropped.append(block)
+                    return
             for watcher in self.watchers:
                 watcher.freed(block.address, None)
-            block.size_class.owner.put(block)
+            home.put(block) if event is None else home.put_behind(event, block)
 
     @property
     def cached(self) -> int:
@@ -322,9 +340,9 @@ class CacheState(Deferred):
         return bool(frees)
 
 
-def _key(stream: Stream) -> tuple[int, int]:
-    """Device and handle of a stream. The legacy stream has two handles."""
-    return stream.device.ordinal, int(raw_handle(stream)) or _LEGACY
+def _key(stream: Stream) -> tuple[int, int, int]:
+    """Device, handle and thread of a stream. The legacy stream has two handles."""
+    return stream.device.ordinal, int(raw_handle(stream)) or _LEGACY, thread_of(stream)[0]
 
 
 class CachingAllocator(Allocator, Closes, Shown):
@@ -332,9 +350,9 @@ class CachingAllocator(Allocator, Closes, Shown):
 
     Use it like the pool: the same :meth:`allocate`, the same :class:`Buffer`. Memory that was freed or dropped is
     handed out again on its stream without a driver call: on streams of :meth:`Device.create_stream`, on the legacy
-    default stream, and on streams of PyTorch, CuPy, Numba and cuda.core. On the latter each allocation asks whether
-    the library captures the stream (``cuStreamIsCapturing``). Freed on another stream, memory returns to its own
-    stream after an event.
+    default stream, on the per-thread default stream for each thread, and on streams of PyTorch, CuPy, Numba and
+    cuda.core. On the latter two kinds each allocation asks whether the stream is being captured
+    (``cuStreamIsCapturing``). Freed on another stream, memory returns to its own stream after an event.
 
     Sizes are rounded up to classes: multiples of 512 bytes up to 8 KiB, then eight classes to each power of two, so
     that at most a ninth of a block is wasted from 4 KiB on. If a class has no free block, the smallest of up to three
@@ -344,13 +362,13 @@ class CachingAllocator(Allocator, Closes, Shown):
     steps of 32 MiB. If the pool exceeds it, every free block returns to the pool, the pool is trimmed, and the factor
     grows by 1/8, up to 2 for one stream and 2.5 for several.
 
-    Some memory comes from the pool directly and returns to it: on the per-thread default stream; in captures, where
-    allocations become nodes of the graph; and all of it with :func:`streamalloc.driver.checked`, which has to see each
-    allocation. A buffer that is shared with other processes leaves the cache for good: its free waits for importers.
+    Some memory comes from the pool directly and returns to it: in captures, where allocations become nodes of the
+    graph; and all of it with :func:`streamalloc.driver.checked`, which has to see each allocation. A buffer that is
+    shared with other processes leaves the cache for good: its free waits for importers.
 
     When memory runs out, the cache returns all free blocks and tries again. A stream that is closed or dropped returns
-    its blocks as well. Threads may use one cache at the same time. Handles for other processes, access and attributes
-    are the :attr:`pool`'s.
+    its blocks as well, and a thread that ends those of its default stream. Threads may use one cache at the same time.
+    Handles for other processes, access and attributes are the :attr:`pool`'s.
 
     Parameters
     ----------
@@ -377,7 +395,7 @@ class CachingAllocator(Allocator, Closes, Shown):
     ...     buffer.fill(0)
     """
 
-    __slots__ = ("_is_capturing", "_key", "_library_key", "_limit", "_state", "dropped", "largest")
+    __slots__ = ("_cache_key", "_is_capturing", "_key", "_library_key", "_limit", "_state", "dropped", "largest")
 
     largest: int
     """The largest size in bytes that is cached."""
@@ -390,7 +408,7 @@ class CachingAllocator(Allocator, Closes, Shown):
             raise ClosedError(f"{pool!r} was closed")
         session = session_of(pool)
         self._state = CacheState(pool)
-        self._key, self._library_key = self._state.keys
+        self._key, self._library_key, self._cache_key = self._state.keys
         self._is_capturing = session.cuStreamIsCapturing
         self.dropped: deque[Block] = self._state.dropped
         """Blocks of dropped buffers, see :class:`CacheState`."""
@@ -461,7 +479,13 @@ class CachingAllocator(Allocator, Closes, Shown):
                     buffer._shared = None
                     return buffer
             else:
-                kept = kept_stream(stream, self._session)
+                kept, owner = self._session.latest_stream
+                if owner() is not stream:
+                    kept = kept_stream(stream, self._session)
+                elif kept.open_check is not None:
+                    asks, answer = kept.open_check
+                    if asks() != answer:
+                        kept = None
                 if kept is not None:
                     try:
                         lists = kept.free_lists
@@ -525,14 +549,20 @@ class CachingAllocator(Allocator, Closes, Shown):
             watcher.asked(self, checked_size("nbytes", nbytes))
         if state.closed:
             self._check_open()
-        kept, ask = self._cacheable(stream)
+        kept: Stream | None = None
+        cache: StreamCache | None = None
+        if type(stream) is Stream:
+            kept, cache = stream, stream.free_lists.get(self._cache_key)
+        if cache is None:
+            kept, ask = self._cacheable(stream)
         # A driver that checks uses would not see which of them belong to which allocation.
         if kept is None or state.session.listener is not None:
             return self._allocate_past(nbytes, stream)
         nbytes = checked_size("nbytes", nbytes)
         if not 0 < nbytes <= self.largest:
             return self._allocate_past(nbytes, stream)
-        cache = state.open(kept, ask=ask)
+        if cache is None:
+            cache = state.open(kept, ask=ask)
         wanted = cache.class_of.get((nbytes - 1) // UNIT) or cache.size_class(nbytes)
         block = cache.take(wanted, nbytes)
         if block is None and not (self._limit and self.pool.attributes.used_mem_current + wanted.nbytes > self._limit):
@@ -561,7 +591,7 @@ class CachingAllocator(Allocator, Closes, Shown):
         if kept is None or session_of(kept) is not session or kept.closed:
             return None, False
         if kept.is_default:
-            return (None if int(raw_handle(kept)) == _PER_THREAD else kept), False
+            return (None if int(raw_handle(kept)) == _PER_THREAD and kept.capturing else kept), False
         if kept is stream:
             # Nobody notifies of the end of a stream that was borrowed by its handle.
             return (None if is_borrowed(kept) or direct_handle(kept, session) is None else kept), False
@@ -607,19 +637,21 @@ class CachingAllocator(Allocator, Closes, Shown):
         home = block.size_class.owner
         if len(home.returning) >= MAX_RETURNING:
             home.collect()
-        # Other threads mean another stream by its handle.
-        if home.ended or len(home.returning) >= MAX_RETURNING or int(raw_handle(stream)) == _PER_THREAD:
+        if home.ended or len(home.returning) >= MAX_RETURNING:
             return None
+        source: weakref.ref[Stream] | None = None
+        began = 0
         if event is None:
-            plain = direct_handle(stream, self._session) is not None and not is_borrowed(stream)
-            event = stream.record() if plain else record_uncaptured(stream)
+            if direct_handle(stream, self._session) is None or is_borrowed(stream):
+                event = record_uncaptured(stream)
+            else:
+                source, began = weakref.ref(stream), moment()
+                event = home.record(stream)
         if event is None:
             return None
         if buffer._ptr is block:
             buffer._ptr = None
-            home.returning.append((event, block))
-            if home.ended:  # by another thread meanwhile
-                deferred_queue(self._session).submit(home)
+            home.put_behind(event, block, source, began)
         return event
 
     def _free_checked(self, buffer: CachedBuffer, ordered: Stream) -> None:
@@ -667,7 +699,7 @@ class CachingAllocator(Allocator, Closes, Shown):
     def _watched_by(self, watchers: tuple[Watcher, ...]) -> None:
         self._state.watchers = watchers
         # No stream has lists with another key, so that every allocation takes the slow path.
-        self._key, self._library_key = (_NOWHERE, _NOWHERE) if watchers else self._state.keys
+        self._key, self._library_key, self._cache_key = (_NOWHERE,) * 3 if watchers else self._state.keys
 
     def _check_open(self) -> None:
         if self._state.closed:

@@ -9,7 +9,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from streamalloc.core.internal import Buffer, PlainBuffer, SharedState, Stream, StreamLike, direct_handle
+from streamalloc.core.internal import (
+    Buffer,
+    PlainBuffer,
+    SharedState,
+    Stream,
+    StreamLike,
+    Threads,
+    direct_handle,
+)
 from streamalloc.driver.internal import cuda
 
 if TYPE_CHECKING:
@@ -29,10 +37,31 @@ def class_size(nbytes: int) -> int:
     return (nbytes + step - 1) & -step
 
 
+class OtherThread(Exception):
+    """A block of one thread's default stream was freed on another thread."""
+
+
+class HomeOfThread:
+    """A free list of the per-thread default stream of one thread, as its blocks' ``home``."""
+
+    __slots__ = ("free", "thread", "threads")
+
+    def __init__(self, free: list[Block], thread: int, threads: Threads) -> None:
+        self.free: list[Block] = free
+        self.thread: int = thread
+        self.threads: Threads = threads
+
+    def append(self, block: Block) -> None:
+        """Add a block whose last use was before now on the stream of the calling thread."""
+        if self.threads.number != self.thread:
+            raise OtherThread
+        self.free.append(block)
+
+
 class SizeClass:
     """The free blocks of one size on one stream."""
 
-    __slots__ = ("count", "fitting", "free", "nbytes", "owner")
+    __slots__ = ("count", "fitting", "free", "home", "nbytes", "owner")
 
     def __init__(self, owner: Any, nbytes: int) -> None:
         self.owner: Any = owner
@@ -40,6 +69,10 @@ class SizeClass:
         self.nbytes: int = nbytes
         self.free: list[Block] = []
         """Free blocks; the one that was freed last is handed out first."""
+        self.home: list[Block] | HomeOfThread = self.free
+        """What a free on the blocks' stream appends to: ``free``, or what checks the thread before."""
+        if owner.threads is not None:
+            self.home = HomeOfThread(self.free, owner.thread, owner.threads)
         self.count: int = 0
         """Number of blocks, free or in buffers. Concurrent updates may be lost."""
         self.fitting: tuple[list[Block], ...] = ()
@@ -53,8 +86,8 @@ class Block(cuda.CUdeviceptr):  # type: ignore[misc]  # the bindings have no typ
 
     address: int
     """Device address."""
-    home: list[Block] | None
-    """Free list that a free on the block's stream appends to; None for the slow path."""
+    home: list[Block] | HomeOfThread | None
+    """:attr:`SizeClass.home`; None for the slow path."""
     size_class: SizeClass
 
 
@@ -104,8 +137,11 @@ class CachedBuffer(Buffer):
                 if stream is None or stream is self._stream:
                     if self._stream.free_lists:
                         self._ptr = None
-                        home.append(block)
-                        return
+                        try:
+                            home.append(block)
+                            return
+                        except OtherThread:
+                            self._ptr = block
                 elif direct_handle(stream, self._allocator._session) and self._allocator._return_home(
                     self, block, stream
                 ):
@@ -121,9 +157,12 @@ class CachedBuffer(Buffer):
             return
         self._ptr = None
         if block.home is not None and self._stream.free_lists:
-            block.home.append(block)
-        else:
-            self._allocator.dropped.append(block)
+            try:
+                block.home.append(block)
+                return
+            except OtherThread:
+                pass
+        self._allocator.dropped.append(block)
 
     def _free_on(self, ordered: Stream) -> None:
         self._allocator._free_checked(self, ordered)

@@ -7,7 +7,7 @@ import weakref
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from streamalloc.core.internal import (
     Deferred,
@@ -23,9 +23,11 @@ from streamalloc.core.internal import (
     free_refused,
     keeps_alive,
     leave_stream,
+    moment,
     ordered_after,
     ordered_after_end,
     raw_handle,
+    thread_of,
 )
 from streamalloc.core.session import Session, session_of
 from streamalloc.pool.cache.blocks import UNIT, Block, SizeClass, class_size
@@ -38,6 +40,11 @@ MAX_RETURNING = 64
 """Events per stream for blocks freed elsewhere. Data loaders have a few batches under way at a time."""
 
 
+Returning: TypeAlias = "tuple[Event, Block, weakref.ref[Stream] | None, int, int]"
+"""A block that was freed on another stream, behind an event. If that was recorded for this block: the stream, and the
+moments before and after the record."""
+
+
 class Cache(Protocol):
     """The state that the streams of one cache share."""
 
@@ -45,7 +52,7 @@ class Cache(Protocol):
     def closed(self) -> bool: ...
 
     @property
-    def keys(self) -> tuple[object, object]: ...
+    def keys(self) -> tuple[object, ...]: ...
 
     def free_block(self, block: Block, raw: Any, /) -> Any: ...
 
@@ -56,8 +63,8 @@ class StreamCache(Deferred):
     """The size classes of one stream. It ends when the stream is closed or dropped, or the cache is closed."""
 
     __slots__ = (
-        "__weakref__", "_last", "cache", "class_of", "classes", "device", "ended", "kept_alive", "lists", "number",
-        "peak", "returning", "session", "stream",
+        "__weakref__", "_last", "_passed", "cache", "class_of", "classes", "device", "ended", "kept_alive", "lists",
+        "peak", "returning", "session", "stream", "thread", "threads",
     )  # fmt: skip
 
     def __init__(self, cache: Cache, stream: Stream) -> None:
@@ -65,8 +72,7 @@ class StreamCache(Deferred):
         self.session: Session = session_of(stream)
         self.device: Device = stream.device
         self.stream: weakref.ref[Stream] = weakref.ref(stream)
-        self.number: int = int(raw_handle(stream))
-        """``CUstream`` as a number."""
+        self.thread, self.threads = thread_of(stream)
         self._last = end_of(stream)
         self.kept_alive: Stream | None = keeps_alive(stream)
         """Keeps a library's object that destroys its stream when it dies: no event can be recorded after that."""
@@ -77,8 +83,10 @@ class StreamCache(Deferred):
         """Size classes by requested size, in units of 512 bytes."""
         self.lists: dict[int, list[Block]] = {}
         """Free lists for the fast path, by requested size in units."""
-        self.returning: deque[tuple[Event, Block]] = deque()
-        """Blocks freed on other streams, each with an event recorded there."""
+        self.returning: deque[Returning] = deque()
+        """Blocks freed on other streams."""
+        self._passed: list[Event] = []
+        """Events of blocks that have returned, to record again."""
         self.peak: int = 0
         """Bytes in use at once, at most, when that was last counted."""
         end_with_stream(stream, self)
@@ -122,29 +130,65 @@ class StreamCache(Deferred):
         return wanted.fitting
 
     def collect(self) -> None:
-        """Put blocks freed on other streams into their lists, up to the first whose event has not passed."""
+        """Put blocks freed on other streams into their lists, up to the first whose event has not passed.
+
+        If the newest event has passed, so have all that were recorded on its stream before: one query for all.
+        """
+        returning = self.returning
+        newest: Returning | None = None
+        if len(returning) > 1:
+            with contextlib.suppress(IndexError):  # another thread took it
+                newest = returning[-1]
+                if newest[2] is None or newest[2] is not returning[0][2] or not newest[0].query():
+                    newest = None
         last: Event | None = None
-        while self.returning:
+        while returning:
             try:
-                event, block = self.returning.popleft()
+                entry = returning.popleft()
             except IndexError:  # another thread took it
                 return
+            event, block, stream, _, recorded = entry
             passed = False
             try:
-                passed = event is last or event.query()
+                passed = (
+                    entry is newest
+                    or (newest is not None and stream is newest[2] and recorded < newest[3])
+                    or (stream is None and event is last)
+                    or event.query()
+                )
             finally:
                 if not passed:
-                    self.returning.appendleft((event, block))
+                    returning.appendleft(entry)
             if not passed:
                 return
             last = event
+            # Blocks may share an event that was not recorded here.
+            if stream is not None and event.device is self.device and not self.ended:
+                self._passed.append(event)
             self.put(block)
+
+    def record(self, stream: Stream) -> Event:
+        """An event after the queued work of a stream of ours, for one block."""
+        try:
+            again = self._passed.pop() if stream.device is self.device else None
+        except IndexError:
+            again = None
+        return stream.record(again)
+
+    def put_behind(self, event: Event, block: Block, stream: weakref.ref[Stream] | None = None, began: int = 0) -> None:
+        """Put a block into the free list of its size class once an event has passed.
+
+        ``stream`` and ``began`` if :meth:`record` recorded it: the stream, and a moment before.
+        """
+        self.returning.append((event, block, stream, began, moment()))
+        if self.ended:
+            deferred_queue(self.session).submit(self)
 
     def put(self, block: Block) -> None:
         """Put a block into the free list of its size class. After the end it is released at a later point of work."""
         owner = block.size_class
         if not self.cache.closed:
-            block.home = owner.free
+            block.home = owner.home
         owner.free.append(block)
         if self.ended:
             deferred_queue(self.session).submit(self)
@@ -156,12 +200,13 @@ class StreamCache(Deferred):
         """
         while self.returning:
             with contextlib.suppress(IndexError):  # another thread took it
-                event, block = self.returning.popleft()
+                entry = self.returning.popleft()
+                event, block = entry[:2]
                 try:
                     if not event.query():
                         ordered.wait(event)
                 except BaseException:
-                    self.returning.appendleft((event, block))
+                    self.returning.appendleft(entry)
                     raise
                 block.size_class.free.append(block)
         raw = raw_handle(ordered)
@@ -178,15 +223,30 @@ class StreamCache(Deferred):
                         size_class.free.append(block)
                         raise free_refused(refused, ordered)
 
+    def after_all_threads(self) -> Event:
+        """An event after the work of the per-thread default streams of all threads, and of this one if it has ended.
+
+        Raises
+        ------
+        CaptureError
+            A blocking stream is being captured.
+        """
+        with self.session.relaxed(), ordered_after(self.device.per_thread_stream) as ordered:
+            for last in self._last:
+                if not last.closed:
+                    ordered.wait(last)
+            return ordered.record()
+
     @property
     def free_bytes(self) -> int:
         """Bytes in free lists and returning."""
         free = sum(one.nbytes * len(one.free) for one in list(self.classes.values()))
-        return free + sum(block.size_class.nbytes for _, block in tuple(self.returning))
+        return free + sum(block.size_class.nbytes for _, block, *_ in tuple(self.returning))
 
     def attempt(self) -> bool:
         self.ended = True
         self.lists.clear()
+        self._passed.clear()
         self.cache.collect_dropped()
         stream = self.stream()
         own = stream is None or stream.closed or stream.is_default or direct_handle(stream, self.session) is not None

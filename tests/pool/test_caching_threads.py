@@ -1,0 +1,315 @@
+"""The cache on the per-thread default stream, whose handle is another stream on each thread."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import random
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+import streamalloc as sa
+import streamalloc.driver as sd
+from streamalloc.driver.bindings import cuda
+from streamalloc.testing import Gate
+from tests.support import MiB, executed, holds
+
+SIZE = 4096
+Worker = Callable[[Callable[[], Any]], Any]
+RELAXED = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+
+
+@pytest.fixture
+def cache(pool: sa.MemoryPool) -> Iterator[sa.CachingAllocator]:
+    with sa.CachingAllocator(pool) as cache:
+        yield cache
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    """Runs functions on one other thread, which ends after the test."""
+    with ThreadPoolExecutor(1) as pool:
+        yield lambda function: pool.submit(function).result()
+
+
+def on_a_new_thread(function: Callable[[], Any]) -> Any:
+    """The result of a function on a thread that has ended then."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
+def held_block(cache: sa.CachingAllocator, device: sa.Device, gate: Gate) -> int:
+    """Address of a block of this thread's stream, filled and freed behind the gate."""
+    buffer = cache.allocate(SIZE, device.per_thread_stream)
+    gate.hold(device.per_thread_stream)
+    buffer.fill(1)
+    address = buffer.address
+    buffer.free()
+    return address
+
+
+def next_address(cache: sa.CachingAllocator, device: sa.Device) -> int:
+    """Address of this thread's next block, which returns to the cache."""
+    with cache.allocate(SIZE, device.per_thread_stream) as buffer:
+        return buffer.address
+
+
+@pytest.mark.parametrize("end", ["free", "drop"])
+def test_each_thread_has_its_own_blocks(
+    device: sa.Device, cache: sa.CachingAllocator, gate: Gate, worker: Worker, end: str
+) -> None:
+    mine = held_block(cache, device, gate)
+    theirs = worker(lambda: next_address(cache, device))
+    assert theirs != mine
+    for _ in range(3):
+        buffer = cache.allocate(SIZE, device.per_thread_stream)
+        assert buffer.address == mine
+        if end == "free":
+            buffer.free()
+        del buffer
+        assert worker(lambda: next_address(cache, device)) == theirs
+    assert cache.statistics().misses == 2
+
+
+@pytest.mark.parametrize("end", ["free", "free on its stream", "drop"])
+def test_a_block_that_another_thread_frees_returns_after_the_work_of_both(
+    device: sa.Device, cache: sa.CachingAllocator, gate: Gate, worker: Worker, end: str
+) -> None:
+    held = [cache.allocate(SIZE, device.per_thread_stream)]
+    address = held[0].address
+    device.synchronize()
+
+    def free() -> None:
+        gate.hold(device.per_thread_stream)
+        held[0].fill(3)
+        if end == "drop":
+            held.clear()
+            gc.collect()
+        else:
+            held[0].free(device.per_thread_stream if end == "free on its stream" else None)
+
+    worker(free)
+    with cache.allocate(SIZE, device.per_thread_stream) as other:
+        assert other.address != address
+        gate.open()
+        assert worker(lambda: executed(device.per_thread_stream)) and executed(device.default_stream)
+        with cache.allocate(SIZE, device.per_thread_stream) as again:
+            assert again.address == address
+    assert cache.statistics().misses == 2
+
+
+@pytest.mark.parametrize("end", ["trim", "close", "out of memory"])
+@pytest.mark.parametrize("lives", [False, True], ids=["ended", "alive"])
+def test_blocks_of_another_thread_are_released_after_its_work(
+    device: sa.Device, worker: Worker, lives: bool, end: str
+) -> None:
+    with device.create_stream() as own, sa.MemoryPool(device, max_size=32 * MiB) as pool, Gate(device) as gate:
+        cache = sa.CachingAllocator(pool)
+        (worker if lives else on_a_new_thread)(lambda: held_block(cache, device, gate))
+        with contextlib.ExitStack() as expected:
+            if end == "trim":
+                expected.enter_context(pytest.warns(sa.PendingFreesWarning))
+                cache.trim()
+            elif end == "close":
+                cache.close()
+            else:
+                pool.attributes.reuse_allow_internal_dependencies = False
+                expected.enter_context(pytest.raises(sa.OutOfMemoryError))
+                cache.allocate(32 * MiB, own)
+        assert pool.statistics().used == 0
+        pool.attributes.reuse_allow_internal_dependencies = True
+        again = pool.allocate(SIZE, own)
+        again.fill(2)
+        gate.open()
+        device.synchronize()
+        assert holds(again, 2)
+        again.free()
+        cache.close()
+
+
+def test_a_thread_with_the_identifier_of_one_that_has_ended(
+    device: sa.Device, cache: sa.CachingAllocator, gate: Gate
+) -> None:
+    """It finds none of that thread's blocks, nor may it free them in the order of its own stream."""
+    kept: list[sa.Buffer] = []
+
+    def first() -> tuple[int, int]:
+        kept.append(cache.allocate(SIZE, device.per_thread_stream))
+        kept[0].fill(1)
+        return held_block(cache, device, gate), threading.get_ident()
+
+    address, ident = on_a_new_thread(first)
+
+    def second() -> bool:
+        if threading.get_ident() != ident:
+            return False
+        addresses = {kept[0].address, address}
+        assert next_address(cache, device) not in addresses
+        kept.clear()
+        gc.collect()
+        assert next_address(cache, device) not in addresses
+        return True
+
+    assert any(on_a_new_thread(second) for _ in range(50))
+    gate.open()
+    device.synchronize()
+    assert cache.statistics().in_use == 0
+
+
+def test_a_block_outlives_its_thread(device: sa.Device, cache: sa.CachingAllocator, gate: Gate) -> None:
+    """Freed afterwards, it is the pool's: behind the stream of the thread as well if it was dropped."""
+    for dropped in (True, False):
+
+        def use(dropped: bool = dropped) -> sa.Buffer:
+            buffer = cache.allocate(SIZE, device.per_thread_stream)
+            if dropped:
+                gate.hold(device.per_thread_stream)
+            buffer.fill(1)
+            return buffer
+
+        buffers = [on_a_new_thread(use)]
+        if not dropped:
+            device.synchronize()
+            buffers.pop().free()
+        buffers.clear()
+        gc.collect()
+        cache.statistics()
+        with device.create_stream() as other:
+            again = cache.pool.allocate(SIZE, other)
+            again.fill(2)
+            gate.open()
+            device.synchronize()
+            assert holds(again, 2)
+            again.free()
+        device.synchronize()
+        assert cache.statistics()[4:6] == (0, 0) and cache.pool.statistics().used == 0
+
+
+def test_a_thread_that_other_code_captures(device: sa.Device, cache: sa.CachingAllocator, worker: Worker) -> None:
+    """An allocation in the capture is the graph's; other threads go on, and do not break the capture."""
+    driver: Any = device.driver
+    raw = cuda.CUstream(2)
+    with device.current():
+        address = next_address(cache, device)
+        theirs = worker(lambda: next_address(cache, device))
+        held = [worker(lambda: cache.allocate(SIZE, device.per_thread_stream))]
+        assert not driver.cuStreamBeginCapture(raw, RELAXED)[0]
+        inside = cache.allocate(SIZE, device.per_thread_stream)
+        assert type(inside) is sa.GraphBuffer
+        inside.free()
+        held.clear()
+        assert worker(lambda: next_address(cache, device)) not in (address, theirs)
+        result, graph = driver.cuStreamEndCapture(raw)
+        assert not result
+        driver.cuGraphDestroy(graph)
+        assert next_address(cache, device) == address
+    device.synchronize()
+    assert worker(lambda: cache.statistics()).in_use == 0
+
+
+def test_a_thread_whose_end_the_driver_does_not_record(machine: Any) -> None:
+    """The end of its work is known once the device was synchronised."""
+    device = sa.Device(0, driver=sd.faulty(machine, "cuEventRecord", 1))
+    with sa.MemoryPool(device) as pool, sa.CachingAllocator(pool) as cache:
+        on_a_new_thread(lambda: next_address(cache, device))
+        cache.trim()
+        assert pool.statistics().used == SIZE
+        device.synchronize()
+        assert pool.statistics().used == 0
+
+
+@pytest.mark.parametrize("who", ["another thread", "a thread with the same identifier"])
+def test_a_pool_s_buffer_that_another_thread_drops(
+    device: sa.Device, pool: sa.MemoryPool, gate: Gate, who: str
+) -> None:
+    """It is freed after the work of all threads, also of those that have ended."""
+    pool.allocate(MiB, device.per_thread_stream).free()
+
+    def use() -> tuple[sa.Buffer, int]:
+        with device.current():
+            pool.allocate(MiB, device.per_thread_stream).free()
+            buffer = pool.allocate(MiB, device.per_thread_stream)
+            gate.hold(device.per_thread_stream)
+            buffer.fill(1)
+        return buffer, threading.get_ident()
+
+    buffer, ident = on_a_new_thread(use)
+    held = [buffer]
+    del buffer
+
+    def drop() -> bool:
+        if threading.get_ident() != ident and who != "another thread":
+            return False
+        with device.current():
+            held.clear()
+            gc.collect()
+        return True
+
+    if who == "another thread":
+        assert drop()
+    else:
+        assert any(on_a_new_thread(drop) for _ in range(50))
+    pool.statistics()
+    with device.create_stream() as other:
+        again = pool.allocate(MiB, other)
+        again.fill(2)
+        gate.open()
+        device.synchronize()
+        assert holds(again, 2)
+        again.free()
+
+
+def test_without_a_current_context(device: sa.Device, cache: sa.CachingAllocator, worker: Worker) -> None:
+    address = worker(lambda: next_address(cache, device))
+    assert worker(lambda: next_address(cache, device)) == address
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_threads_that_free_each_other_s_blocks(device: sa.Device, cache: sa.CachingAllocator, seed: int) -> None:
+    """Each buffer holds what its thread wrote until it is freed, also where threads end meanwhile."""
+    shelf: list[sa.Buffer] = []
+    wrong: list[int] = []
+
+    def run(number: int) -> None:
+        draw, stream = random.Random(seed * 100 + number), device.per_thread_stream
+        mine: list[sa.Buffer] = []
+        for _ in range(60):
+            step = draw.random()
+            if step < 0.4 or not mine:
+                mine.append(cache.allocate(draw.choice((512, SIZE)), stream))
+                mine[-1].fill(number)
+            elif step < 0.6:
+                buffer = mine.pop()
+                if not holds(buffer, number):
+                    wrong.append(number)
+                buffer.free()
+            elif step < 0.7:
+                del mine[-1]
+            elif step < 0.85:
+                stream.synchronize()
+                shelf.append(mine.pop())
+            else:
+                with contextlib.suppress(IndexError):
+                    taken = shelf.pop()
+                    taken.fill(200)
+                    if draw.random() < 0.5:
+                        taken.free()
+                    del taken
+
+    for _ in range(2):
+        threads = [threading.Thread(target=run, args=(number,)) for number in range(1, 5)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    shelf.clear()
+    gc.collect()
+    device.synchronize()
+    assert wrong == [] and cache.statistics().in_use == 0
+    cache.close()
+    device.synchronize()
+    assert cache.pool.statistics().used == 0
