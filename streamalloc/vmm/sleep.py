@@ -17,14 +17,14 @@ from streamalloc.core.properties import MemHandleType, MemLocation, checked_size
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import Session, session_of
 from streamalloc.pool import MemoryPool
-from streamalloc.vmm.access import After, wait_for_users
+from streamalloc.vmm.access import After, copying_stream, wait_for_users
 from streamalloc.vmm.growable import GrowableBuffer
 from streamalloc.vmm.resident import Residents
 from streamalloc.vmm.tiers.agreement import Hook, Ranks, run_hooks, vote
 from streamalloc.vmm.tiers.disk import DiskTier, tier_of
 from streamalloc.vmm.tiers.host import NearTier
 from streamalloc.vmm.tiers.tier import Bytes, Held, Tier
-from streamalloc.vmm.virtual_buffer import VirtualBuffer, copying_stream, evict_all, restore_all
+from streamalloc.vmm.virtual_buffer import VirtualBuffer, evict_all, restore_all
 
 T = TypeVar("T")
 

@@ -28,9 +28,9 @@ from streamalloc.vmm.access import structs_of
 from streamalloc.vmm.address_range import AddressRange
 from streamalloc.vmm.allocation_handles import Allocations, allocations_of
 from streamalloc.vmm.pages.budget import PageBudget
-from streamalloc.vmm.pages.queued import Work
 from streamalloc.vmm.physical_memory import MemorySpec, properties_for, spec_of
 from streamalloc.vmm.reservation import MappedBytes
+from streamalloc.vmm.tiers.queued import Work
 
 _STREAMS = 16
 """Number of streams that clear pages at most: each may wait for work of its own."""

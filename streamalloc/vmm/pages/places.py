@@ -19,9 +19,9 @@ from streamalloc.core.errors import ClosedError, CudaError, attach, error_from
 from streamalloc.core.internal import Deferred, Stream, deferred_queue
 from streamalloc.core.properties import MemAccess
 from streamalloc.vmm.pages.physical import Page, PhysicalPages
-from streamalloc.vmm.pages.queued import Work
-from streamalloc.vmm.pages.tiers import Kept, drop_contents
 from streamalloc.vmm.reservation import MappedBytes, Reservation
+from streamalloc.vmm.tiers.blocks import Kept, drop_contents
+from streamalloc.vmm.tiers.queued import Work
 
 
 class Places(MappedBytes):
@@ -197,6 +197,13 @@ class Places(MappedBytes):
             self.parked.update(dict.fromkeys(places, parking))
             parking.places = places
 
+    def set_aside(self, places: Collection[int], parking: Parking) -> None:
+        """Park places, also those that hold no page, until somebody has copied contents to them."""
+        with self.physical.lock:
+            for place in places:
+                self._unkeep(place)
+            self.park([*places], parking)
+
     def unpark(self, places: Collection[int]) -> None:
         """Commit parked places again, with the pages that they hold."""
         with self.physical.lock:
@@ -351,6 +358,12 @@ class Parking(Deferred):
         """Block the host until the work has completed."""
         while not self.done():
             self.work.synchronize()
+
+    def behind(self, work: Work) -> Parking:
+        """Wait for this work instead, and return itself, with the places that are still parked for it."""
+        self.before = self.work = work
+        self.places = [place for place, parking in self._owner_places.parked.items() if parking is self]
+        return self
 
     def attempt(self) -> bool:
         """Keep the pages if they are cleared; unmap those that could not be cleared behind their work."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 
 import numpy as np
 import numpy.typing as npt
 
-from streamalloc.core.errors import LOST, ClosedError, CudaError, NotSupportedError
+from streamalloc.core.errors import LOST, ClosedError, CudaError, InUseError, NotSupportedError
 from streamalloc.core.internal import (
     Device,
     Event,
@@ -91,6 +92,37 @@ class Work:
                 stream.wait(end)
             except ClosedError:
                 QueuedWork(session_of(stream)).precede(stream)
+
+
+class Unfinished(Work):
+    """Work that a thread is still queueing. Other threads wait until it has called :meth:`finish`."""
+
+    __slots__ = ("_finished", "_thread")
+
+    def __init__(self, device: Device) -> None:
+        super().__init__(device)
+        self._finished = threading.Event()
+        self._thread = threading.get_ident()
+
+    def done(self) -> bool:
+        """Whether it is queued, and has completed."""
+        return self._finished.is_set()
+
+    def synchronize(self) -> None:
+        """Block the host until it is queued.
+
+        Raises
+        ------
+        InUseError
+            A signal handler has interrupted the thread that queues it.
+        """
+        if self._thread == threading.get_ident() and not self.done():
+            raise InUseError("a signal handler has interrupted a call that swaps pages, on its thread")
+        self._finished.wait()
+
+    def finish(self) -> None:
+        """Record that all is queued; idempotent."""
+        self._finished.set()
 
 
 def copy_batch(
