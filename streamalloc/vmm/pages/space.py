@@ -172,11 +172,16 @@ class PageSpace(Memory, Closes):
         chosen = self._unique(pages)
         with self._changing(chosen, after):
             self._check_here(chosen)
-            new = [place for place in chosen if self._places.numbers[place] < 0]
-            ready, pages = self._places.claim(new)
-            self._places.exchange(pages, ready)
-        with undoing(lambda: self.release(new, ())):
-            self._physical.announce()
+            numbers = self._places.numbers[chosen].tolist()
+            new = [place for place, number in zip(chosen, numbers, strict=True) if number < 0]
+            ready, others = self._places.claim(new)
+            if others:
+                self._places.exchange(others, ready)
+            else:
+                self._places.unpark(ready)
+        if self._physical.news:
+            with undoing(lambda: self.release(new, ())):
+                self._physical.announce()
 
     def prepare(self, pages: Pages) -> Future[int]:
         """Map memory at pages in the background, so that their commit makes no driver call.
@@ -589,14 +594,12 @@ class PageSpace(Memory, Closes):
     def _unique(self, pages: Pages) -> list[int]:
         return sorted(set(self._chosen(pages)))
 
-    @contextlib.contextmanager
-    def _changing(self, chosen: Sequence[int], after: After) -> Iterator[None]:
-        """Block that changes places alone, after the work of ``after`` and that for which they are parked."""
+    def _changing(self, chosen: Sequence[int], after: After) -> contextlib.AbstractContextManager[None]:
+        """Wait for ``after``; return a block that changes places alone, after the work for which they are parked."""
         self._check_open()
         places, physical = self._places, self._physical
         wait(after, self._session, (physical.device.ordinal,))
-        with self._locked_after(lambda: places.parkings(chosen), len(chosen)):
-            yield
+        return self._locked_after(lambda: places.parkings(chosen), len(chosen))
 
     @contextlib.contextmanager
     def _locked_after(
@@ -604,23 +607,21 @@ class PageSpace(Memory, Closes):
     ) -> Iterator[None]:
         """Block that changes places alone, after the work of some parkings, and may need so many pages."""
         physical = self._physical
-        with contextlib.ExitStack() as block:
-            while True:
-                for parking in parkings():
-                    parking.synchronize()
-                short = physical.parked and physical.available < needed
-                if short:
-                    # Pages of other places, whose work has completed, become available. No lock may be held here.
-                    physical.allocations.work()
-                    physical.finish_clearing(wait=True)
-                block.enter_context(self._places.locked(closing=closing))
+        while True:
+            for parking in parkings():
+                parking.synchronize()
+            short = physical.parked and physical.available < needed
+            if short:
+                # Pages of other places, whose work has completed, become available. No lock may be held here.
+                physical.allocations.work()
+                physical.finish_clearing(wait=True)
+            with self._places.locked(closing=closing):
                 # Another thread may have released some of the places meanwhile.
                 if all(parking.done() for parking in parkings()):
-                    break
-                block.close()
-            if short:
-                physical.finish_clearing()
-            yield
+                    if short:
+                        physical.finish_clearing()
+                    yield
+                    return
 
     def _check_here(self, chosen: Sequence[int]) -> None:
         stored = self._places.stored
