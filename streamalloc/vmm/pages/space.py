@@ -35,12 +35,11 @@ from streamalloc.vmm.pages.physical import Page, PhysicalPages
 from streamalloc.vmm.pages.places import Parking, Places
 from streamalloc.vmm.tiers.blocks import Addresses, BlockTier, Kept, by_contents, drop_contents
 from streamalloc.vmm.tiers.disk_file import DamagedBackupError
-from streamalloc.vmm.tiers.queued import Unfinished, Work
+from streamalloc.vmm.tiers.queued import PER_THREAD, Unfinished, Work
 
 Pages: TypeAlias = "int | range | Iterable[int] | npt.NDArray[np.integer[Any]]"
 """Index of a page, a range of indices, or an array of indices."""
 
-_PER_THREAD = 2  # handle of the per-thread default stream
 _BATCH = 64
 """Pages that are mapped before their contents are copied."""
 
@@ -291,7 +290,7 @@ class PageSpace(Memory, Closes):
             return None
         stream = as_stream(each[0], self._session)
         # Other threads, which end deferred work, have another per-thread default stream.
-        mine = stream.device.ordinal == self.device.ordinal and stream.handle != _PER_THREAD
+        mine = stream.device.ordinal == self.device.ordinal and stream.handle != PER_THREAD
         return stream if mine and not stream.capturing else None
 
     def alias(self, pages: Pages, of: PageSpace, its_pages: Pages, after: After = ()) -> None:

@@ -91,8 +91,7 @@ class _Contents(Stored):
         with self.in_use():
             before = self._works
             for one in before:
-                if not one.done():
-                    one.precede(stream)
+                one.precede(stream)
             try:
                 copy_batch(targets, sources, self.nbytes, bases, stream)
             finally:
