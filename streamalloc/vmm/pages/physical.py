@@ -144,6 +144,11 @@ class PhysicalPages:
         """Location of the memory."""
         return self.device.location
 
+    def page_bytes(self, location: MemLocation) -> int:
+        """Bytes of all pages at a location, the page of zeros included."""
+        zeros = self.zero.raw is not None
+        return (self.count + zeros) * self.size if self.location == location else 0
+
     def announce(self) -> None:
         """Notify observers of the pages that were committed. Under no lock: they may call functions of the user."""
         while self.news:
