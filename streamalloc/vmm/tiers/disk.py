@@ -79,7 +79,8 @@ class _Contents(Stored):
         if not len(blocks):
             return
         bases, places = self._bases[blocks], self._addresses[blocks]
-        with self.in_use():
+        # Other streams may be captured meanwhile.
+        with self.in_use(), session_of(stream).relaxed():
             transfer = self.tier._moving(kind, stream)
             with undoing(transfer.abandon):
                 for chunk in self._chunks.values():

@@ -230,6 +230,19 @@ def test_back_on_another_stream(space: vmm.PageSpace, device: sa.Device, host: v
         assert values(space)[1] == 7
 
 
+def test_captures_of_other_streams_go_on(space: vmm.PageSpace, tier: AnyTier, device: sa.Device) -> None:
+    space.commit([0, 1, 2])
+    fill(space, [0, 1, 2])
+    space.stream.synchronize()
+    with device.create_stream() as other, sa.allocate(64, other) as buffer:
+        with other.capture() as graph:
+            assert space.swap_out([0, 2], tier) == space.swap_in([0, 2]) == 2
+            buffer.fill(3, other)
+        graph.launch(other)
+        assert (read(buffer) == 3).all() and values(space)[:3] == [1, 2, 3]
+        graph.close()
+
+
 def test_of_shared_pages(space: vmm.PageSpace, arena: vmm.PageArena, tier: AnyTier) -> None:
     space.commit(0)
     page(space, 0).fill(4)
