@@ -83,7 +83,7 @@ class _Contents(Stored):
             stream.synchronize()
             self._sums = [zlib.crc32(self.array(block).data) for block in range(len(self))]
 
-    def load(self, blocks: Sequence[int], target: Addresses, stream: Stream) -> None:
+    def load(self, blocks: Sequence[int] | Addresses, target: Addresses, stream: Stream) -> None:
         """Queue the copies, after the last ones of the memory."""
         self._copy(target, self._addresses[blocks], self._bases[blocks], stream)
 

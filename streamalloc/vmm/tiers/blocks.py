@@ -105,9 +105,10 @@ class Stored(abc.ABC):
         """Add room; under the tier's lock."""
         self._chunks[chunk.address] = chunk
         self._works = (*self._works, *works)
-        self._bases = np.concatenate((self._bases, np.full_like(addresses, chunk.address)))
-        self._addresses = np.concatenate((self._addresses, addresses))
-        self._held = np.ones(len(self._addresses), np.bool_)
+        bases = np.full(len(addresses), chunk.address)
+        if len(self):
+            bases, addresses = np.concatenate((self._bases, bases)), np.concatenate((self._addresses, addresses))
+        self._bases, self._addresses, self._held = bases, addresses, np.ones(len(addresses), np.bool_)
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
@@ -126,7 +127,7 @@ class Stored(abc.ABC):
         """Queue the copies of all blocks from device memory, and store them."""
 
     @abc.abstractmethod
-    def load(self, blocks: Sequence[int], target: Addresses, stream: Stream) -> None:
+    def load(self, blocks: Sequence[int] | Addresses, target: Addresses, stream: Stream) -> None:
         """Queue the copies of these blocks to device memory.
 
         Raises
@@ -282,7 +283,7 @@ class BlockTier(Closes):
         places = _places(blocks, stored.nbytes, side)
         if len(places) != len(stored) or not stored.complete:
             raise ValueError(f"blocks: {len(places)} for the contents of {len(stored)}, of which none may be dropped")
-        every = range(len(stored))
+        every = np.arange(len(stored))
         stored.check(every)
         side.ordered_before(ordered)
         stored.load(every, places, ordered)

@@ -66,16 +66,16 @@ class _Contents(Stored):
 
     def save(self, source: Addresses, stream: Stream) -> None:
         """Copy the blocks to the files, through staging memory."""
-        self._move(Saving, range(len(self)), source, stream)
+        self._move(Saving, np.arange(len(self)), source, stream)
 
-    def load(self, blocks: Sequence[int], target: Addresses, stream: Stream) -> None:
+    def load(self, blocks: Sequence[int] | Addresses, target: Addresses, stream: Stream) -> None:
         """Copy the blocks from the files, through staging memory, and check them."""
         self._move(Loading, blocks, target, stream)
 
     def check(self, blocks: Iterable[int]) -> None:
         """Check nothing: this takes a read."""
 
-    def _move(self, kind: type[Any], blocks: Sequence[int], device: Addresses, stream: Stream) -> None:
+    def _move(self, kind: type[Any], blocks: Sequence[int] | Addresses, device: Addresses, stream: Stream) -> None:
         if not len(blocks):
             return
         bases, places = self._bases[blocks], self._addresses[blocks]

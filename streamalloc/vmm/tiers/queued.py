@@ -25,10 +25,10 @@ from streamalloc.vmm.access import After, each_of
 
 PER_THREAD = 2  # handle of the per-thread default stream
 _LEGACY = (0, 1)  # handles of the legacy default stream, which takes no batches
-_FIRST, _MOST = 32, 64
+_FIRST, _MOST = 32, 128
 """Copies of the first batch and of a later one: they run while the driver takes the next ones, 0.6 us each.
 
-64 copies of 64 KiB take 76 us. Larger batches would take the driver longer than the one before runs.
+A copy of 64 KiB takes 1.2 us, so that a batch may be larger than the one before by a half.
 """
 
 
@@ -153,14 +153,17 @@ def copy_batch(
     apart = memory[1:] != memory[:-1]
     for side in (targets, sources):
         apart |= side[1:] - side[:-1] != nbytes
-    first = np.flatnonzero(np.concatenate(([len(targets) > 0], apart)))
-    sides = targets[first], sources[first], np.diff(first, append=len(targets)) * nbytes
+    bounds = np.ones(len(targets) + 1, np.bool_)
+    bounds[1:-1] = apart
+    ends = bounds.nonzero()[0]
+    first = ends[:-1]
+    sides = targets[first], sources[first], (ends[1:] - first) * nbytes
     done, count = 0, _FIRST
     with stream.device.current():
         if len(first) > 1 and stream.handle not in _LEGACY:
             with contextlib.suppress(NotSupportedError):
                 while done < len(first):
                     queue_batch(session, raw, *(side[done : done + count].tolist() for side in sides))
-                    done, count = done + count, min(2 * count, _MOST)
+                    done, count = done + count, min(count * 3 // 2, _MOST)
         for copy in zip(*(side[done:].tolist() for side in sides), strict=True):
             session.call("cuMemcpyAsync", *copy, raw)
