@@ -158,11 +158,13 @@ def test_each_call_of_a_move_fails(machine: Any, tmp_path: Path, name: str, kind
     device = sa.Device(0, driver=faults)
     with device.create_stream() as stream:
         seen = []
-        for nth in itertools.count():
+        for nth in itertools.count(0, 1 if kind == "host" else 3):  # a swap to disk makes many calls
             with (
                 vmm.PageArena(device, limit=9 * PAGE) as arena,
                 arena.space(12 * PAGE, stream=stream) as space,
-                vmm.HostTier(device) if kind == "host" else vmm.DiskTier(device, tmp_path, threads=1) as tier,
+                vmm.HostTier(device)
+                if kind == "host"
+                else vmm.DiskTier(device, tmp_path, block=PAGE // 2, threads=1) as tier,
             ):
                 space.commit(range(8))
                 fill(space, range(8))
@@ -190,4 +192,4 @@ def test_each_call_of_a_move_fails(machine: Any, tmp_path: Path, name: str, kind
                 assert pages - spare - mapped == len(set(space.numbers.tolist()) - {-1}), (nth, failed)
             if nth and not failed:
                 break
-        assert nth > 3
+        assert nth > 3 and len(seen) > 3

@@ -94,6 +94,22 @@ def test_few_calls_for_many_copies(device: sa.Device) -> None:
             space.release(pages, after=stream)
 
 
+def test_copies_of_one_stream_wait_for_none_of_it(device: sa.Device) -> None:
+    """Its order is enough, unless it is another stream on each thread."""
+    traced = sd.traced(device.driver)
+    device = sa.Device(0, driver=traced)
+    with device.create_stream() as stream, vmm.HostTier(device) as tier, sa.allocate(8 * 4096, stream) as buffer:
+        stream.synchronize()
+        for one, waits in ((stream, 0), (device.per_thread_stream, 1)):
+            stored = tier.save(buffer, range(0, 8, 2), 4096, one)
+            traced.calls.clear()
+            tier.load(stored, buffer, range(0, 8, 2), one)
+            assert names(traced).count("cuStreamWaitEvent") == waits
+            one.synchronize()
+            stored.drop()
+            traced.calls.clear()
+
+
 def test_no_copy_passes_the_end_of_an_allocation(arena: vmm.PageArena, stream: sa.Stream, tier: AnyTier) -> None:
     with arena.space(32 * PAGE, stream=stream) as space:
         for pages in (16, 32):

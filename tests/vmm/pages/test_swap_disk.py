@@ -316,7 +316,7 @@ def test_interrupted_at_any_point(machine: Any, tmp_path: Path, step: str) -> No
         gc.collect()
         if not block.came:
             break
-        nth += 37
+        nth += 71
     assert nth > 40 and wrong == [] and list(tmp_path.iterdir()) == []
 
 
