@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import streamalloc as sa
 from streamalloc import vmm
 from tests.support import MiB
@@ -78,7 +80,7 @@ def test_pages_and_what_recyclers_keep(device: sa.Device) -> None:
 
 def test_memory_of_another_library_is_measured(device: sa.Device) -> None:
     """It is in no figure of this library: another owner of the driver has allocated it."""
-    driver = device.driver
+    driver: Any = device.driver
     with vmm.SleepGroup(device) as group:
         before = group.resident()
         allocated, mine = [], []
