@@ -293,9 +293,7 @@ class Places(MappedBytes):
 
     def parkings(self, places: Collection[int]) -> set[Parking]:
         """Return what these places are parked for."""
-        with self.physical.lock:
-            parked = self.parked
-            return {parked[place] for place in places if place in parked} if parked else set()
+        return {parking for place in places if (parking := self.parked.get(place)) is not None}
 
     def release(self) -> None:
         """Unmap everything, unless another thread is changing mappings, or a page is being cleared."""
