@@ -12,11 +12,13 @@ from streamalloc.core.errors import CaptureError, refused
 from streamalloc.core.internal import (
     Device,
     Event,
+    Stream,
     StreamLike,
     as_stream,
     check_location,
     deferred_queue,
     location_of,
+    refuse_capture,
     work,
 )
 from streamalloc.core.properties import MemAccess, MemAccessDesc, MemLocation, MemLocationType
@@ -110,3 +112,10 @@ def each_of(after: object) -> Iterable[Any]:
         isinstance(after, Iterable) and not hasattr(after, "__cuda_stream__")
     )
     return after if several else (after,)  # type: ignore[return-value]
+
+
+def copying_stream(stream: StreamLike, session: Session) -> Stream:
+    """Check the stream of an eviction or a restore."""
+    ordered = as_stream(stream, session)
+    refuse_capture(ordered, "cuMemUnmap", "memory cannot be evicted or restored in a capture")
+    return ordered

@@ -258,6 +258,12 @@ class RecyclingSpec(MemorySpec):
         self.released: int = 0
         self.allocations.recyclers.add(self)
 
+    def unmapped_bytes(self, location: MemLocation) -> int:
+        """Bytes of memory at a location that is kept and has no mapping."""
+        with self._tables:
+            kept = sum(nbytes * len(several) for nbytes, several in self.by_size.items())
+        return kept if self.prop.location == location else 0
+
     def new_handle(self) -> AllocationHandle:
         """Make a node that returns the handle to the recycler."""
         return RecycledHandle(self)

@@ -14,6 +14,7 @@ from streamalloc.core.session import session_of
 from streamalloc.pool import MemoryPool
 from streamalloc.pool.internal import known_pools
 from streamalloc.vmm.allocation_handles import allocations_of
+from streamalloc.vmm.pages.physical import PhysicalPages
 from streamalloc.vmm.physical_memory import PhysicalMemory
 from streamalloc.vmm.reservation import Reservation
 
@@ -23,8 +24,13 @@ class Residents(Shown):
     """Memory of a device by owner, in bytes, at one moment; prints as a table.
 
     ``total`` and ``free`` are those of ``cuMemGetInfo``, ``pools`` is the reserved memory of each pool
-    (``cuMemPoolGetAttribute``), and ``graphs`` that of CUDA graphs (``cuDeviceGetGraphMemAttribute``). The driver does
-    not say who has the rest.
+    (``cuMemPoolGetAttribute``), and ``graphs`` that of CUDA graphs (``cuDeviceGetGraphMemAttribute``). The sizes of
+    what this library has created are its own records.
+
+    The driver does not say who has the rest, :attr:`others`. It has no figure for a context, which exists before memory
+    can be asked for: in the first reading of a process that has the device alone, all of ``others`` is its context.
+    Libraries such as NCCL call the driver themselves, and no observer of this library sees it. Their memory is in
+    ``others``, unless they allocate from a bridge to a pool or group, or :meth:`SleepGroup.measure` has measured it.
     """
 
     device: Device
@@ -36,37 +42,55 @@ class Residents(Shown):
     group: Mapping[str, int]
     """Memory of the group's buffers that are awake, by tag."""
     mapped: int
-    """Other physical memory that this process made and has mapped: ranges, buffers, page arenas."""
+    """Other physical memory that this process made and has mapped: ranges and buffers, also for multicast."""
+    pages: int
+    """Pages of all arenas: committed, kept, spare, and the page of zeros of each."""
+    spare: int
+    """Memory that recyclers keep, and that is not mapped."""
     pools: Mapping[str, int]
     """Memory reserved by pools of this process, by name, the device's default pool among them."""
     graphs: int
     """Memory reserved by CUDA graphs that allocate."""
+    measured: Mapping[str, int]
+    """Memory of the owners that :meth:`SleepGroup.measure` has measured, by name, as it was then."""
 
     @classmethod
-    def of(cls, device: Device, buffers: Mapping[Any, str]) -> Residents:
-        """Read the figures; ``buffers`` are those of the group, with their tags."""
+    def of(cls, device: Device, buffers: Mapping[Any, str], measured: Mapping[str, int]) -> Residents:
+        """Read the figures; ``buffers`` are those of the group, with their tags, ``measured`` those of other owners."""
         group: dict[str, int] = {}
         for buffer, tag in buffers.items():
             group[tag] = group.get(tag, 0) + sum(_mapped(device, buffer.range._node).values())
         every: dict[object, int] = {}
-        for reservation in list(allocations_of(session_of(device)).reservations):
+        allocations = allocations_of(session_of(device))
+        for reservation in list(allocations.reservations):
             every |= _mapped(device, reservation)
-        mapped = sum(every.values()) - sum(group.values())
-        info = device.memory_info()
-        return cls(device, info.total, info.free, group, mapped, _pools(device), device.graph_memory.reserved)
+        mapped, pages, spare = sum(every.values()) - sum(group.values()), 0, 0
+        for keeper in tuple(allocations.recyclers):
+            if isinstance(keeper, PhysicalPages):
+                pages += keeper.page_bytes(device.location)
+            else:
+                spare += keeper.unmapped_bytes(device.location)
+        info, pools, graphs = device.memory_info(), _pools(device), device.graph_memory.reserved
+        return cls(device, info.total, info.free, group, mapped, pages, spare, pools, graphs, dict(measured))
 
     @property
     def others(self) -> int:
-        """Memory of nobody above: contexts, kernels, libraries such as NCCL, unmapped memory, and other processes."""
+        """Memory of nobody above: contexts with their kernels and local memory, libraries that were not measured,
+        :class:`PhysicalMemory` without a mapping, imported memory, and other processes.
+        """
         return self.total - self.free - sum(bytes for _, bytes in self._known())
 
     def _known(self) -> Iterator[tuple[str, int]]:
         for tag, nbytes in self.group.items():
             yield f"group, tag {tag!r}", nbytes
         yield "other mapped memory", self.mapped
+        yield "page arenas", self.pages
+        yield "recyclers", self.spare
         for name, nbytes in self.pools.items():
             yield name, nbytes
         yield "graphs", self.graphs
+        for owner, nbytes in self.measured.items():
+            yield f"{owner}, as measured", nbytes
 
     def rows(self) -> list[tuple[str, int]]:
         """Return owners and bytes, as the table shows them."""

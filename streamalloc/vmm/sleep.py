@@ -6,7 +6,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,14 +17,14 @@ from streamalloc.core.properties import MemHandleType, MemLocation, checked_size
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import Session, session_of
 from streamalloc.pool import MemoryPool
-from streamalloc.vmm.access import After, wait_for_users
+from streamalloc.vmm.access import After, copying_stream, wait_for_users
 from streamalloc.vmm.growable import GrowableBuffer
 from streamalloc.vmm.resident import Residents
 from streamalloc.vmm.tiers.agreement import Hook, Ranks, run_hooks, vote
 from streamalloc.vmm.tiers.disk import DiskTier, tier_of
 from streamalloc.vmm.tiers.host import NearTier
 from streamalloc.vmm.tiers.tier import Bytes, Held, Tier
-from streamalloc.vmm.virtual_buffer import VirtualBuffer, copying_stream, evict_all, restore_all
+from streamalloc.vmm.virtual_buffer import VirtualBuffer, evict_all, restore_all
 
 T = TypeVar("T")
 
@@ -68,8 +68,8 @@ class SleepGroup(Closes):
     """
 
     __slots__ = (
-        "_after_wake", "_backup", "_before_sleep", "_busy", "_handle_types", "_lock", "_members", "_near", "closed",
-        "device",
+        "_after_wake", "_backup", "_before_sleep", "_busy", "_handle_types", "_lock", "_measured", "_members",
+        "_near", "closed", "device",
     )  # fmt: skip
 
     def __init__(
@@ -90,6 +90,8 @@ class SleepGroup(Closes):
         self._near: NearTier | None = None
         self._handle_types = handle_types
         self._members: weakref.WeakKeyDictionary[VirtualBuffer, str] = weakref.WeakKeyDictionary()
+        self._measured: dict[str, int] = {}
+        """Bytes by the names that :meth:`measure` got."""
         self._before_sleep: list[tuple[Hook, Hook | None]] = []
         self._after_wake: list[tuple[Hook, Hook | None]] = []
         # Held by sleep(), wake() and close(). A signal handler on the same thread gets it, and finds _busy set.
@@ -490,7 +492,35 @@ class SleepGroup(Closes):
     def resident(self) -> Residents:
         """Return what is on the device now, by owner; the rest is what the group cannot put to sleep."""
         self._check_open()
-        return Residents.of(self.device, self.buffers)
+        return Residents.of(self.device, self.buffers, self._measured)
+
+    @contextlib.contextmanager
+    def measure(self, owner: str) -> Iterator[None]:
+        """Block whose growth of the device memory of nobody counts for an owner in :meth:`resident` from then on.
+
+        For libraries that call the driver themselves: create a communicator of NCCL in it, and make its first
+        collective, or load kernels. The figure is the difference of two readings of ``cuMemGetInfo``, less what the
+        other owners have got meanwhile. It is wrong if another thread or process allocates in the block, and does not
+        change when the library releases memory later; blocks with the same name add up. ::
+
+            with group.measure("NCCL"):
+                torch.distributed.all_reduce(tensor)
+
+        Parameters
+        ----------
+        owner
+            Name in the table.
+
+        Raises
+        ------
+        ClosedError
+            The group was closed.
+        """
+        before = self.resident().others
+        try:
+            yield
+        finally:
+            self._measured[owner] = self._measured.get(owner, 0) + self.resident().others - before
 
     def _alone(self, act: Callable[[], T]) -> T:
         """Call ``act`` while no other thread sleeps, wakes, reads, writes or closes."""

@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 from streamalloc.core.errors import CudaError, EvictedError, InUseError, size_text, undo_all, undoing
 from streamalloc.core.html import Drawn, Html, Row, gauge
-from streamalloc.core.internal import CopySide, Device, Event, Memory, Stream, StreamLike, as_stream, refuse_capture
+from streamalloc.core.internal import CopySide, Device, Event, Memory, Stream, StreamLike, as_stream
 from streamalloc.core.properties import MemAccess, MemLocation, MemLocationType
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import Session, session_of
 from streamalloc.pool import MemoryPool
-from streamalloc.vmm.access import Access, After, Rights, rights_of, structs_of, wait_for_users
+from streamalloc.vmm.access import Access, After, Rights, copying_stream, rights_of, structs_of, wait_for_users
 from streamalloc.vmm.address_range import AddressRange, drawn, rights_text
 from streamalloc.vmm.address_range import Mapping as MemoryMapping
 from streamalloc.vmm.allocation_handles import GenericAllocation, allocations_of
@@ -608,13 +608,6 @@ def restore_all(
             if eviction.saved is not None:
                 with contextlib.suppress(CudaError):
                     eviction.saved.leave()
-
-
-def copying_stream(stream: StreamLike, session: Session) -> Stream:
-    """Check the stream of an eviction or a restore."""
-    ordered = as_stream(stream, session)
-    refuse_capture(ordered, "cuMemUnmap", "memory cannot be evicted or restored in a capture")
-    return ordered
 
 
 def device_rights(

@@ -343,6 +343,11 @@ def _data_for(one: Any) -> Any:
     return data.view(one.dtype).reshape(one.shape) if isinstance(one, sa.TypedView) else data
 
 
+def _measured(group: Any) -> None:
+    with group.measure("other"):
+        pass
+
+
 ACTS: dict[str, Act] = {
     "close": lambda world, one: one.close(),
     # devices
@@ -415,6 +420,7 @@ ACTS: dict[str, Act] = {
     "SleepGroup.write": _written_asleep,
     "after_wake": lambda world, one: one.after_wake(len),
     "before_sleep": lambda world, one: one.before_sleep(len),
+    "measure": lambda world, one: _measured(one),
     "resident": lambda world, one: one.resident(),
     "resume": lambda world, one: None,  # with a tier on disk, in tests/vmm
     "sleep": _slept,

@@ -72,6 +72,14 @@ def _resumed(world: Tiles, one: vmm.DiskTier) -> None:
     world.group.wake()
 
 
+def _stored_blocks(world: Tiles, one: vmm.DiskTier) -> None:
+    stored = one.save(world.striped, range(0, 64, 3), 4096, world.stream)
+    try:
+        one.load(stored, world.striped, range(0, 64, 3), world.stream)
+    finally:
+        stored.drop()
+
+
 CORNER = (slice(0, 128), slice(0, 128))
 
 
@@ -93,7 +101,11 @@ TILE_ACTS: dict[str, Callable[[Any, Any], Any]] = {
     "SparseArray.unmap": lambda world, one: one.unmap(stream=world.other),
     "unmap_tail": lambda world, one: None,  # with map_tail
     "DiskTier.hold": _evicted_to_disk,
+    "DiskTier.load": lambda world, one: None,  # with save
+    "DiskTier.reserve": lambda world, one: one.reserve(4, PAGE),
     "DiskTier.resume": _resumed,
+    "DiskTier.save": _stored_blocks,
+    "DiskTier.trim": lambda world, one: one.trim(),
     "Tagged.allocate": lambda world, one: one.allocate(PAGE, world.stream),
     "StripedBuffer.set_access": lambda world, one: one.set_access(world.device, sa.MemAccess.READWRITE),
 }

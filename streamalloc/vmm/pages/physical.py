@@ -28,9 +28,9 @@ from streamalloc.vmm.access import structs_of
 from streamalloc.vmm.address_range import AddressRange
 from streamalloc.vmm.allocation_handles import Allocations, allocations_of
 from streamalloc.vmm.pages.budget import PageBudget
-from streamalloc.vmm.pages.queued import Work
 from streamalloc.vmm.physical_memory import MemorySpec, properties_for, spec_of
 from streamalloc.vmm.reservation import MappedBytes
+from streamalloc.vmm.tiers.queued import Work
 
 _STREAMS = 16
 """Number of streams that clear pages at most: each may wait for work of its own."""
@@ -143,6 +143,11 @@ class PhysicalPages:
     def location(self) -> MemLocation:
         """Location of the memory."""
         return self.device.location
+
+    def page_bytes(self, location: MemLocation) -> int:
+        """Bytes of all pages at a location, the page of zeros included."""
+        zeros = self.zero.raw is not None
+        return (self.count + zeros) * self.size if self.location == location else 0
 
     def announce(self) -> None:
         """Notify observers of the pages that were committed. Under no lock: they may call functions of the user."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,9 +20,9 @@ from streamalloc.core.errors import ClosedError, CudaError, attach, error_from
 from streamalloc.core.internal import Deferred, Stream, deferred_queue
 from streamalloc.core.properties import MemAccess
 from streamalloc.vmm.pages.physical import Page, PhysicalPages
-from streamalloc.vmm.pages.queued import Work
-from streamalloc.vmm.pages.tiers import Kept, drop_contents
 from streamalloc.vmm.reservation import MappedBytes, Reservation
+from streamalloc.vmm.tiers.blocks import Kept, drop_contents
+from streamalloc.vmm.tiers.queued import Work
 
 
 class Places(MappedBytes):
@@ -92,6 +93,8 @@ class Places(MappedBytes):
             )
         with self.physical.lock:
             ready, _ = self.split(places)
+        if len(ready) == len(places):
+            return ready, {}
         held = set(ready)
         rest = [place for place in places if place not in held]
         pages = {page for page in (self.backing[place] for place in ready) if page is not None}
@@ -125,8 +128,9 @@ class Places(MappedBytes):
             self.put(pages)
             with self.physical.lock:
                 for place, page in pages.items():
-                    self._unkeep(place)
-                    self._unseat(place)
+                    if self.backing[place] is not None:
+                        self._unkeep(place)
+                        self._unseat(place)
                     self.backing[place] = None if page is zero else page
                     done.add(place)
                 if parking is None:
@@ -156,36 +160,36 @@ class Places(MappedBytes):
     def put(self, pages: Mapping[int, Page]) -> None:
         """Map pages at places, without undo."""
         zero = self.physical.zero
-        for zeros in (True, False):  # they get different permissions
-            for run in adjacent(place for place, page in pages.items() if (page is zero) == zeros):
-                self._put_run(run, [pages[place] for place in run])
+        zeros = [place for place, page in pages.items() if page is zero]
+        others = [place for place in pages if pages[place] is not zero] if zeros else pages
+        for places, rights in ((zeros, self.physical.readable), (others, self.physical.writable)):
+            self._put(places, pages, rights)
 
-    def _put_run(self, run: range, pages: Sequence[Page]) -> None:
-        physical, mapped, session = self.physical, self.mapped, self.physical.session
-        size, start = physical.size, int(self.reservation.raw) + run.start * physical.size
-        nbytes = len(run) * size
-        whole = set(run) - self._broken
-        self._broken |= whole
-        if any(mapped[run.start : run.stop]):
-            result = session.cuMemUnmap(start, nbytes)[0]
+    def _put(self, places: Iterable[int], pages: Mapping[int, Page], rights: list[Any]) -> None:
+        size, start, session = self.physical.size, int(self.reservation.raw), self.physical.session
+        unmap, map_page, set_access = session.cuMemUnmap, session.cuMemMap, session.cuMemSetAccess
+        mapped, broken = self.mapped, self._broken
+        for run in adjacent(places):
+            at, nbytes = start + run.start * size, len(run) * size
+            whole = [place for place in run if place not in broken]
+            broken.update(whole)
+            if any(mapped[run.start : run.stop]):
+                result = unmap(at, nbytes)[0]
+                if result:
+                    broken.difference_update(whole)
+                    raise error_from(result, "cuMemUnmap")
+            mapped[run.start : run.stop] = [None] * len(run)
+            for place in run:
+                # Listed before the call: an interrupted one may have been made.
+                page = mapped[place] = pages[place]
+                result = map_page(start + place * size, size, 0, page.raw, 0)[0]
+                if result:
+                    mapped[place] = None
+                    raise error_from(result, "cuMemMap")
+            result = set_access(at, nbytes, rights, len(rights))[0]
             if result:
-                self._broken -= whole
-                raise error_from(result, "cuMemUnmap")
-        mapped[run.start : run.stop] = [None] * len(run)
-        at = start
-        for place, page in zip(run, pages, strict=True):
-            # Listed before the call: an interrupted one may have been made.
-            mapped[place] = page
-            result = session.cuMemMap(at, size, 0, page.raw, 0)[0]
-            if result:
-                mapped[place] = None
-                raise error_from(result, "cuMemMap")
-            at += size
-        structs = physical.readable if pages[0] is physical.zero else physical.writable
-        result = session.cuMemSetAccess(start, nbytes, structs, len(structs))[0]
-        if result:
-            raise error_from(result, "cuMemSetAccess")
-        self._broken.difference_update(run)
+                raise error_from(result, "cuMemSetAccess")
+            broken.difference_update(run)
 
     def park(self, places: Sequence[int], parking: Parking) -> None:
         """Release committed places; :meth:`Parking.finish` does the rest as soon as their work has completed."""
@@ -197,21 +201,32 @@ class Places(MappedBytes):
             self.parked.update(dict.fromkeys(places, parking))
             parking.places = places
 
+    def set_aside(self, places: Collection[int], parking: Parking) -> None:
+        """Park places, also those that hold no page, until somebody has copied contents to them."""
+        with self.physical.lock:
+            for place in places:
+                self._unkeep(place)
+            self.park([*places], parking)
+
     def unpark(self, places: Collection[int]) -> None:
         """Commit parked places again, with the pages that they hold."""
         with self.physical.lock:
             self._commit(places)
 
     def _commit(self, places: Collection[int]) -> None:
+        backing, numbers, kept, parked = self.backing, self.numbers, self.physical.kept, self.parked
         for place in places:
-            page = self.backing[place]
+            page = backing[place]
             if page is None:
-                self.numbers[place] = -1
+                numbers[place] = -1
             else:
-                self.numbers[place] = page.number
-                self._unkeep(place)
-                self._seat(page, place)
-            self._unpark(place)
+                numbers[place] = page.number
+                if page in kept:
+                    self._unkeep(place)
+                if not page.seat:
+                    self._seat(page, place)
+            if place in parked:
+                self._unpark(place)
 
     # Observers count a page once, at the address of one of the committed places that hold it: its seat.
 
@@ -278,8 +293,7 @@ class Places(MappedBytes):
 
     def parkings(self, places: Collection[int]) -> set[Parking]:
         """Return what these places are parked for."""
-        with self.physical.lock:
-            return {self.parked[place] for place in places if place in self.parked}
+        return {parking for place in places if (parking := self.parked.get(place)) is not None}
 
     def release(self) -> None:
         """Unmap everything, unless another thread is changing mappings, or a page is being cleared."""
@@ -352,6 +366,12 @@ class Parking(Deferred):
         while not self.done():
             self.work.synchronize()
 
+    def behind(self, work: Work) -> Parking:
+        """Wait for this work instead, and return itself, with the places that are still parked for it."""
+        self.before = self.work = work
+        self.places = [place for place, parking in self._owner_places.parked.items() if parking is self]
+        return self
+
     def attempt(self) -> bool:
         """Keep the pages if they are cleared; unmap those that could not be cleared behind their work."""
         with self._owner_places.physical.unless_busy() as mine:
@@ -408,9 +428,12 @@ class Parking(Deferred):
 
 def adjacent(places: Iterable[int]) -> Iterator[range]:
     """Split places into runs of adjacent ones, in ascending order."""
-    places = sorted(places)
-    start = 0
-    for at in range(1, len(places) + 1):
-        if at == len(places) or places[at] != places[at - 1] + 1:
-            yield range(places[start], places[at - 1] + 1)
-            start = at
+    start = stop = -1
+    for place in sorted(places):
+        if place != stop:
+            if stop >= 0:
+                yield range(start, stop)
+            start = place
+        stop = place + 1
+    if stop >= 0:
+        yield range(start, stop)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeAlias
 
@@ -29,18 +29,17 @@ from streamalloc.core.internal import (
 from streamalloc.core.properties import MemLocation, checked_size
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import Session
-from streamalloc.vmm.access import After, each_of, wait, wait_for_users
+from streamalloc.vmm.access import After, copying_stream, each_of, wait, wait_for_users
 from streamalloc.vmm.address_range import AddressRange
 from streamalloc.vmm.pages.physical import Page, PhysicalPages
 from streamalloc.vmm.pages.places import Parking, Places
-from streamalloc.vmm.pages.queued import Work
-from streamalloc.vmm.pages.tiers import Addresses, HostTier, Kept, by_contents, drop_contents
-from streamalloc.vmm.virtual_buffer import copying_stream
+from streamalloc.vmm.tiers.blocks import Addresses, BlockTier, Kept, by_contents, drop_contents
+from streamalloc.vmm.tiers.disk_file import DamagedBackupError
+from streamalloc.vmm.tiers.queued import PER_THREAD, Unfinished, Work
 
 Pages: TypeAlias = "int | range | Iterable[int] | npt.NDArray[np.integer[Any]]"
 """Index of a page, a range of indices, or an array of indices."""
 
-_PER_THREAD = 2  # handle of the per-thread default stream
 _BATCH = 64
 """Pages that are mapped before their contents are copied."""
 
@@ -172,11 +171,16 @@ class PageSpace(Memory, Closes):
         chosen = self._unique(pages)
         with self._changing(chosen, after):
             self._check_here(chosen)
-            new = [place for place in chosen if self._places.numbers[place] < 0]
-            ready, pages = self._places.claim(new)
-            self._places.exchange(pages, ready)
-        with undoing(lambda: self.release(new, ())):
-            self._physical.announce()
+            numbers = self._places.numbers[chosen].tolist()
+            new = [place for place, number in zip(chosen, numbers, strict=True) if number < 0]
+            ready, others = self._places.claim(new)
+            if others:
+                self._places.exchange(others, ready)
+            else:
+                self._places.unpark(ready)
+        if self._physical.news:
+            with undoing(lambda: self.release(new, ())):
+                self._physical.announce()
 
     def prepare(self, pages: Pages) -> Future[int]:
         """Map memory at pages in the background, so that their commit makes no driver call.
@@ -286,7 +290,7 @@ class PageSpace(Memory, Closes):
             return None
         stream = as_stream(each[0], self._session)
         # Other threads, which end deferred work, have another per-thread default stream.
-        mine = stream.device.ordinal == self.device.ordinal and stream.handle != _PER_THREAD
+        mine = stream.device.ordinal == self.device.ordinal and stream.handle != PER_THREAD
         return stream if mine and not stream.capturing else None
 
     def alias(self, pages: Pages, of: PageSpace, its_pages: Pages, after: After = ()) -> None:
@@ -391,17 +395,18 @@ class PageSpace(Memory, Closes):
             finally:
                 stream.synchronize()
 
-    def swap_out(self, pages: Pages, tier: HostTier, stream: StreamLike | None = None, after: After = ()) -> int:
-        """Move the contents of pages to another kind of memory, and release the pages; return how many.
+    def swap_out(self, pages: Pages, tier: BlockTier, stream: StreamLike | None = None, after: After = ()) -> int:
+        """Move the contents of pages to host memory or to disk, and release the pages; return how many.
 
-        The copies are stream-ordered, and the pages are parked behind them.
+        The pages are parked behind the copies, which are stream-ordered if the tier is a :class:`HostTier` without
+        checksums. Otherwise the host waits until the contents are stored, and other threads can use other pages.
 
         Parameters
         ----------
         pages
             An index, a range or an array of indices. Pages that are not committed are skipped.
         tier
-            Where the contents go.
+            Where the contents go: a :class:`HostTier` or a :class:`DiskTier` of the device.
         stream
             Stream of the copies, after the work that wrote the pages; by default the space's.
         after
@@ -410,7 +415,7 @@ class PageSpace(Memory, Closes):
         Raises
         ------
         OutOfMemoryError, OSError
-            The tier has no room.
+            The tier has no room, or a file cannot be written. No page is changed.
         InUseError, ClosedError, CudaError
             As for :meth:`commit`. No page is changed.
         CaptureError
@@ -419,31 +424,42 @@ class PageSpace(Memory, Closes):
         chosen = self._unique(pages)
         ordered = self._copying_stream(stream)
         self._check_open()
-        if not isinstance(tier, HostTier) or tier.device != self.device:
-            raise TypeError(f"tier must be a HostTier of {self.device!r}, not {tier!r}")
+        if not isinstance(tier, BlockTier) or tier.device != self.device:
+            raise TypeError(f"tier must be a HostTier or DiskTier of {self.device!r}, not {tier!r}")
         places = self._places
         others = [*each_of(after)]
+        kept: dict[int, Kept]
         clear_on = None if others else self._single(ordered)
         # Under no lock, as this takes long.
         tier.reserve(int((places.numbers[chosen] >= 0).sum()), self.page_size)
-        kept: dict[int, Kept] = {}
-        with undoing(lambda: self._take_back(kept)):
+        stored, kept = tier._stored(self.page_size), {}
+        with self._alone() as parking:
+            with undoing(stored.drop), undoing(lambda: self._take_back(kept, parking, ordered)):
+                with places.locked():
+                    held = [place for place in chosen if places.numbers[place] >= 0]
+                    tier._take(len(held), stored)
+                    # Before the pages are parked, so that an exception of a signal handler loses no contents.
+                    kept.update({place: (stored, index) for index, place in enumerate(held)})
+                    places.stored |= kept
+                    places.park(held, parking)
+                # Under no lock, as this may take long.
+                stored.save(self._addresses(held), ordered)
+                work = Work.of([ordered, *others], self.device)
             with places.locked():
-                held = [place for place in chosen if places.numbers[place] >= 0]
-                stored = tier.store(self._addresses(held), self.page_size, ordered)
-                with undoing(stored.drop):
-                    parking = Parking(places, Work.of([ordered, *others], self.device))
-                # Before the pages are parked, so that an exception of a signal handler loses no contents.
-                kept.update({place: (stored, index) for index, place in enumerate(held)})
-                places.stored |= kept
-                places.park(held, parking)
-            tier.settle(stored, ordered)
-        with places.locked():
-            self._begin(parking, clear_on)
+                self._begin(parking.behind(work), clear_on)
         self._physical.announce()
         return len(held)
 
-    def _take_back(self, kept: Mapping[int, Kept]) -> None:
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[Parking]:
+        """Block that moves contents; nobody can use or change the places that it parks for what it yields."""
+        unfinished = Unfinished(self.device)
+        try:
+            yield Parking(self._places, unfinished)
+        finally:
+            unfinished.finish()
+
+    def _take_back(self, kept: Mapping[int, Kept], parking: Parking, stream: Stream) -> None:
         """Undo a swap whose contents could not be stored."""
         places = self._places
         with places.locked() if kept else contextlib.nullcontext():
@@ -451,12 +467,13 @@ class PageSpace(Memory, Closes):
             places.unpark(mine)
             for place in mine:
                 del places.stored[place]
-        drop_contents(mine)
+            if len(mine) < len(kept):  # another thread has released the others
+                self._begin(parking.behind(Work.behind(stream)))
 
     def swap_in(self, pages: Pages, stream: StreamLike | None = None, after: After = ()) -> int:
         """Commit pages that are swapped out, and copy their contents back; return how many.
 
-        The copies are stream-ordered: use the pages on ``stream`` or after it.
+        The copies are stream-ordered: use the pages on ``stream`` or after it. The host waits for reads from disk.
 
         Parameters
         ----------
@@ -469,8 +486,9 @@ class PageSpace(Memory, Closes):
 
         Raises
         ------
-        ValueError
-            The contents of a page have changed in the tier, which checks them. All pages stay swapped out.
+        DamagedBackupError
+            The contents of a page have changed in the tier, which checks them; ``block`` is the index of the page. All
+            pages stay swapped out; the others can be swapped in without it.
         OutOfMemoryError, InUseError, ClosedError, CudaError, OSError
             As for :meth:`commit`. All pages stay swapped out.
         CaptureError
@@ -479,33 +497,59 @@ class PageSpace(Memory, Closes):
         chosen = self._unique(pages)
         ordered = self._copying_stream(stream)
         places = self._places
-        for stored, indices, _ in by_contents(self._swapped(chosen)):
-            stored.check(indices)
-        with self._changing(chosen, after):
-            kept = self._swapped(chosen)
-            ready, left = places.claim([*kept])
-            done: list[int] = []
-
-            def undo() -> None:
-                self._physical.drop(left.values())
-                parking = Parking(places, Work.behind(ordered))
-                places.park(done, parking)
-                self._begin(parking)
-
-            with undoing(undo):
+        for stored, indices, mine in by_contents(self._swapped(chosen)):
+            with self._named(mine, indices):
+                stored.check(indices)
+        with contextlib.ExitStack() as used, self._alone() as parking:
+            kept: dict[int, Kept] = {}
+            left: dict[int, Page] = {}
+            with undoing(lambda: self._give_back(kept, left, parking, ordered)):
+                with self._changing(chosen, after):
+                    kept |= self._swapped(chosen)
+                    for stored, _, _ in by_contents(kept):
+                        used.enter_context(stored.in_use())
+                    ready, pages_of_rest = places.claim([*kept])
+                    left |= pages_of_rest
+                    places.set_aside(kept, parking)
                 while ready or left:
                     # The copies of a batch run while the next one is mapped, which takes as long.
                     batch = {place: left.pop(place) for place in [*left][:_BATCH]}
-                    places.exchange(batch, ready)
-                    arrived, ready = [*ready, *batch], []
-                    done += arrived
-                    for stored, indices, mine in by_contents({place: kept[place] for place in arrived}):
-                        stored.copy(indices, self._addresses(mine), ordered, out=False)
-            for place in kept:
-                del places.stored[place]
-        drop_contents(kept)
+                    if batch:
+                        with places.locked():
+                            places.exchange(batch, parking=parking)
+                    arrived, ready = {place: kept[place] for place in (*ready, *batch)}, []
+                    for stored, indices, mine in by_contents(arrived):
+                        with self._named(mine, indices):
+                            stored.load(indices, self._addresses(mine), ordered)
+            with places.locked():
+                moved = {place: one for place, one in kept.items() if places.stored.get(place) is one}
+                places.unpark(moved)
+                for place in moved:
+                    del places.stored[place]
+                if len(moved) < len(kept):  # another thread has released the others
+                    self._begin(parking.behind(Work.behind(ordered)))
+        drop_contents(moved)
         self._physical.announce()
         return len(kept)
+
+    def _give_back(self, kept: Collection[int], left: Mapping[int, Page], parking: Parking, stream: Stream) -> None:
+        """Release the pages of a swap whose contents could not be copied."""
+        places = self._places
+        self._physical.drop(left.values())
+        with places.locked():
+            places.unpark([place for place in kept if places.backing[place] is None])
+            self._begin(parking.behind(Work.behind(stream)))
+
+    @contextlib.contextmanager
+    def _named(self, places: Sequence[int], indices: Sequence[int]) -> Iterator[None]:
+        """Block whose error names the page with damaged contents."""
+        try:
+            yield
+        except DamagedBackupError as error:
+            if error.block is None:
+                raise
+            place = places[indices.index(error.block)]
+            raise DamagedBackupError(f"page {place} of {self!r}: {error}", place) from None
 
     def _swapped(self, chosen: Sequence[int]) -> dict[int, Kept]:
         stored = self._places.stored
@@ -549,14 +593,12 @@ class PageSpace(Memory, Closes):
     def _unique(self, pages: Pages) -> list[int]:
         return sorted(set(self._chosen(pages)))
 
-    @contextlib.contextmanager
-    def _changing(self, chosen: Sequence[int], after: After) -> Iterator[None]:
-        """Block that changes places alone, after the work of ``after`` and that for which they are parked."""
+    def _changing(self, chosen: Sequence[int], after: After) -> contextlib.AbstractContextManager[None]:
+        """Wait for ``after``; return a block that changes places alone, after the work for which they are parked."""
         self._check_open()
         places, physical = self._places, self._physical
         wait(after, self._session, (physical.device.ordinal,))
-        with self._locked_after(lambda: places.parkings(chosen), len(chosen)):
-            yield
+        return self._locked_after(lambda: places.parkings(chosen), len(chosen))
 
     @contextlib.contextmanager
     def _locked_after(
@@ -564,23 +606,21 @@ class PageSpace(Memory, Closes):
     ) -> Iterator[None]:
         """Block that changes places alone, after the work of some parkings, and may need so many pages."""
         physical = self._physical
-        with contextlib.ExitStack() as block:
-            while True:
-                for parking in parkings():
-                    parking.synchronize()
-                short = physical.parked and physical.available < needed
-                if short:
-                    # Pages of other places, whose work has completed, become available. No lock may be held here.
-                    physical.allocations.work()
-                    physical.finish_clearing(wait=True)
-                block.enter_context(self._places.locked(closing=closing))
+        while True:
+            for parking in parkings():
+                parking.synchronize()
+            short = physical.parked and physical.available < needed
+            if short:
+                # Pages of other places, whose work has completed, become available. No lock may be held here.
+                physical.allocations.work()
+                physical.finish_clearing(wait=True)
+            with self._places.locked(closing=closing):
                 # Another thread may have released some of the places meanwhile.
                 if all(parking.done() for parking in parkings()):
-                    break
-                block.close()
-            if short:
-                physical.finish_clearing()
-            yield
+                    if short:
+                        physical.finish_clearing()
+                    yield
+                    return
 
     def _check_here(self, chosen: Sequence[int]) -> None:
         stored = self._places.stored

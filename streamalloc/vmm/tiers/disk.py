@@ -1,32 +1,108 @@
-"""The tier on disk: a folder with a file for each group of buffers."""
+"""The tier on disk: a folder with a file for each group of buffers, and files without a name for pages."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from streamalloc.core.internal import CopySide, Device, Memory, Stream, check_device
+import numpy as np
+
+from streamalloc.core.errors import size_text, undoing
+from streamalloc.core.internal import CopySide, Device, Memory, Stream, copy_bytes
 from streamalloc.core.properties import checked_size
-from streamalloc.core.resource import Closes
 from streamalloc.core.session import Session, session_of
 from streamalloc.pool import MemoryPool
 from streamalloc.vmm.backup import Copies
+from streamalloc.vmm.tiers.blocks import Addresses, BlockTier, Chunk, Stored
 from streamalloc.vmm.tiers.disk_file import MOST_BLOCK, PAGE, Block, DiskFile, aligned
 from streamalloc.vmm.tiers.host import PoolTier
+from streamalloc.vmm.tiers.queued import copy_batch
 from streamalloc.vmm.tiers.staging import Loading, Saving, Staging
-from streamalloc.vmm.tiers.tier import Bytes, Held, Tier
+from streamalloc.vmm.tiers.tier import Bytes, Held, Tier, part_of
 
 __all__ = ["DiskTier", "tier_of"]
 
 _SLOTS = 16
 
 
-class DiskTier(Closes):
-    """A folder on disk for the bytes of buffers that sleep.
+class _Slots(Chunk):
+    """Room for some blocks in a file without a name."""
+
+    __slots__ = ("file",)
+
+    def __init__(self, folder: Path, nbytes: int, count: int, block: int, address: int) -> None:
+        self.file: DiskFile = DiskFile.create(folder, [nbytes] * count, block)
+        super().__init__(nbytes, count, address, 1)
+
+    def runs(self, slots: Addresses, most: int) -> Iterator[tuple[slice, list[Block]]]:
+        """Split slots, in ascending order, into adjacent blocks of the file of at most so many bytes in all.
+
+        Yields which slots these are, and the blocks: those of whole slots, or one of a slot.
+        """
+        whole = max(most // (-(-self.nbytes // PAGE) * PAGE), 1)
+        numbers = (slots - self.address).tolist()
+        first = 0
+        while first < len(numbers):
+            stop = first + 1
+            while stop < len(numbers) and stop - first < whole and numbers[stop] == numbers[stop - 1] + 1:
+                stop += 1
+            blocks = [block for number in numbers[first:stop] for block in self.file.blocks(number)]
+            for some in [blocks] if self.nbytes <= most else [[block] for block in blocks]:
+                yield slice(first, stop), some
+            first = stop
+
+
+class _Contents(Stored):
+    """The contents of blocks in files. The host waits for each copy: nothing is queued between two calls."""
+
+    __slots__ = ()
+
+    tier: DiskTier
+
+    def save(self, source: Addresses, stream: Stream) -> None:
+        """Copy the blocks to the files, through staging memory."""
+        self._move(Saving, np.arange(len(self)), source, stream)
+
+    def load(self, blocks: Sequence[int] | Addresses, target: Addresses, stream: Stream) -> None:
+        """Copy the blocks from the files, through staging memory, and check them."""
+        self._move(Loading, blocks, target, stream)
+
+    def check(self, blocks: Iterable[int]) -> None:
+        """Check nothing: this takes a read."""
+
+    def _move(self, kind: type[Any], blocks: Sequence[int] | Addresses, device: Addresses, stream: Stream) -> None:
+        if not len(blocks):
+            return
+        bases, places = self._bases[blocks], self._addresses[blocks]
+        # Other streams may be captured meanwhile.
+        with self.in_use(), session_of(stream).relaxed():
+            transfer = self.tier._moving(kind, stream)
+            with undoing(transfer.abandon):
+                for chunk in self._chunks.values():
+                    mine = np.flatnonzero(bases == chunk.address)
+                    mine = mine[np.argsort(places[mine])]
+                    for which, some in chunk.runs(places[mine], self.tier.block):
+                        names = np.asarray(blocks)[mine[which]].tolist()
+                        copy = functools.partial(_copy, device[mine[which]], some, stream, kind is Saving)
+                        transfer.move(chunk.file, some, copy, names)
+                transfer.settle()
+
+
+def _copy(device: Addresses, blocks: Sequence[Block], stream: Stream, out: bool, room: Bytes) -> None:
+    """Queue the copies of blocks of one size between device and staging memory."""
+    first = blocks[0]
+    host = np.array([block.position for block in blocks]) - first.position + room.ctypes.data
+    sides = (host, device + first.offset)[:: 1 if out else -1]
+    copy_batch(sides[0], sides[1], first.nbytes, np.zeros(len(host), np.int64), stream)
+
+
+class DiskTier(BlockTier):
+    """A folder on disk for the bytes of buffers that sleep, and of pages that are swapped out.
 
     Several threads write and read blocks at once, through 16 blocks of pinned host memory at most, and past the page
     cache where the file system can (``O_DIRECT``). Each block has a checksum. Files are only for this user. ::
@@ -40,14 +116,23 @@ class DiskTier(Closes):
     buffers have woken, until the next sleep replaces it; :meth:`SleepGroup.resume` takes the bytes in another process.
     A folder for persistent files is for one group at a time.
 
-    Thread-safe. Bytes stay until the buffers wake or are closed, also after :meth:`close`.
+    :meth:`PageSpace.swap_out` and :meth:`save` store pages and blocks in files without a name, which grow in chunks of
+    at least 32 MiB; their room is used again for later pages. The host waits for these calls and their opposites. ::
+
+        with vmm.DiskTier(device, "/nvme/pages", limit=256 << 30) as disk:
+            space.swap_out(range(64), disk)
+            space.swap_in(range(64))
+
+    Thread-safe. Bytes stay until the buffers wake or are closed, or the pages return, also after :meth:`close`.
 
     Parameters
     ----------
     device
-        Device of the buffers.
+        Device of the buffers and pages.
     folder
         Path of the folder, which is made if there is none, for this user only.
+    limit
+        Bytes on disk for pages and blocks at most; None for no limit. Files of buffers do not count.
     persistent
         Whether files outlive the buffers and the process.
     block
@@ -63,20 +148,21 @@ class DiskTier(Closes):
         The folder cannot be made.
     """
 
-    __slots__ = ("__weakref__", "_idle", "_threads", "block", "closed", "device", "folder", "persistent")
+    __slots__ = ("_given", "_idle", "_threads", "block", "folder", "persistent")
+
+    _call = "posix_fallocate"
 
     def __init__(
         self,
         device: Device,
         folder: str | os.PathLike[str],
+        limit: int | None = None,
         *,
         persistent: bool = False,
         block: int = 4 << 20,
         threads: int = 8,
     ) -> None:
-        check_device("device", device)
-        self.device: Device = device
-        """Device of the buffers."""
+        super().__init__(device, limit)
         self.folder: Path = Path(folder)
         """Path of the folder."""
         self.persistent: bool = persistent
@@ -88,8 +174,8 @@ class DiskTier(Closes):
         self._threads = checked_size("threads", threads)
         if not self._threads:
             raise ValueError("threads=0: at least one is needed")
-        self.closed: bool = False
-        """Whether it was closed."""
+        self._given = 0
+        """Number of slots that files have had."""
         self._idle: list[Staging] = []
         """Staging memory that no call uses."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -138,14 +224,22 @@ class DiskTier(Closes):
 
     def _transfer(self, kind: type[Any], copies: Copies) -> Any:
         """Return the transfer of this kind for the copies of one call."""
+        return copies.by_host((self, kind), functools.partial(self._moving, kind))
 
-        def make(stream: Stream) -> Any:
-            staging = None
-            with contextlib.suppress(IndexError):
-                staging = self._idle.pop()
-            return kind(stream, staging or Staging(stream, _SLOTS, self.block), self._threads, self._take_back)
+    def _moving(self, kind: type[Any], stream: Stream) -> Any:
+        """Make a transfer with staging memory of its own."""
+        staging = None
+        with contextlib.suppress(IndexError):
+            staging = self._idle.pop()
+        return kind(stream, staging or Staging(stream, _SLOTS, self.block), self._threads, self._take_back)
 
-        return copies.by_host((self, kind), make)
+    def _chunk(self, nbytes: int, count: int) -> Chunk:
+        first = self._given
+        self._given += count
+        return _Slots(self.folder, nbytes, count, self.block, first)
+
+    def _stored(self, nbytes: int) -> Stored:
+        return _Contents(self, nbytes)
 
     def _take_back(self, staging: Staging) -> None:
         self._idle.append(staging)
@@ -154,7 +248,7 @@ class DiskTier(Closes):
 
     def close(self) -> None:
         """Take no more bytes, and release the staging memory (``cuMemHostUnregister``). Idempotent."""
-        self.closed = True
+        super().close()
         while self._idle:
             self._idle.pop().close()
 
@@ -163,7 +257,14 @@ class DiskTier(Closes):
         return session_of(self.device)
 
     def _text(self) -> str:
-        return f" in {self.folder}{', persistent' if self.persistent else ''}{', closed' if self.closed else ''}"
+        state = ", closed" if self.closed else f", {size_text(self.used)} of pages" * bool(self._chunks)
+        return f" in {self.folder}{', persistent' if self.persistent else ''}{state}"
+
+
+def _copy_side(side: CopySide, stream: Stream | None, out: bool, room: Bytes) -> None:
+    assert stream is not None
+    host = CopySide(room.ctypes.data, side.nbytes, None, room)
+    copy_bytes(*((host, side) if out else (side, host)), stream)
 
 
 class DiskBytes:
@@ -188,18 +289,24 @@ class DiskBytes:
 
     def save(self, source: CopySide, copies: Copies) -> None:
         """Begin to write device memory to the file."""
-        self._tier._transfer(Saving, copies).save(self._opened(), self._index, source)
+        self._move(Saving, source, copies)
 
     def load(self, target: CopySide, copies: Copies) -> None:
         """Begin to read device memory from the file."""
-        self._tier._transfer(Loading, copies).load(self._opened(), self._index, target)
+        self._move(Loading, target, copies)
+
+    def _move(self, kind: type[Any], side: CopySide, copies: Copies) -> None:
+        transfer, file = self._tier._transfer(kind, copies), self._opened()
+        for block in file.blocks(self._index):
+            part = part_of(side, block.offset, block.nbytes)
+            transfer.move(file, [block], functools.partial(_copy_side, part, copies.stream, kind is Saving))
 
     def read(self, offset: int, target: Bytes) -> None:
         """Copy bytes to a host array."""
         file = self._opened()
         for block, begin, part in self._touched(offset, target):
             room = aligned(file.block)
-            file.read(block, room)
+            file.read([block], room, [None])
             part[:] = room[begin : begin + part.nbytes]
 
     def write(self, offset: int, source: Bytes) -> None:
@@ -208,9 +315,9 @@ class DiskBytes:
         for block, begin, part in self._touched(offset, source):
             room = aligned(file.block)
             if part.nbytes < block.nbytes:
-                file.read(block, room)
+                file.read([block], room, [None])
             room[begin : begin + part.nbytes] = part
-            file.write(block, room)
+            file.write([block], room)
         file.seal()
 
     def _touched(self, offset: int, array: Bytes) -> list[tuple[Block, int, Bytes]]:

@@ -47,7 +47,20 @@ _HEAD = struct.Struct("<8sIIQQ")
 
 
 class DamagedBackupError(ValueError):
-    """A file is no backup of these buffers: it is damaged, truncated, of another layout or of somebody else."""
+    """Bytes that are stored have changed, or a file is no backup of these buffers.
+
+    Attributes
+    ----------
+    block
+        Index of a damaged page, or block; None for buffers.
+    """
+
+    def __init__(self, why: str, block: int | None = None) -> None:
+        super().__init__(why, block)
+        self.block: int | None = block
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class Block(NamedTuple):
@@ -267,35 +280,41 @@ class DiskFile:
             for nth, offset in enumerate(range(0, size, self.block))
         ]
 
-    def write(self, block: Block, room: Bytes) -> None:
-        """Write a block from aligned memory, which is padded with zeros to a multiple of 4096."""
-        self._sums[block.number] = zlib.crc32(room[: block.nbytes].data)
-        end = _up(block.nbytes)
-        room[block.nbytes : end] = 0
-        self._write_at(block.position, room[:end])
+    def write(self, blocks: Sequence[Block], room: Bytes) -> None:
+        """Write adjacent blocks from aligned memory; each is padded with zeros to a multiple of 4096."""
+        start = blocks[0].position
+        for block in blocks:
+            stop = block.position - start + block.nbytes
+            self._sums[block.number] = zlib.crc32(room[stop - block.nbytes : stop].data)
+            room[stop : _up(stop)] = 0
+        self._write_at(start, room[: _up(stop)])
 
     def _write_at(self, position: int, data: Bytes) -> None:
         done = 0
         while done < data.nbytes:
             done += _in_room(self._transfer, os.pwritev, data[done:], position + done)
 
-    def read(self, block: Block, room: Bytes) -> None:
-        """Read a block to aligned memory.
+    def read(self, blocks: Sequence[Block], room: Bytes, names: Sequence[int | None]) -> None:
+        """Read adjacent blocks to aligned memory.
 
         Raises
         ------
         DamagedBackupError
-            Its checksum differs, or the file was truncated.
+            A checksum differs, or the file was truncated; ``block`` is the one of ``names``.
         """
-        done, end = 0, _up(block.nbytes)
+        start, last = blocks[0].position, blocks[-1]
+        done, end = 0, _up(last.position - start + last.nbytes)
         while done < end:
-            step = self._transfer(os.preadv, room[done:end], block.position + done)
+            step = self._transfer(os.preadv, room[done:end], start + done)
             if not step:
                 break
             done += step
-        if done < block.nbytes or zlib.crc32(room[: block.nbytes].data) != self._sums[block.number]:
-            where = f"{size_text(block.nbytes)} at {block.position} of {self._path or 'a backup'}"
-            raise DamagedBackupError(f"{where} are damaged: their checksum differs, or the file was truncated")
+        for block, name in zip(blocks, names, strict=True):
+            stop = block.position - start + block.nbytes
+            if done < stop or zlib.crc32(room[stop - block.nbytes : stop].data) != self._sums[block.number]:
+                where = f"{size_text(block.nbytes)} at {block.position} of {self._path or 'a file without a name'}"
+                why = f"{where} are damaged: their checksum differs, or the file was truncated"
+                raise DamagedBackupError(why, name)
 
     def seal(self) -> None:
         """Write the header, have the disk store all, and give the file its name: it is complete."""

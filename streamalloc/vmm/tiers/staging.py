@@ -6,15 +6,15 @@ import _thread
 import abc
 import contextlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
-from streamalloc.core.errors import ClosedError, CudaError, undoing
-from streamalloc.core.internal import CopySide, Deferred, Event, QueuedWork, Stream, copy_bytes, deferred_queue
+from streamalloc.core.errors import ClosedError, CudaError
+from streamalloc.core.internal import Deferred, Event, QueuedWork, Stream, deferred_queue
 from streamalloc.core.session import Session, session_of
 from streamalloc.vmm.tiers.disk_file import Block, DiskFile, aligned
-from streamalloc.vmm.tiers.tier import Bytes, part_of
+from streamalloc.vmm.tiers.tier import Bytes
 
 __all__ = ["Loading", "Saving", "Staging"]
 
@@ -102,14 +102,14 @@ class _Workers:
     def __init__(self, count: int) -> None:
         self._tasks: SimpleQueue[Any] = SimpleQueue()
         self._ended: SimpleQueue[None] = SimpleQueue()
+        self._most = count
         self._count = 0
-        with undoing(self.close):
-            while self._count < count:
-                _thread.start_new_thread(self._run, ())
-                self._count += 1
 
     def submit(self, function: Callable[..., object], *args: Any) -> SimpleQueue[BaseException | None]:
         """Have a thread call a function; the result gets None, or the error."""
+        if self._count < self._most:
+            _thread.start_new_thread(self._run, ())
+            self._count += 1
         result: SimpleQueue[BaseException | None] = SimpleQueue()
         self._tasks.put((result, function, args))
         return result
@@ -144,26 +144,29 @@ def _wait(result: SimpleQueue[BaseException | None]) -> None:
 
 
 class Step(NamedTuple):
-    """A block on its way through a slot."""
+    """Blocks on their way through a slot."""
 
     slot: Bytes
     file: DiskFile
-    block: Block
-    end: Any
-    """Event of the copy, or result of the read or write."""
-    target: CopySide | None = None
-    """Device memory that a read is for."""
+    blocks: Sequence[Block]
+    """Adjacent blocks of the file."""
+    copy: Callable[[Bytes], None]
+    """Queues their copies from or to the slot."""
+    names: Sequence[int | None]
+    """Numbers of the blocks in errors."""
+    end: Any = None
+    """Event of the copies, or result of the read or write."""
 
 
 class _Transfer(abc.ABC):
     """The blocks of one call on their way through the slots of one staging memory.
 
-    Threads read and write files; all driver calls are made by the thread of the call. A block has a first and a second
+    Threads read and write files; all driver calls are made by the thread of the call. A step has a first and a second
     part: a copy to the slot and a write, or a read and a copy from the slot.
     """
 
     most_seconds = 1
-    """Most blocks in the second part while others wait for a slot."""
+    """Most steps in the second part while others wait for a slot."""
 
     def __init__(self, stream: Stream, staging: Staging, threads: int, give_back: Callable[[Staging], None]) -> None:
         self._stream = stream
@@ -174,13 +177,28 @@ class _Transfer(abc.ABC):
         self._second: deque[Step] = deque()
         self._threads = _Workers(threads)
 
+    def move(
+        self,
+        file: DiskFile,
+        blocks: Sequence[Block],
+        copy: Callable[[Bytes], None],
+        names: Sequence[int | None] = (None,),
+    ) -> None:
+        """Begin to move adjacent blocks of a file, which fit in a slot; ``copy`` queues their copies from or to it."""
+        step = Step(self._slot(), file, blocks, copy, names)
+        self._first.append(step._replace(end=self._begin(step)))
+
+    @abc.abstractmethod
+    def _begin(self, step: Step) -> Any:
+        """Begin the first part of a step; return its event or result."""
+
     @abc.abstractmethod
     def _begin_second(self, step: Step) -> Any:
-        """Wait for the first part of a block and begin the second; return its event or result."""
+        """Wait for the first part of a step and begin the second; return its event or result."""
 
     @abc.abstractmethod
     def _finish(self, step: Step) -> None:
-        """Wait for the second part of a block."""
+        """Wait for the second part of a step."""
 
     def _slot(self) -> Bytes:
         while not self._free:
@@ -219,13 +237,9 @@ class _Transfer(abc.ABC):
             self._stream.synchronize()
             self._give_back(self._staging)
 
-    def _copied(self, target: CopySide, source: CopySide) -> Event:
-        copy_bytes(target, source, self._stream)
+    def _copied(self, step: Step) -> Event:
+        step.copy(step.slot)
         return self._stream.record()
-
-
-def _side(room: Bytes) -> CopySide:
-    return CopySide(room.ctypes.data, room.nbytes, None, room)
 
 
 class Saving(_Transfer):
@@ -236,18 +250,14 @@ class Saving(_Transfer):
         self.most_seconds: int = max(len(staging.slots) - 2, 0)
         self._files: dict[DiskFile, None] = {}
 
-    def save(self, file: DiskFile, index: int, source: CopySide) -> None:
-        """Begin to store device memory as a buffer of a file."""
-        self._files[file] = None
-        for block in file.blocks(index):
-            slot = self._slot()
-            event = self._copied(_side(slot[: block.nbytes]), part_of(source, block.offset, block.nbytes))
-            self._first.append(Step(slot, file, block, event))
+    def _begin(self, step: Step) -> Event:
+        self._files[step.file] = None
+        return self._copied(step)
 
     def _begin_second(self, step: Step) -> SimpleQueue[BaseException | None]:
         step.end.synchronize()
         step.end.close()
-        return self._threads.submit(step.file.write, step.block, step.slot)
+        return self._threads.submit(step.file.write, step.blocks, step.slot)
 
     def _finish(self, step: Step) -> None:
         _wait(step.end)
@@ -260,17 +270,12 @@ class Saving(_Transfer):
 class Loading(_Transfer):
     """Blocks that are read from files and copied to device memory."""
 
-    def load(self, file: DiskFile, index: int, target: CopySide) -> None:
-        """Begin to copy a buffer of a file to device memory."""
-        for block in file.blocks(index):
-            slot = self._slot()
-            result = self._threads.submit(file.read, block, slot)
-            self._first.append(Step(slot, file, block, result, part_of(target, block.offset, block.nbytes)))
+    def _begin(self, step: Step) -> SimpleQueue[BaseException | None]:
+        return self._threads.submit(step.file.read, step.blocks, step.slot, step.names)
 
     def _begin_second(self, step: Step) -> Event:
         _wait(step.end)
-        assert step.target is not None
-        return self._copied(step.target, _side(step.slot[: step.block.nbytes]))
+        return self._copied(step)
 
     def _finish(self, step: Step) -> None:
         step.end.synchronize()

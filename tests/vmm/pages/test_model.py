@@ -7,6 +7,7 @@ import gc
 import itertools
 import random
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,12 +24,13 @@ PAGES = 12
 
 
 class Model:
-    """Two spaces, a tier, and the value of each page."""
+    """Two spaces, a tier in host memory and one on disk, and the value of each page."""
 
-    def __init__(self, account: Account, seed: int) -> None:
+    def __init__(self, account: Account, seed: int, folder: Path) -> None:
         self.random = random.Random(seed)
         self.arena = vmm.PageArena(account.device, limit=16 * PAGE)
-        self.tier = vmm.HostTier(account.device, check=bool(seed % 2))
+        self.host = vmm.HostTier(account.device, check=bool(seed % 2))
+        self.disk = vmm.DiskTier(account.device, folder, block=1 << 20, threads=2)
         self.spaces = [self.arena.space(PAGES * PAGE) for _ in range(2)]
         self.cells: list[list[Any]] = [[None] * PAGES for _ in range(2)]
         """The cell of each page, a list of one value that pages with the same memory share; None without memory."""
@@ -90,7 +92,7 @@ class Model:
                 for page in shared:
                     cells[page] = [cells[page][0]]
         elif act == "out":
-            space.swap_out(pages, self.tier)
+            space.swap_out(pages, self.random.choice([self.host, self.disk]))
             for page in pages:
                 if cells[page]:
                     stored[page], cells[page] = cells[page][0], None
@@ -130,14 +132,14 @@ class Model:
         assert pages - spare - kept == len(memory)
 
     def close(self) -> None:
-        for one in (*self.spaces, self.tier, self.arena):
+        for one in (*self.spaces, self.host, self.disk, self.arena):
             one.close()
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_any_sequence(machine: Any, seed: int) -> None:
+def test_any_sequence(machine: Any, tmp_path: Path, seed: int) -> None:
     account = Account(machine)
-    model = Model(account, seed)
+    model = Model(account, seed, tmp_path)
     for number in range(120):
         model.step()
         if number % 6 == 0:
@@ -189,11 +191,11 @@ def test_threads_share_an_arena(device: sa.Device) -> None:
 
 @pytest.mark.simulated_only("where a signal may come is the same on any driver")
 @in_a_thread
-def test_interrupts_at_any_point(machine: Any) -> None:
+def test_interrupts_at_any_point(machine: Any, tmp_path: Path) -> None:
     """At most one object is lost, and the space works on."""
-    for nth in itertools.count(1, 37):
+    for nth in itertools.count(1, 67):
         account = Account(machine)
-        model = Model(account, 1)
+        model = Model(account, 1, tmp_path)
         space = model.spaces[0]
         space.commit(range(4))
         block = Interrupt(nth)
@@ -201,7 +203,7 @@ def test_interrupts_at_any_point(machine: Any) -> None:
             space.commit([6, 8])
             space.alias([9, 10], space, [0, 1])
             space.make_private(9)
-            space.swap_out([2, 6], model.tier)
+            space.swap_out([2, 6], model.host)
             space.release([3, 8])
             space.swap_in([2])
         if not block.came:

@@ -1,10 +1,11 @@
-"""Pages that are swapped out to host memory."""
+"""Pages that are swapped out to host memory and to disk."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
@@ -15,20 +16,29 @@ from streamalloc import vmm
 from streamalloc.core.internal import Deferred, deferred_queue
 from streamalloc.testing import Faults, Gate
 from streamalloc.vmm.pages.places import Places
-from streamalloc.vmm.pages.queued import Work
+from streamalloc.vmm.tiers.queued import Work
 from tests.support import names, pending, read
 from tests.vmm.pages.conftest import PAGES
 from tests.vmm.pages.support import fill, opening, page, settled, values
 from tests.vmm.support import PAGE, each
 
+AnyTier: TypeAlias = vmm.HostTier | vmm.DiskTier
+
 
 @pytest.fixture
-def tier(device: sa.Device) -> Iterator[vmm.HostTier]:
+def host(device: sa.Device) -> Iterator[vmm.HostTier]:
     with vmm.HostTier(device) as tier:
         yield tier
 
 
-def test_contents_return(space: vmm.PageSpace, arena: vmm.PageArena, tier: vmm.HostTier) -> None:
+@pytest.fixture(params=[vmm.HostTier, vmm.DiskTier])
+def tier(request: pytest.FixtureRequest, device: sa.Device, tmp_path: Path) -> Iterator[AnyTier]:
+    folder = [tmp_path] if request.param is vmm.DiskTier else []
+    with request.param(device, *folder) as tier:
+        yield tier
+
+
+def test_contents_return(space: vmm.PageSpace, arena: vmm.PageArena, tier: AnyTier) -> None:
     space.commit(range(6))
     fill(space, range(6))
     assert space.swap_out([1, 2, 4, 9], tier) == 3
@@ -45,11 +55,11 @@ def test_contents_return(space: vmm.PageSpace, arena: vmm.PageArena, tier: vmm.H
     assert tier.used == 0
 
 
-def test_neither_way_makes_the_host_wait(space: vmm.PageSpace, tier: vmm.HostTier, gate: Gate) -> None:
+def test_neither_way_makes_the_host_wait(space: vmm.PageSpace, host: vmm.HostTier, gate: Gate) -> None:
     space.commit([1, 2])
     gate.hold(space.stream)
     fill(space, [1, 2])
-    space.swap_out([1, 2], tier)
+    space.swap_out([1, 2], host)
     assert pending(space.stream) and space.parked == 2
     gate.open()
     space.stream.synchronize()
@@ -66,10 +76,14 @@ def test_few_calls_for_many_copies(device: sa.Device) -> None:
     with (
         device.create_stream() as stream,
         vmm.PageArena(device) as arena,
-        arena.space(64 * PAGE, stream=stream) as space,
+        arena.space(128 * PAGE, stream=stream) as space,
         vmm.HostTier(device) as tier,
     ):
-        for pages, calls in ((range(20), 1 * ["cuMemcpyAsync"]), (range(0, 64, 3), 2 * ["cuMemcpyBatchAsync"])):
+        for pages, calls in (
+            (range(20), 1 * ["cuMemcpyAsync"]),
+            (range(0, 64, 3), 1 * ["cuMemcpyBatchAsync"]),
+            (range(0, 128, 3), 2 * ["cuMemcpyBatchAsync"]),
+        ):
             space.commit(pages)
             traced.calls.clear()
             space.swap_out(pages, tier)
@@ -80,7 +94,23 @@ def test_few_calls_for_many_copies(device: sa.Device) -> None:
             space.release(pages, after=stream)
 
 
-def test_no_copy_passes_the_end_of_an_allocation(arena: vmm.PageArena, stream: sa.Stream, tier: vmm.HostTier) -> None:
+def test_copies_of_one_stream_wait_for_none_of_it(device: sa.Device) -> None:
+    """Its order is enough, unless it is another stream on each thread."""
+    traced = sd.traced(device.driver)
+    device = sa.Device(0, driver=traced)
+    with device.create_stream() as stream, vmm.HostTier(device) as tier, sa.allocate(8 * 4096, stream) as buffer:
+        stream.synchronize()
+        for one, waits in ((stream, 0), (device.per_thread_stream, 1)):
+            stored = tier.save(buffer, range(0, 8, 2), 4096, one)
+            traced.calls.clear()
+            tier.load(stored, buffer, range(0, 8, 2), one)
+            assert names(traced).count("cuStreamWaitEvent") == waits
+            one.synchronize()
+            stored.drop()
+            traced.calls.clear()
+
+
+def test_no_copy_passes_the_end_of_an_allocation(arena: vmm.PageArena, stream: sa.Stream, tier: AnyTier) -> None:
     with arena.space(32 * PAGE, stream=stream) as space:
         for pages in (16, 32):
             tier.reserve(pages, PAGE)  # allocations that lie side by side
@@ -103,8 +133,8 @@ def test_of_blocks_that_are_smaller_than_a_page(device: sa.Device) -> None:
         for value, block in enumerate(blocks):
             buffer[block * size : (block + 1) * size].fill(value)
         traced.calls.clear()
-        stored = tier.save(buffer, blocks, size, stream)
-        assert [name for name in names(traced) if "Memcpy" in name] == 2 * ["cuMemcpyBatchAsync"]
+        stored: Any = tier.save(buffer, blocks, size, stream)
+        assert [name for name in names(traced) if "Memcpy" in name] == ["cuMemcpyBatchAsync"]
         assert tier.used == 20 * size
         buffer.fill(100)
         tier.load(stored, buffer, blocks[::-1], stream)
@@ -127,7 +157,7 @@ def test_of_blocks_that_are_smaller_than_a_page(device: sa.Device) -> None:
 
 
 @pytest.mark.parametrize("blocks", [-1, 10, [0, 10], np.array([1 << 62])])
-def test_blocks_outside_of_memory(device: sa.Device, stream: sa.Stream, tier: vmm.HostTier, blocks: Any) -> None:
+def test_blocks_outside_of_memory(device: sa.Device, stream: sa.Stream, tier: AnyTier, blocks: Any) -> None:
     with sa.allocate(10 * 4096 + 100, stream) as buffer:
         stored = tier.save(buffer, range(len(np.atleast_1d(blocks))), 4096, stream)
         for use in each(
@@ -145,7 +175,7 @@ def test_blocks_outside_of_memory(device: sa.Device, stream: sa.Stream, tier: vm
             tier.save(foreign, 0, 4096, stream)
 
 
-def test_contents_of_several_calls(space: vmm.PageSpace, tier: vmm.HostTier, arena: vmm.PageArena) -> None:
+def test_contents_of_several_calls(space: vmm.PageSpace, tier: AnyTier, arena: vmm.PageArena) -> None:
     """Pages return, and are dropped, in other groups than they went."""
     space.commit(range(8))
     fill(space, range(8))
@@ -178,7 +208,7 @@ def test_without_batches(machine: Any) -> None:
         assert faults.failed == 2 * ["cuMemcpyBatchAsync"] and values(space)[:6] == [0, 2, 0, 4, 0, 6]
 
 
-def test_on_the_default_stream(arena: vmm.PageArena, tier: vmm.HostTier) -> None:
+def test_on_the_default_stream(arena: vmm.PageArena, tier: AnyTier) -> None:
     with arena.space(PAGES * PAGE) as space:
         space.commit([1, 3, 5])
         fill(space, [1, 3, 5])
@@ -204,11 +234,11 @@ def test_memory_of_the_tier_is_used_again_after_its_copies(space: vmm.PageSpace,
         assert values(space)[:2] == [1, 2]
 
 
-def test_back_on_another_stream(space: vmm.PageSpace, device: sa.Device, tier: vmm.HostTier, gate: Gate) -> None:
+def test_back_on_another_stream(space: vmm.PageSpace, device: sa.Device, host: vmm.HostTier, gate: Gate) -> None:
     space.commit(1)
     gate.hold(space.stream)
     page(space, 1).fill(7)
-    space.swap_out(1, tier)
+    space.swap_out(1, host)
     with device.create_stream() as other:
         with opening(gate):
             space.swap_in(1, other)
@@ -216,7 +246,20 @@ def test_back_on_another_stream(space: vmm.PageSpace, device: sa.Device, tier: v
         assert values(space)[1] == 7
 
 
-def test_of_shared_pages(space: vmm.PageSpace, arena: vmm.PageArena, tier: vmm.HostTier) -> None:
+def test_captures_of_other_streams_go_on(space: vmm.PageSpace, tier: AnyTier, device: sa.Device) -> None:
+    space.commit([0, 1, 2])
+    fill(space, [0, 1, 2])
+    space.stream.synchronize()
+    with device.create_stream() as other, sa.allocate(64, other) as buffer:
+        with other.capture() as graph:
+            assert space.swap_out([0, 2], tier) == space.swap_in([0, 2]) == 2
+            buffer.fill(3, other)
+        graph.launch(other)
+        assert (read(buffer) == 3).all() and values(space)[:3] == [1, 2, 3]
+        graph.close()
+
+
+def test_of_shared_pages(space: vmm.PageSpace, arena: vmm.PageArena, tier: AnyTier) -> None:
     space.commit(0)
     page(space, 0).fill(4)
     space.alias(1, space, 0)
@@ -226,7 +269,7 @@ def test_of_shared_pages(space: vmm.PageSpace, arena: vmm.PageArena, tier: vmm.H
     assert values(space)[:2] == [5, 4] and not space.shared([0, 1]).any()
 
 
-def test_what_is_swapped_out_is_not_committed_over(space: vmm.PageSpace, tier: vmm.HostTier) -> None:
+def test_what_is_swapped_out_is_not_committed_over(space: vmm.PageSpace, tier: AnyTier) -> None:
     space.commit([0, 1])
     fill(space, [0, 1])
     space.swap_out(1, tier)
@@ -247,7 +290,8 @@ def test_changed_contents_are_found(space: vmm.PageSpace, device: sa.Device) -> 
         space.commit([0, 1])
         fill(space, [0, 1])
         space.swap_out([0, 1], tier)
-        data = space._places.stored[1][0].array(1)
+        stored: Any = space._places.stored[1][0]
+        data = stored.array(1)
         data[77] += 1
         with pytest.raises(ValueError, match="checksum differs"):
             space.swap_in([0, 1])
@@ -272,7 +316,7 @@ def test_no_room(device: sa.Device, space: vmm.PageSpace, arena: vmm.PageArena) 
         space.swap_out(0, tier)
 
 
-def test_no_memory_to_return_to(device: sa.Device, stream: sa.Stream, tier: vmm.HostTier) -> None:
+def test_no_memory_to_return_to(device: sa.Device, stream: sa.Stream, tier: AnyTier) -> None:
     with vmm.PageArena(device, limit=2 * PAGE) as arena, arena.space(4 * PAGE, stream=stream) as space:
         space.commit([0, 1])
         fill(space, [0, 1])
@@ -286,7 +330,7 @@ def test_no_memory_to_return_to(device: sa.Device, stream: sa.Stream, tier: vmm.
 
 
 @pytest.mark.parametrize("how", ["close", "drop"])
-def test_a_space_ends_with_its_contents(arena: vmm.PageArena, tier: vmm.HostTier, how: str) -> None:
+def test_a_space_ends_with_its_contents(arena: vmm.PageArena, tier: AnyTier, how: str) -> None:
     space = arena.space(4 * PAGE)
     space.commit(range(3))
     space.swap_out(range(2), tier)
@@ -298,11 +342,11 @@ def test_a_space_ends_with_its_contents(arena: vmm.PageArena, tier: vmm.HostTier
     assert settled(arena) == (3, 3, 0) and tier.used == 0
 
 
-def test_what_is_refused(space: vmm.PageSpace, device: sa.Device, tier: vmm.HostTier) -> None:
+def test_what_is_refused(space: vmm.PageSpace, device: sa.Device, tier: AnyTier) -> None:
     space.commit(0)
-    with pytest.raises(TypeError, match="tier must be a HostTier"):
+    with pytest.raises(TypeError, match="tier must be a HostTier or DiskTier"):
         space.swap_out(0, "disk")  # type: ignore[arg-type]
-    with vmm.HostTier(sa.Device(0, driver=sd.simulated())) as other, pytest.raises(TypeError, match="HostTier of"):
+    with vmm.HostTier(sa.Device(0, driver=sd.simulated())) as other, pytest.raises(TypeError, match="DiskTier of"):
         space.swap_out(0, other)
     with space.stream.capture() as graph, pytest.raises(sa.CaptureError):
         space.swap_out(0, tier)
@@ -311,7 +355,7 @@ def test_what_is_refused(space: vmm.PageSpace, device: sa.Device, tier: vmm.Host
 
 
 def test_memory_is_allocated_under_no_lock(
-    space: vmm.PageSpace, tier: vmm.HostTier, monkeypatch: pytest.MonkeyPatch
+    space: vmm.PageSpace, host: vmm.HostTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other threads change pages meanwhile."""
     grow, busy = vmm.HostTier._grow, []
@@ -322,15 +366,15 @@ def test_memory_is_allocated_under_no_lock(
 
     monkeypatch.setattr(vmm.HostTier, "_grow", seen)
     space.commit(range(PAGES))
-    space.swap_out(range(PAGES), tier)
-    assert busy == [False] and tier.reserved == 32 << 20
-    tier.reserve(4, PAGE)
+    space.swap_out(range(PAGES), host)
+    assert busy == [False] and host.reserved == 32 << 20
+    host.reserve(4, PAGE)
     assert busy == [False, False]
     with pytest.raises(sa.OutOfMemoryError), vmm.HostTier(space.device, limit=PAGE) as small:
         small.reserve(2, PAGE)
 
 
-def test_trim(machine: object, device: sa.Device, space: vmm.PageSpace, tier: vmm.HostTier) -> None:
+def test_trim(machine: object, device: sa.Device, space: vmm.PageSpace, tier: AnyTier) -> None:
     space.commit(0)
     space.swap_out(0, tier)
     space.swap_in(0)
@@ -366,7 +410,7 @@ def test_a_fault_after_some_batches_changes_nothing(machine: Any, monkeypatch: p
         assert values(space)[:8] == list(range(1, 9)) and tier.used == 0
 
 
-def test_a_block_that_is_named_twice_is_dropped_once(device: sa.Device, stream: sa.Stream, tier: vmm.HostTier) -> None:
+def test_a_block_that_is_named_twice_is_dropped_once(device: sa.Device, stream: sa.Stream, tier: AnyTier) -> None:
     with sa.allocate(4 * 4096, stream) as buffer:
         stored = tier.save(buffer, range(3), 4096, stream)
         stored.drop([0, 0, -3])
@@ -396,10 +440,10 @@ def test_contents_that_another_thread_drops_are_not_checked(
 ) -> None:
     with vmm.HostTier(device, check=True) as tier, sa.allocate(2 * 4096, stream) as buffer:
         buffer.fill(1)
-        stored = tier.save(buffer, range(2), 4096, stream)
+        stored: Any = tier.save(buffer, range(2), 4096, stream)
         stored.drop([1])
         buffer.fill(2)
-        other = tier.save(buffer, 0, 4096, stream)  # where the second block was
+        other: Any = tier.save(buffer, 0, 4096, stream)  # where the second block was
         assert other.array(0)[0] == 2 and other._addresses[0] == stored._addresses[1]
         stored.check(range(2))
         stored.array(0)[0] += 1
@@ -412,11 +456,11 @@ def test_contents_that_another_thread_drops_are_not_checked(
 
 @pytest.mark.simulated_only("threads of this process")
 def test_copies_that_are_noted_while_completed_ones_are_forgotten(
-    device: sa.Device, stream: sa.Stream, tier: vmm.HostTier, gate: Gate
+    device: sa.Device, stream: sa.Stream, host: vmm.HostTier, gate: Gate
 ) -> None:
     """The memory of a chunk stays until they have completed."""
     with sa.allocate(4096, stream) as buffer:
-        stored = tier.save(buffer, 0, 4096, stream)
+        stored = host.save(buffer, 0, 4096, stream)
         (chunk,) = stored._chunks.values()
         (done,) = chunk._end.work
         stream.synchronize()
@@ -441,7 +485,7 @@ def test_copies_that_are_noted_while_completed_ones_are_forgotten(
         stored.drop()
 
 
-def test_the_end_of_a_space_attempts_no_releases_under_its_lock(arena: vmm.PageArena, tier: vmm.HostTier) -> None:
+def test_the_end_of_a_space_attempts_no_releases_under_its_lock(arena: vmm.PageArena, tier: AnyTier) -> None:
     busy = []
 
     class Item(Deferred):
@@ -462,7 +506,7 @@ def test_the_end_of_a_space_attempts_no_releases_under_its_lock(arena: vmm.PageA
 
 @pytest.mark.simulated_only("the exception is the same on any driver")
 def test_an_exception_while_pages_are_parked_loses_no_contents(
-    space: vmm.PageSpace, tier: vmm.HostTier, monkeypatch: pytest.MonkeyPatch
+    space: vmm.PageSpace, tier: AnyTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     park = Places.park
     space.commit(range(4))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import streamalloc as sa
 from streamalloc import vmm
 from tests.support import MiB
@@ -58,3 +60,39 @@ def test_memory_of_graphs(device: sa.Device, stream: sa.Stream) -> None:
         assert group.resident().graphs > before
         graph.close()
         device.graph_memory.trim()
+
+
+def test_pages_and_what_recyclers_keep(device: sa.Device) -> None:
+    with vmm.SleepGroup(device) as group, vmm.MemoryRecycler(device, 4 * PAGE) as recycler:
+        before = group.resident()
+        with vmm.PageArena(device) as arena, arena.space(16 * PAGE) as space:
+            space.commit(range(3))
+            arena.prepare(2).result()
+            space.release(2)
+            now = group.resident()
+            # Three committed or released ones, two that were prepared unless one was released, and that of zeros.
+            assert now.pages - before.pages == (arena.statistics().pages + 1) * PAGE
+            assert now.others == before.others and now.mapped == before.mapped
+        recycler.take(PAGE).close()
+        now = group.resident()
+        assert now.spare - before.spare == PAGE and now.others == before.others
+
+
+def test_memory_of_another_library_is_measured(device: sa.Device) -> None:
+    """It is in no figure of this library: another owner of the driver has allocated it."""
+    driver: Any = device.driver
+    with vmm.SleepGroup(device) as group:
+        before = group.resident()
+        allocated, mine = [], []
+        with group.measure("NCCL"), device.current():
+            allocated.append(driver.cuMemAlloc(8 * PAGE)[1])
+            mine.append(group.allocate(PAGE, tag="a"))
+        with group.measure("NCCL"), device.current():
+            allocated.append(driver.cuMemAlloc(4 * PAGE)[1])
+        now = group.resident()
+        assert dict(now.measured) == {"NCCL": 12 * PAGE} and now.group["a"] == PAGE
+        assert now.others == before.others and "NCCL, as measured" in repr(now)
+        with device.current():
+            for address in allocated:
+                driver.cuMemFree(address)
+        mine[0].close()

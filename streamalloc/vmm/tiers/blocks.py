@@ -1,0 +1,354 @@
+"""Blocks: the contents of pages, and of smaller pieces of memory, in tiers; the room of a tier and its reuse."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from streamalloc.core.errors import OutOfMemoryError, refused, size_text, undoing
+from streamalloc.core.internal import CopySide, Device, Memory, Stream, StreamLike, check_device, deferred_queue
+from streamalloc.core.properties import checked_size
+from streamalloc.core.resource import Closes
+from streamalloc.core.session import session_of
+from streamalloc.vmm.access import copying_stream
+from streamalloc.vmm.tiers.queued import Work
+
+__all__ = ["Addresses", "BlockTier", "Blocks", "Chunk", "Kept", "Stored", "by_contents", "drop_contents"]
+
+_LEAST, _MOST = 32 << 20, 1 << 30  # bytes of a chunk, unless a block is larger
+
+Blocks: TypeAlias = "int | Sequence[int] | npt.NDArray[np.integer[Any]]"
+"""Index of a block, or a sequence or an array of indices."""
+Addresses: TypeAlias = "npt.NDArray[np.int64]"
+Kept: TypeAlias = "tuple[Stored, int]"
+"""The contents of one block, and their index there."""
+
+
+class Chunk:
+    """Room of a tier for some blocks of one size; released once nothing refers to it."""
+
+    __slots__ = ("__weakref__", "_free", "_step", "address", "count", "left", "nbytes")
+
+    def __init__(self, nbytes: int, count: int, address: int, step: int) -> None:
+        self.nbytes: int = nbytes
+        """Size of a block in bytes."""
+        self.count: int = count
+        """Number of blocks."""
+        self.address: int = address
+        """Address of the first block; unique in the tier."""
+        self._step = step
+        self.left: int = 0
+        """Number of blocks without contents."""
+        self._free: list[tuple[Addresses, Sequence[Work]]] = []
+        """Addresses without contents, with the last copies there; the last ones are taken first."""
+        self.give(self._every(), ())
+
+    def _every(self) -> Addresses:
+        return self.address + np.arange(self.count) * self._step
+
+    def take(self, most: int) -> tuple[Addresses, Sequence[Work]]:
+        """Take at most so many addresses, and the last copies there. Some are left."""
+        addresses, works = self._free[-1]
+        taken = addresses[:most]
+        # First: an exception of a signal handler may leave room unused, but none counted that is not there.
+        self.left -= len(taken)
+        self._free[-1:] = [(addresses[most:], works)] if len(addresses) > most else []
+        return taken, works
+
+    def give(self, addresses: Addresses, works: Sequence[Work]) -> None:
+        """Return addresses, which are used again after these copies."""
+        self._free.append((addresses, works))
+        self.left += len(addresses)
+        if self.left == self.count and len(self._free) > 1:
+            # In order again, so that the copies of adjacent blocks become one.
+            last = {work for _, several in self._free for work in several}
+            self._free = [(self._every(), tuple(last))]
+
+
+class Stored(abc.ABC):
+    """The contents of blocks of one size in a tier; made by :meth:`BlockTier.save`."""
+
+    __slots__ = ("_addresses", "_bases", "_busy", "_chunks", "_dropped", "_held", "_works", "nbytes", "tier")
+
+    def __init__(self, tier: BlockTier, nbytes: int) -> None:
+        self.tier: BlockTier = tier
+        """The tier."""
+        self.nbytes: int = nbytes
+        """Size of a block in bytes."""
+        self._addresses = self._bases = np.empty(0, np.int64)
+        self._chunks: dict[int, Any] = {}
+        """Chunks by the address, which :attr:`_bases` has for each block."""
+        self._held = np.empty(0, np.bool_)
+        """Whether each block has contents."""
+        self._dropped: list[Addresses] = []
+        """Blocks that were dropped, and whose room the tier does not have yet."""
+        self._busy = 0
+        """Number of calls that queue copies, or read or write; afterwards the tier gets what was dropped meanwhile."""
+        self._works: Sequence[Work] = ()
+        """The last copies from or to the room."""
+
+    def __len__(self) -> int:
+        return len(self._addresses)
+
+    @property
+    def complete(self) -> bool:
+        """Whether no block was dropped."""
+        return bool(self._held.all())
+
+    def _add(self, chunk: Chunk, addresses: Addresses, works: Sequence[Work]) -> None:
+        """Add room; under the tier's lock."""
+        self._chunks[chunk.address] = chunk
+        self._works = (*self._works, *works)
+        bases = np.full(len(addresses), chunk.address)
+        if len(self):
+            bases, addresses = np.concatenate((self._bases, bases)), np.concatenate((self._addresses, addresses))
+        self._bases, self._addresses, self._held = bases, addresses, np.ones(len(addresses), np.bool_)
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Block in which the tier does not use room again that is dropped."""
+        with self.tier._lock:
+            self._busy += 1
+        try:
+            yield
+        finally:
+            with self.tier._lock:
+                self._busy -= 1
+                self._return_dropped()
+
+    @abc.abstractmethod
+    def save(self, source: Addresses, stream: Stream) -> None:
+        """Queue the copies of all blocks from device memory, and store them."""
+
+    @abc.abstractmethod
+    def load(self, blocks: Sequence[int] | Addresses, target: Addresses, stream: Stream) -> None:
+        """Queue the copies of these blocks to device memory.
+
+        Raises
+        ------
+        DamagedBackupError
+            The contents of a block have changed.
+        """
+
+    @abc.abstractmethod
+    def check(self, blocks: Iterable[int]) -> None:
+        """Raise what :meth:`load` raises, as far as it can be found out before."""
+
+    def drop(self, blocks: Sequence[int] | None = None) -> None:
+        """Return the room of all blocks, or of these, to the tier, which uses it after the copies; idempotent."""
+        with self.tier._lock:
+            every = np.arange(len(self._held))
+            chosen = every if blocks is None else np.unique(every[np.array(blocks, np.int64)])
+            chosen = chosen[self._held[chosen]]
+            self._held[chosen] = False
+            self._dropped.append(chosen)
+            self._return_dropped()
+
+    def _return_dropped(self) -> None:
+        if self._busy or not self._dropped:
+            return
+        chosen, self._dropped = np.concatenate(self._dropped), []
+        addresses, bases, chunks = self._addresses[chosen], self._bases[chosen], self._chunks
+        left = np.unique(self._bases[np.flatnonzero(self._held)]).tolist()
+        self._chunks = {base: chunks[base] for base in left}
+        for base in np.unique(bases).tolist():
+            chunks[base].give(addresses[bases == base], self._works)
+        if self.tier.closed:
+            self.tier._forget_unused()
+
+
+def by_contents(kept: Mapping[int, Kept]) -> Iterator[tuple[Stored, list[int], list[int]]]:
+    """Split places by what has their contents; yield that, their indices there, and the places."""
+    several: dict[Stored, tuple[list[int], list[int]]] = {}
+    for place, (stored, index) in kept.items():
+        found = several.setdefault(stored, ([], []))
+        found[0].append(index)
+        found[1].append(place)
+    for stored, (indices, places) in several.items():
+        yield stored, indices, places
+
+
+def drop_contents(kept: Mapping[int, Kept]) -> None:
+    """Return the room of contents to their tiers."""
+    for stored, indices, _ in by_contents(kept):
+        stored.drop(indices)
+
+
+def _places(blocks: Blocks, nbytes: int, side: CopySide) -> Addresses:
+    """Return the addresses of blocks of memory."""
+    size = checked_size("nbytes", nbytes)
+    if not size:
+        raise ValueError("nbytes=0: a block has at least one byte")
+    numbers = np.atleast_1d(np.asarray(blocks))
+    if numbers.dtype.kind not in "iu" and len(numbers):
+        raise TypeError(f"blocks must be indices, not {numbers.dtype}")
+    numbers = numbers.astype(np.int64).ravel()
+    count = side.nbytes // size
+    wrong = numbers[(numbers < 0) | (numbers >= count)]
+    if len(wrong):
+        raise ValueError(f"blocks: block {wrong[0]} is none of the {count} of {size_text(size)} in {side.keep!r}")
+    return side.address + numbers * size
+
+
+class BlockTier(Closes):
+    """Room for blocks outside of device memory; it grows in chunks of at least 32 MiB, and is kept for later blocks.
+
+    Thread-safe. Contents stay until they are swapped in or dropped, also after :meth:`close`.
+    """
+
+    __slots__ = ("__weakref__", "_chunks", "_limit", "_lock", "closed", "device")
+
+    _call = ""
+    """The call that makes room."""
+
+    def __init__(self, device: Device, limit: int | None) -> None:
+        check_device("device", device)
+        self.device: Device = device
+        """Device of the memory."""
+        self.closed: bool = False
+        """Whether it was closed."""
+        self._limit = None if limit is None else checked_size("limit", limit)
+        self._chunks: list[Chunk] = []
+        self._lock = threading.RLock()
+
+    @abc.abstractmethod
+    def _chunk(self, nbytes: int, count: int) -> Chunk:
+        """Make room for blocks."""
+
+    @abc.abstractmethod
+    def _stored(self, nbytes: int) -> Stored:
+        """Return contents without blocks."""
+
+    def save(self, memory: Memory, blocks: Blocks, nbytes: int, stream: StreamLike) -> Stored:
+        """Copy blocks of memory to the tier: all, or none. For blocks smaller than a page.
+
+        To host memory the copies are stream-ordered, unless the tier checks its contents; to disk the host waits.
+
+        Parameters
+        ----------
+        memory
+            Memory of the device.
+        blocks
+            An index, a range or an array of indices: block ``n`` begins ``n * nbytes`` bytes after the memory does.
+        nbytes
+            Size of a block in bytes.
+        stream
+            Stream of the copies.
+
+        Returns
+        -------
+        Stored
+            The contents. :meth:`load` copies them back, ``drop()`` returns their room to the tier.
+
+        Raises
+        ------
+        OutOfMemoryError, OSError
+            The tier has no room, or a file cannot be written.
+        CaptureError
+            ``stream`` is being captured.
+        TypeError, ValueError
+            A block is outside of the memory, which may also belong to another driver.
+        ClosedError, CudaError
+            Tier or memory was closed, or the driver refused a call.
+        """
+        ordered = copying_stream(stream, session_of(self.device))
+        side = CopySide.readable(memory, session_of(ordered))
+        places = _places(blocks, nbytes, side)
+        side.ordered_before(ordered)
+        stored = self._stored(nbytes)
+        with undoing(stored.drop):
+            self._take(len(places), stored)
+            stored.save(places, ordered)
+        return stored
+
+    def load(self, stored: Stored, memory: Memory, blocks: Blocks, stream: StreamLike) -> None:
+        """Copy contents back to blocks of memory. Parameters and errors as for :meth:`save`.
+
+        Raises
+        ------
+        ValueError
+            Contents were dropped, or ``blocks`` has another number.
+        DamagedBackupError
+            Contents have changed; ``block`` is the index of the first that was found. Blocks on disk are checked while
+            they are read: the memory is undefined then.
+        """
+        ordered = copying_stream(stream, session_of(self.device))
+        side = CopySide.writable(memory, session_of(ordered))
+        places = _places(blocks, stored.nbytes, side)
+        if len(places) != len(stored) or not stored.complete:
+            raise ValueError(f"blocks: {len(places)} for the contents of {len(stored)}, of which none may be dropped")
+        every = np.arange(len(stored))
+        stored.check(every)
+        side.ordered_before(ordered)
+        stored.load(every, places, ordered)
+
+    def reserve(self, count: int, nbytes: int) -> None:
+        """Make room for contents ahead, which takes long: host memory (``cuMemHostAlloc``), or space on disk.
+
+        Parameters
+        ----------
+        count, nbytes
+            Number of pages or blocks that are to have room, beside the contents of now, and the size of each in bytes.
+
+        Raises
+        ------
+        OutOfMemoryError, OSError, ClosedError
+            As for :meth:`save`.
+        """
+        with self._lock:
+            self._check_open()
+            free = sum(chunk.left for chunk in self._chunks if chunk.nbytes == nbytes)
+            while free < count:
+                free += self._grow(nbytes, count - free).count
+
+    def _take(self, count: int, stored: Stored) -> None:
+        """Add room for so many blocks to contents."""
+        with self._lock:
+            self._check_open()
+            while len(stored) < count:
+                left = count - len(stored)
+                fitting = (chunk for chunk in self._chunks if chunk.left and chunk.nbytes == stored.nbytes)
+                chunk = next(fitting, None) or self._grow(stored.nbytes, left)
+                stored._add(chunk, *chunk.take(left))
+
+    def _grow(self, nbytes: int, count: int) -> Chunk:
+        wanted = max(min(max(nbytes * count, _LEAST), _MOST) // nbytes, 1)
+        room = wanted if self._limit is None else (self._limit - self.reserved) // nbytes
+        if room <= 0:
+            why = f"the tier's limit of {size_text(self._limit or 0)} leaves no room for {count} pages"
+            error = refused(OutOfMemoryError, self._call, f"{why} of {size_text(nbytes)}")
+            error.requested, error.used, error.limit = nbytes * count, self.used, self._limit or 0
+            raise error
+        chunk = self._chunk(nbytes, min(wanted, room))
+        self._chunks.append(chunk)
+        return chunk
+
+    @property
+    def used(self) -> int:
+        """Bytes of the contents."""
+        return sum(chunk.nbytes * (chunk.count - chunk.left) for chunk in self._chunks)
+
+    @property
+    def reserved(self) -> int:
+        """Bytes of the room, which is as much as the contents have needed at once."""
+        return sum(chunk.nbytes * chunk.count for chunk in self._chunks)
+
+    def trim(self) -> None:
+        """Release the chunks that hold no contents, each after the copies that use it (``cuMemFreeHost``)."""
+        self._forget_unused()
+        deferred_queue(session_of(self.device)).work()
+
+    def _forget_unused(self) -> None:
+        with self._lock:
+            self._chunks = [chunk for chunk in self._chunks if chunk.left < chunk.count]
+
+    def close(self) -> None:
+        """Take no more contents, and release the room when the last of them leaves. Idempotent."""
+        self.closed = True
+        self.trim()
