@@ -157,7 +157,8 @@ def unpack(name: str, params: Any, extra: Any, types: tuple[Any, ...] | None) ->
         count = len(params[0])
         missing = types is not None and count < len(types)
         not_modelled(missing, f"fewer arguments than {name!r} has parameters: the real driver crashes")
-        cells = tuple(_given(*one) for one in zip(_addresses(slots, count), *params, strict=True))
+        registered = (*(types or ()), *[None] * count)[:count]
+        cells = tuple(_given(*one) for one in zip(_addresses(slots, count), *params, registered, strict=True))
         return cells if types is None else cells[: len(types)]
     known = _known(name, types)
     pairs = zip(_addresses(slots, len(known)), known, strict=True)
@@ -193,11 +194,16 @@ def _read(address: int, kind: Any) -> Any:
     return kind.from_buffer_copy(ctypes.string_at(address, size))
 
 
-def _given(address: int, value: Any, kind: Any) -> Any:
-    """An argument with a C type, or with None: then it is an object of the bindings or of ctypes."""
-    if kind is None:
-        number = ctypes.c_int if isinstance(value, int) else ctypes.c_uint64
-        kind = type(value) if isinstance(value, CELLS) else number if hasattr(value, "__int__") else None
+def _given(address: int, value: Any, kind: Any, registered: Any) -> Any:
+    """An argument with a C type, or with None: then it is an object of ctypes or of the bindings, whose structs are
+    read as the struct of ctypes that the kernel is registered with.
+    """
+    if kind is None and isinstance(value, CELLS):
+        kind = type(value)
+    elif kind is None and hasattr(value, "__int__"):
+        kind = ctypes.c_int if isinstance(value, int) else ctypes.c_uint64
+    elif kind is None and isinstance(registered, type) and issubclass(registered, ctypes.Structure):
+        kind = registered
     return value if kind is None else _read(address, kind)
 
 
