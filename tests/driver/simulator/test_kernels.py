@@ -118,6 +118,21 @@ def test_more_and_fewer_arguments_than_parameters(raw: Any, scale: list[Any]) ->
         assert launch(raw, function, none) == (cuda.CUresult.CUDA_ERROR_INVALID_VALUE,)
 
 
+@pytest.mark.parametrize(
+    ("kind", "value", "found"),
+    [(ctypes.c_double, 2.5, 0.0), (ctypes.c_int, 0x40200000, 2.5), (ctypes.c_longlong, 0x40200000, 2.5)],
+)
+def test_a_parameter_reads_its_own_type(raw: Any, scale: list[Any], kind: Any, value: Any, found: float) -> None:
+    memory = ones(raw)
+    ok(launch(raw, load(raw), ((memory, value, N), (None, kind, ctypes.c_uint))))
+    assert contents(raw, memory) == {found}
+
+
+def test_a_parameter_is_no_longer_than_its_argument(raw: Any, scale: list[Any]) -> None:
+    with pytest.raises(NotImplementedError, match="an argument of 'scale' that has fewer bytes"):
+        launch(raw, load(raw), ((5, 2.5, N), (ctypes.c_int, ctypes.c_float, ctypes.c_uint)))
+
+
 class Dim3(ctypes.Structure):
     _fields_ = [(axis, ctypes.c_uint) for axis in "xyz"]
 
