@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import runpy
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -45,7 +47,8 @@ def install(machine: Driver | None = None, *, kernels: Iterable[str] = ()) -> It
     the same devices. A child of ``os.fork`` can use the machine if the parent has not initialised it, as on hardware.
 
     What calls CUDA's C libraries itself (CuPy, PyTorch, cuda.core, ctypes) does not see the machine. Where such a
-    library is imported in the block, a :class:`RuntimeWarning` says so.
+    library is imported in the block, a :class:`RuntimeWarning` says so. ``CUDA_VISIBLE_DEVICES`` is not simulated:
+    another warning says so where it names other devices than all in order.
 
     Parameters
     ----------
@@ -60,13 +63,16 @@ def install(machine: Driver | None = None, *, kernels: Iterable[str] = ()) -> It
     RuntimeError
         A machine is installed already.
     TypeError
-        The driver is not a simulated one.
+        The driver is not a simulated one, or ``kernels`` is one path instead of several.
     """
+    if isinstance(kernels, (str, bytes, os.PathLike)):
+        raise TypeError(f"kernels={kernels!r}: must be a list of paths")
     driver: Any = as_asked(sd.simulated()) if machine is None else machine
     files = [os.path.abspath(one) for one in kernels]
     settings = getattr(driver, "settings", None)
     if not isinstance(settings, str):
         raise TypeError(f"machine={driver!r}: must be a simulated machine (streamalloc.driver.simulated)")
+    _warn_of_hidden_devices(settings)
     with contextlib.ExitStack() as undo:
         with _lock:
             if _targets:
@@ -87,6 +93,14 @@ def install(machine: Driver | None = None, *, kernels: Iterable[str] = ()) -> It
         for file in files:
             runpy.run_path(file)
         yield driver
+
+
+def _warn_of_hidden_devices(settings: str) -> None:
+    found, visible = re.search(r"[:,]devices=(\d+)", settings), os.environ.get("CUDA_VISIBLE_DEVICES")
+    count = 1 if found is None else int(found[1])
+    if visible and visible.split(",") != [str(number) for number in range(count)]:  # empty: it hides real devices
+        text = f"CUDA_VISIBLE_DEVICES={visible} is not simulated: the program sees all {count} devices of the machine"
+        warnings.warn(text, RuntimeWarning, stacklevel=4)
 
 
 def _places() -> list[tuple[ModuleType, str, Callable[..., Any]]]:

@@ -219,6 +219,7 @@ class TestRefused:
         for extent in ((0, 4), (WIDTH, 0, DEPTH), (widest + 1, 1)):
             assert said(arrays.create(*extent)) == "INVALID_VALUE"
         assert said(arrays.create(WIDTH, HEIGHT, channels=3)) == "INVALID_VALUE"
+        assert said(arrays.raw.cuArrayCreate(arrays.raw.CUDA_ARRAY_DESCRIPTOR())) == "INVALID_VALUE"
         assert said(arrays.create(WIDTH, HEIGHT, 0, flags=LAYERED)) == "INVALID_VALUE"
 
     def test_parts_outside(self, arrays: Arrays) -> None:

@@ -289,6 +289,12 @@ def test_error_name_and_string(raw: Any) -> None:
     assert value(raw.cuGetErrorString(error)) == b"out of memory"
 
 
+def test_errors_that_only_newer_bindings_name(raw: Any) -> None:
+    for error in raw.CUresult:
+        (code, name), (_, text) = raw.cuGetErrorName(error), raw.cuGetErrorString(error)
+        assert (name is None) == (text is None) == (code == raw.CUresult.CUDA_ERROR_INVALID_VALUE), error
+
+
 @pytest.mark.usefixtures("same_architecture")
 def test_stream_priority_range(raw: Any) -> None:
     assert value(raw.cuCtxGetStreamPriorityRange()) == (0, -5)

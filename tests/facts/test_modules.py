@@ -61,6 +61,10 @@ def test_names_that_are_missing(code: Code) -> None:
     assert said(code.raw.cuModuleGetGlobal(code.module, b"nope")) == "NOT_FOUND"
 
 
+def test_names_of_nothing(rig: Rig) -> None:
+    assert said(rig.raw.cuFuncGetName(0)) == said(rig.raw.cuKernelGetName(0)) == "INVALID_VALUE"
+
+
 def test_variable(code: Code) -> None:
     address, size = code.raw.cuModuleGetGlobal(code.module, b"counter")[1:]
     assert size == 4

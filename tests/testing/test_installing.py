@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -56,6 +57,20 @@ class TestInstall:
     def test_only_a_simulated_machine(self) -> None:
         with pytest.raises(TypeError, match="must be a simulated machine"), testing.install(cuda):
             pass
+
+    def test_one_path_of_kernels(self) -> None:
+        with pytest.raises(TypeError, match="kernels='one': must be a list"), testing.install(kernels="one"):
+            pass
+
+    @pytest.mark.parametrize(("visible", "hidden"), [("", False), ("0,1", False), ("1", True), ("1,0", True)])
+    def test_devices_that_the_environment_hides(
+        self, monkeypatch: pytest.MonkeyPatch, visible: str, hidden: bool
+    ) -> None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        said = pytest.warns(RuntimeWarning, match=f"CUDA_VISIBLE_DEVICES={visible} is not simulated: .* all 2 devices")
+        with said if hidden else contextlib.nullcontext(), testing.install(sd.simulated(devices=2)):
+            cuda.cuInit(0)
+            assert cuda.cuDeviceGetCount()[1] == 2
 
     def test_a_wrapped_machine(self) -> None:
         traced = sd.traced(sd.simulated())

@@ -120,10 +120,10 @@ def _given_or_current(machine: Machine, handle: int) -> contexts.Context:
     return _context(machine, handle) if handle else machine.current()
 
 
-def _found_in(table: str, code: Any = Result.CUDA_ERROR_INVALID_VALUE) -> Find:
-    """The look-up in a table of the machine."""
+def _found_in(table: str, code: Any = Result.CUDA_ERROR_INVALID_VALUE, of_null: Any = None) -> Find:
+    """The look-up in a table of the machine. ``of_null`` is the code of a null handle, where it is another."""
     get = operator.attrgetter(table)
-    return lambda machine, handle: need(get(machine).get(handle), code)
+    return lambda machine, handle: need(get(machine).get(handle), code if handle else of_null or code)
 
 
 # Kinds of parameters that are numbers.
@@ -172,6 +172,10 @@ Module = Annotated[modules.Module, Handle(cuda.CUmodule), _found_in("modules.mod
 Library = Annotated[modules.Module, Handle(cuda.CUlibrary), _found_in("modules.modules", _gone)]
 Function = Annotated[modules.Function, Handle(cuda.CUfunction), _found_in("modules.functions", _gone)]
 Kernel = Annotated[modules.Function, Handle(cuda.CUkernel), _found_in("modules.functions", _gone)]
+# Those whose name is asked for. NVIDIA's tests of the bindings give the code of a null handle.
+_named = _found_in("modules.functions", _gone, Result.CUDA_ERROR_INVALID_VALUE)
+NamedFunction = Annotated[modules.Function, Handle(cuda.CUfunction), _named]
+NamedKernel = Annotated[modules.Function, Handle(cuda.CUkernel), _named]
 Link = Annotated[modules.Link, Handle(cuda.CUlinkState), _found_in("modules.links", _gone)]
 BY_NAME = {
     **dict.fromkeys(["dst", "src", "dstDevice", "srcDevice", "addr", "dptr"], "DevicePointer"),

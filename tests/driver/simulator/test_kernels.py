@@ -13,7 +13,7 @@ import pytest
 
 from streamalloc import driver as sd
 from streamalloc import testing
-from streamalloc.driver.bindings import cuda
+from streamalloc.driver.bindings import cuda, runtime
 from tests.facts.support import value as ok
 from tests.processes import eventually
 
@@ -116,6 +116,41 @@ def test_more_and_fewer_arguments_than_parameters(raw: Any, scale: list[Any]) ->
         launch(raw, function, (values[:2], kinds[:2]))
     for none in (None, 0, ((), ())):
         assert launch(raw, function, none) == (cuda.CUresult.CUDA_ERROR_INVALID_VALUE,)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "found"),
+    [(ctypes.c_double, 2.5, 0.0), (ctypes.c_int, 0x40200000, 2.5), (ctypes.c_longlong, 0x40200000, 2.5)],
+)
+def test_a_parameter_reads_its_own_type(raw: Any, scale: list[Any], kind: Any, value: Any, found: float) -> None:
+    memory = ones(raw)
+    ok(launch(raw, load(raw), ((memory, value, N), (None, kind, ctypes.c_uint))))
+    assert contents(raw, memory) == {found}
+
+
+def test_an_argument_shorter_than_its_parameter(raw: Any, scale: list[Any]) -> None:
+    memory = ones(raw)
+    ok(launch(raw, load(raw), ((memory, 2.5, N), (None, ctypes.c_float, ctypes.c_ushort))))
+    assert contents(raw, memory) == {2.5}
+
+
+class Dim3(ctypes.Structure):
+    _fields_ = [(axis, ctypes.c_uint) for axis in "xyz"]
+
+
+@pytest.mark.parametrize("kind", [Dim3, None])
+def test_structs_of_the_bindings(raw: Any, kind: Any) -> None:
+    seen: list[Any] = []
+    testing.kernel("sees", types=kind and [ctypes.c_int, kind])(lambda number, extent: seen.append(extent))
+    try:
+        extent = runtime().dim3()
+        extent.x, extent.y, extent.z = 1, 2, 3
+        ok(launch(raw, load(raw, b"sees"), ((5, extent), (ctypes.c_int, None))))
+        ok(raw.cuCtxSynchronize())
+    finally:
+        testing.unregister_kernel("sees")
+    assert [type(one) for one in seen] == [kind or runtime().dim3]
+    assert [seen[0].x, seen[0].y, seen[0].z] == [1, 2, 3]
 
 
 def plain(x: int, count: np.int32) -> None:

@@ -12,7 +12,9 @@ from streamalloc import driver as sd
 from streamalloc import testing
 from streamalloc.driver.bindings import cuda, runtime
 from streamalloc.driver.internal import Runtime
-from streamalloc.driver.simulator.runtime.tables import driver_call, properties
+from streamalloc.driver.simulator.driver import SimulatedDriver
+from streamalloc.driver.simulator.runtime.functions import OWN
+from streamalloc.driver.simulator.runtime.tables import OTHER_LAYOUT, driver_call, properties
 from streamalloc.driver.simulator.runtime.translation import signature
 from tests.support import in_a_thread
 
@@ -57,6 +59,37 @@ def test_a_function_is_a_driver_call_with_the_same_parameters_and_results(name: 
     ours, theirs = signature(cuda, call), signature(cudart, name)
     assert len(ours.parameters) == len(theirs.parameters)
     assert len(ours.results) == len(theirs.results)
+
+
+def fields(cls: Any) -> set[str]:
+    return {name for name in dir(cls) if not name.startswith("_")}
+
+
+def is_struct(cls: Any) -> bool:
+    return isinstance(cls, type) and not issubclass(cls, int) and hasattr(cls, "getPtr") and not hasattr(cls, "__int__")
+
+
+_SAME_BYTES = {"cudaGraphInstantiateParams", "cudaKernelNodeParams", "cudaMemPoolProps"}
+"""Structs with the driver's first bytes, whose fields have other names, or are fewer."""
+
+
+def test_structs_are_those_of_the_driver_byte_by_byte_or_are_converted() -> None:
+    modelled = {name for cls in SimulatedDriver.__mro__ for name in vars(cls)}
+    compared = set()
+    for name in [one for one in dir(cudart) if one.startswith("cuda") and one not in OWN]:
+        call = None if isinstance(getattr(cudart, name), type) else driver_call(name)
+        if call in modelled:
+            theirs, ours = signature(cudart, name), signature(cuda, call)
+            kinds = [one.type for one in theirs.parameters], [one.type for one in ours.parameters]
+            for their, our in [*zip(*kinds, strict=False), *zip(theirs.results, ours.results, strict=False)]:
+                compared.add((their.removeprefix("[]"), our.removeprefix("[]")))
+    pairs = [(getattr(cudart, one, None), getattr(cuda, other, None)) for one, other in compared]
+    structs = {one.__name__: (one, other) for one, other in pairs if is_struct(one) and is_struct(other)}
+    assert structs.keys() > {*OTHER_LAYOUT, "cudaMemcpyAttributes", "cudaMemAllocNodeParams"}
+    for name in structs.keys() - {*OTHER_LAYOUT, *_SAME_BYTES}:
+        one, other = structs[name]
+        assert fields(one) == fields(other), name
+        assert cudart.sizeof(one) == cuda.sizeof(other), name
 
 
 def test_the_fields_of_properties_are_device_attributes() -> None:
@@ -150,6 +183,60 @@ def test_copies_by_kind(rt: Any) -> None:
     ok(rt.cudaStreamSynchronize(stream))
     ok(rt.cudaMemcpy(found, row, 64, Kind.cudaMemcpyDeviceToHost))
     assert (found[0] == source[2]).all() and (found[2] == 7).all()
+
+
+def test_copies_of_boxes_between_devices() -> None:
+    rt: Any = Runtime(sd.simulated(devices=2))
+    source, found = np.arange(64, dtype=np.uint8).reshape(4, 16), np.zeros((4, 16), np.uint8)
+    there = ok(rt.cudaMalloc(64))
+    ok(rt.cudaMemcpy(there, source, 64, Kind.cudaMemcpyHostToDevice))
+    ok(rt.cudaSetDevice(1))
+    here = ok(rt.cudaMalloc(64))
+    channel = ok(cudart.cudaCreateChannelDesc(8, 0, 0, 0, cudart.cudaChannelFormatKind.cudaChannelFormatKindUnsigned))
+    array = ok(rt.cudaMallocArray(channel, 16, 4, 0))
+    box = cudart.cudaMemcpy3DPeerParms()
+    box.srcPtr, box.dstPtr = cudart.make_cudaPitchedPtr(there, 16, 16, 4), cudart.make_cudaPitchedPtr(here, 16, 16, 4)
+    box.dstDevice, box.extent = 1, cudart.make_cudaExtent(16, 4, 1)
+    ok(rt.cudaMemcpy3DPeer(box))
+    box.srcPtr.ptr, box.srcDevice, box.dstArray = here, 1, array
+    ok(rt.cudaMemcpy3DPeerAsync(box, 0))
+    ok(rt.cudaMemcpy2DFromArray(found, 16, array, 0, 0, 16, 4, Kind.cudaMemcpyDeviceToHost))
+    assert (found == source).all()
+    box.srcDevice = 2
+    assert rt.cudaMemcpy3DPeer(box) == (Error.cudaErrorInvalidDevice,)
+    box.srcPtr.ptr, box.srcDevice = there, 0
+    with pytest.raises(NotImplementedError, match="of an array between two devices"):
+        rt.cudaMemcpy3DPeer(box)
+    assert rt.cudaMemcpy3DPeer(None) == (Error.cudaErrorInvalidValue,)
+
+
+def test_nodes_of_any_kind(rt: Any) -> None:
+    graph, kinds, found = ok(rt.cudaGraphCreate(0)), cudart.cudaGraphNodeType, np.zeros(64, np.uint8)
+    fill, copy, memory = (cudart.cudaGraphNodeParams() for _ in range(3))
+    fill.type, copy.type, memory.type = (
+        kinds.cudaGraphNodeTypeMemset,
+        kinds.cudaGraphNodeTypeMemcpy,
+        kinds.cudaGraphNodeTypeMemAlloc,
+    )
+    memory.alloc.poolProps.allocType = cudart.cudaMemAllocationType.cudaMemAllocationTypePinned
+    memory.alloc.poolProps.location.type = cudart.cudaMemLocationType.cudaMemLocationTypeDevice
+    memory.alloc.bytesize, target = 64, ok(rt.cudaMalloc(64))
+    # The list of edge data came with CUDA 13.
+    edges = [None] * (len(signature(cudart, "cudaGraphAddNode").parameters) - 4)
+    node = ok(rt.cudaGraphAddNode(graph, None, *edges, 0, memory))
+    fill.memset.dst, fill.memset.value, fill.memset.elementSize = memory.alloc.dptr, 7, 1
+    fill.memset.width, fill.memset.height = 64, 1
+    node = ok(rt.cudaGraphAddNode(graph, [node], *edges, 1, fill))
+    box = copy.memcpy.copyParams
+    box.srcPtr = cudart.make_cudaPitchedPtr(memory.alloc.dptr, 64, 64, 1)
+    box.dstPtr = cudart.make_cudaPitchedPtr(target, 64, 64, 1)
+    box.extent, box.kind = cudart.make_cudaExtent(64, 1, 1), Kind.cudaMemcpyDefault
+    node = ok(rt.cudaGraphAddNode(graph, [node], *edges, 1, copy))
+    ok(rt.cudaGraphLaunch(ok(rt.cudaGraphInstantiate(graph, 0)), 0))
+    ok(rt.cudaMemcpy(found, target, 64, Kind.cudaMemcpyDeviceToHost))
+    assert (found == 7).all()
+    with pytest.raises(NotImplementedError, match="cudaGraphMemcpyNodeGetParams"):
+        rt.cudaGraphMemcpyNodeGetParams(node)
 
 
 def test_structs_enumerations_and_handles(rt: Any) -> None:

@@ -20,7 +20,7 @@ from ..errors import NotModelled, Result, check, need, not_modelled, operating_s
 from ..memory import view_address
 from ..physical import Memory
 from .base import call
-from .copies import ARRAY, DEVICE, OF_HOST, CopyCalls
+from .copies import ARRAY, DEVICE, OF_HOST, UNIFIED, CopyCalls
 
 _LAYERED, _SURFACE, _GATHER, _SPARSE = 0x01, 0x02, 0x08, 0x40  # CUDA_ARRAY3D_*
 # Surface, cube map, depth texture, deferred mapping (observed on H200: test_sparse_arrays).
@@ -38,6 +38,11 @@ _ENDS = {"A": ("Array", ARRAY), "D": ("Device", DEVICE), "H": ("Host", OF_HOST)}
 def _field(copy: Any, name: str) -> Any:
     """A field of a copy of boxes. Copies of planes and lines have one slice."""
     return getattr(copy, name, name == "Depth")
+
+
+def _kinds(copy: Any) -> tuple[int, int]:
+    """Memory types of source and target."""
+    return arguments.number_in(copy, "srcMemoryType"), arguments.number_in(copy, "dstMemoryType")
 
 
 Change = tuple[Storage, Tile, "tuple[Memory, int] | None"]
@@ -93,6 +98,7 @@ class ArrayCalls(CopyCalls):
     def _layout(self, descriptor: Any) -> Layout:
         """The layout of an array; a CUDA_ARRAY_DESCRIPTOR has neither depth nor flags."""
         width, height, depth = (int(getattr(descriptor, name, 0)) for name in ("Width", "Height", "Depth"))
+        check(width or getattr(descriptor, "Flags", 0) & _SPARSE)  # also where the format is none
         number, channels = arguments.number_in(descriptor, "Format", None), int(descriptor.NumChannels)
         flags = getattr(descriptor, "Flags", 0)
         layered, solid, sparse = bool(flags & _LAYERED), depth > 0 and not flags & _LAYERED, bool(flags & _SPARSE)
@@ -269,15 +275,15 @@ class ArrayCalls(CopyCalls):
 
     def _copy_box(self, copy: Any, hStream: int | None = None) -> None:
         """``hStream`` None: a call that waits."""
-        kinds = (arguments.number_in(copy, "srcMemoryType"), arguments.number_in(copy, "dstMemoryType"))
+        kinds = _kinds(copy)
         if ARRAY not in kinds:
             self._copy_rows(copy, hStream, int(_field(copy, "Depth")))
             return
         waits = hStream is None
         stream = self._machine.stream(hStream or 0)
         self._check_launch(stream, "cuMemcpy3DAsync")
-        if not set(kinds) <= {OF_HOST, DEVICE, ARRAY}:
-            raise NotModelled("a copy between an array and memory of another type than host or device")
+        if not set(kinds) <= {OF_HOST, DEVICE, UNIFIED, ARRAY}:
+            raise NotModelled("a copy between an array and memory of a type that does not exist")
         if kinds.count(ARRAY) == 2:
             self._copy_arrays(copy, stream)
             return
@@ -296,6 +302,18 @@ class ArrayCalls(CopyCalls):
         stream.submit(BoxCopy(self._machine.banks, stream.context, array, box, linear, into))
         if (end is None and not into) or (waits and (end is None or end.on_host)):
             self._finish(stream)
+
+    def _copy_between(self, copy: Any, hStream: int | None = None) -> None:
+        ends = [self._find(arguments.ContextOrCurrent, one) for one in (copy.dstContext, copy.srcContext)]
+        if ARRAY not in _kinds(copy):
+            self._copy_rows(copy, hStream, int(copy.Depth), (ends[0], ends[1]))
+            return
+        here = self._machine.stream(hStream or 0).context.device
+        not_modelled(any(one.device is not here for one in ends), "a copy of an array between two devices")
+        self._copy_box(copy, hStream)
+
+    cuMemcpy3DPeer: Any = call("pCopy:cuda.CUDA_MEMCPY3D_PEER", _copy_between)
+    cuMemcpy3DPeerAsync: Any = call("pCopy:cuda.CUDA_MEMCPY3D_PEER hStream", _copy_between)
 
     def _copy_arrays(self, copy: Any, stream: Stream) -> None:
         (source, of), (target, to) = self._box(copy, "src"), self._box(copy, "dst")
@@ -362,7 +380,7 @@ class ArrayCalls(CopyCalls):
             pitch = pitch or x + box.width
         not_modelled(_field(copy, f"{side}LOD"), "cuMemcpy3D of another level of detail")
         check(x + box.width <= pitch and (box.depth == 1 or y + box.height <= height))
-        address = int(getattr(copy, f"{side}Device" if kind == DEVICE else f"{side}Host"))
+        address = int(getattr(copy, f"{side}Host" if kind == OF_HOST else f"{side}Device"))
         return Linear(address + (z * height + y) * pitch + x, pitch, height * pitch)
 
     def _linear_end(

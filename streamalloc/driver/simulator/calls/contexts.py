@@ -65,17 +65,18 @@ class ContextCalls(Calls):
         return self._machine.profile.driver_version
 
     def cuGetErrorName(self, error: Any) -> bytes:
-        return str(self._error(error).name).encode()
+        return self._error(error)[0].encode()
 
     def cuGetErrorString(self, error: Any) -> bytes:
-        return need(self._machine.profile.error_strings.get(str(self._error(error).name))).encode()
+        return self._error(error)[1].encode()
 
-    @staticmethod
-    def _error(error: Any) -> Any:
+    def _error(self, error: Any) -> tuple[str, str]:
+        """The name and the text of an error; newer bindings name more errors than the driver knows."""
         try:
-            return Result(int(error))
+            name = str(Result(int(error)).name)
         except ValueError:
             raise Fault(Result.CUDA_ERROR_INVALID_VALUE) from None
+        return name, need(self._machine.profile.error_strings.get(name))
 
     def cuDeviceGetCount(self) -> int:
         return len(self._machine.devices)

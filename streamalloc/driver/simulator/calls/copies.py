@@ -132,13 +132,6 @@ class CopyCalls(Calls):
     cuMemcpyPeer: Any = call("dstDevice dstContext srcDevice srcContext ByteCount", _copy_peer)
     cuMemcpyPeerAsync: Any = call("dstDevice dstContext srcDevice srcContext ByteCount hStream", _copy_peer)
 
-    def _copy_between(self, copy: Any, hStream: int | None = None) -> None:
-        ends = [self._find(arguments.ContextOrCurrent, one) for one in (copy.dstContext, copy.srcContext)]
-        self._copy_rows(copy, hStream, int(copy.Depth), (ends[0], ends[1]))
-
-    cuMemcpy3DPeer: Any = call("pCopy:cuda.CUDA_MEMCPY3D_PEER", _copy_between)
-    cuMemcpy3DPeerAsync: Any = call("pCopy:cuda.CUDA_MEMCPY3D_PEER hStream", _copy_between)
-
     def _copy_rows(self, copy: Any, hStream: int | None, depth: int, contexts: Contexts | None = None) -> None:
         """Between two ends that are no arrays."""
         height = int(copy.Height)

@@ -13,7 +13,7 @@ from typing import Any
 from streamalloc.driver.bindings import cuda
 
 from .. import arguments
-from ..arguments import Device, Function, Int, Kernel, Library, Link, Module, UnsignedInt
+from ..arguments import Device, Function, Int, Kernel, Library, Link, Module, NamedFunction, UnsignedInt
 from ..calls.base import Calls, call
 from ..contexts import Context
 from ..errors import Fault, Result, check, need, not_modelled
@@ -154,10 +154,10 @@ class KernelCalls(Calls):
     def cuFuncGetModule(self, hfunc: Function) -> Any:
         return cuda.CUmodule(hfunc.module.handle)
 
-    def cuFuncGetName(self, hfunc: Function) -> bytes:
+    def cuFuncGetName(self, hfunc: NamedFunction) -> bytes:
         return hfunc.name.encode()
 
-    cuKernelGetName: Any = call("hfunc:Kernel", cuFuncGetName)
+    cuKernelGetName: Any = call("hfunc:NamedKernel", cuFuncGetName)
 
     def cuFuncIsLoaded(self, function: Function) -> Any:
         return cuda.CUfunctionLoadingState.CU_FUNCTION_LOADING_STATE_LOADED

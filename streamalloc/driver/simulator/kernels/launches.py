@@ -157,7 +157,8 @@ def unpack(name: str, params: Any, extra: Any, types: tuple[Any, ...] | None) ->
         count = len(params[0])
         missing = types is not None and count < len(types)
         not_modelled(missing, f"fewer arguments than {name!r} has parameters: the real driver crashes")
-        cells = tuple(_given(*one) for one in zip(_addresses(slots, count), *params, strict=True))
+        parameters = (*(types or ()), *[None] * count)[:count]
+        cells = tuple(_given(*one) for one in zip(_addresses(slots, count), *params, parameters, strict=True))
         return cells if types is None else cells[: len(types)]
     known = _known(name, types)
     pairs = zip(_addresses(slots, len(known)), known, strict=True)
@@ -193,17 +194,31 @@ def _read(address: int, kind: Any) -> Any:
     return kind.from_buffer_copy(ctypes.string_at(address, size))
 
 
-def _given(address: int, value: Any, kind: Any) -> Any:
-    """An argument with a C type, or with None: then it is an object of the bindings or of ctypes."""
-    if kind is None:
-        number = ctypes.c_int if isinstance(value, int) else ctypes.c_uint64
-        kind = type(value) if isinstance(value, CELLS) else number if hasattr(value, "__int__") else None
+def _given(address: int, value: Any, kind: Any, parameter: Any) -> Any:
+    """An argument with a C type, or with None: then it is an object of ctypes or of the bindings. A parameter that is a
+    number reads the bytes of its own type, whatever the argument's is, unless these are fewer (samples of NVIDIA pass
+    an int for a size_t). Structs of the bindings are read as the struct of ctypes that the kernel is registered with.
+    """
+    if kind is None and isinstance(value, CELLS):
+        kind = type(value)
+    if _is_a(parameter, ctypes._SimpleCData) and (kind is None or _is_a(kind, ctypes._SimpleCData)):
+        is_short = kind is not None and ctypes.sizeof(kind) < ctypes.sizeof(parameter)
+        kind = kind if is_short else parameter
+    elif kind is None and hasattr(value, "__int__"):
+        kind = ctypes.c_int if isinstance(value, int) else ctypes.c_uint64
+    elif kind is None and _is_a(parameter, ctypes.Structure):
+        kind = parameter
     return value if kind is None else _read(address, kind)
+
+
+def _is_a(kind: Any, cls: type) -> bool:
+    return isinstance(kind, type) and issubclass(kind, cls)
 
 
 def plain(cell: Any) -> Any:
     """An argument as kernels get it."""
-    return (cell.value or 0) if isinstance(cell, ctypes._SimpleCData) else cell
+    value = cell.value if isinstance(cell, ctypes._SimpleCData) else cell
+    return 0 if value is None else value  # an address that is null
 
 
 def _from_buffer(extra: int, types: tuple[Any, ...]) -> Cells:

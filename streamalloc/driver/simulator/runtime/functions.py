@@ -10,7 +10,7 @@ from typing import Any
 from streamalloc.driver.bindings import cuda, runtime
 
 from ..errors import NotModelled
-from .tables import PURE, WITHOUT_CONTEXT, driver_call, function_attributes, properties
+from .tables import OTHER_LAYOUT, PURE, WITHOUT_CONTEXT, driver_call, function_attributes, properties
 from .translation import Argument, address, copied, result, signature
 
 _NOT_READY = 600
@@ -22,6 +22,7 @@ ENDS = ((_HOST, _HOST), (_HOST, _DEVICE), (_DEVICE, _HOST), (_DEVICE, _DEVICE), 
 BITS = {1: (1, 8), 2: (1, 16), 3: (1, 32), 8: (0, 8), 9: (0, 16), 10: (0, 32), 16: (2, 16), 32: (2, 32)}
 _COPIES = ("cuMemcpy", "cuMemcpyHtoD", "cuMemcpyDtoH", "cuMemcpyDtoD", "cuMemcpy")
 """Driver call for each cudaMemcpyKind."""
+_DEFAULT = 4  # cudaMemcpyDefault
 _NO_DEVICE = -2  # cudaInvalidDeviceId
 _PITCH_ELEMENT = 4
 
@@ -70,18 +71,19 @@ class Functions:
         more = "".join(one.name for one in ours[len(theirs.parameters) :])
         if call is None or len(pairs) < len(theirs.parameters) or more not in ("", "Flags", "ctx"):
             return functools.partial(_refuse, name)
-        boxes = [one.type == "cudaMemcpy3DParms" for one, _ in pairs]
-        convert = [Argument(one.name, one.type, other.type) for one, other in pairs]
+        if {*OTHER_LAYOUT, *(f"[]{one}" for one in OTHER_LAYOUT)} & {*theirs.results}:
+            return functools.partial(_refuse, name)
+        makers = (self._node, self._box, self._peer_box)
+        make = dict(zip(OTHER_LAYOUT, makers, strict=True))
+        convert = [Argument(one.name, one.type, other.type, make.get(one.type)) for one, other in pairs]
         results = [result(kind) for kind in theirs.results]
 
         def body(*args: Any) -> Any:
-            wanted = zip(boxes, convert, args, strict=True)
-            given = [self._box(value) if is_box else one(value) for is_box, one, value in wanted]
+            given = [one(value) for one, value in zip(convert, args, strict=True)]
             last = [] if not more else [0 if more == "Flags" else self.call("cuCtxGetCurrent")]
             values = self.values(call, *given, *last)
-            for is_box, one, before, after in zip(boxes, convert, args, given, strict=True):
-                if not is_box:
-                    one.back(before, after)
+            for one, before, after in zip(convert, args, given, strict=True):
+                one.back(before, after)
             return tuple(one(value) for one, value in zip(results, values, strict=True))
 
         return body
@@ -232,11 +234,11 @@ class Functions:
         copy.WidthInBytes, copy.Height = width, height
         self.call("cuMemcpy2DAsync" if stream else "cuMemcpy2DUnaligned", copy, *stream)
 
-    def _box(self, given: Any) -> Any:
+    def _box(self, given: Any, peer: Any = None) -> Any:
         """A cudaMemcpy3DParms as a CUDA_MEMCPY3D. Where an end is an array, x and width count its elements."""
-        copy, arrays = cuda.CUDA_MEMCPY3D(), [int(given.srcArray), int(given.dstArray)]
+        copy, arrays = peer or cuda.CUDA_MEMCPY3D(), [int(given.srcArray), int(given.dstArray)]
         element = next((self.element(one) for one in arrays if one), 1)
-        kinds = ENDS[copy_kind(given.kind)]
+        kinds = ENDS[_DEFAULT if peer else copy_kind(given.kind)]
         for side, kind, array in zip(("src", "dst"), kinds, arrays, strict=True):
             at, memory = getattr(given, f"{side}Pos"), getattr(given, f"{side}Ptr")
             if array:
@@ -250,6 +252,23 @@ class Functions:
         copy.WidthInBytes = int(given.extent.width) * element
         copy.Height, copy.Depth = int(given.extent.height), int(given.extent.depth)
         return copy
+
+    def _peer_box(self, given: Any) -> Any:
+        """A cudaMemcpy3DPeerParms as a CUDA_MEMCPY3D_PEER."""
+        copy = self._box(given, cuda.CUDA_MEMCPY3D_PEER())
+        for side in ("src", "dst"):
+            setattr(copy, f"{side}Context", self._primary(int(getattr(given, f"{side}Device"))))
+        return copy
+
+    def _node(self, given: Any) -> Any:
+        """A cudaGraphNodeParams as a CUgraphNodeParams: copies and fills are made in the current context."""
+        made, kinds = copied(given, cuda.CUgraphNodeParams, runtime(), cuda), runtime().cudaGraphNodeType
+        if given.type == kinds.cudaGraphNodeTypeMemcpy:
+            made.memcpy.copyParams = self._box(given.memcpy.copyParams)
+            made.memcpy.copyCtx = self.call("cuCtxGetCurrent")
+        elif given.type == kinds.cudaGraphNodeTypeMemset and not int(made.memset.ctx):
+            made.memset.ctx = self.call("cuCtxGetCurrent")
+        return made
 
     def element(self, array: int) -> int:
         """Bytes of an array's element."""

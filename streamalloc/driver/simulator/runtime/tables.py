@@ -40,6 +40,9 @@ WITHOUT_CONTEXT = (
 )
 """Functions that make no primary context."""
 
+OTHER_LAYOUT = ("cudaGraphNodeParams", "cudaMemcpy3DParms", "cudaMemcpy3DPeerParms")
+"""Structs that are not those of the driver byte by byte."""
+
 STRUCTS_IN_LISTS = {"cudaMemAllocNodeParams": ("accessDescs", "CUmemAccessDesc")}
 """Fields of structs that are lists of structs: the bindings keep these beside the struct."""
 

@@ -42,8 +42,8 @@ def address(value: Any) -> Any:
 class Argument:
     """Converts one argument; ``back`` copies what the driver has changed in a struct."""
 
-    def __init__(self, name: str, theirs: str, ours: str) -> None:
-        self._name, self._is_pointer = name, not theirs
+    def __init__(self, name: str, theirs: str, ours: str, make: Convert | None = None) -> None:
+        self._name, self._is_pointer, self._make = name, not theirs, make
         self._list = ours.startswith("[]")
         self._from: Any = getattr(runtime(), theirs.removeprefix("[]"), None)
         self._to: Any = getattr(cuda, ours.removeprefix("[]"), None)
@@ -68,6 +68,8 @@ class Argument:
                 f"Argument '{self._name}' has incorrect type (expected cuda.bindings.runtime.{self._from.__name__}, "
                 f"got {type(value).__name__})"
             )
+        if self._make is not None:
+            return self._make(value)
         made = copied(value, cls, runtime(), cuda)
         field, inner = STRUCTS_IN_LISTS.get(self._from.__name__, ("", ""))
         if field:
@@ -80,7 +82,10 @@ class Argument:
             return
         if self._from.__name__ in STRUCTS_IN_LISTS:  # it has pointers of its own
             given.dptr = int(converted.dptr)
-        else:
+        elif self._from.__name__ == "cudaGraphNodeParams":
+            if given.type == runtime().cudaGraphNodeType.cudaGraphNodeTypeMemAlloc:
+                given.alloc.dptr = int(converted.alloc.dptr)
+        elif self._make is None:
             size = min(runtime().sizeof(type(given)), cuda.sizeof(type(converted)))
             ctypes.memmove(int(given.getPtr()), int(converted.getPtr()), size)
 
