@@ -526,9 +526,10 @@ def checked(driver: _Interface, on: On = "report", poison: bool = False, *, unin
     also where the run happened to go well. It does not see kernels: report their uses with ``buffer.used(stream)``.
 
     **Found**, each as a :class:`Hazard`: uses before the allocation and after the free, frees that race a use, races of
-    two uses, unmaps and releases while in use, access without a grant, exports of incomplete memory, double frees and
-    leaks. A host write to memory that a queued copy still reads is found where the host has the memory from
-    ``as_array()``, reports the write by ``used``, or copies to it, and where no other library has the copy's stream.
+    two uses, unmaps and releases while in use, access without a grant, kernels that go beyond their allocation, exports
+    of incomplete memory, double frees and leaks. A host write to memory that a queued copy still reads is found in
+    pinned and registered memory, and where the host has the memory from ``as_array()``, reports the write by ``used``,
+    or copies to it; and where no other library has the copy's stream.
 
     **Trusted**, where the checker cannot see an order:
 
@@ -545,8 +546,10 @@ def checked(driver: _Interface, on: On = "report", poison: bool = False, *, unin
 
     **Not followed**:
 
-    * Uses by kernels that are not reported, and nodes of a graph that were changed by an unknown handle; ``notes``
-      lists what was given up.
+    * Uses by kernels that are not reported, bodies of conditional nodes, and nodes of a graph that were changed by an
+      unknown handle; ``notes`` lists what was given up.
+    * Calls that the driver refuses, such as a copy beyond its allocation or to memory that is not mapped; but those on
+      freed memory are reported.
     * Rows of a plane after the first 32,768.
     * Writes of an exporter into memory that an importer still reads, and processes without a checker or of another
       user. The checkers of two processes do report an importer that uses memory before the exporter's work.

@@ -114,6 +114,15 @@ class Judge:
                     if not (access.atomic and before.atomic) and not self._is_open(range_, before):
                         self._race(range_, before, access, ordered)
 
+    def beyond(self, piece: Piece, end: int, access: str, stack: Stack) -> None:
+        """Report a use that begins in a range and goes on until the address ``end``, beyond it."""
+        range_, start, last = piece
+        if range_.ended is None:
+            what = f"{access} uses {end - start:,} bytes from offset {start - range_.base:,} of {range_}"
+            what += f", {end - last:,} bytes more than there are."
+            remedy = "use no more bytes than the allocation has; sizes count bytes, not elements."
+            self.report("out of bounds", what, remedy, range_, stack)
+
     def reads_unwritten(self, piece: Piece, access: Access) -> None:
         """Report a copy of bytes that nothing has written."""
         range_, low, high = piece

@@ -204,7 +204,12 @@ class State(Uses):
             for (range_, _, _), write in used:
                 range_.held_write |= write
         elif not any(node.kind == "step" for node in nodes):
-            self.sources.add(stream, used, "cuGraphLaunch", stack)
+            followed = self.sources.followed(used)
+            written = [one for one in followed if one[1]]
+            for node in nodes if len(written) < len(followed) else ():
+                if node.enabled:
+                    reads = [one for one in node.pieces if not one[1]]
+                    self.sources.add(stream, reads + written, node.what, Launched(node.stack, stack))
         self.launched[executable] = self.timeline.record(stream)
 
     def _run(self, stream: Stream, nodes: list[Node], stack: Stack) -> None:
@@ -455,7 +460,7 @@ class State(Uses):
         resources: list[Range | Physical] = [
             one
             for one in self.addresses.living()
-            if not (one.pending or one.deferred) and one.kind not in ("registered memory", "array")
+            if not (one.pending or one.deferred) and one.kind != "registered memory"
         ]
         named = (one for one in dict.fromkeys(self.physical.values()) if one.stack)
         resources += [one for one in named if all(mapping.ended for mapping in one.mappings)]
