@@ -245,9 +245,9 @@ def _find(name: bytes, posts: bool) -> list[Entry]:
     ]
 
 
-def event_of(name: bytes) -> Entry | None:
-    """The entry of another process's event, by its export data."""
-    return next(iter(_find(name, posts=False)), None)
+def events_of(name: bytes) -> list[Entry]:
+    """The entries of other processes for an event, by its export data."""
+    return _find(name, posts=False)
 
 
 def posts_of(name: bytes) -> list[Announced]:

@@ -212,7 +212,7 @@ class Checked(Wrapper):
         if succeeded and rule is not None and rule.after is not None:
             rule.after(state, name, args, answer)
         shared = state.interprocess
-        if shared.posted or shared.leaving or shared.written:
+        if shared.posted or shared.leaving or shared.uses:
             shared.settle()
 
     def _late(self, name: str, args: tuple[Any, ...], answer: tuple[Any, ...]) -> None:
@@ -385,6 +385,7 @@ class Checked(Wrapper):
         def run(*args: Any) -> None:
             self._alone(self._state.look)
             self._alone(call.begins)
+            self._alone(self._state.interprocess.settle)
             try:
                 function(*args)
             finally:

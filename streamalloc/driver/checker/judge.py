@@ -136,14 +136,17 @@ class Judge:
             self.report("uninitialized", what, remedy, range_, access.stack)
 
     def _await(self, range_: Range, low: int, high: int, contents: Contents, access: Access, clock: Clock) -> None:
-        if contents.low >= high or low >= contents.high or any(clock.after(*one) for one in contents.after):
+        if contents.low >= high or low >= contents.high or not (contents.written or access.write):
+            return
+        if any(clock.after(*one) for one in contents.after):
             return
         if access.actor in self.timeline.foreign:
             return  # its library may have waited
         if contents.over():
             range_.awaited = tuple(one for one in range_.awaited if one is not contents)
             return
-        what = f"{access} uses {range_}, but nothing orders it after the writes of {contents.whose}."
+        did = "writes" if contents.written else "reads"
+        what = f"{access} uses {range_}, but nothing orders it after the {did} of {contents.whose}."
         self.report("race", what, f"{access.actor.name} must wait for {contents.remedy}.", range_, access.stack)
 
     def _forget(self, uses: dict[int, Access]) -> None:

@@ -119,9 +119,10 @@ class Uses(Streams):
 
     def _prepare(self, pieces: Pieces) -> None:
         """Update what other processes have announced about memory before its use."""
-        if self.interprocess.imported:
+        if self.interprocess.uses or self.interprocess.imported:
+            written = {piece[0] for piece, write in pieces if write}
             for range_ in {piece[0] for piece, _ in pieces}:
-                self.interprocess.refresh(range_)
+                self.interprocess.refresh(range_, range_ in written)
         self.sources.forget(piece[0] for piece, write in pieces if write)
 
     def act(
@@ -196,13 +197,13 @@ class Uses(Streams):
         device: int | None = None,
     ) -> None:
         """Check the reads and writes of an operation when its stream runs it."""
-        written = self.interprocess.written
+        shared = self.interprocess.uses
         for access, piece in accesses(stream, pieces, what, stack, atomic, kernel):
             if self.uninitialized and not (access.write or kernel or self.unseen_writes()):
                 self.judge.reads_unwritten(piece, access)
             self.judge.use((piece,), access, stream.clock, device)
-            if access.write and written and piece[0] in written:
-                self.interprocess.wrote(*piece, stream)
+            if shared and piece[0] in shared:
+                self.interprocess.used(piece, stream, access.write)
 
     def use_on_host(
         self, address: int, nbytes: int, write: bool, what: str = "an access", *, seen: bool = False
