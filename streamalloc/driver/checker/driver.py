@@ -323,6 +323,8 @@ class Checked(Wrapper):
             self._state.use_on_host(address, nbytes, write, seen=True)
         else:
             self._state.use_on_device(stream, address, nbytes, write)
+            if self._state.interprocess.uses:
+                self._state.interprocess.settle()
 
     def _lend(self, handle: Any, used: bool) -> None:
         foreign, stream = self._state.foreign, self._state.stream(handle)
@@ -552,8 +554,10 @@ def checked(driver: _Interface, on: On = "report", poison: bool = False, *, unin
     * Calls that the driver refuses, such as a copy beyond its allocation or to memory that is not mapped; but those on
       freed memory are reported.
     * Rows of a plane after the first 32,768.
-    * Writes of an exporter into memory that an importer still reads, and processes without a checker or of another
-      user. The checkers of two processes do report an importer that uses memory before the exporter's work.
+    * Processes without a checker or of another user. The checkers of two processes do report, in both directions, uses
+      of allocations that do not wait for an interprocess event or a value of the other process. Of physical memory
+      that processes share they report this for the work before the export, and of a chain of three processes they
+      expect an event between the first and the last.
     * A host that polls a value in memory to see how far a stream has come: query an event as well (``event.query()``).
 
     Parameters

@@ -240,7 +240,9 @@ class Interprocess:
     def covers(self, event: Event, clock: Clock, number: int) -> None:
         """Announce the uses that a recording of an event comes after."""
         index = event.index
-        for range_, uses in self.uses.items() if index is not None else ():
+        if index is None:
+            return
+        for range_, uses in self.uses.items():
             for one in uses:
                 if clock.after(one.number, one.time):
                     one.covers = [it for it in one.covers if it[0] != index] + [(index, number)]
@@ -266,11 +268,11 @@ class Interprocess:
         if name is None:
             return
         found = []
-        for written in (True, False) if write else (True,):
-            for one in announcements.posts_of(_named(name, written)):
-                if one.part != (0, 0):
-                    low, high = (min(range_.base + at, range_.end) for at in one.part)
-                    found.append(self._contents(low, high, one, written))
+        names = [_named(name, written) for written in ((True, False) if write else (True,))]
+        for about, one in announcements.posts_of(*names):
+            if one.part != (0, 0):
+                low, high = (min(range_.base + at, range_.end) for at in one.part)
+                found.append(self._contents(low, high, one, about == names[0]))
         range_.awaited = (*(one for one in range_.awaited if not one.step), *found)
 
     def _contents(self, low: int, high: int, found: Announced, written: bool = True) -> Contents:

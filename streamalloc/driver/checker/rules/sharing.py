@@ -29,9 +29,7 @@ def _exports_pointer(state: State, name: str, args: Arguments, answer: Answer) -
     if name == "cuMemPoolExportPointer":
         state.interprocess.exports[data] = found
     state.interprocess.exported[found] = data
-    if not from_package():
-        # The facade orders importers by values in shared memory.
-        state.interprocess.follow(found)
+    state.interprocess.follow(found)
     _export(state, found, data)
 
 
@@ -50,8 +48,7 @@ def _size_at(state: State, address: Any) -> int:
 def _opened(state: State, made: Range, data: bytes) -> None:
     made.bytes.shared = True
     state.addresses.add(made)
-    if not from_package():
-        state.interprocess.follow(made)
+    state.interprocess.follow(made)
     entry = announcements.open_import(data)
     if entry is not None:
         state.interprocess.entries[made] = entry
