@@ -5,11 +5,11 @@ Each open import of an allocation is a file there, named by its export data and 
 removes the files of processes that have ended.
 
 Each process that announces something has a *board*: a file of fixed entries that all checkers of a user can read. An
-entry holds either an exported *event*, with the number of its recordings, or a *post*: an export that is not complete,
-or a part of exported memory that was written since.
+entry holds either a shared *event*, with the number of its recordings, or a *post*: an export that is not complete, or
+a part of shared memory that was used since, by the exporter or an importer.
 
-A post names the recordings that an importer may wait for. It is removed once the host of the exporter has waited for
-the work: the host may then notify importers in ways that no checker sees.
+A post names the recordings that other processes may wait for. It is removed once the host has waited for the work: the
+host may then notify others in ways that no checker sees. A value that a stream writes behind the work removes it too.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import os
 import secrets
 import tempfile
 import weakref
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,9 +33,13 @@ _EXITING = 4
 """``PF_EXITING`` of the kernel."""
 
 
+def _path() -> str:
+    return os.path.join(tempfile.gettempdir(), f"streamalloc-checker-{os.getuid()}")
+
+
 def directory() -> Path:
     """The directory, which only this user can read."""
-    found = Path(tempfile.gettempdir()) / f"streamalloc-checker-{os.getuid()}"
+    found = Path(_path())
     with contextlib.suppress(FileExistsError):
         found.mkdir(mode=0o700)
     return found
@@ -215,49 +220,52 @@ def _folder() -> Path:
 
 
 def _look() -> None:
-    """Map the boards of all processes; remove those of processes that have ended."""
-    there = set()
-    for path in _folder().iterdir():
-        process = int(path.name.partition("-")[0])
+    """Map the boards of other processes that live; remove those of processes that have ended."""
+    folder, there = os.path.join(_path(), "boards"), set()
+    for name in os.listdir(folder):
+        if name in _boards:
+            there.add(name)
+            continue
+        process, path = int(name.partition("-")[0]), Path(folder, name)
         if process == os.getpid():
             continue
         with contextlib.suppress(OSError, ValueError):
             if not alive(process):
                 path.unlink()
-            elif path.name in _boards or path.stat().st_size == (EVENTS + POSTS) * _ENTRY.itemsize:
-                if path.name not in _boards:
-                    _boards[path.name] = np.asarray(np.memmap(path, _ENTRY, "r"))
-                there.add(path.name)
+            elif path.stat().st_size == (EVENTS + POSTS) * _ENTRY.itemsize:
+                _boards[name] = np.asarray(np.memmap(path, _ENTRY, "r"))
+                there.add(name)
     for gone in _boards.keys() - there:
         # An entry may still refer to the mapping, which lives as long.
         del _boards[gone]
 
 
-def _find(name: bytes, posts: bool) -> list[Entry]:
+def _find(names: Iterable[bytes], posts: bool) -> Iterator[tuple[bytes, Entry]]:
+    """The entries of each name on the boards of other processes."""
     with contextlib.suppress(OSError):
         _look()
-    wanted = digest(name)
-    return [
-        Entry(board, at, wanted, int(path.partition("-")[0]))
-        for path, board in _boards.items()
-        for at in np.flatnonzero(board["name"] == wanted).tolist()
-        if (at >= EVENTS) is posts
-    ]
+    first, last = (EVENTS, EVENTS + POSTS) if posts else (0, EVENTS)
+    for path, board in _boards.items() if names else ():
+        process, there = int(path.partition("-")[0]), board["name"][first:last]
+        for name in names:
+            wanted = digest(name)
+            for at in np.flatnonzero(there == wanted).tolist():
+                yield name, Entry(board, first + at, wanted, process)
 
 
-def event_of(name: bytes) -> Entry | None:
-    """The entry of another process's event, by its export data."""
-    return next(iter(_find(name, posts=False)), None)
+def events_of(name: bytes) -> list[Entry]:
+    """The entries of other processes for an event, by its export data."""
+    return [found for _, found in _find((name,), posts=False)]
 
 
-def posts_of(name: bytes) -> list[Announced]:
-    """The posts about memory of other processes, by its export data."""
-    return [_read(found) for found in _find(name, posts=True)]
+def posts_of(*names: bytes) -> list[tuple[bytes, Announced]]:
+    """The posts about memory of other processes, each with its name: export data, or what is derived from it."""
+    return [(name, _read(found)) for name, found in _find(names, posts=True)]
 
 
 def post_of(name: bytes) -> Announced | None:
     """The post about all of the memory; None where there is none."""
-    return next((one for one in posts_of(name) if one.part == (0, 0)), None)
+    return next((one for _, one in posts_of(name) if one.part == (0, 0)), None)
 
 
 def _read(found: Entry) -> Announced:

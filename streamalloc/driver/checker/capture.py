@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from streamalloc.driver.checker.announcements import Entry
 from streamalloc.driver.checker.clocks import Clock, Obstacle, Stream, Timeline
 from streamalloc.driver.checker.judge import Judge
 from streamalloc.driver.checker.ranges import Bytes, Piece, Range, accesses
@@ -184,7 +183,7 @@ class Capture:
 class Event:
     """An event, and its latest recording."""
 
-    __slots__ = ("captured", "elsewhere", "foreign", "index", "mark", "shared", "there")
+    __slots__ = ("captured", "elsewhere", "foreign", "index", "mark", "name", "shared")
 
     def __init__(self, shared: bool = False, foreign: bool = False) -> None:
         self.mark: Obstacle | None = None
@@ -198,5 +197,5 @@ class Event:
         """Whether another library has it and may record it."""
         self.index: int | None = None
         """Entry on the board of this process."""
-        self.there: Entry | None = None
-        """Entry on the board of another process."""
+        self.name: bytes = b""
+        """Export data, by which the boards of other processes name it."""

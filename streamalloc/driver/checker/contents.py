@@ -148,9 +148,8 @@ class QueuedSources:
 
     def add(self, stream: Stream, pieces: Iterable[tuple[Piece, bool]], what: str, stack: Stack) -> None:
         """Record the host memory that the latest operation of a stream reads."""
-        # Code that allocates pinned memory by a call, or registers some, has its address.
-        viewed = [(piece, write) for piece, write in pieces if piece[0].viewed or piece[0].kind in HOST_KINDS]
-        if not viewed or not self._has_all_writes(stream):
+        viewed = self.followed(pieces)
+        if all(write for _, write in viewed) or not self._has_all_writes(stream):
             return
         written = [piece[0].bytes for piece, write in viewed if write]
         mark = self._timeline.record(stream)
@@ -161,6 +160,12 @@ class QueuedSources:
         for piece, write in viewed:
             if not write and piece[0].bytes not in written:
                 self._watch(piece, stream, what, stack, known)
+
+    @staticmethod
+    def followed(pieces: Iterable[tuple[Piece, bool]]) -> list[tuple[Piece, bool]]:
+        """The pieces that the host may write unseen."""
+        # Code that allocates pinned memory by a call, or registers some, has its address.
+        return [(piece, write) for piece, write in pieces if piece[0].viewed or piece[0].kind in HOST_KINDS]
 
     def view(self, pieces: Iterable[Piece]) -> None:
         """Record that the host has an array of memory, and the operations that still read it."""

@@ -212,7 +212,7 @@ class Checked(Wrapper):
         if succeeded and rule is not None and rule.after is not None:
             rule.after(state, name, args, answer)
         shared = state.interprocess
-        if shared.posted or shared.leaving or shared.written:
+        if shared.posted or shared.leaving or shared.uses:
             shared.settle()
 
     def _late(self, name: str, args: tuple[Any, ...], answer: tuple[Any, ...]) -> None:
@@ -323,6 +323,8 @@ class Checked(Wrapper):
             self._state.use_on_host(address, nbytes, write, seen=True)
         else:
             self._state.use_on_device(stream, address, nbytes, write)
+            if self._state.interprocess.uses:
+                self._state.interprocess.settle()
 
     def _lend(self, handle: Any, used: bool) -> None:
         foreign, stream = self._state.foreign, self._state.stream(handle)
@@ -385,6 +387,7 @@ class Checked(Wrapper):
         def run(*args: Any) -> None:
             self._alone(self._state.look)
             self._alone(call.begins)
+            self._alone(self._state.interprocess.settle)
             try:
                 function(*args)
             finally:
@@ -526,9 +529,10 @@ def checked(driver: _Interface, on: On = "report", poison: bool = False, *, unin
     also where the run happened to go well. It does not see kernels: report their uses with ``buffer.used(stream)``.
 
     **Found**, each as a :class:`Hazard`: uses before the allocation and after the free, frees that race a use, races of
-    two uses, unmaps and releases while in use, access without a grant, exports of incomplete memory, double frees and
-    leaks. A host write to memory that a queued copy still reads is found where the host has the memory from
-    ``as_array()``, reports the write by ``used``, or copies to it, and where no other library has the copy's stream.
+    two uses, unmaps and releases while in use, access without a grant, kernels that go beyond their allocation, exports
+    of incomplete memory, double frees and leaks. A host write to memory that a queued copy still reads is found in
+    pinned and registered memory, and where the host has the memory from ``as_array()``, reports the write by ``used``,
+    or copies to it; and where no other library has the copy's stream.
 
     **Trusted**, where the checker cannot see an order:
 
@@ -545,11 +549,15 @@ def checked(driver: _Interface, on: On = "report", poison: bool = False, *, unin
 
     **Not followed**:
 
-    * Uses by kernels that are not reported, and nodes of a graph that were changed by an unknown handle; ``notes``
-      lists what was given up.
+    * Uses by kernels that are not reported, bodies of conditional nodes, and nodes of a graph that were changed by an
+      unknown handle; ``notes`` lists what was given up.
+    * Calls that the driver refuses, such as a copy beyond its allocation or to memory that is not mapped; but those on
+      freed memory are reported.
     * Rows of a plane after the first 32,768.
-    * Writes of an exporter into memory that an importer still reads, and processes without a checker or of another
-      user. The checkers of two processes do report an importer that uses memory before the exporter's work.
+    * Processes without a checker or of another user. The checkers of two processes do report, in both directions, uses
+      of allocations that do not wait for an interprocess event or a value of the other process. Of physical memory
+      that processes share they report this for the work before the export, and of a chain of three processes they
+      expect an event between the first and the last.
     * A host that polls a value in memory to see how far a stream has come: query an event as well (``event.query()``).
 
     Parameters

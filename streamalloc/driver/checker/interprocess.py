@@ -27,20 +27,34 @@ def _nothing() -> None:
     """Do nothing."""
 
 
-class _Written:
-    """A part of exported memory that was written, and the event recordings that come after."""
+def _named(name: bytes, write: bool) -> bytes:
+    """The name of posts about writes, or about reads, of memory."""
+    return name if write else name + b"reads"
 
-    __slots__ = ("covers", "high", "low", "number", "post", "time")
 
-    def __init__(self, low: int, high: int, actor: Actor) -> None:
+class _Use:
+    """A use of a part of shared memory, and the event recordings that come after."""
+
+    __slots__ = ("covers", "high", "low", "number", "post", "time", "write")
+
+    def __init__(self, low: int, high: int, actor: Actor, write: bool) -> None:
         self.low = low
         self.high = high
+        self.write = write
         self.number = actor.number
         self.time = actor.time
         self.covers: list[tuple[int, int]] = []
         """Board index and recording number of each event."""
         self.post: int | None = None
         """Board index of its post."""
+
+    def replaces(self, other: _Use) -> bool:
+        """Whether who comes after this use comes after the other one as well."""
+        return (
+            self.low <= other.low
+            and other.high <= self.high
+            and (self.write or (self.number == other.number and not other.write))
+        )
 
 
 class Interprocess:
@@ -60,8 +74,10 @@ class Interprocess:
         """Entry of each open import in the directory of open imports."""
         self.leaving: dict[Range, tuple[Path, Stream]] = {}
         """Entries of imports whose free is queued and not known to have run, with the stream of the free."""
-        self.written: dict[Range, list[_Written]] = {}
-        """Parts that were written since the export, by range."""
+        self.uses: dict[Range, list[_Use]] = {}
+        """Uses since the export or import that others may have to wait for, by range."""
+        self._unposted: list[tuple[Range, _Use]] = []
+        """Those of them that the present call has queued."""
         self.imported: dict[Range, bytes] = {}
         """Export data of each import."""
         self.events: dict[bytes, Event] = {}
@@ -106,10 +122,10 @@ class Interprocess:
             self.leaving[range_] = (self.entries.pop(range_), stream)
             if len(self.leaving) > _MOST_FREES:
                 self.import_ended(next(iter(self.leaving)))
+        if range_ in self.uses:
+            self._keep(range_, [])
+            del self.uses[range_]
         self.imported.pop(range_, None)
-        if range_ in self.written:
-            self._keep_written(range_, [])
-            del self.written[range_]
         exported = self.exported.pop(range_, None)
         if exported is None:
             return _nothing
@@ -164,7 +180,9 @@ class Interprocess:
         if event.index is None and board is not None:
             event.index = board.add_event()
             if event.index is not None and event.mark is not None:
-                board.record(event.index)
+                number = board.record(event.index)
+                if event.mark.clock is not None:
+                    self.covers(event, event.mark.clock, number)
         return event.index
 
     def destroyed(self, event: Event) -> None:
@@ -190,67 +208,92 @@ class Interprocess:
         if self.board is not None:
             self.board.remove_post(index)
 
-    # -- writes after the export -----------------------------------------------------------------------------
+    # -- uses after the export and the import ------------------------------------------------------------------
 
-    def wrote(self, range_: Range, low: int, high: int, actor: Actor) -> None:
-        """Record a write of exported memory that other processes may have open."""
-        made = _Written(low - range_.base, high - range_.base, actor)
-        kept = [one for one in self.written[range_] if one.low < made.low or made.high < one.high]
-        self._keep_written(range_, [*kept[-_MOST_POSTS + 1 :], made])
+    def follow(self, range_: Range) -> None:
+        """Announce uses of exported or imported memory from now on."""
+        self.uses.setdefault(range_, [])
 
-    def _keep_written(self, range_: Range, kept: list[_Written]) -> None:
-        """Remove the posts of all written parts of a range but some."""
-        for one in self.written[range_]:
+    def used(self, piece: Piece, actor: Stream, write: bool) -> None:
+        """Record a use of memory that other processes may have open."""
+        range_, low, high = piece
+        if actor in self._timeline.foreign:
+            return  # its library may have recorded an event
+        made = _Use(low - range_.base, high - range_.base, actor, write)
+        kept = [one for one in self.uses[range_] if not made.replaces(one)]
+        self._keep(range_, [*kept[-_MOST_POSTS + 1 :], made])
+        self._unposted.append((range_, made))
+
+    def _keep(self, range_: Range, kept: list[_Use]) -> None:
+        """Remove the posts of all uses of a range but some."""
+        for one in self.uses[range_]:
             if one not in kept and one.post is not None and self.board is not None:
                 self.board.remove_post(one.post)
-        self.written[range_] = kept
+        self.uses[range_] = kept
+
+    def _announce(self, range_: Range, one: _Use) -> None:
+        board, name = self._board(), self.exported.get(range_) or self.imported.get(range_)
+        if board is not None and name is not None:
+            latest, part = one.covers[-announcements.COVERS :], (one.low, one.high)
+            one.post = board.post(_named(name, one.write), latest, part, one.post)
 
     def covers(self, event: Event, clock: Clock, number: int) -> None:
-        """Announce the writes that a recording of an event comes after."""
-        index, board = event.index, self.board
-        if index is None or board is None:
+        """Announce the uses that a recording of an event comes after."""
+        index = event.index
+        if index is None:
             return
-        for range_, entries in self.written.items():
-            for one in entries:
+        for range_, uses in self.uses.items():
+            for one in uses:
                 if clock.after(one.number, one.time):
                     one.covers = [it for it in one.covers if it[0] != index] + [(index, number)]
-                    latest = one.covers[-announcements.COVERS :]
-                    one.post = board.post(self.exported[range_], latest, (one.low, one.high), one.post)
+                    self._announce(range_, one)
 
-    def _settle_written(self) -> None:
+    def release(self, clock: Clock) -> None:
+        """Record that other processes may wait for a clock by a value: its uses are announced no longer."""
+        for range_, uses in self.uses.items():
+            kept = [one for one in uses if not clock.after(one.number, one.time)]
+            if len(kept) < len(uses):
+                self._keep(range_, kept)
+
+    def _settle_uses(self) -> None:
         host = self._timeline.host
-        for range_, entries in self.written.items():
-            kept = [one for one in entries if not self._timeline.certain(host, one.number, one.time)]
-            if len(kept) < len(entries):
-                self._keep_written(range_, kept)
+        for range_, uses in self.uses.items():
+            kept = [one for one in uses if not self._timeline.certain(host, one.number, one.time)]
+            if len(kept) < len(uses):
+                self._keep(range_, kept)
 
-    def refresh(self, range_: Range) -> None:
-        """Read the announced writes of an import before its use."""
-        name = self.imported.get(range_)
+    def refresh(self, range_: Range, write: bool) -> None:
+        """Read what other processes have announced about shared memory before its use."""
+        name = self.imported.get(range_) or self.exported.get(range_)
         if name is None:
             return
         found = []
-        for one in announcements.posts_of(name):
-            if one.covers and one.part != (0, 0):
+        names = [_named(name, written) for written in ((True, False) if write else (True,))]
+        for about, one in announcements.posts_of(*names):
+            if one.part != (0, 0):
                 low, high = (min(range_.base + at, range_.end) for at in one.part)
-                found.append(self._contents(low, high, one))
+                found.append(self._contents(low, high, one, about == names[0]))
         range_.awaited = (*(one for one in range_.awaited if not one.step), *found)
 
-    def _contents(self, low: int, high: int, found: Announced) -> Contents:
+    def _contents(self, low: int, high: int, found: Announced, written: bool = True) -> Contents:
         after = [(self._actor(entry).number, number) for entry, number in found.covers]
         whose = f"process {found.post.process}"
-        remedy = f"an event that {whose} has recorded (cuIpcOpenEventHandle)"
-        return Contents(low, high, after, lambda: found.over, whose, remedy, found.part != (0, 0))
+        remedy = f"an event that {whose} {'has recorded' if after else 'records after them'} (cuIpcOpenEventHandle)"
+        return Contents(low, high, after, lambda: found.over, whose, remedy, found.part != (0, 0), written)
 
     def settle(self) -> None:
-        """Remove announcements about work that has ended."""
+        """Announce the uses of this call, and remove announcements about work that has ended."""
         for range_ in [one for one in self.leaving if one.ended is not None and self._may_be_known(one.ended)]:
             self.import_ended(range_)
         if self._settled != self._timeline.version:
             self._settled = self._timeline.version
             for index in [index for index, (_, done) in self.posted.items() if done()]:
                 self._remove_post(index)
-            self._settle_written()
+            self._settle_uses()
+        unposted, self._unposted = self._unposted, []
+        for range_, one in unposted:
+            if one in self.uses.get(range_, ()) and one.post is None:
+                self._announce(range_, one)
 
     def _may_be_known(self, moment: Moment) -> bool:
         """Whether the host or other processes may have waited for an operation."""
@@ -329,8 +372,9 @@ class Interprocess:
             return None
         clock = self._timeline.published.copy()
         clock.learn(self._timeline.ready)
-        if event.there is not None and event.there.number:
-            clock.known[self._actor(event.there).number] = event.there.number
+        for entry in announcements.events_of(event.name):
+            if entry.number:
+                clock.known[self._actor(entry).number] = entry.number
         return clock
 
     def _actor(self, entry: Entry) -> Actor:

@@ -114,6 +114,15 @@ class Judge:
                     if not (access.atomic and before.atomic) and not self._is_open(range_, before):
                         self._race(range_, before, access, ordered)
 
+    def beyond(self, piece: Piece, end: int, access: str, stack: Stack) -> None:
+        """Report a use that begins in a range and goes on until the address ``end``, beyond it."""
+        range_, start, last = piece
+        if range_.ended is None:
+            what = f"{access} uses {end - start:,} bytes from offset {start - range_.base:,} of {range_}"
+            what += f", {end - last:,} bytes more than there are."
+            remedy = "use no more bytes than the allocation has; sizes count bytes, not elements."
+            self.report("out of bounds", what, remedy, range_, stack)
+
     def reads_unwritten(self, piece: Piece, access: Access) -> None:
         """Report a copy of bytes that nothing has written."""
         range_, low, high = piece
@@ -127,14 +136,17 @@ class Judge:
             self.report("uninitialized", what, remedy, range_, access.stack)
 
     def _await(self, range_: Range, low: int, high: int, contents: Contents, access: Access, clock: Clock) -> None:
-        if contents.low >= high or low >= contents.high or any(clock.after(*one) for one in contents.after):
+        if contents.low >= high or low >= contents.high or not (contents.written or access.write):
+            return
+        if any(clock.after(*one) for one in contents.after):
             return
         if access.actor in self.timeline.foreign:
             return  # its library may have waited
         if contents.over():
             range_.awaited = tuple(one for one in range_.awaited if one is not contents)
             return
-        what = f"{access} uses {range_}, but nothing orders it after the writes of {contents.whose}."
+        did = "writes" if contents.written else "reads"
+        what = f"{access} uses {range_}, but nothing orders it after the {did} of {contents.whose}."
         self.report("race", what, f"{access.actor.name} must wait for {contents.remedy}.", range_, access.stack)
 
     def _forget(self, uses: dict[int, Access]) -> None:

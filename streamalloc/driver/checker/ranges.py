@@ -186,18 +186,20 @@ class Binding:
 
 @dataclass
 class Contents:
-    """A part of imported memory that its exporter may still be writing."""
+    """A part of shared memory that another process may still be using."""
 
     low: int
     high: int
     after: list[tuple[int, int]]
     """Actors and times, of which one must come before a use."""
     over: Callable[[], bool]
-    """Whether the exporter's writes may have ended."""
+    """Whether the other process's work may have ended."""
     whose: str
     remedy: str
     step: bool = False
-    """Whether the exporter wrote it after the export."""
+    """Whether it was used after the export."""
+    written: bool = True
+    """Whether the other process writes it; otherwise it reads it."""
 
 
 @dataclass(eq=False)

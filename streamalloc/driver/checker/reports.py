@@ -114,9 +114,9 @@ class Hazard:
     """One of: ``"use before allocation"``, ``"use after free"``, ``"free before allocation"``, ``"double free"``,
     ``"free racing a use"``, ``"reuse race"`` (of memory that was freed and allocated again), ``"race"`` (two uses,
     of which one writes), ``"unmap while in use"``, ``"release while in use"``, ``"access without a grant"``,
-    ``"export before completion"``, ``"free before the importer's"``, ``"uninitialized"`` (a copy of bytes that nothing
-    has written), ``"another type"`` (a copy to an array whose elements have another type than those that were written),
-    ``"leak"``."""
+    ``"out of bounds"`` (a kernel that goes beyond its allocation), ``"export before completion"``,
+    ``"free before the importer's"``, ``"uninitialized"`` (a copy of bytes that nothing has written), ``"another type"``
+    (a copy to an array whose elements have another type than those that were written), ``"leak"``."""
     what: str
     """The operations in conflict and the order that is missing, in one sentence."""
     remedy: str

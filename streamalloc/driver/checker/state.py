@@ -204,7 +204,12 @@ class State(Uses):
             for (range_, _, _), write in used:
                 range_.held_write |= write
         elif not any(node.kind == "step" for node in nodes):
-            self.sources.add(stream, used, "cuGraphLaunch", stack)
+            followed = self.sources.followed(used)
+            written = [one for one in followed if one[1]]
+            for node in nodes if len(written) < len(followed) else ():
+                if node.enabled:
+                    reads = [one for one in node.pieces if not one[1]]
+                    self.sources.add(stream, reads + written, node.what, Launched(node.stack, stack))
         self.launched[executable] = self.timeline.record(stream)
 
     def _run(self, stream: Stream, nodes: list[Node], stack: Stack) -> None:
@@ -250,13 +255,16 @@ class State(Uses):
         elif capture is not None:
             event.mark, event.captured = None, (capture, capture.record(stream))
         else:
-            event.captured = None
-            event.mark = self.timeline.record(stream)
-            if event.shared:
-                self.sources.clear()
-                self.interprocess.notifies(stream)
-                number = self.interprocess.recorded(event)
-                self.timeline.submit(stream, lambda stream: self._publish(stream, event, number))
+            self.recorded(event, stream)
+
+    def recorded(self, event: Event, stream: Stream) -> None:
+        """Record an event in a stream that is not captured."""
+        event.captured, event.mark = None, self.timeline.record(stream)
+        if event.shared:
+            self.sources.clear()
+            self.interprocess.notifies(stream)
+            number = self.interprocess.recorded(event)
+            self.timeline.submit(stream, lambda stream: self._publish(stream, event, number))
 
     def _publish(self, stream: Stream, event: Event, number: int) -> None:
         self.timeline.published.learn(stream.clock)
@@ -400,8 +408,22 @@ class State(Uses):
             # The host may poll the value.
             self.sources.clear()
             self.interprocess.notifies(stream)
+            if self.interprocess.uses and self._is_shared(address):
+                self.timeline.submit(stream, lambda stream: self.interprocess.release(stream.clock))
             self._use_word(stream, f"cuStreamWriteValue{bits}", address, bits // 8)
             self.values.write(stream, address, value)
+
+    def _is_shared(self, address: int) -> bool:
+        """Whether other processes may have the memory at an address."""
+        found = self.addresses.find(address)
+        return found is None or found.bytes.shared
+
+    def announces(self, handle: Any, address: int) -> None:
+        """Record that other processes may see a value before its call returns."""
+        stream = self.stream(handle)
+        self.interprocess.notifies(stream)
+        if stream.obstacle is None and self._is_shared(address):
+            self.interprocess.release(self.timeline.before_next(stream))
 
     def _use_word(self, stream: Stream, what: str, address: int, nbytes: int) -> None:
         """Queue a use of a value in device memory, which has to be allocated; it races with no other use."""
@@ -455,7 +477,7 @@ class State(Uses):
         resources: list[Range | Physical] = [
             one
             for one in self.addresses.living()
-            if not (one.pending or one.deferred) and one.kind not in ("registered memory", "array")
+            if not (one.pending or one.deferred) and one.kind != "registered memory"
         ]
         named = (one for one in dict.fromkeys(self.physical.values()) if one.stack)
         resources += [one for one in named if all(mapping.ended for mapping in one.mappings)]

@@ -131,6 +131,18 @@ def number_of(value: Any) -> int:
     return int(value)
 
 
+def rights_of_process(low: int, high: int) -> list[str]:
+    """The rights of the mappings of this process between two addresses, such as ``"rw-p"``."""
+    found = []
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            bounds, rights = line.split(maxsplit=2)[:2]
+            start, end = (int(one, 16) for one in bounds.split("-"))
+            if start < high and low < end:
+                found.append(rights)
+    return found
+
+
 class _Thread:
     """A host thread, with its per-thread default streams by context."""
 

@@ -12,7 +12,7 @@ from streamalloc.driver.checker.interprocess import Interprocess
 from streamalloc.driver.checker.judge import Judge, missing_order
 from streamalloc.driver.checker.ranges import NEVER, Access, Addresses, Pieces, Range, accesses
 from streamalloc.driver.checker.reports import Hazard, Stack, here
-from streamalloc.driver.checker.streams import MEMORY_TYPE, Streams, number_of
+from streamalloc.driver.checker.streams import MEMORY_TYPE, Streams, number_of, rights_of_process
 from streamalloc.driver.checker.wait_values import WaitValues
 
 Touch = tuple[int, int, bool]
@@ -22,17 +22,12 @@ Finish = Callable[[tuple[Any, ...]], object]
 
 KERNEL = "a kernel"
 """Name of a use that the program reports by ``used``."""
+_ONE_ALLOCATION = ("allocation", "device memory", "pinned memory")
+"""Kinds of ranges that end where their allocation does."""
 
 
 def nothing(answer: tuple[Any, ...]) -> None:
     """Do nothing with the answer."""
-
-
-def _contains(line: str, address: int) -> bool:
-    """Whether a line of ``/proc/self/maps`` is that of readable memory at an address."""
-    bounds, rights = line.split(maxsplit=2)[:2]
-    start, end = (int(one, 16) for one in bounds.split("-"))
-    return start <= address < end and rights[0] == "r"
 
 
 class Uses(Streams):
@@ -124,9 +119,10 @@ class Uses(Streams):
 
     def _prepare(self, pieces: Pieces) -> None:
         """Update what other processes have announced about memory before its use."""
-        if self.interprocess.imported:
+        if self.interprocess.uses or self.interprocess.imported:
+            written = {piece[0] for piece, write in pieces if write}
             for range_ in {piece[0] for piece, _ in pieces}:
-                self.interprocess.refresh(range_)
+                self.interprocess.refresh(range_, range_ in written)
         self.sources.forget(piece[0] for piece, write in pieces if write)
 
     def act(
@@ -134,19 +130,38 @@ class Uses(Streams):
     ) -> Stream:
         """Queue reads and writes in a stream."""
         stream = self.stream(handle)
+        if what.startswith("cuLaunch"):
+            self.check_extent(f"{what} on {stream.name}", touched, stack, stream not in self.captures)
         self._queue_use(stream, handle, Node("use", what, stack, self.pieces(touched), kernel=kernel), atomic)
         return stream
 
     def use_on_device(self, handle: Any, address: int, nbytes: int, write: bool) -> None:
         """Queue a kernel that the program reports; the access rights of its device are checked."""
         stream, stack = self.stream(handle), here()
-        pieces = self._pieces([(address, nbytes, write)])
-        self._queue_use(stream, handle, Node("use", KERNEL, stack, pieces, kernel=True), checks_rights=True)
-        if sum(high - low for (_, low, high), _ in pieces) < nbytes and stream not in self.captures:
-            for range_ in self.reserved.overlapping(address, address + nbytes):
-                what = f"a kernel on {stream.name} uses a part of {range_} where no memory is mapped."
-                remedy = "map memory there and grant access before the use (cuMemMap, cuMemSetAccess)."
-                self.judge.report("access without a grant", what, remedy, range_, stack)
+        touched = [(address, nbytes, write)]
+        self._queue_use(
+            stream, handle, Node("use", KERNEL, stack, self._pieces(touched), kernel=True), checks_rights=True
+        )
+        self.check_extent(f"{KERNEL} on {stream.name}", touched, stack, stream not in self.captures)
+
+    def check_extent(self, kernel: str, touched: Iterable[Touch], stack: Stack, runs: bool) -> None:
+        """Report a kernel that goes beyond its memory; the driver refuses copies and fills that do.
+
+        ``runs`` is False for a kernel of a graph: memory may be mapped before its launch.
+        """
+        for address, size, _ in touched:
+            nbytes = int(size)
+            start, end = number_of(address), number_of(address) + nbytes
+            pieces = self.addresses.pieces(start, nbytes)
+            if len(pieces) == 1 and pieces[0][1:] == (start, end):
+                continue
+            if pieces and pieces[0][1] == start and pieces[0][0].kind in _ONE_ALLOCATION:
+                self.judge.beyond(pieces[0], end, kernel, stack)
+            elif runs and sum(high - low for _, low, high in pieces) < nbytes:
+                for range_ in self.reserved.overlapping(start, end):
+                    hole = f"{kernel} uses a part of {range_} where no memory is mapped."
+                    remedy = "map memory there and grant access before the use (cuMemMap, cuMemSetAccess)."
+                    self.judge.report("access without a grant", hole, remedy, range_, stack)
 
     def _queue_use(
         self, stream: Stream, handle: Any, node: Node, atomic: bool = False, checks_rights: bool = False
@@ -182,13 +197,13 @@ class Uses(Streams):
         device: int | None = None,
     ) -> None:
         """Check the reads and writes of an operation when its stream runs it."""
-        written = self.interprocess.written
+        shared = self.interprocess.uses
         for access, piece in accesses(stream, pieces, what, stack, atomic, kernel):
             if self.uninitialized and not (access.write or kernel or self.unseen_writes()):
                 self.judge.reads_unwritten(piece, access)
             self.judge.use((piece,), access, stream.clock, device)
-            if access.write and written and piece[0] in written:
-                self.interprocess.wrote(*piece, stream)
+            if shared and piece[0] in shared:
+                self.interprocess.used(piece, stream, access.write)
 
     def use_on_host(
         self, address: int, nbytes: int, write: bool, what: str = "an access", *, seen: bool = False
@@ -223,7 +238,7 @@ class Uses(Streams):
     # -- uses of freed memory ----------------------------------------------------------------------------------
 
     def stale(self, handle: Any, what: str, touched: Iterable[Touch], stack: Stack, *, in_order: bool = True) -> Finish:
-        """Report a use of memory that was certainly freed before, which the driver may refuse.
+        """Report a use of memory that was certainly freed before; and of freed memory that the driver refuses.
 
         ``in_order`` is False for a call that names the memory, in no stream order. The result is to be called with the
         answer.
@@ -250,10 +265,9 @@ class Uses(Streams):
         for (range_, low, high), write in gone:
             pieces, access, ended = ((range_, low, high),), Access(actor, what, stack, write), range_.ended
             assert ended is not None
-            if ended.actor is not actor and not self.timeline.certain(clock, ended.actor.number, ended.time):
-                continue
-            if range_.vacated and self._is_there(low):
-                # Other memory may have the addresses by now.
+            known = ended.actor is actor or self.timeline.certain(clock, ended.actor.number, ended.time)
+            if not known or (range_.vacated and self._is_there(low, what)):
+                # The use may come before the free, or other memory may have the addresses by now.
                 late.append((pieces, access))
             else:
                 self.judge.use(pieces, access, clock)
@@ -264,10 +278,11 @@ class Uses(Streams):
 
         return finish
 
-    def _is_there(self, address: int) -> bool:
-        """Whether memory lies at an address of a freed range."""
+    def _is_there(self, address: int, what: str) -> bool:
+        """Whether memory that an operation can use lies at an address of a freed range."""
         if self.ask("cuPointerGetAttribute", MEMORY_TYPE, address) is not None:
             return True
+        if what.startswith(("cuLaunch", "cuMemset")):
+            return False
         # Host memory may have the addresses of any freed memory; addresses that a driver keeps are not readable.
-        with open("/proc/self/maps") as maps:
-            return any(_contains(line, address) for line in maps)
+        return any(rights[0] == "r" for rights in rights_of_process(address, address + 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import subprocess
 import sys
@@ -438,3 +439,152 @@ def test_another_event_has_the_same_name() -> None:
     assert places[-1] == first and None not in places and board.add_event() is None
     assert board.record(first) == 2
     board.close()
+
+
+# -- the way back -------------------------------------------------------------------------------------------------
+
+
+class _Word:
+    """A value in memory of several processes, which streams write and wait for."""
+
+    def __init__(self, driver: Any, fd: int) -> None:
+        self.memory = mmap.mmap(fd, mmap.PAGESIZE)
+        self.driver = driver
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        assert not driver.cuMemHostRegister(self.address, mmap.PAGESIZE, 0)[0]
+
+    def close(self) -> None:
+        assert not self.driver.cuMemHostUnregister(self.address)[0]
+
+
+def _begins_turns(there: There, data: bytes, events: list[bytes]) -> None:
+    """Import memory, an event of the exporter and one for the way back."""
+    _begins_steps(there, data, events[0])
+    driver = there.kept["steps"][0]
+    with there.device.current():
+        back = driver.cuIpcOpenEventHandle(opaque_struct("CUipcEventHandle", events[1]))[1]
+        there.keep("way back", (back, _Word(driver, there.came[1].fileno())))
+
+
+def _turn(there: There, back: str) -> list[str]:
+    """Wait for the exporter, read, and notify it by ``back``."""
+    driver, _, address, written, stream = there.kept["steps"]
+    read, word = there.kept["way back"]
+    with there.device.current():
+        driver.cuStreamWaitEvent(stream, written, 0)
+        if back == "too early":
+            driver.cuEventRecord(read, stream)
+        driver.used(int(address), SIZE, stream, False)
+        if back == "event":
+            driver.cuEventRecord(read, stream)
+        elif back == "context":
+            driver.cuCtxRecordEvent(driver.cuCtxGetCurrent()[1], read)
+        elif back == "value":
+            driver.cuStreamWriteValue32(stream, word.address, 1, 0)
+        elif back == "host":
+            driver.cuStreamSynchronize(stream)
+    return [str(one) for one in driver.hazards]
+
+
+def _ends_turns(there: There) -> None:
+    driver, *_, stream = there.kept["steps"]
+    back, word = there.kept.pop("way back")
+    with there.device.current():
+        driver.cuStreamSynchronize(stream)
+        driver.cuEventDestroy(back)
+        word.close()
+    _ends_steps(there)
+
+
+@pytest.mark.parametrize(
+    ("back", "found"),
+    [
+        *((one, []) for one in ("event", "context", "value", "host")),
+        *((one, ["race"]) for one in ("too early", "nothing")),
+    ],
+)
+def test_an_exporter_waits_for_its_importer(bench: Bench, partner: Partner, back: str, found: list[str]) -> None:
+    """Before it writes what the importer reads."""
+    pool = bench.keep(sa.MemoryPool(bench.device, handle_types=_POSIX, release_threshold=KEEP))
+    buffer = pool.allocate(SIZE, bench.a)
+    bench.a.synchronize()
+    written, read = (bench.event(interprocess=True) for _ in range(2))
+    fds = [bench.raw("cuMemPoolExportToShareableHandle", cuda.CUmemoryPool(pool.handle), _KIND, 0), os.memfd_create("")]
+    os.ftruncate(fds[1], mmap.PAGESIZE)
+    with bench.device.current():
+        word = _Word(bench.driver, fds[1])
+    data = opaque_bytes(bench.raw("cuMemPoolExportPointer", buffer.address))
+    events = [opaque_bytes(bench.raw("cuIpcGetEventHandle", cuda.CUevent(one.handle))) for one in (written, read)]
+    partner.run(_begins_turns, data, events, fds=fds)
+    for fd in fds:
+        os.close(fd)
+    bench.write(buffer, bench.a)
+    bench.a.record(written)
+    assert partner.run(_turn, back) == []
+    if back == "value":
+        bench.raw("cuStreamWaitValue32", cuda.CUstream(bench.a._raw), word.address, 1, 0)
+    elif back != "host":
+        bench.a.wait(read)
+    bench.read(buffer, bench.a)
+    bench.write(buffer, bench.a)
+    bench.a.synchronize()
+    assert kinds(bench) == found
+    partner.run(_ends_turns)
+    with bench.device.current():
+        word.close()
+    bench.done(buffer)
+
+
+def test_an_event_that_was_recorded_before_the_work(bench: Bench, partner: Partner) -> None:
+    pool = bench.keep(sa.MemoryPool(bench.device, handle_types=_POSIX, release_threshold=KEEP))
+    buffer, event = pool.allocate(SIZE, bench.a), bench.event(interprocess=True)
+    bench.a.synchronize()
+    fd = bench.raw("cuMemPoolExportToShareableHandle", cuda.CUmemoryPool(pool.handle), _KIND, 0)
+    data = opaque_bytes(bench.raw("cuMemPoolExportPointer", buffer.address))
+    handle = opaque_bytes(bench.raw("cuIpcGetEventHandle", cuda.CUevent(event.handle)))
+    partner.run(_begins_steps, data, handle, fds=[fd])
+    os.close(fd)
+    bench.a.record(event)
+    bench.write(buffer, bench.a)
+    assert partner.run(_step, 0, SIZE, True) == ["race"]
+    partner.run(_ends_steps)
+    bench.done(buffer)
+
+
+def _opens_steps(there: There, data: bytes, event: bytes) -> None:
+    driver: Any = sd.checked(there.driver)
+    stream = sa.Device(0, driver=driver).create_stream()
+    opened = ipc.open(data, there.came, stream=stream, driver=driver)
+    there.keep("facade", (driver, stream, opened, ipc.open(event, driver=driver)))
+
+
+def _facade_step(there: There, waits: bool) -> list[str]:
+    driver, stream, opened, event = there.kept["facade"]
+    if waits:
+        stream.wait(event)
+    opened.used(stream, write=False)
+    stream.synchronize()
+    return [one.kind for one in driver.hazards]
+
+
+def _closes_steps(there: There) -> None:
+    for one in reversed(there.kept.pop("facade")[1:]):
+        one.close()
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_steps_of_memory_that_the_facade_has_shared(bench: Bench, partner: Partner, waits: bool) -> None:
+    """Its word says that the first contents are there, and no more."""
+    pool = bench.keep(sa.MemoryPool(bench.device, handle_types=_POSIX, release_threshold=KEEP))
+    buffer, event = pool.allocate(SIZE, bench.a), bench.event(interprocess=True)
+    buffer.fill(1)
+    shared = ipc.share(buffer)
+    partner.run(_opens_steps, bytes(shared), bytes(ipc.share(event)), fds=[fd.fileno() for fd in shared.fds])
+    for _ in range(2):
+        bench.write(buffer, bench.a)
+        bench.a.record(event)
+        found = partner.run(_facade_step, waits)
+    assert found == ([] if waits else ["race"])
+    partner.run(_closes_steps)
+    bench.done(buffer)
+    assert kinds(bench) == []

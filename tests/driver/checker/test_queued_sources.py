@@ -49,6 +49,20 @@ def test_reads(source: Source) -> None:
     assert source.memory.as_array()[0] == 1 and not np.array_equal(source.array, np.zeros(SIZE, np.uint8))
 
 
+def test_the_report_names_the_copy_of_a_graph(source: Source) -> None:
+    with source.stream.capture() as graph:
+        source.copy()
+    with graph:
+        graph.launch(source.stream)
+        source.array[:] = 1
+        source.stream.synchronize()
+    driver = source.bench.driver
+    (hazard,) = driver.hazards
+    driver.hazards.clear()
+    assert "source.copy()" in "".join(hazard.stacks["used"]) and "cuMemcpy" in hazard.what
+    assert "graph.launch" in "".join(hazard.stacks["used, launched"])
+
+
 def test_writes_after_a_query(source: Source) -> None:
     source.copy()
     while not source.stream.query():

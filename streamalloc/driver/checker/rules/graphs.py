@@ -118,7 +118,9 @@ def _free_node(state: State, address: Any) -> list[Node]:
 
 
 def _kernel_node(state: State, params: Any) -> list[Node]:
-    return _use(state, state.kernel_uses(int(params.func) or int(params.kern), params.kernelParams, params.extra))
+    touched = state.kernel_uses(int(params.func) or int(params.kern), params.kernelParams, params.extra)
+    state.check_extent("a kernel of a graph", touched, here(), runs=False)
+    return _use(state, touched)
 
 
 def _record_node(state: State, event: Any) -> list[Node]:
@@ -133,8 +135,10 @@ def _value_node(state: State, params: Any) -> list[Node]:
     return [Node("step", step=lambda handle: batch_of_values(state, handle, params.paramArray))]
 
 
-def _child(state: State, graph: Any) -> list[Node]:
-    return [replace(one, nested=True) for one in state.graph(graph).nodes]
+def _child(state: State, handle: Any) -> list[Node]:
+    graph = state.graph(handle)
+    graph.judge(state.found)  # the driver takes a copy of the graph as it is now
+    return [replace(one, nested=True) for one in graph.nodes]
 
 
 def _host_node(state: State, params: Any) -> list[Node]:

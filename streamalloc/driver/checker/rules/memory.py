@@ -10,7 +10,7 @@ from streamalloc.driver.checker.ranges import Binding, Range
 from streamalloc.driver.checker.reports import here
 from streamalloc.driver.checker.rules.rule import After, Answer, Arguments, rules
 from streamalloc.driver.checker.state import OPENED, Array, Physical, State
-from streamalloc.driver.checker.streams import number_of
+from streamalloc.driver.checker.streams import number_of, rights_of_process
 from streamalloc.driver.checker.uses import Finish
 
 _DEVICE = int(cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE)
@@ -67,7 +67,7 @@ def _first(args: Arguments, answer: Answer) -> int:
 
 def _registers(state: State, name: str, args: Arguments, answer: Answer) -> None:
     made = Range(number_of(args[0]), int(args[1]), "registered memory", stack=here(), context=state.context())
-    made.bytes.shared = True
+    made.bytes.shared = any(rights.endswith("s") for rights in rights_of_process(made.base, made.end))
     state.addresses.add(made)
 
 
@@ -78,7 +78,7 @@ def _makes_array(state: State, name: str, args: Arguments, answer: Answer) -> No
     _add_array(state, int(answer[1]), args[0], 0)
 
 
-def _add_array(state: State, handle: int, descriptor: Any, level: int) -> None:
+def _add_array(state: State, handle: int, descriptor: Any, level: int) -> Array:
     """Add an array, or a level of a mipmapped array."""
     sizes = [int(getattr(descriptor, name, 0) or 0) for name in ("Width", "Height", "Depth")]
     width, lines, planes = (max(one >> level, 1) for one in sizes)
@@ -91,6 +91,7 @@ def _add_array(state: State, handle: int, descriptor: Any, level: int) -> None:
     state.array_end += made.size + 1
     state.arrays[handle] = made
     state.addresses.add(made)
+    return made
 
 
 def _makes_mipmapped(state: State, name: str, args: Arguments, answer: Answer) -> None:
@@ -101,7 +102,7 @@ def _finds_level(state: State, name: str, args: Arguments, answer: Answer) -> No
     descriptor, levels = state.mipmapped.get(number_of(args[0]), (None, {}))
     if descriptor is not None and int(answer[1]) not in levels:
         levels[int(answer[1])] = None
-        _add_array(state, int(answer[1]), descriptor, int(args[1]))
+        _add_array(state, int(answer[1]), descriptor, int(args[1])).deferred = True
 
 
 def _ends_array(state: State, name: str, args: Arguments) -> Finish:

@@ -70,6 +70,7 @@ def _queries(state: State, name: str, args: Arguments) -> Finish:
             # the query counts as a write of the value in stream order.
             state.sources.clear()
             state.timeline.published.learn(stream.clock if clock is None else clock)
+            state.interprocess.release(stream.clock if clock is None else clock)
         elif clock is None:
             state.host_waited_for(stream)
         else:
@@ -96,7 +97,7 @@ def _records_context(state: State, name: str, args: Arguments, answer: Answer) -
     meeting = state.timeline.stream("the context")
     for stream in state.all_streams(context):
         state.timeline.wait(meeting, state.timeline.record(stream))
-    event.captured, event.mark = None, state.timeline.record(meeting)
+    state.recorded(event, meeting)
     state.timeline.retire(meeting)
 
 
@@ -115,6 +116,7 @@ def _records_elsewhere(state: State, name: str, args: Arguments, answer: Answer)
     """``cuGreenCtxRecordEvent``: the streams of the green context are unknown."""
     event = state.event(args[1])
     event.mark, event.captured, event.foreign = None, None, True
+    state.interprocess.release(state.timeline.everything())
 
 
 def _waits_for_others(state: State, name: str, args: Arguments, answer: Answer) -> None:
@@ -148,8 +150,8 @@ def _happened(state: State, name: str, args: Arguments) -> Finish:
 
 def _names_value(state: State, name: str, args: Arguments) -> Finish:
     """Check the memory of a value before its call; other processes may see a written value during the call."""
-    if state.interprocess.leaving and "Write" in name:
-        state.interprocess.notifies(state.stream(args[0]))
+    if (state.interprocess.leaving or state.interprocess.uses) and "Write" in name:
+        state.announces(args[0], number_of(args[1]))
     found = state.addresses.find(number_of(args[1]))
     if found is None or found.ended is None:
         return nothing

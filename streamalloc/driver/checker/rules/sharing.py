@@ -29,9 +29,7 @@ def _exports_pointer(state: State, name: str, args: Arguments, answer: Answer) -
     if name == "cuMemPoolExportPointer":
         state.interprocess.exports[data] = found
     state.interprocess.exported[found] = data
-    if not from_package():
-        # The facade orders importers by values in shared memory.
-        state.interprocess.written.setdefault(found, [])
+    state.interprocess.follow(found)
     _export(state, found, data)
 
 
@@ -50,6 +48,7 @@ def _size_at(state: State, address: Any) -> int:
 def _opened(state: State, made: Range, data: bytes) -> None:
     made.bytes.shared = True
     state.addresses.add(made)
+    state.interprocess.follow(made)
     entry = announcements.open_import(data)
     if entry is not None:
         state.interprocess.entries[made] = entry
@@ -87,7 +86,12 @@ def _opens_plain(state: State, name: str, args: Arguments, answer: Answer) -> No
 def _exports_event(state: State, name: str, args: Arguments, answer: Answer) -> None:
     data = opaque_bytes(answer[1])
     event = state.interprocess.events[data] = state.event(args[0])
-    event.elsewhere = True
+    _names_event(state, event, data)
+
+
+def _names_event(state: State, event: Event, data: bytes) -> None:
+    """Announce the recordings of an event by its export data, on the board of each process that has it."""
+    event.elsewhere, event.name = True, data
     index, board = state.interprocess.index(event), state.interprocess.board
     if index is not None and board is not None:
         board.name_event(index, data)
@@ -96,9 +100,8 @@ def _exports_event(state: State, name: str, args: Arguments, answer: Answer) -> 
 def _opens_event(state: State, name: str, args: Arguments, answer: Answer) -> None:
     data = opaque_bytes(args[0])
     found = state.interprocess.events.setdefault(data, Event(shared=True))
-    found.elsewhere = True
-    found.there = announcements.event_of(data)
     state.events[int(answer[1])] = found
+    _names_event(state, found, data)
 
 
 # -- physical memory -----------------------------------------------------------------------------------------

@@ -14,7 +14,9 @@ from streamalloc.driver.checker.state import State
 from streamalloc.driver.checker.streams import number_of
 from streamalloc.driver.checker.uses import Finish, Touch
 
-_AT_CALL = 2  # CU_MEMCPY_SRC_ACCESS_ORDER_DURING_API_CALL, which older bindings lack
+# CU_MEMCPY_SRC_ACCESS_ORDER_DURING_API_CALL and _ANY, which older bindings lack. The second one allows a copy to read
+# its source at once or later.
+_AT_CALL, _ANY = 2, 3
 _ROWS = 1 << 15
 """Rows of a plane that are checked at most."""
 
@@ -137,13 +139,13 @@ def _box(start: int, pitch: int, lines: int, width: int, height: int, depth: int
 
 
 def _boxes(state: State, operations: Iterable[Any], at_call: bool) -> list[Touch]:
-    """Both sides of each ``CUDA_MEMCPY3D_BATCH_OP``; ``at_call``: only sources read before the call returns."""
+    """Both sides of each ``CUDA_MEMCPY3D_BATCH_OP``; ``at_call``: sources that may be read before the call returns."""
     found: list[Touch] = []
     for one in operations:
         width, height, depth = (int(getattr(one.extent, name)) for name in ("width", "height", "depth"))
-        early = _order(one) == _AT_CALL
+        order = _order(one)
         for side, write in ((one.src, False), (one.dst, True)):
-            if (early and not write) is not at_call:
+            if at_call if write else not _reads(order, at_call):
                 continue
             if "ARRAY" in getattr(side.type, "name", ""):
                 array, at = state.arrays.get(number_of(side.op.array.array)), side.op.array.offset
@@ -193,8 +195,13 @@ def _order(one: Any) -> int:
     return 0
 
 
+def _reads(order: int, at_call: bool) -> bool:
+    """Whether a source of an access order may be read at the call, or in stream order."""
+    return order in (_AT_CALL, _ANY) if at_call else order != _AT_CALL
+
+
 def _batch(at_call: bool) -> Callable[[State, Arguments], list[Touch]]:
-    """The uses of a batch of copies in stream order; ``at_call``: its reads before the call returns."""
+    """The uses of a batch of copies in stream order; ``at_call``: reads that may come before the call returns."""
 
     def touched(state: State, args: Arguments) -> list[Touch]:
         targets, sources, sizes, _, attributes, begins = args[:6]
@@ -203,7 +210,7 @@ def _batch(at_call: bool) -> Callable[[State, Arguments], list[Touch]]:
         found, order = [], 0
         for at, (target, source, size) in enumerate(zip(targets, sources, sizes, strict=False)):
             order = orders.get(at, order)
-            if (order == _AT_CALL) is at_call:
+            if _reads(order, at_call):
                 found.append((source, int(size), False))
             if not at_call:
                 found.append((target, int(size), True))

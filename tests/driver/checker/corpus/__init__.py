@@ -19,6 +19,6 @@ AREAS = (pools, order, copies, contexts, graphs, nodes, mappings, freed, sharing
 __all__ = ["AREAS", "CASES", "KINDS", "PAGE", "SIZE", "Bench", "Case"]
 KINDS = {
     *("use before allocation", "use after free", "free before allocation", "double free", "free racing a use"),
-    *("reuse race", "race", "unmap while in use", "release while in use", "access without a grant"),
+    *("reuse race", "race", "unmap while in use", "release while in use", "access without a grant", "out of bounds"),
     *("export before completion", "free before the importer's", "uninitialized", "another type", "leak"),
 }

@@ -20,9 +20,9 @@ def _pointers(*addresses: int) -> list[Any]:
     return [cuda.CUdeviceptr(one) for one in addresses]
 
 
-def _batch(b: Bench, targets: list[int], sources: list[int], nbytes: int) -> None:
+def _batch(b: Bench, targets: list[int], sources: list[int], nbytes: int, order: Any = None) -> None:
     attributes = cuda.CUmemcpyAttributes()
-    attributes.srcAccessOrder = cuda.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+    attributes.srcAccessOrder = order or cuda.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
     count = len(targets)
     places = (_pointers(*targets), _pointers(*sources), [nbytes] * count, count)
     b.raw("cuMemcpyBatchAsync", *places, [attributes], [0], 1, cuda.CUstream(b.a.handle))
@@ -73,6 +73,17 @@ def a_batch_copies_what_it_has_copied(b: Bench, right: bool) -> None:
     else:
         _batch(b, [y.address, z.address], [x.address, y.address], SIZE)
     b.done(*buffers)
+
+
+@hazard("race", simulated="its arguments differ between bindings", bindings="13.0")
+def a_batch_may_read_before_earlier_work(b: Bench, right: bool) -> None:
+    """A copy in any order reads its source at once or later, also of its own stream's work."""
+    x, y = b.new(b.a), b.new(b.a)
+    x.fill(1, b.a)
+    if right:
+        b.a.synchronize()
+    _batch(b, [y.address], [x.address], SIZE, cuda.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_ANY)
+    b.done(x, y)
 
 
 @hazard("race", simulated="its arguments differ between bindings", bindings="13.0")
@@ -271,6 +282,20 @@ def the_host_writes_what_a_graph_reads(b: Bench, right: bool) -> None:
     there[:] = 5
     b.a.synchronize()
     b.done(x, source)
+
+
+@hazard("race")
+def the_host_writes_a_registered_source(b: Bench, right: bool) -> None:
+    """No other process has the memory, which could write it as well."""
+    x, source = b.new(b.a), np.zeros(SIZE, np.uint8)
+    b.raw("cuMemHostRegister", source.ctypes.data, SIZE, 0)
+    b.raw("cuMemcpyHtoDAsync", x.address, source.ctypes.data, SIZE, cuda.CUstream(b.a._raw))
+    if right:
+        b.a.synchronize()
+    source[:] = 2
+    b.a.synchronize()
+    b.raw("cuMemHostUnregister", source.ctypes.data)
+    b.done(x)
 
 
 @hazard("race")

@@ -7,7 +7,9 @@ import mmap
 import threading
 from collections.abc import Callable
 
-from streamalloc import vmm
+import numpy as np
+
+from streamalloc import testing, vmm
 from streamalloc.driver.bindings import cuda
 from tests.driver.checker.corpus.bench import CASES, PAGE, SIZE, Bench, Case, hazard
 from tests.driver.checker.corpus.nodes import Graph
@@ -55,6 +57,64 @@ def _add(name: str, call: Callable[[Bench, int], object]) -> None:
 
 for _name, _call in _CALLS.items():
     _add(_name, _call)
+
+
+@hazard("free racing a use", simulated=_GONE)
+def a_copy_is_refused_as_another_stream_frees(b: Bench, right: bool) -> None:
+    """The driver refuses the copy, whether or not the free has run."""
+    x, y = b.new(b.a), b.new(b.b)
+    b.order(b.a, b.b)
+    address = x.address
+    copy = ("cuMemcpyDtoDAsync", y.address, address, SIZE, cuda.CUstream(b.b._raw))
+    if right:
+        b.raw(*copy)
+        b.order(b.b, b.a)
+    x.free()
+    if not right:
+        b.raw(*copy)
+    b.done(y)
+
+
+@testing.kernel("corpus_write", writes=lambda address, nbytes: [(address, nbytes)])
+def _write(address: np.uint64, nbytes: np.int32) -> None:
+    """Use memory; all that is checked is said in the line above."""
+
+
+def _launch(b: Bench, address: int, nbytes: int) -> None:
+    module = b.raw("cuModuleLoadData", b"\x7fELF")
+    arguments = ((address, nbytes), (ctypes.c_void_p, ctypes.c_int))
+    function = b.raw("cuModuleGetFunction", module, b"corpus_write")
+    b.raw("cuLaunchKernel", function, 1, 1, 1, 1, 1, 1, 0, _raw(b), arguments, 0)
+    b.raw("cuCtxSynchronize")
+    b.raw("cuModuleUnload", module)
+
+
+@hazard("use after free", simulated="kernels of the simulated driver say what they use")
+def a_kernel_is_launched_after_the_free(b: Bench, right: bool) -> None:
+    """Nothing refuses the launch, and the driver keeps the addresses for its other memory."""
+    address, other = (int(b.raw("cuMemAlloc", SIZE)) for _ in range(2))
+    if right:
+        _launch(b, address, SIZE)
+    b.raw("cuMemFree", address)
+    if not right:
+        _launch(b, address, SIZE)
+    b.raw("cuMemFree", other)
+
+
+@hazard("out of bounds", simulated="kernels of the simulated driver say what they use")
+def a_kernel_goes_beyond_its_memory(b: Bench, right: bool) -> None:
+    address = int(b.raw("cuMemAlloc", SIZE))
+    _launch(b, address, SIZE if right else SIZE + 4)
+    b.raw("cuMemFree", address)
+
+
+@hazard("out of bounds")
+def a_kernel_writes_its_neighbour(b: Bench, right: bool) -> None:
+    """Both allocations are there: nothing else is wrong."""
+    x, y = b.new(b.a, 512), b.new(b.a, 512)
+    low = min(x.address, y.address)
+    b.at(low, b.a, nbytes=abs(x.address - y.address) + 1 if not right else 512)
+    b.done(x, y)
 
 
 @hazard("use after free", simulated=_GONE)

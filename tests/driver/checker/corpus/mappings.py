@@ -262,6 +262,24 @@ def a_mapping_is_left(b: Bench, right: bool) -> None:
     b.driver.finish()
 
 
+@hazard("leak")
+def an_array_is_left(b: Bench, right: bool) -> None:
+    """A level of another array, which ends with it, is no leak."""
+    plain, deep = cuda.CUDA_ARRAY_DESCRIPTOR(), cuda.CUDA_ARRAY3D_DESCRIPTOR()
+    for one in (plain, deep):
+        one.Width, one.Height, one.NumChannels = 16, 16, 1
+        one.Format = cuda.CUarray_format.CU_AD_FORMAT_UNSIGNED_INT8
+    levels = b.raw("cuMipmappedArrayCreate", deep, 2)
+    b.raw("cuMipmappedArrayGetLevel", levels, 1)
+    array = b.raw("cuArrayCreate", plain)
+    if right:
+        b.raw("cuArrayDestroy", array)
+    b.driver.finish()
+    if not right:
+        b.raw("cuArrayDestroy", array)
+    b.raw("cuMipmappedArrayDestroy", levels)
+
+
 # -- rights, and what lies under addresses ---------------------------------------------------------------------
 
 

@@ -178,6 +178,18 @@ def a_graph_within_a_graph(b: Bench, right: bool) -> None:
 
 
 @hazard("race")
+def two_nodes_of_a_graph_within_a_graph(b: Bench, right: bool) -> None:
+    x = b.new(b.a)
+    b.a.synchronize()
+    inner, outer = Graph(b), Graph(b)
+    first = inner.fill(x.address)
+    inner.fill(x.address, *([first] if right else []))
+    outer.add("ChildGraph", [], inner.handle)
+    outer.launch(b.a)
+    b.done(x)
+
+
+@hazard("race")
 def an_event_that_a_node_records(b: Bench, right: bool) -> None:
     x, event = b.new(b.a), b.event()
     b.a.synchronize()
