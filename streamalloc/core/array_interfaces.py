@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -203,6 +203,58 @@ class _Interface:
         self.__array_interface__: dict[str, Any] = memory.__array_interface__
 
 
+class CudaArray(NamedTuple):
+    """The fields of a ``__cuda_array_interface__``."""
+
+    address: int
+    read_only: bool
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    stream: int | None
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def cuda_array(interface: dict[str, Any], name: str) -> CudaArray:
+    """Check the fields of an array interface of another library.
+
+    Raises
+    ------
+    TypeError, ValueError
+        The array has a mask, Python objects, a negative size, or is not contiguous; ``name`` is in the message.
+    """
+    dtype, shape = _interface_form(interface)
+    if dtype.hasobject:
+        raise TypeError(f"{name} has elements of {dtype}: memory of devices has no Python objects")
+    if min(shape, default=0) < 0:
+        raise ValueError(f"{name} has the shape {shape}, with a negative size")
+    if interface.get("mask") is not None:
+        raise ValueError(f"{name} has a mask, which copies would not follow: pass its data and its mask one by one")
+    check_dense(name, shape, interface.get("strides"), dtype.itemsize)
+    address, read_only = interface["data"]
+    stream = interface.get("stream")
+    return CudaArray(int(address), read_only, dtype, shape, None if stream is None else int(stream))
+
+
+def check_dense(name: str, shape: tuple[int, ...], strides: Any, step: int) -> None:
+    """Raise ValueError unless strides are those of a C-contiguous array with elements of ``step``, or None."""
+    if strides is None or 0 in shape:
+        return
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size != 1 and stride != step:
+            raise ValueError(f"{name} is not contiguous: strides {tuple(strides)} of shape {shape}")
+        step *= size
+
+
+def _interface_form(interface: dict[str, Any]) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    # The one field without a name stands for the type itself.
+    described = [field for field in interface.get("descr") or () if field[0]]
+    return np.dtype(interface["descr"] if described else interface["typestr"]), tuple(interface["shape"])
+
+
 def form_of(other: Any) -> tuple[np.dtype[Any], tuple[int, ...]] | None:
     """The type and shape of what is copied; None where it is nothing of the kind."""
     if isinstance(other, MemoryBase):
@@ -210,10 +262,7 @@ def form_of(other: Any) -> tuple[np.dtype[Any], tuple[int, ...]] | None:
         return (np.dtype(np.uint8), (other.nbytes,)) if dtype is None else (dtype, other.shape)  # type: ignore[attr-defined]
     interface = getattr(other, "__cuda_array_interface__", None)
     if interface is not None:
-        kind = interface["typestr"]
-        # The one field without a name stands for the type itself.
-        described = [field for field in interface.get("descr") or () if field[0]]
-        return np.dtype(interface["descr"] if described else kind), tuple(interface["shape"])
+        return _interface_form(interface)
     try:
         array = other if isinstance(other, np.ndarray) else np.asarray(memoryview(other))
     except TypeError:

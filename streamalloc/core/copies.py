@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from streamalloc.core.array_interfaces import cuda_array
 from streamalloc.core.elements import fill_pattern
 from streamalloc.core.errors import error_from
 from streamalloc.core.library_streams import kept_stream
@@ -186,18 +187,10 @@ class CopySide:
 
     @classmethod
     def _of_interface(cls, other: object, interface: dict[str, Any], name: str, writable: bool) -> Self:
-        address, read_only = interface["data"]
-        itemsize = np.dtype(interface["typestr"]).itemsize
-        shape = tuple(interface["shape"])
-        strides = interface.get("strides")
-        nbytes = int(np.prod(shape, dtype=np.int64)) * itemsize
-        if strides is not None:
-            dense = tuple(int(np.prod(shape[i + 1 :], dtype=np.int64)) * itemsize for i in range(len(shape)))
-            if tuple(strides) != dense and nbytes:
-                raise ValueError(f"{name} is not contiguous: strides {strides} of shape {shape}")
-        if writable and read_only:
+        array = cuda_array(interface, name)
+        if writable and array.read_only:
             raise ValueError(f"{name} is read-only")
-        return cls(int(address), nbytes, None, other, interface.get("stream"))
+        return cls(array.address, array.nbytes, None, other, array.stream)
 
 
 def _copied(ours: MemoryBase, other: Any, stream: StreamLike | None, writing: bool) -> bool:

@@ -383,11 +383,12 @@ def work(session: Session, most: int | None = None) -> int:
     return later.work(most)
 
 
-def _work_everywhere() -> None:
+def _work_everywhere() -> int:
     for later in queues():
         # An item that fails stays, and is reported as left.
         with contextlib.suppress(Exception):
             later.work()
+    return sum(len(later) for later in queues())
 
 
 SETTLERS.append(_work_everywhere)

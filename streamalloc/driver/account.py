@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-SETTLERS: list[Callable[[], object]] = []
-"""Functions of the facade that attempt deferred releases; called before leaks are reported."""
+SETTLERS: list[Callable[[], int | None]] = []
+"""Functions of the facade that attempt deferred releases; called before leaks are reported. A number: of those left."""
 
 # Calls that create each kind (the handle is the first value of the answer) and calls that end it (first argument).
 _RESOURCES = {

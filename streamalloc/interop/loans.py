@@ -7,6 +7,7 @@ memory, and the streams wait the other way round. The host waits for nothing.
 
 from __future__ import annotations
 
+import math
 import threading
 from typing import Any
 
@@ -23,6 +24,8 @@ from streamalloc.core.internal import (
     StreamLike,
     TypedView,
     as_stream,
+    check_dense,
+    cuda_array,
     deferred_queue,
     may_queue,
     ordered_after,
@@ -165,7 +168,7 @@ class Borrowed(Memory, Closes):
         # The queue has the end also if a signal handler raises in __del__: the array is never released too early.
         deferred_queue(self._session).end_with(self, self._end)
         self._location = MemLocation.device(device)
-        self._nbytes = self.dtype.itemsize * int(np.prod(self.shape, dtype=np.int64))
+        self._nbytes = self.dtype.itemsize * math.prod(self.shape)
 
     @property
     def address(self) -> int:
@@ -316,27 +319,16 @@ def _taken(array: Any, stream: Stream, lender: Stream | None) -> tuple[int, np.d
         tensor = tensor_in(capsule)
         shape = tuple(tensor.shape[: tensor.ndim])
         strides = tuple(tensor.strides[: tensor.ndim]) if tensor.strides else None
-        _check_dense(array, shape, strides, 1)
+        check_dense(type(array).__name__, shape, strides, 1)
         size = tensor.bits * tensor.lanes // 8
         dtype = np.dtype(f"{_KINDS.get(tensor.code, 'V') if tensor.lanes == 1 else 'V'}{size}")
         return (tensor.data or 0) + tensor.byte_offset, dtype, shape, capsule, int(device)
     interface = getattr(array, "__cuda_array_interface__", None)
     if interface is None:
         raise TypeError(f"array must have __dlpack__ or __cuda_array_interface__, which {type(array).__name__} has not")
-    dtype, shape = np.dtype(interface["typestr"]), tuple(interface["shape"])
-    _check_dense(array, shape, interface.get("strides"), dtype.itemsize)
-    handle = interface.get("stream")
-    if handle is not None:
-        stream.wait(Stream.of_handle(stream.device, int(handle), array))
+    found = cuda_array(interface, type(array).__name__)
+    if found.stream is not None:
+        stream.wait(Stream.of_handle(stream.device, found.stream, array))
     elif lender is not None:
         stream.wait(lender)
-    return int(interface["data"][0]), dtype, shape, interface, stream.device.ordinal
-
-
-def _check_dense(array: Any, shape: tuple[int, ...], strides: Any, step: int) -> None:
-    if strides is None or 0 in shape:
-        return
-    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
-        if size != 1 and stride != step:
-            raise ValueError(f"{type(array).__name__} is not contiguous: strides {tuple(strides)} of shape {shape}")
-        step *= size
+    return found.address, found.dtype, found.shape, interface, stream.device.ordinal

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import itertools
 import os
 import pickle
 import select
@@ -29,6 +30,7 @@ import sys
 import traceback
 import types
 import weakref
+from collections import deque
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import get_spawning_popen
@@ -37,7 +39,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any, NoReturn
 
 from streamalloc.core.errors import ClosedError
-from streamalloc.core.internal import BufferView, Event, Fd, PlainBuffer, TypedView
+from streamalloc.core.internal import BufferView, Device, Event, Fd, PlainBuffer, TypedView
 from streamalloc.core.resource import Unique
 from streamalloc.core.session import session_of
 from streamalloc.driver import default as default_driver
@@ -96,6 +98,7 @@ _TOO_LATE = (
 )
 # Objects of a message that ``put`` searches, at most: large messages of other things are not delayed.
 _MOST_SEARCHED = 1000
+_GROUPS = (list, tuple, dict, set, frozenset, deque)
 
 
 class _Message:
@@ -135,17 +138,15 @@ def _at_once(put: Callable[..., None]) -> Callable[..., None]:
 
 
 def _contains_ours(thing: Any) -> bool:
-    """Whether an object of this library is in a message, by itself or in lists, tuples and dictionaries."""
+    """Whether an object of this library is in a message, by itself or in lists, tuples, sets and dictionaries."""
     searched, others = 0, [thing]
     while others and searched < _MOST_SEARCHED:
         one = others.pop()
         searched += 1
-        if isinstance(one, Unique):
+        if isinstance(one, (Unique, Device)):
             return True
-        if type(one) in (list, tuple):
-            others += one[:_MOST_SEARCHED]
-        elif type(one) is dict:
-            others += list(one.values())[:_MOST_SEARCHED]
+        if isinstance(one, _GROUPS):
+            others += itertools.islice(one.values() if isinstance(one, dict) else one, _MOST_SEARCHED)
     return False
 
 

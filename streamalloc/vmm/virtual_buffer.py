@@ -287,7 +287,7 @@ class VirtualBuffer(Memory, Closes, Drawn):
         evicted, node = self._evicted, self.range._node
         if evicted is None:
             return
-        unmapped = [entry for entry in entries if entry.gone and not node.touching(entry.offset, entry.stop)]
+        unmapped = self._unmapped(entries)
         if not all(entry.held for entry in unmapped):
             # Some of the memory had no handle left when it was unmapped.
             restore_all({self: evicted._replace(held=())}, stream)
@@ -299,6 +299,11 @@ class VirtualBuffer(Memory, Closes, Drawn):
             self._map_again(entry)
         node.grant(node.touching(0, self._mapped), self._rights, self._structs)
         self._evicted = None
+
+    def _unmapped(self, entries: Sequence[MappedBytes]) -> list[MappedBytes]:
+        """The entries at whose places nothing is mapped."""
+        touching = self.range._node.touching
+        return [entry for entry in entries if entry.gone and not touching(entry.offset, entry.stop)]
 
     def _map_again(self, entry: MappedBytes) -> None:
         """Map the memory of an unmapped entry at its old offset."""
@@ -536,6 +541,9 @@ def evict_all(
                 undo_all(functools.partial(buffer._take_back, several, stream) for buffer, several in entries.items())
             finally:
                 undo_all(one.leave for buffer, one in saved.items() if buffer._evicted is None)
+                for buffer in saved:
+                    if buffer._evicted is not None:  # its bytes are in the backup
+                        undo_all(entry.close for entry in buffer._unmapped(entries[buffer]))
 
         with undoing(undo):
             copied = {} if stored else saved

@@ -380,3 +380,33 @@ class TestBorrowed:
 def _array(memory: sa.Memory, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
     interface = {"shape": shape, "strides": strides, "typestr": "<f4", "version": 3, "data": (memory.address, False)}
     return SimpleNamespace(__cuda_array_interface__=interface)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"mask": object()}, "has a mask"),
+        ({"shape": (-1,)}, "a negative size"),
+        ({"typestr": "|O"}, "Python objects"),
+        ({"shape": (2, 8), "strides": (1, 2)}, "is not contiguous"),
+    ],
+)
+def test_interfaces_that_are_refused(pool: sa.MemoryPool, stream: sa.Stream, wrong: dict[str, Any], says: str) -> None:
+    """By borrowing, and by copies to and from them: their bytes would be taken for what they are not."""
+    with pool.allocate(16, stream) as buffer, pool.allocate(16, stream) as other:
+        interface = other.__cuda_array_interface__ | wrong
+        array: Any = SimpleNamespace(__cuda_array_interface__=interface)
+        for use in (
+            lambda: interop.borrow(array, stream),
+            lambda: buffer.copy_from(array),
+            lambda: buffer.copy_to(array),
+        ):
+            with pytest.raises((TypeError, ValueError), match=says):
+                use()
+
+
+def test_an_interface_of_more_elements_than_64_bits_count(pool: sa.MemoryPool, stream: sa.Stream) -> None:
+    with pool.allocate(16, stream) as buffer:
+        array: Any = SimpleNamespace(__cuda_array_interface__=buffer.__cuda_array_interface__ | {"shape": (1 << 62, 4)})
+        with interop.borrow(array, stream) as borrowed:
+            assert borrowed.nbytes == 1 << 64

@@ -7,11 +7,12 @@ import pickle
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from queue import Full
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -381,10 +382,17 @@ def _answer_values(connection: Any, queue: Any) -> None:
         if item is None:
             break
         while not isinstance(item, sa.Memory):
-            item = item.thing if isinstance(item, Hides) else next(iter(item.values() if type(item) is dict else item))
+            values = item.values() if isinstance(item, dict) else item
+            item = item.thing if isinstance(item, Hides) else next(iter(values))
         connection.send(sorted(set(read(item).tolist())))
         item.close()  # type: ignore[attr-defined]
         del item
+
+
+class Named(NamedTuple):
+    """A message of a program."""
+
+    thing: Any
 
 
 class TestFreedAfterPut:
@@ -418,6 +426,7 @@ class TestFreedAfterPut:
     PACKED: dict[str, Callable[[Any], Any]] = {  # noqa: RUF012
         "itself": lambda thing: thing,
         "in a tuple": lambda thing: (thing, 1),
+        "in other containers": lambda thing: Named(defaultdict(list, it=frozenset([thing]))),
         "in a dictionary in a list": lambda thing: [{"it": thing}],
         "a view": lambda thing: thing[16:2064],
         "an array": lambda thing: thing.view_as(np.float32),
@@ -488,7 +497,12 @@ class TestFreedAfterPut:
         with sa.MemoryPool(device) as pool, pool.allocate(64, stream) as buffer:
             freed = pool.allocate(64, stream)
             freed.free()
-            for thing, kind in ((pool, ValueError), (buffer, ValueError), (freed, sa.ClosedError), (stream, TypeError)):
+            kinds: tuple[tuple[Any, type[Exception]], ...] = (
+                (pool, ValueError), (buffer, ValueError), (freed, sa.ClosedError), (stream, TypeError),
+            )  # fmt: skip
+            with pytest.raises(TypeError, match="send its ordinal"):
+                queue.put(device)
+            for thing, kind in kinds:
                 for packed in (thing, [thing], {"it": (thing,)}):
                     with pytest.raises(kind):
                         queue.put(packed)

@@ -647,6 +647,35 @@ def test_bytes_that_were_given_up_stay_where_the_undo_fails_too(
         assert account.left == {}
 
 
+@pytest.mark.parametrize("objects", [False, True])
+def test_memory_is_released_where_the_undo_fails_too(machine: Any, objects: bool) -> None:
+    """The bytes are in the backup. The error of the sleep, which a program may keep, keeps no memory."""
+    account = Account(machine)
+    inner = refusing(account.driver)
+    faults = refusing(inner)
+    device = sa.Device(0, driver=faults)
+    group = vmm.SleepGroup(device)
+    buffer, other = group.allocate(PAGE), group.allocate(PAGE)
+    filled(buffer, 1)
+    if objects:
+        assert buffer.mappings[0].memory.handle
+    faults.fail("cuMemUnmap", 2, result="CUDA_ERROR_UNKNOWN")
+    inner.fail("cuMemMap", result="CUDA_ERROR_UNKNOWN")
+    with pytest.raises(sa.CudaError, match="cuMemUnmap") as kept:
+        group.sleep()
+    faults.stop()
+    inner.stop()
+    assert buffer.evicted and not other.evicted
+    assert len(account.left["physical memory"]) == 1
+    group.wake()
+    assert shows(buffer, 1)
+    buffer.close()
+    other.close()
+    group.close()
+    device.synchronize()
+    assert account.left == {} and kept.value
+
+
 def test_memory_that_is_kept_and_was_closed_since(machine: Any) -> None:
     """The buffer gets new memory, whose bytes are undefined."""
     inner = refusing(machine)

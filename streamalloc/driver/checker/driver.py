@@ -12,6 +12,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
+from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from streamalloc.driver.account import COUNTED, ENDERS, SETTLERS
@@ -34,6 +35,8 @@ else:
 On: TypeAlias = Literal["raise", "report", "warn"]
 _ON = ("raise", "report", "warn")
 _MOST_HAZARDS = 1000
+_PATIENCE = 1.0
+"""Seconds for queued work to end before memory whose release waits for it is reported as a leak."""
 _EXIT_PRIORITY = -100
 """Priority in multiprocessing's exit functions: after those of programs."""
 _INVALID = (cuda.CUresult.CUDA_ERROR_INVALID_VALUE,)
@@ -371,8 +374,10 @@ class Checked(Wrapper):
 
         It runs at the end of the process as well and prints what it finds, unless hazards raise.
         """
-        for settle in SETTLERS:
-            settle()
+        end = monotonic() + _PATIENCE
+        # What the program has dropped is released when its queued work is done.
+        while any([settle() for settle in SETTLERS]) and monotonic() < end and self.leaks():
+            sleep(0.002)
         self._alone(self._state.close)
         self._found += self.leaks()
         self._collect()

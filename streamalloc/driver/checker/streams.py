@@ -40,6 +40,10 @@ class ForeignStreams:
         """Whether other code has asked for a stream's handle, by which it can launch kernels unseen."""
         self.pending: dict[Stream, deque[tuple[int, Any]]] = {}
         """Operations that have not ended: the time of each, and an event after it."""
+        self._over: list[Any] = []
+        """Events of ended operations. They are destroyed once no thread queries them."""
+        self._querying = 0
+        """Number of threads that query events, which they do without the lock."""
 
     def is_ours(self, stream: Stream) -> bool:
         """Whether no other library can use a stream."""
@@ -66,20 +70,27 @@ class ForeignStreams:
         """Record an event after the latest operation of a stream; handles 0 to 2 are default streams."""
         if stream not in self._timeline.foreign or stream.obstacle is not None:
             return
+        time = stream.time  # The event is recorded without the lock: another thread may queue more meanwhile.
         # An event on a default stream could break the captures of other threads.
         event = None if handle <= 2 else self._record(handle)
-        waiting = self.pending.setdefault(stream, deque())
-        if event is None or len(waiting) == _MOST_EVENTS:
-            self._end(stream, stream.time)
+        if event is None or len(self.pending.get(stream, ())) >= _MOST_EVENTS:
+            self._end(stream, time)
+            self._destroy_events()
         if event is not None:
-            waiting.append((stream.time, event))
+            self.pending.setdefault(stream, deque()).append((time, event))
 
     def look(self) -> None:
         """Query the events of pending operations."""
         failed, mode = self._driver.cuThreadExchangeStreamCaptureMode(_RELAXED)
-        for stream, waiting in tuple(self.pending.items()):
-            over = [time for time, event in waiting if "NOT_READY" not in self._driver.cuEventQuery(event)[0].name]
-            self._end(stream, max(over, default=0))
+        self._querying += 1
+        try:
+            for stream, waiting in tuple(self.pending.items()):
+                asked = tuple(waiting)
+                over = [time for time, event in asked if "NOT_READY" not in self._driver.cuEventQuery(event)[0].name]
+                self._end(stream, max(over, default=0))
+        finally:
+            self._querying -= 1
+        self._destroy_events()
         if not failed:
             self._driver.cuThreadExchangeStreamCaptureMode(mode)
 
@@ -89,9 +100,13 @@ class ForeignStreams:
         over[stream.number] = max(over.get(stream.number, 0), time)
         waiting = self.pending.get(stream, deque())
         while waiting and waiting[0][0] <= time:
-            self._driver.cuEventDestroy(waiting.popleft()[1])
+            self._over.append(waiting.popleft()[1])
         if not waiting:
             self.pending.pop(stream, None)
+
+    def _destroy_events(self) -> None:
+        while self._over and not self._querying:
+            self._driver.cuEventDestroy(self._over.pop())
 
     def _record(self, handle: int) -> Any:
         """An event after the queued work of a stream; None where it cannot be recorded."""

@@ -13,13 +13,17 @@ from __future__ import annotations
 
 import array
 import errno
+import operator
 import os
 import select
 import socket
 import stat
 import struct
 import time
+from _socket import socket as RawSocket
+from _socket import socketpair
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import repeat
 from multiprocessing.reduction import DupFd, ForkingPickler
 from pathlib import Path
 from secrets import token_hex
@@ -96,13 +100,13 @@ def identity(path: str) -> tuple[int, int] | None:
     return found.st_dev, found.st_ino
 
 
-def peer_of(connection: socket.socket) -> Peer:
+def peer_of(connection: RawSocket) -> Peer:
     """The process that made the other end (``SO_PEERCRED``)."""
     found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return Peer(*_CREDENTIALS.unpack(found))
 
 
-def admitted(connection: socket.socket) -> Peer:
+def admitted(connection: RawSocket) -> Peer:
     """The process that made the other end; ``PermissionError`` if it belongs to another user."""
     peer = peer_of(connection)
     if peer.uid != os.geteuid():
@@ -275,15 +279,20 @@ _GONE = (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.ECONNREFUSED)
 _FULL = (errno.EAGAIN, errno.ENOBUFS, errno.ETOOMANYREFS)
 
 _clock = time.perf_counter_ns
+_NUMBER = operator.itemgetter(0)
 _make = tuple.__new__  # Message() calls this too, and takes three times as long
 
 
-class _Socket(socket.socket):
+class _Socket(RawSocket):
     """A socket that closes without a ``ResourceWarning`` when it is dropped."""
 
     def __del__(self) -> None:
-        if self.fileno() >= 0:
-            self.close()
+        RawSocket.close(self)
+
+
+def _sockets(numbers: Iterable[int]) -> Iterator[_Socket]:
+    """Sockets that own descriptors. All is C: no signal handler can raise while nobody owns one."""
+    return map(_Socket, repeat(socket.AF_UNIX), repeat(socket.SOCK_SEQPACKET), repeat(0), numbers)
 
 
 class _SocketOwner(Closes):
@@ -291,7 +300,7 @@ class _SocketOwner(Closes):
 
     __slots__ = ("__weakref__", "_socket")
 
-    _socket: socket.socket
+    _socket: _Socket
 
     def fileno(self) -> int:
         """The socket's descriptor, which this object still owns; readable when a message or a process has come.
@@ -357,14 +366,14 @@ class Channel(_SocketOwner):
     peer: Peer
     """The process that made the other end."""
 
-    def __init__(self, connection: socket.socket, peer: Peer) -> None:
+    def __init__(self, connection: _Socket, peer: Peer) -> None:
         self.timeout: float | None = None
         self._carried: Any = None
         """Record of the handles that sharing has sent over this channel."""
         self._partial: Partial | None = None
         self._misses = 0
         """Waits in a row in which polling found no message."""
-        self._socket = connection = _Socket(connection.family, connection.type, 0, connection.detach())
+        self._socket = connection
         self.peer = peer
         # Bound once: looking a method up at each call costs a tenth of a hand-off.
         self._send = connection.send
@@ -380,7 +389,7 @@ class Channel(_SocketOwner):
     @classmethod
     def pair(cls) -> tuple[Channel, Channel]:
         """Make both ends of a new connection (``socketpair``)."""
-        first, second = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        first, second = _sockets(map(RawSocket.detach, socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)))
         return cls(first, peer_of(first)), cls(second, peer_of(second))
 
     @classmethod
@@ -423,7 +432,7 @@ class Channel(_SocketOwner):
             The listener's queue stayed full.
         """
         end = end_of(timeout)
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection = _Socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with undoing(connection.close):
             # A full queue is EAGAIN, for which poll() has no event.
             connection.setblocking(False)
@@ -455,7 +464,7 @@ class Channel(_SocketOwner):
         """
         number = fd.fileno() if isinstance(fd, Fd) else checked_descriptor(fd)
         try:
-            connection = socket.socket(fileno=number)
+            connection = _Socket(fileno=number)
         except OSError as error:
             raise ValueError(f"descriptor {number} is not open or is no socket: {error}") from None
         with undoing(connection.detach):
@@ -722,7 +731,7 @@ class Listener(_SocketOwner):
         end = end_of(timeout)
         while True:
             try:
-                connection, _ = self._socket.accept()
+                (connection,) = _sockets(map(_NUMBER, map(RawSocket._accept, (self._socket,))))
                 break
             except OSError as error:
                 if self.closed:

@@ -16,6 +16,8 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
 from streamalloc.driver.bindings import cuda
+from streamalloc.driver.checker import driver as checker_driver
+from streamalloc.testing import Gate
 from tests.driver.checker.corpus import PAGE, SIZE, Bench
 from tests.driver.checker.corpus.nodes import Graph, fill_params
 from tests.processes import SECONDS
@@ -265,6 +267,29 @@ growable = vmm.GrowableBuffer(device, 8 << 20, 2 << 20)
 del growable
 """
     assert python(program, STREAMALLOC_CHECK="1").stderr == ""
+
+
+@pytest.mark.parametrize("freed", [True, False])
+def test_what_queued_work_keeps_is_no_leak(machine: Any, monkeypatch: pytest.MonkeyPatch, freed: bool) -> None:
+    """Memory that the program has dropped is released when that work is done."""
+    driver = sd.checked(machine)
+    device = sa.Device(0, driver=driver)
+    with device.create_stream() as stream, Gate(device) as gate:
+        gate.hold(stream)
+        buffer = [vmm.GrowableBuffer(device, PAGE, PAGE, stream=stream)]
+        buffer[0].fill(1)
+        if freed:
+            buffer.clear()
+
+        def pause(_: float) -> None:
+            gate.open()
+            machine.cuStreamSynchronize(stream.handle)
+
+        monkeypatch.setattr(checker_driver, "sleep", pause)
+        assert [one.kind for one in driver.finish() if "pinned" not in one.what] == ["leak"] * (not freed)
+        gate.open()
+        stream.synchronize()
+    buffer.clear()
 
 
 def test_a_node_that_nobody_knows_hides_no_others(machine: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -168,14 +169,88 @@ def test_the_host_waits_past_the_checker(bench: Bench, library: Library, memory:
     assert kinds(bench) == ([] if waits else ["free racing a use"])
 
 
-def test_it_leaves_no_events(bench: Bench, library: Library, memory: Any) -> None:
-    side = library.stream()
-    for _ in range(100):
+class Interrupted:
+    """A driver during whose ``cuEventQuery`` another thread works."""
+
+    def __init__(self, driver: Any) -> None:
+        self.driver = driver
+        self.work: Any = None
+        self.events: set[int] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.driver, name)
+
+    def cuEventCreate(self, flags: int) -> Any:
+        answer = self.driver.cuEventCreate(flags)
+        self.events.add(int(answer[1]))
+        return answer
+
+    def cuEventQuery(self, event: Any) -> Any:
+        work, self.work = self.work, None
+        if work is not None:
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join(10)
+            assert not thread.is_alive()
+        assert int(event) in self.events, "a destroyed event is queried"
+        return self.driver.cuEventQuery(event)
+
+    def cuEventDestroy(self, event: Any) -> Any:
+        self.events.remove(int(event))
+        return self.driver.cuEventDestroy(event)
+
+
+@pytest.fixture
+def interrupted(machine: Any) -> Iterator[tuple[Interrupted, Bench, Library]]:
+    driver = Interrupted(machine)
+    with Bench(sd.checked(driver)) as bench:
+        yield driver, bench, Library(bench)
+
+
+@pytest.mark.parametrize("count", [1, 100])
+def test_it_leaves_no_events(interrupted: tuple[Interrupted, Bench, Library], count: int) -> None:
+    driver, bench, library = interrupted
+    before = set(driver.events)
+    memory, side, gate = bench.new(bench.a), library.stream(), bench.word()
+    bench.a.synchronize()
+    with bench.device.current():
+        assert not library.driver.cuStreamWaitValue32(side, gate, 1, 0)[0]
+    for _ in range(count):
         library.use(memory, side)
-    bench.driver._state.look()
+    ctypes.c_uint32.from_address(gate).value = 1
     library.driver.cuStreamSynchronize(side)
     bench.driver._state.look()
-    assert bench.driver._state.foreign.pending == {} and SIZE
+    assert bench.driver._state.foreign.pending == {} and driver.events == before
+    bench.done(memory)
+    library.driver.cuStreamDestroy(side)
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_another_thread_uses_a_stream_meanwhile(interrupted: tuple[Interrupted, Bench, Library], over: bool) -> None:
+    """The checker has no lock while it queries events: another thread records more of them, or finds them over."""
+    driver, bench, library = interrupted
+    memory, side, gate = bench.new(bench.a), library.stream(), bench.word()
+    bench.a.synchronize()
+    with bench.device.current():
+        assert not library.driver.cuStreamWaitValue32(side, gate, 1, 0)[0]
+    with contextlib.ExitStack() as stack:
+        stack.callback(lambda: setattr(ctypes.c_uint32.from_address(gate), "value", 1))
+        library.use(memory, side)
+        library.use(memory, side)
+
+        def work() -> None:
+            if over:
+                stack.close()
+                library.driver.cuStreamSynchronize(side)
+            library.use(memory, side)
+
+        driver.work = work
+        bench.driver._state.look()
+        assert driver.work is None
+    library.driver.cuStreamSynchronize(side)
+    bench.done(memory)
+    assert kinds(bench) == []
+    library.driver.cuStreamDestroy(side)
 
 
 @pytest.mark.parametrize("lent", [False, True])
