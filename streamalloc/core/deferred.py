@@ -95,22 +95,6 @@ class DeferredQueue:
     ``guard`` makes the ``with`` block in which items are attempted.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_beginning",
-        "_guard",
-        "_lock",
-        "_new",
-        "_orphaned",
-        "_owned",
-        "_rounds",
-        "_waiting",
-        "_working",
-        "captures",
-        "has_work",
-        "submitted",
-    )
-
     def __init__(self, guard: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext) -> None:
         self.captures: dict[object, None] = {}
         """Captures of ours that are under way: entered by :meth:`begin_capture`, removed by the code that ends them."""

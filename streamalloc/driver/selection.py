@@ -47,9 +47,6 @@ def _not_found(what: str) -> str:
     )
 
 
-if TYPE_CHECKING:
-    from streamalloc.driver.protocol import Driver
-
 _in_use: contextvars.ContextVar[Driver | None] = contextvars.ContextVar("streamalloc_driver", default=None)
 _for_all_threads: Driver | None = None
 

@@ -13,7 +13,7 @@ from streamalloc.core.session import Session, session_of
 from streamalloc.driver import Driver
 from streamalloc.driver import default as default_driver
 from streamalloc.driver.internal import cuda
-from streamalloc.pool.internal import MemoryKind, pointer_attributes
+from streamalloc.pool.internal import MemoryKind, PointerAttributes, pointer_attributes
 
 _PAGE = resource.getpagesize()
 _POSIX, _FABRIC = MemHandleType.POSIX_FILE_DESCRIPTOR, MemHandleType.FABRIC
@@ -71,20 +71,6 @@ class Registration:
         return "\n".join(f"{name:{wide}}  {text}" for name, text in rows)
 
 
-@dataclass(frozen=True, slots=True)
-class _Attributes:
-    """Attributes of a range of addresses, as the driver reports them."""
-
-    kind: MemoryKind
-    pool: bool
-    mapped: bool
-    mappings: int
-    handle_types: MemHandleType
-    legacy_ipc: bool
-    rdma: bool
-    dma_buf: Answer
-
-
 def registration(memory: Any, *, driver: Driver | None = None) -> Registration:
     """Check which communication libraries can register or send memory, and why others cannot.
 
@@ -113,23 +99,7 @@ def registration(memory: Any, *, driver: Driver | None = None) -> Registration:
     span = CopySide.readable(memory, session)
     if not span.nbytes:
         raise ValueError(f"{memory!r} is empty: there is nothing to register")
-    found = _queried(session, span.address, span.nbytes)
-    return Registration(
-        ipc=_ipc(found),
-        dma_buf=found.dma_buf,
-        gpu_direct_storage=_storage(found),
-        nccl=_nccl(found),
-        ucx=_ucx(found),
-        ucx_network=_network(found),
-        nvshmem=_nvshmem(found),
-        mappings=found.mappings,
-        handle_types=found.handle_types,
-        gpu_direct_rdma=found.rdma,
-        legacy_ipc=found.legacy_ipc,
-    )
-
-
-def _queried(session: Session, address: int, nbytes: int) -> _Attributes:
+    address, nbytes = span.address, span.nbytes
     known = pointer_attributes(address, driver=session.driver)
     if known.kind is MemoryKind.UNKNOWN:
         raise ValueError(f"the driver does not know the address {address:#x}")
@@ -145,7 +115,15 @@ def _queried(session: Session, address: int, nbytes: int) -> _Attributes:
                 one = pointer_attributes(at, driver=session.driver)
                 types, rdma, count, at = types & one.handle_types, rdma and one.gpu_direct_rdma, count + 1, base + size
         dma_buf = _dma_buf(session, address, nbytes)
-    return _Attributes(known.kind, known.pool is not None, mapped, count, types, known.legacy_ipc, rdma, dma_buf)
+    answers = _answers(known, mapped, types, rdma, count, dma_buf)
+    return Registration(
+        **answers,
+        dma_buf=dma_buf,
+        mappings=count,
+        handle_types=types,
+        gpu_direct_rdma=rdma,
+        legacy_ipc=known.legacy_ipc,
+    )
 
 
 def _dma_buf(session: Session, address: int, nbytes: int) -> Answer:
@@ -164,83 +142,69 @@ def _dma_buf(session: Session, address: int, nbytes: int) -> Answer:
 _NO_HANDLES = "it was made without handle types: make it with handle_types=MemHandleType.POSIX_FILE_DESCRIPTOR"
 
 
-def _texts(types: MemHandleType) -> str:
-    return " and ".join(kind.name or "" for kind in (_POSIX, _FABRIC) if types & kind)
-
-
-def _ipc(found: _Attributes) -> Answer:
-    if found.kind is not MemoryKind.DEVICE:
-        return Answer(False, "", f"it is {found.kind.value} memory")
-    if found.handle_types & (_POSIX | (_FABRIC if found.mapped else _POSIX)):
-        return Answer(True, f"{'the pool' if found.pool else 'its mappings'} by {_texts(found.handle_types)}")
-    if found.legacy_ipc:
-        return Answer(True, "a legacy handle of its whole 2 MiB blocks")
-    return Answer(False, "", _NO_HANDLES)
-
-
-def _storage(found: _Attributes) -> Answer:
-    if found.kind is not MemoryKind.DEVICE:
-        return Answer(False, "", f"it is {found.kind.value} memory")
-    if found.rdma:
-        return Answer(True, "GPUDirect RDMA")
-    return Answer(False, "", f"the driver reports no GPUDirect RDMA for it{_rdma_hint(found)}")
-
-
-def _rdma_hint(found: _Attributes) -> str:
-    if found.mapped:
-        return ": make it with gpu_direct_rdma=True"
-    return ", as memory of pools never is: use vmm with gpu_direct_rdma=True" if found.pool else ""
-
-
-def _network(found: _Attributes) -> Answer:
-    if found.dma_buf:
-        return Answer(True, "DMA-BUF")
-    if found.rdma:
-        return Answer(True, "GPUDirect RDMA with the nvidia-peermem module")
-    return Answer(False, "", f"no DMA-BUF ({found.dma_buf.why}), and not capable of GPUDirect RDMA{_rdma_hint(found)}")
-
-
-def _several(found: _Attributes) -> str:
-    """The loss if memory spans several mappings, as text; empty if it spans one."""
-    if found.mappings == 1:
-        return ""
-    return (
-        f"it lies in {found.mappings} mappings, and cuMemGetAddressRange answers for the first only: register each, or "
-        "make it of one chunk"
+def _answers(
+    known: PointerAttributes, mapped: bool, types: MemHandleType, rdma: bool, mappings: int, dma_buf: Answer
+) -> dict[str, Answer]:
+    """The answer for each library: that of the first rule which applies."""
+    in_pool, legacy, elsewhere = known.pool is not None, known.legacy_ipc, known.kind is not MemoryKind.DEVICE
+    names = " and ".join(kind.name or "" for kind in (_POSIX, _FABRIC) if types & kind)
+    hint = ", as memory of pools never is: use vmm with gpu_direct_rdma=True" if in_pool else ""
+    hint = ": make it with gpu_direct_rdma=True" if mapped else hint
+    several = (
+        f"it lies in {mappings} mappings, and cuMemGetAddressRange answers for the first only: register each, or make "
+        "it of one chunk"
     )
+    several = "" if mappings == 1 else several
+    whose = "the pool" if in_pool else "its mappings"
+    of_mapping = Answer(not several, f"its mapping by {names}", several)
+    of_kind, without = _refusal(f"it is {known.kind.value} memory"), _refusal(_NO_HANDLES)
+    network = _first(
+        (dma_buf, Answer(True, "DMA-BUF")),
+        (rdma, Answer(True, "GPUDirect RDMA with the nvidia-peermem module")),
+        (True, _refusal(f"no DMA-BUF ({dma_buf.why}), and not capable of GPUDirect RDMA{hint}")),
+    )
+    here = "a pool's allocation has no handle of its own" if in_pool else _NO_HANDLES
+    through_host = (
+        "cuda_ipc takes memory of pools and mapped memory by fabric handles only, and else goes through the host: make "
+        "it with handle_types=MemHandleType.FABRIC, which needs an IMEX channel"
+    )
+    return {
+        "ipc": _first(
+            (elsewhere, of_kind),
+            (types & (_POSIX | _FABRIC if mapped else _POSIX), Answer(True, f"{whose} by {names}")),
+            (legacy, Answer(True, "a legacy handle of its whole 2 MiB blocks")),
+            (True, without),
+        ),
+        "gpu_direct_storage": _first(
+            (elsewhere, of_kind),
+            (rdma, Answer(True, "GPUDirect RDMA")),
+            (True, _refusal(f"the driver reports no GPUDirect RDMA for it{hint}")),
+        ),
+        "nccl": _first(
+            (elsewhere, of_kind),
+            (mapped and types, of_mapping),
+            (legacy, Answer(True, "a legacy handle; not for NVLink SHARP, which needs memory mapped by hand")),
+            (network, Answer(True, f"{network.how}, for the network only", f"within the machine it is copied: {here}")),
+            (True, _refusal(here)),
+        ),
+        "ucx": _first(
+            (elsewhere, of_kind),
+            (legacy, Answer(True, "a legacy handle")),
+            (types & _FABRIC, Answer(not several, "its fabric handle", several)),
+            (True, _refusal(through_host)),
+        ),
+        "ucx_network": network,
+        "nvshmem": _first(
+            (not mapped, _refusal("it takes memory that was mapped by hand: use vmm.GrowableBuffer with handle_types")),
+            (not types, without),
+            (True, of_mapping),
+        ),
+    }
 
 
-def _nccl(found: _Attributes) -> Answer:
-    if found.kind is not MemoryKind.DEVICE:
-        return Answer(False, "", f"it is {found.kind.value} memory")
-    if found.mapped and found.handle_types:
-        several = _several(found)
-        return Answer(not several, f"its mapping by {_texts(found.handle_types)}", several)
-    if found.legacy_ipc:
-        return Answer(True, "a legacy handle; not for NVLink SHARP, which needs memory mapped by hand")
-    network = _network(found)
-    what = "a pool's allocation has no handle of its own" if found.pool else _NO_HANDLES
-    if network:
-        return Answer(True, f"{network.how}, for the network only", f"within the machine it is copied: {what}")
-    return Answer(False, "", what)
+def _refusal(why: str) -> Answer:
+    return Answer(False, "", why)
 
 
-def _ucx(found: _Attributes) -> Answer:
-    if found.kind is not MemoryKind.DEVICE:
-        return Answer(False, "", f"it is {found.kind.value} memory")
-    if found.legacy_ipc:
-        return Answer(True, "a legacy handle")
-    if found.handle_types & _FABRIC:
-        several = _several(found)
-        return Answer(not several, "its fabric handle", several)
-    lost = "cuda_ipc takes memory of pools and mapped memory by fabric handles only, and else goes through the host"
-    return Answer(False, "", f"{lost}: make it with handle_types=MemHandleType.FABRIC, which needs an IMEX channel")
-
-
-def _nvshmem(found: _Attributes) -> Answer:
-    if not found.mapped:
-        return Answer(False, "", "it takes memory that was mapped by hand: use vmm.GrowableBuffer with handle_types")
-    if not found.handle_types:
-        return Answer(False, "", _NO_HANDLES)
-    several = _several(found)
-    return Answer(not several, f"its mapping by {_texts(found.handle_types)}", several)
+def _first(*rules: tuple[object, Answer]) -> Answer:
+    return next(answer for applies, answer in rules if applies)

@@ -31,17 +31,10 @@ from streamalloc.core.session import session_of
 from streamalloc.driver import Driver
 from streamalloc.ipc import Communicator, CommunicatorLike, as_communicator
 from streamalloc.ipc.internal import end_of, left
+from streamalloc.multicast.setup import steps
 from streamalloc.multicast.setup.plan import Layout, Plan
 from streamalloc.multicast.setup.rank_group import RankGroup, SymmetricMemoryError
 from streamalloc.multicast.setup.resources import RankResources, finish_all, run_until
-from streamalloc.multicast.setup.steps import (
-    Arguments,
-    agree,
-    check_devices,
-    check_no_capture,
-    deadline_or_none,
-    set_up,
-)
 from streamalloc.multicast.signals import Signals
 from streamalloc.pool import MemoryPool
 from streamalloc.vmm import Mapping, RangeView
@@ -198,22 +191,22 @@ class SymmetricMemory(Closes, Shown):
         group = None if devices is not None else as_communicator(communicator)
         self._owned = group is not communicator
         if devices is not None:
-            check_devices(communicator, device, devices, handle_type)
+            steps.check_devices(communicator, device, devices, handle_type)
         self._group = RankGroup(group, 1 if devices is None else len(devices))
         self._leaving = False
         """Whether all ranks have agreed to close."""
         self._asleep: dict[int, _SavedContents] | None = None
         """Contents by rank while asleep; None while awake."""
         self.timeout = timeout
-        arguments = Arguments(nbytes, multicast, handle_type, signal_pad_bytes, timeout)
+        arguments = steps.Arguments(nbytes, multicast, handle_type, signal_pad_bytes, timeout)
         given = dict(enumerate(devices or ())) if device is None else {self.rank: device}
-        deadline = deadline_or_none(timeout)
+        deadline = steps.deadline_or_none(timeout)
         with undoing(self._close_communicator), undoing(functools.partial(self._group.settle, deadline)):
-            plan, chosen = agree(self._group, arguments, given, driver, deadline)
+            plan, chosen = steps.agree(self._group, arguments, given, driver, deadline)
             self._layout: Layout = plan.layout
             self._resources = resources = RankResources(session_of(chosen[self.rank]), chosen, self.size)
             with undoing(functools.partial(deferred_queue(resources.session).end, resources)):
-                self._bases = set_up(self._group, resources, plan, deadline)
+                self._bases = steps.set_up(self._group, resources, plan, deadline)
             self._plan: Plan = plan._replace(physical_bytes={resources.kind: resources.physical_bytes})
             self._signals = Signals(plan.layout, self._bases)
             self._finalizer = weakref.finalize(self, _drop, _DroppedMemory(resources, self._signals), repr(self))
@@ -500,7 +493,7 @@ class SymmetricMemory(Closes, Shown):
         """
         if self.closed:
             return
-        check_no_capture(self._resources.session)
+        steps.check_no_capture(self._resources.session)
         deadline = self._deadline(timeout)
         failures: list[CudaError] = []
         if not self._leaving:
@@ -538,7 +531,7 @@ class SymmetricMemory(Closes, Shown):
         """
         if self.closed:
             return
-        check_no_capture(self._resources.session)
+        steps.check_no_capture(self._resources.session)
         failures: list[CudaError] = []
         _satisfy_and_finish(self._resources, self._signals, end_of(timeout), failures)
         self._release()
@@ -608,7 +601,7 @@ class SymmetricMemory(Closes, Shown):
             self._resources.release_memory()
             return
         self._check_open()
-        check_no_capture(self._resources.session)
+        steps.check_no_capture(self._resources.session)
         deadline = self._deadline(timeout)
         saved: dict[int, _SavedContents] = {}
 
@@ -645,7 +638,7 @@ class SymmetricMemory(Closes, Shown):
         asleep = self._asleep
         if asleep is None:
             raise EvictedError(f"{self!r} is not asleep")
-        check_no_capture(self._resources.session)
+        steps.check_no_capture(self._resources.session)
         resources, layout = self._resources, self._layout
         deadline = self._deadline(timeout)
 
@@ -655,7 +648,7 @@ class SymmetricMemory(Closes, Shown):
         if resources.memories:
             self._release_memory()  # left over by a wake that failed
         with undoing(functools.partial(self._group.settle, deadline)), undoing(self._release_memory):
-            set_up(self._group, resources, self._plan, deadline, restore)
+            steps.set_up(self._group, resources, self._plan, deadline, restore)
         self._asleep = None
         for contents in asleep.values():
             contents.close()

@@ -14,21 +14,7 @@ from matplotlib.patches import Patch, Rectangle
 from streamalloc.core.errors import size_text
 from streamalloc.driver import Call
 from streamalloc.observing import Allocation, Happening, Observer, Phase
-from streamalloc.plots.style import (
-    GREY,
-    INK,
-    PHASES,
-    RED,
-    STREAMS,
-    USES,
-    bare,
-    drawing,
-    figure,
-    inside,
-    time_unit,
-    unit_of,
-    whole_numbers,
-)
+from streamalloc.plots import style
 
 
 def memory(of: Observer) -> Figure:
@@ -40,36 +26,38 @@ def memory(of: Observer) -> Figure:
     starts = [one.time for one in happened] + [one.began for one in phases]
     zero = min(starts, default=0)
     end = max([one.time for one in happened] + [one.ended or 0 for one in phases], default=0) - zero
-    clock, tick = time_unit(end)
+    clock, tick = style.time_unit(end)
     depth = 1 + max((one.path.count("/") for one in phases), default=-1)
-    made, axes = figure(
+    made, axes = style.figure(
         1 + bool(phases), 1, height=2.6 + 0.36 * depth, sharex=True,
         height_ratios=[0.36 * depth, 2.2] if phases else [1],
     )  # fmt: skip
     ax = axes[-1, 0]
-    with drawing(ax):
+    with style.drawing(ax):
         times, amounts, highest = _by_name(happened)
-        unit, scale = unit_of(highest)
+        unit, scale = style.unit_of(highest)
         x = [(at - zero) / tick for at in times] + [end / tick]
         stacked = [[value / scale for value in (*values, values[-1])] for values in amounts.values()]
         if stacked:
             labels = [str(name or "other") for name in amounts]
-            ax.stackplot(x, stacked, labels=labels, step="post", colors=USES, lw=0.5)
+            ax.stackplot(x, stacked, labels=labels, step="post", colors=style.USES, lw=0.5)
         failures = [(one.time - zero) / tick for one in happened if one.action == "failure"]
         if failures:  # an empty plot would still change the limits
-            ax.plot(failures, [0] * len(failures), "x", color=RED, ms=7, mew=2, clip_on=False, label="out of memory")
+            ax.plot(
+                failures, [0] * len(failures), "x", color=style.RED, ms=7, mew=2, clip_on=False, label="out of memory"
+            )
         ax.set_xlim(0, end / tick or 1)
-        whole_numbers(ax.yaxis, highest / scale)
+        style.whole_numbers(ax.yaxis, highest / scale)
         ax.set_xlabel(clock if times else "nothing was recorded")
         if not times:
             ax.set_xticks([])
         ax.set_title(f"Allocated, in {unit}")
-        ax.set_title(f"at most {size_text(highest)}", loc="right", color=GREY, weight="normal")
+        ax.set_title(f"at most {size_text(highest)}", loc="right", color=style.GREY, weight="normal")
         if failures or any(amounts):
             made.legend(loc="outside lower left", ncols=6)
     if phases:
         axes[0, 0].set_xlim(0, end / tick or 1)
-        with drawing(axes[0, 0]):
+        with style.drawing(axes[0, 0]):
             _phases(made, axes[0, 0], phases, zero, tick)
     return made
 
@@ -85,7 +73,7 @@ def _by_name(happened: Sequence[Happening]) -> tuple[list[int], dict[str, list[i
         now[name] += one.allocation.nbytes if one.action == "allocate" else -one.allocation.nbytes
         peaks[name] = max(peaks[name], now[name])
         highest = max(highest, now.total())
-    shown = [name for name, _ in peaks.most_common() if name][: len(USES) - 1]
+    shown = [name for name, _ in peaks.most_common() if name][: len(style.USES) - 1]
     amounts: dict[str, list[int]] = {name: [] for name in (*shown, *[""] * (len(peaks) > len(shown)))}
     now.clear()
     for one in changes:
@@ -105,13 +93,13 @@ def _phases(made: Figure, ax: Axes, phases: Sequence[Phase], zero: int, tick: in
     for number, one in enumerate(phases):
         row = one.path.count("/")
         start, stop = ((at - zero) / tick for at in (one.began, one.ended or one.began))
-        ax.barh(row, stop - start, 0.88, left=start, color=PHASES[1 + number % 2 if row else 0], ec="white", lw=1)
-        texts.append((start, stop, row, f"{one.name}\n{size_text(one.peak)}", INK))
-    bare(ax)
+        ax.barh(row, stop - start, 0.88, left=start, color=style.PHASES[1 + number % 2 if row else 0], ec="white", lw=1)
+        texts.append((start, stop, row, f"{one.name}\n{size_text(one.peak)}", style.INK))
+    style.bare(ax)
     ax.set_ylim(max(row for _, _, row, *_ in texts) + 0.5, -0.5)
     ax.tick_params(labelbottom=False)
     ax.set_title("Phases, and the most that was allocated during each")
-    inside(made, ax, texts)
+    style.inside(made, ax, texts)
 
 
 class Life(NamedTuple):
@@ -130,7 +118,12 @@ class Life(NamedTuple):
 
 SAME, SYNCHRONISED, EVENT = "same stream", "the host had synchronised", "an event orders them"
 OTHER = "the free had run, or the driver waits for it"
-WHY = {SAME: (GREY, "-"), SYNCHRONISED: (INK, (0, (1, 0.6))), EVENT: (INK, "-"), OTHER: (RED, "-")}
+WHY = {
+    SAME: (style.GREY, "-"),
+    SYNCHRONISED: (style.INK, (0, (1, 0.6))),
+    EVENT: (style.INK, "-"),
+    OTHER: (style.RED, "-"),
+}
 """Colour and style of the line for each reason."""
 
 
@@ -240,37 +233,37 @@ def reuse(of: Observer | Iterable[Call], *, ax: Axes | None = None) -> Figure:
     found = lives(of)
     places = _packed(found)
     top = max((places[one.address] + one.nbytes for one in found), default=0)
-    unit, scale = unit_of(top)
+    unit, scale = style.unit_of(top)
     names = {one.stream: one.allocation.stream_name for one in of.history} if isinstance(of, Observer) else {}
-    with drawing(ax, height=4.2) as (made, axes):
+    with style.drawing(ax, height=4.2) as (made, axes):
         end = 1 + max([one.stop or one.start for one in found], default=0)
         streams = {stream: number for number, stream in enumerate(dict.fromkeys(one.stream for one in found))}
         texts, heights = [], []
         for one in found:
             y, height = places[one.address] / scale, one.nbytes / scale
             left, right = one.start, end if one.stop is None else one.stop
-            color = STREAMS[streams[one.stream] % len(STREAMS)]
+            color = style.STREAMS[streams[one.stream] % len(style.STREAMS)]
             axes.add_patch(Rectangle((left, y), right - left, height, fc=color, ec="white", lw=0.8))
             if one.why:
-                color, style = WHY[one.why]
-                axes.plot([left, left], [y, y + height], color=color, ls=style, lw=3, solid_capstyle="butt", zorder=3)
+                color, line = WHY[one.why]
+                axes.plot([left, left], [y, y + height], color=color, ls=line, lw=3, solid_capstyle="butt", zorder=3)
             label = f"{one.name}\n{size_text(one.nbytes)}".lstrip()
-            texts.append((left, right, y + height / 2, label, INK))
+            texts.append((left, right, y + height / 2, label, style.INK))
             heights.append(height)
-        whole_numbers(axes.xaxis, end)
+        style.whole_numbers(axes.xaxis, end)
         axes.set_xlim(0, end)
-        whole_numbers(axes.yaxis, top / scale)
+        style.whole_numbers(axes.yaxis, top / scale)
         axes.set_xlabel("call" if found else "nothing was recorded")
         axes.set_ylabel(f"addresses, in {unit}")
         handles: list[Any] = [
-            Patch(fc=STREAMS[number % len(STREAMS)], label=f"stream {names.get(stream) or number + 1}")
+            Patch(fc=style.STREAMS[number % len(style.STREAMS)], label=f"stream {names.get(stream) or number + 1}")
             for stream, number in list(streams.items())[:8]
         ]
         seen = [why for why in WHY if any(one.why == why for one in found)]
         handles += [Line2D([], [], color=WHY[why][0], ls=WHY[why][1], lw=3, label=f"reused, {why}") for why in seen]
         if handles:
             made.legend(handles=handles, loc="outside lower left", ncols=3)
-        inside(made, axes, texts, heights)
+        style.inside(made, axes, texts, heights)
     return made
 
 

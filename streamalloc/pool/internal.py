@@ -12,7 +12,7 @@ from streamalloc.core.internal import Buffer, Device, Event, Stream
 from streamalloc.pool.attributes import ATTRIBUTES
 from streamalloc.pool.cache.allocator import CachingAllocator
 from streamalloc.pool.cache.blocks import CachedBuffer
-from streamalloc.pool.pointers import MemoryKind, pointer_attributes
+from streamalloc.pool.pointers import MemoryKind, PointerAttributes, pointer_attributes
 from streamalloc.pool.pool import MemoryPool, known_pools, pool_holders, reading
 
 

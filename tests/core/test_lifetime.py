@@ -21,6 +21,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc.driver.bindings import cuda
 from streamalloc.testing import Gate
+from tests.processes import forking
 from tests.support import MiB, end_what_was_dropped, executed, free_in_threads, holds, names
 
 Python = Callable[..., CompletedProcess[str]]
@@ -381,44 +382,31 @@ def test_interpreter_exit_when_names_are_gone(python: Python) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-FORK = """
-import gc, os, sys, warnings
-import streamalloc as sa, streamalloc.driver as sd
-warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 and newer say that threads and forks do not mix
-driver = sd.traced(sd.simulated())
-device = sa.Device(0, driver=driver)
-stream, other = device.create_stream(), device.create_stream()
+FORK = forking(
+    """
+other = device.create_stream()
 pool = sa.MemoryPool(device)
 buffers = [pool.allocate(64, stream), sa.allocate(64, other), pool.allocate(64, device.default_stream)]
 event = stream.record()
 with stream.capture() as graph: inside = sa.allocate(64, stream)
-before = len(driver.calls)
-child = os.fork()
-if child == 0:
-    kinds = []
-    for use in (
-        lambda: pool.allocate(64, stream),
-        lambda: sa.allocate(64, stream),
-        lambda: buffers[0].free(),
-        lambda: buffers[0].fill(1),
-        lambda: stream.synchronize(),
-        lambda: event.query(),
-        lambda: device.memory_info(),
-        lambda: pool.statistics(),
-        lambda: graph.launch(stream),
-        lambda: sa.MemoryPool(device),
-    ):
-        try: use()
-        except Exception as error: kinds.append(type(error).__name__)
-    del buffers, pool, stream, other, event, graph, inside, device, use
-    gc.collect()
-    print(sorted(set(kinds)), len(driver.calls) - before, flush=True)
-    sys.exit(0)
-_, status = os.waitpid(child, 0)
-assert len(driver.calls) == before
+""",
+    """
+lambda: pool.allocate(64, stream),
+lambda: sa.allocate(64, stream),
+lambda: buffers[0].free(),
+lambda: buffers[0].fill(1),
+lambda: stream.synchronize(),
+lambda: event.query(),
+lambda: device.memory_info(),
+lambda: pool.statistics(),
+lambda: graph.launch(stream),
+lambda: sa.MemoryPool(device),
+""",
+    """
 buffers[0].fill(3); target = bytearray(64); buffers[0].copy_to(target); stream.synchronize()
 print(os.waitstatus_to_exitcode(status), set(target))
-"""
+""",
+)
 
 
 @pytest.mark.simulated_only("a process that uses a GPU must not be forked")

@@ -12,11 +12,36 @@ import pytest
 
 from streamalloc.driver import simulated
 from streamalloc.driver.simulator.profiles import BUILT_IN, ProfileError, built_in, load
-from streamalloc.driver.simulator.reading import UnreadableMachineError, differences, read_profile
+from streamalloc.driver.simulator.reading import UnreadableMachineError, read_profile
 from tests.driver.simulator.support import new_rig
 from tests.facts.support import DEVICE, FABRIC, HOST_NUMA, MANAGED, POSIX_FD, READWRITE, MiB, Rig, said, value
 
 simulated_only = pytest.mark.simulated_only("profiles of simulated machines")
+
+
+# Attributes that differ between machines of one kind: addresses on the bus, NUMA nodes, and what one GPU alone hides.
+VARYING = ("PCI_DOMAIN_ID", "PCI_BUS_ID", "PCI_DEVICE_ID", "HOST_NUMA_ID", "MULTICAST_SUPPORTED")
+
+
+def differences(read: dict[str, Any], profile: Any) -> list[str]:
+    """Compare a reading with a profile of the package for this kind of GPU, but for what varies."""
+    scalars = [name for name in ("name", "driver_version", "total_memory", "context_api_version") if name in read]
+    pairs = {name: (read[name], getattr(profile, name)) for name in scalars}
+    for name in ("attributes", "limits", "error_strings"):
+        known = getattr(profile, name)
+        pairs |= {f"{name}.{one}": (value, known.get(one)) for one, value in read[name].items() if one not in VARYING}
+    for place, kinds in read["granularities"].items():
+        pairs |= {
+            f"granularities.{place}.{kind}": (pair, profile.granularities[place].get(kind))
+            for kind, pair in kinds.items()
+        }
+    found = []
+    for name, (ours, known) in pairs.items():
+        if name.startswith("limits."):
+            ours, known = ours and ours[0], known and known[0]
+        if ours != (list(known) if isinstance(known, tuple) else known):
+            found.append(f"{name}: read {ours}, profile {known}")
+    return found
 
 
 def written(path: Path, fields: dict[str, Any]) -> str:

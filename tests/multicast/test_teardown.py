@@ -14,6 +14,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import multicast, vmm
 from tests.multicast.support import PAGE, TEAM, Team, misorders
+from tests.processes import forking
 from tests.support import Account, end_what_was_dropped, holds, in_a_thread, names
 
 Python = Callable[..., CompletedProcess[str]]
@@ -353,45 +354,29 @@ addresses = vmm.AddressRange(PAGE, driver=driver); addresses.map(memories[0], ac
 holder = [view, bindings[1]]; holder.append(holder)
 """
 
-FORK = """
-import gc, os, sys, warnings
-import streamalloc as sa, streamalloc.driver as sd
-from streamalloc import multicast, vmm
-warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 and newer say that threads and forks do not mix
-PAGE = 2 << 20
-driver = sd.traced(sd.simulated(devices=2))
-devices = sa.Device.all(driver)
+FORK = forking(
+    """
 made = multicast.MulticastObject(2 * PAGE, 2, driver=driver)
 for device in devices: made.add_device(device)
 memories = [vmm.PhysicalMemory(device, PAGE) for device in devices]
 bindings = [made.bind(memory) for memory in memories]
 view = made.map(access=devices)
-before = len(driver.calls)
-child = os.fork()
-if child == 0:
-    kinds = []
-    for use in (
-        lambda: multicast.MulticastObject(PAGE, 2, driver=driver),
-        lambda: made.bind(memories[0], PAGE),
-        lambda: made.map(access=devices),
-        lambda: bindings[0].close(()),
-        lambda: view.fill(1),
-        lambda: view.close(),
-        lambda: made.__exit__(None, None, None),
-    ):
-        try: use()
-        except Exception as error: kinds.append(type(error).__name__)
-        else: kinds.append("nothing")
-    del made, memories, bindings, view, devices, device, use
-    gc.collect()
-    print(sorted(set(kinds)), len(driver.calls) - before, flush=True)
-    sys.exit(0)
-_, status = os.waitpid(child, 0)
-assert len(driver.calls) == before
+""",
+    """
+lambda: multicast.MulticastObject(PAGE, 2, driver=driver),
+lambda: made.bind(memories[0], PAGE),
+lambda: made.map(access=devices),
+lambda: bindings[0].close(()),
+lambda: view.fill(1),
+lambda: view.close(),
+lambda: made.__exit__(None, None, None),
+""",
+    """
 view[:PAGE].fill(3); view.stream.synchronize()
 print(os.waitstatus_to_exitcode(status))
 view.close(); made.close()
-"""
+""",
+)
 
 
 @pytest.mark.simulated_only("names its driver")

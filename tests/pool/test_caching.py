@@ -22,6 +22,7 @@ import streamalloc.driver as sd
 from streamalloc.driver.bindings import cuda
 from streamalloc.pool.cache.blocks import class_size
 from streamalloc.testing import Gate, settle
+from tests.processes import forking
 from tests.support import GROWTH, KEEP, MiB, executed, free_in_threads, holds, names
 
 SIZE = 4096
@@ -946,41 +947,27 @@ class TestFaults:
             assert cache.statistics()[4:] == (0, 0, 0)
 
 
-FORK = """
-import gc, os, sys, warnings
-import streamalloc as sa, streamalloc.driver as sd
-warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 and newer say that threads and forks do not mix
-driver = sd.traced(sd.simulated())
-device = sa.Device(0, driver=driver)
-stream = device.create_stream()
+FORK = forking(
+    """
 pool = sa.MemoryPool(device)
 cache = sa.CachingAllocator(pool)
 buffers = [cache.allocate(64, stream) for _ in range(3)]
 buffers.pop().free()
-before = len(driver.calls)
-child = os.fork()
-if child == 0:
-    kinds = []
-    for use in (
-        lambda: cache.allocate(64, stream),
-        lambda: buffers[0].free(),
-        lambda: buffers[0].fill(1),
-        lambda: cache.trim(),
-        lambda: cache.statistics(),
-        lambda: sa.CachingAllocator(pool).allocate(64, stream),
-    ):
-        try: print(use())
-        except Exception as error: kinds.append(type(error).__name__)
-    del buffers, cache, pool, stream, device, use
-    gc.collect()
-    print(sorted(set(kinds)), len(driver.calls) - before, flush=True)
-    sys.exit(0)
-_, status = os.waitpid(child, 0)
-assert len(driver.calls) == before
+""",
+    """
+lambda: cache.allocate(64, stream),
+lambda: buffers[0].free(),
+lambda: buffers[0].fill(1),
+lambda: cache.trim(),
+lambda: cache.statistics(),
+lambda: sa.CachingAllocator(pool).allocate(64, stream),
+""",
+    """
 cache.allocate(64, stream).free()
 assert len(driver.calls) == before
 print(os.waitstatus_to_exitcode(status), cache.statistics().misses)
-"""
+""",
+)
 
 
 @pytest.mark.simulated_only("a process with a real driver should not fork")

@@ -14,6 +14,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
+from tests.processes import forking
 from tests.support import Account, end_what_was_dropped, holds, pattern
 from tests.vmm.support import HOST, PAGE, READWRITE, same, write
 
@@ -274,14 +275,8 @@ def test_interpreter_exit(python: Python) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-FORK = """
-import gc, os, sys, warnings
-import streamalloc as sa, streamalloc.driver as sd
-from streamalloc import vmm
-warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 and newer say that threads and forks do not mix
-PAGE = 2 << 20
-driver = sd.traced(sd.simulated())
-device = sa.Device(0, driver=driver); stream = device.create_stream()
+FORK = forking(
+    """
 pool = sa.MemoryPool(sa.MemLocation.host(), driver=driver); pool.set_access(device, sa.MemAccess.READWRITE)
 memory = vmm.PhysicalMemory(device, PAGE); addresses = vmm.AddressRange(2 * PAGE, driver=driver)
 mapping = addresses.map(memory, access=device)
@@ -289,45 +284,35 @@ buffer = vmm.GrowableBuffer(device, 4 * PAGE, 2 * PAGE, chunk=PAGE); evicted = v
 evicted.evict(pool)
 array = vmm.SparseArray(device, (256, 256)); tiles = vmm.TilePool(device, PAGE); array.map(tiles, stream=stream)
 stream.synchronize()
-before = len(driver.calls)
-child = os.fork()
-if child == 0:
-    kinds = []
-    for use in (
-        lambda: vmm.PhysicalMemory(device, PAGE),
-        lambda: vmm.AddressRange(PAGE, driver=driver),
-        lambda: vmm.GrowableBuffer(device, PAGE),
-        lambda: vmm.stripe([device], PAGE),
-        lambda: vmm.PhysicalMemory.at(mapping.address, driver=driver),
-        lambda: addresses.map(memory, PAGE),
-        lambda: addresses.unmap(),
-        lambda: addresses.set_access(device, stop=PAGE),
-        lambda: mapping.access(device),
-        lambda: mapping.fill(1),
-        lambda: mapping.close(),
-        lambda: memory.query(),
-        lambda: memory.close(),
-        lambda: buffer.resize(PAGE),
-        lambda: buffer.grow(PAGE),
-        lambda: buffer.evict(),
-        lambda: buffer.close(),
-        lambda: evicted.restore(),
-        lambda: array.unmap(stream=stream),
-        lambda: array.close(),
-    ):
-        try: use()
-        except Exception as error: kinds.append(type(error).__name__)
-        else: kinds.append("nothing")
-    del memory, addresses, mapping, buffer, evicted, array, tiles, pool, stream, device, use
-    gc.collect()
-    print(sorted(set(kinds)), len(driver.calls) - before, flush=True)
-    sys.exit(0)
-_, status = os.waitpid(child, 0)
-assert len(driver.calls) == before
+""",
+    """
+lambda: vmm.PhysicalMemory(device, PAGE),
+lambda: vmm.AddressRange(PAGE, driver=driver),
+lambda: vmm.GrowableBuffer(device, PAGE),
+lambda: vmm.stripe([device], PAGE),
+lambda: vmm.PhysicalMemory.at(mapping.address, driver=driver),
+lambda: addresses.map(memory, PAGE),
+lambda: addresses.unmap(),
+lambda: addresses.set_access(device, stop=PAGE),
+lambda: mapping.access(device),
+lambda: mapping.fill(1),
+lambda: mapping.close(),
+lambda: memory.query(),
+lambda: memory.close(),
+lambda: buffer.resize(PAGE),
+lambda: buffer.grow(PAGE),
+lambda: buffer.evict(),
+lambda: buffer.close(),
+lambda: evicted.restore(),
+lambda: array.unmap(stream=stream),
+lambda: array.close(),
+""",
+    """
 buffer.fill(3); target = bytearray(2 * PAGE); buffer.copy_to(target); device.synchronize()
 print(os.waitstatus_to_exitcode(status), set(target))
 evicted.restore(); mapping.close(); addresses.close(); memory.close()
-"""
+""",
+)
 
 
 @pytest.mark.simulated_only("a process that uses a GPU must not be forked")

@@ -16,8 +16,6 @@ HANDLE_TYPES = {"NONE": 0, "POSIX_FILE_DESCRIPTOR": 1, "FABRIC": 8}
 """CUmemAllocationHandleType: those of Linux."""
 _PLACES = {"DEVICE": 1, "HOST": 2, "HOST_NUMA": 3}  # CUmemLocationType
 _NODES = 64
-_VARYING = ("PCI_DOMAIN_ID", "PCI_BUS_ID", "PCI_DEVICE_ID", "HOST_NUMA_ID")
-"""Attributes that tell devices of one kind apart."""
 
 
 class UnreadableMachineError(RuntimeError):
@@ -240,29 +238,3 @@ def _error_strings(driver: Any) -> Iterator[tuple[str, str | None]]:
     for name, member in cuda.CUresult.__members__.items():
         text = _asked(driver.cuGetErrorString, member)
         yield name, None if text is None else text.decode("ascii", "replace")
-
-
-def differences(read: dict[str, Any], profile: Any) -> list[str]:
-    """Compare a reading with a profile, such as the one of the package for this kind of GPU.
-
-    Left out is what differs between machines of one kind, or from day to day: addresses on the bus, NUMA nodes, the
-    overhead of the context, and what one side does not have.
-    """
-    found = [
-        f"{name}: read {read[name]}, profile {known}"
-        for name in ("name", "driver_version", "total_memory", "context_api_version", "pitch")
-        if name in read and read[name] != (known := getattr(profile, name))
-    ]
-    for name in ("attributes", "limits", "error_strings"):
-        for entry, number in read[name].items():
-            known = getattr(profile, name).get(entry)
-            number = number[0] if name == "limits" and number is not None else number
-            known = known[0] if name == "limits" and known is not None else known
-            if entry not in _VARYING and entry != "MULTICAST_SUPPORTED" and number != known:
-                found.append(f"{name}.{entry}: read {number}, profile {known}")
-    for place, kinds in read["granularities"].items():
-        for kind, pair in kinds.items():
-            known = profile.granularities[place].get(kind)
-            if pair != (None if known is None else list(known)):
-                found.append(f"granularities.{place}.{kind}: read {pair}, profile {known}")
-    return found

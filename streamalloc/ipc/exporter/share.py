@@ -37,20 +37,7 @@ from streamalloc.core.session import Session, session_of
 from streamalloc.driver import Driver
 from streamalloc.driver import default as default_driver
 from streamalloc.driver.internal import cuda, opaque_bytes
-from streamalloc.ipc.exporter.leases import (
-    NO_FABRIC_POOLS,
-    POSIX,
-    Exports,
-    Hold,
-    Kept,
-    Lease,
-    Route,
-    exports_for,
-    exports_of,
-    hung_up,
-    publish,
-    routes,
-)
+from streamalloc.ipc.exporter import leases
 from streamalloc.ipc.transport.channel import Channel
 from streamalloc.ipc.wire import descriptor as wire
 from streamalloc.ipc.wire.descriptor import MOST_CHUNKS, NOWHERE, Descriptor, Flags, Foreign, Mechanism
@@ -87,9 +74,9 @@ class Shared(Unique, Shown):
         self,
         data: bytes,
         handles: dict[bytes, Fd],
-        lease: Lease | None = None,
-        hold: Hold | None = None,
-        exports: Exports | None = None,
+        lease: leases.Lease | None = None,
+        hold: leases.Hold | None = None,
+        exports: leases.Exports | None = None,
         *,
         once: bool = False,
     ) -> None:
@@ -149,7 +136,7 @@ class Shared(Unique, Shown):
                 self._data = described._replace(endpoint=exports.endpoint).to_bytes()
         if self._lease is None or not (self.held or described.flags & Flags.LEASED):
             return self._data
-        hold = self._hold if self._hold is not None and self.held else Hold()
+        hold = self._hold if self._hold is not None and self.held else leases.Hold()
         hold.carry(lost)
         self._lease.hold(hold)
         self._hold = None
@@ -332,7 +319,7 @@ def send(
         # closes it with a message that nobody receives. Either ends the hold.
         ours, theirs = map(Fd, os.pipe())
         with theirs:
-            lease.hold(Hold(functools.partial(hung_up, ours)))
+            lease.hold(leases.Hold(functools.partial(leases.hung_up, ours)))
             channel.send(wire.with_hold(shared._data, 0), (*handles, theirs), timeout=timeout)
         shared.cancel()
     names.update(shared.handles)
@@ -349,7 +336,7 @@ def serve(driver: Driver | None = None) -> None:
     driver
         The driver whose memory is shared; default: :func:`streamalloc.driver.default`.
     """
-    exports_of(Session.of(driver if driver is not None else default_driver())).serve()
+    leases.exports_of(Session.of(driver if driver is not None else default_driver())).serve()
 
 
 # -- allocations of pools ------------------------------------------------------------------------------------
@@ -370,13 +357,13 @@ def _share_buffer(
     """
     view: Any = None
     ordered: Any
-    lease: Lease | None = None
-    holding = Hold() if hold else None
+    lease: leases.Lease | None = None
+    holding = leases.Hold() if hold else None
     plain = plain_parts(buffer) if type(buffer) is PlainBuffer else None
     if plain is not None:
         # The first descriptor of an allocation. Anything unusual is left to the general case below.
         pool, pointer, nbytes, ordered, *view = plain
-        index = routes.get(weakref.ref(pool))
+        index = leases.routes.get(weakref.ref(pool))
         known = index and index()
         if known and nbytes and not known.session.forked:
             if stream is not None:
@@ -386,7 +373,7 @@ def _share_buffer(
     if lease is None:
         offer = view = None
         session = session_of(buffer)
-        exports = exports_for(session)
+        exports = leases.exports_for(session)
         if isinstance(buffer, GraphBuffer):
             raise ValueError(f"{buffer!r} belongs to a graph and cannot be shared: copy it to memory of a pool")
         nbytes, pointer = buffer.nbytes, buffer.address
@@ -451,14 +438,14 @@ def _share_array(view: TypedView[Any], options: _Options) -> Shared:
 
 
 def _describe(
-    exports: Exports,
+    exports: leases.Exports,
     mechanism: Mechanism,
     device: Device | bytes,
     stream: Stream | None,
     options: _Options,
     handles: dict[bytes, Fd],
     *,
-    route: Route | None = None,
+    route: leases.Route | None = None,
     leased: int = 0,
     memory: tuple[int, int] | None = None,
     kept: Sequence[PhysicalMemory] = (),
@@ -470,8 +457,8 @@ def _describe(
     allocation whose descriptors have one lease if held, as an importer has one import of it. ``memory``: address and
     size, if mapped here. ``kept``: handles to keep as long as the hold and the lease.
     """
-    lease: Lease | None = None
-    hold = Hold() if options.hold else None
+    lease: leases.Lease | None = None
+    hold = leases.Hold() if options.hold else None
     if hold is not None and leased:
         lease = exports.lease_at(leased, hold)
         fields["flags"] = Flags.LEASED
@@ -493,24 +480,24 @@ def _describe(
     block = lease.block if lease is not None else exports.leases.block() if mechanism is Mechanism.POOL else None
     if route is not None:
         handles = {route.origin: route.fd}
-        fields |= {"origin": route.origin, "handle_type": int(POSIX)}
+        fields |= {"origin": route.origin, "handle_type": int(leases.POSIX)}
         if block is not None:
             fields["pool_mark"] = route.mark(block)
     if block is not None:
         fields["control_block"] = block.id
         handles = {**handles, block.id: block.fd}
-    publish(handles)
+    leases.publish(handles)
     uuid = exports.uuid(device) if isinstance(device, Device) else device
     described = Descriptor(mechanism, uuid, endpoint=exports.endpoint, driver_version=exports.version, **fields)
     shared = Shared(described.to_bytes(), handles, lease, hold, exports, once=mechanism is not Mechanism.PHYSICAL)
     shared._again = functools.partial(share, **options._replace(hold=True)._asdict())
     if hold is not None and lease is not None:
         ordinal = device.ordinal if isinstance(device, Device) else 0
-        exports.deferred.submit(Kept(lease, ordinal, (options.thing, route, handles, kept)))
+        exports.deferred.submit(leases.Kept(lease, ordinal, (options.thing, route, handles, kept)))
     return shared
 
 
-def _notify_listener(lease: Lease, ready: int, address: int, nbytes: int, stream: Stream) -> None:
+def _notify_listener(lease: leases.Lease, ready: int, address: int, nbytes: int, stream: Stream) -> None:
     """Notify the listener that importers may use memory after the work that a stream has queued."""
     name = lease.block.announcement(lease.slot, lease.generation, ready)
     with stream.device.current():
@@ -518,14 +505,14 @@ def _notify_listener(lease: Lease, ready: int, address: int, nbytes: int, stream
 
 
 def _share_pool(pool: MemoryPool, options: _Options) -> Shared:
-    exports = exports_for(session_of(pool))
+    exports = leases.exports_for(session_of(pool))
     route = exports.route(pool)
     return _describe(exports, Mechanism.POOL, route.device, None, options, {}, route=route)
 
 
 def _share_event(event: Event, options: _Options) -> Shared:
     session = session_of(event)
-    exports = exports_for(session)
+    exports = leases.exports_for(session)
     if not event.interprocess:
         raise ValueError(f"{event!r} cannot be shared: make it with interprocess=True, in the process that shares it")
     with event.device.current():
@@ -557,7 +544,7 @@ def _share_range(
         size = thing.nbytes
         if isinstance(thing, GrowableBuffer):
             # From its first byte on, so that importers recognise the chunks that they have mapped.
-            exports = exports_for(session)
+            exports = leases.exports_for(session)
             fields = {"origin": exports.id(thing), "flags": Flags.GROWABLE, "base_size": thing.capacity}
     if not size:
         raise ValueError(f"{thing!r} is empty: there is nothing to share")
@@ -583,7 +570,7 @@ def _share_chunks(
     **fields: Any,
 ) -> Shared:
     """Share chunks of physical memory in the order of the address range; ``addresses``: their addresses here."""
-    exports = exports_for(session)
+    exports = leases.exports_for(session)
     for memory in memories:
         if not isinstance(memory, PhysicalMemory):
             raise ValueError(f"{memory!r} is shared by its own handle: export() it, and share the memory bound to it")
@@ -607,23 +594,23 @@ def _device_of(memory: PhysicalMemory) -> Device:
 
 def _handle_type(memories: Iterable[PhysicalMemory], options: _Options) -> MemHandleType:
     """Choose the handle type of chunks. If they have none, their export raises the error that says so."""
-    common = POSIX | _FABRIC
+    common = leases.POSIX | _FABRIC
     for memory in memories:
         common &= memory.properties.requested_handle_types
-    return options.handle_type or (_FABRIC if common == _FABRIC else POSIX)
+    return options.handle_type or (_FABRIC if common == _FABRIC else leases.POSIX)
 
 
 def _check_handle_type(thing: object, handle_type: object) -> None:
     """Raise if no object of this kind can be shared by handles of this type."""
     if not isinstance(handle_type, MemHandleType):
         raise TypeError(f"handle_type must be a MemHandleType, not {type(handle_type).__name__} ({handle_type!r})")
-    if handle_type not in (POSIX, _FABRIC):
+    if handle_type not in (leases.POSIX, _FABRIC):
         raise ValueError(f"handle_type={handle_type!r}: allowed are POSIX_FILE_DESCRIPTOR and FABRIC")
     if isinstance(thing, Event):
         raise ValueError(f"handle_type={handle_type!r}: {thing!r} is shared without any, leave it out")
     whole = viewed(thing)[0] if isinstance(thing, BufferView) else thing
     if handle_type == _FABRIC and isinstance(whole, (MemoryPool, Buffer)):
-        raise ValueError(f"handle_type={handle_type!r}: {whole!r} cannot be shared so, {NO_FABRIC_POOLS}")
+        raise ValueError(f"handle_type={handle_type!r}: {whole!r} cannot be shared so, {leases.NO_FABRIC_POOLS}")
 
 
 # -- memory of other libraries -------------------------------------------------------------------------------
@@ -634,7 +621,7 @@ def _share_foreign(thing: Any, options: _Options) -> Shared:
     interface = thing.__cuda_array_interface__
     driver = default_driver()
     session = Session.of(driver)
-    exports = exports_for(session)
+    exports = leases.exports_for(session)
     span = CopySide.readable(thing, session)
     if not span.nbytes:
         raise ValueError(f"{thing!r} is empty: there is nothing to share")
@@ -660,8 +647,8 @@ def _share_foreign(thing: Any, options: _Options) -> Shared:
         fields: dict[str, Any] = {"offset": span.address - base, "size": span.nbytes, "base_size": size}
         if known.pool is not None:
             if options.handle_type == _FABRIC:
-                raise ValueError(f"{thing!r} is memory of a pool, and cannot be shared so: {NO_FABRIC_POOLS}")
-            if not known.handle_types & POSIX:
+                raise ValueError(f"{thing!r} is memory of a pool, and cannot be shared so: {leases.NO_FABRIC_POOLS}")
+            if not known.handle_types & leases.POSIX:
                 raise ValueError(
                     f"{thing!r} is memory of a pool that was not made for sharing: have the library allocate from a "
                     "pool with handle_types=POSIX_FILE_DESCRIPTOR (MemoryPool.make_current), or copy it to such a pool"

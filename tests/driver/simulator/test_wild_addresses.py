@@ -20,9 +20,9 @@ pytestmark = pytest.mark.simulated_only("tests of the simulated driver itself")
 
 PAGE = mmap.PAGESIZE
 
-# Each call gets each address and size; what it does besides answering would end the process.
-EVERY_CALL = """
-import ctypes, itertools, mmap
+PROGRAM = """
+import ctypes, itertools, mmap, threading
+import numpy as np
 import streamalloc.driver as sd
 from streamalloc.driver.bindings import cuda
 
@@ -37,6 +37,18 @@ def ok(answer):
     assert answer[0] == 0, answer
     return answer[1] if len(answer) > 1 else None
 
+ok(d.cuInit(0))
+context = ok(d.cuDevicePrimaryCtxRetain(0))
+ok(d.cuCtxSetCurrent(context))
+stream = ok(d.cuStreamCreate(1))
+there = int(ok(d.cuMemAlloc(1 << 20)))
+place = 0x5100_0000_0000
+"""
+
+# Each call gets each address and size; what it does besides answering would end the process.
+EVERY_CALL = (
+    PROGRAM
+    + """
 def pages(count):
     # far from where the system puts other memory, also when they are unmapped
     global place
@@ -44,12 +56,6 @@ def pages(count):
     assert libc.mmap(place, count * mmap.PAGESIZE, 3, 0x100022, -1, 0) == place
     return place
 
-place = 0x5100_0000_0000
-ok(d.cuInit(0))
-context = ok(d.cuDevicePrimaryCtxRetain(0))
-ok(d.cuCtxSetCurrent(context))
-stream = ok(d.cuStreamCreate(1))
-there = int(ok(d.cuMemAlloc(1 << 20)))
 freed = int(ok(d.cuMemAlloc(4 << 20)))
 ok(d.cuMemFree(freed))
 pinned = int(ok(d.cuMemHostAlloc(4 << 20, 0)))
@@ -172,34 +178,19 @@ ok(d.cuMemFree(there))
 assert answers > 1000
 print("done")
 """
+)
 
 
-LATER = """
-import ctypes, threading
-import numpy as np
-import streamalloc.driver as sd
-
-d = sd.simulated()
-libc = ctypes.CDLL(None)
-libc.mmap.restype = ctypes.c_void_p
-libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
-libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-
-def ok(answer):
-    assert answer[0] == 0, answer
-    return answer[1] if len(answer) > 1 else None
-
-ok(d.cuInit(0))
-context = ok(d.cuDevicePrimaryCtxRetain(0))
-ok(d.cuCtxSetCurrent(context))
-stream = ok(d.cuStreamCreate(1))
-there = int(ok(d.cuMemAlloc(1 << 20)))
-place, size = 0x5100_0000_0000, 1 << 16
+LATER = (
+    PROGRAM
+    + """
+size = 1 << 16
 assert libc.mmap(place, size, 3, 0x100022, -1, 0) == place
 {work}
 answers = d.cuStreamSynchronize(stream), d.cuStreamSynchronize(stream)
 print([int(answer[0]) for answer in answers])
 """
+)
 GATED = """
 gate = np.zeros(1, np.uint32)
 ok(d.cuMemHostRegister(gate.ctypes.data, 4, 0))

@@ -196,23 +196,16 @@ class TestFreeWhileItIsOpen:
         opened.close()
         assert used(pool, 0)
 
-    def test_the_owner_s_stream_is_closed(self, pool: sa.MemoryPool, device: sa.Device, partner: Partner) -> None:
-        with device.create_stream() as stream:
-            buffer = pool.allocate(SIZE, stream)
-            filled(buffer, 1)
-            opened = partner.give(buffer)
-            buffer.free()
-        assert opened.shows(1)
-        opened.close()
-        assert used(pool, 0)
-
-    def test_the_owner_s_stream_is_closed_before_the_free(
-        self, pool: sa.MemoryPool, device: sa.Device, partner: Partner
+    @pytest.mark.parametrize("freed_before", [True, False])
+    def test_the_owner_s_stream_is_closed(
+        self, pool: sa.MemoryPool, device: sa.Device, partner: Partner, freed_before: bool
     ) -> None:
         with device.create_stream() as stream:
             buffer = pool.allocate(SIZE, stream)
             filled(buffer, 1)
             opened = partner.give(buffer)
+            if freed_before:
+                buffer.free()
         buffer.close()
         assert buffer.freed and opened.shows(1)
         opened.close()
@@ -865,8 +858,9 @@ class TestThreads:
         partner.run(_free, "buffer")
         assert eventually(lambda: partner.run(_used) == 0)
 
-    def test_eight_open_and_close_one_descriptor(self, machine: Any, partner: Partner) -> None:
-        """One import at a time, freed as often as it was made."""
+    @pytest.mark.parametrize("left_open", [True, False])
+    def test_eight_open_and_close_one_descriptor(self, machine: Any, partner: Partner, left_open: bool) -> None:
+        """One import at a time, freed as often as it was made, however the last free and the next import meet."""
         driver = sd.traced(machine)
         device = sa.Device(0, driver=driver)
         partner.run(make_pool)
@@ -875,39 +869,21 @@ class TestThreads:
         with device.create_stream() as stream:
             first = ipc.open(data, fds, stream=stream, driver=driver)
             assert shows(first, 3)
+            if not left_open:
+                first.close()
 
             def work(number: int) -> None:
                 with device.create_stream() as own:
-                    for _ in range(50):
+                    for _ in range(50 if left_open else 25):
                         with ipc.open(data, stream=own, driver=driver) as opened:
-                            assert opened.address == first.address
+                            assert opened.address == first.address if left_open else shows(opened, 3)
                     with ipc.open(data, stream=own, driver=driver) as opened:
                         assert shows(opened, 3)
 
             assert at_once(8, work) == []
-            assert names(driver, "cuMemPoolImportPointer", "cuMemFreeAsync") == ["cuMemPoolImportPointer"]
-            first.close()
-            assert names(driver, "cuMemFreeAsync") == ["cuMemFreeAsync"]
-        partner.run(_free, "buffer")
-        assert eventually(lambda: partner.run(_used) == 0)
-
-    def test_eight_with_none_left_open(self, machine: Any, partner: Partner) -> None:
-        """The last one of them frees and the next one imports, however they meet."""
-        driver = sd.traced(machine)
-        device = sa.Device(0, driver=driver)
-        partner.run(make_pool)
-        partner.run(make_buffer, "buffer", 3, 1 << 16)
-        data, fds = partner.shared("buffer")
-        with device.create_stream() as stream:
-            ipc.open(data, fds, stream=stream, driver=driver).close()
-
-            def work(number: int) -> None:
-                with device.create_stream() as own:
-                    for _ in range(25):
-                        with ipc.open(data, stream=own, driver=driver) as opened:
-                            assert shows(opened, 3)
-
-            assert at_once(8, work) == []
+            if left_open:
+                assert names(driver, "cuMemPoolImportPointer", "cuMemFreeAsync") == ["cuMemPoolImportPointer"]
+                first.close()
             imports, frees = names(driver, "cuMemPoolImportPointer"), names(driver, "cuMemFreeAsync")
             assert len(imports) == len(frees)
         partner.run(_free, "buffer")

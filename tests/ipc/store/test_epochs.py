@@ -262,14 +262,16 @@ def _reads_there(there: There, name: str, at: bool) -> tuple[int, bool]:
 class TestQueuedCopies:
     """The writer leaves its block before its copies are done."""
 
+    @pytest.mark.parametrize("given", [True, False])
     def test_readers_wait_in_stream_order(
-        self, store: ipc.Store, device: sa.Device, pool: sa.MemoryPool, stream: sa.Stream, gate: Gate
+        self, store: ipc.Store, device: sa.Device, pool: sa.MemoryPool, stream: sa.Stream, gate: Gate, given: bool
     ) -> None:
+        """Without a stream for the reader, each stream waits."""
         gate.hold(stream)
         with store.write("key", stream=stream) as weights:
             weights.allocate("all", 1024, np.uint8).fill(7)
         assert store.list()[0].awaited
-        with device.create_stream() as other, store.open("key", stream=other) as found:
+        with device.create_stream() as other, store.open("key", stream=other if given else None) as found:
             target = pool.allocate(1024, other)
             found["all"].copy_to(target, other)
             assert not other.query()
@@ -278,20 +280,6 @@ class TestQueuedCopies:
             target.free()
         device.synchronize()
         assert eventually(lambda: not store.list()[0].awaited)
-
-    def test_without_a_stream_each_stream_waits(
-        self, store: ipc.Store, pool: sa.MemoryPool, stream: sa.Stream, gate: Gate
-    ) -> None:
-        gate.hold(stream)
-        with store.write("key", stream=stream) as weights:
-            weights.allocate("all", 1024, np.uint8).fill(7)
-        with store.open("key") as found, stream.device.create_stream() as other:
-            target = pool.allocate(1024, other)
-            found["all"].copy_to(target, other)
-            assert not other.query()
-            gate.open()
-            assert holds(target, 7)
-            target.free()
 
     def test_work_of_any_stream_counts(self, store: ipc.Store, stream: sa.Stream, gate: Gate) -> None:
         """Also that of other libraries, which no object of ours has seen."""
