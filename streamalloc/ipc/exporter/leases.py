@@ -263,8 +263,7 @@ class Lease(SharedState):
 
     def unused(self) -> bool:
         """Whether nothing is in transit, open, or in use by the work of importers. Descriptors are stale if so."""
-        with self.lock:
-            return self.end(None) and self.block.all_closed(self.words)
+        return self.end(None) and self.block.all_closed(self.words)
 
     # -- the buffer ------------------------------------------------------------------------------------------
 
