@@ -601,9 +601,9 @@ class Exports:
                 if route is None:
                     route = self._routes[pool] = Route(pool, self, self.uuid(device))
                     routes[weakref.ref(pool, lambda gone: routes.pop(gone, None))] = weakref.ref(route)
-            for known in list(self._routes):
-                if known.closed:
-                    self._routes.pop(known, None)
+                for known in list(self._routes):
+                    if known.closed:
+                        self._routes.pop(known, None)
         return route
 
     def memory(self, memory: PhysicalMemory, handle_type: MemHandleType) -> tuple[Chunk, Fd | None]:
