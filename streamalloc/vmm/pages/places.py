@@ -90,8 +90,7 @@ class Places(MappedBytes):
             watcher.to_be_mapped(
                 int(self.reservation.raw) + places[0] * self.physical.size, len(places) * self.physical.size
             )
-        with self.physical.lock:
-            ready, _ = self.split(places)
+        ready, _ = self.split(places)
         held = set(ready)
         rest = [place for place in places if place not in held]
         pages = {page for page in (self.backing[place] for place in ready) if page is not None}
@@ -278,8 +277,7 @@ class Places(MappedBytes):
 
     def parkings(self, places: Collection[int]) -> set[Parking]:
         """Return what these places are parked for."""
-        with self.physical.lock:
-            return {self.parked[place] for place in places if place in self.parked}
+        return {parking for place in places if (parking := self.parked.get(place)) is not None}
 
     def release(self) -> None:
         """Unmap everything, unless another thread is changing mappings, or a page is being cleared."""
@@ -369,8 +367,7 @@ class Parking(Deferred):
         mine = [place for place in self.places if owner.parked.get(place) is self]
         if mine and not self.done():
             return False
-        with physical.lock:
-            kept = [place for place in mine if self._cleared and not physical.closed and owner.alone_at(place)]
+        kept = [place for place in mine if self._cleared and not physical.closed and owner.alone_at(place)]
         if len(kept) < len(mine):
             owner.retire([place for place in mine if place not in set(kept)])
         owner.keep(kept)
@@ -384,8 +381,7 @@ class Parking(Deferred):
         queued on a stream of the arena, after the work. If the driver refuses, the pages are unmapped after it.
         """
         owner, physical = self._owner_places, self._owner_places.physical
-        with physical.lock:
-            alone, shared = owner.split(self.places)
+        alone, shared = owner.split(self.places)
         done = behind is None and self.work.done()
         with physical.session.relaxed():
             stream = physical.idle_stream() if alone and behind is None else behind
