@@ -225,8 +225,10 @@ class PhysicalPages:
         ClosedError
             The arena was closed.
         """
-        with self._filling:
-            if self.zero.raw is None and not self.closed:
+        self._check_open()
+        self.hold([self.zero])
+        with undoing(lambda: self.drop([self.zero])), self._filling:
+            if self.zero.raw is None:
                 self._obtain(self.zero)
                 with (
                     undoing(self.zero.attempt),
@@ -235,9 +237,6 @@ class PhysicalPages:
                 ):
                     self.session.call("cuMemsetD8Async", address, 0, self.size, raw_handle(stream))
                     stream.synchronize()
-        with self.lock:
-            self._check_open()
-            self.zero.users += 1
 
     @contextlib.contextmanager
     def mapped(self, pages: Sequence[Page]) -> Iterator[int]:

@@ -188,13 +188,12 @@ class Places(MappedBytes):
 
     def park(self, places: Sequence[int], parking: Parking) -> None:
         """Release committed places; :meth:`Parking.finish` does the rest as soon as their work has completed."""
-        with self.physical.lock:
-            self.numbers[places] = -1
-            for place in places:
-                self._unseat(place)
-            self.physical.parked += len([place for place in places if place not in self.parked])
-            self.parked.update(dict.fromkeys(places, parking))
-            parking.places = places
+        self.numbers[places] = -1
+        for place in places:
+            self._unseat(place)
+        self.physical.parked += len([place for place in places if place not in self.parked])
+        self.parked.update(dict.fromkeys(places, parking))
+        parking.places = places
 
     def unpark(self, places: Collection[int]) -> None:
         """Commit parked places again, with the pages that they hold."""
@@ -381,7 +380,8 @@ class Parking(Deferred):
         queued on a stream of the arena, after the work. If the driver refuses, the pages are unmapped after it.
         """
         owner, physical = self._owner_places, self._owner_places.physical
-        alone, shared = owner.split(self.places)
+        # Another thread may have committed some meanwhile.
+        alone, shared = owner.split([place for place in self.places if owner.parked.get(place) is self])
         done = behind is None and self.work.done()
         with physical.session.relaxed():
             stream = physical.idle_stream() if alone and behind is None else behind

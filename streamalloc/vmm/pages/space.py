@@ -425,7 +425,7 @@ class PageSpace(Memory, Closes):
         # Under no lock, as this takes long.
         tier.reserve(int((places.numbers[chosen] >= 0).sum()), self.page_size)
         kept: dict[int, Kept] = {}
-        with undoing(lambda: self._take_back(kept)):
+        with undoing(lambda: self._take_back(kept, parking) if kept else None):
             with places.locked():
                 held = [place for place in chosen if places.numbers[place] >= 0]
                 stored = tier.store(self._addresses(held), self.page_size, ordered)
@@ -441,14 +441,15 @@ class PageSpace(Memory, Closes):
         self._physical.announce()
         return len(held)
 
-    def _take_back(self, kept: Mapping[int, Kept]) -> None:
+    def _take_back(self, kept: Mapping[int, Kept], parking: Parking) -> None:
         """Undo a swap whose contents could not be stored."""
         places = self._places
-        with places.locked() if kept else contextlib.nullcontext():
+        with places.locked():
             mine = {place: one for place, one in kept.items() if places.stored.get(place) is one}
             places.unpark(mine)
             for place in mine:
                 del places.stored[place]
+            self._begin(parking)  # places that were released meanwhile
         drop_contents(mine)
 
     def swap_in(self, pages: Pages, stream: StreamLike | None = None, after: After = ()) -> int:

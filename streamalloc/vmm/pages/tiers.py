@@ -377,14 +377,12 @@ class HostTier(Closes):
     @property
     def used(self) -> int:
         """Bytes of the contents."""
-        with self._lock:
-            return sum(chunk.nbytes * (chunk.count - chunk.left) for chunk in self._chunks)
+        return sum(chunk.nbytes * (chunk.count - chunk.left) for chunk in self._chunks)
 
     @property
     def reserved(self) -> int:
         """Bytes of host memory, which is as much as the contents have needed at once."""
-        with self._lock:
-            return sum(chunk.nbytes * chunk.count for chunk in self._chunks)
+        return sum(chunk.nbytes * chunk.count for chunk in self._chunks)
 
     def trim(self) -> None:
         """Release the chunks that hold no contents, each after the copies that use it (``cuMemFreeHost``)."""
