@@ -6,6 +6,8 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,10 +19,12 @@ from streamalloc import ipc, vmm
 from streamalloc.core import deferred
 from streamalloc.core.allocation_hooks import Watching, tap_of, watching_of
 from streamalloc.core.deferred import Deferred, DeferredQueue
-from streamalloc.core.queued_work import may_queue
+from streamalloc.core.queued_work import QueuedWork, may_queue, queue_behind, settle
 from streamalloc.core.session import Session, session_of, sessions
 from streamalloc.driver.checker.driver import Checked
+from streamalloc.interop import torch as torch_bridge
 from streamalloc.observing import account as observed
+from streamalloc.observing.records import Phase
 from streamalloc.pool.cache.allocator import CacheState
 from streamalloc.testing import objects
 from streamalloc.testing.leaks import Accounts
@@ -259,6 +263,29 @@ class TestStreams:
             assert names(driver, "cuStreamDestroy") == ["cuStreamDestroy"]
             driver.calls.clear()
 
+    def test_a_finaliser_does_not_wait_for_who_closes_a_stream(self) -> None:
+        stream = sa.Device(0, driver=sd.simulated()).create_stream()
+        item = TestDeferred.Item()
+        queue_behind(stream, item)
+        with stream._in_use, ThreadPoolExecutor(1) as other:
+            other.submit(settle, stream, item).result(20)
+            assert item.attempts == 0
+        settle(stream, item)
+        assert item.attempts == 1
+        stream.close()
+
+    def test_two_threads_ask_whether_work_is_done(self) -> None:
+        device = sa.Device(0, driver=sd.simulated())
+        session, found = session_of(device), list[bool]()
+
+        def ask(work: QueuedWork) -> None:
+            found.append(work.done())
+
+        with device.create_stream():
+            for work in interleaved(QueuedWork.done, lambda: QueuedWork(session), ask, ask, at="line"):
+                assert any(found) and work.done()
+                found.clear()
+
 
 class TestMappingWatchers:
     @pytest.mark.parametrize("function", [watch_mappings, unwatch_mappings])
@@ -405,7 +432,7 @@ class TestDeferred:
 @pytest.mark.parametrize("second", [observed.Account.begin, observed.Account.end])
 def test_no_phase_is_lost(first: Any, second: Any) -> None:
     account = sa.observe(driver=sd.simulated())._account
-    one, other = (observed.Phase(name, None, 0, 0) for name in ("one", "other"))
+    one, other = (Phase(name, None, 0, 0) for name in ("one", "other"))
     ends = {one: first is observed.Account.end, other: second is observed.Account.end}
 
     def make() -> None:
@@ -506,3 +533,35 @@ class TestSleep:
         for group in interleaved(vmm.SleepGroup._alone, lambda: vmm.SleepGroup(device), self.act, other):
             assert group.closed == (second == "close")
             group.close()
+
+
+def test_segments_of_pytorch_are_compared_with_the_latest_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An older one lacks a segment that was allocated meanwhile, which would be freed."""
+    segments: set[int] = set()
+    latest: list[set[int]] = []
+
+    class Ledger:
+        ledger = True
+
+        def keep(self, there: set[int]) -> int:
+            assert not latest or there >= latest[-1]
+            latest.append(there)
+            return 0
+
+    def snapshot(include_traces: bool) -> list[dict[str, int]]:
+        return [{"address": one} for one in segments]
+
+    def allocate(_: None) -> None:
+        segments.add(1)
+        torch_bridge._return_segments()
+
+    def make() -> None:
+        segments.clear()
+        latest.clear()
+
+    cuda = SimpleNamespace(memory_snapshot=snapshot)
+    monkeypatch.setattr(torch_bridge, "library", lambda _: SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(torch_bridge, "_made", [Ledger()])
+    function = torch_bridge._return_segments
+    for _ in interleaved(function, make, lambda _: function(), allocate):
+        assert latest[-1] == {1}
