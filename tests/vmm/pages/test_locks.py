@@ -387,7 +387,7 @@ class TestTiers:
         """A later user of the memory waits for each copy, or for one that has waited for it."""
         made: list[Any] = []
 
-        def behind(_: object) -> Copied:
+        def behind(_: object) -> Any:
             made.append(Copied())
             return made[-1]
 
