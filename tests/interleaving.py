@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
@@ -12,23 +15,30 @@ __all__ = ["interleaved"]
 
 T = TypeVar("T")
 
-_BLOCKED = 0.003
-"""Seconds after which the second thread is taken to wait for a lock of the first."""
+_BLOCKED = 0.002
+"""Seconds without a step, after which the second thread is taken to wait for a lock of the first."""
+_MOST = 0.1
+"""Seconds after which the first thread goes on in any case, as the second may poll."""
 
 
 def interleaved(
-    function: Callable[..., object], make: Callable[[], T], first: Callable[[T], object], second: Callable[[T], object]
+    function: Callable[..., object],
+    make: Callable[[], T],
+    first: Callable[[T], object],
+    second: Callable[[T], object],
+    *,
+    at: str = "opcode",
 ) -> Iterator[T]:
     """Yield the result of ``make`` after ``first`` and ``second`` ran on it in two threads, for each interleaving.
 
     ``second`` begins at one bytecode of ``function``, which ``first`` calls: at the first one, then at the next. The
-    first thread goes on when the second has ended, or waits for a lock.
+    first thread goes on when the second has ended, or waits for a lock. With ``at="line"``, it begins at lines only.
     """
     codes = _codes(function.__code__)
     step = 0
     while True:
         state = make()
-        reached, errors = _run(codes, step, lambda: first(state), lambda: second(state))  # noqa: B023 (called at once)
+        reached, errors = _run(codes, step, at, lambda: first(state), lambda: second(state))  # noqa: B023 (called at once)
         if errors:
             raise errors[0]
         if not reached:
@@ -43,7 +53,7 @@ def _codes(code: CodeType) -> set[CodeType]:
 
 
 def _run(
-    codes: set[CodeType], step: int, first: Callable[[], object], second: Callable[[], object]
+    codes: set[CodeType], step: int, at: str, first: Callable[[], object], second: Callable[[], object]
 ) -> tuple[bool, list[BaseException]]:
     errors: list[BaseException] = []
     left = step
@@ -60,12 +70,12 @@ def _run(
         nonlocal left
         if frame.f_code not in codes:
             return None
-        frame.f_trace_opcodes = True
-        if event == "opcode":
+        frame.f_trace_opcodes = at == "opcode"
+        if event == at:
             left -= 1
             if left == -1:
                 other.start()
-                other.join(_BLOCKED)
+                _let_run(other)
         return trace
 
     def traced() -> None:
@@ -84,3 +94,23 @@ def _run(
         other.join(20)
     assert not thread.is_alive() and not other.is_alive(), "the two threads wait for each other"
     return reached, errors
+
+
+def _let_run(thread: threading.Thread) -> None:
+    """Wait until a thread has ended, or waits itself."""
+    step = ""
+    until = time.monotonic() + _MOST
+    while thread.is_alive() and time.monotonic() < until:
+        thread.join(_BLOCKED)
+        before, step = step, _steps(thread)
+        # It sleeps, and was not woken since, which the system would have counted.
+        if step == before and "S (sleeping)" in step:
+            return
+
+
+def _steps(thread: threading.Thread) -> str:
+    """State of a thread and how often the system has switched from it; empty after its end."""
+    with contextlib.suppress(OSError):
+        lines = Path(f"/proc/self/task/{thread.native_id}/status").read_text().splitlines()
+        return "".join(line for line in lines if line.startswith("State") or "ctxt_switches" in line)
+    return ""

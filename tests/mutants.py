@@ -27,19 +27,24 @@ from cosmic_ray.work_item import MutationSpec, TestOutcome, WorkerOutcome
 
 ROOT = Path(__file__).parent.parent
 AREAS = {
-    "driver": ("driver", "facts"),
+    "driver": ("driver", "facts", "package/test_locks.py"),
     "core": ("core", "package/test_locks.py"),
     "pool": ("pool", "package/test_locks.py"),
     "vmm": ("vmm", "package/test_locks.py", "ipc/test_locks.py"),
     "ipc": ("ipc",),
     "multicast": ("multicast",),
+    "observing": ("observing", "package/test_locks.py"),
+    "interop": ("interop", "package/test_locks.py"),
+    "testing": ("testing", "package/test_locks.py"),
 }
 """Tests that are run for the mutants of an area, the first that fails ends them."""
 _SECONDS = 300
 """Seconds that the tests of one mutant may take."""
 
 
-_LOCK = re.compile(r"(\b|_)(lock|in_use|beginning|serving)$")
+_LOCK = re.compile(
+    r"(\b|_)(lock|in_use|beginning|serving|phases|opening|filling|changing|snapshots|tables|unmapping|locked\(\))$"
+)
 """Names of locks."""
 
 

@@ -38,6 +38,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import functools
+import itertools
 import math
 import threading
 import weakref
@@ -104,7 +105,7 @@ class DeferredQueue:
         self._guard = guard
         self._lock = threading.Lock()
         """Lock held to move items, never during another call; finalisers never take it."""
-        self._rounds = 0
+        self._rounds = itertools.count(1)
         self.submitted: deque[Deferred] = deque()
         """Items that were not attempted yet; always the same object."""
         self._owned: dict[weakref.ref[object], Deferred] = {}
@@ -133,7 +134,8 @@ class DeferredQueue:
         The items of owners that live do not count.
         """
         with self._lock:
-            items = (*self.submitted, *self._new, *self._waiting, *self._working.values())
+            # Under the lock, items move from the working ones to the waiting ones only.
+            items = (*self.submitted, *self._new, *self._working.values(), *self._waiting)
             found = {item.memory() for item in items}
             return None if self._orphaned or None in found else cast("set[int]", found - {0})
 
@@ -252,9 +254,7 @@ class DeferredQueue:
 
     def _work(self, me: int, left: list[float]) -> int:
         ended = 0
-        with self._lock:
-            self._rounds += 1
-            now = self._rounds
+        now = next(self._rounds)
         while True:
             try:
                 if not self._take_off(me, now, left):

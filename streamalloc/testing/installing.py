@@ -25,7 +25,8 @@ KERNELS = "STREAMALLOC_KERNELS"
 _STARTUP = str(Path(__file__).with_name("startup"))
 """Folder whose ``sitecustomize`` installs the machine in child processes."""
 
-_lock = threading.Lock()
+_installed = threading.Lock()
+"""Held while a machine is installed."""
 _targets: dict[str, Any] = {}
 """Replacement of each module; empty while nothing is installed."""
 _for_good = contextlib.ExitStack()
@@ -72,11 +73,11 @@ def install(machine: Driver | None = None, *, kernels: Iterable[str] = ()) -> It
     if not isinstance(settings, str):
         raise TypeError(f"machine={driver!r}: must be a simulated machine (streamalloc.driver.simulated)")
     with contextlib.ExitStack() as undo:
-        with _lock:
-            if _targets:
-                raise RuntimeError(f"a machine is installed already: {_targets[cuda.__name__]!r}; end its block first")
-            _targets.update({cuda.__name__: driver, runtime().__name__: Runtime(driver)})
+        if not _installed.acquire(blocking=False):
+            raise RuntimeError(f"a machine is installed already: {_targets.get(cuda.__name__)!r}; end its block first")
+        undo.callback(_installed.release)
         undo.callback(_targets.clear)
+        _targets.update({cuda.__name__: driver, runtime().__name__: Runtime(driver)})
         undo.callback(sd.real.cache_clear)  # the machine may have been found as the real driver
         for holder, name, stand_in in _places():
             undo.callback(setattr, holder, name, getattr(holder, name))

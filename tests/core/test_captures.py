@@ -15,6 +15,7 @@ import pytest
 import streamalloc as sa
 from streamalloc import vmm
 from streamalloc.core.deferred import work
+from streamalloc.core.event import context_event
 from streamalloc.core.session import session_of
 from streamalloc.interop.bridge import free_after_all
 from streamalloc.interop.loans import Lent
@@ -333,6 +334,12 @@ class TestBlockingStreams:
                 assert not buffer.freed
             buffer.free()
             pool.allocate(4096, device.default_stream).free()
+
+
+def test_a_record_of_a_whole_context_is_refused_during_a_capture_of_ours(machine: Any, device: sa.Device) -> None:
+    with _capturing(machine, device, "ours"), pytest.raises(sa.CaptureError):
+        context_event(device)
+    assert context_event(device).query()
 
 
 @contextlib.contextmanager

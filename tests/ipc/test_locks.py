@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 
 import streamalloc as sa
@@ -19,8 +24,14 @@ from streamalloc.ipc.exporter import leases
 from streamalloc.ipc.exporter.leases import Exports, Hold, Lease, Leases, exports_of, leases_of
 from streamalloc.ipc.importer import imported
 from streamalloc.ipc.importer.open import Importer, importer_of
+from streamalloc.ipc.importer.relay import ImporterRelay
 from streamalloc.ipc.ring.producer import ConsumerLink, Deliveries, RingProducer
+from streamalloc.ipc.ring.protocol import SlotMemory
+from streamalloc.ipc.store.protocol import Connection, Kind, _decoded, pack
 from streamalloc.ipc.transport import handle_server
+from streamalloc.ipc.wire import relay
+from streamalloc.ipc.wire.control_block import EXPORTER_WORDS, SLOTS
+from streamalloc.ipc.wire.relay import IMPORTER_ROWS, Relay
 from streamalloc.vmm.growable import RemappableBuffer
 from tests.interleaving import interleaved
 from tests.ipc.support import PAGE, shared_pool
@@ -145,6 +156,47 @@ class TestExporter:
         for _ in interleaved(Leases._next_free, make, take, take):
             assert found.count(None) == 1
 
+    def test_an_allocation_of_another_library_gets_one_lease(self, owner: Owner) -> None:
+        found: list[Lease] = []
+        hold = Hold()
+
+        def share(_: None) -> None:
+            found.append(owner.exports.lease_at(512, hold))
+
+        for _ in interleaved(Exports.lease_at, owner.exports._held.clear, share, share):
+            assert found[0] is found[1]
+            found.clear()
+
+    def test_a_control_block_gets_one_relay(self, owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
+        found: list[bytes] = []
+        made = itertools.count()
+
+        def make(*_: object) -> Any:
+            return SimpleNamespace(ended=False, hurry=lambda _: None, handle=next(made))
+
+        monkeypatch.setattr(leases, "ExporterRelay", make)
+        block = owner.leases.block()
+
+        def share(_: None) -> None:
+            found.append(owner.exports.relay(block, owner.device))
+
+        for _ in interleaved(Exports.relay, owner.exports._relays.clear, share, share):
+            assert found[0] == found[1]
+            found.clear()
+        owner.exports._relays.clear()
+
+    def test_pools_are_shared_while_routes_are_looked_through(self, owner: Owner) -> None:
+        def make() -> list[sa.MemoryPool]:
+            return [shared_pool(owner.device) for _ in range(2)]
+
+        listed: Any = weakref.WeakKeyDictionary.__iter__
+        for pools in interleaved(
+            listed, make, lambda it: owner.exports.route(it[0]), lambda it: owner.exports.route(it[1])
+        ):
+            assert {*pools} <= {*owner.exports._routes}
+            for pool in pools:
+                pool.close()
+
 
 class Imported(NamedTuple):
     """Descriptors of one buffer, and what was opened by them."""
@@ -212,11 +264,204 @@ class TestImporter:
         stream.close()
 
 
+class OwnWords(SimpleNamespace):
+    """An importer's words of a slot, in a control block of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(blocks=set(), slot_words=SimpleNamespace(generation=SimpleNamespace(value=0)))
+        self.opened, self.closing, self.closed = (SimpleNamespace(value=0) for _ in range(3))
+
+    def open(self) -> imported.RangeLease:
+        block: Any = SimpleNamespace(own={0: self}, session=None, sync=lambda _: None)
+        nothing: Any = None
+        return imported.RangeLease(block, (0, 0, 0), nothing, self.lock, nothing)
+
+
+class TestRanges:
+    """Opened and closed in two threads: the last close counts, and no other."""
+
+    def make(self) -> tuple[OwnWords, imported.RangeLease]:
+        words = OwnWords()
+        words.lock = threading.RLock()
+        return words, words.open()
+
+    @staticmethod
+    def open_and_close(it: tuple[OwnWords, imported.RangeLease]) -> None:
+        it[0].open().end()
+
+    def test_one_is_closed(self) -> None:
+        for words, _ in interleaved(imported.RangeLease.end, self.make, lambda it: it[1].end(), self.open_and_close):
+            assert words.opened.value == words.closing.value == words.closed.value == 2
+
+    def test_one_is_opened(self) -> None:
+        opened: list[imported.RangeLease] = []
+
+        def make() -> tuple[OwnWords, imported.RangeLease]:
+            words, lease = self.make()
+            lease.end()
+            return words, lease
+
+        for words, _ in interleaved(
+            imported.RangeLease.__init__, make, lambda it: opened.append(it[0].open()), self.open_and_close
+        ):
+            assert words.opened.value != words.closed.value
+            opened.pop().end()
+            assert words.opened.value == words.closing.value == words.closed.value
+
+
+class Carried(ImporterRelay):
+    """An importer's relay over arrays; ``at`` is called before each copy."""
+
+    late: tuple[int, Any] | None = None
+    """What an exporter that answers late has seen in the exchange before; None: it answers at once."""
+    granted: Any
+    """The words that the exporter had seen when it wrote its last answer."""
+
+    def __init__(self, at: Callable[[str], object] = lambda _: None) -> None:
+        self.at = at
+        self.session: Any = SimpleNamespace(relaxed=contextlib.nullcontext, usable=False)
+        self.lock = threading.Lock()
+        self.wake = threading.Event()
+        self.ended = self.changed = False
+        self._thread = None
+        self._fast_until = 0.0
+        self._place = 0
+        self._rows = np.zeros((len(IMPORTER_ROWS), SLOTS), np.uint32)
+        self._words = np.zeros((len(EXPORTER_WORDS), SLOTS), np.uint32)
+        self._front = np.zeros(relay.GRANTS_AT + relay.GRANT.itemsize * relay.PLACES, np.uint8)
+        self._grants = self._front[relay.GRANTS_AT :].view(relay.GRANT)
+        self._claim = np.ones(1, relay.CLAIM)
+        self._change = self._pulse = 0
+        self._beat, self._heard = -1, 0.0
+        self._releases = [("release",)]
+        words = {name: np.zeros((SLOTS, 1), np.uint32) for name in ("opened", "closing", "closed")}
+        self.block: Any = SimpleNamespace(importer=0, exporter_words=self._words.copy(), **words)
+        self.there: Any = {"rows": self._rows, "words": self._words.copy(), "claim": self._claim.copy()}
+        self.copies: list[str] = []
+
+    def give_access(self, device: object) -> None:
+        pass
+
+    def _write(self, at: int, array: Any) -> None:
+        name = {relay.rows_at(0): "rows", relay.CLAIMS_AT: "claim"}.get(at, "ready")
+        self.at(name)
+        self.copies.append(name)
+        self.there[name] = array.copy()
+
+    def _read(self, at: int, array: Any) -> None:
+        if at:
+            self.at("words")
+            array[:] = self.there["words"]
+            return
+        self.at("front")
+        seen = int(self.there["claim"]["change"][0]), self.there["rows"]
+        (change, self.granted), self.late = (self.late, seen) if self.late else (seen, None)
+        self._grants[0] = self.there["claim"]["id"][0], change, 0
+        head = relay.HEAD.pack(relay.MAGIC, bytes(16), SLOTS, relay.PLACES, self._pulse, 0)
+        self._front[: len(head)] = np.frombuffer(head, np.uint8)
+
+    def _finish(self) -> None:
+        pass
+
+    def _release(self) -> None:
+        self._releases = []
+        self.copies.append("released")
+
+
+class Beating(Carried):
+    """The relay of an exporter, whose importers go on as long as it has a head."""
+
+    head = True
+
+    def exchange(self) -> bool:
+        self.head = True
+        return False
+
+    def leave(self) -> None:
+        self.head = False
+
+
+class TestRelays:
+    """The exchange of a thread, and what another one does with the relay."""
+
+    @staticmethod
+    def run(body: Callable[[], object]) -> threading.Thread:
+        """Start a thread; return when it has ended, or waits for a lock."""
+        thread = threading.Thread(target=body, daemon=True)
+        thread.start()
+        thread.join(0.05)
+        return thread
+
+    def test_the_exporter_has_seen_the_words_of_a_sync(self) -> None:
+        """Not those that an exchange had read before."""
+        others: list[threading.Thread] = []
+        seen: list[bool] = []
+        device: Any = None
+
+        def sync() -> None:
+            it.block.opened[1] = 1
+            it.sync(device)
+            seen.append(bool(it.granted[0][1]))
+
+        def at(copy: str) -> None:
+            if copy == "rows" and not others:
+                others.append(self.run(sync))
+
+        it = Carried(at)
+        it.late = 0, it.there["rows"]
+        it.block.opened[0] = 1  # so that there is something to write
+        it.step()
+        others[0].join(20)
+        assert seen == [True]
+
+    def test_a_sync_has_the_words_that_belong_to_the_grant(self) -> None:
+        others: list[threading.Thread] = []
+        read, checked = threading.Event(), threading.Event()
+        device: Any = None
+
+        def at(copy: str) -> None:
+            if threading.current_thread() in others and copy == "words":
+                read.set()
+                checked.wait(0.05)
+
+        class Halted(Carried):
+            def step(self) -> float:
+                pause = super().step() if others else 0.0
+                if not others:  # the exchange with the grant is that of another thread
+                    others.append(threading.Thread(target=super().step, daemon=True))
+                    others[0].start()
+                    assert read.wait(20)
+                return pause
+
+        it = Halted(at)
+        it.there["words"][0][0] = 7
+        it.sync(device)
+        assert it.block.exporter_words[0][0] == 7
+        checked.set()
+        others[0].join(20)
+
+    def test_no_exchange_follows_the_notice_of_the_end(self) -> None:
+        for function, first, second in (
+            (Relay.step, Relay.step, Relay.stop),
+            (Relay.stop, Relay.stop, Relay.step),
+        ):
+            for it in interleaved(function, Beating, first, second):
+                assert it.ended and not it.head
+
+    def test_the_last_words_are_written_before_the_release(self) -> None:
+        def close(it: Carried) -> None:
+            it.ended = True
+            Relay.close(it)
+
+        for it in interleaved(ImporterRelay.write_ready, Carried, lambda it: it.write_ready(0, 1), close):
+            assert it.copies in (["ready", "released"], ["released"])
+
+
 class Settling(Deliveries):
     """Deliveries of one slot, which the user has returned and which is to be sent as well."""
 
     def __init__(self) -> None:
-        nothing: Any = SimpleNamespace(close=lambda: None, send=lambda *_, **__: None, closed=True)
+        nothing: Any = SimpleNamespace(close=lambda: None, send=lambda *_, **__: None, closed=True, _at=0)
         super().__init__(nothing, nothing, nothing, 64, 64)
         slot: Any = object()
         self.returned.append(slot)
@@ -280,6 +525,82 @@ class TestRing:
 
         for state in interleaved(Deliveries.deliver_unsent, Settling, _add, deliver):
             assert len(state.delivered) == 1 and not state.unsent
+
+    def test_a_slot_is_taken_once(self) -> None:
+        def make() -> Settling:
+            state = Settling()
+            for index in range(2):
+                state.free.append(SimpleNamespace(flags=None, index=index))  # type: ignore[arg-type]
+            return state
+
+        taken: list[Any] = []
+
+        def take(state: Settling) -> None:
+            taken.append(RingProducer.next(state.producer())._slot)
+
+        for _ in interleaved(Deliveries.take, make, take, take):
+            assert taken[0] is not taken[1]
+            taken.clear()
+
+    def test_an_item_is_handed_off_once(self) -> None:
+        refused: list[bool] = []
+
+        class Holder(SimpleNamespace):
+            _held, _used = True, 0
+            _check_usable = SlotMemory._check_usable
+
+        class Handing(Settling):
+            def _deliver(self, slot: Any, holder: Any = None) -> None:
+                self.delivered.append(slot)
+                holder._held = False
+
+        def make() -> tuple[Handing, Any]:
+            state = Handing()
+            state.unsent.clear()
+            block = SimpleNamespace(write=lambda *_: None)
+            slot = SimpleNamespace(words=SimpleNamespace(announced=SimpleNamespace(), ready=None), ready=0, block=block)
+            return state, Holder(_slot=slot, index=0)
+
+        def hand_off(it: tuple[Handing, Any]) -> None:
+            try:
+                it[0].hand_off(it[1])
+            except sa.ClosedError:
+                refused.append(True)
+
+        for state, _ in interleaved(Deliveries.hand_off, make, hand_off, hand_off):
+            assert len(state.delivered) == len(refused) == 1
+            refused.clear()
+
+
+def test_each_request_to_a_store_gets_its_answer() -> None:
+    class Answering(SimpleNamespace):
+        """A server that answers in the order of the requests."""
+
+        closed = False
+
+        def send(self, data: bytes, handles: object, timeout: float) -> None:
+            self.requests.append(data)
+
+        def receive(self, timeout: float) -> tuple[bytes, tuple[()]]:
+            return pack(Kind.DONE, {"to": _decoded(self.requests.pop(0))[2]["number"]}), ()
+
+    found: dict[int, object] = {}
+
+    def make() -> Connection:
+        connection = Connection.__new__(Connection)
+        connection._channel = Answering(requests=[])  # type: ignore[assignment]
+        connection._lock = threading.Lock()
+        return connection
+
+    def ask(number: int) -> Callable[[Connection], None]:
+        def act(it: Connection) -> None:
+            found[number] = it.ask(Kind.FETCH, number=number)[0]["to"]
+
+        return act
+
+    for _ in interleaved(Connection.ask, make, ask(1), ask(2)):
+        assert found == {1: 1, 2: 2}
+        found.clear()
 
 
 class TestEnds:

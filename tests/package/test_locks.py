@@ -6,6 +6,8 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,12 +15,19 @@ import pytest
 import streamalloc as sa
 import streamalloc.core.session as sessions_module
 import streamalloc.driver as sd
-from streamalloc import vmm
+from streamalloc import ipc, vmm
+from streamalloc.core import deferred
 from streamalloc.core.allocation_hooks import Watching, tap_of, watching_of
 from streamalloc.core.deferred import Deferred, DeferredQueue
-from streamalloc.core.queued_work import may_queue
+from streamalloc.core.queued_work import QueuedWork, may_queue, queue_behind, settle
 from streamalloc.core.session import Session, session_of, sessions
 from streamalloc.driver.checker.driver import Checked
+from streamalloc.interop import torch as torch_bridge
+from streamalloc.observing import account as observed
+from streamalloc.observing.records import Phase
+from streamalloc.pool.cache.allocator import CacheState
+from streamalloc.testing import objects
+from streamalloc.testing.leaks import Accounts
 from streamalloc.vmm.allocation_handles import allocations_of
 from streamalloc.vmm.internal import unwatch_mappings, watch_mappings
 from streamalloc.vmm.physical_memory import MemorySpec
@@ -254,6 +263,29 @@ class TestStreams:
             assert names(driver, "cuStreamDestroy") == ["cuStreamDestroy"]
             driver.calls.clear()
 
+    def test_a_finaliser_does_not_wait_for_who_closes_a_stream(self) -> None:
+        stream = sa.Device(0, driver=sd.simulated()).create_stream()
+        item = TestDeferred.Item()
+        queue_behind(stream, item)
+        with stream._in_use, ThreadPoolExecutor(1) as other:
+            other.submit(settle, stream, item).result(20)
+            assert item.attempts == 0
+        settle(stream, item)
+        assert item.attempts == 1
+        stream.close()
+
+    def test_two_threads_ask_whether_work_is_done(self) -> None:
+        device = sa.Device(0, driver=sd.simulated())
+        session, found = session_of(device), list[bool]()
+
+        def ask(work: QueuedWork) -> None:
+            found.append(work.done())
+
+        with device.create_stream():
+            for work in interleaved(QueuedWork.done, lambda: QueuedWork(session), ask, ask, at="line"):
+                assert any(found) and work.done()
+                found.clear()
+
 
 class TestMappingWatchers:
     @pytest.mark.parametrize("function", [watch_mappings, unwatch_mappings])
@@ -297,6 +329,22 @@ class TestDeferred:
             self.attempts += 1
             return True
 
+    class Waiting(Deferred):
+        """An item with memory, whose attempts in vain take until they are told to end."""
+
+        def __init__(self) -> None:
+            self.attempts = 0
+            self.begun, self.over = threading.Event(), threading.Event()
+
+        def attempt(self) -> bool:
+            self.attempts += 1
+            self.begun.set()
+            assert self.over.wait(20)
+            return False
+
+        def memory(self) -> int:
+            return 512
+
     @pytest.mark.parametrize("function", [DeferredQueue._take_over, DeferredQueue._take_off])
     def test_each_item_is_attempted_once(self, function: Any) -> None:
         items: list[TestDeferred.Item] = []
@@ -310,3 +358,210 @@ class TestDeferred:
 
         for queue in interleaved(function, make, DeferredQueue.work, DeferredQueue.work):
             assert [item.attempts for item in items] == [1, 1] and len(queue) == 0
+
+    @pytest.fixture
+    def queue_of_one(self) -> Iterator[Callable[[], tuple[DeferredQueue, Waiting]]]:
+        """A function that makes a queue with an item that was attempted once."""
+        items: list[TestDeferred.Waiting] = []
+        before = {*deferred._unfinished}
+
+        def make() -> tuple[DeferredQueue, TestDeferred.Waiting]:
+            queue, item = DeferredQueue(), self.Waiting()
+            items.append(item)
+            queue.submit(item)
+            item.over.set()
+            queue.work()
+            return queue, item
+
+        yield make
+        for item in items:
+            item.over.set()
+        deferred._unfinished.intersection_update(before)
+
+    @pytest.mark.parametrize("step", ["begins", "ends"])
+    def test_memory_of_an_item_is_found_while_an_attempt_begins_or_ends(self, step: str, queue_of_one: Any) -> None:
+        found: list[set[int] | None] = []
+        workers: list[threading.Thread] = []
+
+        def make() -> tuple[DeferredQueue, TestDeferred.Waiting]:
+            queue, item = queue_of_one()
+            item.over.clear()
+            item.begun.clear()
+            workers[:] = [threading.Thread(target=queue.work, daemon=True)]
+            if step == "ends":
+                workers[0].start()
+                assert item.begun.wait(20)
+            return queue, item
+
+        def move(state: tuple[DeferredQueue, TestDeferred.Waiting]) -> None:
+            if step == "ends":
+                state[1].over.set()
+                workers[0].join(20)
+            else:
+                workers[0].start()
+                state[1].begun.wait(20)
+
+        for queue, item in interleaved(DeferredQueue.memory, make, lambda it: found.append(it[0].memory()), move):
+            item.over.set()
+            workers[0].join(20)
+            assert found.pop() == queue.memory() == {512}
+
+    def test_a_round_that_begins_late_does_not_hide_items_from_later_ones(self, queue_of_one: Any) -> None:
+        def work_often(state: tuple[DeferredQueue, TestDeferred.Waiting]) -> None:
+            for _ in range(3):
+                state[0].work()
+
+        for queue, item in interleaved(DeferredQueue._work, queue_of_one, lambda it: it[0].work(), work_often):
+            before = item.attempts
+            queue.work()
+            assert item.attempts == before + 1
+
+    def test_a_capture_begins_before_or_after_a_call_that_would_break_it(self) -> None:
+        found: list[bool] = []
+
+        def call(queue: DeferredQueue) -> None:
+            with contextlib.suppress(sa.CaptureError), queue.no_capture("a call"):
+                found.append(queue.paused)
+
+        for queue in interleaved(call, DeferredQueue, call, lambda it: it.begin_capture(it)):
+            assert queue.paused and found in ([], [False])
+            found.clear()
+
+
+@pytest.mark.parametrize("first", [observed.Account.begin, observed.Account.end])
+@pytest.mark.parametrize("second", [observed.Account.begin, observed.Account.end])
+def test_no_phase_is_lost(first: Any, second: Any) -> None:
+    account = sa.observe(driver=sd.simulated())._account
+    one, other = (Phase(name, None, 0, 0) for name in ("one", "other"))
+    ends = {one: first is observed.Account.end, other: second is observed.Account.end}
+
+    def make() -> None:
+        account.open = tuple(phase for phase in ends if ends[phase])
+
+    for _ in interleaved(first, make, lambda _: first(account, one), lambda _: second(account, other)):
+        assert {*account.open} == {phase for phase in ends if not ends[phase]}
+
+
+def test_a_cache_opens_a_stream_once() -> None:
+    device = sa.Device(0, driver=sd.simulated())
+    opened: list[object] = []
+
+    def open_it(state: tuple[CacheState, sa.Stream]) -> None:
+        opened.append(state[0].open(state[1], ask=False))
+
+    with sa.MemoryPool(device) as pool, device.create_stream() as stream:
+        for state, _ in interleaved(CacheState.open, lambda: (CacheState(pool), stream), open_it, open_it):
+            assert opened[0] is opened[1] is state.known(stream)
+            opened.clear()
+
+
+class TestAccounts:
+    """The account of the leak check."""
+
+    HANDLE = 7
+
+    def call(self, accounts: Accounts, name: str, handle: int) -> None:
+        accounts._observe(name, lambda *_: (0, handle) if name == "cuMemCreate" else (0,), (handle,))
+
+    def test_a_handle_that_two_threads_retain(self) -> None:
+        """It has two owners."""
+
+        def retain(accounts: Accounts) -> None:
+            self.call(accounts, "cuMemCreate", self.HANDLE)
+
+        def make() -> Accounts:
+            return Accounts(sd.simulated())  # type: ignore[abstract]
+
+        for accounts in interleaved(Accounts._observe, make, retain, retain):
+            self.call(accounts, "cuMemRelease", self.HANDLE)
+            assert [leak.handle for leak in accounts.leaks()] == [self.HANDLE]
+            self.call(accounts, "cuMemRelease", self.HANDLE)
+            assert accounts.leaks() == []
+
+    def test_leaks_are_read_while_others_come(self) -> None:
+        found: list[list[int]] = []
+
+        def make() -> Accounts:
+            accounts = Accounts(sd.simulated())  # type: ignore[abstract]
+            self.call(accounts, "cuMemCreate", 1)
+            return accounts
+
+        for _ in interleaved(
+            Accounts.leaks,
+            make,
+            lambda it: found.append([leak.handle for leak in it.leaks()]),
+            lambda it: self.call(it, "cuMemCreate", 2),
+        ):
+            assert found.pop() in ([1], [1, 2])
+
+
+@pytest.mark.parametrize("function", [objects._Places.begin, objects._Places.end])
+def test_two_threads_watch_for_leaks(function: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The calls that make objects are recorded from the first watch to the end of the last."""
+    original = ipc.Shared.__init__
+    monkeypatch.setattr(objects, "_classes", lambda _: ())
+    begins = function is objects._Places.begin
+
+    def make() -> Any:
+        places = objects._Places()
+        if not begins:
+            places.begin()
+            places.begin()
+        return places
+
+    for places in interleaved(function, make, function, function):
+        if begins:
+            assert len(places._functions) == 2
+            places.end()
+            assert ipc.Shared.__init__ is not original
+            places.end()
+        assert ipc.Shared.__init__ is original
+
+
+class TestSleep:
+    """What one thread begins with a group waits for what another one does with it."""
+
+    @staticmethod
+    def act(group: vmm.SleepGroup) -> None:
+        with contextlib.suppress(sa.ClosedError):
+            group._alone(lambda: None)
+
+    @pytest.mark.parametrize("second", ["act", "close"])
+    def test_one_at_a_time(self, second: str) -> None:
+        device = sa.Device(0, driver=sd.simulated())
+        other = self.act if second == "act" else vmm.SleepGroup.close
+        for group in interleaved(vmm.SleepGroup._alone, lambda: vmm.SleepGroup(device), self.act, other):
+            assert group.closed == (second == "close")
+            group.close()
+
+
+def test_segments_of_pytorch_are_compared_with_the_latest_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An older one lacks a segment that was allocated meanwhile, which would be freed."""
+    segments: set[int] = set()
+    latest: list[set[int]] = []
+
+    class Ledger:
+        ledger = True
+
+        def keep(self, there: set[int]) -> int:
+            assert not latest or there >= latest[-1]
+            latest.append(there)
+            return 0
+
+    def snapshot(include_traces: bool) -> list[dict[str, int]]:
+        return [{"address": one} for one in segments]
+
+    def allocate(_: None) -> None:
+        segments.add(1)
+        torch_bridge._return_segments()
+
+    def make() -> None:
+        segments.clear()
+        latest.clear()
+
+    cuda = SimpleNamespace(memory_snapshot=snapshot)
+    monkeypatch.setattr(torch_bridge, "library", lambda _: SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(torch_bridge, "_made", [Ledger()])
+    function = torch_bridge._return_segments
+    for _ in interleaved(function, make, lambda _: function(), allocate):
+        assert latest[-1] == {1}

@@ -677,3 +677,14 @@ class TestInterleaved:
             assert world.recycler.statistics()[:2] == (PAGE, 1)
             world.end()
         self.check_left(account)
+
+    def test_a_buffer_grows_over_its_spare_while_a_page_is_closed(self, account: Account, device: sa.Device) -> None:
+        for world in interleaved(
+            RecyclingSpec.claim,
+            lambda: self.World(device, 1, 1),
+            lambda it: it.buffer.resize(2 * PAGE, after=()),
+            self.World.close_pages,
+        ):
+            assert world.recycler.statistics()[:2] == (PAGE, 1)
+            world.end()
+        self.check_left(account)

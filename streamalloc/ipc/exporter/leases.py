@@ -263,8 +263,7 @@ class Lease(SharedState):
 
     def unused(self) -> bool:
         """Whether nothing is in transit, open, or in use by the work of importers. Descriptors are stale if so."""
-        with self.lock:
-            return self.end(None) and self.block.all_closed(self.words)
+        return self.end(None) and self.block.all_closed(self.words)
 
     # -- the buffer ------------------------------------------------------------------------------------------
 
@@ -602,9 +601,9 @@ class Exports:
                 if route is None:
                     route = self._routes[pool] = Route(pool, self, self.uuid(device))
                     routes[weakref.ref(pool, lambda gone: routes.pop(gone, None))] = weakref.ref(route)
-            for known in list(self._routes):
-                if known.closed:
-                    self._routes.pop(known, None)
+                for known in list(self._routes):
+                    if known.closed:
+                        self._routes.pop(known, None)
         return route
 
     def memory(self, memory: PhysicalMemory, handle_type: MemHandleType) -> tuple[Chunk, Fd | None]:

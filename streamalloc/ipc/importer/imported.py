@@ -154,10 +154,10 @@ class RangeLease(Deferred):
         self._dropped = dropped
         self._lock = lock
         self._work: QueuedWork | None = None
-        with lock:
-            self._words: ImporterWords | None = block.own.get(slot) or block.own_words(slot)
-            self._words.blocks.add(self)
-            self._words.opened.value = (self._words.opened.value + 1) % WORD
+        self._words: ImporterWords | None = block.own.get(slot) or block.own_words(slot)
+        # Without the lock: from the first line on no other range counts a close.
+        self._words.blocks.add(self)
+        self._words.opened.value = (self._words.opened.value + 1) % WORD
         with undoing(self.end):
             # Count first, then check for a free: the exporter does both in the opposite order.
             block.sync(device)

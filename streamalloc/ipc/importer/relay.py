@@ -177,9 +177,9 @@ class ImporterRelay(Relay):
 
     def write_ready(self, slot: int, value: int) -> None:
         """Write the word that this process's streams wait for, in place of a dead exporter."""
-        if self._is_mine():
-            word = np.array([value], np.uint32)
-            with contextlib.suppress(CudaError), self.lock, self.session.relaxed():
+        word = np.array([value], np.uint32)
+        with contextlib.suppress(CudaError), self.lock, self.session.relaxed():
+            if self._releases and self._is_mine():
                 self._write(wire.ready_at(self._place) + 4 * slot, word)
                 self._finish()
 

@@ -210,6 +210,7 @@ class Relay:
         """Notify the other side, and end the thread. Idempotent."""
         if not self.ended:
             with contextlib.suppress(CudaError), self.lock, self.session.relaxed():
+                self.ended = True  # no exchange follows the notice
                 self.leave()
         self.end()
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -219,7 +220,8 @@ class Relay:
         """Unmap and release the relay. Idempotent."""
         self.stop()
         _running.discard(self)
-        self._release()
+        with self.lock:
+            self._release()
 
     def __del__(self) -> None:
         # At the end of its session, which a deferred item would keep. None of the calls waits. Errors are not raised:

@@ -87,9 +87,10 @@ class Clearing(Protocol):
 class PhysicalPages:
     """The physical pages of an arena and its spaces. It lives as long as the last of them.
 
-    :attr:`lock` protects the spare pages, all counts, and the page lists of spaces. It is the innermost lock: no driver
-    call is made under it. :meth:`changing` excludes other threads while mappings change, those of all spaces: a commit
-    in one may take the page that another one keeps.
+    :attr:`lock` protects the spare pages and all counts. It is the innermost lock: no driver call is made under it.
+    :meth:`changing` excludes other threads while mappings change, those of all spaces: a commit in one may take the
+    page that another one keeps. Kept pages and the page lists of spaces change within both, so that either is enough to
+    read them.
     """
 
     def __init__(self, device: Device, page_size: int, limit: int | None, budget: PageBudget | None = None) -> None:
@@ -152,10 +153,11 @@ class PhysicalPages:
     def announce(self) -> None:
         """Notify observers of the pages that were committed. Under no lock: they may call functions of the user."""
         while self.news:
-            with self.lock:
-                at = next(iter(self.news), 0)
-                self.news.pop(at, None)
-            for watcher in self.allocations.watchers if at else ():
+            try:
+                at, _ = self.news.popitem()
+            except KeyError:
+                return  # another thread has the last one
+            for watcher in self.allocations.watchers:
                 watcher.mapped(at, self)
 
     @property
@@ -228,8 +230,10 @@ class PhysicalPages:
         ClosedError
             The arena was closed.
         """
-        with self._filling:
-            if self.zero.raw is None and not self.closed:
+        self._check_open()
+        self.hold([self.zero])
+        with undoing(lambda: self.drop([self.zero])), self._filling:
+            if self.zero.raw is None:
                 self._obtain(self.zero)
                 with (
                     undoing(self.zero.attempt),
@@ -238,9 +242,6 @@ class PhysicalPages:
                 ):
                     self.session.call("cuMemsetD8Async", address, 0, self.size, raw_handle(stream))
                     stream.synchronize()
-        with self.lock:
-            self._check_open()
-            self.zero.users += 1
 
     @contextlib.contextmanager
     def mapped(self, pages: Sequence[Page]) -> Iterator[int]:
@@ -279,16 +280,15 @@ class PhysicalPages:
         ClosedError
             The arena was closed.
         """
-        with self.lock:
-            self._check_open()
-            missing = count - len(self.spare)
-            victims: dict[Page, tuple[Holder, int]] = {}
-            if missing > 0:
-                usable = len(self.kept) - sum(page in self.kept for page in besides)
-                self._check_limit(missing - usable)
-                if usable:
-                    others = ((page, where) for page, where in self.kept.items() if page not in besides)
-                    victims = dict(islice(others, missing))
+        self._check_open()
+        missing = count - len(self.spare)
+        victims: dict[Page, tuple[Holder, int]] = {}
+        if missing > 0:
+            usable = len(self.kept) - sum(page in self.kept for page in besides)
+            self._check_limit(missing - usable)
+            if usable:
+                others = ((page, where) for page, where in self.kept.items() if page not in besides)
+                victims = dict(islice(others, missing))
         self.vacate(victims)
         with self.lock:
             first = max(len(self.spare) - count, 0)
@@ -384,9 +384,7 @@ class PhysicalPages:
         return self._trim_spare(max(keep - len(self.kept), 0))
 
     def _vacate_most(self, keep: int) -> None:
-        with self.lock:
-            surplus = dict(islice(self.kept.items(), max(len(self.kept) - keep, 0)))
-        self.vacate(surplus)
+        self.vacate(dict(islice(self.kept.items(), max(len(self.kept) - keep, 0))))
 
     def _trim_spare(self, keep: int) -> int:
         with self.lock:

@@ -91,8 +91,7 @@ class Places(MappedBytes):
             watcher.to_be_mapped(
                 int(self.reservation.raw) + places[0] * self.physical.size, len(places) * self.physical.size
             )
-        with self.physical.lock:
-            ready, _ = self.split(places)
+        ready, _ = self.split(places)
         if len(ready) == len(places):
             return ready, {}
         held = set(ready)
@@ -193,13 +192,12 @@ class Places(MappedBytes):
 
     def park(self, places: Sequence[int], parking: Parking) -> None:
         """Release committed places; :meth:`Parking.finish` does the rest as soon as their work has completed."""
-        with self.physical.lock:
-            self.numbers[places] = -1
-            for place in places:
-                self._unseat(place)
-            self.physical.parked += len([place for place in places if place not in self.parked])
-            self.parked.update(dict.fromkeys(places, parking))
-            parking.places = places
+        self.numbers[places] = -1
+        for place in places:
+            self._unseat(place)
+        self.physical.parked += len([place for place in places if place not in self.parked])
+        self.parked.update(dict.fromkeys(places, parking))
+        parking.places = places
 
     def set_aside(self, places: Collection[int], parking: Parking) -> None:
         """Park places, also those that hold no page, until somebody has copied contents to them."""
@@ -389,8 +387,7 @@ class Parking(Deferred):
         mine = [place for place in self.places if owner.parked.get(place) is self]
         if mine and not self.done():
             return False
-        with physical.lock:
-            kept = [place for place in mine if self._cleared and not physical.closed and owner.alone_at(place)]
+        kept = [place for place in mine if self._cleared and not physical.closed and owner.alone_at(place)]
         if len(kept) < len(mine):
             owner.retire([place for place in mine if place not in set(kept)])
         owner.keep(kept)
@@ -404,8 +401,8 @@ class Parking(Deferred):
         queued on a stream of the arena, after the work. If the driver refuses, the pages are unmapped after it.
         """
         owner, physical = self._owner_places, self._owner_places.physical
-        with physical.lock:
-            alone, shared = owner.split(self.places)
+        # Another thread may have committed some meanwhile.
+        alone, shared = owner.split([place for place in self.places if owner.parked.get(place) is self])
         done = behind is None and self.work.done()
         with physical.session.relaxed():
             stream = physical.idle_stream() if alone and behind is None else behind

@@ -323,17 +323,16 @@ class PageSpace(Memory, Closes):
         places, physical = self._places, self._physical
         with self._changing(chosen, after):
             self._check_here(chosen)
-            with physical.lock:
-                theirs = of._places
-                found = [theirs.backing[place] if theirs.numbers[place] >= 0 else None for place in sources]
-                if None in found:
-                    raise ValueError(f"its_pages: page {sources[found.index(None)]} of {of!r} is not committed")
-                pairs = {place: page for place, page in zip(chosen, found, strict=True) if page is not None}
-                wanted = {place: page for place, page in pairs.items() if page.number != places.numbers[place]}
-                taken = [place for place in wanted if places.numbers[place] >= 0]
-                if taken:
-                    raise ValueError(f"page {taken[0]} of {self!r} is committed: release it before it shares memory")
-                physical.hold(wanted.values())
+            theirs = of._places
+            found = [theirs.backing[place] if theirs.numbers[place] >= 0 else None for place in sources]
+            if None in found:
+                raise ValueError(f"its_pages: page {sources[found.index(None)]} of {of!r} is not committed")
+            pairs = {place: page for place, page in zip(chosen, found, strict=True) if page is not None}
+            wanted = {place: page for place, page in pairs.items() if page.number != places.numbers[place]}
+            taken = [place for place in wanted if places.numbers[place] >= 0]
+            if taken:
+                raise ValueError(f"page {taken[0]} of {self!r} is committed: release it before it shares memory")
+            physical.hold(wanted.values())
             places.exchange(wanted)
         physical.announce()
 
@@ -363,9 +362,8 @@ class PageSpace(Memory, Closes):
         places, physical = self._places, self._physical
         unused: list[Page] = []
         with self._changing((), after):
-            with physical.lock:
-                found = {place: places.backing[place] for place in chosen if places.numbers[place] >= 0}
-                old = {place: page for place, page in found.items() if page is not None and page.users > 1}
+            found = {place: places.backing[place] for place in chosen if places.numbers[place] >= 0}
+            old = {place: page for place, page in found.items() if page is not None and page.users > 1}
             unused = physical.take(len(old))
             physical.hold(old.values())
         try:

@@ -127,8 +127,7 @@ class Functions:
     def cudaDeviceReset(self) -> None:
         device = self.cudaGetDevice()
         self.call("cuDevicePrimaryCtxReset", _number(device))
-        with self._lock:
-            held = self._retained.pop(device, None)
+        held = self._retained.pop(device, None)
         if held is not None:
             self.call("cuDevicePrimaryCtxRelease", _number(device))
             self.call("cuCtxSetCurrent", 0)

@@ -1,0 +1,624 @@
+"""Locks of pages, each by an interleaving that goes wrong without it."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+import streamalloc as sa
+import streamalloc.driver as sd
+from streamalloc import vmm
+from streamalloc.vmm.pages import physical as physical_module
+from streamalloc.vmm.pages import tiers
+from streamalloc.vmm.pages.physical import Page, PhysicalPages
+from streamalloc.vmm.pages.places import Parking, Places
+from streamalloc.vmm.pages.tiers import _Contents as Stored
+from streamalloc.vmm.tiers.queued import Work
+from tests.interleaving import interleaved
+from tests.support import names, read
+from tests.vmm.support import PAGE
+
+pytestmark = pytest.mark.simulated_only("threads of Python are the same on any driver")
+
+
+class World:
+    """An arena and a space of three pages."""
+
+    def __init__(self, stream: sa.Stream, *, spaces: int = 1) -> None:
+        self.stream = stream
+        self.arena = vmm.PageArena(stream.device)
+        self.physical = self.arena._physical
+        self.spaces = [self.arena.space(3 * PAGE, stream=stream) for _ in range(spaces)]
+        self.found: list[Any] = []
+
+    @property
+    def space(self) -> vmm.PageSpace:
+        return self.spaces[0]
+
+    @property
+    def places(self) -> Places:
+        return self.space._places
+
+    def kept(self, *pages: int) -> World:
+        """Have these pages memory that they keep."""
+        self.space.commit(pages)
+        self.space.release(pages, ())
+        self.clear()
+        return self
+
+    def clear(self) -> None:
+        """Wait for the zeros of released pages."""
+        for _ in range(100):
+            if not self.physical.parked:
+                return
+            self.physical.finish_clearing(wait=True)
+            with self.physical.changing():
+                self.physical.finish_clearing()
+        raise AssertionError("pages stay parked")
+
+    def check(self) -> None:
+        """All records agree, and nothing is left at the end."""
+        physical = self.physical
+        users: dict[Page, int] = {}
+        for space in self.spaces:
+            places = space._places
+            for place, page in enumerate(places.backing):
+                if page is not None:
+                    users[page] = users.get(page, 0) + 1
+                committed = bool(places.numbers[place] >= 0)
+                assert not committed or (page is not None and page.number == places.numbers[place])
+                held = page is not None and physical.kept.get(page) == (places, place)
+                assert committed + (place in places.parked) + held == (page is not None)
+                assert places.mapped[place] is (page or physical.zero)
+        assert physical.parked == sum(len(space._places.parked) for space in self.spaces)
+        assert all(page.users == users[page] for page in users)
+        assert len({*physical.spare}) == len(physical.spare) and not {*physical.spare} & {*users}
+        assert physical.count == len(users) + len(physical.spare)
+        for space in self.spaces:
+            space.close(())
+        self.arena.close()
+        assert physical.count == physical.parked == 0 and sorted(physical._numbers) == list(
+            range(len(physical._numbers))
+        )
+
+
+@pytest.fixture(scope="module")
+def stream() -> Iterator[sa.Stream]:
+    with sa.Device(0, driver=sd.traced(sd.simulated())).create_stream() as stream:
+        yield stream
+
+
+class TestPhysicalPages:
+    """The pages of an arena, without spaces."""
+
+    @pytest.fixture
+    def make(self, stream: sa.Stream) -> Callable[[], PhysicalPages]:
+        return lambda: vmm.PageArena(stream.device)._physical
+
+    def pages(self, physical: PhysicalPages, count: int) -> list[Page]:
+        return [physical._create([]) for _ in range(count)]
+
+    def test_mappings_are_changed_by_one_thread(self, make: Callable[[], PhysicalPages]) -> None:
+        def change(physical: PhysicalPages) -> None:
+            with physical.changing():
+                pass
+
+        function = PhysicalPages.changing.__wrapped__  # type: ignore[attr-defined]
+        for physical in interleaved(function, make, change, change):
+            assert not physical._busy
+
+    def test_deferred_items_do_not_wait_for_who_changes_mappings(self, make: Callable[[], PhysicalPages]) -> None:
+        found: list[bool] = []
+
+        def change(physical: PhysicalPages) -> None:
+            with physical.changing():
+                found.append(physical._busy)
+
+        def attempt(physical: PhysicalPages) -> None:
+            with physical.unless_busy() as mine:
+                found.append(mine)
+
+        for physical in interleaved(change, make, change, attempt, at="line"):
+            assert True in found and not physical._busy
+            found.clear()
+
+    def test_the_page_of_zeros_is_created_once(self, make: Callable[[], PhysicalPages], stream: sa.Stream) -> None:
+        driver: Any = stream.device.driver
+        driver.calls.clear()
+        hold = PhysicalPages.hold_zero
+        for physical in interleaved(hold, make, hold, hold, at="line"):
+            assert names(driver, "cuMemCreate") == ["cuMemCreate"] and physical.zero.users == 3
+            physical.drop([physical.zero, physical.zero])
+            physical.close()
+            driver.calls.clear()
+
+    def test_a_closed_arena_has_no_page_of_zeros(self, make: Callable[[], PhysicalPages]) -> None:
+        refused: list[bool] = []
+
+        def hold(physical: PhysicalPages) -> None:
+            try:
+                physical.hold_zero()
+            except sa.ClosedError:
+                refused.append(True)
+
+        for physical in interleaved(PhysicalPages.hold_zero, make, hold, PhysicalPages.close, at="line"):
+            assert bool(refused) == (physical.zero.raw is None) == (not physical.zero.users)
+            if physical.zero.users:
+                physical.drop([physical.zero])
+            refused.clear()
+
+    @pytest.mark.parametrize("act", ["hold", "drop"])
+    def test_users_are_counted(self, make: Callable[[], PhysicalPages], act: str) -> None:
+        pages: list[Page] = []
+
+        def begin() -> PhysicalPages:
+            physical = make()
+            pages[:] = self.pages(physical, 1)
+            pages[0].users = 2
+            return physical
+
+        def count(physical: PhysicalPages) -> None:
+            getattr(physical, act)(pages)
+
+        for physical in interleaved(getattr(PhysicalPages, act), begin, count, count):
+            assert pages[0].users == (4 if act == "hold" else 0) and len(physical.spare) == (act == "drop")
+            physical.spare[:] = pages
+            physical.close()
+
+    def test_a_spare_page_is_taken_or_released(self, make: Callable[[], PhysicalPages]) -> None:
+        taken: list[Page] = []
+
+        def begin() -> PhysicalPages:
+            physical = make()
+            physical.drop(self.pages(physical, 2))
+            return physical
+
+        def take(physical: PhysicalPages) -> None:
+            taken.extend(physical.take(1))
+
+        for physical in interleaved(PhysicalPages.take, begin, take, lambda it: it._trim_spare(0), at="line"):
+            assert taken[0].raw is not None and not physical.spare and physical.count == 1
+            physical.drop(taken)
+            taken.clear()
+            physical.close()
+
+    def test_no_page_is_lost_between_its_last_user_and_a_trim(self, make: Callable[[], PhysicalPages]) -> None:
+        pages: list[Page] = []
+
+        def begin() -> PhysicalPages:
+            physical = make()
+            pages[:] = self.pages(physical, 2)
+            physical.drop(pages[:1])
+            return physical
+
+        def trim(physical: PhysicalPages) -> None:
+            physical._trim_spare(0)
+
+        for physical in interleaved(PhysicalPages._trim_spare, begin, trim, lambda it: it.drop(pages[1:])):
+            assert physical.count == len(physical.spare) == sum(page.raw is not None for page in pages)
+            physical.close()
+
+    @pytest.mark.parametrize("act", ["_create", "_forget"])
+    def test_pages_have_numbers_of_their_own(self, make: Callable[[], PhysicalPages], act: str) -> None:
+        pages: list[Page] = []
+
+        def begin() -> PhysicalPages:
+            physical = make()
+            pages[:] = self.pages(physical, 2 if act == "_forget" else 0)
+            return physical
+
+        def change(which: int) -> Callable[[PhysicalPages], None]:
+            if act == "_create":
+                return lambda it: pages.append(it._create([]))
+            return lambda it: it._forget([pages[which]])
+
+        for physical in interleaved(getattr(PhysicalPages, act), begin, change(0), change(1)):
+            numbers = physical._numbers if act == "_forget" else [page.number for page in pages]
+            assert sorted(numbers) == [0, 1] and physical.count == (2 if act == "_create" else 0)
+
+    def test_room_in_a_budget_is_returned(self, make: Callable[[], PhysicalPages]) -> None:
+        def begin() -> PhysicalPages:
+            physical = make()
+            physical.budget = SimpleNamespace(settle=lambda *_: True)  # type: ignore[assignment]
+            return physical
+
+        open_rooms = contextlib.ExitStack()
+
+        def ask(physical: PhysicalPages) -> None:
+            with physical._room(1):
+                assert physical._unborn
+
+        def open_room(physical: PhysicalPages) -> None:
+            open_rooms.enter_context(physical._room(1))
+
+        for physical in interleaved(PhysicalPages._room.__wrapped__, begin, ask, open_room):  # type: ignore[attr-defined]
+            assert physical._unborn == 1
+            open_rooms.close()
+            assert physical._unborn == 0
+
+    def test_two_threads_close_one(self, make: Callable[[], PhysicalPages]) -> None:
+        for physical in interleaved(PhysicalPages.close, make, PhysicalPages.close, PhysicalPages.close):
+            assert physical.zero.users == 0
+
+    def test_one_thread_works_in_the_background(
+        self, make: Callable[[], PhysicalPages], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        made: list[object] = []
+
+        def executor(*_: object) -> Any:
+            made.append(SimpleNamespace(submit=lambda function: function()))
+            return made[-1]
+
+        monkeypatch.setattr(physical_module, "ThreadPoolExecutor", executor)
+
+        def submit(physical: PhysicalPages) -> None:
+            physical.in_background(int)
+
+        for _ in interleaved(PhysicalPages.in_background, make, submit, submit):
+            assert len(made) == 1
+            made.clear()
+
+
+def _commit(world: World) -> None:
+    with contextlib.suppress(sa.ClosedError):
+        world.space.commit(0)
+
+
+def _release(world: World) -> None:
+    world.space.release(0, ())
+
+
+def _swap_out(world: World) -> None:
+    with vmm.HostTier(world.stream.device) as tier:
+        world.space.swap_out(0, tier)
+
+
+def _swap_in(world: World) -> None:
+    world.found.append(world.space.swap_in(0))
+
+
+def _fail_to_swap_out(world: World) -> None:
+    class Contents(Stored):
+        def save(self, source: Any, stream: sa.Stream) -> None:
+            raise MemoryError
+
+    class Failing(vmm.HostTier):
+        def _stored(self, nbytes: int) -> Contents:
+            return Contents(self, nbytes, False)
+
+    with Failing(world.stream.device) as tier, pytest.raises(MemoryError) as raised:
+        world.space.swap_out(0, tier)
+    assert not hasattr(raised.value, "__notes__")  # the undo has worked
+
+
+def _share(world: World) -> None:
+    world.space.commit(0)
+    world.space.alias(1, world.space, 0)
+
+
+class Change(NamedTuple):
+    """Two calls that change the places of a space."""
+
+    function: Any
+    """Function that the first thread is stopped in."""
+    first: Callable[[World], object]
+    second: Callable[[World], object]
+    state: Callable[[World], object] = lambda _: None
+    committed: list[int] | None = None
+    """The committed pages at the end; None: they depend on who comes first."""
+    pages: int = 3
+    """Most pages that may have been made."""
+
+
+CHANGES = {
+    "two commits": Change(Places.claim, _commit, _commit, committed=[0], pages=1),
+    "commit, close": Change(Places.claim, _commit, lambda it: it.space.close(())),
+    "trim, commit": Change(
+        PhysicalPages.vacate, lambda it: it.physical.trim(0), _commit, lambda it: it.kept(0), committed=[0]
+    ),
+    "prepare, commit": Change(vmm.PageSpace._prepare, lambda it: it.space._prepare([0]), _commit, committed=[0]),
+    "end of prepare, commit": Change(Parking.finish, lambda it: it.space._prepare([0]), _commit, committed=[0]),
+    "two releases": Change(
+        Places.park, _release, lambda it: it.space.release(1, ()), lambda it: it.space.commit([0, 1]), committed=[]
+    ),
+    "copy, release": Change(
+        vmm.PageSpace.make_private, lambda it: it.space.make_private(1), lambda it: it.space.release([0, 1], ()), _share
+    ),
+    "swap out, release": Change(vmm.PageSpace.swap_out, _swap_out, _release, _commit, committed=[]),
+    "swap out, swap in": Change(vmm.PageSpace.swap_out, _swap_out, _swap_in, _commit),
+    "end of swap out, swap in": Change(Parking.clear, _swap_out, _swap_in, _commit, committed=[0]),
+    "failed swap, release": Change(vmm.PageSpace._take_back, _fail_to_swap_out, _release, _commit),
+    "close, commit": Change(Places.unmap_all, lambda it: it.space.close(()), _commit),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_records_agree(stream: sa.Stream, name: str) -> None:
+    change = CHANGES[name]
+
+    def make() -> World:
+        world = World(stream)
+        change.state(world)
+        return world
+
+    for world in interleaved(change.function, make, change.first, change.second, at="line"):
+        world.clear()
+        if world.space.closed:
+            world.spaces.clear()
+        elif change.committed is not None:
+            assert world.space.committed.tolist() == change.committed
+            assert world.physical.count <= change.pages
+        elif world.found:  # by swap_in
+            assert len(world.space.committed) == world.found[0]
+        world.check()
+
+
+class Copied:
+    """A copy that has not completed."""
+
+    def __init__(self) -> None:
+        self.awaited = False
+
+    def done(self) -> bool:
+        return False
+
+    def precede(self, _: object) -> None:
+        self.awaited = True
+
+
+class TestTiers:
+    SIZE = 4096
+
+    @pytest.fixture
+    def make(self, stream: sa.Stream) -> Callable[[], vmm.HostTier]:
+        return lambda: vmm.HostTier(stream.device)
+
+    def stored(self, tier: vmm.HostTier) -> Stored:
+        stored = Stored(tier, self.SIZE, False)
+        tier._take(2, stored)
+        return stored
+
+    def test_each_copy_is_awaited(
+        self, make: Callable[[], vmm.HostTier], stream: sa.Stream, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A later user of the memory waits for each copy, or for one that has waited for it."""
+        made: list[Any] = []
+
+        def behind(_: object) -> Any:
+            made.append(Copied())
+            return made[-1]
+
+        monkeypatch.setattr(tiers, "copy_batch", lambda *_: None)
+        monkeypatch.setattr(tiers, "Work", SimpleNamespace(behind=behind))
+
+        def begin() -> Stored:
+            made.clear()
+            return self.stored(make())
+
+        def copy(stored: Stored) -> None:
+            stored.load([0], np.zeros(1, np.int64), stream)
+
+        for stored in interleaved(Stored._copy, begin, copy, copy):
+            assert len(made) == 2 and all(one in stored._works or one.awaited for one in made)
+
+    def test_contents_are_dropped_while_they_are_checked(self, stream: sa.Stream) -> None:
+        def begin() -> Stored:
+            stored = self.stored(vmm.HostTier(stream.device, check=True))
+            stored.array(0)[:] = 1
+            stored.seal()
+            return stored
+
+        def drop(stored: Stored) -> None:
+            memory = stored.array(0)
+            stored.drop()
+            memory[:] = 2  # as the next user of the memory
+
+        for stored in interleaved(Stored.check, begin, lambda it: it.check([0]), drop):
+            assert not stored.tier.used
+
+    def test_blocks_are_returned_once(self, make: Callable[[], vmm.HostTier]) -> None:
+        for stored in interleaved(Stored.drop, lambda: self.stored(make()), Stored.drop, Stored.drop, at="line"):
+            assert stored.tier.used == 0
+
+    def test_a_reserve_counts_another_one(self, make: Callable[[], vmm.HostTier]) -> None:
+        def reserve(tier: vmm.HostTier) -> None:
+            tier.reserve(1, self.SIZE)
+
+        for tier in interleaved(vmm.HostTier.reserve, make, reserve, reserve):
+            assert len(tier._chunks) == 1
+
+    @pytest.mark.parametrize("act", ["_take", "_forget_unused"])
+    def test_memory_is_taken_once(self, make: Callable[[], vmm.HostTier], act: str) -> None:
+        taken: list[Stored] = []
+
+        def take(tier: vmm.HostTier) -> None:
+            taken.append(self.stored(tier))
+
+        first = take if act == "_take" else vmm.HostTier._forget_unused
+        for tier in interleaved(getattr(vmm.HostTier, act), make, first, take):
+            addresses = np.concatenate([one._addresses for one in taken]).tolist()
+            assert len(addresses) == len({*addresses}) and tier.used == len(addresses) * self.SIZE
+            taken.clear()
+
+
+class User:
+    """An arena as far as its budget uses it."""
+
+    claimed = 0
+
+    def make_room(self) -> int:
+        return 0
+
+    def give(self, nbytes: int) -> int:
+        return 0
+
+
+class TestBudgets:
+    @pytest.fixture
+    def make(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], vmm.PageBudget]]:
+        listening: list[vmm.PageBudget] = []
+
+        def listen(budget: vmm.PageBudget) -> None:
+            assert budget not in listening
+            listening.append(budget)
+            budget._socket = socket.socket()
+
+        monkeypatch.setattr(vmm.PageBudget, "_listen", listen)
+        made = [vmm.PageBudget(tmp_path / "budget", PAGE)]
+
+        def begin() -> vmm.PageBudget:
+            made.append(vmm.PageBudget(tmp_path / "budget"))
+            return made[-1]
+
+        yield begin
+        for budget in made:
+            budget.close()
+
+    def test_what_is_published_is_the_latest(self, make: Callable[[], vmm.PageBudget]) -> None:
+        users: list[Any] = []
+
+        def begin() -> vmm.PageBudget:
+            users[:] = [User()]
+            budget = make()
+            budget.join(users[0])
+            return budget
+
+        def claim(budget: vmm.PageBudget) -> None:
+            users[0].claimed = 512
+            budget.settle()
+
+        for budget in interleaved(vmm.PageBudget._settle, begin, lambda it: it.settle(), claim):
+            assert budget.used == 512
+            users[0].claimed = 0
+            budget.close()
+
+    def test_one_thread_listens(self, make: Callable[[], vmm.PageBudget]) -> None:
+        def join(budget: vmm.PageBudget) -> None:
+            budget.join(User())
+
+        for budget in interleaved(vmm.PageBudget.join, make, join, join):
+            budget.close()
+
+    def test_two_threads_close_one(self, make: Callable[[], vmm.PageBudget]) -> None:
+        for budget in interleaved(vmm.PageBudget.close, make, vmm.PageBudget.close, vmm.PageBudget.close):
+            assert budget.closed
+
+
+class TestReaders:
+    """What is read is the state before or after the change of another thread."""
+
+    def test_a_commit_is_of_all_pages(self, stream: sa.Stream) -> None:
+        for world in interleaved(
+            Places._commit,
+            lambda: World(stream),
+            lambda it: it.space.commit([0, 1]),
+            lambda it: it.found.append(it.space.committed.tolist()),
+            at="line",
+        ):
+            assert world.found in ([[]], [[0, 1]])
+            world.check()
+
+    def test_pages_that_could_not_be_swapped_out(self, stream: sa.Stream) -> None:
+        def make() -> World:
+            world = World(stream)
+            world.space.commit([0, 1])
+            with world.places.locked():
+                world.places.park([0, 1], Parking(world.places, Work(stream.device)))
+            return world
+
+        def commit_again(world: World) -> None:
+            with world.places.locked():
+                world.places.unpark([0, 1])
+
+        for world in interleaved(
+            Places._commit, make, commit_again, lambda it: it.found.append(it.space.committed.tolist()), at="line"
+        ):
+            assert world.found in ([[]], [[0, 1]])
+            world.check()
+
+    @pytest.mark.parametrize("change", ["commit", "keep", "close"])
+    def test_kept_pages(self, stream: sa.Stream, change: str) -> None:
+        def make() -> World:
+            world = World(stream, spaces=2).kept(0, 1)
+            if change == "keep":
+                world.space.commit(2)
+                with world.places.locked():
+                    world.places.park([2], Parking(world.places, Work(stream.device)))
+            return world
+
+        def act(world: World) -> None:
+            if change == "commit":
+                world.space.commit(1)
+            elif change == "keep":
+                with world.places.locked():
+                    world.places.keep([2])
+            else:
+                world.space.close(())
+
+        for world in interleaved(
+            vmm.PageSpace.kept.fget,  # type: ignore[attr-defined]
+            make,
+            lambda it: it.found.append(it.spaces[1].kept.tolist()),
+            act,
+            at="line",
+        ):
+            assert world.found == [[]]
+            if change == "close":
+                del world.spaces[0]
+            world.check()
+
+    def test_shared_pages(self, stream: sa.Stream) -> None:
+        def make() -> World:
+            world = World(stream)
+            world.space.commit(0)
+            return world
+
+        for world in interleaved(
+            vmm.PageSpace.shared,
+            make,
+            lambda it: it.found.append(it.space.shared([0, 1]).tolist()),
+            lambda it: it.space.alias(1, it.space, 0),
+            at="line",
+        ):
+            assert world.found in ([[False, False]], [[True, True]])
+            world.check()
+
+    def test_statistics(self, stream: sa.Stream) -> None:
+        def make() -> World:
+            world = World(stream)
+            world.physical.fill(1)
+            return world
+
+        for world in interleaved(
+            vmm.PageArena.statistics,
+            make,
+            lambda it: it.found.append(it.arena.statistics()),
+            lambda it: it.arena.trim(0),
+        ):
+            assert world.found[0][:2] in ((0, 0), (1, 1))
+            world.check()
+
+    def test_a_table_of_pages(self, stream: sa.Stream) -> None:
+        tables: list[vmm.PageTable] = []
+
+        def make() -> World:
+            world = World(stream)
+            tables[:] = [vmm.PageTable(world.space)]
+            world.space.commit(0)
+            return world
+
+        def change(world: World) -> None:
+            world.space.commit(1)
+            tables[0].update()
+
+        for world in interleaved(vmm.PageTable.update, make, lambda _: tables[0].update(), change, at="line"):
+            assert read(tables[0].entries).view(np.int64).tolist() == world.space.numbers.tolist()
+            tables[0].close()
+            world.check()
