@@ -553,6 +553,7 @@ def checked(driver: _Interface, on: On = "report", poison: bool = False, *, unin
       unknown handle; ``notes`` lists what was given up.
     * Calls that the driver refuses, such as a copy beyond its allocation or to memory that is not mapped; but those on
       freed memory are reported.
+    * An old address on the stream on which its memory was freed and allocated again. ``Buffer`` objects refuse it.
     * Rows of a plane after the first 32,768.
     * Processes without a checker or of another user. The checkers of two processes do report, in both directions, uses
       of allocations that do not wait for an interprocess event or a value of the other process. Of physical memory
