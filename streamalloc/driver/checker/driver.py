@@ -557,8 +557,10 @@ def checked(driver: _Interface, on: On = "report", poison: bool = False, *, unin
     * Rows of a plane after the first 32,768.
     * Processes without a checker or of another user. The checkers of two processes do report, in both directions, uses
       of allocations that do not wait for an interprocess event or a value of the other process. Of physical memory
-      that processes share they report this for the work before the export, and of a chain of three processes they
-      expect an event between the first and the last.
+      that processes share they report this for the work before the export. Who has waited for a third process counts
+      as ordered.
+    * Reads by the host through an array that it has had since before the copy; take ``as_array()`` anew, or call
+      ``used(on_host=True)``.
     * A host that polls a value in memory to see how far a stream has come: query an event as well (``event.query()``).
 
     Parameters
