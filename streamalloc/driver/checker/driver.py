@@ -532,7 +532,7 @@ def checked(driver: _Interface, on: On = "report", poison: bool = False, *, unin
     two uses, unmaps and releases while in use, access without a grant, kernels that go beyond their allocation, exports
     of incomplete memory, double frees and leaks. A host write to memory that a queued copy still reads is found in
     pinned and registered memory, and where the host has the memory from ``as_array()``, reports the write by ``used``,
-    or copies to it; and where no other library has the copy's stream.
+    or copies to it; and where the copy's stream is neither a default stream nor one that another library has.
 
     **Trusted**, where the checker cannot see an order:
 
