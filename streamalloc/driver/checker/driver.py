@@ -537,7 +537,7 @@ def checked(driver: _Interface, on: On = "report", poison: bool = False, *, unin
     two uses, unmaps and releases while in use, access without a grant, kernels that go beyond their allocation, exports
     of incomplete memory, double frees and leaks. A host write to memory that a queued copy still reads is found in
     pinned and registered memory, and where the host has the memory from ``as_array()``, reports the write by ``used``,
-    or copies to it; and where no other library has the copy's stream.
+    or copies to it; and where the copy's stream is neither a default stream nor one that another library has.
 
     **Trusted**, where the checker cannot see an order:
 
@@ -558,11 +558,14 @@ def checked(driver: _Interface, on: On = "report", poison: bool = False, *, unin
       unknown handle; ``notes`` lists what was given up.
     * Calls that the driver refuses, such as a copy beyond its allocation or to memory that is not mapped; but those on
       freed memory are reported.
+    * An old address on the stream on which its memory was freed and allocated again. ``Buffer`` objects refuse it.
     * Rows of a plane after the first 32,768.
     * Processes without a checker or of another user. The checkers of two processes do report, in both directions, uses
       of allocations that do not wait for an interprocess event or a value of the other process. Of physical memory
-      that processes share they report this for the work before the export, and of a chain of three processes they
-      expect an event between the first and the last.
+      that processes share they report this for the work before the export. Who has waited for a third process counts
+      as ordered.
+    * Reads by the host through an array that it has had since before the copy; take ``as_array()`` anew, or call
+      ``used(on_host=True)``.
     * A host that polls a value in memory to see how far a stream has come: query an event as well (``event.query()``).
 
     Parameters

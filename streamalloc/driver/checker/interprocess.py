@@ -279,6 +279,8 @@ class Interprocess:
         after = [(self._actor(entry).number, number) for entry, number in found.covers]
         whose = f"process {found.post.process}"
         remedy = f"an event that {whose} {'has recorded' if after else 'records after them'} (cuIpcOpenEventHandle)"
+        # A third process may have waited for this one before the recording that was waited for here.
+        after += [(actor.number, 1) for one, actor in self._actors.items() if one.process != found.post.process]
         return Contents(low, high, after, lambda: found.over, whose, remedy, found.part != (0, 0), written)
 
     def settle(self) -> None:

@@ -496,6 +496,37 @@ def _ends_turns(there: There) -> None:
     _ends_steps(there)
 
 
+class _Turns:
+    """An allocation and two events, for an exporter and a process that takes turns with it."""
+
+    def __init__(self, bench: Bench, partner: Partner) -> None:
+        self.bench = bench
+        self.pool = bench.keep(sa.MemoryPool(bench.device, handle_types=_POSIX, release_threshold=KEEP))
+        self.buffer = self.pool.allocate(SIZE, bench.a)
+        bench.a.synchronize()
+        self.written, self.read = (bench.event(interprocess=True) for _ in range(2))
+        pool = cuda.CUmemoryPool(self.pool.handle)
+        fds = [bench.raw("cuMemPoolExportToShareableHandle", pool, _KIND, 0), os.memfd_create("")]
+        os.ftruncate(fds[1], mmap.PAGESIZE)
+        with bench.device.current():
+            self.word = _Word(bench.driver, fds[1])
+        self.data = opaque_bytes(bench.raw("cuMemPoolExportPointer", self.buffer.address))
+        handles = (bench.raw("cuIpcGetEventHandle", cuda.CUevent(one.handle)) for one in (self.written, self.read))
+        self.events = [opaque_bytes(one) for one in handles]
+        partner.run(_begins_turns, self.data, self.events, fds=fds)
+        self.fd = bench.keep(ipc.Fd(fds[0]))
+        os.close(fds[1])
+        bench.write(self.buffer, bench.a)
+        bench.a.record(self.written)
+
+    def end(self, partner: Partner) -> None:
+        self.bench.a.synchronize()
+        partner.run(_ends_turns)
+        with self.bench.device.current():
+            self.word.close()
+        self.bench.done(self.buffer)
+
+
 @pytest.mark.parametrize(
     ("back", "found"),
     [
@@ -505,34 +536,28 @@ def _ends_turns(there: There) -> None:
 )
 def test_an_exporter_waits_for_its_importer(bench: Bench, partner: Partner, back: str, found: list[str]) -> None:
     """Before it writes what the importer reads."""
-    pool = bench.keep(sa.MemoryPool(bench.device, handle_types=_POSIX, release_threshold=KEEP))
-    buffer = pool.allocate(SIZE, bench.a)
-    bench.a.synchronize()
-    written, read = (bench.event(interprocess=True) for _ in range(2))
-    fds = [bench.raw("cuMemPoolExportToShareableHandle", cuda.CUmemoryPool(pool.handle), _KIND, 0), os.memfd_create("")]
-    os.ftruncate(fds[1], mmap.PAGESIZE)
-    with bench.device.current():
-        word = _Word(bench.driver, fds[1])
-    data = opaque_bytes(bench.raw("cuMemPoolExportPointer", buffer.address))
-    events = [opaque_bytes(bench.raw("cuIpcGetEventHandle", cuda.CUevent(one.handle))) for one in (written, read)]
-    partner.run(_begins_turns, data, events, fds=fds)
-    for fd in fds:
-        os.close(fd)
-    bench.write(buffer, bench.a)
-    bench.a.record(written)
+    turns = _Turns(bench, partner)
     assert partner.run(_turn, back) == []
     if back == "value":
-        bench.raw("cuStreamWaitValue32", cuda.CUstream(bench.a._raw), word.address, 1, 0)
+        bench.raw("cuStreamWaitValue32", cuda.CUstream(bench.a._raw), turns.word.address, 1, 0)
     elif back != "host":
-        bench.a.wait(read)
-    bench.read(buffer, bench.a)
-    bench.write(buffer, bench.a)
-    bench.a.synchronize()
+        bench.a.wait(turns.read)
+    bench.read(turns.buffer, bench.a)
+    bench.write(turns.buffer, bench.a)
+    turns.end(partner)
     assert kinds(bench) == found
-    partner.run(_ends_turns)
-    with bench.device.current():
-        word.close()
-    bench.done(buffer)
+
+
+def test_a_third_process_waits_for_the_second(bench: Bench, partner: Partner, on_cuda: bool) -> None:
+    """What the second one had waited for is known to itself alone."""
+    turns = _Turns(bench, partner)
+    assert partner.run(_turn, "event") == []
+    with Partner(on_cuda) as third:
+        third.run(_begins_steps, turns.data, turns.events[1], fds=[turns.fd.fileno()])
+        assert third.run(_step, 0, SIZE, True) == []
+        third.run(_ends_steps)
+    turns.end(partner)
+    assert kinds(bench) == []
 
 
 def test_an_event_that_was_recorded_before_the_work(bench: Bench, partner: Partner) -> None:

@@ -49,7 +49,17 @@ def frees_at_once(state: State, name: str, args: Arguments) -> Finish:
     if ranges and ranges[0].kind in ("device memory", OPENED):
         # The driver waits for the device, unless the memory is a pool's.
         state.wait_for_device()
-    return state.end(ranges, name, here(), "release" if "Host" in name else "")
+    stack, ending = here(), "release" if "Host" in name else ""
+    again = bool(ranges) and ranges[0].ended is not None
+    ended = state.end(ranges, name, stack, ending)
+
+    def finish(answer: Answer) -> None:
+        ended(answer)
+        if again and answer[0]:
+            # Registered memory alone: others are refused before the call.
+            state.judge.free(ranges[0], state.thread(), state.timeline.host, name, stack, ending)
+
+    return finish
 
 
 def _makes(kind: str, size: Callable[[Arguments, Answer], int]) -> After:

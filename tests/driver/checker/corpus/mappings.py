@@ -240,6 +240,14 @@ def host_memory_unregistered_while_it_is_copied_from(b: Bench, right: bool) -> N
     b.done(x)
 
 
+@hazard("double free")
+def host_memory_unregistered_twice(b: Bench, right: bool) -> None:
+    memory = np.zeros(SIZE, np.uint8)
+    b.raw("cuMemHostRegister", memory.ctypes.data, SIZE, 0)
+    for _ in range(1 if right else 2):
+        b.raw("cuMemHostUnregister", memory.ctypes.data)
+
+
 # -- leaks ----------------------------------------------------------------------------------------------------
 
 
