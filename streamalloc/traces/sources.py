@@ -13,7 +13,17 @@ from typing import IO, Any, TypeVar, cast
 
 from streamalloc.driver import Call
 from streamalloc.traces import plain_pickle
-from streamalloc.traces.trace import FORMAT, Event, Trace, TraceFormatError, content, opened, read_trace, text_lines
+from streamalloc.traces.trace import (
+    FORMAT,
+    Event,
+    Rules,
+    Trace,
+    TraceFormatError,
+    content,
+    opened,
+    read_trace,
+    text_lines,
+)
 
 T = TypeVar("T")
 
@@ -32,6 +42,7 @@ class _Recording:
         self._streams: dict[object, int] = {}
         self._threads: dict[object, int] = {}
         self._began: int | None = None
+        self._rules = Rules()
         self.skipped: Counter[str] = Counter()
 
     def is_alive(self, address: object) -> bool:
@@ -41,8 +52,6 @@ class _Recording:
     def allocate(self, address: object, nbytes: int, stream: object, thread: object, time: int) -> None:
         if address in self._alive:
             raise ValueError(f"memory at {_shown(address)} is allocated again before it was freed")
-        if nbytes < 0:
-            raise ValueError(f"size {nbytes} is no number of bytes")
         number = next(self._numbers)
         self._alive[address] = number, nbytes
         self._add("allocate", number, nbytes, stream, thread, time)
@@ -60,7 +69,9 @@ class _Recording:
         streams, threads = self._streams, self._threads
         of_stream = streams.setdefault(stream, len(streams))
         of_thread = threads.setdefault(thread, len(threads))
-        self._events.append(Event(action, number, nbytes, of_stream, of_thread, max(time - self._began, 0)))
+        event = Event(action, number, nbytes, of_stream, of_thread, max(time - self._began, 0))
+        self._rules.take(event)
+        self._events.append(event)
 
     def trace(self, source: str) -> Trace:
         return Trace(tuple(self._events), source, dict(self.skipped))

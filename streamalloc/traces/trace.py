@@ -92,7 +92,7 @@ class Trace:
     skipped: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        rules = _Rules()
+        rules = Rules()
         for number, event in enumerate(self.events):
             try:
                 rules.take(event)
@@ -142,7 +142,7 @@ class Trace:
         return f"<Trace of {len(self.events):,} events on {self.streams} streams, at most {peak} at once>"
 
 
-class _Rules:
+class Rules:
     """Check of the events of a trace, one after the other."""
 
     def __init__(self) -> None:
@@ -175,7 +175,7 @@ def read_trace(lines: Iterable[str], file: str = "") -> Trace:
     """The trace in the lines of a file."""
     numbered = enumerate(lines, 1)
     header = _header(next(numbered, (1, ""))[1], file)
-    rules, events = _Rules(), []
+    rules, events = Rules(), []
     for number, line in numbered:
         try:
             value = json.loads(line)

@@ -184,6 +184,7 @@ class TestRmm:
             ("1,00:00:00:0,allocate,0x1,-8,0", "size '-8' is no number"),
             ("1,00:00:00:0,allocate,0x1,٣,0", "size '٣' is no number"),
             ("1,00:00:00:0,free,0x1,many,0", "size 'many' is no number"),
+            ("1,00:00:00:0,allocate,0x1,9223372036854775808,0", "nbytes=9223372036854775808: it has to be"),
             ("1,00:00:00:0,allocate,0xa,8,0", "memory at 0xa is allocated again before it was freed"),
         ],
     )
@@ -305,7 +306,9 @@ class TestPyTorch:
             ({"action": b"alloc"}, "'action' has to be of type str, not bytes"),
             ({**entry("alloc", 1, 2, 3), "size": 2.0}, "'size' has to be of type int, not float"),
             ({**entry("alloc", 1, 2, 3), "addr": True}, "'addr' has to be of type int, not bool"),
-            (entry("alloc", 1, -1, 3), "size -1 is no number of bytes"),
+            (entry("alloc", 1, -1, 3), "nbytes=-1: it has to be an integer from 0"),
+            (entry("alloc", 1, 1 << 63, 3), "nbytes=9223372036854775808: it has to be an integer from 0"),
+            (entry("alloc", 1, 1, 3) | {"time_us": 1 << 63}, "time=92233720368547758"),
             (entry("alloc", 0x1000, 2, 3), "memory at 0x1000 is allocated again before it was freed"),
         ],
     )

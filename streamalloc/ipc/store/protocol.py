@@ -24,6 +24,7 @@ from streamalloc.core.errors import undoing
 from streamalloc.core.internal import Fd
 from streamalloc.core.properties import checked_type
 from streamalloc.core.resource import Closes, close_all
+from streamalloc.driver import ForkedProcessError
 from streamalloc.ipc.store.errors import KINDS, StoreError, StoreGoneError
 from streamalloc.ipc.transport.channel import PACKET_HANDLES, Channel, PeerGoneError, ProtocolError
 
@@ -204,10 +205,11 @@ class Connection(Closes):
         The server belongs to another user.
     """
 
-    __slots__ = ("__weakref__", "_channel", "_lock", "name")
+    __slots__ = ("__weakref__", "_channel", "_lock", "_process", "name")
 
     def __init__(self, name: str) -> None:
         self.name: str = name
+        self._process = os.getpid()
         path = socket_path(name)
         self._lock = threading.Lock()
         try:
@@ -224,8 +226,10 @@ class Connection(Closes):
 
     @property
     def alive(self) -> bool:
-        """Whether the server has this connection open."""
-        return not self._channel.closed and not self._channel._poll(select.POLLRDHUP, 0)
+        """Whether the server has this connection open. A forked child leaves it to its parent."""
+        return (
+            self._process == os.getpid() and not self._channel.closed and not self._channel._poll(select.POLLRDHUP, 0)
+        )
 
     def ask(
         self, kind: Kind, handles: Sequence[Fd] = (), meanwhile: Callable[[], object] = int, **fields: Any
@@ -244,6 +248,10 @@ class Connection(Closes):
         with self._lock:
             if self._channel.closed:
                 raise StoreGoneError(f"the connection to the store {self.name!r} was closed")
+            if self._process != os.getpid():
+                raise ForkedProcessError(
+                    f"this connection to the store {self.name!r} is that of process {self._process}"
+                )
             try:
                 self._channel.send(pack(kind, fields), handles, timeout=_SECONDS)
                 meanwhile()

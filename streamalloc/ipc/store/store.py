@@ -103,10 +103,11 @@ class Store(Closes):
         Another user does.
     """
 
-    __slots__ = ("__weakref__", "_driver", "_spare", "name")
+    __slots__ = ("__weakref__", "_closed", "_driver", "_spare", "name")
 
     def __init__(self, name: str, *, driver: Driver | None = None) -> None:
         self.name: str = name
+        self._closed = False
         self._driver = driver
         self._spare = [Connection(name)]
 
@@ -293,6 +294,7 @@ class Store(Closes):
 
     def _take(self) -> Connection:
         """Take a spare connection, or make one; those have ended whose server was restarted."""
+        self._check_open()
         while self._spare:
             with contextlib.suppress(IndexError):  # Another thread was first.
                 connection = self._spare.pop()
@@ -302,13 +304,21 @@ class Store(Closes):
 
     def close(self) -> None:
         """Close the connection; idempotent. Writers and weights that were opened go on."""
+        self._closed = True
         close_all(self._spare)
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return self._closed
 
     def __contains__(self, key: object) -> bool:
         return any(entry.key == key and entry.layout for entry in self.list())
 
     def __repr__(self) -> str:
         try:
+            if self._closed:
+                return f"<Store {self.name!r}, closed>"
             found = self.statistics()
         except (AttributeError, StoreError, OSError):
             return f"<Store {getattr(self, 'name', '?')!r}, not connected>"

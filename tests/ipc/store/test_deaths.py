@@ -15,7 +15,9 @@ import numpy as np
 import pytest
 
 import streamalloc as sa
+import streamalloc.driver as sd
 from streamalloc import ipc
+from streamalloc.ipc.store.protocol import Kind
 from tests.ipc.store.support import write
 from tests.processes import Partner, There, environment, eventually
 from tests.support import MiB, holds
@@ -234,3 +236,27 @@ def test_the_end_of_a_program_does_not_lose_its_commit(store: ipc.Store, on_cuda
     assert eventually(lambda: not store.list()[0].awaited)
     with store.open("key") as weights:
         assert holds(weights["all"], 3)
+
+
+@pytest.mark.simulated_only("a forked child of a process that uses CUDA")
+def test_a_forked_child_has_a_connection_of_its_own(store: ipc.Store) -> None:
+    """Both processes would take answers to each other's requests."""
+    inherited = store._take()
+    store._spare.append(inherited)
+    child = os.fork()
+    if not child:
+        try:
+            inherited.ask(Kind.STATUS)
+        except sd.ForkedProcessError:
+            os._exit(len(store.list()) or store._take() is inherited)
+        os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+    assert store._take() is inherited and store.list() == []
+
+
+def test_a_closed_store_connects_no_more(store: ipc.Store) -> None:
+    store.close()
+    assert store.closed and "closed" in repr(store)
+    for use in (store.list, store.statistics, lambda: store.open("a"), lambda: store.write("a")):
+        with pytest.raises(sa.ClosedError):
+            use()
