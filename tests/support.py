@@ -275,3 +275,11 @@ class Account:
     def calls(self, *functions: str) -> list[str]:
         """The calls so far, only those of the given functions if any are given."""
         return [call.name for call in self.traced.calls if not functions or call.name in functions]
+
+
+def is_open(number: int) -> bool:
+    try:
+        os.fstat(number)
+    except OSError:
+        return False
+    return True

@@ -15,7 +15,7 @@ from streamalloc import ipc, vmm
 from streamalloc.ipc import Chunk, Descriptor
 from streamalloc.ipc.transport.channel import PACKET_DATA
 from tests.ipc.exporter.test_foreign import Array
-from tests.ipc.support import PAGE, POSIX, State, busy, hold, no_more, release, state
+from tests.ipc.support import PAGE, POSIX, State, busy, hold, map_and_see, no_more, release, state
 from tests.ipc.test_faults import sweep
 from tests.ipc.wire.test_descriptor import OTHER, REFUSED, again
 from tests.processes import SECONDS, Partner, There
@@ -160,7 +160,7 @@ class TestPhysicalMemory:
             assert shared.handles == {} and shared.descriptor.control_block == NOTHING
             opened = partner.open(shared, "memory")
             assert (opened.kind, opened.nbytes) == ("PhysicalMemory", 2 * PAGE)
-            assert partner.run(_map_and_see, "memory", 3)
+            assert partner.run(map_and_see, "memory", 3)
 
     def test_outlives_what_its_owner_has_of_it(self, device: sa.Device, partner: Partner) -> None:
         range_, (physical,) = several_chunks(device, PAGE)
@@ -168,14 +168,14 @@ class TestPhysicalMemory:
             filled(range_.mappings[0], 3)
             device.synchronize()
             partner.give(physical, "memory")
-        assert partner.run(_map_and_see, "memory", 3)
+        assert partner.run(map_and_see, "memory", 3)
 
     def test_opened_twice(self, device: sa.Device, partner: Partner) -> None:
         with memory(PAGE, device) as physical:
             shared = ipc.share(physical)
             first, _ = partner.open(shared, "first"), partner.open(shared, "second")
             first.close()
-            assert not partner.run(_map_and_see, "second", 1)
+            assert not partner.run(map_and_see, "second", 1)
 
     def test_of_which_only_the_mapping_is_left(self, device: sa.Device, stream: sa.Stream, partner: Partner) -> None:
         range_, (physical,) = several_chunks(device, PAGE)
@@ -195,12 +195,6 @@ class TestPhysicalMemory:
             assert opened.nbytes == 1000
             opened.write(6)
             assert shows(range_.view(100, 1000), 6)
-
-
-def _map_and_see(there: There, name: str, seed: int) -> bool:
-    physical = there.kept[name]
-    with vmm.AddressRange(physical.nbytes, driver=there.driver) as range_:
-        return shows(range_.map(physical, access=there.device), seed)
 
 
 class TestHandleType:

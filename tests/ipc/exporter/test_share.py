@@ -21,6 +21,7 @@ from tests.ipc.support import (
     make_growable,
     make_pool,
     make_stream,
+    map_and_see,
     release,
     shared_pool,
     synchronize,
@@ -293,7 +294,7 @@ class TestPhysicalMemory:
             stream.synchronize()
             opened = partner.give(physical, "physical")
             assert (opened.kind, opened.nbytes) == ("PhysicalMemory", 2 * PAGE)
-            assert partner.run(_map_and_see, "physical", 3)
+            assert partner.run(map_and_see, "physical", 3)
             partner.run(_map_and_write, "physical", 4)
             assert shows(mapping, 4)
 
@@ -301,7 +302,7 @@ class TestPhysicalMemory:
         with memory(PAGE, device) as physical:
             partner.give(physical, "physical")
         partner.run(_map_and_write, "physical", 6)
-        assert partner.run(_map_and_see, "physical", 6)
+        assert partner.run(map_and_see, "physical", 6)
 
     def test_opened_twice(self, device: sa.Device, partner: Partner) -> None:
         """Either is an object of its own: closing one leaves the other."""
@@ -321,12 +322,6 @@ class TestPhysicalMemory:
                 partner.run(_map_and_write, "it", number)
                 opened.close()
                 opened.drop()
-
-
-def _map_and_see(there: There, name: str, seed: int) -> bool:
-    physical = there.kept[name]
-    with vmm.AddressRange(physical.nbytes, driver=there.driver) as range_:
-        return shows(range_.map(physical, access=there.device), seed)
 
 
 def _map_and_write(there: There, name: str, seed: int) -> None:
