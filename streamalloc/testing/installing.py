@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import re
 import runpy
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -47,8 +45,9 @@ def install(machine: Driver | None = None, *, kernels: Iterable[str] = ()) -> It
     the same devices. A child of ``os.fork`` can use the machine if the parent has not initialised it, as on hardware.
 
     What calls CUDA's C libraries itself (CuPy, PyTorch, cuda.core, ctypes) does not see the machine. Where such a
-    library is imported in the block, a :class:`RuntimeWarning` says so. ``CUDA_VISIBLE_DEVICES`` is not simulated:
-    another warning says so where it names other devices than all in order.
+    library is imported in the block, a :class:`RuntimeWarning` says so.
+
+    ``CUDA_VISIBLE_DEVICES`` shows the first devices of the machine (``0``, ``0,1`` ...); other values are refused.
 
     Parameters
     ----------
@@ -72,7 +71,6 @@ def install(machine: Driver | None = None, *, kernels: Iterable[str] = ()) -> It
     settings = getattr(driver, "settings", None)
     if not isinstance(settings, str):
         raise TypeError(f"machine={driver!r}: must be a simulated machine (streamalloc.driver.simulated)")
-    _warn_of_hidden_devices(settings)
     with contextlib.ExitStack() as undo:
         with _lock:
             if _targets:
@@ -93,14 +91,6 @@ def install(machine: Driver | None = None, *, kernels: Iterable[str] = ()) -> It
         for file in files:
             runpy.run_path(file)
         yield driver
-
-
-def _warn_of_hidden_devices(settings: str) -> None:
-    found, visible = re.search(r"[:,]devices=(\d+)", settings), os.environ.get("CUDA_VISIBLE_DEVICES")
-    count = 1 if found is None else int(found[1])
-    if visible and visible.split(",") != [str(number) for number in range(count)]:  # empty: it hides real devices
-        text = f"CUDA_VISIBLE_DEVICES={visible} is not simulated: the program sees all {count} devices of the machine"
-        warnings.warn(text, RuntimeWarning, stacklevel=4)
 
 
 def _places() -> list[tuple[ModuleType, str, Callable[..., Any]]]:

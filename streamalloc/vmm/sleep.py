@@ -496,12 +496,12 @@ class SleepGroup(Closes):
 
     @contextlib.contextmanager
     def measure(self, owner: str) -> Iterator[None]:
-        """Block whose growth of the device memory of nobody counts for an owner in :meth:`resident` from then on.
+        """Count the device memory that a library allocates in a ``with`` block as its own, in :meth:`resident`.
 
-        For libraries that call the driver themselves: create a communicator of NCCL in it, and make its first
-        collective, or load kernels. The figure is the difference of two readings of ``cuMemGetInfo``, less what the
-        other owners have got meanwhile. It is wrong if another thread or process allocates in the block, and does not
-        change when the library releases memory later; blocks with the same name add up. ::
+        For libraries that call the driver themselves: make a communicator of NCCL and its first collective in the
+        block, or load kernels. The figure is the difference of two readings of ``cuMemGetInfo``, less the memory that
+        other owners get meanwhile. It is wrong if another thread or process allocates during the block, and stays the
+        same if the library releases memory later. Blocks of the same name add up. ::
 
             with group.measure("NCCL"):
                 torch.distributed.all_reduce(tensor)

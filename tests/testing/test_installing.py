@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import sys
@@ -62,15 +61,29 @@ class TestInstall:
         with pytest.raises(TypeError, match="kernels='one': must be a list"), testing.install(kernels="one"):
             pass
 
-    @pytest.mark.parametrize(("visible", "hidden"), [("", False), ("0,1", False), ("1", True), ("1,0", True)])
+    @pytest.mark.parametrize(("visible", "count"), [("", 3), ("0", 1), ("0,1", 2), ("0,1,2", 3)])
     def test_devices_that_the_environment_hides(
-        self, monkeypatch: pytest.MonkeyPatch, visible: str, hidden: bool
+        self, monkeypatch: pytest.MonkeyPatch, visible: str, count: int
     ) -> None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        said = pytest.warns(RuntimeWarning, match=f"CUDA_VISIBLE_DEVICES={visible} is not simulated: .* all 2 devices")
-        with said if hidden else contextlib.nullcontext(), testing.install(sd.simulated(devices=2)):
+        with testing.install(sd.simulated(devices=3)):
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)  # the driver reads it when it is initialised
+            assert runtime().cudaGetDeviceCount()[1] == cuda.cuDeviceGetCount()[1] == count
+            assert runtime().cudaSetDevice(count)[0] == runtime().cudaError_t.cudaErrorInvalidDevice
+            monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
             cuda.cuInit(0)
-            assert cuda.cuDeviceGetCount()[1] == 2
+            assert cuda.cuDeviceGetCount()[1] == count
+
+    @pytest.mark.parametrize("visible", ["1", "1,0", "0,0", "0,1,2", "GPU-5", "-1", "0,"])
+    def test_devices_that_the_environment_names_otherwise(self, monkeypatch: pytest.MonkeyPatch, visible: str) -> None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        own = sd.simulated(devices=2)
+        own.cuInit(0)
+        assert own.cuDeviceGetCount()[1] == 2  # it is in nobody's place
+        with (
+            testing.install(sd.simulated(devices=2)),
+            pytest.raises(NotImplementedError, match=f"DEVICES={visible}: of 2"),
+        ):
+            cuda.cuInit(0)
 
     def test_a_wrapped_machine(self) -> None:
         traced = sd.traced(sd.simulated())

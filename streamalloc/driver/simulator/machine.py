@@ -16,7 +16,7 @@ from .arrays import Arrays
 from .banks import Banks
 from .constants import LEGACY_STREAM, PER_THREAD_STREAM, device_place
 from .contexts import Context, Device
-from .errors import BrokenMachineError, Fault, Result, need
+from .errors import BrokenMachineError, Fault, Result, need, not_modelled
 from .events import Event
 from .files import HOST_BANK, Names, Usage
 from .graph_memory import DeviceGraphMemory
@@ -62,6 +62,7 @@ class Machine:
         banks = Banks(host, [self._bank() for _ in range(spec.devices)])
         self.banks: Banks = banks
         self.devices: list[Device] = [self._device(names, *numbered) for numbered in enumerate(banks.devices)]
+        self._all_devices = list(self.devices)
         banks.alone = spec.devices == 1 and not self.devices[0].attributes["MULTICAST_SUPPORTED"]
         for device in self.devices:
             device.primary = self.create_context(device, primary=True)
@@ -110,6 +111,20 @@ class Machine:
         graphs = DeviceGraphMemory(banks, bank)
         return Device(ordinal, bank, digest, attributes, regions, heap, pinned, graphs)
 
+    def hide_devices(self) -> None:
+        """Keep the devices that CUDA_VISIBLE_DEVICES names, where the machine has the place of the driver. An empty
+        value hides the real devices of this computer.
+        """
+        given = os.environ.get("CUDA_VISIBLE_DEVICES") if os.environ.get("STREAMALLOC_INSTALL") else None
+        visible = [int(name) if name.strip().isdecimal() else -1 for name in given.split(",")] if given else []
+        most = len(self.devices)
+        first_ones = visible == list(range(len(visible))) and len(visible) <= most
+        not_modelled(
+            not first_ones, f"CUDA_VISIBLE_DEVICES={given}: of {most} simulated devices, only the first can be"
+        )
+        if visible:
+            del self.devices[len(visible) :]
+
     # -- life ------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -126,7 +141,7 @@ class Machine:
     def _release(self) -> None:
         self.pools.close()
         self.managed.close()
-        for device in self.devices:
+        for device in self._all_devices:
             device.close()
         self.multicast.close()
         self.virtual.close()

@@ -81,7 +81,7 @@ class _Contents(Stored):
         self._copy(self._addresses, source, self._bases, stream)
         if self._check and len(self):
             stream.synchronize()
-            self._sums = [zlib.crc32(self.array(block).data) for block in range(len(self))]
+            self.seal()
 
     def load(self, blocks: Sequence[int] | Addresses, target: Addresses, stream: Stream) -> None:
         """Queue the copies, after the last ones of the memory."""
@@ -100,6 +100,10 @@ class _Contents(Stored):
                     chunk.use(work)
                 with self.tier._lock:
                     self._works = (*(one for one in self._works if one not in before), work)
+
+    def seal(self) -> None:
+        """Compute checksums of the contents, which are complete."""
+        self._sums = [zlib.crc32(self.array(block).data) for block in range(len(self))]
 
     def array(self, block: int) -> npt.NDArray[np.uint8]:
         """The contents of a block, once the copies have completed."""

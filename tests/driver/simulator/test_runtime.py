@@ -23,6 +23,9 @@ pytestmark = pytest.mark.simulated_only("the runtime over the simulated driver")
 cudart: Any = runtime()
 Kind = cudart.cudaMemcpyKind
 Error = cudart.cudaError_t
+_CUDA_13 = hasattr(cuda, "cuMemGetDefaultMemPool")
+_EDGES = [None] * _CUDA_13
+"""The list of edge data in calls of graphs, which came with CUDA 13."""
 
 
 def ok(answer: tuple[Any, ...]) -> Any:
@@ -62,7 +65,7 @@ def test_a_function_is_a_driver_call_with_the_same_parameters_and_results(name: 
 
 
 def fields(cls: Any) -> set[str]:
-    return {name for name in dir(cls) if not name.startswith("_")}
+    return {name for name in dir(cls) if not name.startswith(("_", "reserved"))}
 
 
 def is_struct(cls: Any) -> bool:
@@ -83,9 +86,9 @@ def test_structs_are_those_of_the_driver_byte_by_byte_or_are_converted() -> None
             kinds = [one.type for one in theirs.parameters], [one.type for one in ours.parameters]
             for their, our in [*zip(*kinds, strict=False), *zip(theirs.results, ours.results, strict=False)]:
                 compared.add((their.removeprefix("[]"), our.removeprefix("[]")))
-    pairs = [(getattr(cudart, one, None), getattr(cuda, other, None)) for one, other in compared]
-    structs = {one.__name__: (one, other) for one, other in pairs if is_struct(one) and is_struct(other)}
-    assert structs.keys() > {*OTHER_LAYOUT, "cudaMemcpyAttributes", "cudaMemAllocNodeParams"}
+    pairs = {one: (getattr(cudart, one, None), getattr(cuda, other, None)) for one, other in compared}
+    structs = {name: pair for name, pair in pairs.items() if all(map(is_struct, pair))}
+    assert structs.keys() > {*OTHER_LAYOUT, "cudaMemLocation", "cudaMemAllocNodeParams"}
     for name in structs.keys() - {*OTHER_LAYOUT, *_SAME_BYTES}:
         one, other = structs[name]
         assert fields(one) == fields(other), name
@@ -121,7 +124,7 @@ def test_a_call_makes_the_primary_context_current() -> None:
     assert int(driver.cuCtxGetDevice()[1]) == ok(rt.cudaGetDevice()) == 1
     assert ok(rt.cudaPointerGetAttributes(ok(rt.cudaMalloc(100)))).device == 1
     assert ok(rt.cudaDeviceGetByPCIBusId(ok(rt.cudaDeviceGetPCIBusId(16, 1)))) == 1
-    assert int(driver.cuCtxGetDevice_v2(None)[1]) == 1
+    assert not _CUDA_13 or int(driver.cuCtxGetDevice_v2(None)[1]) == 1
     assert rt.cudaSetDevice(2) == (Error.cudaErrorInvalidDevice,)
     ok(rt.cudaSetDeviceFlags(cudart.cudaDeviceScheduleSpin))
     assert ok(rt.cudaGetDeviceFlags()) == cudart.cudaDeviceScheduleSpin | cudart.cudaDeviceMapHost
@@ -177,9 +180,16 @@ def test_copies_by_kind(rt: Any) -> None:
     assert wrong == (Error.cudaErrorInvalidValue,)
     with pytest.raises(AttributeError):
         rt.cudaMemcpy(row, source, 64, 1)
+
+
+@pytest.mark.bindings("13.0")
+def test_batches_of_copies(rt: Any) -> None:
+    source, found = np.arange(64, dtype=np.uint8).reshape(4, 16), np.zeros((4, 16), np.uint8)
+    row, other, stream = ok(rt.cudaMalloc(64)), ok(rt.cudaMalloc(16)), ok(rt.cudaStreamCreate())
+    ok(rt.cudaMemset(other, 7, 16))
     order = cudart.cudaMemcpyAttributes()
     order.srcAccessOrder = cudart.cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderStream
-    ok(rt.cudaMemcpyBatchAsync([row, row + 32], [source[2], plane], [16, 16], 2, [order], [0], 1, stream))
+    ok(rt.cudaMemcpyBatchAsync([row, row + 32], [source[2], other], [16, 16], 2, [order], [0], 1, stream))
     ok(rt.cudaStreamSynchronize(stream))
     ok(rt.cudaMemcpy(found, row, 64, Kind.cudaMemcpyDeviceToHost))
     assert (found[0] == source[2]).all() and (found[2] == 7).all()
@@ -221,17 +231,15 @@ def test_nodes_of_any_kind(rt: Any) -> None:
     memory.alloc.poolProps.allocType = cudart.cudaMemAllocationType.cudaMemAllocationTypePinned
     memory.alloc.poolProps.location.type = cudart.cudaMemLocationType.cudaMemLocationTypeDevice
     memory.alloc.bytesize, target = 64, ok(rt.cudaMalloc(64))
-    # The list of edge data came with CUDA 13.
-    edges = [None] * (len(signature(cudart, "cudaGraphAddNode").parameters) - 4)
-    node = ok(rt.cudaGraphAddNode(graph, None, *edges, 0, memory))
+    node = ok(rt.cudaGraphAddNode(graph, None, *_EDGES, 0, memory))
     fill.memset.dst, fill.memset.value, fill.memset.elementSize = memory.alloc.dptr, 7, 1
     fill.memset.width, fill.memset.height = 64, 1
-    node = ok(rt.cudaGraphAddNode(graph, [node], *edges, 1, fill))
+    node = ok(rt.cudaGraphAddNode(graph, [node], *_EDGES, 1, fill))
     box = copy.memcpy.copyParams
     box.srcPtr = cudart.make_cudaPitchedPtr(memory.alloc.dptr, 64, 64, 1)
     box.dstPtr = cudart.make_cudaPitchedPtr(target, 64, 64, 1)
     box.extent, box.kind = cudart.make_cudaExtent(64, 1, 1), Kind.cudaMemcpyDefault
-    node = ok(rt.cudaGraphAddNode(graph, [node], *edges, 1, copy))
+    node = ok(rt.cudaGraphAddNode(graph, [node], *_EDGES, 1, copy))
     ok(rt.cudaGraphLaunch(ok(rt.cudaGraphInstantiate(graph, 0)), 0))
     ok(rt.cudaMemcpy(found, target, 64, Kind.cudaMemcpyDeviceToHost))
     assert (found == 7).all()
@@ -265,9 +273,10 @@ def test_graphs(rt: Any) -> None:
     stream, memory = ok(rt.cudaStreamCreate()), ok(rt.cudaMalloc(64))
     ok(rt.cudaStreamBeginCapture(stream, cudart.cudaStreamCaptureMode.cudaStreamCaptureModeGlobal))
     ok(rt.cudaMemsetAsync(memory, 3, 32, stream))
-    status, *_, nodes, edges, count = ok(rt.cudaStreamGetCaptureInfo(stream))
+    status, _, _, nodes, *edges, count = ok(rt.cudaStreamGetCaptureInfo(stream))
     assert status is cudart.cudaStreamCaptureStatus.cudaStreamCaptureStatusActive
-    assert [type(one) for one in nodes] == [cudart.cudaGraphNode_t] and len(edges) == count == 1
+    assert [type(one) for one in nodes] == [cudart.cudaGraphNode_t] and count == 1
+    assert [len(one) for one in edges] == [1] * len(_EDGES)
     graph = ok(rt.cudaStreamEndCapture(stream))
     assert ok(rt.cudaGraphMemsetNodeGetParams(nodes[0])).width == 32
     params = cudart.cudaMemAllocNodeParams()

@@ -17,6 +17,7 @@ import pytest
 import streamalloc as sa
 from streamalloc import vmm
 from streamalloc.vmm.tiers import blocks, disk_file
+from tests.interleaving import interleaved
 from tests.interrupting import Interrupt, Interrupted
 from tests.support import Account, in_a_thread, read
 from tests.vmm.pages.conftest import PAGES
@@ -176,13 +177,15 @@ def test_a_closed_tier(space: vmm.PageSpace, tier: vmm.DiskTier) -> None:
 class Held:
     """A call of the file that waits until :meth:`go`."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str, error: int = 0) -> None:
         self.began, self._go = threading.Event(), threading.Event()
         call = getattr(os, name)
 
         def held(*args: Any) -> int:
             self.began.set()
             assert self._go.wait(30)
+            if error:
+                raise OSError(error, os.strerror(error))
             done: int = call(*args)
             return done
 
@@ -249,6 +252,24 @@ def test_contents_that_another_thread_drops_keep_their_room_until_the_end(
     space.stream.synchronize()
     settled(arena)
     assert values(space)[:4] == [0 if way == "pwritev" else 1, 0, 3, 4]
+
+
+def test_a_page_that_is_released_before_its_write_fails(
+    space: vmm.PageSpace, arena: vmm.PageArena, tier: vmm.DiskTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stays released; the others stay as they were."""
+    space.commit(range(3))
+    fill(space, range(3))
+    moved = list[Any]()
+    with monkeypatch.context() as patch:
+        held = Held(patch, "pwritev", errno.ENOSPC)
+        with beside(lambda: space.swap_out([0, 1], tier), moved):
+            assert held.began.wait(30)
+            space.release(1)
+            held.go()
+    assert isinstance(moved[0], OSError) and space.committed.tolist() == [0, 2] and tier.used == 0
+    space.stream.synchronize()
+    assert settled(arena) == (3, 0, 1) and values(space)[:3] == [1, 0, 3]
 
 
 def test_a_space_that_is_closed_meanwhile(
@@ -329,3 +350,27 @@ def test_pages_of_a_page_view(space: vmm.PageSpace, tier: vmm.DiskTier) -> None:
     assert space.swap_out([9, 3], tier) == space.swap_in([3, 9]) == 2
     for at, shift in ((3, 0), (9, 1)):
         assert (read(page(space, at)) == data + np.uint8(shift)).all()
+
+
+@pytest.mark.simulated_only("threads of this process")
+@pytest.mark.parametrize("function", ["in_use", "drop"])
+def test_room_that_two_threads_use_and_drop(
+    device: sa.Device, stream: sa.Stream, tier: vmm.DiskTier, function: str
+) -> None:
+    """Whatever their order, the tier gets the room once, and nothing counts as in use."""
+
+    def use(stored: Any) -> None:
+        with stored.in_use():
+            stored.drop([0])
+
+    called: Any = getattr(blocks.Stored, function)
+    with sa.allocate(2 * 4096, stream) as buffer:
+        for stored in interleaved(
+            getattr(called, "__wrapped__", called),
+            lambda: tier.save(buffer, range(2), 4096, stream),
+            use,
+            use,
+        ):
+            assert stored._busy == 0 and tier.used == 4096
+            stored.drop()
+            assert tier.used == 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 import streamalloc as sa
 from streamalloc import vmm
 from tests.support import MiB
@@ -72,12 +74,13 @@ def test_pages_and_what_recyclers_keep(device: sa.Device) -> None:
             now = group.resident()
             # Three committed or released ones, two that were prepared unless one was released, and that of zeros.
             assert now.pages - before.pages == (arena.statistics().pages + 1) * PAGE
-            assert now.others == before.others and now.mapped == before.mapped
+            assert now.mapped == before.mapped
         recycler.take(PAGE).close()
         now = group.resident()
-        assert now.spare - before.spare == PAGE and now.others == before.others
+        assert now.spare - before.spare == PAGE
 
 
+@pytest.mark.simulated_only("other processes, and the driver itself, use memory meanwhile")
 def test_memory_of_another_library_is_measured(device: sa.Device) -> None:
     """It is in no figure of this library: another owner of the driver has allocated it."""
     driver: Any = device.driver
@@ -87,6 +90,8 @@ def test_memory_of_another_library_is_measured(device: sa.Device) -> None:
         with group.measure("NCCL"), device.current():
             allocated.append(driver.cuMemAlloc(8 * PAGE)[1])
             mine.append(group.allocate(PAGE, tag="a"))
+            arena = vmm.PageArena(device)
+            arena.prepare(3).result()
         with group.measure("NCCL"), device.current():
             allocated.append(driver.cuMemAlloc(4 * PAGE)[1])
         now = group.resident()
@@ -96,3 +101,4 @@ def test_memory_of_another_library_is_measured(device: sa.Device) -> None:
             for address in allocated:
                 driver.cuMemFree(address)
         mine[0].close()
+        arena.close()

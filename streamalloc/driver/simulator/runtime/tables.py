@@ -60,6 +60,7 @@ _PROPERTIES = {
     "accessPolicyMaxWindowSize": "MAX_ACCESS_POLICY_WINDOW_SIZE",
     "deviceNumaConfig": "NUMA_CONFIG",
     "deviceNumaId": "NUMA_ID",
+    "deviceOverlap": "GPU_OVERLAP",
     "hostRegisterReadOnlySupported": "READ_ONLY_HOST_REGISTER_SUPPORTED",
     "isMultiGpuBoard": "MULTI_GPU_BOARD",
     "kernelExecTimeoutEnabled": "KERNEL_EXEC_TIMEOUT",
