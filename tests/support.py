@@ -144,12 +144,16 @@ _not_loaded: dict[str, str] = {}
 """Reasons by the names of modules: to import some libraries again after a failure ends the process."""
 
 
-def bytecodes(work: Callable[[], object]) -> int:
-    """The number of bytecodes that a call runs in this thread: a cost that no other process changes."""
+def bytecodes(work: Callable[[], object], counts: Callable[[FrameType], bool] = lambda frame: True) -> int:
+    """The number of bytecodes that a call runs in this thread, in the frames that count: a cost that no other process
+    changes.
+    """
     count = 0
 
     def trace(frame: FrameType, event: str, argument: object) -> Any:
         nonlocal count
+        if not counts(frame):
+            return None
         frame.f_trace_opcodes = True
         count += event == "opcode"
         return trace
@@ -275,3 +279,11 @@ class Account:
     def calls(self, *functions: str) -> list[str]:
         """The calls so far, only those of the given functions if any are given."""
         return [call.name for call in self.traced.calls if not functions or call.name in functions]
+
+
+def is_open(number: int) -> bool:
+    try:
+        os.fstat(number)
+    except OSError:
+        return False
+    return True

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from streamalloc import ClosedError, Fd
+from tests.support import is_open
 
 
 @pytest.fixture
@@ -21,14 +22,6 @@ def number() -> Iterator[int]:
     reader, writer = os.pipe()
     yield reader
     os.close(writer)
-
-
-def is_open(number: int) -> bool:
-    try:
-        os.fstat(number)
-    except OSError:
-        return False
-    return True
 
 
 def test_closes_once(number: int) -> None:

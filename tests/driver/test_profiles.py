@@ -26,7 +26,7 @@ VARYING = ("PCI_DOMAIN_ID", "PCI_BUS_ID", "PCI_DEVICE_ID", "HOST_NUMA_ID", "MULT
 def differences(read: dict[str, Any], profile: Any) -> list[str]:
     """Compare a reading with a profile of the package for this kind of GPU, but for what varies."""
     scalars = [name for name in ("name", "driver_version", "total_memory", "context_api_version") if name in read]
-    pairs = {name: (read[name], getattr(profile, name)) for name in scalars}
+    pairs: dict[str, Any] = {name: (read[name], getattr(profile, name)) for name in scalars}
     for name in ("attributes", "limits", "error_strings"):
         known = getattr(profile, name)
         pairs |= {f"{name}.{one}": (value, known.get(one)) for one, value in read[name].items() if one not in VARYING}

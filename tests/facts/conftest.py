@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.facts.arrays import Arrays
 from tests.facts.support import Rig, value
 
 CAPABILITY, DRIVER_VERSION, NAME = (9, 0), 13000, "NVIDIA H200"
@@ -60,3 +61,10 @@ def nothing_reserved(rig: Rig) -> Iterator[None]:
     yield
     rig.settle()
     rig.raw.cuDeviceGraphMemTrim(0)
+
+
+@pytest.fixture
+def arrays(rig: Rig) -> Iterator[Arrays]:
+    arrays = Arrays(rig)
+    yield arrays
+    arrays.close()

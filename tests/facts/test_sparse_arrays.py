@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -39,13 +38,6 @@ SHAPE = (SIDE, 4 * SIDE)
 def tile(data: Bytes, x: int, y: int) -> Bytes:
     """The bytes of a tile, counted in tiles."""
     return data[y * WIDTH : (y + 1) * WIDTH, x * 4 * WIDTH : (x + 1) * 4 * WIDTH]
-
-
-@pytest.fixture
-def arrays(rig: Rig) -> Iterator[Arrays]:
-    arrays = Arrays(rig)
-    yield arrays
-    arrays.close()
 
 
 @pytest.fixture

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.facts.arrays import LAYERED, SPARSE, TILE, UNMAP, Arrays, Tiling, pattern
-from tests.facts.support import PAGE, Rig, said, value
+from tests.facts.support import PAGE, said, value
 
 SIDE, LEVELS, LAYERS, WIDTH = 1024, 11, 4, 128
 # Level 3 is one tile; those below are the tail.
 TAIL_LEVEL, TAIL = 4, (0, TILE)
 TILING = Tiling((WIDTH, WIDTH, 1), TAIL_LEVEL, TILE)
-
-
-@pytest.fixture
-def arrays(rig: Rig) -> Iterator[Arrays]:
-    arrays = Arrays(rig)
-    yield arrays
-    arrays.close()
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import importlib
 import sys
@@ -58,3 +59,11 @@ def library(request: pytest.FixtureRequest, get: Get) -> Library:
 def ordered(request: pytest.FixtureRequest, get: Get) -> Library:
     """Each library that says on which stream it allocates."""
     return get(request.param)
+
+
+@pytest.fixture
+def watchdog() -> Iterator[None]:
+    """Ends the process where a test hangs in a call of C."""
+    faulthandler.dump_traceback_later(60, exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()

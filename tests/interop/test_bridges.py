@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import gc
 import itertools
 import signal
@@ -34,13 +33,6 @@ N = 2 * MiB
 def cache(pool: sa.MemoryPool) -> Iterator[sa.CachingAllocator]:
     with sa.CachingAllocator(pool) as cache:
         yield cache
-
-
-@pytest.fixture
-def watchdog() -> Iterator[None]:
-    faulthandler.dump_traceback_later(60, exit=True)
-    yield
-    faulthandler.cancel_dump_traceback_later()
 
 
 def used(pool: sa.MemoryPool) -> int:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import faulthandler
 import gc
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +13,10 @@ import streamalloc.driver as sd
 from streamalloc import interop, vmm
 from tests.support import KEEP, MiB, library
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning"),
+    pytest.mark.usefixtures("watchdog"),
+]
 
 SLOW = r"""
 extern "C" __global__ void slow(unsigned* words, long long count, unsigned value, long long cycles) {
@@ -42,13 +43,6 @@ def torch(on_cuda: bool, machine: Any) -> Any:
     if not module.cuda.is_available():
         pytest.skip("PyTorch without CUDA")
     return module
-
-
-@pytest.fixture(autouse=True)
-def watchdog() -> Iterator[None]:
-    faulthandler.dump_traceback_later(60, exit=True)
-    yield
-    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.mark.parametrize("source", ["pool", "cache"])

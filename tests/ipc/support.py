@@ -13,7 +13,7 @@ import streamalloc as sa
 from streamalloc import vmm
 from streamalloc.testing import Gate, settle
 from tests.processes import SECONDS, There
-from tests.support import KEEP, MiB, executed, filled
+from tests.support import KEEP, MiB, executed, filled, shows
 
 POSIX = sa.MemHandleType.POSIX_FILE_DESCRIPTOR
 PAGE = 2 * MiB
@@ -130,3 +130,9 @@ def received(pipe: Connection) -> Any:
     """The next object of a pipe, with a timeout."""
     assert pipe.poll(SECONDS), "nothing came"
     return pipe.recv()
+
+
+def map_and_see(there: There, name: str, seed: int) -> bool:
+    physical = there.kept[name]
+    with vmm.AddressRange(physical.nbytes, driver=there.driver) as range_:
+        return shows(range_.map(physical, access=there.device), seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator
 from multiprocessing.reduction import ForkingPickler
@@ -14,8 +15,10 @@ import streamalloc.driver as sd
 from streamalloc import ipc, vmm
 from streamalloc.ipc import Chunk, Descriptor
 from streamalloc.ipc.transport.channel import PACKET_DATA
+from tests.ipc import kinds
 from tests.ipc.exporter.test_foreign import Array
-from tests.ipc.support import PAGE, POSIX, State, busy, hold, no_more, release, state
+from tests.ipc.kinds import KINDS, Made, closing
+from tests.ipc.support import PAGE, POSIX, State, busy, hold, map_and_see, no_more, release, state
 from tests.ipc.test_faults import sweep
 from tests.ipc.wire.test_descriptor import OTHER, REFUSED, again
 from tests.processes import SECONDS, Partner, There
@@ -43,75 +46,24 @@ def partner(process: Partner, device: sa.Device) -> Iterator[Partner]:
     device.synchronize()
 
 
-Made = tuple[Any, list[Any]]
-
-
 def memory(nbytes: int, device: sa.Device, handle_types: sa.MemHandleType = FABRIC) -> vmm.PhysicalMemory:
     return vmm.PhysicalMemory(device, nbytes, handle_types=handle_types)
 
 
-def several_chunks(
-    device: sa.Device, *chunks: int, handle_types: sa.MemHandleType = FABRIC
-) -> tuple[vmm.AddressRange, list[vmm.PhysicalMemory]]:
-    """A range of which every chunk is physical memory of its own."""
-    range_ = vmm.AddressRange(sum(chunks), driver=device.driver)
-    memories = [memory(nbytes, device, handle_types) for nbytes in chunks]
-    at = 0
-    for one in memories:
-        range_.map(one, at, access=device)
-        at += one.nbytes
-    return range_, memories
-
-
-def mapping(device: sa.Device, stream: sa.Stream) -> Made:
-    range_, memories = several_chunks(device, PAGE)
-    return range_.mappings[0], [range_, *memories]
-
-
-def view_of_a_mapping(device: sa.Device, stream: sa.Stream) -> Made:
-    range_, memories = several_chunks(device, PAGE, 2 * PAGE)
-    return range_.mappings[1][1000:70_000], [range_, *memories]
-
-
-def range_view(device: sa.Device, stream: sa.Stream) -> Made:
-    range_, memories = several_chunks(device, PAGE, PAGE, 2 * PAGE, PAGE)
-    return range_.view(PAGE - 5000, 3 * PAGE + 8000), [range_, *memories]
-
-
-def growable(device: sa.Device, stream: sa.Stream) -> Made:
-    made = vmm.GrowableBuffer(device, 64 * MiB, 5 * MiB, handle_types=FABRIC, stream=stream, chunk=PAGE)
-    return made, [made]
-
-
-def view_of_a_growable(device: sa.Device, stream: sa.Stream) -> Made:
-    made = vmm.GrowableBuffer(device, 64 * MiB, 9 * MiB, handle_types=FABRIC, stream=stream, chunk=PAGE)
-    return made[5 * MiB + 100 : 7 * MiB + 300], [made]
-
-
-def striped(device: sa.Device, stream: sa.Stream) -> Made:
-    made = vmm.stripe([device], 3 * MiB, handle_types=FABRIC, stream=stream)
-    return made, [made]
-
-
-KINDS = (mapping, view_of_a_mapping, range_view, growable, view_of_a_growable, striped)
+several_chunks = functools.partial(kinds.several_chunks, handle_types=FABRIC)
 
 
 @pytest.fixture
 def make(device: sa.Device, stream: sa.Stream) -> Any:
     """Makes memory to share, whose owners are closed at the end."""
-    owners: list[Any] = []
+    with closing(device) as owners:
 
-    def make(kind: Callable[..., Made]) -> Any:
-        thing, needed = kind(device, stream)
-        owners.extend(needed)
-        return thing
+        def make(kind: Callable[..., Made]) -> Any:
+            thing, needed = kind(device, stream, FABRIC)
+            owners.extend(needed)
+            return thing
 
-    yield make
-    device.synchronize()
-    for owner in owners:
-        if isinstance(owner, vmm.AddressRange):
-            owner.unmap()
-        owner.close()
+        yield make
 
 
 @pytest.fixture
@@ -160,7 +112,7 @@ class TestPhysicalMemory:
             assert shared.handles == {} and shared.descriptor.control_block == NOTHING
             opened = partner.open(shared, "memory")
             assert (opened.kind, opened.nbytes) == ("PhysicalMemory", 2 * PAGE)
-            assert partner.run(_map_and_see, "memory", 3)
+            assert partner.run(map_and_see, "memory", 3)
 
     def test_outlives_what_its_owner_has_of_it(self, device: sa.Device, partner: Partner) -> None:
         range_, (physical,) = several_chunks(device, PAGE)
@@ -168,14 +120,14 @@ class TestPhysicalMemory:
             filled(range_.mappings[0], 3)
             device.synchronize()
             partner.give(physical, "memory")
-        assert partner.run(_map_and_see, "memory", 3)
+        assert partner.run(map_and_see, "memory", 3)
 
     def test_opened_twice(self, device: sa.Device, partner: Partner) -> None:
         with memory(PAGE, device) as physical:
             shared = ipc.share(physical)
             first, _ = partner.open(shared, "first"), partner.open(shared, "second")
             first.close()
-            assert not partner.run(_map_and_see, "second", 1)
+            assert not partner.run(map_and_see, "second", 1)
 
     def test_of_which_only_the_mapping_is_left(self, device: sa.Device, stream: sa.Stream, partner: Partner) -> None:
         range_, (physical,) = several_chunks(device, PAGE)
@@ -195,12 +147,6 @@ class TestPhysicalMemory:
             assert opened.nbytes == 1000
             opened.write(6)
             assert shows(range_.view(100, 1000), 6)
-
-
-def _map_and_see(there: There, name: str, seed: int) -> bool:
-    physical = there.kept[name]
-    with vmm.AddressRange(physical.nbytes, driver=there.driver) as range_:
-        return shows(range_.map(physical, access=there.device), seed)
 
 
 class TestHandleType:

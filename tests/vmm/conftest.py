@@ -9,8 +9,8 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
-from tests.support import end_what_was_dropped
-from tests.vmm.support import HOST, PAGE
+from tests.support import KEEP, end_what_was_dropped
+from tests.vmm.support import HOST, PAGE, READWRITE
 
 
 @pytest.fixture(autouse=True)
@@ -32,3 +32,25 @@ def bookkeeping(on_cuda: bool, primary_contexts: None) -> None:
         with vmm.GrowableBuffer(device, 64 * PAGE, 64 * PAGE, chunk=PAGE) as buffer:
             buffer.fill(0)
         vmm.PhysicalMemory(HOST, PAGE, driver=driver).close()
+
+
+@pytest.fixture
+def pages(device: sa.Device) -> Iterator[vmm.AddressRange]:
+    """Eight pages of addresses."""
+    with vmm.AddressRange(8 * PAGE) as addresses:
+        yield addresses
+
+
+@pytest.fixture
+def memory(device: sa.Device) -> Iterator[vmm.PhysicalMemory]:
+    """Two pages of device memory."""
+    with vmm.PhysicalMemory(device, 2 * PAGE) as memory:
+        yield memory
+
+
+@pytest.fixture
+def host(device: sa.Device) -> Iterator[sa.MemoryPool]:
+    """A pool in host memory that the device may use. It keeps freed memory, which is allocated again at once."""
+    with sa.MemoryPool(HOST, release_threshold=KEEP) as pool:
+        pool.set_access(device, READWRITE)
+        yield pool

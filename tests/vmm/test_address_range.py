@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from subprocess import CompletedProcess
 from typing import Any
 
@@ -17,20 +17,6 @@ from tests.vmm.support import HOST, PAGE, assert_unique, each
 
 GiB = 1 << 30
 TiB = 1 << 40
-
-
-@pytest.fixture
-def pages(device: sa.Device) -> Iterator[vmm.AddressRange]:
-    """Eight pages of addresses."""
-    with vmm.AddressRange(8 * PAGE) as addresses:
-        yield addresses
-
-
-@pytest.fixture
-def memory(device: sa.Device) -> Iterator[vmm.PhysicalMemory]:
-    """Two pages of device memory."""
-    with vmm.PhysicalMemory(device, 2 * PAGE) as memory:
-        yield memory
 
 
 class TestReserve:

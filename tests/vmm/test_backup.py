@@ -6,7 +6,7 @@ import contextlib
 import gc
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -26,14 +26,6 @@ SIZE = 5000
 """Bytes of most buffers, of one page each."""
 WAIT = 20.0
 """Seconds after which a thread counts as stuck."""
-
-
-@pytest.fixture
-def host(device: sa.Device) -> Iterator[sa.MemoryPool]:
-    """A pool in host memory that keeps what it has got: freed memory is allocated again at once."""
-    with sa.MemoryPool(HOST, release_threshold=KEEP) as pool:
-        pool.set_access(device, READWRITE)
-        yield pool
 
 
 def refusing(driver: Any) -> Any:

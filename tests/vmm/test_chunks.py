@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import gc
-import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
-from tests.support import Account, names, pattern, read
+from tests.support import Account, bytecodes, names, pattern, read
 from tests.vmm.support import PAGE, READ, READWRITE, same, write
 
 PACKAGE = str(Path(sa.__file__).parent)
@@ -138,26 +138,14 @@ class TestOneStep:
 
     def test_is_short(self, machine: Any) -> None:
         """Few bytecodes, for these run cold: before each of them the processor was in the kernel."""
+
+        def is_facade(frame: FrameType) -> bool:
+            file = frame.f_code.co_filename
+            return file.startswith(PACKAGE) and not file.startswith(f"{PACKAGE}/driver")
+
         with vmm.GrowableBuffer(sa.Device(0, driver=machine), 8 * PAGE) as buffer:
             buffer.grow(PAGE)
-            count = 0
-
-            def trace(frame: FrameType, event: str, argument: object) -> Any:
-                nonlocal count
-                file = frame.f_code.co_filename
-                if not file.startswith(PACKAGE) or file.startswith(f"{PACKAGE}/driver"):
-                    return None
-                frame.f_trace_opcodes = True
-                count += event == "opcode"
-                return trace
-
-            before = sys.gettrace()
-            sys._getframe().f_trace_opcodes = True  # Python 3.12 looks at it here
-            sys.settrace(trace)
-            try:
-                buffer.grow(PAGE)
-            finally:
-                sys.settrace(before)
+            count = bytecodes(functools.partial(buffer.grow, PAGE), is_facade)
         assert 0 < count < 210
 
     def test_asks_for_room_where_others_keep_memory(self) -> None:

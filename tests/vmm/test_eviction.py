@@ -14,7 +14,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
 from streamalloc.core.errors import size_text
-from tests.support import GROWTH, KEEP, Account, holds, pattern, read
+from tests.support import GROWTH, Account, holds, pattern, read
 from tests.vmm.support import HOST, NONE, PAGE, READ, READWRITE, each, same, write
 
 SIZE = 2 * PAGE + 12345
@@ -31,14 +31,6 @@ def device(machine: Any) -> Iterator[sa.Device]:
     accounts[account.driver] = account
     with sd.use(account.driver):
         yield account.device
-
-
-@pytest.fixture
-def host(device: sa.Device) -> Iterator[sa.MemoryPool]:
-    """A pool in host memory that the device may use."""
-    with sa.MemoryPool(HOST, release_threshold=KEEP) as pool:
-        pool.set_access(device, READWRITE)
-        yield pool
 
 
 @pytest.fixture

@@ -10,15 +10,8 @@ import pytest
 
 import streamalloc as sa
 from streamalloc import vmm
+from tests.support import is_open
 from tests.vmm.support import PAGE
-
-
-def is_open(number: int) -> bool:
-    try:
-        os.fstat(number)
-    except OSError:
-        return False
-    return True
 
 
 class TestDmaBuf:

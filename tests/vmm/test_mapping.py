@@ -16,20 +16,6 @@ from tests.support import Account, holds, names, pattern, read
 from tests.vmm.support import HOST, NONE, PAGE, READ, READWRITE, assert_unique, each, same, write
 
 
-@pytest.fixture
-def pages(device: sa.Device) -> Iterator[vmm.AddressRange]:
-    """Eight pages of addresses."""
-    with vmm.AddressRange(8 * PAGE) as addresses:
-        yield addresses
-
-
-@pytest.fixture
-def memory(device: sa.Device) -> Iterator[vmm.PhysicalMemory]:
-    """Two pages of device memory."""
-    with vmm.PhysicalMemory(device, 2 * PAGE) as memory:
-        yield memory
-
-
 class TestMap:
     def test_what_it_says(self, device: sa.Device, pages: vmm.AddressRange, memory: vmm.PhysicalMemory) -> None:
         mapping = pages.map(memory, 3 * PAGE, access=device)

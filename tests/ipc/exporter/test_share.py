@@ -11,6 +11,8 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc, vmm
+from tests.ipc import kinds
+from tests.ipc.kinds import Made, closing, range_view, several_chunks
 from tests.ipc.support import (
     PAGE,
     POSIX,
@@ -21,6 +23,7 @@ from tests.ipc.support import (
     make_growable,
     make_pool,
     make_stream,
+    map_and_see,
     release,
     shared_pool,
     synchronize,
@@ -28,21 +31,9 @@ from tests.ipc.support import (
 from tests.processes import Partner, There, eventually, holds_there
 from tests.support import MiB, filled, holds, shows
 
-Made = tuple[Any, list[Any]]
-
 
 def memory(nbytes: int, device: sa.Device) -> vmm.PhysicalMemory:
     return vmm.PhysicalMemory(device, nbytes, handle_types=POSIX)
-
-
-def several_chunks(device: sa.Device, *chunks: int) -> vmm.AddressRange:
-    """A range of which every chunk is physical memory of its own."""
-    range_ = vmm.AddressRange(sum(chunks), driver=device.driver)
-    at = 0
-    for nbytes in chunks:
-        range_.map(memory(nbytes, device), at, access=device)
-        at += nbytes
-    return range_
 
 
 def buffer(device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool) -> Made:
@@ -65,67 +56,26 @@ def view_of_a_view(device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool) ->
     return made[1000:][500:][24:50_000], [made]
 
 
-def mapping(device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool) -> Made:
-    range_ = several_chunks(device, PAGE)
-    return range_.mappings[0], [range_]
-
-
-def view_of_a_mapping(device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool) -> Made:
-    range_ = several_chunks(device, PAGE, 2 * PAGE)
-    return range_.mappings[1][1000:70_000], [range_]
-
-
-def range_view(device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool) -> Made:
-    """Bytes of three chunks: the end of one, all of the next, the beginning of another."""
-    range_ = several_chunks(device, PAGE, PAGE, 2 * PAGE, PAGE, PAGE)
-    return range_.view(2 * PAGE - 5000, 4 * PAGE + 3000), [range_]
-
-
-def growable(device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool) -> Made:
-    made = vmm.GrowableBuffer(device, 64 * MiB, 5 * MiB, handle_types=POSIX, stream=stream, chunk=PAGE)
-    return made, [made]
-
-
-def view_of_a_growable(device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool) -> Made:
-    made = vmm.GrowableBuffer(device, 64 * MiB, 9 * MiB, handle_types=POSIX, stream=stream, chunk=PAGE)
-    return made[5 * MiB + 100 : 7 * MiB + 300], [made]
-
-
-def striped(device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool) -> Made:
-    made = vmm.stripe([device], 3 * MiB, handle_types=POSIX, stream=stream)
-    return made, [made]
-
-
 KINDS: dict[Callable[..., Made], str] = {
     buffer: "ImportedBuffer",
     odd_buffer: "ImportedBuffer",
     view: "ImportedBuffer",
     view_of_a_view: "ImportedBuffer",
-    mapping: "ImportedRange",
-    view_of_a_mapping: "ImportedRange",
-    range_view: "ImportedRange",
-    growable: "ImportedRange",
-    view_of_a_growable: "ImportedRange",
-    striped: "ImportedRange",
+    **dict.fromkeys(kinds.KINDS, "ImportedRange"),
 }
 
 
 @pytest.fixture
 def make(device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool) -> Any:
     """Makes memory to share, whose owners are closed at the end."""
-    owners: list[Any] = []
+    with closing(device) as owners:
 
-    def make(kind: Callable[..., Made]) -> Any:
-        thing, needed = kind(device, stream, pool)
-        owners.extend(needed)
-        return thing
+        def make(kind: Callable[..., Made]) -> Any:
+            thing, needed = kind(device, stream, POSIX if kind in kinds.KINDS else pool)
+            owners.extend(needed)
+            return thing
 
-    yield make
-    device.synchronize()
-    for owner in owners:
-        if isinstance(owner, vmm.AddressRange):
-            owner.unmap()
-        owner.close()
+        yield make
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -293,7 +243,7 @@ class TestPhysicalMemory:
             stream.synchronize()
             opened = partner.give(physical, "physical")
             assert (opened.kind, opened.nbytes) == ("PhysicalMemory", 2 * PAGE)
-            assert partner.run(_map_and_see, "physical", 3)
+            assert partner.run(map_and_see, "physical", 3)
             partner.run(_map_and_write, "physical", 4)
             assert shows(mapping, 4)
 
@@ -301,7 +251,7 @@ class TestPhysicalMemory:
         with memory(PAGE, device) as physical:
             partner.give(physical, "physical")
         partner.run(_map_and_write, "physical", 6)
-        assert partner.run(_map_and_see, "physical", 6)
+        assert partner.run(map_and_see, "physical", 6)
 
     def test_opened_twice(self, device: sa.Device, partner: Partner) -> None:
         """Either is an object of its own: closing one leaves the other."""
@@ -321,12 +271,6 @@ class TestPhysicalMemory:
                 partner.run(_map_and_write, "it", number)
                 opened.close()
                 opened.drop()
-
-
-def _map_and_see(there: There, name: str, seed: int) -> bool:
-    physical = there.kept[name]
-    with vmm.AddressRange(physical.nbytes, driver=there.driver) as range_:
-        return shows(range_.map(physical, access=there.device), seed)
 
 
 def _map_and_write(there: There, name: str, seed: int) -> None:
@@ -349,7 +293,7 @@ class TestRanges:
 
     def test_two_that_overlap(self, device: sa.Device, partner: Partner) -> None:
         """They have a chunk in common; closing one leaves the other, and the chunk can be opened again."""
-        range_ = several_chunks(device, PAGE, PAGE, PAGE)
+        range_, _ = several_chunks(device, PAGE, PAGE, PAGE, handle_types=POSIX)
         one, two = range_.view(0, 2 * PAGE), range_.view(PAGE, 3 * PAGE)
         filled(range_.view(), 1)
         theirs = partner.give(one), partner.give(two)
@@ -580,7 +524,7 @@ def _wait_check_fill_and_record(there: There, event: str, name: str, number: int
 class TestOrder:
     """Readers wait by themselves until the contents are there."""
 
-    @pytest.mark.parametrize("kind", [buffer, view, range_view, growable], ids=lambda kind: kind.__name__)
+    @pytest.mark.parametrize("kind", [buffer, view, range_view, kinds.growable], ids=lambda kind: kind.__name__)
     def test_a_delayed_producer(
         self, make: Any, stream: sa.Stream, partner: Partner, gate: Any, kind: Callable[..., Made]
     ) -> None:

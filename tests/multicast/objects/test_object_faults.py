@@ -13,6 +13,7 @@ import streamalloc.driver as sd
 from streamalloc import multicast, vmm
 from tests.multicast.support import PAGE, SHAREABLE, misorders
 from tests.support import Account
+from tests.vmm import test_faults as vmm_faults
 
 pytestmark = [
     pytest.mark.gpus(2),
@@ -21,31 +22,12 @@ pytestmark = [
 ]
 
 
-class Case:
-    """Something prepared with the driver of an account, one step, and what has to hold afterwards."""
+class Case(vmm_faults.Case):
+    """Something prepared with a multicast object, and one step."""
 
     made: multicast.MulticastObject
 
-    def __init__(self, account: Account) -> None:
-        self.account = account
-        self.devices = sa.Device.all(account.driver)
-        self.prepare()
-
-    def prepare(self) -> None:
-        """Make the objects that exist before the step."""
-
-    def step(self) -> None:
-        """Run the step whose calls fail."""
-        raise NotImplementedError
-
-    def check_failed(self, failed: str) -> None:
-        """Check the state after the call ``failed`` has failed."""
-
-    def check_done(self) -> None:
-        """Check the state after the step."""
-
     def end(self) -> None:
-        """Close what there is."""
         self.made.close()
 
 
@@ -261,20 +243,6 @@ class Leave(CloseView):
 CASES = [Make, Import, Export, Add, Bind, BindMapped, Unbind, Map, CloseView, Close, Leave]
 
 
-def calls_of(machine: Any, kind: type[Case]) -> range:
-    """The numbers of the calls that the step makes; the step itself is right."""
-    account = Account(machine)
-    case = kind(account)
-    before = len(account.driver.seen)
-    case.step()
-    after = len(account.driver.seen)
-    case.check_done()
-    case.end()
-    del case
-    assert_nothing_left(account)
-    return range(before + 1, after + 1)
-
-
 def assert_nothing_left(account: Account) -> None:
     gc.collect()
     assert account.left == {}
@@ -284,11 +252,11 @@ def assert_nothing_left(account: Account) -> None:
 @pytest.mark.parametrize("kind", CASES)
 def test_every_call_fails_in_turn(machine: Any, kind: type[Case], again: bool) -> None:
     """Afterwards the step is taken again, or everything is dropped."""
-    numbers = calls_of(machine, kind)
+    numbers = vmm_faults.calls_of(machine, kind, 2)
     assert len(numbers) >= 1
     for number in numbers:
         account = Account(machine, number)
-        case = kind(account)
+        case = kind(account, 2)
         assert len(account.driver.seen) == numbers.start - 1
         with pytest.raises(sa.CudaError) as caught:
             case.step()

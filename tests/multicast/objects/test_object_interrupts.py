@@ -28,7 +28,7 @@ def test_at_any_point(machine: Any, kind: type[Case], again: bool) -> None:
     nth, interrupted = 1 + again, True
     while interrupted:
         account = Account(machine)
-        case = kind(account)
+        case = kind(account, 2)
         interrupted = False
         try:
             with Interrupt(nth):

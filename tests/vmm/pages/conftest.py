@@ -8,6 +8,7 @@ import pytest
 
 import streamalloc as sa
 from streamalloc import vmm
+from streamalloc.testing import Gate
 from tests.vmm.support import PAGE
 
 PAGES = 16
@@ -23,3 +24,11 @@ def arena(device: sa.Device) -> Iterator[vmm.PageArena]:
 def space(arena: vmm.PageArena, stream: sa.Stream) -> Iterator[vmm.PageSpace]:
     with arena.space(PAGES * PAGE, stream=stream) as space:
         yield space
+
+
+@pytest.fixture
+def other(device: sa.Device, gate: Gate) -> Iterator[sa.Stream]:
+    with device.create_stream() as stream:
+        yield stream
+        gate.open()
+        stream.synchronize()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -21,14 +20,6 @@ from tests.vmm.pages.support import fill, mapping, opening, page, settled, value
 from tests.vmm.support import PAGE
 
 EMPTY = [0] * PAGES
-
-
-@pytest.fixture
-def other(device: sa.Device, gate: Gate) -> Iterator[sa.Stream]:
-    with device.create_stream() as stream:
-        yield stream
-        gate.open()
-        stream.synchronize()
 
 
 class TestRecommit:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,15 +16,6 @@ from tests.support import executed, pending
 from tests.vmm.pages.conftest import PAGES
 from tests.vmm.pages.support import fill, opening, page, settled, values
 from tests.vmm.support import PAGE
-
-
-@pytest.fixture
-def other(device: sa.Device, gate: Gate) -> Iterator[sa.Stream]:
-    with device.create_stream() as stream:
-        yield stream
-        gate.open()
-        stream.synchronize()
-
 
 AFTER: dict[str, Callable[[sa.Stream], Any]] = {
     "a stream": lambda stream: stream,
