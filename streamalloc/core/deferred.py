@@ -7,8 +7,8 @@ capture, a pool that waits for its last free. The rules:
   handlers may call it.
 * A finaliser makes at most one driver call itself, one that waits for nothing and needs no state of ours: the free of
   a buffer, the end of an event or a stream. A finaliser of a stream also asks whether its work is done, and records an
-  event after that if not. A finaliser of the bridges also records an event and has a stream wait for
-  it, so that the memory is ordered for code that allocates by a pool's handle.
+  event after that if not; so does that of a thread for its default stream. A finaliser of the bridges also records an
+  event and has a stream wait for it, so that the memory is ordered for code that allocates by a pool's handle.
 * Items are attempted at these points of work, and nowhere else:
 
   * the host has synchronised with a stream, an event or a device;

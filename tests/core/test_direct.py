@@ -245,7 +245,7 @@ class TestNotPlain:
                     with pytest.raises(sd.ForkedProcessError):
                         case()
             finally:
-                session.forked = False
+                session.forked, session.unusable = False, sys.is_finalizing
                 for name, function in kept.items():
                     setattr(session, name, function)
                 pool._alloc, pool._free = session.driver.cuMemAllocFromPoolAsync, session.driver.cuMemFreeAsync

@@ -953,10 +953,14 @@ pool = sa.MemoryPool(device)
 cache = sa.CachingAllocator(pool)
 buffers = [cache.allocate(64, stream) for _ in range(3)]
 buffers.pop().free()
+mine = [cache.allocate(64, device.per_thread_stream) for _ in range(3)]
+mine.pop().free()
 """,
     """
 lambda: cache.allocate(64, stream),
 lambda: buffers[0].free(),
+lambda: cache.allocate(64, device.per_thread_stream),
+lambda: mine[0].free(),
 lambda: buffers[0].fill(1),
 lambda: cache.trim(),
 lambda: cache.statistics(),
@@ -973,7 +977,7 @@ print(os.waitstatus_to_exitcode(status), cache.statistics().misses)
 @pytest.mark.simulated_only("a process with a real driver should not fork")
 def test_fork(python: Callable[..., CompletedProcess[str]]) -> None:
     done = python(FORK)
-    assert (done.stdout, done.stderr) == ("['ForkedProcessError'] 0\n0 3\n", "")
+    assert (done.stdout, done.stderr) == ("['ForkedProcessError'] 0\n0 6\n", "")
 
 
 EXIT = """
