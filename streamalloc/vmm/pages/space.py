@@ -389,7 +389,11 @@ class PageSpace(Memory, Closes):
             try:
                 copy_bytes(target, source, stream)
             finally:
-                stream.synchronize()
+                try:
+                    stream.synchronize()
+                except CudaError:
+                    stream.device.synchronize()  # The copy must not run when its addresses are unmapped.
+                    raise
 
     def swap_out(self, pages: Pages, tier: HostTier, stream: StreamLike | None = None, after: After = ()) -> int:
         """Move the contents of pages to another kind of memory, and release the pages; return how many.
