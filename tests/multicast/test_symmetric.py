@@ -16,7 +16,9 @@ import pytest
 import streamalloc as sa
 from streamalloc import ipc
 from streamalloc.multicast import SymmetricBuffer, SymmetricMemory, SymmetricMemoryError
+from streamalloc.multicast.setup.resources import RankResources
 from streamalloc.testing import Gate
+from tests.interleaving import interleaved
 from tests.multicast.support import all_ended
 from tests.processes import Partner, There
 from tests.support import MiB, executed, filled, holds, pattern, pending, shows
@@ -648,3 +650,15 @@ class TestInTwoProcesses:
         assert isinstance(theirs, SymmetricBuffer) and theirs.owner is memory
         # Whatever names no stream is queued on this rank's device.
         assert mine.stream.device == theirs.stream.device == memory.device
+
+
+@pytest.mark.simulated_only("threads interleave so on any driver")
+def test_two_threads_close_it(device: sa.Device) -> None:
+    def make() -> SymmetricMemory:
+        return SymmetricMemory.local([device], MiB, multicast=False)
+
+    def close(memory: SymmetricMemory) -> None:
+        memory.close()
+
+    for memory in interleaved(RankResources.release_memory, make, close, close):
+        assert memory.closed and not memory._resources.made

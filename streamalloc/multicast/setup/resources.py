@@ -39,6 +39,8 @@ class RankResources(Deferred):
         """Physical memory by rank."""
         self.replicas: dict[int, Mapping] = {}
         """Mappings of :attr:`memories`, by rank."""
+        self._lock = threading.RLock()
+        """Two threads may close the memory. A finaliser may run in the middle of that."""
         self.releasing: bool = False
         """Whether a release of the memory has begun and not yet succeeded."""
         self.multicast: MulticastObject | None = None
@@ -135,23 +137,25 @@ class RankResources(Deferred):
         CudaError
             The first call that failed, with the other errors attached.
         """
-        self.releasing = True
-        self._close_handles()
-        if self.multicast is not None:
-            self.multicast.close(after=(), unmap=True)
-        for range in self.ranges:
-            range.unmap(after=())
-        undo_all(memory.close for memory in self.memories.values())
-        self.multicast = self.view = None
-        self.replicas.clear()
-        self.memories.clear()
-        self.releasing = False
+        with self._lock:
+            self.releasing = True
+            self._close_handles()
+            if self.multicast is not None:
+                self.multicast.close(after=(), unmap=True)
+            for range in self.ranges:
+                range.unmap(after=())
+            undo_all(memory.close for memory in self.memories.values())
+            self.multicast = self.view = None
+            self.replicas.clear()
+            self.memories.clear()
+            self.releasing = False
 
     def attempt(self) -> bool:
         """Release everything: the memory as :meth:`release_memory` does, then the addresses."""
-        self.release_memory()
-        undo_all(range.close for range in self.ranges)
-        self.ranges.clear()
+        with self._lock:
+            self.release_memory()
+            undo_all(range.close for range in self.ranges)
+            self.ranges.clear()
         return True
 
     @property

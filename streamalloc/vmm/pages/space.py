@@ -391,7 +391,11 @@ class PageSpace(Memory, Closes):
             try:
                 copy_bytes(target, source, stream)
             finally:
-                stream.synchronize()
+                try:
+                    stream.synchronize()
+                except CudaError:
+                    stream.device.synchronize()  # The copy must not run when its addresses are unmapped.
+                    raise
 
     def swap_out(self, pages: Pages, tier: BlockTier, stream: StreamLike | None = None, after: After = ()) -> int:
         """Move the contents of pages to host memory or to disk, and release the pages; return how many.

@@ -11,7 +11,8 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
-from tests.support import MiB, end_what_was_dropped, library, names
+from streamalloc.testing import Faults
+from tests.support import MiB, end_what_was_dropped, holds, library, names
 from tests.vmm.pages.conftest import PAGES
 from tests.vmm.pages.support import fill, mapping, page, settled, values
 from tests.vmm.support import PAGE, assert_unique
@@ -272,3 +273,24 @@ class TestClosing:
         assert_unique(arena)
         assert "16 pages of 2 MiB" in repr(space) and "0 spare" in repr(arena)
         assert space._repr_html_()
+
+
+def test_a_copy_that_cannot_be_waited_for_keeps_its_addresses(machine: Any) -> None:
+    """``make_private`` waits for the device instead, and raises the error of the stream."""
+    faults = Faults(machine)
+    checked = sd.checked(faults)
+    device = sa.Device(0, driver=checked)
+    with (
+        device.create_stream() as stream,
+        vmm.PageArena(device) as arena,
+        arena.space(4 * PAGE, stream=stream) as space,
+    ):
+        space.commit(0)
+        space[:PAGE].fill(1)
+        space.alias(1, space, 0)
+        faults.fail("cuStreamSynchronize", result="CUDA_ERROR_UNKNOWN")
+        with pytest.raises(sa.CudaError, match="cuStreamSynchronize"):
+            space.make_private(1, stream)
+        faults.stop()
+        assert holds(space[PAGE : 2 * PAGE], 1) and space.shared([1]).all()
+    assert checked.hazards == []
