@@ -280,7 +280,6 @@ _FULL = (errno.EAGAIN, errno.ENOBUFS, errno.ETOOMANYREFS)
 
 _clock = time.perf_counter_ns
 _NUMBER = operator.itemgetter(0)
-_accept: Any = vars(RawSocket)["_accept"]
 _make = tuple.__new__  # Message() calls this too, and takes three times as long
 
 
@@ -289,9 +288,6 @@ class _Socket(RawSocket):
 
     def __del__(self) -> None:
         RawSocket.close(self)
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.fileno()}>"
 
 
 def _sockets(numbers: Iterable[int]) -> Iterator[_Socket]:
@@ -735,7 +731,7 @@ class Listener(_SocketOwner):
         end = end_of(timeout)
         while True:
             try:
-                (connection,) = _sockets(map(_NUMBER, map(_accept, (self._socket,))))
+                (connection,) = _sockets(map(_NUMBER, map(RawSocket._accept, (self._socket,))))
                 break
             except OSError as error:
                 if self.closed:
