@@ -13,17 +13,13 @@ from __future__ import annotations
 
 import array
 import errno
-import operator
 import os
 import select
 import socket
 import stat
 import struct
 import time
-from _socket import socket as RawSocket
-from _socket import socketpair
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import repeat
 from multiprocessing.reduction import DupFd, ForkingPickler
 from pathlib import Path
 from secrets import token_hex
@@ -100,13 +96,13 @@ def identity(path: str) -> tuple[int, int] | None:
     return found.st_dev, found.st_ino
 
 
-def peer_of(connection: RawSocket) -> Peer:
+def peer_of(connection: socket.socket) -> Peer:
     """The process that made the other end (``SO_PEERCRED``)."""
     found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return Peer(*_CREDENTIALS.unpack(found))
 
 
-def admitted(connection: RawSocket) -> Peer:
+def admitted(connection: socket.socket) -> Peer:
     """The process that made the other end; ``PermissionError`` if it belongs to another user."""
     peer = peer_of(connection)
     if peer.uid != os.geteuid():
@@ -279,20 +275,15 @@ _GONE = (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.ECONNREFUSED)
 _FULL = (errno.EAGAIN, errno.ENOBUFS, errno.ETOOMANYREFS)
 
 _clock = time.perf_counter_ns
-_NUMBER = operator.itemgetter(0)
 _make = tuple.__new__  # Message() calls this too, and takes three times as long
 
 
-class _Socket(RawSocket):
+class _Socket(socket.socket):
     """A socket that closes without a ``ResourceWarning`` when it is dropped."""
 
     def __del__(self) -> None:
-        RawSocket.close(self)
-
-
-def _sockets(numbers: Iterable[int]) -> Iterator[_Socket]:
-    """Sockets that own descriptors. All is C: no signal handler can raise while nobody owns one."""
-    return map(_Socket, repeat(socket.AF_UNIX), repeat(socket.SOCK_SEQPACKET), repeat(0), numbers)
+        if self.fileno() >= 0:
+            self.close()
 
 
 class _SocketOwner(Closes):
@@ -300,7 +291,7 @@ class _SocketOwner(Closes):
 
     __slots__ = ("__weakref__", "_socket")
 
-    _socket: _Socket
+    _socket: socket.socket
 
     def fileno(self) -> int:
         """The socket's descriptor, which this object still owns; readable when a message or a process has come.
@@ -366,14 +357,14 @@ class Channel(_SocketOwner):
     peer: Peer
     """The process that made the other end."""
 
-    def __init__(self, connection: _Socket, peer: Peer) -> None:
+    def __init__(self, connection: socket.socket, peer: Peer) -> None:
         self.timeout: float | None = None
         self._carried: Any = None
         """Record of the handles that sharing has sent over this channel."""
         self._partial: Partial | None = None
         self._misses = 0
         """Waits in a row in which polling found no message."""
-        self._socket = connection
+        self._socket = connection = _Socket(connection.family, connection.type, 0, connection.detach())
         self.peer = peer
         # Bound once: looking a method up at each call costs a tenth of a hand-off.
         self._send = connection.send
@@ -389,7 +380,7 @@ class Channel(_SocketOwner):
     @classmethod
     def pair(cls) -> tuple[Channel, Channel]:
         """Make both ends of a new connection (``socketpair``)."""
-        first, second = _sockets(map(RawSocket.detach, socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)))
+        first, second = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         return cls(first, peer_of(first)), cls(second, peer_of(second))
 
     @classmethod
@@ -432,7 +423,7 @@ class Channel(_SocketOwner):
             The listener's queue stayed full.
         """
         end = end_of(timeout)
-        connection = _Socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with undoing(connection.close):
             # A full queue is EAGAIN, for which poll() has no event.
             connection.setblocking(False)
@@ -464,7 +455,7 @@ class Channel(_SocketOwner):
         """
         number = fd.fileno() if isinstance(fd, Fd) else checked_descriptor(fd)
         try:
-            connection = _Socket(fileno=number)
+            connection = socket.socket(fileno=number)
         except OSError as error:
             raise ValueError(f"descriptor {number} is not open or is no socket: {error}") from None
         with undoing(connection.detach):
@@ -731,7 +722,7 @@ class Listener(_SocketOwner):
         end = end_of(timeout)
         while True:
             try:
-                (connection,) = _sockets(map(_NUMBER, map(RawSocket._accept, (self._socket,))))
+                connection, _ = self._socket.accept()
                 break
             except OSError as error:
                 if self.closed:

@@ -38,7 +38,7 @@ from streamalloc.ipc.transport.channel import (
     PeerGoneError,
     ProtocolError,
 )
-from tests.interrupting import Interrupt, Interrupted, interrupts, since_3_11
+from tests.interrupting import Interrupt, Interrupted, interrupts
 from tests.processes import python, started
 from tests.support import open_descriptors
 
@@ -920,24 +920,3 @@ def test_one_owner(ends: tuple[Channel, Channel]) -> None:
                 with pytest.raises(TypeError, match=type(owner).__name__):
                     how(owner)
     assert isinstance(listener, Listener)
-
-
-@since_3_11
-@pytest.mark.filterwarnings("ignore:.*unclosed:ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
-def test_an_interrupt_leaves_no_descriptor() -> None:
-    """A socket has an owner from the system call on, wherever a signal handler raises."""
-
-    def make() -> None:
-        with contextlib.ExitStack() as stack:
-            for end in Channel.pair():
-                stack.enter_context(end)
-            with Channel.listen() as listener, Channel.connect(listener.address), listener.accept():
-                pass
-
-    before = open_descriptors()
-    with Interrupt() as points:
-        make()
-    for nth in points:
-        with contextlib.suppress(Interrupted), Interrupt(nth) as interrupt:
-            make()
-        assert open_descriptors() == before, interrupt.came
