@@ -282,8 +282,8 @@ class _Socket(socket.socket):
     """A socket that closes without a ``ResourceWarning`` when it is dropped."""
 
     def __del__(self) -> None:
-        if self.fileno() >= 0:
-            self.close()
+        # The close of the C type: a signal handler may have raised before the object had its attributes.
+        super(socket.socket, self).close()
 
 
 class _SocketOwner(Closes):
