@@ -22,6 +22,7 @@ from streamalloc.core.internal import session_of
 from streamalloc.driver.bindings import cuda
 from streamalloc.ipc.exporter import leases
 from streamalloc.ipc.exporter.leases import Exports, Hold, Lease, Leases, exports_of, leases_of
+from streamalloc.ipc.exporter.relay import ExporterRelay
 from streamalloc.ipc.importer import imported
 from streamalloc.ipc.importer.open import Importer, importer_of
 from streamalloc.ipc.importer.relay import ImporterRelay
@@ -447,6 +448,12 @@ class TestRelays:
         ):
             for it in interleaved(function, Beating, first, second):
                 assert it.ended and not it.head
+
+    def test_the_notice_of_an_exporter_is_a_head_of_zeros(self) -> None:
+        it: Any = Carried()
+        it._front[:] = 1
+        ExporterRelay.leave(it)
+        assert it.there["ready"].size and not it.there["ready"].any()
 
     def test_the_last_words_are_written_before_the_release(self) -> None:
         def close(it: Carried) -> None:

@@ -144,6 +144,7 @@ class TestPyTorch:
         seen = set()
         for segment in snapshot["segments"]:
             assert {type(segment[name]) for name in ("device", "address", "total_size", "stream")} == {int}
+            assert segment["stream"] == 0
             assert segment["device"] == 0 and segment["segment_type"] in ("large", "small")
             assert type(segment["is_expandable"]) is bool and type(segment["blocks"]) is list
             # Where a block is the viewer finds by adding up the sizes before it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -9,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from streamalloc.driver.simulator.calls.multicast import Gather, Update
+from streamalloc.driver.simulator.copy_operations import Move
 from streamalloc.driver.simulator.errors import Fault
 from streamalloc.driver.simulator.events import _RING, TABLE_BYTES, EventTable, SharedEvent
 from streamalloc.driver.simulator.multicast import MulticastObject, MulticastTable
@@ -105,6 +108,31 @@ class TestMulticast:
 
         for tables in interleaved(MulticastObject.bind, begin, bind(0), bind(1), at="line"):
             assert len(refused) == len(tables[0].bindings()) == 1
+
+
+@pytest.mark.parametrize("kind", [Update, Gather])
+def test_replicas_are_used_by_one_process(kind: type[Move], monkeypatch: pytest.MonkeyPatch) -> None:
+    """An update is a read and a write of each replica; a gather reads all of them."""
+    held = [False]
+
+    @contextlib.contextmanager
+    def locked() -> Iterator[None]:
+        held[0] = True
+        yield
+        held[0] = False
+
+    def replicas(address: int, size: int) -> dict[int, Any]:
+        assert held[0]
+        return {}
+
+    table = SimpleNamespace(table=SimpleNamespace(locked=locked))
+    team = SimpleNamespace(mapping_at=lambda _: (None, table), replicas=replicas)
+    operation: Any = kind.__new__(kind)
+    operation._machine = SimpleNamespace(multicast=team)
+    operation._target = operation._replicated = operation._done = operation._size = 0
+    operation._combine = lambda _: b""
+    monkeypatch.setattr(Move, "step", lambda _: held[0])
+    assert operation.step() == (kind is Update)
 
 
 class TestEvents:

@@ -329,7 +329,11 @@ CHANGES = {
         Places.park, _release, lambda it: it.space.release(1, ()), lambda it: it.space.commit([0, 1]), committed=[]
     ),
     "copy, release": Change(
-        vmm.PageSpace.make_private, lambda it: it.space.make_private(1), lambda it: it.space.release([0, 1], ()), _share
+        vmm.PageSpace.make_private,
+        lambda it: it.space.make_private(1),
+        lambda it: it.space.release([0, 1], ()),
+        _share,
+        committed=[],
     ),
     "swap out, release": Change(vmm.PageSpace.swap_out, _swap_out, _release, _commit, committed=[]),
     "swap out, swap in": Change(vmm.PageSpace.swap_out, _swap_out, _swap_in, _commit),

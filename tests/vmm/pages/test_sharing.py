@@ -61,6 +61,13 @@ class TestAlias:
                 space.alias(8, other, 0)
         assert space.committed.tolist() == [0, 1, 2] and not space.shared(range(PAGES)).any()
 
+    def test_pages_of_a_closed_space(self, space: vmm.PageSpace, arena: vmm.PageArena) -> None:
+        other = arena.space(PAGE)
+        other.commit(0)
+        other.close()
+        with pytest.raises(ValueError, match=r"page 0 .* is not committed"):
+            space.alias(0, other, 0)
+
 
 class TestCopies:
     def test_are_made_of_shared_pages_only(self, space: vmm.PageSpace, arena: vmm.PageArena) -> None:

@@ -201,6 +201,18 @@ def the_source_of_a_box_is_read_in_stream_order(b: Bench, right: bool) -> None:
     b.done(x)
 
 
+@hazard("race", simulated="its arguments differ between bindings", bindings="13.0")
+def the_target_of_a_box_is_written_in_stream_order(b: Bench, right: bool) -> None:
+    """Also where its source is read during the call."""
+    address, x = b.word(), b.new(b.a, 64)
+    b.a.synchronize()
+    b.raw("cuMemcpy3DBatchAsync", 1, [_box(address, x.address, 64, 2)], 0, cuda.CUstream(b.b.handle))
+    if right:
+        b.order(b.b, b.a)
+    x.fill(1, b.a)
+    b.done(x)
+
+
 @hazard("race")
 def the_host_looks_at_memory_under_a_copy(b: Bench, right: bool) -> None:
     props = sa.MemPoolProps(location=sa.MemLocation.host())
