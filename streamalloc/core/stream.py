@@ -767,8 +767,9 @@ class _ThreadEnd:
         self._stream = stream
 
     def __del__(self) -> None:
-        if self._stream._session.usable:
-            self._stream._thread_ended(threading.get_ident() == self._ident)
+        stream = getattr(self, "_stream", None)  # unset if a signal handler raised in __init__
+        if stream is not None and stream._session.usable:
+            stream._thread_ended(threading.get_ident() == self._ident)
 
 
 def of_this_thread(stream: Stream) -> Stream:
