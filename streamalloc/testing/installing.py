@@ -48,7 +48,8 @@ def install(machine: Driver | None = None, *, kernels: Iterable[str] = ()) -> It
     What calls CUDA's C libraries itself (CuPy, PyTorch, cuda.core, ctypes) does not see the machine. Where such a
     library is imported in the block, a :class:`RuntimeWarning` says so.
 
-    ``CUDA_VISIBLE_DEVICES`` shows the first devices of the machine (``0``, ``0,1`` ...); other values are refused.
+    ``CUDA_VISIBLE_DEVICES`` that is set in the block shows the first devices of the machine (``0``, ``0,1`` ...); other
+    values are refused. A value from before names this computer's GPUs, and is taken away until the end of the block.
 
     Parameters
     ----------
@@ -84,6 +85,10 @@ def install(machine: Driver | None = None, *, kernels: Iterable[str] = ()) -> It
             setattr(holder, name, stand_in)
         undo.callback(sd.set_default, default_of_threads())
         sd.set_default(driver)
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if hidden is not None and VARIABLE not in os.environ:  # in a child process the program has set it
+            undo.callback(_set_variable, "CUDA_VISIBLE_DEVICES", hidden)
+            del os.environ["CUDA_VISIBLE_DEVICES"]
         variables = {VARIABLE: settings, KERNELS: os.pathsep.join(files), "PYTHONPATH": _search_path()}
         for variable, value in variables.items():
             undo.callback(_set_variable, variable, os.environ.get(variable))

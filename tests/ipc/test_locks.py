@@ -597,6 +597,7 @@ def test_each_request_to_a_store_gets_its_answer() -> None:
         connection = Connection.__new__(Connection)
         connection._channel = Answering(requests=[])  # type: ignore[assignment]
         connection._lock = threading.Lock()
+        connection._process = os.getpid()
         return connection
 
     def ask(number: int) -> Callable[[Connection], None]:

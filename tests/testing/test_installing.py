@@ -79,11 +79,16 @@ class TestInstall:
         own = sd.simulated(devices=2)
         own.cuInit(0)
         assert own.cuDeviceGetCount()[1] == 2  # it is in nobody's place
-        with (
-            testing.install(sd.simulated(devices=2)),
-            pytest.raises(NotImplementedError, match=f"DEVICES={visible}: of 2"),
-        ):
-            cuda.cuInit(0)
+        with testing.install(sd.simulated(devices=2)):
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+            with pytest.raises(NotImplementedError, match=f"DEVICES={visible}: of 2"):
+                cuda.cuInit(0)
+
+    def test_what_hides_the_devices_of_this_computer(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+        with testing.install(sd.simulated(devices=2)):
+            assert runtime().cudaGetDeviceCount()[1] == 2
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"
 
     def test_a_wrapped_machine(self) -> None:
         traced = sd.traced(sd.simulated())
