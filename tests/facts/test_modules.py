@@ -61,8 +61,47 @@ def test_names_that_are_missing(code: Code) -> None:
     assert said(code.raw.cuModuleGetGlobal(code.module, b"nope")) == "NOT_FOUND"
 
 
-def test_names_of_nothing(rig: Rig) -> None:
-    assert said(rig.raw.cuFuncGetName(0)) == said(rig.raw.cuKernelGetName(0)) == "INVALID_VALUE"
+NULL_HANDLES: dict[str, dict[str, tuple[Any, ...]]] = {
+    "INVALID_VALUE": {
+        "cuFuncGetName": (0,),
+        "cuKernelGetName": (0,),
+        "cuFuncGetModule": (0,),
+        "cuFuncGetParamInfo": (0, 0),
+        "cuKernelGetParamInfo": (0, 0),
+        "cuGraphDestroy": (0,),
+    },
+    "INVALID_HANDLE": {
+        "cuKernelGetLibrary": (0,),
+        "cuKernelGetFunction": (0,),
+        "cuFuncIsLoaded": (0,),
+        "cuFuncLoad": (0,),
+        "cuModuleGetFunction": (0, b"x"),
+        "cuModuleGetGlobal": (0, b"x"),
+        "cuModuleGetFunctionCount": (0,),
+        "cuModuleUnload": (0,),
+        "cuLibraryGetKernel": (0, b"x"),
+        "cuLibraryGetGlobal": (0, b"x"),
+        "cuLibraryGetModule": (0,),
+        "cuLibraryGetKernelCount": (0,),
+        "cuLibraryUnload": (0,),
+        "cuLaunchKernel": (0, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0),
+        "cuLaunchCooperativeKernel": (0, 1, 1, 1, 1, 1, 1, 0, 0, 0),
+        "cuOccupancyMaxActiveBlocksPerMultiprocessor": (0, 32, 0),
+        "cuOccupancyMaxPotentialBlockSize": (0, None, 0, 0),
+        "cuOccupancyAvailableDynamicSMemPerBlock": (0, 1, 32),
+        "cuLinkComplete": (0,),
+        "cuLinkDestroy": (0,),
+        "cuArrayDestroy": (0,),
+        "cuMipmappedArrayDestroy": (0,),
+    },
+}
+
+
+@pytest.mark.parametrize(("name", "expected"), [(name, one) for one, calls in NULL_HANDLES.items() for name in calls])
+def test_null_handles(rig: Rig, name: str, expected: str) -> None:
+    if not hasattr(rig.raw, name):
+        pytest.skip("these bindings lack the call")
+    assert said(getattr(rig.raw, name)(*NULL_HANDLES[expected][name])) == expected
 
 
 def test_variable(code: Code) -> None:

@@ -155,11 +155,24 @@ Event = Annotated[events.Event, event, _found_in("events", Result.CUDA_ERROR_CON
 Graph = Annotated[graphs.Graph, Handle(cuda.CUgraph), _found_in("graphs.graphs")]
 Node = Annotated[graphs.Node, Handle(cuda.CUgraphNode), _found_in("graphs.nodes")]
 GraphExec = Annotated[graphs.GraphExec, Handle(cuda.CUgraphExec), _found_in("graphs.executables")]
-Array = Annotated[arrays.Array, Handle(cuda.CUarray), _found_in("arrays.arrays", "using an array that does not exist")]
+_no_array = "using an array that does not exist"
+_no_mipmap = "using a mipmapped array that does not exist"
+Array = Annotated[arrays.Array, Handle(cuda.CUarray), _found_in("arrays.arrays", _no_array)]
+# Those that are destroyed (a null handle on H200: test_modules).
+EndedArray = Annotated[
+    arrays.Array,
+    Handle(cuda.CUarray),
+    _found_in("arrays.arrays", _no_array, Result.CUDA_ERROR_INVALID_HANDLE),
+]
+EndedMipmap = Annotated[
+    arrays.MipmappedArray,
+    Handle(cuda.CUmipmappedArray),
+    _found_in("arrays.mipmapped", _no_mipmap, Result.CUDA_ERROR_INVALID_HANDLE),
+]
 MipmappedArray = Annotated[
     arrays.MipmappedArray,
     Handle(cuda.CUmipmappedArray),
-    _found_in("arrays.mipmapped", "using a mipmapped array that does not exist"),
+    _found_in("arrays.mipmapped", _no_mipmap),
 ]
 MulticastObject = Annotated[
     multicast.MulticastObject,
@@ -172,7 +185,7 @@ Module = Annotated[modules.Module, Handle(cuda.CUmodule), _found_in("modules.mod
 Library = Annotated[modules.Module, Handle(cuda.CUlibrary), _found_in("modules.modules", _gone)]
 Function = Annotated[modules.Function, Handle(cuda.CUfunction), _found_in("modules.functions", _gone)]
 Kernel = Annotated[modules.Function, Handle(cuda.CUkernel), _found_in("modules.functions", _gone)]
-# Those whose name is asked for. NVIDIA's tests of the bindings give the code of a null handle.
+# Those whose name, module or parameters are asked for (a null handle on H200: test_modules).
 _named = _found_in("modules.functions", _gone, Result.CUDA_ERROR_INVALID_VALUE)
 NamedFunction = Annotated[modules.Function, Handle(cuda.CUfunction), _named]
 NamedKernel = Annotated[modules.Function, Handle(cuda.CUkernel), _named]

@@ -11,7 +11,7 @@ from streamalloc.driver.bindings import cuda
 
 from .. import arguments, arrays
 from ..allocations import Allocation
-from ..arguments import Array, Device, MipmappedArray, Stream, UnsignedInt
+from ..arguments import Array, Device, EndedArray, EndedMipmap, MipmappedArray, Stream, UnsignedInt
 from ..arrays import TAIL, ArrayCopy, Box, BoxCopy, Extent, Layout, Linear, Remap, Storage, Tile
 from ..blocks import round_up
 from ..constants import BLOCK, READ, READ_WRITE, TILE_SIZE
@@ -138,12 +138,12 @@ class ArrayCalls(CopyCalls):
         most = [attributes.get(f"MAXIMUM_{of}{kind}_{part}", 0) for part in third]
         check(all(size <= limit for size, limit in zip(filter(None, sizes), most, strict=True)))
 
-    def cuArrayDestroy(self, hArray: Array) -> None:
+    def cuArrayDestroy(self, hArray: EndedArray) -> None:
         if hArray.mipmap is None:
             self._check_unused(hArray.storage)
         self._machine.arrays.destroy(hArray)
 
-    def cuMipmappedArrayDestroy(self, hMipmappedArray: MipmappedArray) -> None:
+    def cuMipmappedArrayDestroy(self, hMipmappedArray: EndedMipmap) -> None:
         self._check_unused(hMipmappedArray.storage)
         self._machine.arrays.destroy_mipmapped(hMipmappedArray)
 

@@ -151,7 +151,7 @@ class KernelCalls(Calls):
     def cuKernelGetLibrary(self, kernel: Kernel) -> Any:
         return cuda.CUlibrary(kernel.module.handle)
 
-    def cuFuncGetModule(self, hfunc: Function) -> Any:
+    def cuFuncGetModule(self, hfunc: NamedFunction) -> Any:
         return cuda.CUmodule(hfunc.module.handle)
 
     def cuFuncGetName(self, hfunc: NamedFunction) -> bytes:
@@ -175,8 +175,8 @@ class KernelCalls(Calls):
         check(index < len(types))
         return offsets(types)[index], ctypes.sizeof(types[index])
 
-    cuFuncGetParamInfo: Any = call("func paramIndex:Size", _parameter)
-    cuKernelGetParamInfo: Any = call("kernel paramIndex:Size", _parameter)
+    cuFuncGetParamInfo: Any = call("func:NamedFunction paramIndex:Size", _parameter)
+    cuKernelGetParamInfo: Any = call("kernel:NamedKernel paramIndex:Size", _parameter)
 
     def _parameter_count(self, function: Function) -> int:
         return len(self._types(function))
