@@ -15,7 +15,7 @@ __all__ = ["interleaved"]
 
 T = TypeVar("T")
 
-_BLOCKED = 0.002
+_BLOCKED = 0.0007
 """Seconds without a step, after which the second thread is taken to wait for a lock of the first."""
 _MOST = 0.1
 """Seconds after which the first thread goes on in any case, as the second may poll."""
