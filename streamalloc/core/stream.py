@@ -290,6 +290,14 @@ class Stream(Closes, Shown):
                 self._end_unknown()
             self.close()
 
+    def _replaced(self) -> None:
+        """End what ends with the stream, while another object of its library names the driver's stream."""
+        for item in self._endings:
+            with contextlib.suppress(CudaError):
+                deferred_queue(self._session).end(item)
+        if self._endings:
+            self._outlived()
+
     def _holding(self) -> Stream:
         """This stream, or for a kept one a stream that keeps the library's object alive."""
         owner = self._weak_owner and self._weak_owner()

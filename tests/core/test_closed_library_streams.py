@@ -350,6 +350,37 @@ def test_few_streams_live_for_their_cached_memory(
     assert not alive
 
 
+@pytest.mark.parametrize("kind", [ExternalStream, OfCuPy, OfNumba, Closable])
+@pytest.mark.parametrize("scene", [Closable], indirect=True)
+def test_another_object_that_names_the_stream(scene: Scene, kind: Any) -> None:
+    """Cached memory of the first object returns after the work of the stream."""
+
+    def named() -> Any:
+        one = kind.__new__(kind)
+        one._driver, one.raw = scene.driver, scene.theirs.raw
+        named_ones.append(one)
+        return one
+
+    named_ones: list[Any] = []
+    cache = sa.CachingAllocator(scene.pool)
+    with Gate(scene.device) as gate:
+        first = named()
+        cache.allocate(MiB, first).free()
+        buffer = cache.allocate(MiB, first)
+        gate.hold(scene.theirs.raw)
+        buffer.fill(1)
+        buffer.free()
+        del buffer
+        cache.allocate(64, named()).free()
+        end_what_was_dropped()
+        for other in written(scene, gate, scene.pool, 64):
+            other.free()
+    cache.close()
+    scene.device.synchronize()
+    for one in named_ones:
+        one.raw = None
+
+
 def test_a_synchronization_between_the_close_and_ours(scene: Scene) -> None:
     """The end of the work is known then, though nobody had used the stream since its close."""
     buffers = [scene.pool.allocate(64, scene.theirs) for _ in range(2)]
