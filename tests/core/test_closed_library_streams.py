@@ -350,6 +350,26 @@ def test_few_streams_live_for_their_cached_memory(
     assert not alive
 
 
+@pytest.mark.parametrize("scene", [Closable], indirect=True)
+def test_a_block_of_a_stream_whose_memory_was_returned(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It returns as well when its buffer is freed, though the stream has other cached memory by then."""
+    monkeypatch.setattr(allocator, "_MAX_KEPT_ALIVE", 2)
+    cache = sa.CachingAllocator(scene.pool)
+    streams = [OfCuPy(scene.device) for _ in range(3)]
+    buffer = cache.allocate(MiB, streams[0])
+    for theirs in (*streams[1:], streams[0]):
+        cache.allocate(MiB, theirs).free()
+    scene.device.synchronize()
+    cache.allocate(MiB, streams[0]).free()
+    buffer.free()
+    cache.close()
+    scene.device.synchronize()
+    used = scene.used
+    del buffer, cache, streams, theirs
+    gc.collect()
+    assert used == 0
+
+
 @pytest.mark.parametrize("kind", [ExternalStream, OfCuPy, OfNumba, Closable])
 @pytest.mark.parametrize("scene", [Closable], indirect=True)
 def test_another_object_that_names_the_stream(scene: Scene, kind: Any) -> None:

@@ -182,6 +182,11 @@ class CacheState(Deferred):
                 if found is None:
                     before = self.stream_caches.get(_key(stream))
                     if before is not None:
+                        if not before.over:
+                            # The fast path would free to lists that nobody asks any more.
+                            for block in list(self.blocks.values()):
+                                if block.size_class.owner is before:
+                                    block.home = None
                         self._queue.submit(before)
                     for key, one in list(self.stream_caches.items()):
                         if one.over:
