@@ -350,6 +350,20 @@ def test_few_streams_live_for_their_cached_memory(
     assert not alive
 
 
+@pytest.mark.parametrize("kind", [OfCuPy, OfNumba])
+@pytest.mark.parametrize("scene", [Closable], indirect=True)
+def test_no_stream_lives_for_memory_that_was_trimmed(scene: Scene, kind: Callable[[sa.Device], Any]) -> None:
+    cache = sa.CachingAllocator(scene.pool)
+    theirs = kind(scene.device)
+    gone = weakref.ref(theirs)
+    cache.allocate(MiB, theirs).free()
+    del theirs
+    assert gone() is not None
+    cache.trim()
+    assert gone() is None
+    cache.close()
+
+
 @pytest.mark.parametrize("scene", [Closable], indirect=True)
 def test_a_block_of_a_stream_whose_memory_was_returned(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """It returns as well when its buffer is freed, though the stream has other cached memory by then."""

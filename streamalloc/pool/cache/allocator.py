@@ -536,6 +536,9 @@ class CachingAllocator(Allocator, Closes, Shown):
         self._state.collect_dropped()
         self._state.flush()
         self._state.forget_peaks()
+        for one in self._state.live():
+            if one.kept_alive is not None and one.empty:
+                deferred_queue(self._session).end(one)
         return self.pool.trim(keep)
 
     def close(self) -> None:

@@ -268,7 +268,12 @@ class StreamCache(Deferred):
     @property
     def over(self) -> bool:
         """Whether it has ended, and has no block, free or in a buffer."""
-        return self.ended and not any(one.count for one in list(self.classes.values()))
+        return self.ended and self.empty
+
+    @property
+    def empty(self) -> bool:
+        """Whether it has no block, free or in a buffer."""
+        return not any(one.count for one in list(self.classes.values()))
 
     @contextlib.contextmanager
     def ordered(self) -> Iterator[Stream]:
