@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -331,6 +332,29 @@ class TestOneQueryForMany:
             event = cache._state.known(loader).returning[-1][0]  # type: ignore[union-attr]
             assert event.query()
             assert addresses[0] not in self.back(cache, loader, 2)
+
+    def test_that_another_thread_takes_off_and_puts_back(
+        self, cache: sa.CachingAllocator, device_of: sa.Device
+    ) -> None:
+        """The newest was not asked then."""
+
+        class Taken(deque[Any]):
+            def __getitem__(self, at: Any) -> Any:
+                if at == 0:
+                    self.popleft()
+                    raise IndexError
+                return super().__getitem__(at)
+
+        with device_of.create_stream() as loader, device_of.create_stream() as user, Gate(device_of) as gate:
+            buffers, addresses = self.blocks(cache, loader, 2)
+            gate.hold(user)
+            for buffer in buffers:
+                buffer.free(user)
+            home: Any = cache._state.known(loader)
+            taken = home.returning[0]
+            home.returning = Taken(home.returning)
+            assert not set(self.back(cache, loader, 2)) & set(addresses)
+            home.returning = deque([taken, *home.returning])
 
     def test_an_event_that_is_recorded_again_meanwhile(
         self, cache: sa.CachingAllocator, device_of: sa.Device, monkeypatch: pytest.MonkeyPatch

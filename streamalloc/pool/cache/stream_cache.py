@@ -138,9 +138,9 @@ class StreamCache(Deferred):
         newest: Returning | None = None
         if len(returning) > 1:
             with contextlib.suppress(IndexError):  # another thread took it
-                newest = returning[-1]
-                if newest[2] is None or newest[2] is not returning[0][2] or not newest[0].query():
-                    newest = None
+                oldest, latest = returning[0], returning[-1]
+                if latest[2] is not None and latest[2] is oldest[2] and latest[0].query():
+                    newest = latest
         last: Event | None = None
         while returning:
             try:
