@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, Union, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, Union, cast, overload
 
 from streamalloc.core.awaiting import finished_once
 from streamalloc.core.deferred import OFTEN, Deferred, HandleEnd, deferred_queue, refused_to_end, work
@@ -780,15 +780,20 @@ class _ThreadEnd:
             stream._thread_ended(threading.get_ident() == self._ident)
 
 
-def of_this_thread(stream: Stream) -> Stream:
+@overload
+def of_this_thread(stream: Stream) -> Stream: ...
+@overload
+def of_this_thread(stream: Stream, *, make: bool) -> Stream | None: ...
+def of_this_thread(stream: Stream, *, make: bool = True) -> Stream | None:
     """For the per-thread default stream, one that stands for that of the calling thread; any other stream itself.
 
     It is closed when the thread ends. Only that thread may queue work on it: elsewhere its handle is another stream.
+    Unless ``make``, None for a thread that has none; one made by a finaliser at the end of a thread never ends.
     """
     threads = stream._threads
     if threads is None or stream._thread:
         return stream
-    if threads.stream is None:
+    if threads.stream is None and make:
         found = Stream.__new__(Stream)
         found._prepare(stream.device, _DEFAULT, stream._raw, stream, plain=False)
         found._threads = threads

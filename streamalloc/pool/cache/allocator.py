@@ -163,7 +163,8 @@ class CacheState(Deferred):
 
     def known(self, stream: Stream) -> StreamCache | None:
         """The stream cache of a stream if there is one that has not ended."""
-        found = self.stream_caches.get(_key(of_this_thread(stream)))
+        mine = of_this_thread(stream, make=False)
+        found = None if mine is None else self.stream_caches.get(_key(mine))
         if found is None or found.ended:
             return None
         owner = found.stream()
