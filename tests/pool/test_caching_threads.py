@@ -211,6 +211,14 @@ def test_a_buffer_that_is_freed_at_the_end_of_its_thread(device: sa.Device, cach
     assert streams == [] and cache.statistics()[4:6] == (0, 0)
 
 
+def test_a_cache_whose_threads_have_ended_leaves_the_stream(device: sa.Device, pool: sa.MemoryPool) -> None:
+    before = len(device.per_thread_stream.free_lists)
+    with sa.CachingAllocator(pool) as cache:
+        on_a_new_thread(lambda: next_address(cache, device))
+    device.synchronize()
+    assert len(device.per_thread_stream.free_lists) == before
+
+
 def test_a_thread_that_other_code_captures(device: sa.Device, cache: sa.CachingAllocator, worker: Worker) -> None:
     """An allocation in the capture is the graph's; other threads go on, and do not break the capture."""
     driver: Any = device.driver

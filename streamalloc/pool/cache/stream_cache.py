@@ -255,6 +255,8 @@ class StreamCache(Deferred):
         if self.free_bytes:
             with self.ordered() as ordered:
                 self.release(ordered)
+        if stream is None and self.threads is not None:
+            stream = self.device.per_thread_stream  # it has lists for the threads, and outlives them
         if stream is not None:
             leave_stream(stream, self.cache.keys, self)
         if self.over:
