@@ -13,11 +13,13 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import traces
+from streamalloc.core.internal import leave_stream
 from streamalloc.core.session import session_of
 from streamalloc.driver.bindings import cuda
 from streamalloc.pool.cache.stream_cache import MAX_RETURNING, StreamCache
 from streamalloc.testing import Gate
 from streamalloc.traces.replaying import prepare
+from tests.interleaving import interleaved
 from tests.support import executed, holds
 
 SIZE = 4096
@@ -275,6 +277,23 @@ def test_a_loader_asks_the_pool_no_more(device: sa.Device) -> None:
                 traced.synchronize()
             assert cache.statistics().misses - misses <= 3
         del driver.calls[:]
+
+
+def test_a_cache_that_ends_while_another_begins_on_its_stream(device: sa.Device, pool: sa.MemoryPool) -> None:
+    """The other returns its memory when the stream is closed."""
+
+    def make() -> tuple[sa.CachingAllocator, sa.CachingAllocator, sa.Stream]:
+        ends, begins, stream = sa.CachingAllocator(pool), sa.CachingAllocator(pool), device.create_stream()
+        ends.allocate(SIZE, stream).free()
+        return ends, begins, stream
+
+    both = interleaved(
+        leave_stream, make, lambda made: made[0].close(), lambda made: made[1].allocate(SIZE, made[2]).free()
+    )
+    for _, begins, stream in both:
+        stream.close()
+        assert begins.statistics().used == 0
+        begins.close()
 
 
 class TestOneQueryForMany:
