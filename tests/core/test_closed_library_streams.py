@@ -253,6 +253,36 @@ def test_a_borrowed_array_is_released_after_our_work(scene: Scene, end: str) -> 
         assert gone() is None
 
 
+@pytest.mark.parametrize("scene", [OfCudaCore], indirect=True)
+def test_a_trim_while_their_library_closes_the_stream(scene: Scene) -> None:
+    """The memory stays until the device was synchronised, and the caller gets no error."""
+
+    class Closing(OfCudaCore):
+        asked = left = 0
+
+        @property
+        def is_closed(self) -> bool:
+            self.asked += 1
+            if self.asked == self.left:
+                self.close()
+            return self.raw is None
+
+    cache = sa.CachingAllocator(scene.pool)
+    left, asked = 0, 0
+    while asked >= left:
+        left += 1
+        theirs = Closing(scene.device)
+        cache.allocate(MiB, theirs).free()
+        theirs.asked, theirs.left = 0, left
+        cache.trim()
+        asked = theirs.asked
+        theirs.close()
+        scene.device.synchronize()
+    assert left > 2
+    cache.close()
+    scene.close()
+
+
 @pytest.mark.parametrize("closes", [False, True])
 def test_cached_memory_when_their_object_dies(scene: Scene, closes: bool) -> None:
     """Its death ends the driver's stream as a close does: work of the stream may still write the memory."""

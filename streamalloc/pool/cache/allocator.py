@@ -333,7 +333,7 @@ class CacheState(Deferred):
             for one in self.live():
                 if one.free_bytes:
                     # A captured stream keeps its blocks, as does one that its library closed, until the device is idle.
-                    with contextlib.suppress(CaptureError, NotReadyError), one.ordered() as ordered:
+                    with contextlib.suppress(CaptureError, ClosedError, NotReadyError), one.ordered() as ordered:
                         one.release(ordered)
                         event = ordered.record()
                         # Other code may have begun a capture meanwhile.
