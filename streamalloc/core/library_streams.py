@@ -226,7 +226,10 @@ def keep_stream(stream: Any, number: int, found: Any, session: Session) -> None:
         found._may_be_closed(open_check(stream, number, weak=True))
     if lasting is not None and streams.setdefault(named, found) is not found:
         return
+    before = streams.get(key, NO_STREAM)[0]
     streams[key] = session.latest_stream = found, owner
+    if before is not None and before is not found:
+        before._replaced()
 
 
 def _forget(session: weakref.ref[Session], kind: type, key: Hashable, owner: weakref.ref[Any]) -> None:

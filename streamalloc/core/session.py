@@ -32,6 +32,7 @@ streams need no current context otherwise (``tests/facts/test_contexts.py``).
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import threading
@@ -398,6 +399,18 @@ def refuse_after_fork(*_args: Any, **_kwargs: Any) -> Any:
     raise ForkedProcessError(_FORKED)
 
 
+def _ask_for_the_process() -> None:
+    """Have finalisers compare the process: those of other threads' data run in a child before it is shut."""
+    for session in sessions():
+        if not session.forked:
+            session.unusable = functools.partial(_is_unusable, os.getpid(), os.getpid, sys.is_finalizing)
+
+
+# With its functions as arguments: the globals of this module may be gone when the last finalisers run.
+def _is_unusable(pid: int, process: Callable[[], int], exiting: Callable[[], bool]) -> bool:
+    return process() != pid or exiting()
+
+
 def _shut_sessions_after_fork() -> None:
     global _sessions_lock
     _sessions_lock = threading.RLock()
@@ -405,4 +418,4 @@ def _shut_sessions_after_fork() -> None:
         session._shut_after_fork()
 
 
-os.register_at_fork(after_in_child=_shut_sessions_after_fork)
+os.register_at_fork(before=_ask_for_the_process, after_in_child=_shut_sessions_after_fork)

@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, Union, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, Union, cast, overload
 
 from streamalloc.core.awaiting import finished_once
 from streamalloc.core.deferred import OFTEN, Deferred, HandleEnd, deferred_queue, refused_to_end, work
@@ -172,7 +172,7 @@ class Stream(Closes, Shown):
         self._raw = raw
         self.free_lists: Mapping[object, Any] = _NO_LISTS
         """Free lists of caches by their keys, for the fast paths of caches; empty if those may not be used."""
-        self._endings: tuple[Deferred, ...] = ()
+        self._endings: list[Deferred] = []
         """Items that end before the stream is closed."""
         self._owed: list[Deferred] = []
         """Items to attempt before more work is queued, see :func:`queue_behind`."""
@@ -289,6 +289,14 @@ class Stream(Closes, Shown):
             if not self._closed and (self.open_check is not None or self._endings):
                 self._end_unknown()
             self.close()
+
+    def _replaced(self) -> None:
+        """End what ends with the stream, while another object of its library names the driver's stream."""
+        for item in tuple(self._endings):
+            with contextlib.suppress(CudaError):
+                deferred_queue(self._session).end(item)
+        if self._endings:
+            self._outlived()
 
     def _holding(self) -> Stream:
         """This stream, or for a kept one a stream that keeps the library's object alive."""
@@ -656,11 +664,11 @@ class Stream(Closes, Shown):
         with self._in_use:
             if self.closed:  # by another thread meanwhile
                 return
-            for item in self._endings:
+            for item in tuple(self._endings):
                 # If the driver refuses, the item is attempted again later.
                 with contextlib.suppress(CudaError):
                     deferred_queue(self._session).end(item)
-            self._endings = ()
+            self._endings.clear()
             # Buffers that remain need to know when the stream's work was done, to be freed after it.
             self._last[:] = [self.record()]
             _keep_end(self._session, self._last[0])
@@ -696,9 +704,9 @@ class Stream(Closes, Shown):
         self._forbid_direct()
         self._closed = True
         self._spare.end(self._session)
-        for item in self._endings:
+        for item in tuple(self._endings):
             deferred_queue(self._session).submit(item)
-        self._endings = ()
+        self._endings.clear()
 
     def __cuda_stream__(self) -> tuple[int, int]:
         """Protocol version 0 and the handle, for other libraries."""
@@ -772,15 +780,20 @@ class _ThreadEnd:
             stream._thread_ended(threading.get_ident() == self._ident)
 
 
-def of_this_thread(stream: Stream) -> Stream:
+@overload
+def of_this_thread(stream: Stream) -> Stream: ...
+@overload
+def of_this_thread(stream: Stream, *, make: bool) -> Stream | None: ...
+def of_this_thread(stream: Stream, *, make: bool = True) -> Stream | None:
     """For the per-thread default stream, one that stands for that of the calling thread; any other stream itself.
 
     It is closed when the thread ends. Only that thread may queue work on it: elsewhere its handle is another stream.
+    Unless ``make``, None for a thread that has none; one made by a finaliser at the end of a thread never ends.
     """
     threads = stream._threads
     if threads is None or stream._thread:
         return stream
-    if threads.stream is None:
+    if threads.stream is None and make:
         found = Stream.__new__(Stream)
         found._prepare(stream.device, _DEFAULT, stream._raw, stream, plain=False)
         found._threads = threads
@@ -928,12 +941,13 @@ def thread_of(stream: Stream) -> tuple[int, Threads | None]:
 def end_with_stream(stream: Stream, item: Deferred) -> None:
     """Have ``item`` end before the stream is closed, or after it was dropped."""
     deferred_queue(stream._session).end_with(stream, item)
-    stream._endings += (item,)
+    stream._endings.append(item)
 
 
 def leave_stream(stream: Stream, keys: tuple[object, ...], item: Deferred) -> None:
     """Remove a cache's free lists from a stream, and the item that was to end with the stream."""
-    stream._endings = tuple(other for other in stream._endings if other is not item)
+    with contextlib.suppress(ValueError):
+        stream._endings.remove(item)
     if stream._thread:
         leave_stream(cast("Stream", stream._owner), keys, item)
     if any(key in stream.free_lists for key in keys):

@@ -242,7 +242,7 @@ class Sources:
         return memory
 
     def hold(self, memory: Memory) -> object:
-        """What a library keeps as long as it uses memory, and drops to free it in stream order."""
+        """Object that a library keeps as long as it uses memory, and drops to free it in stream order."""
         kind = type(memory)
         if kind is CachedBuffer:
             return memory  # Its finaliser returns the block to the cache, on any thread and without a driver call.

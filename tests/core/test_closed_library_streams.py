@@ -253,6 +253,36 @@ def test_a_borrowed_array_is_released_after_our_work(scene: Scene, end: str) -> 
         assert gone() is None
 
 
+@pytest.mark.parametrize("scene", [OfCudaCore], indirect=True)
+def test_a_trim_while_their_library_closes_the_stream(scene: Scene) -> None:
+    """The memory stays until the device was synchronised, and the caller gets no error."""
+
+    class Closing(OfCudaCore):
+        asked = left = 0
+
+        @property
+        def is_closed(self) -> bool:
+            self.asked += 1
+            if self.asked == self.left:
+                self.close()
+            return self.raw is None
+
+    cache = sa.CachingAllocator(scene.pool)
+    left, asked = 0, 0
+    while asked >= left:
+        left += 1
+        theirs = Closing(scene.device)
+        cache.allocate(MiB, theirs).free()
+        theirs.asked, theirs.left = 0, left
+        cache.trim()
+        asked = theirs.asked
+        theirs.close()
+        scene.device.synchronize()
+    assert left > 2
+    cache.close()
+    scene.close()
+
+
 @pytest.mark.parametrize("closes", [False, True])
 def test_cached_memory_when_their_object_dies(scene: Scene, closes: bool) -> None:
     """Its death ends the driver's stream as a close does: work of the stream may still write the memory."""
@@ -348,6 +378,71 @@ def test_few_streams_live_for_their_cached_memory(
     del buffer
     scene.device.synchronize()
     assert not alive
+
+
+@pytest.mark.parametrize("kind", [OfCuPy, OfNumba])
+@pytest.mark.parametrize("scene", [Closable], indirect=True)
+def test_no_stream_lives_for_memory_that_was_trimmed(scene: Scene, kind: Callable[[sa.Device], Any]) -> None:
+    cache = sa.CachingAllocator(scene.pool)
+    theirs = kind(scene.device)
+    gone = weakref.ref(theirs)
+    cache.allocate(MiB, theirs).free()
+    del theirs
+    assert gone() is not None
+    cache.trim()
+    assert gone() is None
+    cache.close()
+
+
+@pytest.mark.parametrize("scene", [Closable], indirect=True)
+def test_a_block_of_a_stream_whose_memory_was_returned(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It returns as well when its buffer is freed, though the stream has other cached memory by then."""
+    monkeypatch.setattr(allocator, "_MAX_KEPT_ALIVE", 2)
+    cache = sa.CachingAllocator(scene.pool)
+    streams = [OfCuPy(scene.device) for _ in range(3)]
+    buffer = cache.allocate(MiB, streams[0])
+    for theirs in (*streams[1:], streams[0]):
+        cache.allocate(MiB, theirs).free()
+    scene.device.synchronize()
+    cache.allocate(MiB, streams[0]).free()
+    buffer.free()
+    cache.close()
+    scene.device.synchronize()
+    used = scene.used
+    del buffer, cache, streams, theirs
+    gc.collect()
+    assert used == 0
+
+
+@pytest.mark.parametrize("kind", [ExternalStream, OfCuPy, OfNumba, Closable])
+@pytest.mark.parametrize("scene", [Closable], indirect=True)
+def test_another_object_that_names_the_stream(scene: Scene, kind: Any) -> None:
+    """Cached memory of the first object returns after the work of the stream."""
+
+    def named() -> Any:
+        one = kind.__new__(kind)
+        one._driver, one.raw = scene.driver, scene.theirs.raw
+        named_ones.append(one)
+        return one
+
+    named_ones: list[Any] = []
+    cache = sa.CachingAllocator(scene.pool)
+    with Gate(scene.device) as gate:
+        first = named()
+        cache.allocate(MiB, first).free()
+        buffer = cache.allocate(MiB, first)
+        gate.hold(scene.theirs.raw)
+        buffer.fill(1)
+        buffer.free()
+        del buffer
+        cache.allocate(64, named()).free()
+        end_what_was_dropped()
+        for other in written(scene, gate, scene.pool, 64):
+            other.free()
+    cache.close()
+    scene.device.synchronize()
+    for one in named_ones:
+        one.raw = None
 
 
 def test_a_synchronization_between_the_close_and_ours(scene: Scene) -> None:

@@ -409,6 +409,42 @@ print(os.waitstatus_to_exitcode(status), set(target))
 )
 
 
+FORK_OF_DATA = """
+import os, sys, threading, warnings
+import streamalloc as sa, streamalloc.driver as sd
+warnings.simplefilter("ignore", DeprecationWarning)
+driver = sd.traced(sd.simulated())
+device = sa.Device(0, driver=driver)
+pool, stream, data = sa.MemoryPool(device), device.create_stream(), threading.local()
+ready, end = threading.Event(), threading.Event()
+def use():
+    data.stream = device.create_stream()
+    data.buffers = [pool.allocate(64, stream), pool.allocate(64, device.per_thread_stream)]
+    ready.set()
+    end.wait()
+thread = threading.Thread(target=use)
+thread.start()
+ready.wait()
+before = len(driver.calls)
+child = os.fork()
+if child == 0:
+    print(len(driver.calls) - before, flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+end.set()
+thread.join()
+device.synchronize()
+print(pool.statistics().used)
+"""
+
+
+@pytest.mark.simulated_only("a process that uses a GPU must not be forked")
+def test_fork_beside_a_thread_with_data_of_its_own(python: Python) -> None:
+    """The interpreter drops that data in the child before it calls any hook."""
+    done = python(FORK_OF_DATA)
+    assert (done.stdout, done.stderr) == ("0\n0\n", "")
+
+
 @pytest.mark.simulated_only("a process that uses a GPU must not be forked")
 def test_forked_child(python: Python) -> None:
     """The child gets a clear error for each use, and makes no driver call, not even when it drops everything."""

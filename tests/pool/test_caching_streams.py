@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,11 +13,13 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import traces
+from streamalloc.core.internal import leave_stream
 from streamalloc.core.session import session_of
 from streamalloc.driver.bindings import cuda
 from streamalloc.pool.cache.stream_cache import MAX_RETURNING, StreamCache
 from streamalloc.testing import Gate
 from streamalloc.traces.replaying import prepare
+from tests.interleaving import interleaved
 from tests.support import executed, holds
 
 SIZE = 4096
@@ -276,6 +279,23 @@ def test_a_loader_asks_the_pool_no_more(device: sa.Device) -> None:
         del driver.calls[:]
 
 
+def test_a_cache_that_ends_while_another_begins_on_its_stream(device: sa.Device, pool: sa.MemoryPool) -> None:
+    """The other returns its memory when the stream is closed."""
+
+    def make() -> tuple[sa.CachingAllocator, sa.CachingAllocator, sa.Stream]:
+        ends, begins, stream = sa.CachingAllocator(pool), sa.CachingAllocator(pool), device.create_stream()
+        ends.allocate(SIZE, stream).free()
+        return ends, begins, stream
+
+    both = interleaved(
+        leave_stream, make, lambda made: made[0].close(), lambda made: made[1].allocate(SIZE, made[2]).free()
+    )
+    for _, begins, stream in both:
+        stream.close()
+        assert begins.statistics().used == 0
+        begins.close()
+
+
 class TestOneQueryForMany:
     """The newest event of a stream stands for those recorded before it, and for no others."""
 
@@ -331,6 +351,29 @@ class TestOneQueryForMany:
             event = cache._state.known(loader).returning[-1][0]  # type: ignore[union-attr]
             assert event.query()
             assert addresses[0] not in self.back(cache, loader, 2)
+
+    def test_that_another_thread_takes_off_and_puts_back(
+        self, cache: sa.CachingAllocator, device_of: sa.Device
+    ) -> None:
+        """The newest was not asked then."""
+
+        class Taken(deque[Any]):
+            def __getitem__(self, at: Any) -> Any:
+                if at == 0:
+                    self.popleft()
+                    raise IndexError
+                return super().__getitem__(at)
+
+        with device_of.create_stream() as loader, device_of.create_stream() as user, Gate(device_of) as gate:
+            buffers, addresses = self.blocks(cache, loader, 2)
+            gate.hold(user)
+            for buffer in buffers:
+                buffer.free(user)
+            home: Any = cache._state.known(loader)
+            taken = home.returning[0]
+            home.returning = Taken(home.returning)
+            assert not set(self.back(cache, loader, 2)) & set(addresses)
+            home.returning = deque([taken, *home.returning])
 
     def test_an_event_that_is_recorded_again_meanwhile(
         self, cache: sa.CachingAllocator, device_of: sa.Device, monkeypatch: pytest.MonkeyPatch

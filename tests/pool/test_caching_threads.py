@@ -189,6 +189,36 @@ def test_a_block_outlives_its_thread(device: sa.Device, cache: sa.CachingAllocat
         assert cache.statistics()[4:6] == (0, 0) and cache.pool.statistics().used == 0
 
 
+def test_a_buffer_that_is_freed_at_the_end_of_its_thread(device: sa.Device, cache: sa.CachingAllocator) -> None:
+    """No stream is made for the thread then, which would live for ever."""
+    local = threading.local()
+
+    class Holder:
+        def __init__(self) -> None:
+            self.buffer = cache.allocate(SIZE, device.per_thread_stream)
+
+        def __del__(self) -> None:
+            self.buffer.free()
+
+    def use() -> None:
+        local.holder = Holder()
+
+    for _ in range(3):
+        on_a_new_thread(use)
+    device.synchronize()
+    gc.collect()
+    streams = [one for one in gc.get_referrers(device.per_thread_stream) if isinstance(one, sa.Stream)]
+    assert streams == [] and cache.statistics()[4:6] == (0, 0)
+
+
+def test_a_cache_whose_threads_have_ended_leaves_the_stream(device: sa.Device, pool: sa.MemoryPool) -> None:
+    before = len(device.per_thread_stream.free_lists)
+    with sa.CachingAllocator(pool) as cache:
+        on_a_new_thread(lambda: next_address(cache, device))
+    device.synchronize()
+    assert len(device.per_thread_stream.free_lists) == before
+
+
 def test_a_thread_that_other_code_captures(device: sa.Device, cache: sa.CachingAllocator, worker: Worker) -> None:
     """An allocation in the capture is the graph's; other threads go on, and do not break the capture."""
     driver: Any = device.driver

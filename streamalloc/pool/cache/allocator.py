@@ -163,7 +163,8 @@ class CacheState(Deferred):
 
     def known(self, stream: Stream) -> StreamCache | None:
         """The stream cache of a stream if there is one that has not ended."""
-        found = self.stream_caches.get(_key(of_this_thread(stream)))
+        mine = of_this_thread(stream, make=False)
+        found = None if mine is None else self.stream_caches.get(_key(mine))
         if found is None or found.ended:
             return None
         owner = found.stream()
@@ -182,6 +183,11 @@ class CacheState(Deferred):
                 if found is None:
                     before = self.stream_caches.get(_key(stream))
                     if before is not None:
+                        if not before.over:
+                            # The fast path would free to lists that nobody asks any more.
+                            for block in list(self.blocks.values()):
+                                if block.size_class.owner is before:
+                                    block.home = None
                         self._queue.submit(before)
                     for key, one in list(self.stream_caches.items()):
                         if one.over:
@@ -327,7 +333,7 @@ class CacheState(Deferred):
             for one in self.live():
                 if one.free_bytes:
                     # A captured stream keeps its blocks, as does one that its library closed, until the device is idle.
-                    with contextlib.suppress(CaptureError, NotReadyError), one.ordered() as ordered:
+                    with contextlib.suppress(CaptureError, ClosedError, NotReadyError), one.ordered() as ordered:
                         one.release(ordered)
                         event = ordered.record()
                         # Other code may have begun a capture meanwhile.
@@ -531,6 +537,9 @@ class CachingAllocator(Allocator, Closes, Shown):
         self._state.collect_dropped()
         self._state.flush()
         self._state.forget_peaks()
+        for one in self._state.live():
+            if one.kept_alive is not None and one.empty:
+                deferred_queue(self._session).end(one)
         return self.pool.trim(keep)
 
     def close(self) -> None:

@@ -70,7 +70,7 @@ class SizeClass:
         self.free: list[Block] = []
         """Free blocks; the one that was freed last is handed out first."""
         self.home: list[Block] | HomeOfThread = self.free
-        """What a free on the blocks' stream appends to: ``free``, or what checks the thread before."""
+        """Takes the blocks that are freed on their stream: ``free``, or a list that checks the thread before."""
         if owner.threads is not None:
             self.home = HomeOfThread(self.free, owner.thread, owner.threads)
         self.count: int = 0

@@ -138,9 +138,9 @@ class StreamCache(Deferred):
         newest: Returning | None = None
         if len(returning) > 1:
             with contextlib.suppress(IndexError):  # another thread took it
-                newest = returning[-1]
-                if newest[2] is None or newest[2] is not returning[0][2] or not newest[0].query():
-                    newest = None
+                oldest, latest = returning[0], returning[-1]
+                if latest[2] is not None and latest[2] is oldest[2] and latest[0].query():
+                    newest = latest
         last: Event | None = None
         while returning:
             try:
@@ -255,6 +255,8 @@ class StreamCache(Deferred):
         if self.free_bytes:
             with self.ordered() as ordered:
                 self.release(ordered)
+        if stream is None and self.threads is not None:
+            stream = self.device.per_thread_stream  # it has lists for the threads, and outlives them
         if stream is not None:
             leave_stream(stream, self.cache.keys, self)
         if self.over:
@@ -268,7 +270,12 @@ class StreamCache(Deferred):
     @property
     def over(self) -> bool:
         """Whether it has ended, and has no block, free or in a buffer."""
-        return self.ended and not any(one.count for one in list(self.classes.values()))
+        return self.ended and self.empty
+
+    @property
+    def empty(self) -> bool:
+        """Whether it has no block, free or in a buffer."""
+        return not any(one.count for one in list(self.classes.values()))
 
     @contextlib.contextmanager
     def ordered(self) -> Iterator[Stream]:
