@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,8 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
+from streamalloc.core.session import session_of
+from streamalloc.vmm.allocation_handles import allocations_of
 from streamalloc.vmm.pages import physical as physical_module
 from streamalloc.vmm.pages import space as space_module
 from streamalloc.vmm.pages import tiers
@@ -453,6 +456,41 @@ def test_a_swap_that_fails_leaves_the_places_of_another_one(stream: sa.Stream) -
     world.check()
 
 
+class Growing(weakref.WeakSet[Any]):
+    """A set to which another thread adds while it is read."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for one in super().__iter__():
+            if len(self) == 1:
+                another.append(User())
+                self.add(another[-1])
+            yield one
+
+
+another: list[User] = []
+
+
+@pytest.mark.parametrize("reader", ["make_room", "resident", "settle", "give"])
+def test_an_arena_is_made_while_the_others_are_asked(stream: sa.Stream, tmp_path: Path, reader: str) -> None:
+    budget, user = vmm.PageBudget(tmp_path / "budget", PAGE), User()
+    allocations = allocations_of(session_of(stream))
+    group = vmm.SleepGroup(stream.device)
+    calls: dict[str, Callable[[], object]] = {
+        "make_room": allocations.make_room,
+        "resident": group.resident,
+        "settle": lambda: budget.settle(User()),
+        "give": lambda: budget._give(1),
+    }
+    user.claimed = 2 * PAGE
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(budget, "_users", Growing([user]))
+        patch.setattr(allocations, "recyclers", Growing([user]))
+        calls[reader]()
+    user.claimed = 0
+    budget.close()
+    group.close()
+
+
 class Copied:
     """A copy that has not completed."""
 
@@ -550,6 +588,9 @@ class User:
         return 0
 
     def give(self, nbytes: int) -> int:
+        return 0
+
+    def unmapped_bytes(self, location: object) -> int:
         return 0
 
 
