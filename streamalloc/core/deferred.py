@@ -44,11 +44,13 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 from streamalloc.core.errors import LOST, CaptureError, CudaError, InvalidHandleError, error_from, refused
 from streamalloc.core.session import PerDriver, Session
 from streamalloc.driver.internal import SETTLERS
+
+T = TypeVar("T")
 
 OFTEN = 32
 """Most attempts in vain at a synchronisation of the host, which programs make all the time."""
@@ -353,9 +355,16 @@ def refused_to_end(session: Session, call: str, raw: Any, result: Any) -> None:
         deferred_queue(session).submit(HandleEnd(session, call, raw))
 
 
-def queues() -> tuple[DeferredQueue, ...]:
+def queues() -> list[DeferredQueue]:
     """The queues of all drivers."""
-    return tuple(_queues)
+    return members(_queues)
+
+
+def members(several: weakref.WeakSet[T]) -> list[T]:
+    """The members of a set to which other threads add."""
+    while True:
+        with contextlib.suppress(RuntimeError):
+            return list(several)
 
 
 def work(session: Session, most: int | None = None) -> int:

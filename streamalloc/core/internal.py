@@ -25,7 +25,7 @@ from streamalloc.core.buffer import (
 )
 from streamalloc.core.capabilities import address_space_limit, imex_channels, missing_for
 from streamalloc.core.copies import CopySide, copy_bytes, queue_batch
-from streamalloc.core.deferred import Deferred, DeferredQueue, HandleEnd, deferred_queue, queues, work
+from streamalloc.core.deferred import Deferred, DeferredQueue, HandleEnd, deferred_queue, members, queues, work
 from streamalloc.core.device import FABRIC_NEEDS, Device, check_device, check_location, location_of, session_for
 from streamalloc.core.dlpack import tensor_in
 from streamalloc.core.event import Event, context_event, opened_event

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from streamalloc.core.deferred import Deferred, deferred_queue
+from streamalloc.core.deferred import Deferred, deferred_queue, members
 from streamalloc.core.errors import (
     CaptureError,
     ClosedError,
@@ -27,7 +27,6 @@ from streamalloc.core.stream import (
     _made_here,
     _passed,
     end_is_known,
-    members,
     moment,
     note_unknown_end,
 )

@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, Union, cast, overload
 
 from streamalloc.core.awaiting import finished_once
-from streamalloc.core.deferred import OFTEN, Deferred, HandleEnd, deferred_queue, refused_to_end, work
+from streamalloc.core.deferred import OFTEN, Deferred, HandleEnd, deferred_queue, members, refused_to_end, work
 from streamalloc.core.errors import CaptureError, ClosedError, CudaError, NotReadyError, error_from, refused
 from streamalloc.core.event import Event, EventLike, Spares, destroy_event, foreign_event, is_done
 from streamalloc.core.html import Row, Shown
@@ -850,13 +850,6 @@ _closable: PerDriver[weakref.WeakSet[Stream]] = PerDriver(lambda _: weakref.Weak
 """Streams that their library may close."""
 _left: PerDriver[set[Stream]] = PerDriver(lambda _: set())
 """Streams that their library has closed, until the end of their work is known."""
-
-
-def members(streams: weakref.WeakSet[T]) -> list[T]:
-    """The members of a set to which other threads add."""
-    while True:
-        with contextlib.suppress(RuntimeError):
-            return list(streams)
 
 
 class _StreamEnd(Deferred):

@@ -31,7 +31,7 @@ import traceback
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.queues import JoinableQueue, Queue
@@ -98,7 +98,11 @@ _TOO_LATE = (
 )
 # Objects of a message that ``put`` searches, at most: large messages of other things are not delayed.
 _MOST_SEARCHED = 1000
-_GROUPS = (list, tuple, dict, set, frozenset, deque)
+# Classes of a program that derive from them may have other methods, or attributes of these names.
+_PARTS: dict[type, Callable[[Any], Iterable[Any]]] = {
+    dict: dict.values,
+    **{group: group.__iter__ for group in (list, tuple, set, frozenset, deque)},
+}
 
 
 class _Message:
@@ -145,8 +149,9 @@ def _contains_ours(thing: Any) -> bool:
         searched += 1
         if isinstance(one, (Unique, Device)):
             return True
-        if isinstance(one, _GROUPS):
-            others += itertools.islice(one.values() if isinstance(one, dict) else one, _MOST_SEARCHED)
+        parts = next((of for group, of in _PARTS.items() if isinstance(one, group)), None)
+        if parts is not None:
+            others += itertools.islice(parts(one), _MOST_SEARCHED)
     return False
 
 

@@ -31,6 +31,7 @@ from streamalloc.core.internal import (
     check_location,
     deferred_queue,
     location_of,
+    members,
     read_or_none,
     session_for,
     work,
@@ -411,7 +412,7 @@ class MemoryPool(Allocator, Closes, Drawn):
         return callable(self.on_oom) and isinstance(failure, OutOfMemoryError) and bool(self.on_oom(failure))
 
     def _caches(self) -> list[OverPool]:
-        return [cache for cache in tuple(pools_of(self._session).caches) if cache.pool is self]
+        return [cache for cache in members(pools_of(self._session).caches) if cache.pool is self]
 
     def _figures(self, device: Device, capturing: bool) -> dict[str, Any]:
         figures: dict[str, Any] = {"pool": self.name} if self.name else {}
@@ -566,7 +567,8 @@ def reading(pool: MemoryPool) -> Iterator[None]:
 
 def known_pools(session: Session) -> list[MemoryPool]:
     """The open pools of a driver that have an object in this process."""
-    return [pool for pool in list(pools_of(session).alive.values()) if isinstance(pool, MemoryPool) and not pool.closed]
+    known = [reference() for reference in pools_of(session).alive.valuerefs()]  # other threads make pools
+    return [pool for pool in known if isinstance(pool, MemoryPool) and not pool.closed]
 
 
 def pool_holders(session: Session, location: MemLocation, besides: MemoryPool | None = None) -> tuple[str, ...]:

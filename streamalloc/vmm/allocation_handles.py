@@ -25,6 +25,7 @@ from streamalloc.core.internal import (
     Fd,
     QueuedWork,
     deferred_queue,
+    members,
     moment,
     work,
     work_since,
@@ -248,7 +249,7 @@ class Allocations:
 
     def make_room(self) -> int:
         """Release the spare memory of all recyclers; return its size in bytes."""
-        return sum(recycler.make_room() for recycler in tuple(self.recyclers))
+        return sum(recycler.make_room() for recycler in members(self.recyclers))
 
     def forget(self, state: AllocationState) -> None:
         """Remove a state that no handle and no mapping uses: the driver reuses handle numbers."""

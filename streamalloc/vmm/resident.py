@@ -9,7 +9,7 @@ from typing import Any
 
 from streamalloc.core.errors import CudaError
 from streamalloc.core.html import Row, Shown, mib, table
-from streamalloc.core.internal import Device
+from streamalloc.core.internal import Device, members
 from streamalloc.core.session import session_of
 from streamalloc.pool import MemoryPool
 from streamalloc.pool.internal import known_pools
@@ -65,7 +65,7 @@ class Residents(Shown):
         for reservation in list(allocations.reservations):
             every |= _mapped(device, reservation)
         mapped, pages, spare = sum(every.values()) - sum(group.values()), 0, 0
-        for keeper in tuple(allocations.recyclers):
+        for keeper in members(allocations.recyclers):
             if isinstance(keeper, PhysicalPages):
                 pages += keeper.page_bytes(device.location)
             else:

@@ -517,10 +517,13 @@ class SleepGroup(Closes):
             The group was closed.
         """
         before = self.resident().others
-        try:
-            yield
-        finally:
+
+        def count() -> None:
             self._measured[owner] = self._measured.get(owner, 0) + self.resident().others - before
+
+        with undoing(count):
+            yield
+        count()
 
     def _alone(self, act: Callable[[], T]) -> T:
         """Call ``act`` while no other thread sleeps, wakes, reads, writes or closes."""

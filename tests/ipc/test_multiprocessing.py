@@ -19,6 +19,7 @@ import pytest
 
 import streamalloc as sa
 from streamalloc import ipc, vmm
+from streamalloc.ipc import multiprocess
 from streamalloc.testing import Gate
 from tests.ipc.support import PAGE, POSIX, Chosen, received, shared_pool
 from tests.processes import SECONDS, eventually, finished
@@ -395,6 +396,14 @@ class Named(NamedTuple):
     thing: Any
 
 
+class Settings(dict[str, Any]):
+    """A dictionary whose items are attributes, also in place of its methods."""
+
+    def __init__(self, **items: Any) -> None:
+        super().__init__(items)
+        self.__dict__ = self
+
+
 class TestFreedAfterPut:
     """``queue.put(buffer)``, and the buffer is freed before the queue's thread comes to it."""
 
@@ -542,6 +551,10 @@ class TestFreedAfterPut:
         go.set()
         assert queue.get(timeout=SECONDS) == [3, 1, 2]
         assert len(queue.get(timeout=SECONDS)) == 1
+
+    def test_dictionaries_whose_methods_are_hidden_are_searched(self, buffer: Any) -> None:
+        assert not multiprocess._contains_ours(Settings(values=1))
+        assert multiprocess._contains_ours(Settings(values=buffer))
 
     def test_without_a_thread_the_caller_is_told(
         self, context: Any, fill: Callable[[int], sa.Buffer], on_cuda: bool

@@ -284,13 +284,18 @@ class Store(Closes):
     def _ask(self, kind: Kind, **fields: Any) -> dict[str, Any]:
         connection = self._take()
         answer, _ = connection.ask(kind, **fields)
-        self._spare.append(connection)
+        self._keep(connection)
         return answer
 
     def _prepare(self) -> None:
         """Connect once more: the server accepts the connection before the next call needs it."""
         with contextlib.suppress(StoreError, OSError):
-            self._spare.append(Connection(self.name))
+            self._keep(Connection(self.name))
+
+    def _keep(self, connection: Connection) -> None:
+        self._spare.append(connection)
+        if self._closed:  # by another thread meanwhile
+            close_all(self._spare)
 
     def _take(self) -> Connection:
         """Take a spare connection, or make one; those have ended whose server was restarted."""

@@ -53,7 +53,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streamalloc.core.errors import CudaError, undo_all, undoing
-from streamalloc.core.internal import Device, work
+from streamalloc.core.internal import Device, members, work
 from streamalloc.core.properties import MemAccess, MemAccessDesc
 from streamalloc.core.session import Session
 from streamalloc.driver.internal import SETTLERS
@@ -247,7 +247,7 @@ def _carry(reference: weakref.ref[Relay], wake: threading.Event) -> None:
 
 
 def _close_idle() -> None:
-    for relay in list(_running):
+    for relay in members(_running):
         if relay.session.usable and relay.idle():
             with contextlib.suppress(CudaError):
                 relay.close()
@@ -260,6 +260,6 @@ SETTLERS.append(_close_idle)
 @atexit.register
 def _stop() -> None:
     """Stop the threads before the interpreter ends: none may be in the driver when that ends."""
-    for relay in list(_running):
+    for relay in members(_running):
         if relay.session.usable:
             relay.stop()

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from streamalloc.core.errors import ClosedError, size_text
-from streamalloc.core.internal import Fd
+from streamalloc.core.internal import Fd, members
 from streamalloc.core.properties import checked_size
 from streamalloc.core.resource import Closes
 
@@ -214,7 +214,7 @@ class PageBudget(Closes):
     @property
     def mine(self) -> int:
         """Bytes of the pages of this process, in arenas with this object."""
-        return sum(user.claimed for user in tuple(self._users))
+        return sum(user.claimed for user in members(self._users))
 
     def join(self, user: User) -> None:
         """Count the pages of an arena."""
@@ -228,7 +228,7 @@ class PageBudget(Closes):
         """Publish the bytes of this process: whether there is room. If not, ask the other users and processes."""
         if self._settle():
             return True
-        if asking is None or not sum([one.make_room() for one in tuple(self._users) if one is not asking]):
+        if asking is None or not sum([one.make_room() for one in members(self._users) if one is not asking]):
             return False
         return self._settle()
 
@@ -312,7 +312,7 @@ class PageBudget(Closes):
 
     def _give(self, nbytes: int) -> int:
         given = 0
-        for user in tuple(self._users):
+        for user in members(self._users):
             if given < nbytes:
                 given += user.give(nbytes - given)
         return given

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeAlias
 
@@ -213,7 +213,9 @@ class PageSpace(Memory, Closes):
         for first in range(0, len(chosen), _BATCH):
             with places.locked():
                 batch = chosen[first : first + _BATCH]
-                new = [place for place in batch if places.backing[place] is None and place not in places.stored]
+                # Parked places without a page are about to get one from a swap.
+                new = [place for place in batch if places.backing[place] is None]
+                new = [place for place in new if place not in places.stored and place not in places.parked]
                 parking = Parking(places, Work(self.device))
                 places.exchange(dict(zip(new, physical.take(len(new), physical.kept), strict=True)), parking=parking)
                 parking = self._begin(parking) or parking
@@ -435,7 +437,8 @@ class PageSpace(Memory, Closes):
         # Under no lock, as this takes long.
         tier.reserve(int((places.numbers[chosen] >= 0).sum()), self.page_size)
         stored, kept = tier._stored(self.page_size), {}
-        with self._alone() as parking:
+        # In use from now on: another thread may release the pages before their copies are queued.
+        with self._alone() as parking, stored.in_use():
             with undoing(stored.drop), undoing(lambda: self._take_back(kept, parking, ordered)):
                 with places.locked():
                     held = [place for place in chosen if places.numbers[place] >= 0]
@@ -505,7 +508,7 @@ class PageSpace(Memory, Closes):
         with contextlib.ExitStack() as used, self._alone() as parking:
             kept: dict[int, Kept] = {}
             left: dict[int, Page] = {}
-            with undoing(lambda: self._give_back(kept, left, parking, ordered)):
+            with undoing(lambda: self._give_back(left, parking, ordered)):
                 with self._changing(chosen, after):
                     kept |= self._swapped(chosen)
                     for stored, _, _ in by_contents(kept):
@@ -534,13 +537,14 @@ class PageSpace(Memory, Closes):
         self._physical.announce()
         return len(kept)
 
-    def _give_back(self, kept: Collection[int], left: Mapping[int, Page], parking: Parking, stream: Stream) -> None:
+    def _give_back(self, left: Mapping[int, Page], parking: Parking, stream: Stream) -> None:
         """Release the pages of a swap whose contents could not be copied."""
         places = self._places
         self._physical.drop(left.values())
         with places.locked():
-            places.unpark([place for place in kept if places.backing[place] is None])
-            self._begin(parking.behind(Work.behind(stream)))
+            mine = parking.behind(Work.behind(stream)).places  # of the others, another swap may have some
+            places.unpark([place for place in mine if places.backing[place] is None])
+            self._begin(parking)
 
     @contextlib.contextmanager
     def _named(self, places: Sequence[int], indices: Sequence[int]) -> Iterator[None]:

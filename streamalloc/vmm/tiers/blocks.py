@@ -225,6 +225,10 @@ class BlockTier(Closes):
     def _stored(self, nbytes: int) -> Stored:
         """Return contents without blocks."""
 
+    def _room(self, nbytes: int) -> int:
+        """Bytes of room that a block takes."""
+        return nbytes
+
     def save(self, memory: Memory, blocks: Blocks, nbytes: int, stream: StreamLike) -> Stored:
         """Copy blocks of memory to the tier: all, or none. For blocks smaller than a page.
 
@@ -318,8 +322,9 @@ class BlockTier(Closes):
                 stored._add(chunk, *chunk.take(left))
 
     def _grow(self, nbytes: int, count: int) -> Chunk:
-        wanted = max(min(max(nbytes * count, _LEAST), _MOST) // nbytes, 1)
-        room = wanted if self._limit is None else (self._limit - self.reserved) // nbytes
+        size = self._room(nbytes)
+        wanted = max(min(max(size * count, _LEAST), _MOST) // size, 1)
+        room = wanted if self._limit is None else (self._limit - self.reserved) // size
         if room <= 0:
             why = f"the tier's limit of {size_text(self._limit or 0)} leaves no room for {count} pages"
             error = refused(OutOfMemoryError, self._call, f"{why} of {size_text(nbytes)}")
@@ -337,7 +342,7 @@ class BlockTier(Closes):
     @property
     def reserved(self) -> int:
         """Bytes of the room, which is as much as the contents have needed at once."""
-        return sum(chunk.nbytes * chunk.count for chunk in self._chunks)
+        return sum(self._room(chunk.nbytes) * chunk.count for chunk in self._chunks)
 
     def trim(self) -> None:
         """Release the chunks that hold no contents, each after the copies that use it (``cuMemFreeHost``)."""

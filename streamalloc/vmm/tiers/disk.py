@@ -238,6 +238,9 @@ class DiskTier(BlockTier):
         self._given += count
         return _Slots(self.folder, nbytes, count, self.block, first)
 
+    def _room(self, nbytes: int) -> int:
+        return -(-nbytes // PAGE) * PAGE
+
     def _stored(self, nbytes: int) -> Stored:
         return _Contents(self, nbytes)
 

@@ -17,7 +17,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc
-from streamalloc.ipc.store.protocol import Kind
+from streamalloc.ipc.store.protocol import Connection, Kind
 from tests.ipc.store.support import write
 from tests.processes import Partner, There, environment, eventually
 from tests.support import MiB, holds
@@ -260,3 +260,18 @@ def test_a_closed_store_connects_no_more(store: ipc.Store) -> None:
     for use in (store.list, store.statistics, lambda: store.open("a"), lambda: store.write("a")):
         with pytest.raises(sa.ClosedError):
             use()
+
+
+def test_a_store_that_is_closed_during_a_request_keeps_no_connection(
+    store: ipc.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask = Connection.ask
+
+    def closed_meanwhile(self: Connection, *args: Any, **fields: Any) -> Any:
+        store.close()
+        asked.append(self)
+        return ask(self, *args, **fields)
+
+    asked: list[Connection] = []
+    monkeypatch.setattr(Connection, "ask", closed_meanwhile)
+    assert store.list() == [] and asked[0].closed

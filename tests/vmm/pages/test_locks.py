@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,14 +16,18 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
+from streamalloc.core.session import session_of
+from streamalloc.vmm.allocation_handles import allocations_of
 from streamalloc.vmm.pages import physical as physical_module
+from streamalloc.vmm.pages import space as space_module
 from streamalloc.vmm.pages import tiers
 from streamalloc.vmm.pages.physical import Page, PhysicalPages
 from streamalloc.vmm.pages.places import Parking, Places
 from streamalloc.vmm.pages.tiers import _Contents as Stored
 from streamalloc.vmm.tiers.queued import Work
 from tests.interleaving import interleaved
-from tests.support import names, read
+from tests.support import holds, names, read
+from tests.vmm.pages import support
 from tests.vmm.support import PAGE
 
 pytestmark = pytest.mark.simulated_only("threads of Python are the same on any driver")
@@ -364,6 +369,128 @@ def test_records_agree(stream: sa.Stream, name: str) -> None:
         world.check()
 
 
+class Beside(vmm.HostTier):
+    """A tier that calls a function before copies are queued, once; no lock is held then."""
+
+    def __init__(self, device: sa.Device, call: Callable[[], object]) -> None:
+        super().__init__(device)
+        self._calls = [call]
+
+    def _stored(self, nbytes: int) -> Stored:
+        calls = self._calls
+
+        class Contents(Stored):
+            def _copy(self, targets: Any, sources: Any, bases: Any, stream: sa.Stream) -> None:
+                while calls:
+                    calls.pop()()
+                super()._copy(targets, sources, bases, stream)
+
+        return Contents(self, nbytes, False)
+
+
+def test_room_of_a_released_page_is_not_used_before_its_copy_is_queued(stream: sa.Stream) -> None:
+    world = World(stream)
+    world.space.commit([0, 1])
+    for index in range(2):
+        support.page(world.space, index).fill(index + 1)
+
+    def use_room() -> None:
+        world.space.release(0, ())
+        world.space.swap_out(1, tier)
+
+    with Beside(stream.device, use_room) as tier:
+        world.space.swap_out(0, tier)
+        assert tier.used == PAGE
+        world.space.swap_in(1)
+        assert holds(support.page(world.space, 1), 2)
+    world.clear()
+    world.check()
+
+
+def test_a_page_that_is_about_to_be_swapped_in_is_not_prepared(
+    stream: sa.Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(space_module, "_BATCH", 1)
+    world = World(stream)
+    world.space.commit([0, 1])
+
+    def prepare() -> None:
+        world.space.release(1, ())
+        world.found.append(world.space._prepare([1]))  # committed then, it would lose its memory to the swap
+
+    with Beside(stream.device, int) as tier:
+        world.space.swap_out([0, 1], tier)
+        world.clear()
+        world.arena.trim(0)
+        tier._calls.append(prepare)
+        world.space.swap_in([0, 1])
+    assert world.found == [0] and world.space.committed.tolist() == [0]
+    world.clear()
+    world.check()
+
+
+def test_a_swap_that_fails_leaves_the_places_of_another_one(stream: sa.Stream) -> None:
+    world = World(stream)
+    another = Parking(world.places, Work(stream.device))
+    physical = world.physical
+    with vmm.HostTier(stream.device) as tier, pytest.MonkeyPatch.context() as patch:
+        world.space.commit(0)
+        world.space.swap_out(0, tier)
+        world.clear()
+        world.arena.trim(0)
+        physical.limit = 0
+        give_back = vmm.PageSpace._give_back
+
+        def begin_another(*args: Any) -> None:
+            with world.places.locked():
+                world.places.set_aside([0], another)
+            give_back(*args)
+
+        patch.setattr(vmm.PageSpace, "_give_back", begin_another)
+        with pytest.raises(sa.OutOfMemoryError):
+            world.space.swap_in(0)
+        assert world.places.parked == {0: another}
+        with world.places.locked():
+            world.places.unpark([0])
+        world.space.release(0, ())
+    world.check()
+
+
+class Growing(weakref.WeakSet[Any]):
+    """A set to which another thread adds while it is read."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for one in super().__iter__():
+            if len(self) == 1:
+                another.append(User())
+                self.add(another[-1])
+            yield one
+
+
+another: list[User] = []
+
+
+@pytest.mark.parametrize("reader", ["make_room", "resident", "settle", "give"])
+def test_an_arena_is_made_while_the_others_are_asked(stream: sa.Stream, tmp_path: Path, reader: str) -> None:
+    budget, user = vmm.PageBudget(tmp_path / "budget", PAGE), User()
+    allocations = allocations_of(session_of(stream))
+    group = vmm.SleepGroup(stream.device)
+    calls: dict[str, Callable[[], object]] = {
+        "make_room": allocations.make_room,
+        "resident": group.resident,
+        "settle": lambda: budget.settle(User()),
+        "give": lambda: budget._give(1),
+    }
+    user.claimed = 2 * PAGE
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(budget, "_users", Growing([user]))
+        patch.setattr(allocations, "recyclers", Growing([user]))
+        calls[reader]()
+    user.claimed = 0
+    budget.close()
+    group.close()
+
+
 class Copied:
     """A copy that has not completed."""
 
@@ -461,6 +588,9 @@ class User:
         return 0
 
     def give(self, nbytes: int) -> int:
+        return 0
+
+    def unmapped_bytes(self, location: object) -> int:
         return 0
 
 

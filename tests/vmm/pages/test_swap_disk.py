@@ -84,6 +84,17 @@ def test_many_small_blocks_take_few_writes(
         assert tier.used == 0
 
 
+def test_the_limit_counts_the_padding_of_small_blocks(device: sa.Device, stream: sa.Stream, tmp_path: Path) -> None:
+    size, limit = 512, 64 << 10
+    with vmm.DiskTier(device, tmp_path, limit) as tier, sa.allocate(17 * size, stream) as buffer:
+        stored = tier.save(buffer, range(16), size, stream)
+        header = 8192
+        assert tier._chunks[0].file.nbytes <= limit + header and tier.reserved == limit  # type: ignore[attr-defined]
+        with pytest.raises(sa.OutOfMemoryError):
+            tier.save(buffer, 16, size, stream)
+        stored.drop()
+
+
 @pytest.mark.parametrize("damage", ["changed", "truncated"])
 def test_a_damaged_page_is_named_and_the_others_return(
     space: vmm.PageSpace, arena: vmm.PageArena, tier: vmm.DiskTier, damage: str
@@ -295,14 +306,15 @@ def test_a_signal_handler_that_uses_the_same_pages(
     """It is refused, as it would wait for the call that it interrupts."""
     space.commit([0, 1])
     fill(space, [0, 1])
-    save = blocks.Stored.in_use
+    contents = type(tier._stored(PAGE))
+    save = contents.save
 
-    def handled(self: Any) -> Any:
+    def handled(*args: Any) -> None:
         with pytest.raises(sa.InUseError):
             space.swap_in(0)
-        return save(self)
+        save(*args)
 
-    monkeypatch.setattr(blocks.Stored, "in_use", handled)
+    monkeypatch.setattr(contents, "save", handled)
     assert space.swap_out([0, 1], tier) == 2
     monkeypatch.undo()
     assert space.swap_in([0, 1]) == 2 and values(space)[:2] == [1, 2]

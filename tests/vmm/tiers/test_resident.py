@@ -102,3 +102,10 @@ def test_memory_of_another_library_is_measured(device: sa.Device) -> None:
                 driver.cuMemFree(address)
         mine[0].close()
         arena.close()
+
+
+def test_a_figure_that_cannot_be_read_hides_no_error_of_the_block(device: sa.Device) -> None:
+    group = vmm.SleepGroup(device)
+    with pytest.raises(KeyError), group.measure("NCCL"):
+        group.close()
+        raise KeyError
