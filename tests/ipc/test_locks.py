@@ -660,6 +660,6 @@ class TestEnds:
             put(1)(it)
             return it
 
-        for it in interleaved(RemappableBuffer.set_chunks, make, put(2), put(3)):
+        for it in interleaved(RemappableBuffer.set_chunks, make, put(2), put(3), at="line"):
             assert it.nbytes == len(it.mappings) * PAGE == len(it._names) * PAGE
             it.close()

@@ -104,7 +104,7 @@ def test_two_calls_fail(machine: Any, step: str) -> None:
     met = set()
     for first in itertools.count(1):
         # Alone, and with one that comes soon after it, as those of the undo do.
-        for gap in (first % 2, 3, 1 << 40):
+        for gap in (first % 2 or 3, 1 << 40):
             account = Account(machine)
             outer = kind(inner := kind(account.driver))
             device = sa.Device(0, driver=outer)

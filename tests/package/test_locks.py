@@ -145,7 +145,7 @@ def test_a_hazard_that_two_threads_deliver_is_kept_once() -> None:
         with guard:
             kept.append(fresh)
 
-    for checked in interleaved(Checked._move_found, make, keep, keep):
+    for checked in interleaved(Checked._move_found, make, keep, keep, at="line"):
         assert sum(map(len, kept)) == len(checked.hazards) == len({id(hazard) for hazard in checked.hazards}) > 0
         kept.clear()
 

@@ -514,8 +514,8 @@ class TestFaults:
         monkeypatch.setattr(virtual_buffer, "_BATCH", 1)
         met = set()
         for first in itertools.count(1):
-            # Each of the next calls, which undo the step, and one of three of those that come later.
-            for later in itertools.chain(range(first, first + 4), itertools.count(first + 4, 3)):
+            # Each of the next calls, which undo the step, and one of five of those that come later.
+            for later in itertools.chain(range(first, first + 4), itertools.count(first + 4, 5)):
                 world = Faulted(machine)
                 before, act = STEPS[step]
                 if before is not None:

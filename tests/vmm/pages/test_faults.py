@@ -136,7 +136,7 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.simulated_only("calls that fail are the same on any driver")
 @pytest.mark.parametrize(("kind", "act"), [*members(CLASSES, PAGE_ACTS, inherited=False), *makers(MAKERS)])
 def test_each_call_fails_in_turn(machine: Any, kind: type, act: Any) -> None:
-    fails_in_turn(lambda: Paged(machine), kind, act, most=6)
+    fails_in_turn(lambda: Paged(machine), kind, act, most=5)
 
 
 MOVES: dict[str, Callable[[vmm.PageSpace, vmm.HostTier | vmm.DiskTier], Any]] = {
@@ -158,7 +158,7 @@ def test_each_call_of_a_move_fails(machine: Any, tmp_path: Path, name: str, kind
     device = sa.Device(0, driver=faults)
     with device.create_stream() as stream:
         seen = []
-        for nth in itertools.count(0, 1 if kind == "host" else 3):  # a swap to disk makes many calls
+        for nth in itertools.count(0, 2 if kind == "host" else 5):  # a swap to disk makes many calls
             with (
                 vmm.PageArena(device, limit=9 * PAGE) as arena,
                 arena.space(12 * PAGE, stream=stream) as space,

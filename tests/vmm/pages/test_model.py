@@ -193,7 +193,7 @@ def test_threads_share_an_arena(device: sa.Device) -> None:
 @in_a_thread
 def test_interrupts_at_any_point(machine: Any, tmp_path: Path) -> None:
     """At most one object is lost, and the space works on."""
-    for nth in itertools.count(1, 67):
+    for nth in itertools.count(1, 131):
         account = Account(machine)
         model = Model(account, 1, tmp_path)
         space = model.spaces[0]
