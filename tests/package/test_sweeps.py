@@ -35,7 +35,7 @@ from tests.support import GROWTH, MiB, end_what_was_dropped, in_a_thread
 
 PAGE = 2 * MiB
 DATA = np.zeros(PAGE, np.uint8)
-MANY = 24
+MANY = 14
 """Of an operation that makes more calls than so many, some fail."""
 CLASSES: list[type] = [
     sa.Device,

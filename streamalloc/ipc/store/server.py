@@ -92,8 +92,8 @@ class StoreServer(Closes):
         Another process of this user serves a store of this name.
     """
 
-    __slots__ = ("__weakref__", "_clients", "_holdings", "_listener", "_lock", "_selector", "_thread",
-                 "_wake", "name")  # fmt: skip
+    __slots__ = ("__weakref__", "_clients", "_holdings", "_listener", "_lock", "_process", "_selector",
+                 "_thread", "_wake", "name")  # fmt: skip
 
     def __init__(
         self,
@@ -107,6 +107,7 @@ class StoreServer(Closes):
         path = socket_path(name)
         self.name: str = name
         self._thread: threading.Thread | None = None
+        self._process = os.getpid()
         if limit is not None:
             checked_size("limit", limit)
         if evict and limit is None:
@@ -171,8 +172,8 @@ class StoreServer(Closes):
             os.write(self._wake[1].fileno(), b"s")
 
     def close(self) -> None:
-        """Stop, and release all memory that no reader has mapped; idempotent."""
-        if self.closed:
+        """Stop, and release all memory that no reader has mapped; idempotent. Without an effect in a forked child."""
+        if self.closed or self._process != os.getpid():
             return
         if self._thread is None:
             self._shut()

@@ -121,6 +121,15 @@ def test_clients(
     assert len(os.listdir("/proc/self/fd")) <= files + 8
 
 
+def test_a_forked_child_does_not_close_the_server(
+    server: ipc.StoreServer, store: ipc.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: 1)
+        server.close()
+    assert not server.closed and store.list() == []
+
+
 class TestServer:
     """The server in a process of its own."""
 
