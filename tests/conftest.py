@@ -144,9 +144,13 @@ def supported(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture
-def machine(streamalloc_machine: Any) -> Any:
+def machine(streamalloc_machine: Any, request: pytest.FixtureRequest, on_cuda: bool) -> Iterator[Any]:
     """The driver under test, as a user would name it; a fresh machine for each test where it is simulated."""
-    return streamalloc_machine
+    yield streamalloc_machine
+    if on_cuda or request.config.getoption("streamalloc_one_machine"):
+        # A test in which the call that restores this thread's capture mode fails leaves it relaxed.
+        modes = streamalloc_machine.CUstreamCaptureMode
+        streamalloc_machine.cuThreadExchangeStreamCaptureMode(modes.CU_STREAM_CAPTURE_MODE_GLOBAL)
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -31,14 +32,28 @@ def write(rig: Rig, stream: Any, number: int, *given: float) -> str:
     return said(rig.raw.cuStreamSetAttribute(stream, attribute(rig, number), wanted))
 
 
+def on_both(rig: Rig, check: Callable[[Any], None]) -> None:
+    """Check a stream and a new thread's own default stream, whose attributes no test has set."""
+
+    def in_thread() -> None:
+        value(rig.raw.cuCtxSetCurrent(rig.context))
+        check(rig.per_thread)
+
+    check(rig.stream())
+    in_new_thread(in_thread)
+
+
 @pytest.mark.usefixtures("same_architecture")
 def test_defaults(rig: Rig) -> None:
-    """Also of the default streams; other attributes are those of launches."""
-    for stream in (rig.stream(), rig.per_thread):
+    """Also of a default stream; other attributes are those of launches."""
+
+    def check(stream: Any) -> None:
         assert {number: read(rig, stream, number) for number in FORMATS} == DEFAULTS
         for one in rig.raw.CUstreamAttrID:
             if int(one) not in FORMATS:
                 assert said(rig.raw.cuStreamGetAttribute(stream, one)) == "INVALID_VALUE"
+
+    on_both(rig, check)
 
 
 ACCEPTED: list[tuple[int, tuple[float, ...], tuple[float, ...]]] = [
@@ -67,14 +82,14 @@ REFUSED: list[tuple[int, tuple[float, ...]]] = [
 @pytest.mark.usefixtures("same_architecture")
 @pytest.mark.parametrize(("number", "given", "kept"), ACCEPTED)
 def test_what_can_be_set(rig: Rig, number: int, given: tuple[float, ...], kept: tuple[float, ...]) -> None:
-    for stream in (rig.stream(), rig.per_thread):
-        before = read(rig, stream, number)
+
+    def check(stream: Any) -> None:
         assert write(rig, stream, number, *given) == "SUCCESS"
         assert read(rig, stream, number) == kept
         if number == PRIORITY:
             assert value(rig.raw.cuStreamGetPriority(stream)) == kept[0]
-        elif before != (-1,):  # no policy cannot be set again
-            write(rig, stream, number, *before)
+
+    on_both(rig, check)
 
 
 @pytest.mark.usefixtures("same_architecture")
