@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.facts.support import BLOCKING, LEGACY, NON_BLOCKING, Rig, said, value
+from tests.facts.support import BLOCKING, LEGACY, NON_BLOCKING, Rig, in_new_thread, said, value
 
 
 class TestCreation:
@@ -45,6 +45,18 @@ class TestCreation:
         legacy, legacy_again, *others = [int(value(raw.cuStreamGetId(stream))) for stream in streams]
         assert legacy == legacy_again
         assert len({legacy, *others}) == 4
+
+    def test_each_thread_has_a_default_stream_of_its_own(self, rig: Rig) -> None:
+        """Also a thread to which the system gives the number of one that has ended."""
+        seen: list[int] = []
+
+        def ask() -> None:
+            value(rig.raw.cuCtxSetCurrent(rig.context))
+            seen.append(int(value(rig.raw.cuStreamGetId(rig.per_thread))))
+
+        for _ in range(4):
+            in_new_thread(ask)
+        assert len({*seen, int(value(rig.raw.cuStreamGetId(rig.per_thread)))}) == 5
 
 
 class TestWaiting:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
 from .blocks import Block
+from .call_lock import Caller
 from .constants import LEGACY_STREAM, PER_THREAD_STREAM, new_handle
 from .errors import Fault
 from .graph_memory import DeviceGraphMemory
@@ -64,7 +66,8 @@ class Context:
         self._timeline = timeline
         self._by_handle = by_handle  # the streams of all contexts
         self._legacy: Stream | None = None
-        self._per_thread: dict[int, Stream] = {}
+        self._per_thread: dict[int, tuple[weakref.ref[Caller], Stream]] = {}
+        """By the number of the thread, which a later thread can have, too."""
         self._marks: Stream | None = None
 
     def check(self) -> None:
@@ -82,10 +85,16 @@ class Context:
 
     @property
     def per_thread(self) -> Stream:
-        ident = self._timeline.caller.ident
-        stream = self._per_thread.get(ident)
-        if stream is None:
-            stream = self._per_thread[ident] = self._new_stream(PER_THREAD_STREAM, True, 0)
+        """The per-thread default stream of the calling thread, which ends with the thread."""
+        caller = self._timeline.caller
+        found = self._per_thread.get(caller.ident)
+        if found is not None:
+            if found[0]() is caller:
+                return found[1]
+            self._leave(found[1])
+            self._timeline.retire(found[1])
+        stream = self._new_stream(PER_THREAD_STREAM, True, 0)
+        self._per_thread[caller.ident] = weakref.ref(caller), stream
         return stream
 
     @property
@@ -115,6 +124,10 @@ class Context:
     def forget(self, stream: Stream) -> None:
         """Forget a destroyed stream. Its queued work still runs."""
         del self.streams[stream.handle], self._by_handle[stream.handle]
+        self._leave(stream)
+
+    def _leave(self, stream: Stream) -> None:
+        """Keep the clock of a stream that ends."""
         self.retired[stream.id] = stream.seq
         merge(self.retired, stream.clock)
         if stream.legacy is not None and stream.legacy.peers is not None:
@@ -126,7 +139,7 @@ class Context:
 
     def all_streams(self) -> list[Stream]:
         own = [stream for stream in (self._legacy, self._marks) if stream is not None]
-        return [*own, *self._per_thread.values(), *self.streams.values()]
+        return [*own, *(stream for _, stream in self._per_thread.values()), *self.streams.values()]
 
     def clock(self) -> Clock:
         """The clock of all work that was ever submitted in the context."""
