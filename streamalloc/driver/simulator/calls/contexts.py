@@ -60,7 +60,7 @@ class ContextCalls(Calls):
     def cuInit(self, Flags: UnsignedInt) -> None:
         check(Flags == 0)
         if not self._machine.ready:
-            self._machine.hide_devices()
+            self._machine.see_devices()
         self._machine.ready = True
 
     def cuDriverGetVersion(self) -> int:
