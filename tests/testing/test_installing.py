@@ -8,7 +8,6 @@ import subprocess
 import sys
 import textwrap
 import types
-import uuid
 import warnings
 from pathlib import Path
 from typing import Any
@@ -92,22 +91,6 @@ class TestInstall:
             assert cuda.cuInit(0)[0] == cuda.CUresult.CUDA_ERROR_NO_DEVICE
             assert runtime().cudaGetDeviceCount()[0] == runtime().cudaError_t.cudaErrorNoDevice
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-
-    def test_ids_of_devices(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        with testing.install(sd.simulated(devices=2, name="ids")):
-            cuda.cuInit(0)
-            ids = [str(uuid.UUID(bytes=uuid_of(cuda, number))) for number in range(2)]
-        for visible in (f"GPU-{ids[1]}", f"GPU-{ids[1][:8]}"):
-            with testing.install(sd.simulated(devices=2, name="ids")):
-                monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-                cuda.cuInit(0)
-                assert str(uuid.UUID(bytes=uuid_of(cuda, 0))) == ids[1]
-
-    def test_a_device_named_twice(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        with testing.install(sd.simulated(devices=2)):
-            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,0")
-            with pytest.raises(NotImplementedError, match="0,0, which names a device twice"):
-                cuda.cuInit(0)
 
     def test_a_machine_that_is_in_nobodys_place(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("STREAMALLOC_DRIVER", raising=False)

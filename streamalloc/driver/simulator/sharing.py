@@ -112,11 +112,7 @@ class Sharing:
         check(label.kind == kind, Result.CUDA_ERROR_NOT_SUPPORTED)
         if label.place.type != Location.DEVICE:
             raise NotModelled(f"importing a {kind} of host memory" if kind == "pool" else "importing host memory")
-        ordinal = self.names.seen(label.place.id) if local else HIDDEN
-        not_modelled(
-            kind == "pool" and ordinal == HIDDEN, "importing a pool of a device that this process does not see"
-        )
-        return label._replace(place=device_place(ordinal))
+        return label._replace(place=device_place(self.names.seen(label.place.id) if local else HIDDEN))
 
     # -- fabric handles --------------------------------------------------------------------------------------
 
