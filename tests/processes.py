@@ -205,7 +205,9 @@ class Partner:
     """The other process, seen from here."""
 
     def __init__(self, on_cuda: bool, fresh: bool = False, **machine: Any) -> None:
-        """``fresh``: an interpreter of its own, which ends as programs do. ``machine``: arguments of ``simulated``."""
+        """``fresh``: an interpreter of its own, which ends as programs do. ``machine``: arguments of ``simulated``, and
+        ``visible``, the value of ``CUDA_VISIBLE_DEVICES`` there.
+        """
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(SECONDS)
         self._process: Any
@@ -421,6 +423,9 @@ class There:
     """State for functions that run in the other process."""
 
     def __init__(self, on_cuda: bool, machine: dict[str, Any]) -> None:
+        if "visible" in machine:
+            os.environ["CUDA_VISIBLE_DEVICES"] = machine.pop("visible")
+            os.environ["STREAMALLOC_DRIVER"] = "cuda" if on_cuda else "simulated"
         self.driver: Any = sd.real() if on_cuda else sd.simulated(**machine)
         self.device = sa.Device(0, driver=self.driver)
         self.stream = self.device.create_stream()

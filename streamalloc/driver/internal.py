@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     )
     from streamalloc.driver.simulator.reading import UnreadableMachineError, read_profile
     from streamalloc.driver.simulator.runtime import Runtime
+    from streamalloc.driver.simulator.visibility import VISIBLE, inherited
     from streamalloc.driver.wrappers import Wrapper
 
 # Modules that are imported on first use, to keep the import of the package fast.
@@ -43,6 +44,7 @@ _LATER = {
         ("current_launch", "device_global", "device_view", "kernel", "unregister_kernel"), "simulator.kernels.registry"
     ),
     **dict.fromkeys(("UnreadableMachineError", "read_profile"), "simulator.reading"),
+    **dict.fromkeys(("VISIBLE", "inherited"), "simulator.visibility"),
     **dict.fromkeys(("Stack", "here", "line_of", "lines"), "checker.reports"),
 }
 

@@ -15,7 +15,16 @@ from typing import Any
 
 import streamalloc.driver as sd
 from streamalloc.driver import Driver
-from streamalloc.driver.internal import Runtime, as_asked, cuda, default_of_threads, read_choice, runtime
+from streamalloc.driver.internal import (
+    VISIBLE,
+    Runtime,
+    as_asked,
+    cuda,
+    default_of_threads,
+    inherited,
+    read_choice,
+    runtime,
+)
 from streamalloc.testing.compiled import watch_imports
 
 VARIABLE = "STREAMALLOC_INSTALL"
@@ -48,8 +57,10 @@ def install(machine: Driver | None = None, *, kernels: Iterable[str] = ()) -> It
     What calls CUDA's C libraries itself (CuPy, PyTorch, cuda.core, ctypes) does not see the machine. Where such a
     library is imported in the block, a :class:`RuntimeWarning` says so.
 
-    ``CUDA_VISIBLE_DEVICES`` that is set in the block shows the first devices of the machine (``0``, ``0,1`` ...); other
-    values are refused. A value from before names this computer's GPUs, and is taken away until the end of the block.
+    ``CUDA_VISIBLE_DEVICES`` hides devices of the machine if the program has set it before it initialises the driver:
+    in the process itself or, from the block, for child processes. The value with which the first process began names
+    this computer's GPUs. It does not count, and is taken away until the end of the block. The same rule holds for the
+    machine that ``STREAMALLOC_DRIVER`` names, but there each process sets its own value.
 
     Parameters
     ----------
@@ -85,10 +96,10 @@ def install(machine: Driver | None = None, *, kernels: Iterable[str] = ()) -> It
             setattr(holder, name, stand_in)
         undo.callback(sd.set_default, default_of_threads())
         sd.set_default(driver)
-        hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-        if hidden is not None and VARIABLE not in os.environ:  # in a child process the program has set it
-            undo.callback(_set_variable, "CUDA_VISIBLE_DEVICES", hidden)
-            del os.environ["CUDA_VISIBLE_DEVICES"]
+        hidden = os.environ.get(VISIBLE)
+        if hidden is not None and hidden == inherited() and VARIABLE not in os.environ:
+            undo.callback(_set_variable, VISIBLE, hidden)
+            del os.environ[VISIBLE]
         variables = {VARIABLE: settings, KERNELS: os.pathsep.join(files), "PYTHONPATH": _search_path()}
         for variable, value in variables.items():
             undo.callback(_set_variable, variable, os.environ.get(variable))

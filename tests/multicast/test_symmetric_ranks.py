@@ -27,11 +27,12 @@ pytestmark = pytest.mark.simulated_only("the ranks are threads, each with a mach
 POSIX, FABRIC = sa.MemHandleType.POSIX_FILE_DESCRIPTOR, sa.MemHandleType.FABRIC
 
 
-def test_ranks_that_do_not_see_each_other_s_devices() -> None:
-    """As where CUDA_VISIBLE_DEVICES shows each process its own."""
+@pytest.mark.parametrize("multicast", [False, True], ids=["unicast", "multicast"])
+def test_ranks_that_do_not_see_each_other_s_devices(monkeypatch: pytest.MonkeyPatch, multicast: bool) -> None:
+    monkeypatch.setenv("STREAMALLOC_INSTALL", "simulated")
 
     def use(rank: Rank) -> tuple[bool, list[tuple[bool, int]]]:
-        with rank.memory(multicast=False) as memory:
+        with rank.memory(multicast=multicast) as memory:
             places = [(buffer.location.seen, buffer.stream.device.ordinal) for buffer in memory.buffers]
             memory.buffers[rank.number].copy_from(memory.buffers[1 - rank.number])
             rank.device.synchronize()
@@ -39,9 +40,10 @@ def test_ranks_that_do_not_see_each_other_s_devices() -> None:
             return reaches_all(rank, memory), places
 
     with Crew(2) as crew:
-        crew.ranks[0].machine = sd.simulated(devices=1, name="one machine")
-        crew.ranks[1].machine = sd.simulated(devices=2, name="one machine")
-        for rank in crew.ranks:
+        for rank, visible in zip(crew.ranks, ("1", "1,0"), strict=True):
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+            rank.machine = sd.simulated(devices=2, name="one machine")
+            rank.machine.cuInit(0)
             rank.fail("")
         assert crew.run(use) == [(True, [(True, 0), (False, 0)]), (True, [(True, 1), (True, 1)])]
         assert crew.left == [{}] * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import textwrap
 import types
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +19,14 @@ import streamalloc.driver as sd
 from streamalloc import testing
 from streamalloc.cli import main
 from streamalloc.driver.bindings import cuda, runtime
+from tests.processes import finished, python
 from tests.testing.conftest import Run
+
+
+def uuid_of(driver: Any, device: int) -> bytes:
+    _, struct = driver.cuDeviceGetUuid(device)
+    return ctypes.string_at(int(struct.getPtr()), 16)
+
 
 pytestmark = pytest.mark.simulated_only("it replaces the real driver")
 
@@ -61,34 +70,61 @@ class TestInstall:
         with pytest.raises(TypeError, match="kernels='one': must be a list"), testing.install(kernels="one"):
             pass
 
-    @pytest.mark.parametrize(("visible", "count"), [("", 3), ("0", 1), ("0,1", 2), ("0,1,2", 3)])
-    def test_devices_that_the_environment_hides(
-        self, monkeypatch: pytest.MonkeyPatch, visible: str, count: int
+    @pytest.mark.parametrize(("visible", "shown"), [("1", [1]), ("2,0", [2, 0]), ("0,1,2", [0, 1, 2]), ("0,5,1", [0])])
+    def test_devices_that_the_program_hides(
+        self, monkeypatch: pytest.MonkeyPatch, visible: str, shown: list[int]
     ) -> None:
-        with testing.install(sd.simulated(devices=3)):
+        with testing.install(sd.simulated(devices=3, name="whole")) as whole:
+            whole.cuInit(0)
+            ids = [uuid_of(whole, number) for number in range(3)]
+        with testing.install(sd.simulated(devices=3, name="whole")):
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)  # the driver reads it when it is initialised
-            assert runtime().cudaGetDeviceCount()[1] == cuda.cuDeviceGetCount()[1] == count
-            assert runtime().cudaSetDevice(count)[0] == runtime().cudaError_t.cudaErrorInvalidDevice
+            assert runtime().cudaGetDeviceCount()[1] == cuda.cuDeviceGetCount()[1] == len(shown)
+            assert runtime().cudaSetDevice(len(shown))[0] == runtime().cudaError_t.cudaErrorInvalidDevice
             monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
             cuda.cuInit(0)
-            assert cuda.cuDeviceGetCount()[1] == count
+            assert [uuid_of(cuda, number) for number in range(len(shown))] == [ids[number] for number in shown]
 
-    @pytest.mark.parametrize("visible", ["1", "1,0", "0,0", "0,1,2", "GPU-5", "-1", "0,"])
-    def test_devices_that_the_environment_names_otherwise(self, monkeypatch: pytest.MonkeyPatch, visible: str) -> None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    def test_no_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with testing.install():
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+            assert cuda.cuInit(0)[0] == cuda.CUresult.CUDA_ERROR_NO_DEVICE
+            assert runtime().cudaGetDeviceCount()[0] == runtime().cudaError_t.cudaErrorNoDevice
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+
+    def test_a_machine_that_is_in_nobodys_place(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("STREAMALLOC_DRIVER", raising=False)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
         own = sd.simulated(devices=2)
         own.cuInit(0)
-        assert own.cuDeviceGetCount()[1] == 2  # it is in nobody's place
-        with testing.install(sd.simulated(devices=2)):
-            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-            with pytest.raises(NotImplementedError, match=f"DEVICES={visible}: of 2"):
-                cuda.cuInit(0)
+        assert own.cuDeviceGetCount()[1] == 2
 
-    def test_what_hides_the_devices_of_this_computer(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-        with testing.install(sd.simulated(devices=2)):
-            assert runtime().cudaGetDeviceCount()[1] == 2
-        assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"
+    @pytest.mark.parametrize("default", ["cuda", "simulated:3"])
+    def test_the_value_with_which_the_process_began(self, default: str) -> None:
+        """It names this computer's GPUs. One that the program sets, or a parent with the machine, counts."""
+        code = """
+import contextlib, os, subprocess, sys
+import streamalloc as sa, streamalloc.driver as sd
+from streamalloc import testing
+show = "import streamalloc as sa; print(sa.Device.count())"
+own = os.environ["STREAMALLOC_DRIVER"] != "cuda"
+def count(value=None):
+    if value:
+        os.environ["CUDA_VISIBLE_DEVICES"] = value
+    with contextlib.nullcontext() if own else testing.install(sd.simulated(devices=3)):
+        print(sa.Device.count())
+        if not own:
+            subprocess.run([sys.executable, "-c", show], check=True)
+            subprocess.run([sys.executable, "-c", show], check=True, env=dict(os.environ, CUDA_VISIBLE_DEVICES="1,0"))
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == (value or "7")
+count(*sys.argv[1:])
+"""
+        ran = [
+            finished(python(code, *value), CUDA_VISIBLE_DEVICES="7", STREAMALLOC_DRIVER=default) for value in ((), "2")
+        ]
+        assert [one.stderr for one in ran] == ["", ""]
+        expected = [["3"], ["1"]] if default != "cuda" else [["3", "3", "2"], ["1", "1", "2"]]
+        assert [one.stdout.split() for one in ran] == expected
 
     def test_a_wrapped_machine(self) -> None:
         traced = sd.traced(sd.simulated())

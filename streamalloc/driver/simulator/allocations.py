@@ -173,7 +173,7 @@ def is_reachable(allocation: Allocation, context: Context) -> bool:
     """
     ordinal = context.device.ordinal
     if allocation.pool is not None:
-        return allocation.pool.accessible(ordinal)
+        return allocation.pool.usable(ordinal)
     peer = allocation.context is not None and allocation.context.handle in context.peers
     return allocation.device in (None, ordinal) or peer or allocation.managed
 

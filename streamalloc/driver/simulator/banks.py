@@ -83,10 +83,6 @@ class Banks:
             address = reservation.end
         return True
 
-    def close(self) -> None:
-        for bank in (self.host, *self.devices):
-            bank.close()
-
 
 class Space(Arena):
     """An arena with a line of addresses and chunks of memory under it, and the bank that memory is taken from."""

@@ -43,6 +43,7 @@ class Caller:
     contexts: list[Any] = field(default_factory=list)
     """The context stack, the current context last."""
     capture_mode: int = 0
+    in_kernel: bool = False
 
 
 class WaitEnded(BaseException):

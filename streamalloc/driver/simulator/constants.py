@@ -57,6 +57,8 @@ class Place:
         return self.id if self.type == Location.DEVICE else None
 
 
+HIDDEN = -2
+"""CU_DEVICE_INVALID: ordinal of a device that CUDA_VISIBLE_DEVICES hides."""
 NOWHERE = Place(Location.NONE, 0)
 HOST = Place(Location.HOST, 0)
 """Location that holds the host's access rights; HOST and HOST_NUMA 0 share them (observed on H200: test_host_mappings).

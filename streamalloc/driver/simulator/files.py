@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from .constants import NOWHERE, Place
+from .constants import HIDDEN, NOWHERE, Place
 from .memory import Physical
 
 _NAME = re.compile(r"/memfd:streamalloc:(\w+):([0-9a-f]{24}):([0-9a-f]{16}):(\d+)\.(\d+)\.(\d+) \(deleted\)")
@@ -123,7 +123,9 @@ def is_locked(fd: int, first: int, count: int = 1) -> bool:
 class Names:
     """Makes the labels of a machine's files. ``host`` is the machine's name in its IMEX domain; "": it is alone."""
 
-    def __init__(self, identity: str, host: str = "") -> None:
+    def __init__(self, identity: str, host: str = "", devices: int = 1) -> None:
+        self.numbers: list[int] = list(range(devices))
+        """The machine's number of each device that the process sees."""
         self.domain: str = hashlib.sha256(identity.encode()).hexdigest()[:16]
         self.host: int = int(hashlib.sha256(host.encode()).hexdigest()[:8], 16) if host else 0
         self.machine: str = f"{self.domain}{self.host:08x}"
@@ -132,7 +134,8 @@ class Names:
 
     def new(self, kind: str, place: Place, compression: int = 0) -> Label:
         """The label of a new file that can be shared."""
-        return Label(kind, self.machine, os.urandom(8).hex(), place, compression)
+        there = place if place.device is None else Place(place.type, self.of_machine(place.id))
+        return Label(kind, self.machine, os.urandom(8).hex(), there, compression)
 
     def own(self, kind: str, place: Place = NOWHERE) -> Label:
         """The label of a file with device memory or events, which others find by process and descriptor."""
@@ -140,7 +143,15 @@ class Names:
 
     def number(self, ordinal: int) -> int:
         """The number of a device of this machine, unique in the domain."""
-        return self.host << 32 | ordinal
+        return self.host << 32 | self.of_machine(ordinal)
+
+    def of_machine(self, ordinal: int) -> int:
+        """The machine's number of a device."""
+        return HIDDEN if ordinal == HIDDEN else self.numbers[ordinal]
+
+    def seen(self, number: int) -> int:
+        """The ordinal of a device of the machine; :data:`HIDDEN` for one that the process does not see."""
+        return self.numbers.index(number) if number in self.numbers else HIDDEN
 
     def is_own(self, process: int, owner: int) -> bool:
         return owner == self.owner and process == os.getpid()

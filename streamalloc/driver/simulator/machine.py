@@ -10,13 +10,13 @@ import threading
 import weakref
 from collections.abc import Callable
 
-from . import call_lock
+from . import call_lock, visibility
 from .allocations import Allocation, Allocations, DeviceMemory, HostMemory, Managed, ManagedMemory, OpenedMemory
 from .arrays import Arrays
 from .banks import Banks
 from .constants import LEGACY_STREAM, PER_THREAD_STREAM, device_place
 from .contexts import Context, Device
-from .errors import BrokenMachineError, Fault, Result, need, not_modelled
+from .errors import BrokenMachineError, Fault, Result, check, need
 from .events import Event
 from .files import HOST_BANK, Names, Usage
 from .graph_memory import DeviceGraphMemory
@@ -57,12 +57,13 @@ class Machine:
         self.thread: threading.local = threading.local()
         """``caller``: the :class:`Caller` of the thread, from its first call on."""
         self._context_numbers = itertools.count(1)
-        names, timeline = Names(spec.identity, spec.host_name), self.timeline
+        self.names: Names = Names(spec.identity, spec.host_name, spec.devices)
+        names, timeline = self.names, self.timeline
         host = Bank(self.profile.host_memory, addresses=self.profile.host_pool_addresses)
         banks = Banks(host, [self._bank() for _ in range(spec.devices)])
         self.banks: Banks = banks
         self.devices: list[Device] = [self._device(names, *numbered) for numbered in enumerate(banks.devices)]
-        self._all_devices = list(self.devices)
+        self._all_devices = tuple(self.devices)
         banks.alone = spec.devices == 1 and not self.devices[0].attributes["MULTICAST_SUPPORTED"]
         for device in self.devices:
             device.primary = self.create_context(device, primary=True)
@@ -76,8 +77,7 @@ class Machine:
         banks.arenas.on_add = self.allocations.forget_registered
         self.managed: Managed = Managed(banks, self.allocations)
         self.arrays: Arrays = Arrays()
-        poolless = frozenset(one.ordinal for one in self.devices if not one.attributes.get("MEMORY_POOLS_SUPPORTED"))
-        self.pools: Pools = Pools(names, banks, timeline, poolless)
+        self.pools: Pools = Pools(names, banks, timeline)
         self.graphs: Graphs = Graphs(self.devices)
         self.modules: Modules = Modules(spec.kernels == "ignore")
         self.virtual: VirtualMemory = VirtualMemory(names, banks, self.allocations, timeline, self.profile.page)
@@ -111,19 +111,18 @@ class Machine:
         graphs = DeviceGraphMemory(banks, bank)
         return Device(ordinal, bank, digest, attributes, regions, heap, pinned, graphs)
 
-    def hide_devices(self) -> None:
-        """Keep the devices that CUDA_VISIBLE_DEVICES names, where the machine has the place of the driver. An empty
-        value hides the real devices of this computer.
-        """
-        given = os.environ.get("CUDA_VISIBLE_DEVICES") if os.environ.get("STREAMALLOC_INSTALL") else None
-        visible = [int(name) if name.strip().isdecimal() else -1 for name in given.split(",")] if given else []
-        most = len(self.devices)
-        first_ones = visible == list(range(len(visible))) and len(visible) <= most
-        not_modelled(
-            not first_ones, f"CUDA_VISIBLE_DEVICES={given}: of {most} simulated devices, only the first can be"
+    def see_devices(self) -> None:
+        """Find the devices of this process. Files, links and attributes have the machine's numbers of devices."""
+        found = visibility.visible(visibility.chosen(), [device.uuid for device in self._all_devices])
+        check(found, Result.CUDA_ERROR_NO_DEVICE)
+        self.names.numbers[:] = found
+        self.devices[:] = [self._all_devices[number] for number in found]
+        self.banks.devices[:] = [device.bank for device in self.devices]
+        for ordinal, device in enumerate(self.devices):
+            device.ordinal = ordinal
+        self.pools.poolless = frozenset(
+            device.ordinal for device in self.devices if not device.attributes.get("MEMORY_POOLS_SUPPORTED")
         )
-        if visible:
-            del self.devices[len(visible) :]
 
     # -- life ------------------------------------------------------------------------------------------------
 
@@ -146,7 +145,8 @@ class Machine:
         self.multicast.close()
         self.virtual.close()
         self.sharing.close()
-        self.banks.close()
+        for bank in (self.banks.host, *(device.bank for device in self._all_devices)):
+            bank.close()
         if self.usage is not None:
             self.usage.close()
 
@@ -209,7 +209,7 @@ class Machine:
 
     def link(self, source: int, target: int) -> Link:
         """The link of a device to another one's memory."""
-        found = self.profile.link(source, target)
+        found = self.profile.link(self.names.of_machine(source), self.names.of_machine(target))
         return need(found, f"the link of devices {source} and {target}, which this profile does not have")
 
     def has_access(self, source: int, target: int) -> bool:

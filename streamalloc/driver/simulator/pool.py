@@ -12,7 +12,7 @@ from typing import Any
 from .allocator import Line
 from .banks import Banks, Space
 from .blocks import HEAP, Block, round_up
-from .constants import ALIGNMENT, CHUNK, PINNED, READ_WRITE, Handle, Location, Place, new_handle
+from .constants import ALIGNMENT, CHUNK, HIDDEN, PINNED, READ_WRITE, Handle, Location, Place, new_handle
 from .errors import Fault, Result, check, need, operating_system
 from .files import Label, Names
 from .memory import Physical, Reservation
@@ -50,8 +50,14 @@ class Accessible:
     managed: bool
 
     def accessible(self, device: int) -> bool:
-        """Whether work of ``device`` may touch this memory."""
+        """Whether ``device`` has access to this memory."""
         return device == self.device or self.access.get(device, 0) == READ_WRITE or self.managed
+
+    def usable(self, device: int) -> bool:
+        """Whether work of ``device`` may touch this memory: any of a device that the process does not see (observed on
+        H200: test_visible_devices).
+        """
+        return self.accessible(device) or self.device == HIDDEN
 
 
 @dataclass(eq=False)

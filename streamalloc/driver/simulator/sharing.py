@@ -21,7 +21,7 @@ from weakref import WeakValueDictionary
 from .allocations import Allocation, Allocations, OpenedMemory, PoolMemory
 from .banks import Banks
 from .blocks import USED, Block
-from .constants import BLOCK, HANDLE_BYTES, Location, Place
+from .constants import BLOCK, HANDLE_BYTES, HIDDEN, Location, device_place
 from .contexts import Context, Device
 from .errors import Fault, NotModelled, Result, check, need, not_modelled, operating_system
 from .events import TABLE_BYTES, Event, EventTable, SharedEvent
@@ -29,9 +29,6 @@ from .files import Label, Names, has_ended, is_locked, lock, reach, recognise
 from .memory import Physical, Reservation
 from .pool import ImportedPool, Pool
 from .timeline import Timeline
-
-_INVALID_DEVICE = -2  # CU_DEVICE_INVALID
-
 
 # -- 64 bytes ------------------------------------------------------------------------------------------------
 
@@ -115,11 +112,7 @@ class Sharing:
         check(label.kind == kind, Result.CUDA_ERROR_NOT_SUPPORTED)
         if label.place.type != Location.DEVICE:
             raise NotModelled(f"importing a {kind} of host memory" if kind == "pool" else "importing host memory")
-        if not local or label.place.id >= len(self.devices):
-            not_modelled(kind == "pool", "importing a pool of a device that this process does not have")
-            # so it is where CUDA_VISIBLE_DEVICES hides the device (seen on H200; no test can hide one)
-            return label._replace(place=Place(Location.DEVICE, _INVALID_DEVICE))
-        return label
+        return label._replace(place=device_place(self.names.seen(label.place.id) if local else HIDDEN))
 
     # -- fabric handles --------------------------------------------------------------------------------------
 
@@ -243,7 +236,7 @@ class Sharing:
             finally:
                 physical.close()
         self.banks.arenas.add(reservation)
-        return OpenedBlock(reservation, need(recognise(fd)).place.id)
+        return OpenedBlock(reservation, self.names.seen(need(recognise(fd)).place.id))
 
     def _unmap_block(self, block: OpenedBlock) -> None:
         self.banks.arenas.remove(block.reservation)

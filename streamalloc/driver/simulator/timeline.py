@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from . import call_lock
+from .errors import DeadlockError
 
 Clock = dict[int, int]
 """Stream id -> sequence number."""
@@ -451,6 +452,8 @@ class Timeline:
             while not finished():
                 if self.closed:
                     return
+                if caller.in_kernel:
+                    raise DeadlockError("a kernel waits for work, which may be its own end")
                 if self._random is None and self.pump():
                     continue
                 often = polled or any(stream.queue and stream.queue[0].polled for stream in self._busy.values())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import io
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -167,6 +169,21 @@ def test_untyped_arguments_need_types(raw: Any, function: Any) -> None:
         testing.unregister_kernel("untyped")
 
 
+@pytest.mark.parametrize("words", [(1, 0, 2, 0x1000, 0), (1, 0x1000, 2, 0x1000, 0)])
+def test_extra_that_leads_nowhere(raw: Any, scale: list[Any], words: tuple[int, ...]) -> None:
+    extra = np.array(words, np.uint64)
+    with pytest.raises(NotImplementedError, match="extra where nothing lies"):
+        launch(raw, load(raw), 0, extra.ctypes.data)
+
+
+def test_only_functions_have_names() -> None:
+    for wrong in (None, b"bytes", 5):
+        with pytest.raises(TypeError, match="must be a str"):
+            testing.kernel(wrong)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="must be a function, got 5"):
+        testing.kernel("five")(5)  # type: ignore[type-var]
+
+
 def test_types_are_those_of_ctypes_or_numpy() -> None:
     for wrong in (int, object, "no type"):
         with pytest.raises(TypeError, match="no type of ctypes or NumPy"):
@@ -230,6 +247,36 @@ def test_a_kernel_that_raises_loses_the_context(
         testing.unregister_kernel("fails")
         raw.cuDevicePrimaryCtxReset(0)
     assert "in fail" in capfd.readouterr().err
+
+
+def test_a_kernel_that_waits(raw: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    context = ok(raw.cuCtxGetCurrent())
+
+    @testing.kernel("waits", types=[])
+    def wait() -> None:
+        ok(raw.cuCtxSetCurrent(context))
+        raw.cuCtxSynchronize()
+
+    try:
+        ok(launch(raw, load(raw, b"waits"), None))
+        assert raw.cuCtxSynchronize() == (cuda.CUresult.CUDA_ERROR_LAUNCH_FAILED,)
+    finally:
+        testing.unregister_kernel("waits")
+        raw.cuDevicePrimaryCtxReset(0)
+    assert "DeadlockError: a kernel waits for work" in capfd.readouterr().err
+
+
+def test_a_kernel_that_raises_where_nothing_can_be_printed(raw: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr(sys, "stderr", closed)
+    testing.kernel("fails", types=[])(lambda: 1 / 0)
+    try:
+        ok(launch(raw, load(raw, b"fails"), None))
+        assert raw.cuCtxSynchronize() == (cuda.CUresult.CUDA_ERROR_LAUNCH_FAILED,)
+    finally:
+        testing.unregister_kernel("fails")
+        raw.cuDevicePrimaryCtxReset(0)
 
 
 def test_a_view_is_what_was_declared(raw: Any) -> None:

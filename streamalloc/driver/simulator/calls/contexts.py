@@ -5,6 +5,7 @@ between them.
 from __future__ import annotations
 
 import ctypes
+import re
 from typing import Any
 
 from streamalloc.driver.bindings import cuda
@@ -25,6 +26,9 @@ def _names(enum: Any, prefix: str) -> dict[int, str]:
 
 _DEVICE_ATTRIBUTES = _names(cuda.CUdevice_attribute, "CU_DEVICE_ATTRIBUTE_")
 _PEER_ATTRIBUTES = _names(cuda.CUdevice_P2PAttribute, "CU_DEVICE_P2P_ATTRIBUTE_")
+
+
+_PCI = re.compile(rb"(?:([0-9a-f]{1,8}):)?([0-9a-f]{1,2}):([0-9a-f]{1,2})(?:\.[0-9a-f])?$")
 
 
 def _pci(device: Device) -> str:
@@ -60,7 +64,7 @@ class ContextCalls(Calls):
     def cuInit(self, Flags: UnsignedInt) -> None:
         check(Flags == 0)
         if not self._machine.ready:
-            self._machine.hide_devices()
+            self._machine.see_devices()
         self._machine.ready = True
 
     def cuDriverGetVersion(self) -> int:
@@ -124,11 +128,14 @@ class ContextCalls(Calls):
         return (name + b"\0").ljust(length, b" ")
 
     def cuDeviceGetByPCIBusId(self, pciBusId: Any) -> Any:
-        """By the name that cuDeviceGetPCIBusId returns. The documentation allows shorter ones, too."""
-        wanted = bytes(pciBusId).partition(b"\0")[0].decode(errors="replace").lower()
-        known = {_pci(device): device.ordinal for device in self._machine.devices}
-        not_modelled(wanted not in known, f"the PCI bus ID {wanted!r}: known are {', '.join(known)}")
-        return cuda.CUdevice(known[wanted])
+        """By the name that cuDeviceGetPCIBusId returns, or a shorter one of the documentation: the domain or the
+        function can be missing.
+        """
+        read = need(_PCI.match(bytes(pciBusId).partition(b"\0")[0].lower()))
+        wanted = [int(part or b"0", 16) for part in read.groups()]
+        names = ("PCI_DOMAIN_ID", "PCI_BUS_ID", "PCI_DEVICE_ID")
+        known = (one for one in self._machine.devices if [one.attributes[name] for name in names] == wanted)
+        return cuda.CUdevice(need(next(known, None), Result.CUDA_ERROR_INVALID_DEVICE).ordinal)
 
     def cuDeviceCanAccessPeer(self, dev: Device, peerDev: Device) -> int:
         return int(dev is not peerDev and self._machine.has_access(dev.ordinal, peerDev.ordinal))

@@ -262,7 +262,7 @@ class CopyCalls(Calls):
         # (observed on H200: test_planes)
         check((address if allocation.pool is None else start) + size <= allocation.base + allocation.size)
         check(not (no_host_pool and allocation.pool is not None and allocation.on_host))
-        check(allocation.pool is None or allocation.pool.accessible(context.device.ordinal))
+        check(allocation.pool is None or allocation.pool.usable(context.device.ordinal))
         arena = self._machine.banks.arenas.find(start) if skipped else None
         not_modelled(arena and address + size > arena.end, "a copy of rows that lie behind the addresses of a pool")
         return allocation

@@ -88,10 +88,11 @@ def _range_start(allocation: Allocation) -> int:
 
 
 def _ordinal(allocation: Allocation) -> int:
+    """0 for a device that the process does not see (observed on H200: test_visible_devices)."""
     if isinstance(allocation, OpenedMemory):
-        return allocation.owner
+        return max(allocation.owner, 0)
     if allocation.device is not None and allocation.mapping is None:
-        return allocation.device
+        return max(allocation.device, 0)
     return 0 if allocation.context is None else allocation.context.device.ordinal
 
 

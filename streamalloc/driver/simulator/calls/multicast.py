@@ -130,11 +130,11 @@ class MulticastCalls(CopyCalls):
         """Number of devices, size in bytes, and handle types."""
         devices, handle_types = int(props.numDevices), int(props.handleTypes)
         check(devices and not int(props.flags) and handle_types & ~(Handle.POSIX_FD | Handle.FABRIC) == 0)
-        able = sum(device.attributes["MULTICAST_SUPPORTED"] for device in self._machine.devices)
+        able = any(device.attributes["MULTICAST_SUPPORTED"] for device in self._machine.devices)
         check(able, Result.CUDA_ERROR_NOT_SUPPORTED)
         # users say that it is refused, but not with which code (InternLM/lmdeploy#4296)
         not_modelled(devices == 1, "a multicast object for one device")
-        too_many = devices > able and not self._machine.spec.host_name
+        too_many = devices > self._machine.spec.devices and not self._machine.spec.host_name
         not_modelled(too_many, "a multicast object for more devices than this machine has")
         return devices, int(props.size), handle_types
 

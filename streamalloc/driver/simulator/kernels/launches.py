@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import sys
 import traceback
@@ -66,13 +67,15 @@ class Launch(HostFunction):
 
     def _call(self) -> None:
         driver = self._driver()  # the memory stays as long as the kernel runs
+        self._machine.thread.caller = call_lock.Caller(in_kernel=True)
         if driver is None or self._context.error is not None:
             return
         try:
             run_for(self, self._kernel.function, self._arguments)
         except BaseException as error:
-            print(f"the kernel {self.name!r} raised, and its context is lost:", file=sys.stderr)
-            traceback.print_exception(error, file=sys.stderr)
+            with contextlib.suppress(Exception):  # the program may have closed the stream
+                print(f"the kernel {self.name!r} raised, and its context is lost:", file=sys.stderr)
+                traceback.print_exception(error, file=sys.stderr)
             codes = (code for kind, code in _CODES.items() if isinstance(error, kind))
             self._context.error = next(codes, Result.CUDA_ERROR_LAUNCH_FAILED)
 
@@ -137,7 +140,7 @@ def _has_right(allocation: Allocation, context: Context, write: bool) -> bool:
 CELLS = (ctypes._SimpleCData, ctypes.Structure, ctypes.Array)
 Cells = tuple[Any, ...]
 """Copies of arguments as objects of ctypes; objects of the bindings without a known size are themselves."""
-_END, _POINTER, _SIZE = 0, 1, 2  # CU_LAUNCH_PARAM_*
+_POINTER, _SIZE = 1, 2  # CU_LAUNCH_PARAM_*
 _WORD = 8
 
 
@@ -172,7 +175,6 @@ def packed(params: Any, extra: Any) -> tuple[Any, int]:
     node = cuda.CUDA_KERNEL_NODE_PARAMS()
     node.kernelParams = params  # raises the errors of the bindings
     buffer = int(extra or 0)
-    not_modelled(buffer and not is_accessible(buffer, _WORD), "extra where nothing lies: the real driver crashes")
     check(not (int(node.kernelParams) and buffer))
     return node, buffer
 
@@ -221,15 +223,20 @@ def plain(cell: Any) -> Any:
     return 0 if value is None else value  # an address that is null
 
 
+def _word(address: int) -> int:
+    not_modelled(not is_accessible(address, _WORD), "extra where nothing lies: the real driver crashes")
+    return ctypes.c_uint64.from_address(address).value
+
+
 def _from_buffer(extra: int, types: tuple[Any, ...]) -> Cells:
     """The arguments in a buffer that ``extra`` describes."""
     settings, at = {}, extra
-    while (name := ctypes.c_uint64.from_address(at).value) != _END:
+    while name := _word(at):
         check(name in (_POINTER, _SIZE))
-        settings[name] = ctypes.c_uint64.from_address(at + _WORD).value
+        settings[name] = _word(at + _WORD)
         at += 2 * _WORD
     check(len(settings) == 2)
-    size = ctypes.c_uint64.from_address(settings[_SIZE]).value
+    size = _word(settings[_SIZE])
     found = []
     for offset, kind in zip(offsets(types), types, strict=True):
         check(offset + ctypes.sizeof(kind) <= size, Result.CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES)

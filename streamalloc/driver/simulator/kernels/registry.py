@@ -110,9 +110,13 @@ def kernel(
     ... def scale(x: np.uint64, a: np.float32, n: np.int32) -> None:
     ...     device_view(x, n, np.float32)[:] *= a
     """
+    if not isinstance(name, str):
+        raise TypeError(f"name={name!r}: must be a str")
     given = None if types is None else tuple(map(_c_type, types))
 
     def register(function: _F) -> _F:
+        if not callable(function):
+            raise TypeError(f"the kernel {name!r} must be a function, got {function!r}")
         made = Kernel(function, given or _annotated(function), reads, writes, dict(attributes or {}))
         _kernels.pop(name, None)  # patterns are tried in the order of their registration, the latest first
         _kernels[name] = made
