@@ -18,7 +18,15 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, Union, cast, overload
 
 from streamalloc.core.awaiting import finished_once
 from streamalloc.core.deferred import OFTEN, Deferred, HandleEnd, deferred_queue, members, refused_to_end, work
-from streamalloc.core.errors import CaptureError, ClosedError, CudaError, NotReadyError, error_from, refused
+from streamalloc.core.errors import (
+    CaptureError,
+    ClosedError,
+    CudaError,
+    NotReadyError,
+    OutOfMemoryError,
+    error_from,
+    refused,
+)
 from streamalloc.core.event import Event, EventLike, Spares, destroy_event, foreign_event, is_done
 from streamalloc.core.html import Row, Shown
 from streamalloc.core.library_streams import (
@@ -994,13 +1002,25 @@ def note_unknown_end(stream: Stream) -> None:
     _left(stream._session).add(stream)
 
 
-def await_unknown_ends(session: Session, device: Device) -> bool:
-    """Synchronise with a device if memory waits for streams that their library has closed; whether some does."""
+def await_unknown_ends(device: Device) -> bool:
+    """Wait for all work of a device if memory waits for streams that their library has closed; whether some does."""
+    session = device._session
     _find_closed(session)
-    awaited = bool(_left(session))
-    if awaited:
-        device.synchronize()
-    return awaited
+    if _left(session):
+        with contextlib.suppress(OutOfMemoryError):  # the driver's own memory is exhausted as well
+            await_device(device)
+            return True
+    return False
+
+
+def await_device(device: Device) -> None:
+    """Block the host until all work of a device is done, and invalidate no capture of other code (``cuMemFree``).
+
+    ``cuCtxSynchronize`` would, whatever the mode of the capture and of the thread.
+    """
+    session = device._session
+    with synchronizing(device), session.relaxed(), device.current():
+        session.call("cuMemFree", session.call("cuMemAlloc", 1))
 
 
 def _find_closed(session: Session) -> None:

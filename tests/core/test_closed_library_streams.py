@@ -211,6 +211,30 @@ def test_a_pool_that_runs_out_synchronizes(scene: Scene, cached: bool, gone: boo
         cache.close()
 
 
+@pytest.mark.parametrize("mode", ["GLOBAL", "THREAD_LOCAL", "RELAXED"])
+@pytest.mark.parametrize("scene", [OfCudaCore], indirect=True)
+def test_a_pool_that_runs_out_invalidates_no_capture_of_another_thread(scene: Scene, mode: str) -> None:
+    modes, other = cuda.CUstreamCaptureMode, Theirs(scene.device)
+    found: list[sa.Buffer] = []
+
+    def allocate() -> None:
+        scene.driver.cuThreadExchangeStreamCaptureMode(modes.CU_STREAM_CAPTURE_MODE_RELAXED)
+        found.append(pool.allocate(20 * MiB, scene.own))
+
+    with sa.MemoryPool(scene.device, max_size=32 * MiB) as pool:
+        buffer = [pool.allocate(20 * MiB, scene.theirs)]
+        scene.close()
+        dropping(scene, buffer)
+        assert not scene.driver.cuStreamBeginCapture(other.raw, getattr(modes, f"CU_STREAM_CAPTURE_MODE_{mode}"))[0]
+        thread = threading.Thread(target=allocate)
+        thread.start()
+        thread.join()
+        result, graph = scene.driver.cuStreamEndCapture(other.raw)
+        assert not result and not scene.driver.cuGraphDestroy(graph)[0]
+        found.pop().free()
+    other.close()
+
+
 def test_memory_that_sleeps(scene: Scene) -> None:
     with sa.MemoryPool(HOST, driver=scene.driver) as host:
         host.set_access(scene.device, READWRITE)
