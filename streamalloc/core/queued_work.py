@@ -43,10 +43,11 @@ class QueuedWork:
     Those are the streams of :meth:`Device.create_stream`, also closed and dropped ones, the default streams that were
     used, and streams of other libraries while their objects live (:func:`owned_streams`). No call names a context or
     the legacy stream, as that would invalidate captures that other code has begun. A stream that is being captured is
-    recorded once its capture has ended. Of the per-thread default streams, only that of the own thread is recorded.
+    recorded once its capture has ended. Of the per-thread default streams, those of all threads are recorded if that
+    stream is given, as deferred items are attempted on any thread; else only that of the own thread.
     """
 
-    __slots__ = ("_asking", "_events", "_session", "_streams", "began")
+    __slots__ = ("_asking", "_events", "_given", "_session", "_streams", "began")
 
     began: int
     """The moment at which its recording began, see :func:`moment`."""
@@ -54,6 +55,7 @@ class QueuedWork:
     def __init__(self, session: Session, *streams: Stream, without: tuple[Stream | None, ...] = ()) -> None:
         self._session = session
         self._asking = threading.RLock()
+        self._given = bool(streams)
         self.began = moment()
         known = streams or (
             *members(_made_here(session)),
@@ -73,7 +75,7 @@ class QueuedWork:
             # Closed or destroyed meanwhile: the end of a stream that was made here is kept.
             with contextlib.suppress(ClosedError, InvalidContextError, InvalidHandleError):
                 try:
-                    event = _record_after(stream)
+                    event = _record_after(stream, self._given)
                 except CaptureError:
                     continue
                 if event is None:
@@ -130,9 +132,14 @@ def work_since(session: Session, dropped: int) -> QueuedWork:
     return latest[0]
 
 
-def _record_after(stream: Stream) -> Event | None:
-    """An event after the queued work of a stream; None while the stream is being captured."""
-    if stream._sees_all and stream._kind is Kind.DEFAULT:
+def _record_after(stream: Stream, all_threads: bool = False) -> Event | None:
+    """An event after the queued work of a stream; None while the stream is being captured.
+
+    ``all_threads``: of those of all threads if it is the per-thread default stream.
+    """
+    if all_threads and stream._number == PER_THREAD and not stream._closed:
+        stream = default_stream(stream.device, LEGACY)  # comes after all blocking streams
+    elif stream._sees_all and stream._kind is Kind.DEFAULT:
         # Work of a blocking stream comes after all work of the legacy stream.
         with stream.device.create_stream(blocking=True) as behind:
             return behind.record(timing=True)
