@@ -183,12 +183,12 @@ class Allocator(Unique):
             trouble = ""
             if not capturing:
                 try:
-                    device = buffer._stream.device
-                    awaited = await_unknown_ends(device)
+                    ordinal = buffer._stream.device.ordinal
+                    awaited = await_unknown_ends(self._session, ordinal)
                     freed = work(self._session)
                     if self._make_room(buffer._stream) or freed or awaited:
                         if awaited:
-                            await_device(device)  # what was freed now comes back to all streams
+                            await_device(self._session, ordinal)  # what was freed now comes back to all streams
                         result = self._try(buffer)
                 except CudaError as error:
                     trouble = f"making room failed: {error}"

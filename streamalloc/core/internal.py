@@ -49,6 +49,7 @@ from streamalloc.core.stream import (
     Stream,
     StreamLike,
     Threads,
+    await_unknown_ends,
     end_is_known,
     end_of,
     end_with_stream,
@@ -65,6 +66,7 @@ from streamalloc.core.stream import (
     sees_all_work,
     spare_events,
     stream_call,
+    synchronizing,
     thread_of,
 )
 from streamalloc.core.stream_resolution import as_stream, direct_handle, direct_view

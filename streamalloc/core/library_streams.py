@@ -210,7 +210,7 @@ def keep_stream(stream: Any, number: int, found: Any, session: Session) -> None:
         key = read(stream)
         named = (lasting or read)(stream)
         if not any(base.__module__.partition(".")[0] == "torch" for base in kind.__mro__):
-            forget = functools.partial(_forget, weakref.ref(session), kind, key)
+            forget = functools.partial(_forget, weakref.ref(session), kind, key, not only_names(stream))
             owner: Any = weakref.ref(stream, forget)
             if found.is_default and device_of_library_stream(stream) is None and session.call("cuDeviceGetCount") > 1:
                 owner = _OfCurrentDevice(stream, forget)
@@ -251,8 +251,8 @@ class _OfCurrentDevice(weakref.ref[Any]):
         return None if self.is_current() is None else super().__call__()
 
 
-def _forget(session: weakref.ref[Session], kind: type, key: Hashable, owner: weakref.ref[Any]) -> None:
-    """Remove the entry of a library's object that has died."""
+def _forget(session: weakref.ref[Session], kind: type, key: Hashable, owned: bool, owner: weakref.ref[Any]) -> None:
+    """Remove the entry of a library's object that has died, and if it ``owned`` its stream end that."""
     libraries = session()
     if libraries is None:
         return
@@ -263,4 +263,4 @@ def _forget(session: weakref.ref[Session], kind: type, key: Hashable, owner: wea
     if known is owner:
         del streams[key]
         if found._weak_owner is owner:
-            found._outlived()
+            found._outlived(owned)

@@ -29,6 +29,7 @@ from streamalloc.core.stream import (
     end_is_known,
     moment,
     note_unknown_end,
+    unknown_ends,
 )
 from streamalloc.core.stream_resolution import _default_streams, default_stream
 
@@ -41,7 +42,8 @@ class QueuedWork:
     """The work that streams have queued up to now: the given ones, or all that this library knows ``without`` some.
 
     Those are the streams of :meth:`Device.create_stream`, also closed and dropped ones, the default streams that were
-    used, and streams of other libraries while their objects live (:func:`owned_streams`). No call names a context or
+    used, and streams of other libraries (:func:`owned_streams`). The work of one that its library has closed is done
+    once the device was synchronised. No call names a context or
     the legacy stream, as that would invalidate captures that other code has begun. A stream that is being captured is
     recorded once its capture has ended. Of the per-thread default streams, those of all threads are recorded if that
     stream is given, as deferred items are attempted on any thread; else only that of the own thread.
@@ -61,6 +63,7 @@ class QueuedWork:
             *members(_made_here(session)),
             *_default_streams(session).values(),
             *owned_streams(session),
+            *unknown_ends(session),
         )
         self._streams = [stream for stream in dict.fromkeys(known) if stream not in without]
         """Streams that are not recorded yet."""
@@ -218,7 +221,7 @@ def ordered_after_end(device: Device, last: Sequence[Event]) -> Iterator[Stream]
         if last and not last[0].closed:
             substitute.wait(last[0])
         else:
-            QueuedWork(device._session).precede(substitute)
+            QueuedWork(device._session, without=(*unknown_ends(device._session),)).precede(substitute)
         yield substitute
 
 

@@ -291,10 +291,10 @@ class Stream(Closes, Shown):
         is_capturing = self._session.cuStreamIsCapturing
         return None if self.open_check is None and is_capturing(raw)[0] else raw
 
-    def _outlived(self) -> None:
-        """Close a kept stream whose library's object has died, and with it the driver's stream."""
+    def _outlived(self, destroyed: bool = False) -> None:
+        """Close a kept stream whose library's object has died; ``destroyed``: and with it the driver's stream."""
         if self._session.usable:
-            if not self._closed and (self.open_check is not None or self._endings):
+            if not self._closed and (destroyed or self.open_check is not None or self._endings):
                 self._end_unknown()
             self.close()
 
@@ -365,6 +365,7 @@ class Stream(Closes, Shown):
     def _end_unknown(self) -> None:
         """Close a stream that its library has closed: the end of its work is not known."""
         self._left = moment()
+        _latest_left(self._session)[self.device.ordinal] = self
         if self._endings:  # They ask the stream for that end.
             note_unknown_end(self)
         self._end_use()
@@ -857,7 +858,9 @@ _made_here: PerDriver[weakref.WeakSet[Stream]] = PerDriver(lambda _: weakref.Wea
 _closable: PerDriver[weakref.WeakSet[Stream]] = PerDriver(lambda _: weakref.WeakSet())
 """Streams that their library may close."""
 _left: PerDriver[set[Stream]] = PerDriver(lambda _: set())
-"""Streams that their library has closed, until the end of their work is known."""
+"""Streams that their library has closed, until the end of their work is known, if memory waits for that."""
+_latest_left: PerDriver[dict[int, Stream]] = PerDriver(lambda _: {})
+"""The stream of each device that its library was found last to have closed, by ordinal."""
 
 
 class _StreamEnd(Deferred):
@@ -977,13 +980,12 @@ def refuse_capture(stream: Stream, call: str, why: str) -> None:
 
 
 @contextlib.contextmanager
-def synchronizing(device: Device) -> Iterator[None]:
+def synchronizing(session: Session, ordinal: int) -> Iterator[None]:
     """A block that synchronises with a device: the end of what libraries have closed before is known after it."""
-    session = device._session
     _find_closed(session)
     began = moment()
     yield
-    _synchronized(session)[device.ordinal] = began
+    _synchronized(session)[ordinal] = began
     left = _left(session)
     left.difference_update([stream for stream in [*left] if end_is_known(stream)])
 
@@ -997,29 +999,33 @@ def end_is_known(stream: Stream) -> bool:
     return stream._left is None or _synchronized(stream._session).get(stream.device.ordinal, -1) > stream._left
 
 
+def unknown_ends(session: Session) -> list[Stream]:
+    """Streams that their library has closed, until their end is known: for each device the latest one."""
+    _find_closed(session)
+    return [stream for stream in [*_latest_left(session).values()] if not end_is_known(stream)]
+
+
 def note_unknown_end(stream: Stream) -> None:
     """Record that memory waits for the end of a stream that its library has closed."""
     _left(stream._session).add(stream)
 
 
-def await_unknown_ends(device: Device) -> bool:
-    """Wait for all work of a device if memory waits for streams that their library has closed; whether some does."""
-    session = device._session
-    _find_closed(session)
-    if _left(session):
+def await_unknown_ends(session: Session, ordinal: int) -> bool:
+    """Wait for all work of a device if memory may wait for streams that their library has closed; whether it may."""
+    unknown = unknown_ends(session)
+    if _left(session) or (unknown and deferred_queue(session).has_work()):
         with contextlib.suppress(OutOfMemoryError):  # the driver's own memory is exhausted as well
-            await_device(device)
+            await_device(session, ordinal)
             return True
     return False
 
 
-def await_device(device: Device) -> None:
+def await_device(session: Session, ordinal: int) -> None:
     """Block the host until all work of a device is done, and invalidate no capture of other code (``cuMemFree``).
 
     ``cuCtxSynchronize`` would, whatever the mode of the capture and of the thread.
     """
-    session = device._session
-    with synchronizing(device), session.relaxed(), device.current():
+    with synchronizing(session, ordinal), session.relaxed(), session.current(ordinal):
         session.call("cuMemFree", session.call("cuMemAlloc", 1))
 
 

@@ -24,8 +24,8 @@ from streamalloc.driver.bindings import cuda
 from streamalloc.interop.loans import borrow
 from streamalloc.pool.cache import allocator
 from streamalloc.testing import Gate
-from tests.support import KEEP, MiB, end_what_was_dropped, holds
-from tests.vmm.support import HOST, READWRITE
+from tests.support import KEEP, MiB, end_what_was_dropped, holds, names
+from tests.vmm.support import HOST, PAGE, READWRITE
 
 
 class Theirs:
@@ -257,6 +257,37 @@ def test_virtual_memory_is_unmapped(scene: Scene) -> None:
     del buffer
     end_what_was_dropped()
     scene.device.synchronize()
+
+
+@pytest.mark.parametrize("kind", ["closed", "closed and dropped", "dropped"])
+@pytest.mark.parametrize("scene", [OfCudaCore], indirect=True)
+def test_dropped_virtual_memory_waits_for_the_work_of_closed_streams(scene: Scene, kind: str) -> None:
+    theirs: Any = OfCuPy(scene.device) if kind == "dropped" else OfCudaCore(scene.device)
+    buffer = [vmm.GrowableBuffer(scene.device, 2 * MiB, 2 * MiB, stream=scene.own)]
+    end_what_was_dropped()
+    with Gate(scene.device) as gate:
+        gate.hold(theirs)
+        buffer[0].fill(1, theirs)
+        if kind != "dropped":
+            theirs.close()
+        if kind != "closed":
+            del theirs
+        scene.driver.calls.clear()
+        dropping(scene, buffer)
+        assert "cuMemUnmap" not in names(scene.driver)
+        gate.open()
+        scene.device.synchronize()
+        assert "cuMemUnmap" in names(scene.driver)
+
+
+@pytest.mark.simulated_only("memory of a known size")
+def test_virtual_memory_that_runs_out_awaits_closed_streams(machine: Any) -> None:
+    device = sa.Device(0, driver=sd.simulated(memory=64 * MiB))
+    size = device.memory_info().free // 2 // PAGE * PAGE + PAGE
+    for _ in range(3):
+        buffer = vmm.GrowableBuffer(device, size, size)
+        buffer.fill(1, OfCuPy(device))
+        del buffer
 
 
 @pytest.mark.parametrize("end", ["close", "drop"])

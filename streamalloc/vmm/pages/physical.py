@@ -458,7 +458,7 @@ class PhysicalPages:
             if not result:
                 page._raw = raw
                 return
-            self.spec.refused(result, self.size, last=last)
+            self.spec.refused(result, self.size, last=last, wait=False)  # a space's lock may be held
 
     def _check_limit(self, missing: int) -> None:
         """Raise if the limit leaves no room for so many more pages."""
