@@ -50,7 +50,6 @@ from streamalloc.core.stream import (
     StreamLike,
     Threads,
     await_unknown_ends,
-    end_is_known,
     end_of,
     end_with_stream,
     forbid_lists,
@@ -68,5 +67,6 @@ from streamalloc.core.stream import (
     stream_call,
     synchronizing,
     thread_of,
+    watching_for_destruction,
 )
 from streamalloc.core.stream_resolution import as_stream, direct_handle, direct_view

@@ -22,6 +22,8 @@ from streamalloc.core.errors import (
     CaptureError,
     ClosedError,
     CudaError,
+    InvalidContextError,
+    InvalidHandleError,
     NotReadyError,
     OutOfMemoryError,
     error_from,
@@ -1008,6 +1010,25 @@ def unknown_ends(session: Session) -> list[Stream]:
 def note_unknown_end(stream: Stream) -> None:
     """Record that memory waits for the end of a stream that its library has closed."""
     _left(stream._session).add(stream)
+
+
+@contextlib.contextmanager
+def watching_for_destruction(stream: Stream) -> Iterator[None]:
+    """A block that uses a stream; other code may destroy one that it made meanwhile.
+
+    Raises
+    ------
+    NotReadyError
+        It has done so: the stream counts as closed by its library from now on.
+    """
+    try:
+        yield
+    except (InvalidContextError, InvalidHandleError) as error:
+        if stream._kind is not _BORROWED:
+            raise
+        stream._end_unknown()
+        why = f"its owner has destroyed {stream!r}, and its work may not be done: synchronise the device first"
+        raise refused(NotReadyError, error.call, why) from None
 
 
 def await_unknown_ends(session: Session, ordinal: int) -> bool:
