@@ -49,6 +49,7 @@ from streamalloc.core.stream import (
     Stream,
     StreamLike,
     Threads,
+    await_device,
     await_unknown_ends,
     end_of,
     end_with_stream,
