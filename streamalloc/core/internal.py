@@ -67,6 +67,7 @@ from streamalloc.core.stream import (
     spare_events,
     stream_call,
     synchronizing,
+    this_thread,
     thread_of,
     watching_for_destruction,
 )

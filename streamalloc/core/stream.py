@@ -67,6 +67,17 @@ _INVALID_HANDLE = cuda.CUresult.CUDA_ERROR_INVALID_HANDLE
 
 moment: Callable[[], int] = itertools.count().__next__
 """A number that grows with each call, on any thread."""
+
+
+class _ThisThread(threading.local):
+    """What is known of the calling thread."""
+
+    def __init__(self) -> None:
+        self.number: int = moment()
+        """A number that no other thread has or had, unlike ``threading.get_ident``."""
+
+
+this_thread = _ThisThread()
 _synchronized: PerDriver[dict[int, int]] = PerDriver(lambda _: {})
 """Moments at which the latest synchronisations of devices began, by ordinal."""
 

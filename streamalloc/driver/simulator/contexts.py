@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
 from .blocks import Block
+from .call_lock import Caller
 from .constants import LEGACY_STREAM, PER_THREAD_STREAM, new_handle
 from .errors import Fault
 from .graph_memory import DeviceGraphMemory
@@ -64,7 +66,8 @@ class Context:
         self._timeline = timeline
         self._by_handle = by_handle  # the streams of all contexts
         self._legacy: Stream | None = None
-        self._per_thread: dict[int, Stream] = {}
+        self._per_thread: dict[int, tuple[weakref.ref[Caller], Stream]] = {}
+        """Per-thread default streams by identifier of the thread; a later thread may have the same one."""
         self._marks: Stream | None = None
 
     def check(self) -> None:
@@ -82,10 +85,14 @@ class Context:
 
     @property
     def per_thread(self) -> Stream:
-        ident = self._timeline.caller.ident
-        stream = self._per_thread.get(ident)
-        if stream is None:
-            stream = self._per_thread[ident] = self._new_stream(PER_THREAD_STREAM, True, 0)
+        caller = self._timeline.caller
+        of, stream = self._per_thread.get(caller.ident, (None, None))
+        if stream is None or of is None or of() is not caller:
+            if stream is not None:
+                self._retire(stream)
+                self._timeline.retire(stream)
+            stream = self._new_stream(PER_THREAD_STREAM, True, 0)
+            self._per_thread[caller.ident] = weakref.ref(caller), stream
         return stream
 
     @property
@@ -115,6 +122,9 @@ class Context:
     def forget(self, stream: Stream) -> None:
         """Forget a destroyed stream. Its queued work still runs."""
         del self.streams[stream.handle], self._by_handle[stream.handle]
+        self._retire(stream)
+
+    def _retire(self, stream: Stream) -> None:
         self.retired[stream.id] = stream.seq
         merge(self.retired, stream.clock)
         if stream.legacy is not None and stream.legacy.peers is not None:
@@ -126,7 +136,7 @@ class Context:
 
     def all_streams(self) -> list[Stream]:
         own = [stream for stream in (self._legacy, self._marks) if stream is not None]
-        return [*own, *self._per_thread.values(), *self.streams.values()]
+        return [*own, *(stream for _, stream in self._per_thread.values()), *self.streams.values()]
 
     def clock(self) -> Clock:
         """The clock of all work that was ever submitted in the context."""
