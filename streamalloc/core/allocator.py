@@ -19,7 +19,7 @@ from streamalloc.core.library_streams import kept_stream
 from streamalloc.core.properties import MemLocation, MemLocationType, checked_size
 from streamalloc.core.resource import Unique
 from streamalloc.core.session import Session, refuse_after_fork
-from streamalloc.core.stream import NOT_CAPTURED, Stream, StreamLike, await_unknown_ends, of_this_thread
+from streamalloc.core.stream import NOT_CAPTURED, Stream, StreamLike, await_device, await_unknown_ends, of_this_thread
 from streamalloc.core.stream_resolution import as_stream
 from streamalloc.driver.internal import cuda
 
@@ -183,12 +183,12 @@ class Allocator(Unique):
             trouble = ""
             if not capturing:
                 try:
-                    device = buffer._stream.device
-                    awaited = await_unknown_ends(self._session, device)
+                    ordinal = buffer._stream.device.ordinal
+                    awaited = await_unknown_ends(self._session, ordinal)
                     freed = work(self._session)
                     if self._make_room(buffer._stream) or freed or awaited:
                         if awaited:
-                            device.synchronize()  # what was freed now comes back to all streams
+                            await_device(self._session, ordinal)  # what was freed now comes back to all streams
                         result = self._try(buffer)
                 except CudaError as error:
                     trouble = f"making room failed: {error}"

@@ -204,7 +204,7 @@ class Device:
 
     def synchronize(self) -> None:
         """Block the host until all work of the device's primary context is done (``cuCtxSynchronize``)."""
-        with synchronizing(self), self.current():
+        with synchronizing(self._session, self.ordinal), self.current():
             self._session.call("cuCtxSynchronize")
         work(self._session, OFTEN)
 

@@ -49,7 +49,8 @@ from streamalloc.core.stream import (
     Stream,
     StreamLike,
     Threads,
-    end_is_known,
+    await_device,
+    await_unknown_ends,
     end_of,
     end_with_stream,
     forbid_lists,
@@ -65,6 +66,9 @@ from streamalloc.core.stream import (
     sees_all_work,
     spare_events,
     stream_call,
+    synchronizing,
+    this_thread,
     thread_of,
+    watching_for_destruction,
 )
 from streamalloc.core.stream_resolution import as_stream, direct_handle, direct_view

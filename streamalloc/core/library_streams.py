@@ -156,8 +156,7 @@ def kept_stream(stream: Any, session: Session) -> Any:
     Fast paths compare the object with ``session.latest_stream`` before, whose handle they do not read: it is that of
     the object unless the stream has an ``open_check``.
 
-    For a default stream whose library names no device, it is that of the device on which it was used last. Calls on it
-    that go straight to the driver compare the current context in any case, see :meth:`Stream._asked_handle`.
+    A default stream whose library names no device is that of the current one: see :class:`_OfCurrentDevice`.
     """
     try:
         read, streams, lasting = session.library_streams[type(stream)]
@@ -211,7 +210,11 @@ def keep_stream(stream: Any, number: int, found: Any, session: Session) -> None:
         key = read(stream)
         named = (lasting or read)(stream)
         if not any(base.__module__.partition(".")[0] == "torch" for base in kind.__mro__):
-            owner: Any = weakref.ref(stream, functools.partial(_forget, weakref.ref(session), kind, key))
+            forget = functools.partial(_forget, weakref.ref(session), kind, key, not only_names(stream))
+            owner: Any = weakref.ref(stream, forget)
+            if found.is_default and device_of_library_stream(stream) is None and session.call("cuDeviceGetCount") > 1:
+                owner = _OfCurrentDevice(stream, forget)
+                owner.is_current = found._asked_handle
         elif lasting is None or (number and stream.stream_id == number):
             return  # PyTorch's number for a stream that other code made, and may destroy.
         else:
@@ -228,12 +231,28 @@ def keep_stream(stream: Any, number: int, found: Any, session: Session) -> None:
         return
     before = streams.get(key, NO_STREAM)[0]
     streams[key] = session.latest_stream = found, owner
-    if before is not None and before is not found:
+    if before is not None and before is not found and not before.is_default:
         before._replaced()
 
 
-def _forget(session: weakref.ref[Session], kind: type, key: Hashable, owner: weakref.ref[Any]) -> None:
-    """Remove the entry of a library's object that has died."""
+class _OfCurrentDevice(weakref.ref[Any]):
+    """Reference to a library's object for a default stream, to be found while the stream's device is current.
+
+    The handle is the same on all devices, and memory that is free in the order of one's stream may be in use there.
+    """
+
+    __slots__ = ("is_current",)
+
+    is_current: Callable[[], Any]
+    """:meth:`Stream._asked_handle` of the kept stream."""
+
+    def __call__(self) -> Any:
+        """The object; None after its death, and while another device is current."""
+        return None if self.is_current() is None else super().__call__()
+
+
+def _forget(session: weakref.ref[Session], kind: type, key: Hashable, owned: bool, owner: weakref.ref[Any]) -> None:
+    """Remove the entry of a library's object that has died, and if it ``owned`` its stream end that."""
     libraries = session()
     if libraries is None:
         return
@@ -244,4 +263,4 @@ def _forget(session: weakref.ref[Session], kind: type, key: Hashable, owner: wea
     if known is owner:
         del streams[key]
         if found._weak_owner is owner:
-            found._outlived()
+            found._outlived(owned)

@@ -29,6 +29,7 @@ from streamalloc.core.stream import (
     end_is_known,
     moment,
     note_unknown_end,
+    unknown_ends,
 )
 from streamalloc.core.stream_resolution import _default_streams, default_stream
 
@@ -41,12 +42,14 @@ class QueuedWork:
     """The work that streams have queued up to now: the given ones, or all that this library knows ``without`` some.
 
     Those are the streams of :meth:`Device.create_stream`, also closed and dropped ones, the default streams that were
-    used, and streams of other libraries while their objects live (:func:`owned_streams`). No call names a context or
+    used, and streams of other libraries (:func:`owned_streams`). The work of one that its library has closed is done
+    once the device was synchronised. No call names a context or
     the legacy stream, as that would invalidate captures that other code has begun. A stream that is being captured is
-    recorded once its capture has ended. Of the per-thread default streams, only that of the own thread is recorded.
+    recorded once its capture has ended. Of the per-thread default streams, those of all threads are recorded if that
+    stream is given, as deferred items are attempted on any thread; else only that of the own thread.
     """
 
-    __slots__ = ("_asking", "_events", "_session", "_streams", "began")
+    __slots__ = ("_asking", "_events", "_given", "_session", "_streams", "began")
 
     began: int
     """The moment at which its recording began, see :func:`moment`."""
@@ -54,11 +57,13 @@ class QueuedWork:
     def __init__(self, session: Session, *streams: Stream, without: tuple[Stream | None, ...] = ()) -> None:
         self._session = session
         self._asking = threading.RLock()
+        self._given = bool(streams)
         self.began = moment()
         known = streams or (
             *members(_made_here(session)),
             *_default_streams(session).values(),
             *owned_streams(session),
+            *unknown_ends(session),
         )
         self._streams = [stream for stream in dict.fromkeys(known) if stream not in without]
         """Streams that are not recorded yet."""
@@ -73,7 +78,7 @@ class QueuedWork:
             # Closed or destroyed meanwhile: the end of a stream that was made here is kept.
             with contextlib.suppress(ClosedError, InvalidContextError, InvalidHandleError):
                 try:
-                    event = _record_after(stream)
+                    event = _record_after(stream, self._given)
                 except CaptureError:
                     continue
                 if event is None:
@@ -130,9 +135,14 @@ def work_since(session: Session, dropped: int) -> QueuedWork:
     return latest[0]
 
 
-def _record_after(stream: Stream) -> Event | None:
-    """An event after the queued work of a stream; None while the stream is being captured."""
-    if stream._sees_all and stream._kind is Kind.DEFAULT:
+def _record_after(stream: Stream, all_threads: bool = False) -> Event | None:
+    """An event after the queued work of a stream; None while the stream is being captured.
+
+    ``all_threads``: of those of all threads if it is the per-thread default stream.
+    """
+    if all_threads and stream._number == PER_THREAD and not stream._closed:
+        stream = default_stream(stream.device, LEGACY)  # comes after all blocking streams
+    elif stream._sees_all and stream._kind is Kind.DEFAULT:
         # Work of a blocking stream comes after all work of the legacy stream.
         with stream.device.create_stream(blocking=True) as behind:
             return behind.record(timing=True)
@@ -211,7 +221,7 @@ def ordered_after_end(device: Device, last: Sequence[Event]) -> Iterator[Stream]
         if last and not last[0].closed:
             substitute.wait(last[0])
         else:
-            QueuedWork(device._session).precede(substitute)
+            QueuedWork(device._session, without=(*unknown_ends(device._session),)).precede(substitute)
         yield substitute
 
 

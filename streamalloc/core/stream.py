@@ -18,7 +18,17 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, Union, cast, overload
 
 from streamalloc.core.awaiting import finished_once
 from streamalloc.core.deferred import OFTEN, Deferred, HandleEnd, deferred_queue, members, refused_to_end, work
-from streamalloc.core.errors import CaptureError, ClosedError, CudaError, NotReadyError, error_from, refused
+from streamalloc.core.errors import (
+    CaptureError,
+    ClosedError,
+    CudaError,
+    InvalidContextError,
+    InvalidHandleError,
+    NotReadyError,
+    OutOfMemoryError,
+    error_from,
+    refused,
+)
 from streamalloc.core.event import Event, EventLike, Spares, destroy_event, foreign_event, is_done
 from streamalloc.core.html import Row, Shown
 from streamalloc.core.library_streams import (
@@ -57,6 +67,17 @@ _INVALID_HANDLE = cuda.CUresult.CUDA_ERROR_INVALID_HANDLE
 
 moment: Callable[[], int] = itertools.count().__next__
 """A number that grows with each call, on any thread."""
+
+
+class _ThisThread(threading.local):
+    """What is known of the calling thread."""
+
+    def __init__(self) -> None:
+        self.number: int = moment()
+        """A number that no other thread has or had, unlike ``threading.get_ident``."""
+
+
+this_thread = _ThisThread()
 _synchronized: PerDriver[dict[int, int]] = PerDriver(lambda _: {})
 """Moments at which the latest synchronisations of devices began, by ordinal."""
 
@@ -283,10 +304,10 @@ class Stream(Closes, Shown):
         is_capturing = self._session.cuStreamIsCapturing
         return None if self.open_check is None and is_capturing(raw)[0] else raw
 
-    def _outlived(self) -> None:
-        """Close a kept stream whose library's object has died, and with it the driver's stream."""
+    def _outlived(self, destroyed: bool = False) -> None:
+        """Close a kept stream whose library's object has died; ``destroyed``: and with it the driver's stream."""
         if self._session.usable:
-            if not self._closed and (self.open_check is not None or self._endings):
+            if not self._closed and (destroyed or self.open_check is not None or self._endings):
                 self._end_unknown()
             self.close()
 
@@ -357,6 +378,7 @@ class Stream(Closes, Shown):
     def _end_unknown(self) -> None:
         """Close a stream that its library has closed: the end of its work is not known."""
         self._left = moment()
+        _latest_left(self._session)[self.device.ordinal] = self
         if self._endings:  # They ask the stream for that end.
             note_unknown_end(self)
         self._end_use()
@@ -849,7 +871,9 @@ _made_here: PerDriver[weakref.WeakSet[Stream]] = PerDriver(lambda _: weakref.Wea
 _closable: PerDriver[weakref.WeakSet[Stream]] = PerDriver(lambda _: weakref.WeakSet())
 """Streams that their library may close."""
 _left: PerDriver[set[Stream]] = PerDriver(lambda _: set())
-"""Streams that their library has closed, until the end of their work is known."""
+"""Streams that their library has closed, until the end of their work is known, if memory waits for that."""
+_latest_left: PerDriver[dict[int, Stream]] = PerDriver(lambda _: {})
+"""The stream of each device that its library was found last to have closed, by ordinal."""
 
 
 class _StreamEnd(Deferred):
@@ -969,13 +993,12 @@ def refuse_capture(stream: Stream, call: str, why: str) -> None:
 
 
 @contextlib.contextmanager
-def synchronizing(device: Device) -> Iterator[None]:
+def synchronizing(session: Session, ordinal: int) -> Iterator[None]:
     """A block that synchronises with a device: the end of what libraries have closed before is known after it."""
-    session = device._session
     _find_closed(session)
     began = moment()
     yield
-    _synchronized(session)[device.ordinal] = began
+    _synchronized(session)[ordinal] = began
     left = _left(session)
     left.difference_update([stream for stream in [*left] if end_is_known(stream)])
 
@@ -989,18 +1012,53 @@ def end_is_known(stream: Stream) -> bool:
     return stream._left is None or _synchronized(stream._session).get(stream.device.ordinal, -1) > stream._left
 
 
+def unknown_ends(session: Session) -> list[Stream]:
+    """Streams that their library has closed, until their end is known: for each device the latest one."""
+    _find_closed(session)
+    return [stream for stream in [*_latest_left(session).values()] if not end_is_known(stream)]
+
+
 def note_unknown_end(stream: Stream) -> None:
     """Record that memory waits for the end of a stream that its library has closed."""
     _left(stream._session).add(stream)
 
 
-def await_unknown_ends(session: Session, device: Device) -> bool:
-    """Synchronise with a device if memory waits for streams that their library has closed; whether some does."""
-    _find_closed(session)
-    awaited = bool(_left(session))
-    if awaited:
-        device.synchronize()
-    return awaited
+@contextlib.contextmanager
+def watching_for_destruction(stream: Stream) -> Iterator[None]:
+    """A block that uses a stream; other code may destroy one that it made meanwhile.
+
+    Raises
+    ------
+    NotReadyError
+        It has done so: the stream counts as closed by its library from now on.
+    """
+    try:
+        yield
+    except (InvalidContextError, InvalidHandleError) as error:
+        if stream._kind is not _BORROWED:
+            raise
+        stream._end_unknown()
+        why = f"its owner has destroyed {stream!r}, and its work may not be done: synchronise the device first"
+        raise refused(NotReadyError, error.call, why) from None
+
+
+def await_unknown_ends(session: Session, ordinal: int) -> bool:
+    """Wait for all work of a device if memory may wait for streams that their library has closed; whether it may."""
+    unknown = unknown_ends(session)
+    if _left(session) or (unknown and deferred_queue(session).has_work()):
+        with contextlib.suppress(OutOfMemoryError):  # the driver's own memory is exhausted as well
+            await_device(session, ordinal)
+            return True
+    return False
+
+
+def await_device(session: Session, ordinal: int) -> None:
+    """Block the host until all work of a device is done, and invalidate no capture of other code (``cuMemFree``).
+
+    ``cuCtxSynchronize`` would, whatever the mode of the capture and of the thread.
+    """
+    with synchronizing(session, ordinal), session.relaxed(), session.current(ordinal):
+        session.call("cuMemFree", session.call("cuMemAlloc", 1))
 
 
 def _find_closed(session: Session) -> None:

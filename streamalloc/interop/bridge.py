@@ -27,7 +27,6 @@ import abc
 import contextlib
 import importlib
 import weakref
-from threading import get_ident
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 from streamalloc.core.errors import CaptureError, CudaError
@@ -44,6 +43,7 @@ from streamalloc.core.internal import (
     deferred_queue,
     ordered_after,
     raw_handle,
+    this_thread,
     work,
 )
 from streamalloc.core.properties import MemLocation, MemLocationType
@@ -292,7 +292,7 @@ class _Held:
     def __init__(self, buffer: Buffer, sources: Sources) -> None:
         self._buffer = buffer
         # None: the stream is the same on every thread.
-        self._thread = get_ident() if buffer.stream.is_default else None
+        self._thread = this_thread.number if buffer.stream.is_default else None
         self._sources = sources
 
     def __del__(self) -> None:
@@ -336,7 +336,7 @@ def give_back(buffer: Buffer, thread: int | None = None) -> None:
     if not session.usable or buffer.freed:
         return
     stream = buffer.stream
-    if stream.is_default and stream.handle == _PER_THREAD and thread not in (None, get_ident()):
+    if stream.is_default and stream.handle == _PER_THREAD and thread not in (None, this_thread.number):
         free_after_all(buffer)
         return
     if stream.is_default and is_captured(stream):
@@ -505,7 +505,7 @@ class Ledger:
             memory = self.sources.allocate(nbytes, ordinal, handle, owner, in_capture=in_capture)
         address = memory.address
         if address:
-            self._held[address] = memory, get_ident(), handle
+            self._held[address] = memory, this_thread.number, handle
         return address
 
     def __contains__(self, address: int) -> bool:

@@ -8,7 +8,6 @@ memory, and the streams wait the other way round. The host waits for nothing.
 from __future__ import annotations
 
 import math
-import threading
 from typing import Any
 
 import numpy as np
@@ -34,6 +33,7 @@ from streamalloc.core.internal import (
     session_for,
     settle,
     tensor_in,
+    this_thread,
     work,
 )
 from streamalloc.core.properties import MemLocation
@@ -219,7 +219,7 @@ class Borrowed(Memory, Closes):
         """
         keep, self._keep, self._array = self._keep, None, None
         if keep is not None:
-            self._end.thread = threading.get_ident()
+            self._end.thread = this_thread.number
             deferred_queue(self._session).end(self._end)
             work(self._session)
 
@@ -230,7 +230,7 @@ class Borrowed(Memory, Closes):
     def __del__(self) -> None:
         end = getattr(self, "_end", None)
         if end is not None and self._keep is not None and end.lender is not None and self._session.usable:
-            end.thread = threading.get_ident()
+            end.thread = this_thread.number
             queue_behind(self._stream, end)
             settle(self._stream, end, end.lender)
 
@@ -250,7 +250,7 @@ class _Return(Deferred):
         self.lender = lender
         """The library's stream; None if unknown."""
         self.thread: int | None = None
-        """Identifier of the thread that has closed or dropped the array."""
+        """Number of the thread that has closed or dropped the array."""
         self._array = array
         self._event: Event | None = None
 
@@ -264,7 +264,7 @@ class _Return(Deferred):
         if event is None:
             return False
         if lender is not None:
-            with may_queue(lender, mine=self.thread == threading.get_ident()) as may:
+            with may_queue(lender, mine=self.thread == this_thread.number) as may:
                 if may:
                     lender.wait(event)
                     self._array = None

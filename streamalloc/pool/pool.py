@@ -168,7 +168,8 @@ class MemoryPool(Allocator, Closes, Drawn):
         if properties.handle_types:
             made_for_sharing()
         if release_threshold is not None:
-            with undoing(self.close):
+            # Not by close(): the queue has the end also if the driver refuses a call, and the error keeps this object.
+            with undoing(lambda: deferred_queue(session).end(end)), undoing(self._shut):
                 self.attributes.release_threshold = release_threshold
 
     def _open(self, session: Session, raw: Any, location: MemLocation, allocation_type: MemAllocationType) -> None:

@@ -19,6 +19,7 @@ from streamalloc.core.internal import (
     deferred_queue,
     location_of,
     refuse_capture,
+    synchronizing,
     work,
 )
 from streamalloc.core.properties import MemAccess, MemAccessDesc, MemLocation, MemLocationType
@@ -94,7 +95,7 @@ def wait(after: After, session: Session, devices: Iterable[int]) -> None:
             if deferred_queue(session).paused:
                 why = "a stream is being captured: say with after= which streams or events must have passed"
                 raise refused(CaptureError, "cuCtxSynchronize", why)
-            with session.current(ordinal):
+            with synchronizing(session, ordinal), session.current(ordinal):
                 session.call("cuCtxSynchronize")
         work(session)
         return

@@ -18,7 +18,16 @@ from streamalloc.core.errors import (
     undoing,
 )
 from streamalloc.core.html import Row, mib, place
-from streamalloc.core.internal import FABRIC_NEEDS, Device, Fd, check_location, holders, location_of, session_for
+from streamalloc.core.internal import (
+    FABRIC_NEEDS,
+    Device,
+    Fd,
+    await_unknown_ends,
+    check_location,
+    holders,
+    location_of,
+    session_for,
+)
 from streamalloc.core.properties import MemHandleType, MemLocation, MemLocationType, checked_size
 from streamalloc.core.resource import made_for_sharing
 from streamalloc.core.session import OwnsHandle, Session
@@ -128,11 +137,16 @@ class MemorySpec:
                 return
             self.refused(result, nbytes, last=last)
 
-    def refused(self, result: Any, nbytes: int, *, last: bool = False) -> None:
-        """Handle an error of ``cuMemCreate``: return if memory was released and another attempt is left, else raise."""
+    def refused(self, result: Any, nbytes: int, *, last: bool = False, wait: bool = True) -> None:
+        """Handle an error of ``cuMemCreate``: return if memory was released and another attempt is left, else raise.
+
+        ``wait``: for the device, where memory waits for a stream that its library has closed.
+        """
         error = error_from(result, "cuMemCreate", self.hint)
         if not isinstance(error, OutOfMemoryError):
             raise error
+        if wait and not last and self.prop.location.type is MemLocationType.DEVICE:
+            await_unknown_ends(self.session, self.prop.location.id)
         if last or not (self.allocations.work() + self.allocations.make_room()):
             raise self.out_of_memory(error, nbytes)
 

@@ -24,8 +24,8 @@ from streamalloc.driver.bindings import cuda
 from streamalloc.interop.loans import borrow
 from streamalloc.pool.cache import allocator
 from streamalloc.testing import Gate
-from tests.support import KEEP, MiB, end_what_was_dropped, holds
-from tests.vmm.support import HOST, READWRITE
+from tests.support import KEEP, MiB, end_what_was_dropped, holds, names
+from tests.vmm.support import HOST, PAGE, READWRITE
 
 
 class Theirs:
@@ -211,6 +211,30 @@ def test_a_pool_that_runs_out_synchronizes(scene: Scene, cached: bool, gone: boo
         cache.close()
 
 
+@pytest.mark.parametrize("mode", ["GLOBAL", "THREAD_LOCAL", "RELAXED"])
+@pytest.mark.parametrize("scene", [OfCudaCore], indirect=True)
+def test_a_pool_that_runs_out_invalidates_no_capture_of_another_thread(scene: Scene, mode: str) -> None:
+    modes, other = cuda.CUstreamCaptureMode, Theirs(scene.device)
+    found: list[sa.Buffer] = []
+
+    def allocate() -> None:
+        scene.driver.cuThreadExchangeStreamCaptureMode(modes.CU_STREAM_CAPTURE_MODE_RELAXED)
+        found.append(pool.allocate(20 * MiB, scene.own))
+
+    with sa.MemoryPool(scene.device, max_size=32 * MiB) as pool:
+        buffer = [pool.allocate(20 * MiB, scene.theirs)]
+        scene.close()
+        dropping(scene, buffer)
+        assert not scene.driver.cuStreamBeginCapture(other.raw, getattr(modes, f"CU_STREAM_CAPTURE_MODE_{mode}"))[0]
+        thread = threading.Thread(target=allocate)
+        thread.start()
+        thread.join()
+        result, graph = scene.driver.cuStreamEndCapture(other.raw)
+        assert not result and not scene.driver.cuGraphDestroy(graph)[0]
+        found.pop().free()
+    other.close()
+
+
 def test_memory_that_sleeps(scene: Scene) -> None:
     with sa.MemoryPool(HOST, driver=scene.driver) as host:
         host.set_access(scene.device, READWRITE)
@@ -233,6 +257,37 @@ def test_virtual_memory_is_unmapped(scene: Scene) -> None:
     del buffer
     end_what_was_dropped()
     scene.device.synchronize()
+
+
+@pytest.mark.parametrize("kind", ["closed", "closed and dropped", "dropped"])
+@pytest.mark.parametrize("scene", [OfCudaCore], indirect=True)
+def test_dropped_virtual_memory_waits_for_the_work_of_closed_streams(scene: Scene, kind: str) -> None:
+    theirs: Any = OfCuPy(scene.device) if kind == "dropped" else OfCudaCore(scene.device)
+    buffer = [vmm.GrowableBuffer(scene.device, 2 * MiB, 2 * MiB, stream=scene.own)]
+    end_what_was_dropped()
+    with Gate(scene.device) as gate:
+        gate.hold(theirs)
+        buffer[0].fill(1, theirs)
+        if kind != "dropped":
+            theirs.close()
+        if kind != "closed":
+            del theirs
+        scene.driver.calls.clear()
+        dropping(scene, buffer)
+        assert "cuMemUnmap" not in names(scene.driver)
+        gate.open()
+        scene.device.synchronize()
+        assert "cuMemUnmap" in names(scene.driver)
+
+
+@pytest.mark.simulated_only("memory of a known size")
+def test_virtual_memory_that_runs_out_awaits_closed_streams(machine: Any) -> None:
+    device = sa.Device(0, driver=sd.simulated(memory=64 * MiB))
+    size = device.memory_info().free // 2 // PAGE * PAGE + PAGE
+    for _ in range(3):
+        buffer = vmm.GrowableBuffer(device, size, size)
+        buffer.fill(1, OfCuPy(device))
+        del buffer
 
 
 @pytest.mark.parametrize("end", ["close", "drop"])

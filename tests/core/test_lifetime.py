@@ -19,6 +19,7 @@ import pytest
 
 import streamalloc as sa
 import streamalloc.driver as sd
+from streamalloc.core.internal import this_thread
 from streamalloc.driver.bindings import cuda
 from streamalloc.testing import Gate
 from tests.processes import forking
@@ -528,3 +529,23 @@ def test_gates_close_with_their_device(machine: Any) -> None:
             assert driver.outstanding()["pinned memory"]
         assert "pinned memory" not in driver.outstanding() and executed(stream)
         gate.close()
+
+
+def test_a_thread_with_the_identifier_of_one_that_has_ended(device: sa.Device, gate: Gate) -> None:
+    """It has another number, and another per-thread default stream."""
+    seen: list[tuple[int, int, bool]] = []
+
+    def use() -> None:
+        with device.current():
+            idle = device.per_thread_stream.query()
+            if not seen:
+                gate.hold(device.per_thread_stream)
+            seen.append((threading.get_ident(), this_thread.number, idle))
+
+    for _ in range(50):
+        thread = threading.Thread(target=use)
+        thread.start()
+        thread.join()
+    idents, numbers, idle = zip(*seen, strict=True)
+    assert idents.count(idents[0]) > 1, "the system has not used the identifier again"
+    assert len(set(numbers)) == len(seen) and all(idle)

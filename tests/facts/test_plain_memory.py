@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.facts.support import HOST, HOST_NUMA, MiB, Rig, in_new_thread, said, value
+from tests.facts.support import BLOCKING, HOST, HOST_NUMA, NON_BLOCKING, MiB, Rig, in_new_thread, said, value
 
 
 class TestDeviceMemory:
@@ -114,6 +115,20 @@ class TestPinnedMemory:
     def test_pageable_memory_has_no_device_address(self, raw: Any) -> None:
         host = np.zeros(64, np.uint8)
         assert said(raw.cuMemHostGetDevicePointer(host.ctypes.data, 0)) == "INVALID_VALUE"
+
+
+@pytest.mark.parametrize("flags", [BLOCKING, NON_BLOCKING])
+def test_a_free_waits_for_the_work_of_destroyed_streams(rig: Rig, flags: int) -> None:
+    stream, gate, pointer = rig.disown(rig.stream(flags)), rig.gate(), rig.disown(rig.plain(1))
+    gate.hold(stream)
+    value(rig.raw.cuStreamDestroy(stream))
+    thread = threading.Thread(target=rig.raw.cuMemFree, args=(pointer,))
+    thread.start()
+    thread.join(0.05)
+    held = thread.is_alive()
+    gate.open()
+    thread.join()
+    assert held
 
 
 @pytest.fixture

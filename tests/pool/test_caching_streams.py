@@ -17,7 +17,7 @@ from streamalloc.core.internal import leave_stream
 from streamalloc.core.session import session_of
 from streamalloc.driver.bindings import cuda
 from streamalloc.pool.cache.stream_cache import MAX_RETURNING, StreamCache
-from streamalloc.testing import Gate
+from streamalloc.testing import Faults, Gate
 from streamalloc.traces.replaying import prepare
 from tests.interleaving import interleaved
 from tests.support import executed, holds
@@ -177,6 +177,29 @@ def test_a_trim_after_a_library_has_closed_its_stream(cache: sa.CachingAllocator
         assert cache.pool.statistics().used == SIZE
     device_of.synchronize()
     assert cache.pool.statistics().used == 0
+
+
+@pytest.mark.filterwarnings("ignore::streamalloc.PendingFreesWarning")
+@pytest.mark.parametrize("act", ["trim", "close"])
+@pytest.mark.parametrize("result", ["CUDA_ERROR_INVALID_HANDLE", "CUDA_ERROR_INVALID_CONTEXT"])
+@pytest.mark.parametrize("call", ["cuStreamIsCapturing", "cuMemFreeAsync", "cuEventRecord"])
+def test_a_stream_that_is_destroyed_during(machine: Any, call: str, result: str, act: str) -> None:
+    """The call with its handle fails; its memory waits for a synchronisation of the device, other memory does not."""
+    faults: Any = Faults(machine)
+    device = sa.Device(0, driver=faults)
+    with sa.MemoryPool(device) as pool, sa.CachingAllocator(pool) as cache, device.create_stream() as own:
+        theirs = Theirs(device)
+        for one in (theirs, own):
+            cache.allocate(SIZE, one).free()
+        faults.fail(call, result=result)
+        getattr(cache, act)()
+        hit = faults.failed == [call]
+        faults.stop()
+        own.synchronize()
+        assert hit == (act == "trim" or call != "cuEventRecord")
+        assert pool.statistics().used == (SIZE if hit and call != "cuEventRecord" else 0)
+        device.synchronize()
+        assert pool.statistics().used == 0
 
 
 def test_a_new_stream_with_the_handle_of_one_that_its_library_closed(

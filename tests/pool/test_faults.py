@@ -14,7 +14,8 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc.core.internal import spare_events
-from tests.support import GROWTH, MiB, in_a_thread, names
+from streamalloc.testing import Faults
+from tests.support import GROWTH, MiB, end_what_was_dropped, in_a_thread, names
 
 READWRITE = sa.MemAccess.READWRITE
 
@@ -306,6 +307,24 @@ class TestTheFirstErrorIsKept:
             sa.MemoryPool(sa.Device(0, driver=driver), release_threshold=1)
         assert caught.value.name == "CUDA_ERROR_UNKNOWN" and caught.value.call == "cuMemPoolSetAttribute"
         assert "CUDA_ERROR_LAUNCH_FAILED" in _all_that_is_told(caught.value)
+
+    @pytest.mark.parametrize(
+        "call", ["cuThreadExchangeStreamCaptureMode", "cuDeviceGetMemPool", "cuMemPoolTrimTo", "cuMemPoolDestroy"]
+    )
+    def test_keeps_no_pool(self, machine: Any, call: str) -> None:
+        """The pool whose undo failed is destroyed later, while a program keeps the error."""
+        checked = sd.checked(machine)
+        refusing = sd.faulty(checked, "cuMemPoolSetAttribute", result="CUDA_ERROR_UNKNOWN")
+        faults: Any = Faults(refusing)
+        device = sa.Device(0, driver=faults)
+        faults.fail(call, nth=2 if call == "cuThreadExchangeStreamCaptureMode" else 1, result="CUDA_ERROR_UNKNOWN")
+        with pytest.raises(sa.CudaError) as caught:
+            sa.MemoryPool(device, release_threshold=1)
+        assert faults.failed == [call]
+        faults.stop()
+        end_what_was_dropped()
+        assert "pool" not in checked.outstanding()
+        assert caught.value.call == "cuMemPoolSetAttribute"
 
     def test_of_a_block(self, machine: Any) -> None:
         """A buffer's free fails while the block's own exception is on its way."""

@@ -15,11 +15,25 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
+from streamalloc.core.queued_work import QueuedWork
+from streamalloc.core.session import session_of
 from streamalloc.driver.bindings import cuda
 from streamalloc.testing import Faults, Gate
 from streamalloc.vmm import virtual_buffer
+from streamalloc.vmm.backup import Copies
 from tests.interrupting import Interrupt, Interrupted
-from tests.support import KEEP, Account, end_what_was_dropped, filled, holds, in_a_thread, read, shows
+from tests.support import (
+    KEEP,
+    Account,
+    end_what_was_dropped,
+    executed,
+    filled,
+    holds,
+    in_a_thread,
+    pending,
+    read,
+    shows,
+)
 from tests.vmm.support import HOST, PAGE, READWRITE
 
 SIZE = 5000
@@ -751,3 +765,21 @@ def test_nothing_is_read_after_it_was_freed(device: sa.Device) -> None:
         first.close()
         second.close()
     assert driver.hazards == []
+
+
+@pytest.mark.parametrize("of", [lambda stream: QueuedWork(session_of(stream), stream), Copies], ids=["work", "copies"])
+def test_work_of_another_thread_s_default_stream(device: sa.Device, gate: Gate, of: Callable[[sa.Stream], Any]) -> None:
+    """The handle names the stream of the thread that comes by; the order is after those of all threads."""
+    with device.create_stream() as ours:
+        gate.hold(device.per_thread_stream)
+        found: list[bool] = []
+
+        def order() -> None:
+            of(device.per_thread_stream).precede(ours)
+            found.append(pending(ours))
+
+        thread = threading.Thread(target=order)
+        thread.start()
+        thread.join()
+        gate.open()
+        assert found == [True] and executed(ours)

@@ -9,14 +9,13 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any, Protocol, TypeAlias
 
+from streamalloc.core.errors import CaptureError, NotReadyError
 from streamalloc.core.internal import (
     Deferred,
     Device,
     Event,
     Stream,
     deferred_queue,
-    direct_handle,
-    end_is_known,
     end_of,
     end_with_stream,
     forbid_lists,
@@ -28,6 +27,7 @@ from streamalloc.core.internal import (
     ordered_after_end,
     raw_handle,
     thread_of,
+    watching_for_destruction,
 )
 from streamalloc.core.session import Session, session_of
 from streamalloc.pool.cache.blocks import UNIT, Block, SizeClass, class_size
@@ -249,12 +249,11 @@ class StreamCache(Deferred):
         self._passed.clear()
         self.cache.collect_dropped()
         stream = self.stream()
-        own = stream is None or stream.closed or stream.is_default or direct_handle(stream, self.session) is not None
-        if self.free_bytes and stream is not None and (not end_is_known(stream) or (not own and stream.capturing)):
-            return False
         if self.free_bytes:
-            with self.ordered() as ordered:
+            with contextlib.suppress(CaptureError, NotReadyError), self.ordered() as ordered:
                 self.release(ordered)
+            if self.free_bytes and stream is not None:
+                return False
         if stream is None and self.threads is not None:
             stream = self.device.per_thread_stream  # it has lists for the threads, and outlives them
         if stream is not None:
@@ -282,7 +281,7 @@ class StreamCache(Deferred):
         """The stream, which no other thread closes meanwhile; after its end a stream that comes after its work."""
         stream = self.stream()
         if stream is not None:
-            with ordered_after(stream) as ordered:
+            with watching_for_destruction(stream), ordered_after(stream) as ordered:
                 yield ordered
             return
         with ordered_after_end(self.device, self._last) as substitute:

@@ -12,6 +12,7 @@ from itertools import groupby, islice
 from typing import Any, Protocol
 
 from streamalloc.core.errors import (
+    LOST,
     ClosedError,
     CudaError,
     InUseError,
@@ -21,7 +22,7 @@ from streamalloc.core.errors import (
     undo_all,
     undoing,
 )
-from streamalloc.core.internal import Device, HandleEnd, Stream, deferred_queue, raw_handle
+from streamalloc.core.internal import Device, HandleEnd, Stream, await_device, deferred_queue, raw_handle
 from streamalloc.core.properties import MemAccess, MemHandleType, MemLocation, checked_size
 from streamalloc.core.session import Session, session_of
 from streamalloc.vmm.access import structs_of
@@ -237,36 +238,52 @@ class PhysicalPages:
                 self._obtain(self.zero)
                 with (
                     undoing(self.zero.attempt),
-                    self.mapped([self.zero]) as address,
                     self.device.create_stream() as stream,
+                    self.mapped([self.zero], stream) as address,
                 ):
                     self.session.call("cuMemsetD8Async", address, 0, self.size, raw_handle(stream))
-                    stream.synchronize()
 
     @contextlib.contextmanager
-    def mapped(self, pages: Sequence[Page]) -> Iterator[int]:
+    def mapped(self, pages: Sequence[Page], stream: Stream) -> Iterator[int]:
         """Map pages side by side in a range of their own for a ``with`` block, which gets the address.
 
-        The block waits for the work that it queues.
+        At its end the host waits for ``stream``. If it cannot, pages and addresses stay: queued work may use them.
         """
         size, session = self.size, self.session
-        with AddressRange(len(pages) * size, driver=session.driver) as addresses:
-            node = addresses._node
-            # One node for all mappings: if the driver refuses to unmap them, the deferred queue tries again.
-            whole = MappedBytes(node, 0, addresses.nbytes, {self.device.location: MemAccess.READWRITE})
-            node.add(whole)
+        addresses = AddressRange(len(pages) * size, driver=session.driver)
+        node = addresses._node
+        # One node for all mappings: if the driver refuses to unmap them, the deferred queue tries again.
+        whole = MappedBytes(node, 0, addresses.nbytes, {self.device.location: MemAccess.READWRITE})
+        node.add(whole)
+        done = True
+        try:
+            for place, page in enumerate(pages):
+                try:
+                    session.call("cuMemMap", addresses.address + place * size, size, 0, page.raw, 0)
+                except CudaError:
+                    if not place:
+                        whole.unmapped()
+                    raise
+            session.call("cuMemSetAccess", addresses.address, addresses.nbytes, self.writable, len(self.writable))
+            done = False
             try:
-                for place, page in enumerate(pages):
-                    try:
-                        session.call("cuMemMap", addresses.address + place * size, size, 0, page.raw, 0)
-                    except CudaError:
-                        if not place:
-                            whole.unmapped()
-                        raise
-                session.call("cuMemSetAccess", addresses.address, addresses.nbytes, self.writable, len(self.writable))
                 yield addresses.address
             finally:
-                addresses.unmap(after=())
+                try:
+                    with session.relaxed():
+                        stream.synchronize()
+                except CudaError as error:
+                    if not isinstance(error, LOST):
+                        await_device(session, self.device.ordinal)
+                    done = True
+                    raise
+                done = True
+        finally:
+            if done:
+                with addresses:
+                    addresses.unmap(after=())
+            else:
+                self.hold(pages)
 
     def take(self, count: int, besides: Collection[Page] = ()) -> list[Page]:
         """Return spare pages, then kept ones, which are unmapped, and create those that are missing.
@@ -458,7 +475,7 @@ class PhysicalPages:
             if not result:
                 page._raw = raw
                 return
-            self.spec.refused(result, self.size, last=last)
+            self.spec.refused(result, self.size, last=last, wait=False)  # a space's lock may be held
 
     def _check_limit(self, missing: int) -> None:
         """Raise if the limit leaves no room for so many more pages."""

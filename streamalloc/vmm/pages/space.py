@@ -387,17 +387,10 @@ class PageSpace(Memory, Closes):
     def _copy(self, sources: Sequence[Page], targets: Sequence[Page], stream: Stream) -> None:
         """Copy pages by other addresses than those that other threads may unmap; block the host until it is done."""
         nbytes = len(sources) * self.page_size
-        with self._physical.mapped([*sources, *targets]) as address:
+        with self._physical.mapped([*sources, *targets], stream) as address:
             ordinal = self._physical.device.ordinal
             source, target = (CopySide(at, nbytes, ordinal, self) for at in (address, address + nbytes))
-            try:
-                copy_bytes(target, source, stream)
-            finally:
-                try:
-                    stream.synchronize()
-                except CudaError:
-                    stream.device.synchronize()  # The copy must not run when its addresses are unmapped.
-                    raise
+            copy_bytes(target, source, stream)
 
     def swap_out(self, pages: Pages, tier: BlockTier, stream: StreamLike | None = None, after: After = ()) -> int:
         """Move the contents of pages to host memory or to disk, and release the pages; return how many.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
+from streamalloc.driver.bindings import cuda
 from streamalloc.testing import Faults
 from tests.support import MiB, end_what_was_dropped, holds, library, names
 from tests.vmm.pages.conftest import PAGES
@@ -294,3 +296,43 @@ def test_a_copy_that_cannot_be_waited_for_keeps_its_addresses(machine: Any) -> N
         faults.stop()
         assert holds(space[PAGE : 2 * PAGE], 1) and space.shared([1]).all()
     assert checked.hazards == []
+
+
+def test_a_copy_that_nothing_can_wait_for_keeps_its_addresses_and_pages(machine: Any) -> None:
+    faults = Faults(sd.faulty(machine, "cuMemAlloc", result="CUDA_ERROR_UNKNOWN"))
+    traced = sd.traced(faults)
+    device = sa.Device(0, driver=traced)
+    with device.create_stream() as stream, vmm.PageArena(device) as arena, arena.space(4 * PAGE) as space:
+        space.commit(0)
+        space[:PAGE].fill(1)
+        space.alias(1, space, 0)
+        device.synchronize()
+        traced.calls.clear()
+        faults.fail("cuStreamSynchronize", result="CUDA_ERROR_UNKNOWN")
+        with pytest.raises(sa.CudaError, match="cuMemAlloc"):
+            space.make_private(1, stream)
+        assert "cuMemUnmap" not in names(traced) and arena.statistics().spare == 0
+        assert holds(space[PAGE : 2 * PAGE], 1) and space.shared([1]).all()
+        stream.synchronize()
+        end_what_was_dropped()
+
+
+def test_a_copy_while_another_thread_captures(device: sa.Device) -> None:
+    raw: Any = device.driver
+    modes = cuda.CUstreamCaptureMode
+    with (
+        device.create_stream() as stream,
+        device.create_stream() as theirs,
+        vmm.PageArena(device) as arena,
+        arena.space(4 * PAGE, stream=stream) as space,
+        ThreadPoolExecutor(1) as other,
+    ):
+        space.commit(0)
+        space[:PAGE].fill(1)
+        space.alias(1, space, 0)
+        handle = cuda.CUstream(theirs.handle)
+        assert not other.submit(raw.cuStreamBeginCapture, handle, modes.CU_STREAM_CAPTURE_MODE_GLOBAL).result()[0]
+        assert space.make_private(1, stream) == 1
+        result, graph = other.submit(raw.cuStreamEndCapture, handle).result()
+        assert not result and not raw.cuGraphDestroy(graph)[0]
+        assert holds(space[PAGE : 2 * PAGE], 1)
