@@ -65,7 +65,8 @@ class LockNotTaken(Operator):  # type: ignore[misc]
 
     @staticmethod
     def _locks(node: Any) -> list[Any]:
-        return [one for one in node.children if _LOCK.search(one.get_code())] if node.type == "with_stmt" else []
+        # The last child is the block.
+        return [one for one in node.children[:-1] if _LOCK.search(one.get_code())] if node.type == "with_stmt" else []
 
     @classmethod
     def examples(cls) -> Iterable[Any]:

@@ -15,7 +15,10 @@ import pytest
 
 import streamalloc as sa
 import streamalloc.driver as sd
-from streamalloc.core.session import DIRECT
+from streamalloc.core.deferred import Deferred
+from streamalloc.core.queued_work import queue_behind
+from streamalloc.core.session import DIRECT, session_of
+from streamalloc.core.stream_resolution import direct_handle
 from streamalloc.testing import Gate
 from tests.support import MiB, holds, names, pending, read
 
@@ -347,3 +350,29 @@ class TestCapsules:
             assert pool.statistics().used == before
             del capsule
             assert pool.statistics().used < before
+
+
+class Item(Deferred):
+    """An item that ends when told to."""
+
+    ready = False
+
+    def attempt(self) -> bool:
+        return self.ready
+
+
+@pytest.mark.parametrize("why", ["owes an item", "is captured", "is closed"])
+def test_a_stream_is_not_direct_while_it(device: sa.Device, why: str) -> None:
+    """Neither after one of the items that it owes has ended, nor after a capture."""
+    stream, item = device.create_stream(), Item()
+    with stream.capture("relaxed") if why != "is closed" else stream:
+        queue_behind(stream, item)
+        item.ready = why == "is captured"
+        stream._pay(item)
+        assert direct_handle(stream, session_of(stream)) is None
+    if why != "is captured":
+        assert direct_handle(stream, session_of(stream)) is None
+    item.ready = True
+    stream._pay()
+    assert (direct_handle(stream, session_of(stream)) is None) == (why == "is closed")
+    stream.close()

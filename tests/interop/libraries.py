@@ -217,7 +217,9 @@ class CudaCore(Library):
         return self.device.create_stream()
 
     def make(self, nbytes: int, stream: Any = None) -> Any:
-        return self.device.allocate(nbytes, stream=stream or self.default)
+        array = self.device.allocate(nbytes, stream=stream or self.default)
+        assert (array.is_device_accessible, array.is_host_accessible, array.device_id) == (True, False, 0)
+        return array
 
     def fill(self, array: Any, value: int, stream: Any = None) -> None:
         array.fill(value, stream=stream or self.default)

@@ -595,6 +595,9 @@ def cuda_core(driver: Any) -> dict[str, ModuleType]:
             assert (mr is None) != (owner is None)
             return Buffer(ptr, size, mr, owner, stream)
 
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.memory_resource, name)
+
         def fill(self, value: int, *, stream: Any) -> None:
             calls.fill(self.handle, value, self.size, stream.ptr)
 
@@ -611,8 +614,11 @@ def cuda_core(driver: Any) -> dict[str, ModuleType]:
             return {"shape": (self.size,), "typestr": "|u1", "data": (self.handle, False), "version": 3}
 
     class DeviceMemoryResource(MemoryResource):
+        is_device_accessible, is_host_accessible = True, False
+
         def __init__(self, device: Any) -> None:
-            self.handle = calls("cuDeviceGetMemPool", device.device_id)
+            self.device_id = device.device_id
+            self.handle = calls("cuDeviceGetMemPool", self.device_id)
             self.is_handle_owned = False
             attribute = driver.CUmemPool_attribute.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
             if not int(calls("cuMemPoolGetAttribute", self.handle, attribute)):

@@ -348,9 +348,12 @@ class TestBorrowed:
         device.synchronize()
         assert library.holds(array, 5)
 
-    def test_dropped(self, pool: sa.MemoryPool, stream: sa.Stream, device: sa.Device) -> None:
-        memory = interop.borrow(pool.allocate(64, stream).view_as(np.float32, (4, 4)), stream)
-        assert (memory.dtype.str, memory.shape) == ("<f4", (4, 4)) and "float32 (4, 4)" in repr(memory)
+    @pytest.mark.parametrize("dtype", ["<i4", "<u4", "<f4", "<c8", "|b1"])
+    def test_dropped(self, pool: sa.MemoryPool, stream: sa.Stream, device: sa.Device, dtype: str) -> None:
+        kind = np.dtype(dtype)
+        shape = (32 // kind.itemsize, 2)
+        memory = interop.borrow(pool.allocate(64, stream).view_as(kind, shape), stream)
+        assert (memory.dtype, memory.shape) == (kind, shape) and f"{kind} {shape}" in repr(memory)
         assert used(pool, device) == 64
         del memory
         assert used(pool, device) == 0

@@ -30,6 +30,7 @@ class TestKinds:
             found = interop.registration(buffer)
         assert answers(found) == accepted("dma_buf", "ucx_network", "nccl")
         assert "handle_types" in found.ipc.why and "network only" in found.nccl.how
+        assert found.dma_buf == interop.Answer(True, "DMA-BUF", "")
         assert "never" in found.gpu_direct_storage.why and "fabric" in found.ucx.why
         assert (found.mappings, found.handle_types, found.legacy_ipc) == (1, sa.MemHandleType.NONE, False)
 
@@ -83,7 +84,8 @@ class TestKinds:
 class TestArguments:
     def test_parts_of_pages(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
         with pool.allocate(MiB, stream) as buffer:
-            assert "whole pages" in interop.registration(buffer[100:200]).dma_buf.why
+            for part in (buffer[100:200], buffer[100:], buffer[:200]):
+                assert "whole pages" in interop.registration(part).dma_buf.why
 
     def test_nothing(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
         with pool.allocate(0, stream) as buffer, pytest.raises(ValueError, match="empty"):

@@ -216,7 +216,9 @@ def test_chrome_s_trace(observer: sa.Observer, tmp_path: Path) -> None:
         "mapping DEVICE:0": [2 * MiB, 6 * MiB, 2 * MiB],
     }
     (phase,) = [event for event in events if event["ph"] == "X"]
-    assert (phase["name"], phase["args"]["peak"]) == ("step", observer.phases[0].peak) and phase["dur"] >= 0
+    (step,) = observer.phases
+    assert (phase["name"], phase["args"]["peak"]) == ("step", step.peak) and step.ended is not None
+    assert (phase["ts"], phase["dur"]) == (step.began / 1000, (step.ended - step.began) / 1000)
     assert [event["args"] for event in events if event["ph"] == "i"] == [{"requested": 99}]
 
 

@@ -454,19 +454,26 @@ class TestLimits:
 
 
 class TestHooks:
-    def test_are_told(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+    @pytest.mark.parametrize("cached", [False, True])
+    def test_are_told(self, pool: sa.MemoryPool, device: sa.Device, stream: sa.Stream, cached: bool) -> None:
         told: list[tuple[str, int]] = []
-        with sa.observe(
-            pool,
-            on_allocate=lambda one: told.append(("allocate", one.nbytes)),
-            on_free=lambda one: told.append(("free", one.nbytes)),
-        ) as observer:
-            pool.allocate(8, stream).free()
-            assert told == [("allocate", 8), ("free", 8)]
-            pool.allocate(16, stream)
-            # A finaliser has freed it, which calls no hook.
-            assert told[2:] == [("allocate", 16)]
-            assert observer.live == () and told[3:] == [("free", 16)]
+        with sa.CachingAllocator(pool) as cache, device.create_stream() as other:
+            source = cache if cached else pool
+            with sa.observe(
+                source,
+                on_allocate=lambda one: told.append(("allocate", one.nbytes)),
+                on_free=lambda one: told.append(("free", one.nbytes)),
+            ) as observer:
+                source.allocate(8, stream).free()
+                assert told == [("allocate", 8), ("free", 8)]
+                buffer = source.allocate(12, stream)
+                other.wait(stream)
+                buffer.free(other)
+                assert told[2:] == [("allocate", 12), ("free", 12)]
+                source.allocate(16, stream)
+                # A finaliser has freed it, which calls no hook.
+                assert told[4:] == [("allocate", 16)]
+                assert observer.live == () and told[5:] == [("free", 16)]
 
     @pytest.mark.parametrize("cached", [False, True])
     def test_are_not_called_where_a_library_lets_go(self, pool: sa.MemoryPool, stream: sa.Stream, cached: bool) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import streamalloc as sa
+from streamalloc import interop, ipc, vmm
 from streamalloc.driver.bindings import cuda
 
 # What is called, what it has to accept (by position, then by keyword), and what its defaults have to be.
@@ -97,6 +98,19 @@ def test_property_dataclasses(name: str) -> None:
     kind = getattr(sa, name)
     assert dataclasses.is_dataclass(kind)
     assert callable(getattr(kind, "to_driver", None)) and callable(getattr(kind, "from_driver", None))
+
+
+def test_dataclasses_are_frozen_and_slotted() -> None:
+    public = [getattr(area, name) for area in (sa, vmm, ipc, interop, sa.driver) for name in area.__all__]
+    kinds = [one for one in public if inspect.isclass(one) and dataclasses.is_dataclass(one)]
+    assert {sa.MemLocation, sa.CopyOptions, vmm.Residents, ipc.StoreEntry, interop.Answer, sa.driver.Hazard} < {*kinds}
+    for kind in kinds:
+        one: Any = object.__new__(kind)
+        for name in (dataclasses.fields(kind)[0].name, "made_up"):
+            with pytest.raises((AttributeError, TypeError)):
+                setattr(one, name, None)
+        with_dict = (ipc.StoreEntry, ipc.StoreStatistics, sa.driver.Call, sa.driver.Hazard)
+        assert hasattr(one, "__dict__") == (kind in with_dict)
 
 
 @pytest.mark.parametrize(("ours", "theirs", "prefix"), ENUMS)

@@ -442,6 +442,19 @@ def test_no_phase_is_lost(first: Any, second: Any) -> None:
         assert {*account.open} == {phase for phase in ends if not ends[phase]}
 
 
+def test_a_free_is_passed_to_the_hook_once() -> None:
+    passed: list[Any] = []
+    account = sa.observe(driver=sd.simulated(), on_free=passed.append)._account
+
+    def make() -> observed.Account:
+        account._untold.append(Any)  # type: ignore[arg-type]
+        return account
+
+    for _ in interleaved(observed.Account.look, make, observed.Account.look, observed.Account.look):
+        assert passed == [Any]
+        passed.clear()
+
+
 def test_a_cache_opens_a_stream_once() -> None:
     device = sa.Device(0, driver=sd.simulated())
     opened: list[object] = []

@@ -13,6 +13,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc.core.internal import Deferred, deferred_queue, session_of
 from streamalloc.driver.bindings import cuda
+from streamalloc.testing import Gate
 from tests.interrupting import Interrupted
 from tests.support import MiB, names, read
 
@@ -82,6 +83,17 @@ def test_one(world: World, closed: bool) -> None:
         world.pool.close()
     assert not world.destroyed()
     world.drop_pool()
+    assert world.destroyed()
+
+
+def test_after_the_work_of_streams(world: World) -> None:
+    """The checker reports a free that nothing orders after the allocation."""
+    with Gate(world.device) as gate:
+        gate.hold(world.stream)
+        world.lose(100)
+        world.drop_pool()
+        deferred_queue(session_of(world.device)).work()
+        assert len(names(world.traced, "cuMemFreeAsync")) == 2  # with that of the probe
     assert world.destroyed()
 
 

@@ -166,12 +166,7 @@ class Checked(Wrapper):
         try:
             return function(*args)
         finally:
-            try:
-                self._lock.acquire()
-            except BaseException:
-                # A signal handler has raised; the block of the caller releases the lock.
-                self._lock.acquire()
-                raise
+            self._lock.acquire()
             self._observing = threading.get_ident()
 
     def _before(self, name: str, args: tuple[Any, ...]) -> Finish | None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import signal
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from subprocess import CompletedProcess
 from typing import Any
 
@@ -499,57 +499,53 @@ def test_an_operation_takes_little() -> None:
     assert driver.hazards == []
 
 
-@pytest.mark.simulated_only("a driver that another thread stops in the middle of a question")
-def test_a_signal_handler_raises_while_a_question_waits_for_the_lock(machine: Any) -> None:
-    """Another thread has the lock then: its record goes on undisturbed, and the lock is free afterwards."""
-    asked, taken, raised = threading.Event(), threading.Event(), threading.Event()
+class TestQuestions:
+    """Calls of the checker itself in the middle of a record."""
 
-    class Stopped:
-        """A driver whose next question about the context lets the other thread take the lock."""
+    def test_another_thread_records_meanwhile(self, machine: Any) -> None:
+        driver: Any = sd.checked(machine)
+        inside: list[bool] = []
 
-        on = False
+        def ask() -> None:
+            inside.append(driver._inside())
+            other = threading.Thread(target=driver._alone, args=(int,), daemon=True)
+            other.start()
+            other.join(SECONDS)
+            assert not other.is_alive()
 
-        def __getattr__(self, name: str) -> Any:
-            return getattr(machine, name)
+        driver._alone(lambda: (driver._ask(ask, ()), inside.append(driver._inside())))
+        assert inside == [False, True] and not driver._inside()
 
-        def cuCtxGetCurrent(self) -> Any:
-            if self.on:
-                self.on = False
-                asked.set()
-                taken.wait()
-            return machine.cuCtxGetCurrent()
+    @pytest.mark.parametrize("taken", [True, False])
+    def test_a_signal_handler_raises_at_its_end(self, machine: Any, taken: bool) -> None:
+        """The lock is free afterwards; where another thread has taken it, the record of that thread is undisturbed."""
+        driver: Any = sd.checked(machine)
+        other = threading.get_ident() + 1
 
-    stopped = Stopped()
-    driver: Any = sd.checked(stopped)
-    driver.cuInit(0)
-    driver.cuCtxSetCurrent(driver.cuDevicePrimaryCtxRetain(0)[1])
-    kept: list[bool] = []
+        class Interrupted:
+            """A lock that a signal handler interrupts as the question takes it again."""
 
-    def record() -> None:
-        taken.set()
-        while not raised.is_set():
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGALRM)  # type: ignore[arg-type]
-            raised.wait(0.01)
-        kept.append(driver._inside())
+            def __init__(self) -> None:
+                self.lock = threading.RLock()
+                self.release = self.lock.release
 
-    def observe() -> None:
-        asked.wait()
-        driver._alone(record)
+            def __enter__(self) -> None:
+                self.lock.acquire()
 
-    def interrupt(*_: object) -> None:
-        if taken.is_set() and not raised.is_set():
-            raise KeyError("a signal handler")
+            def __exit__(self, *_: object) -> None:
+                self.lock.release()
 
-    before = signal.signal(signal.SIGALRM, interrupt)
-    other = threading.Thread(target=observe)
-    other.start()
-    try:
-        stopped.on = True
-        with pytest.raises((KeyError, RuntimeError)):
-            driver.cuCtxSynchronize()
-    finally:
-        raised.set()
-        other.join()
-        signal.signal(signal.SIGALRM, before)
-    assert kept == [True] and driver._observing == 0
-    assert driver.cuCtxSynchronize() == (cuda.CUresult.CUDA_SUCCESS,)
+            def acquire(self) -> None:
+                if taken:
+                    self.lock.acquire()
+                else:
+                    driver._observing = other
+                raise KeyError("a signal handler")
+
+        driver._lock = Interrupted()
+        with pytest.raises(KeyError if taken else RuntimeError) as caught:
+            driver._alone(lambda: driver._ask(int, ()))
+        assert isinstance(caught.value if taken else caught.value.__context__, KeyError)
+        assert driver._observing == (0 if taken else other)
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(driver._lock.lock.acquire, False).result(SECONDS)

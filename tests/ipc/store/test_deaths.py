@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import random
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -199,7 +201,24 @@ class TestServer:
     def test_only_one(self, served: Callable[[], subprocess.Popen[str]], name: str) -> None:
         one = served()
         with pytest.raises(ipc.StoreBusyError, match=f"process {one.pid} serves a store '{name}' already"):
-            ipc.Store.serve(name)
+            ipc.Store.serve(name).close()
+
+    def test_only_one_begins_while_another_ends(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It has opened a file of locks that the other one then removes."""
+        ending, lock = ipc.Store.serve(name), fcntl.flock
+
+        def end_and_lock(*args: int) -> None:
+            monkeypatch.undo()
+            ending.close()
+            lock(*args)
+
+        monkeypatch.setattr(fcntl, "flock", end_and_lock)
+        with ipc.Store.serve(name) as server:
+            path = Path(server.address).with_suffix(".lock")
+            with pytest.raises(ipc.StoreBusyError):
+                ipc.Store.serve(name).close()
+            assert path.exists()
+        assert not path.exists()
 
     def test_has_no_driver(self, served: Callable[[], subprocess.Popen[str]], name: str, device: sa.Device) -> None:
         """Nothing of the device is mapped or opened there but the descriptors that it holds."""
