@@ -116,8 +116,7 @@ class Exportable(MemoryBase):
         self._check_usable()
         if not self.host_accessible:
             raise AttributeError(f"{self!r} is not accessible from the host")
-        if self.nbytes:
-            self.used(write=False, on_host=True)
+        self.used(write=False, on_host=True)
         # numpy 2.2 takes the address 0 of empty memory for a missing one; that of no bytes is never used.
         data = (self.address or 1, self._read_only(on_host=True))
         return {"shape": (self.nbytes,), "typestr": "|u1", "data": data, "version": 3}
@@ -186,7 +185,7 @@ class Exportable(MemoryBase):
                     self.used(Stream.of_handle(ours.device, handle, self), write=False)
         # A consumer that names no stream may use the address at once.
         of_host = on_host or (stream is None and self.host_accessible)
-        if of_host and self.nbytes:
+        if of_host:
             self.used(write=False, on_host=True)
         unordered = of_host or stream == -1
         part = dlpack.part(self, self.address if unordered else self._at, self.nbytes, device)

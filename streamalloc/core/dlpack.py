@@ -85,7 +85,6 @@ class Window(np.ndarray[Any, Any]):
 
 
 _windows: dict[tuple[int, int], Window] = {}
-_for_ever: list[_Managed] = []
 cuda_windows: dict[int | None, Window] = {}
 """Windows of GPUs, by ordinal."""
 
@@ -97,7 +96,7 @@ def _window(device: tuple[int, int]) -> Window:
         # From address 1, as an array at 0 would be one that numpy has to allocate.
         shape = (ctypes.c_int64 * 1)(_ADDRESSES)
         managed = _Managed(1, 0, None, None, 0, Tensor(1, CUDA_HOST, 0, 1, _UINT, 8, 1, shape, None, 0))
-        _for_ever.append(managed)
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(managed))  # for ever: modules go before arrays do at exit
         made = np.from_dlpack(_Everything(managed)).view(Window)
         managed.dl_tensor.device_type, managed.dl_tensor.device_id = device
         found = _windows.setdefault(device, made)

@@ -94,7 +94,7 @@ class MemoryBase(Unique, Shown, abc.ABC):
         """
         address = self._at
         listener = self._session.listener
-        if listener is None:
+        if listener is None or not self.nbytes:
             return
         if on_host:
             listener.used(address, self.nbytes, None, write)

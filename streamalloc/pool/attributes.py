@@ -92,6 +92,9 @@ class Size(Attribute[int]):
 
 class _Pool(Protocol):
     @property
+    def closed(self) -> bool: ...
+
+    @property
     def _session(self) -> Session: ...
 
     def _call(self, name: str, *args: Any) -> Any: ...
@@ -170,6 +173,8 @@ class PoolAttributes:
                 continue
 
     def __repr__(self) -> str:
+        if self._pool.closed:
+            return f"<PoolAttributes of {self._pool!r}>"
         return f"<PoolAttributes {', '.join(f'{name}={value!r}' for name, value in self)}>"
 
     def _repr_html_(self) -> str:

@@ -6,7 +6,8 @@ import ctypes
 import gc
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from subprocess import CompletedProcess
 from typing import Any
 
 import numpy as np
@@ -261,6 +262,12 @@ class TestDLPack:
         assert pool.statistics().used == 64
         del capsule
         assert pool.statistics().used == 0
+
+    def test_at_the_end_of_the_interpreter(self, python: Callable[..., CompletedProcess[str]]) -> None:
+        """The array that is exported is freed late; with debugging, what it needs then is overwritten once freed."""
+        code = "from streamalloc.core import dlpack; dlpack.part(None, 64, 64, (2, 0)).__dlpack__()"
+        ended = python(code, PYTHONMALLOC="debug")
+        assert (ended.returncode, ended.stderr) == (0, "")
 
     def test_numpy(self, host: sa.Buffer) -> None:
         array = np.from_dlpack(host)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import random
 import sys
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -44,12 +45,14 @@ def host_pool(device: sa.Device) -> Objects:
 
 
 def cache(device: sa.Device) -> Objects:
-    pool = sa.MemoryPool(device, handle_types=POSIX)
+    objects: Objects = []  # in reach of a function that the pool calls
+    pool = sa.MemoryPool(device, handle_types=POSIX, on_oom=lambda _: bool(objects))
     cache, stream, other = CachingAllocator(pool), device.create_stream(), device.create_stream()
     buffers = [cache.allocate(1024, stream) for _ in range(5)]
     buffers[0].free()
     buffers[1].free(other)
-    return [pool, cache, stream, other, ipc.share(buffers[2]), ipc.share(buffers[3], hold=True), *buffers]
+    objects += [pool, cache, stream, other, ipc.share(buffers[2]), ipc.share(buffers[3], hold=True), *buffers]
+    return objects
 
 
 def graph(device: sa.Device) -> Objects:
@@ -92,13 +95,17 @@ def asleep(device: sa.Device) -> Objects:
 
 
 def pages(device: sa.Device) -> Objects:
-    arena, stream = vmm.PageArena(device), device.create_stream()
+    objects: Objects = []
+    with tempfile.TemporaryDirectory() as folder:
+        budget = vmm.PageBudget(f"{folder}/budget", 64 * MiB, on_ask=objects.index)
+    arena, stream = vmm.PageArena(device, budget=budget), device.create_stream()
     space, other = arena.space(64 * MiB), arena.space(32 * MiB)
     space.commit(range(8))
     other.alias(range(2), space, range(2))
     event = stream.record()
     space.release(range(2, 4), after=stream)
-    return [arena, space, other, stream, event]
+    objects += [budget, arena, space, other, stream, event]
+    return objects
 
 
 def shared(device: sa.Device) -> Objects:

@@ -174,6 +174,7 @@ class TestAttributes:
             }
             assert "release_threshold=0" in repr(pool.attributes)
             assert pool.attributes._repr_html_().count("<tr>") == len(known)
+        assert "closed" in repr(pool.attributes)
 
     def test_one_that_the_driver_lacks(self, machine: Any) -> None:
         faults: Any = Faults(machine)

@@ -109,12 +109,14 @@ class CacheState(Deferred):
     """The blocks and streams of a cache. It outlives the allocator until all blocks have returned to the pool."""
 
     __slots__ = (
-        "_bought", "_opening", "_queue", "_reserved", "_trims", "blocks", "closed", "dropped", "keys", "misses", "pool",
-        "session", "stream_caches", "watchers",
+        "_bought", "_opening", "_pool", "_pool_free", "_queue", "_reserved", "_trims", "blocks", "closed", "dropped",
+        "keys", "misses", "session", "stream_caches", "watchers",
     )  # fmt: skip
 
     def __init__(self, pool: MemoryPool) -> None:
-        self.pool: MemoryPool = pool
+        # The queue has this item, and the pool a function of the program, which may have the cache.
+        self._pool = weakref.ref(pool)
+        self._pool_free: Any = pool._free
         self.session: Session = session_of(pool)
         self._queue = deferred_queue(self.session)
         self.keys: tuple[object, object, object] = (object(), object(), object())
@@ -216,9 +218,10 @@ class CacheState(Deferred):
 
     # -- blocks ----------------------------------------------------------------------------------------------
 
-    def buy(self, wanted: SizeClass, stream: Stream) -> Block | None:
+    def buy(self, below: MemoryPool, wanted: SizeClass, stream: Stream) -> Block | None:
         """A new block (``cuMemAllocFromPoolAsync``); None if there is no memory."""
-        below, raw = self.pool, raw_handle(stream)
+        raw = raw_handle(stream)
+        self._pool_free = below._free
         try:
             with stream.device.current() if stream.is_default else contextlib.nullcontext():
                 result, pointer = besides(below._alloc, self.watchers)(wanted.nbytes, below._raw, raw)
@@ -250,7 +253,9 @@ class CacheState(Deferred):
         address = block.address
         # Before the call: another thread may get the address at once.
         self.blocks.pop(address, None)
-        free = besides(self.pool._free, self.watchers if notified is None else notified)
+        pool = self._pool()
+        free = self._pool_free if pool is None else pool._free
+        free = besides(free, self.watchers if notified is None else notified)
         refused = free(block, raw)[0]
         if refused:
             self.blocks[address] = block
@@ -284,7 +289,7 @@ class CacheState(Deferred):
 
     # -- the allowance ---------------------------------------------------------------------------------------
 
-    def check_allowance(self, nbytes: int) -> None:
+    def check_allowance(self, pool: MemoryPool, nbytes: int) -> None:
         """Count bytes that were bought; once they may have made the pool grow, trim it if it exceeds the allowance.
 
         Nothing is done while a capture of ours is under way. One of other code is not broken: see
@@ -295,12 +300,12 @@ class CacheState(Deferred):
             return
         self._bought = 0
         with self.session.relaxed():
-            reserved = self.pool.attributes.reserved_mem_current
+            reserved = pool.attributes.reserved_mem_current
             if reserved > self._reserved and reserved > self._allowance():
                 self._trims += 1
                 self.flush()
-                self.pool._call("cuMemPoolTrimTo", self._allowance())
-                reserved = self.pool.attributes.reserved_mem_current
+                pool._call("cuMemPoolTrimTo", self._allowance())
+                reserved = pool.attributes.reserved_mem_current
             self._reserved = reserved
 
     def _allowance(self) -> int:
@@ -401,8 +406,12 @@ class CachingAllocator(Allocator, Closes, Shown):
     ...     buffer.fill(0)
     """
 
-    __slots__ = ("_cache_key", "_is_capturing", "_key", "_library_key", "_limit", "_state", "dropped", "largest")
+    __slots__ = (
+        "_cache_key", "_is_capturing", "_key", "_library_key", "_limit", "_state", "dropped", "largest", "pool",
+    )  # fmt: skip
 
+    pool: MemoryPool
+    """The pool of the memory."""
     largest: int
     """The largest size in bytes that is cached."""
 
@@ -413,6 +422,7 @@ class CachingAllocator(Allocator, Closes, Shown):
         if pool.closed:
             raise ClosedError(f"{pool!r} was closed")
         session = session_of(pool)
+        self.pool = pool
         self._state = CacheState(pool)
         self._key, self._library_key, self._cache_key = self._state.keys
         self._is_capturing = session.cuStreamIsCapturing
@@ -425,11 +435,6 @@ class CachingAllocator(Allocator, Closes, Shown):
         self._free = self._state.free_past
         deferred_queue(session).end_with(self, self._state)
         pools_of(session).caches.add(self)
-
-    @property
-    def pool(self) -> MemoryPool:
-        """The pool of the memory."""
-        return self._state.pool
 
     @property
     def limit(self) -> int:
@@ -575,9 +580,9 @@ class CachingAllocator(Allocator, Closes, Shown):
         wanted = cache.class_of.get((nbytes - 1) // UNIT) or cache.size_class(nbytes)
         block = cache.take(wanted, nbytes)
         if block is None and not (self._limit and self.pool.attributes.used_mem_current + wanted.nbytes > self._limit):
-            block = state.buy(wanted, kept)
+            block = state.buy(self.pool, wanted, kept)
             if block is not None:
-                state.check_allowance(wanted.nbytes)
+                state.check_allowance(self.pool, wanted.nbytes)
         if block is None:
             return self._allocate_past(nbytes, stream)
         buffer: CachedBuffer = filled(CachedBuffer, self, block, nbytes, kept)
@@ -614,7 +619,7 @@ class CachingAllocator(Allocator, Closes, Shown):
             ordered = as_stream(stream, state.session)
             if direct_handle(ordered, state.session) is not None or not ordered.capturing:
                 self._keep_limit(checked_size("nbytes", nbytes))
-        return state.pool.allocate(nbytes, stream)
+        return self.pool.allocate(nbytes, stream)
 
     def _make_room(self, stream: Stream) -> bool:
         self._state.collect_dropped()

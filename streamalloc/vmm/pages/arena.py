@@ -67,7 +67,10 @@ class PageArena(Closes):
         The budget was closed.
     """
 
-    __slots__ = ("__weakref__", "_physical")
+    __slots__ = ("__weakref__", "_physical", "budget")
+
+    budget: PageBudget | None
+    """Limit that it shares with other arenas; None if it has none."""
 
     def __init__(
         self,
@@ -80,6 +83,7 @@ class PageArena(Closes):
         check_device("device", device)
         if budget is not None and not isinstance(budget, PageBudget):
             raise TypeError(f"budget must be a PageBudget, not {type(budget).__name__} ({budget!r})")
+        self.budget = budget
         self._physical = PhysicalPages(device, page_size, limit, budget)
 
     @property
@@ -106,11 +110,6 @@ class PageArena(Closes):
     def limit(self) -> int | None:
         """Bytes of all physical pages; None for no limit."""
         return self._physical.limit
-
-    @property
-    def budget(self) -> PageBudget | None:
-        """Limit that it shares with other arenas; None if it has none."""
-        return self._physical.budget
 
     @property
     def closed(self) -> bool:

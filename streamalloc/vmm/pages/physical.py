@@ -6,6 +6,7 @@ import contextlib
 import functools
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import groupby, islice
@@ -85,6 +86,10 @@ class Clearing(Protocol):
         """Block the host until they are cleared."""
 
 
+def _no_budget() -> None:
+    """In place of a reference to a budget."""
+
+
 class PhysicalPages:
     """The physical pages of an arena and its spaces. It lives as long as the last of them.
 
@@ -102,8 +107,9 @@ class PhysicalPages:
         """Size of a page in bytes."""
         self.limit: int | None = None if limit is None else checked_size("limit", limit)
         """Bytes of all pages; None for no limit."""
-        self.budget: PageBudget | None = budget
-        """Limit that other arenas, and processes, share."""
+        # The arena keeps it: reservations keep this object, and the budget a function, which may reach the arena.
+        self.budget: Callable[[], PageBudget | None] = _no_budget if budget is None else weakref.ref(budget)
+        """Limit that other arenas, and processes, share; None without one, and when it has ended with the arena."""
         self.allocations: Allocations = allocations_of(self.session)
         self.lock: contextlib.AbstractContextManager[bool] = threading.RLock()
         self.spare: list[Page] = []
@@ -324,7 +330,7 @@ class PhysicalPages:
     def _room(self, count: int) -> Iterator[list[None]]:
         """Block that creates so many pages, for all of which the budget has room; it gets an item for each."""
         room = [None] * max(count, 0)
-        budget = self.budget
+        budget = self.budget()
         if budget is None or not room:
             yield room
             return
@@ -458,7 +464,7 @@ class PhysicalPages:
             self._check_limit(1)
             number = self._numbers.pop() if self._numbers else self.count
             self.count += 1
-            if self.budget is not None:
+            if self.budget() is not None:
                 self._unborn -= 1
                 del room[0]
         page = Page(self.session, number)
@@ -496,8 +502,9 @@ class PhysicalPages:
         try:
             undo_all(functools.partial(later.end, page) for page in pages)
         finally:
-            if self.budget is not None and not self.budget.closed:
-                self.budget.settle()
+            budget = self.budget()
+            if budget is not None and not budget.closed:
+                budget.settle()
 
     def _forget(self, pages: Sequence[Page]) -> None:
         numbers = [page.number for page in pages if page is not self.zero]

@@ -337,6 +337,15 @@ class TestUsed:
             assert [one.kind for one in driver.hazards] == ["race"]
             bench.done(memory)
 
+    def test_of_no_bytes_is_none(self, machine: Any) -> None:
+        driver = sd.checked(machine)
+        with Bench(driver) as bench:
+            memory = bench.new(bench.a)
+            memory[8:8].used(bench.b)
+            memory[8:8].view_as("f4", (0, 5)).__dlpack__()
+            bench.done(memory)
+        assert driver.hazards == []
+
     def test_readers_do_not_mind_each_other(self, machine: Any) -> None:
         driver = sd.checked(machine)
         with Bench(driver) as bench:

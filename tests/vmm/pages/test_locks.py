@@ -231,7 +231,7 @@ class TestPhysicalPages:
     def test_room_in_a_budget_is_returned(self, make: Callable[[], PhysicalPages]) -> None:
         def begin() -> PhysicalPages:
             physical = make()
-            physical.budget = SimpleNamespace(settle=lambda *_: True)  # type: ignore[assignment]
+            physical.budget = lambda: SimpleNamespace(settle=lambda *_: True)  # type: ignore[assignment, return-value]
             return physical
 
         open_rooms = contextlib.ExitStack()
