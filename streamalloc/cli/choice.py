@@ -106,7 +106,8 @@ def choose(driver: str | None = None, devices: int | None = None) -> Chosen:
             if os.environ.get("STREAMALLOC_DRIVER"):
                 raise
             count = _DEVICES_WITHOUT_A_GPU if devices is None else devices
-            return Chosen(simulated(devices=count), not_found=str(error))
+            # Without the remedy for programs.
+            return Chosen(simulated(devices=count), not_found=str(error).partition(" To run ")[0])
         if devices is None:
             return Chosen(found)
     raise ValueError(f"--devices={devices}: only a simulated machine (--driver=simulated) takes a number of devices")

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
     """Write the profile."""
     if chosen.not_found:
-        raise UsageError(chosen.not_found)
+        raise UsageError(f"{chosen.not_found} --driver=simulated reads a simulated machine.")
     try:
         read = read_profile(chosen.driver, multicast=options.multicast)
     except UnreadableMachineError as error:

@@ -47,7 +47,9 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
             trace.save(options.save)
             terminal.line(f"{options.save}: {trace!r}")
             return 0
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise UsageError(f"{error.filename}: {error.strerror}") from error
+    except ValueError as error:
         raise UsageError(error) from error
     if options.rounds < 1:
         raise UsageError(f"--rounds {options.rounds}: at least 1")

@@ -7,7 +7,7 @@ import os
 import runpy
 import sys
 
-from streamalloc.cli.choice import Chosen
+from streamalloc.cli.choice import Chosen, UsageError
 from streamalloc.cli.terminal import Terminal
 from streamalloc.driver.internal import as_asked
 from streamalloc.testing import install
@@ -41,6 +41,6 @@ def _run(options: argparse.Namespace) -> None:
         runpy.run_module(options.program, run_name="__main__", alter_sys=True)
     else:
         if not os.path.exists(options.program):
-            sys.exit(f"python -m streamalloc run: there is no file {options.program!r}")
+            raise UsageError(f"there is no file {options.program!r}")
         sys.path.insert(0, os.path.dirname(os.path.abspath(options.program)))
         runpy.run_path(options.program, run_name="__main__")

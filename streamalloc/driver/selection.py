@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from streamalloc.driver.bindings import BINDINGS_VERSION, cuda
 from streamalloc.driver.errors import DriverNotFoundError
-from streamalloc.driver.parent import parent_test
+from streamalloc.driver.parent import configuration, parent_test
 
 if TYPE_CHECKING:
     from streamalloc.driver.protocol import Driver
@@ -198,7 +198,8 @@ def _chosen() -> Driver:
     chosen = _in_use.get() or _for_all_threads
     if chosen is not None:
         return chosen
-    text = os.environ.get("STREAMALLOC_DRIVER") or "cuda"
+    # The environment of a multiprocessing server may be that of an earlier test.
+    text = configuration().get("STREAMALLOC_DRIVER") or os.environ.get("STREAMALLOC_DRIVER") or "cuda"
     return _simulated_by_default.get(text) or _from_environment(text)
 
 

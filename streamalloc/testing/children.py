@@ -17,6 +17,16 @@ from streamalloc.driver.internal import VARIABLE, ParentTest, configuration
 assert multiprocessing.process
 
 
+@contextlib.contextmanager
+def inherited(**values: str) -> Iterator[None]:
+    """Variables that the processes started in a ``with`` block have, also those of a multiprocessing server."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in values.items():
+            patch.setenv(name, value)
+            patch.setitem(configuration(), name, value)
+        yield
+
+
 class Reports(Leaves):
     """Reports of the processes that are started in a ``with`` block.
 
@@ -33,10 +43,8 @@ class Reports(Leaves):
     def __enter__(self) -> Reports:
         folder = tempfile.TemporaryDirectory(prefix="streamalloc-", ignore_cleanup_errors=True)
         self._directory = self._ends.enter_context(folder)
-        text = ParentTest(os.getpid(), self._checks, self._directory).to_text()
-        patch = self._ends.enter_context(pytest.MonkeyPatch.context())
-        patch.setenv(VARIABLE, text)
-        patch.setitem(configuration(), VARIABLE, text)
+        test = ParentTest(os.getpid(), self._checks, self._directory)
+        self._ends.enter_context(inherited(**{VARIABLE: test.to_text()}))
         return self
 
     def _leave(self, *, failed: bool) -> None:

@@ -200,8 +200,9 @@ class Watch(Leaves):
             one.join(max(end - time.monotonic(), 0))
             frame = sys._current_frames().get(one.ident or 0)
             if one.is_alive() and frame is not None:
-                stack = [(at.f_code, at.f_lasti) for at, _ in traceback.walk_stack(frame)]
-                found.append(Kept(f"thread {one.name!r} still runs", tuple(stack)))
+                frames = [at for at, _ in traceback.walk_stack(frame) if at.f_code.co_filename != threading.__file__]
+                what = f"thread {one.name!r} of {getattr(target, '__qualname__', target)}: it still runs, join it"
+                found.append(Kept(what, tuple((at.f_code, at.f_lasti) for at in frames)))
         return found
 
     def _was_there(self, one: object) -> bool:

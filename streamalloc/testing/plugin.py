@@ -2,7 +2,7 @@
 
 pytest loads the plugin in every run when streamalloc is installed. The plugin imports the rest of streamalloc only when
 a test uses a machine, and patches no other code. A test that takes the fixture ``streamalloc_machine`` gets a simulated
-machine of its own, which is the default driver during the test, also in threads::
+machine of its own, which is the default driver during the test, also in its threads and in processes that it starts::
 
     import streamalloc as sa
 
@@ -302,12 +302,13 @@ def _watched_machine(request: pytest.FixtureRequest, stack: contextlib.ExitStack
     lasting = on_cuda or _option(request.config, "streamalloc_one_machine")
     driver = machines.real() if on_cuda else (machines.lasting if lasting else sd.simulated)(**_settings(request))
     driver = as_asked(driver)  # with a checker if STREAMALLOC_CHECK asks for one
+    from streamalloc.testing.children import Reports, inherited
+
+    stack.enter_context(inherited(STREAMALLOC_DRIVER="cuda" if on_cuda else driver.settings))  # type: ignore[attr-defined]
     needs = _needs(request.node)
     children = None
     checks = [name for name in ("check", "leaks") if _wanted(request.config, needs, name)]
     if checks:
-        from streamalloc.testing.children import Reports
-
         children = stack.enter_context(Reports(*checks))
     checker = accounts = watch = faults = None
     if "check" in checks:
@@ -449,7 +450,7 @@ def streamalloc_installed(request: pytest.FixtureRequest, streamalloc_machine: D
 
 @pytest.fixture
 def streamalloc_environment(request: pytest.FixtureRequest, streamalloc_machine: Driver) -> dict[str, str]:
-    """Environment variables for another process on the test's machine: ``env={**os.environ, **these}``."""
+    """Environment variables for a process on the test's machine that does not inherit the test's environment."""
     machine: Any = streamalloc_machine
     checks = {name: os.environ[name] for name in ("STREAMALLOC_TEST",) if name in os.environ}
     on_cuda = driver_under_test(request.config) == "cuda"

@@ -44,6 +44,23 @@ class TestArguments:
         assert exit.value.code == 2
         assert "swim" in capsys.readouterr().err
 
+    @pytest.mark.parametrize(
+        ("words", "message"),
+        [
+            (["profile", "mine.json"], "streamalloc profile: error: unrecognized arguments: mine.json"),
+            (["replay", "absent.csv"], "streamalloc replay: absent.csv: No such file or directory"),
+        ],
+    )
+    def test_wrong_arguments_of_a_command(
+        self, words: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("sys.argv", ["streamalloc"])
+        try:
+            assert main(["--driver=simulated", *words]) == 2
+        except SystemExit as end:
+            assert end.code == 2
+        assert capsys.readouterr().err.splitlines()[-1] == message
+
 
 class TestChoiceOfDriver:
     @pytest.fixture

@@ -179,7 +179,7 @@ class TestRun:
 
     def test_a_program_that_is_not_there(self, tmp_path: Path) -> None:
         done = self.run("--driver", "simulated", "absent.py", cwd=tmp_path)
-        assert done.returncode and done.stderr == "python -m streamalloc run: there is no file 'absent.py'\n"
+        assert done.returncode == 2 and done.stderr == "python -m streamalloc run: there is no file 'absent.py'\n"
 
     def test_a_program_and_its_child(self, tmp_path: Path) -> None:
         self.write(
