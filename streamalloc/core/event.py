@@ -35,13 +35,15 @@ class Spares(list[Any]):
     A stream that waits for an event waits for the record before ``cuStreamWaitEvent``, also if it is recorded again.
     """
 
-    __slots__ = ("open",)
+    __slots__ = ("open", "passed")
 
     most = 16
     """Events kept for a stream. A data loader has about as many batches under way."""
 
     def __init__(self) -> None:
         self.open: bool = True
+        self.passed: int = 0
+        """Moment: events that were recorded on the stream before have passed."""
 
     def end_if_closed(self, session: Session) -> None:
         """Destroy all events if another thread has closed the stream."""

@@ -28,7 +28,7 @@ from streamalloc.core.copies import CopySide, copy_bytes, queue_batch
 from streamalloc.core.deferred import Deferred, DeferredQueue, HandleEnd, deferred_queue, members, queues, work
 from streamalloc.core.device import FABRIC_NEEDS, Device, check_device, check_location, location_of, session_for
 from streamalloc.core.dlpack import tensor_in
-from streamalloc.core.event import Event, context_event, opened_event
+from streamalloc.core.event import Event, Spares, context_event, opened_event
 from streamalloc.core.fd import Fd
 from streamalloc.core.graph import Graph
 from streamalloc.core.library_streams import kept_stream
@@ -65,6 +65,7 @@ from streamalloc.core.stream import (
     refuse_capture,
     sees_all_work,
     spare_events,
+    spares_of,
     stream_call,
     synchronizing,
     this_thread,

@@ -955,6 +955,11 @@ def thread_of(stream: Stream) -> tuple[int, Threads | None]:
     return stream._thread, stream._threads if stream._thread else None
 
 
+def spares_of(stream: Stream) -> Spares:
+    """The spare events of a stream, which outlive it."""
+    return stream._spare
+
+
 def end_with_stream(stream: Stream, item: Deferred) -> None:
     """Have ``item`` end before the stream is closed, or after it was dropped."""
     deferred_queue(stream._session).end_with(stream, item)

@@ -354,6 +354,26 @@ class TestOneQueryForMany:
             assert executed(user)
             assert set(self.back(cache, loader, 3)) & set(addresses) == {addresses[0]}
 
+    def test_of_blocks_of_other_streams(self, cache: sa.CachingAllocator, device_of: sa.Device, traced: Any) -> None:
+        with (
+            device_of.create_stream() as loader,
+            device_of.create_stream() as other,
+            device_of.create_stream() as user,
+            Gate(device_of) as gate,
+        ):
+            (early, late), addresses = self.blocks(cache, loader, 2)
+            (newest,), _ = self.blocks(cache, other, 1)
+            early.free(user)
+            newest.free(user)
+            assert executed(user)
+            self.back(cache, other, 1)
+            del traced.calls[:]
+            assert self.back(cache, loader, 1) == addresses[:1]
+            assert traced.calls == []
+            gate.hold(user)
+            late.free(user)
+            assert addresses[1] not in self.back(cache, loader, 1)
+
     def test_recorded_after_the_newest_by_another_thread(
         self, cache: sa.CachingAllocator, device_of: sa.Device, monkeypatch: pytest.MonkeyPatch
     ) -> None:

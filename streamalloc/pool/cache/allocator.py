@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-import weakref
 from collections import deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -38,6 +37,7 @@ from streamalloc.core.internal import (
     Device,
     Event,
     PlainBuffer,
+    Spares,
     Stream,
     StreamLike,
     Watcher,
@@ -55,6 +55,7 @@ from streamalloc.core.internal import (
     raw_handle,
     record_uncaptured,
     shared_state,
+    spares_of,
     thread_of,
 )
 from streamalloc.core.properties import MemLocation, checked_size, checked_type
@@ -653,13 +654,13 @@ class CachingAllocator(Allocator, Closes, Shown):
             home.collect()
         if home.ended or len(home.returning) >= MAX_RETURNING:
             return None
-        source: weakref.ref[Stream] | None = None
+        source: Spares | None = None
         began = 0
         if event is None:
             if direct_handle(stream, self._session) is None or is_borrowed(stream):
                 event = record_uncaptured(stream)
             else:
-                source, began = weakref.ref(stream), moment()
+                source, began = spares_of(stream), moment()
                 event = home.record(stream)
         if event is None:
             return None

@@ -14,6 +14,7 @@ from streamalloc.core.internal import (
     Deferred,
     Device,
     Event,
+    Spares,
     Stream,
     deferred_queue,
     end_of,
@@ -40,9 +41,9 @@ MAX_RETURNING = 64
 """Events per stream for blocks freed elsewhere. Data loaders have a few batches under way at a time."""
 
 
-Returning: TypeAlias = "tuple[Event, Block, weakref.ref[Stream] | None, int, int]"
-"""A block that was freed on another stream, behind an event. If that was recorded for this block: the stream, and the
-moments before and after the record."""
+Returning: TypeAlias = "tuple[Event, Block, Spares | None, int, int]"
+"""A block that was freed on another stream, behind an event. If that was recorded for this block: the spare events of
+the stream, and the moments before and after the record."""
 
 
 class Cache(Protocol):
@@ -132,30 +133,31 @@ class StreamCache(Deferred):
     def collect(self) -> None:
         """Put blocks freed on other streams into their lists, up to the first whose event has not passed.
 
-        If the newest event has passed, so have all that were recorded on its stream before: one query for all.
+        If an event has passed, so have all that were recorded on its stream before, for any cache: the newest is asked.
         """
         returning = self.returning
         newest: Returning | None = None
         if len(returning) > 1:
             with contextlib.suppress(IndexError):  # another thread took it
                 oldest, latest = returning[0], returning[-1]
-                if latest[2] is not None and latest[2] is oldest[2] and latest[0].query():
-                    newest = latest
+                if (source := latest[2]) is not None and source is oldest[2] and latest[0].query():
+                    newest, source.passed = latest, max(source.passed, latest[3])
         last: Event | None = None
         while returning:
             try:
                 entry = returning.popleft()
             except IndexError:  # another thread took it
                 return
-            event, block, stream, _, recorded = entry
+            event, block, source, began, recorded = entry
             passed = False
             try:
-                passed = (
-                    entry is newest
-                    or (newest is not None and stream is newest[2] and recorded < newest[3])
-                    or (stream is None and event is last)
-                    or event.query()
-                )
+                if source is None:
+                    passed = event is last or event.query()
+                elif recorded < source.passed or entry is newest:
+                    passed = True
+                elif event.query():
+                    source.passed = max(source.passed, began)
+                    passed = True
             finally:
                 if not passed:
                     returning.appendleft(entry)
@@ -163,7 +165,7 @@ class StreamCache(Deferred):
                 return
             last = event
             # Blocks may share an event that was not recorded here.
-            if stream is not None and event.device is self.device and not self.ended:
+            if source is not None and event.device is self.device and not self.ended:
                 self._passed.append(event)
             self.put(block)
 
@@ -175,12 +177,12 @@ class StreamCache(Deferred):
             again = None
         return stream.record(again)
 
-    def put_behind(self, event: Event, block: Block, stream: weakref.ref[Stream] | None = None, began: int = 0) -> None:
+    def put_behind(self, event: Event, block: Block, source: Spares | None = None, began: int = 0) -> None:
         """Put a block into the free list of its size class once an event has passed.
 
-        ``stream`` and ``began`` if :meth:`record` recorded it: the stream, and a moment before.
+        ``source`` and ``began`` if :meth:`record` recorded it: the spare events of the stream, and a moment before.
         """
-        self.returning.append((event, block, stream, began, moment()))
+        self.returning.append((event, block, source, began, moment()))
         if self.ended:
             deferred_queue(self.session).submit(self)
 
