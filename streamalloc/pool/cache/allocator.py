@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple

@@ -522,7 +522,11 @@ class TestQuestions:
             other.join(SECONDS)
             assert not other.is_alive()
 
-        driver._alone(lambda: (driver._ask(ask, ()), inside.append(driver._inside())))
+        def alone() -> None:
+            driver._ask(ask, ())
+            inside.append(driver._inside())
+
+        driver._alone(alone)
         assert inside == [False, True] and not driver._inside()
 
     @pytest.mark.parametrize("taken", [True, False])
