@@ -99,32 +99,30 @@ class TestInstall:
         own.cuInit(0)
         assert own.cuDeviceGetCount()[1] == 2
 
-    @pytest.mark.parametrize("default", ["cuda", "simulated:3"])
-    def test_the_value_with_which_the_process_began(self, default: str) -> None:
-        """It names this computer's GPUs. One that the program sets, or a parent with the machine, counts."""
+    def test_the_value_with_which_the_process_began(self) -> None:
+        """It names this computer's GPUs. One that the program sets, itself or for a child, counts."""
         code = """
-import contextlib, os, subprocess, sys
+import os, subprocess, sys
 import streamalloc as sa, streamalloc.driver as sd
 from streamalloc import testing
-show = "import streamalloc as sa; print(sa.Device.count())"
-own = os.environ["STREAMALLOC_DRIVER"] != "cuda"
-def count(value=None):
-    if value:
-        os.environ["CUDA_VISIBLE_DEVICES"] = value
-    with contextlib.nullcontext() if own else testing.install(sd.simulated(devices=3)):
-        print(sa.Device.count())
-        if not own:
-            subprocess.run([sys.executable, "-c", show], check=True)
-            subprocess.run([sys.executable, "-c", show], check=True, env=dict(os.environ, CUDA_VISIBLE_DEVICES="1,0"))
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == (value or "7")
-count(*sys.argv[1:])
+child = [sys.executable, "-c", "import streamalloc as sa; print(sa.Device.count())"]
+with testing.install(sd.simulated(devices=3)):
+    print(sa.Device.count(), flush=True)
+    subprocess.run(child, check=True)
+    subprocess.run(child, check=True, env=dict(os.environ, CUDA_VISIBLE_DEVICES="1,0"))
+assert os.environ["CUDA_VISIBLE_DEVICES"] == "7"
+os.environ["CUDA_VISIBLE_DEVICES"] = "2"
+with testing.install(sd.simulated(devices=3)):
+    print(sa.Device.count())
 """
-        ran = [
-            finished(python(code, *value), CUDA_VISIBLE_DEVICES="7", STREAMALLOC_DRIVER=default) for value in ((), "2")
-        ]
-        assert [one.stderr for one in ran] == ["", ""]
-        expected = [["3"], ["1"]] if default != "cuda" else [["3", "3", "2"], ["1", "1", "2"]]
-        assert [one.stdout.split() for one in ran] == expected
+        ran = finished(python(code), CUDA_VISIBLE_DEVICES="7")
+        assert (ran.stderr, ran.stdout.split()) == ("", ["3", "3", "2", "1"])
+
+    @pytest.mark.parametrize(("own", "count"), [("", 3), ("os.environ['CUDA_VISIBLE_DEVICES'] = '2,0'", 2)])
+    def test_the_default_machine(self, own: str, count: int) -> None:
+        code = f"import os; import streamalloc as sa; {own or 'pass'}; print(sa.Device.count())"
+        ran = finished(python(code), CUDA_VISIBLE_DEVICES="7", STREAMALLOC_DRIVER="simulated:3")
+        assert (ran.stderr, ran.stdout) == ("", f"{count}\n")
 
     def test_a_wrapped_machine(self) -> None:
         traced = sd.traced(sd.simulated())

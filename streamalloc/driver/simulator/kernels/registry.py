@@ -88,6 +88,8 @@ def kernel(
     answers ``CUDA_ERROR_LAUNCH_FAILED``; after an ``AssertionError`` ``CUDA_ERROR_ASSERT``, and where it used memory
     that is not there, or that its device has no access to, ``CUDA_ERROR_ILLEGAL_ADDRESS``.
 
+    The function must not wait for work of the device: a driver call that would wait there raises ``DeadlockError``.
+
     Parameters
     ----------
     name
