@@ -78,7 +78,7 @@ class Chunk:
         if self.left == self.count and len(self._free) > 1:
             # In order again, so that the copies of adjacent blocks become one.
             last = {work for _, several in self._free for work in several}
-            whole = [(self._every(), tuple(last))]
+            whole: list[tuple[Addresses, Sequence[Work]]] = [(self._every(), tuple(last))]
             # These lines call nothing, either.
             if taken == self._taken:
                 self._free = whole
