@@ -620,7 +620,7 @@ def test_steps_of_memory_that_the_facade_has_shared(bench: Bench, partner: Partn
 def test_actors_of_events_that_are_gone_are_forgotten() -> None:
     """Those of events that are still there stay the same."""
     board: Any = {"name": [b"here"], "number": [1]}
-    found = sd.checked(sd.simulated())._state.interprocess  # type: ignore[attr-defined]
+    found = sd.checked(sd.simulated())._state.interprocess
     here = Entry(board, 0, b"here", 1)
     actor = found._actor(here)
     for number in range(3 * _MOST_ACTORS):
