@@ -262,6 +262,7 @@ class Stream(Closes, Shown):
             # The handle stands for a stream of whichever context is current.
             self._asks = self._session.cuCtxGetCurrent
             self._answer = (cuda.CUresult.CUDA_SUCCESS, self._session.context(self.device.ordinal))
+            self._session.shut_with_me(self)
             return
         if self.open_check is not None:
             self._asks, self._answer = self.open_check
@@ -275,6 +276,9 @@ class Stream(Closes, Shown):
         self._answer = None
         self._direct = None
         self.free_lists = _NO_LISTS
+
+    def _shut_after_fork(self) -> None:
+        self._forbid_direct()
 
     def _asked_handle(self) -> Any | None:
         """``CUstream`` of a stream without ``_handle`` if a call may go straight to the driver now.

@@ -68,6 +68,7 @@ def as_stream(stream: StreamLike, session: Session) -> Stream:
 
 def _current_ordinal(session: Session) -> int:
     """The ordinal of the current context's device; 0 in a thread without a context, as in the runtime API."""
+    session.check_process()
     result, device = session.driver.cuCtxGetDevice()
     if result == cuda.CUresult.CUDA_ERROR_INVALID_CONTEXT:
         return 0

@@ -390,8 +390,23 @@ pool = sa.MemoryPool(device)
 buffers = [pool.allocate(64, stream), sa.allocate(64, other), pool.allocate(64, device.default_stream)]
 event = stream.record()
 with stream.capture() as graph: inside = sa.allocate(64, stream)
+class Null: ptr = 0
+null, mine = Null(), device.per_thread_stream
+cache = sa.CachingAllocator(sa.MemoryPool(device))
+driver.cuCtxSetCurrent(stream._session.context(0))
+for one in (null, mine, device.default_stream): cache.allocate(64, one).free(); pool.allocate(64, one).free()
 """,
     """
+lambda: buffers[2].free(),
+lambda: buffers[2].fill(1),
+*(function for one in (null, mine, device.default_stream) for function in (
+    lambda one=one: pool.allocate(64, one),
+    lambda one=one: cache.allocate(64, one),
+    lambda one=one: stream.wait(one),
+    lambda one=one: buffers[0].fill(1, one),
+)),
+lambda: device.default_stream.record(),
+lambda: mine.query(),
 lambda: pool.allocate(64, stream),
 lambda: sa.allocate(64, stream),
 lambda: buffers[0].free(),

@@ -21,6 +21,8 @@ _MOST_POSTS = 64
 """Incomplete exports that other processes can see at a time."""
 _MOST_ANNOUNCEMENTS = 256
 """Announcements of the facade that are kept."""
+_MOST_ACTORS = 4096
+"""Actors from which on those are forgotten whose event or post no board has any more."""
 
 
 def _nothing() -> None:
@@ -90,6 +92,8 @@ class Interprocess:
         """Latest announcements of the facade, by name."""
         self._actors: dict[Entry, Actor] = {}
         """Actors that stand for the events and posts of other processes."""
+        self._room = _MOST_ACTORS
+        """Number of them at which those are forgotten that have left the boards."""
 
     # -- exports and imports ---------------------------------------------------------------------------------
 
@@ -383,6 +387,9 @@ class Interprocess:
         """The actor of an event (its time is the number of recordings) or of a post (time 1) of another process."""
         found = self._actors.get(entry)
         if found is None:
+            if len(self._actors) >= self._room:
+                self._actors = {one: actor for one, actor in self._actors.items() if one.is_there}
+                self._room = max(_MOST_ACTORS, 2 * len(self._actors))
             found = self._actors[entry] = self._timeline.thread(f"process {entry.process}")
         return found
 

@@ -396,7 +396,8 @@ def changed(key: str, epoch: int, expected: Layout | str, found: Layout) -> Layo
 def _reserved(opened: OpenEpoch, at: int | bool | None) -> AddressRange:
     """Reserve the writer's addresses, or those that were asked for; without a demand, any."""
     wanted = opened.address if at is None or at is True else int(at)
-    sizes, driver, found = [max(opened.nbytes, least) for least in _LEAST_RANGES], opened.device.driver, 0
+    sizes = sorted({max(opened.nbytes, least) for least in _LEAST_RANGES})
+    driver, found = opened.device.driver, 0
     with contextlib.suppress(AddressSpaceError):  # there may be no room for the larger ones
         for nbytes in sizes:
             reserved = AddressRange(nbytes, address=wanted, driver=driver)

@@ -179,6 +179,7 @@ class CacheState(Deferred):
 
         ``ask``: other code may capture the stream, so that each allocation asks for that first.
         """
+        self.session.check_process()
         stream = of_this_thread(stream)
         found = self.known(stream)
         if found is None:

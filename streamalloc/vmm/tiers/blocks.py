@@ -33,7 +33,7 @@ Kept: TypeAlias = "tuple[Stored, int]"
 class Chunk:
     """Room of a tier for some blocks of one size; released once nothing refers to it."""
 
-    __slots__ = ("__weakref__", "_free", "_step", "address", "count", "left", "nbytes")
+    __slots__ = ("__weakref__", "_free", "_step", "_taken", "address", "count", "left", "nbytes")
 
     def __init__(self, nbytes: int, count: int, address: int, step: int) -> None:
         self.nbytes: int = nbytes
@@ -45,6 +45,8 @@ class Chunk:
         self._step = step
         self.left: int = 0
         """Number of blocks without contents."""
+        self._taken = 0
+        """Number of calls that have taken room."""
         self._free: list[tuple[Addresses, Sequence[Work]]] = []
         """Addresses without contents, with the last copies there; the last ones are taken first."""
         self.give(self._every(), ())
@@ -53,22 +55,33 @@ class Chunk:
         return self.address + np.arange(self.count) * self._step
 
     def take(self, most: int) -> tuple[Addresses, Sequence[Work]]:
-        """Take at most so many addresses, and the last copies there. Some are left."""
-        addresses, works = self._free[-1]
-        taken = addresses[:most]
-        # First: an exception of a signal handler may leave room unused, but none counted that is not there.
-        self.left -= len(taken)
-        self._free[-1:] = [(addresses[most:], works)] if len(addresses) > most else []
-        return taken, works
+        """Take at most so many addresses, and the last copies there; none if a signal handler has taken the last."""
+        while self._free:
+            entry = self._free[-1]
+            addresses, works = entry
+            taken, rest = addresses[:most], addresses[most:]
+            count, after = len(taken), [(rest, works)] if len(rest) else []
+            # These lines call nothing: no signal handler takes or returns room between them.
+            if self._free and self._free[-1] is entry:
+                self._taken += 1
+                self.left -= count
+                self._free[-1:] = after
+                return taken, works
+        return self._every()[:0], ()
 
     def give(self, addresses: Addresses, works: Sequence[Work]) -> None:
         """Return addresses, which are used again after these copies."""
+        count = len(addresses)  # a call in the sum would lose what a signal handler takes
         self._free.append((addresses, works))
-        self.left += len(addresses)
+        self.left += count
+        taken = self._taken
         if self.left == self.count and len(self._free) > 1:
             # In order again, so that the copies of adjacent blocks become one.
             last = {work for _, several in self._free for work in several}
-            self._free = [(self._every(), tuple(last))]
+            whole: list[tuple[Addresses, Sequence[Work]]] = [(self._every(), tuple(last))]
+            # These lines call nothing, either.
+            if taken == self._taken:
+                self._free = whole
 
 
 class Stored(abc.ABC):

@@ -18,6 +18,8 @@ import streamalloc.driver as sd
 from streamalloc import ipc, vmm
 from streamalloc.driver.bindings import cuda, opaque_bytes, opaque_struct
 from streamalloc.driver.checker import announcements
+from streamalloc.driver.checker.announcements import Entry
+from streamalloc.driver.checker.interprocess import _MOST_ACTORS
 from streamalloc.testing import Gate
 from tests.driver.checker.corpus import PAGE, SIZE, Bench
 from tests.processes import Partner, There, eventually
@@ -613,3 +615,14 @@ def test_steps_of_memory_that_the_facade_has_shared(bench: Bench, partner: Partn
     partner.run(_closes_steps)
     bench.done(buffer)
     assert kinds(bench) == []
+
+
+def test_actors_of_events_that_are_gone_are_forgotten() -> None:
+    """Those of events that are still there stay the same."""
+    board: Any = {"name": [b"here"], "number": [1]}
+    found = sd.checked(sd.simulated())._state.interprocess
+    here = Entry(board, 0, b"here", 1)
+    actor = found._actor(here)
+    for number in range(3 * _MOST_ACTORS):
+        found._actor(Entry(board, 0, b"gone %d" % number, 1))
+    assert len(found._actors) <= 2 * _MOST_ACTORS and found._actor(here) is actor

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 import streamalloc as sa
+import streamalloc.driver as sd
 from streamalloc import ipc
 from streamalloc.driver.bindings import cuda
 from streamalloc.driver.wrappers import Function, Wrapper
+from streamalloc.ipc.store import weights as weights_module
 from streamalloc.testing import Gate
 from tests.ipc.store.support import write
 from tests.processes import Partner, There, eventually
@@ -215,6 +217,23 @@ def test_addresses_in_a_process_that_has_freed_large_ranges(server: ipc.StoreSer
             assert weights.address == weights_at(store) and holds(weights["all"], 1)
             with pytest.raises(sa.AddressSpaceError, match="taken"):
                 store.open("key", at=True)
+    sa.Device(0, driver=driver).synchronize()
+
+
+def test_each_size_of_range_is_tried_once(
+    server: ipc.StoreServer, machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As weights that are larger than the smaller ones have the same size."""
+    monkeypatch.setattr(weights_module, "_LEAST_RANGES", (1, 2, 64 * MiB))
+    driver = sd.traced(machine)
+    with ipc.Store(server.name, driver=driver) as store:
+        write(store, "key", 1)
+        with store.open("key", at=True):
+            driver.calls.clear()
+            with pytest.raises(sa.AddressSpaceError, match="taken"):
+                store.open("key", at=True)
+            sizes = [call.args[0] for call in driver.calls if call.name == "cuMemAddressReserve"]
+            assert sizes == sorted(set(sizes)) and len(sizes) == 2
     sa.Device(0, driver=driver).synchronize()
 
 
