@@ -132,7 +132,8 @@ class Log:
     """
 
     def __init__(self, path: str | Path, *, append: bool = False) -> None:
-        self._file = open(path, "ab" if append else "wb", buffering=0)  # noqa: SIM115
+        # A number, such as True, would be a descriptor, which the end of the log closes.
+        self._file = open(os.fspath(path), "ab" if append else "wb", buffering=0)  # noqa: SIM115
         if not append:
             with undoing(self.close):
                 self._file.write(_HEADER)

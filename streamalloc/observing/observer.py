@@ -209,7 +209,8 @@ def observe(
     on_allocate, on_free
         Functions called with the :class:`Allocation`. If ``on_allocate`` raises, the memory is freed and the caller of
         the allocation gets the error. If ``on_free`` raises, the memory is freed and the caller of the free gets it.
-        For memory that a finaliser has freed, ``on_free`` is called at the next allocation or free.
+        For memory that a finaliser has freed, ``on_free`` is called at the next allocation, free, or look at the
+        observer.
     nvtx
         True: phases are NVTX ranges, and the allocated bytes an NVTX counter (needs ``nvtx``).
     log
@@ -221,7 +222,7 @@ def observe(
     Raises
     ------
     TypeError, ValueError
-        An object cannot be observed, or a number is out of range.
+        An object cannot be observed, a hook is no function, or a number is out of range.
     ClosedError
         An object was closed.
 
@@ -235,6 +236,9 @@ def observe(
     for name, value in (("depth", depth), ("history", 0 if history is None else history)):
         if checked_type(name, value, int) < 0:
             raise ValueError(f"{name}={value}: must be at least 0")
+    for name, hook in (("on_allocate", on_allocate), ("on_free", on_free)):
+        if not (hook is None or callable(hook)):
+            raise TypeError(f"{name} must be a function, not {type(hook).__name__} ({hook!r})")
     for one in what:
         if not isinstance(one, (Device, Allocator, VirtualBuffer, AddressRange, PageSpace, SymmetricMemory)):
             raise TypeError(

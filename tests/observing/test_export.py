@@ -112,6 +112,13 @@ class TestLog:
                 pool.allocate(512, stream).free()
         assert [line.split(",")[2] for line in file.read_text().splitlines()[1:]] == ["allocate", "free"] * 2
 
+    def test_is_no_descriptor(self, pool: sa.MemoryPool) -> None:
+        """True would be that of the standard output, which would be closed."""
+        with open(os.devnull, "wb") as file:
+            with pytest.raises(TypeError, match="PathLike"):
+                sa.observe(pool, log=file.fileno()).start()  # type: ignore[arg-type]
+            os.fstat(file.fileno())
+
     def test_a_full_disk_ends_it(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
         with pytest.raises(OSError, match="No space left"):
             sa.observe(pool, log="/dev/full").start()

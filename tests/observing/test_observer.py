@@ -582,6 +582,8 @@ class TestArguments:
             sa.observe(pool, limit=-1)
         with pytest.raises(TypeError, match="depth must be an integer, not str"):
             sa.observe(pool, depth="all")  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="on_free must be a function, not int"):
+            sa.observe(pool, on_free=3)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="driver"):
             sa.observe(pool, driver=machine)
 

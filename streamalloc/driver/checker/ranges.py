@@ -355,9 +355,11 @@ class Addresses:
 
     def pieces(self, start: int, size: int) -> list[Piece]:
         """The parts of ranges at ``size`` addresses from ``start`` on."""
+        if not size:
+            return []
         found = self._at.get(start)
         if found is not None and size <= found.size:
-            return [(found, start, start + size)] if size else []
+            return [(found, start, start + size)]
         end = start + size
         return [(one, max(start, one.base), min(end, one.end)) for one in self.overlapping(start, end)]
 

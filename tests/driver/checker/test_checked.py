@@ -343,6 +343,7 @@ class TestUsed:
             memory = bench.new(bench.a)
             memory[8:8].used(bench.b)
             memory[8:8].view_as("f4", (0, 5)).__dlpack__()
+            bench.raw("cuMemcpyAsync", memory.address + 8, memory.address + 16, 0, bench.b.handle)
             bench.done(memory)
         assert driver.hazards == []
 
