@@ -10,7 +10,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any, get_origin
 
-from docutils.nodes import Element, Node
+from docutils.nodes import Element, Node, Text, entry, literal, raw
 from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
@@ -114,6 +114,16 @@ def take_short_names(app: Sphinx, doctree: Node) -> None:
             node.attributes.pop("refspecific", None)
 
 
+def break_long_names(app: Sphinx, doctree: Node) -> None:
+    """Let names in tables continue on the next line after a point or an underscore, and before a capital."""
+    for cell in doctree.findall(entry):
+        for code in list(cell.findall(literal)):
+            pieces = re.split(r"(?<=[a-z])(?=[A-Z])|(?<=[._:/])(?=\w)", code.astext())
+            code.children = []
+            for piece in pieces:
+                code += [Text(piece), raw("", "<wbr>", format="html")]
+
+
 def resolve_short_names(app: Sphinx, env: BuildEnvironment, node: pending_xref, text: Element) -> Node | None:
     """Link types and references by the last part of their name: to the module's own object, or the only one."""
     if node.get("refdomain") != "py":
@@ -138,4 +148,5 @@ def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-signature", hide_refusals)
     app.connect("autodoc-process-docstring", hide_aliases)
     app.connect("doctree-read", take_short_names)
+    app.connect("doctree-read", break_long_names)
     app.connect("missing-reference", resolve_short_names)
