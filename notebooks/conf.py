@@ -6,6 +6,7 @@ import builtins
 import importlib
 import inspect
 import re
+import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any, get_origin
@@ -126,14 +127,16 @@ def break_long_names(app: Sphinx, doctree: Node) -> None:
 
 def resolve_short_names(app: Sphinx, env: BuildEnvironment, node: pending_xref, text: Element) -> Node | None:
     """Link types and references by the last part of their name: to the module's own object, or the only one."""
-    if node.get("refdomain") != "py":
+    package = node["reftarget"].partition(".")[0]
+    if node.get("refdomain") != "py" or (package in sys.modules and package != "streamalloc"):
         return None
     objects = env.domains.python_domain.objects
     if not _PLACES:
         for full in objects:
             _PLACES[full.rpartition(".")[2]].add(full)
     found = _PLACES[node["reftarget"].rpartition(".")[2]]
-    found = {full for full in found if objects[full].objtype in ("class", "exception")} or found
+    types = {full for full in found if objects[full].objtype in ("class", "exception", "data")}
+    found = types if node.get("reftype") == "class" else types or found
     found = {full for full in found if full.startswith(f"{node.get('py:module')}.")} or found
     # One object that has a name where it is defined, too.
     found = {full for full in found if not objects[full].aliased} or found
