@@ -6,11 +6,12 @@ import builtins
 import importlib
 import inspect
 import re
+import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any, get_origin
 
-from docutils.nodes import Element, Node
+from docutils.nodes import Element, Node, Text, entry, literal, raw
 from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
@@ -114,16 +115,28 @@ def take_short_names(app: Sphinx, doctree: Node) -> None:
             node.attributes.pop("refspecific", None)
 
 
+def break_long_names(app: Sphinx, doctree: Node) -> None:
+    """Let names in tables continue on the next line after a point or an underscore, and before a capital."""
+    for cell in doctree.findall(entry):
+        for code in list(cell.findall(literal)):
+            pieces = re.split(r"(?<=[a-z])(?=[A-Z])|(?<=[._:/])(?=\w)", code.astext())
+            code.children = []
+            for piece in pieces:
+                code += [Text(piece), raw("", "<wbr>", format="html")]
+
+
 def resolve_short_names(app: Sphinx, env: BuildEnvironment, node: pending_xref, text: Element) -> Node | None:
     """Link types and references by the last part of their name: to the module's own object, or the only one."""
-    if node.get("refdomain") != "py":
+    package = node["reftarget"].partition(".")[0]
+    if node.get("refdomain") != "py" or (package in sys.modules and package != "streamalloc"):
         return None
     objects = env.domains.python_domain.objects
     if not _PLACES:
         for full in objects:
             _PLACES[full.rpartition(".")[2]].add(full)
     found = _PLACES[node["reftarget"].rpartition(".")[2]]
-    found = {full for full in found if objects[full].objtype in ("class", "exception")} or found
+    types = {full for full in found if objects[full].objtype in ("class", "exception", "data")}
+    found = types if node.get("reftype") == "class" else types or found
     found = {full for full in found if full.startswith(f"{node.get('py:module')}.")} or found
     # One object that has a name where it is defined, too.
     found = {full for full in found if not objects[full].aliased} or found
@@ -138,4 +151,5 @@ def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-signature", hide_refusals)
     app.connect("autodoc-process-docstring", hide_aliases)
     app.connect("doctree-read", take_short_names)
+    app.connect("doctree-read", break_long_names)
     app.connect("missing-reference", resolve_short_names)

@@ -205,7 +205,7 @@ def timeline(run: Timeline, title: str) -> Figure:
         labels = [f"{call.what}\n{names[call.stream] if call.stream else 'host'}" for call in run.calls]
         ax.set_xticks([at + 0.5 for at in range(len(labels))], labels)
         ax.tick_params(axis="x", pad=8)
-        made.legend(handles=_legend(), loc="outside lower center", ncols=3)
+        made.legend(handles=_legend(len(set(run.buffers.values()))), loc="outside lower center", ncols=3)
     return made
 
 
@@ -277,11 +277,11 @@ def _timeline_panel(ax: Axes, run: Timeline, named: bool) -> None:
     ax.spines[["left", "bottom"]].set_visible(False)
 
 
-def _legend() -> list[Patch | Line2D]:
+def _legend(memories: int = 2) -> list[Patch | Line2D]:
     first, other = ADDRESSES[:2]
     return [
         Patch(fc=first, ec=first, label="memory of the first allocation"),
-        Patch(fc=other, ec=other, label="other memory"),
+        *[Patch(fc=other, ec=other, label="other memory")][: memories - 1],
         Patch(fc="white", ec=first, label="allocated, not reached by the stream"),
         Patch(fc=first, ec="white", hatch="////", label="freed, not reached by the stream"),
         Line2D([], [], ls="", marker="o", mfc="white", mec=INK, mew=0.5, label="fill has run"),
@@ -362,19 +362,21 @@ def areas(
             ax.set_title(title)
             base = [0.0] * (end + 1)
             labels = []
-            for (name, values), color in zip(named.items(), ADDRESSES, strict=False):
+            for (name, values), own in zip(named.items(), ADDRESSES, strict=False):
+                color = {"used": USED, "free": RESERVED}.get(name, own)
                 top = [low + value for low, value in zip(base, [*values, values[-1]], strict=True)]
                 ax.fill_between(range(end + 1), base, top, step="post", color=color, alpha=0.85, lw=0)
                 for start, stop in _stretches(base[:-1], top[:-1]):
-                    labels.append(((start + stop) / 2, (base[start] + top[start]) / 2, name))
+                    ink = INK if color == RESERVED else "white"
+                    labels.append(((start + stop) / 2, (base[start] + top[start]) / 2, name, ink))
                 base = top
             if lines and title in lines:
                 line = [*lines[title], lines[title][-1]]
                 ax.step(range(end + 1), line, where="post", color=INK, lw=1.6)
             ax.set_xlim(0, end)
             sizes(ax)
-            for x, y, name in labels:
-                ax.text(x, y, name, color="white", weight="bold", ha="center", va="center")
+            for x, y, name, ink in labels:
+                ax.text(x, y, name, color=ink, weight="bold", ha="center", va="center")
             ax.tick_params(axis="x", length=0)
     axes[-1, 0].set_xticks([at + 0.5 for at in range(end)], calls)
     return made

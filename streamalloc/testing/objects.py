@@ -186,7 +186,9 @@ class Watch(Leaves):
         kept: list[Leak | Kept] = [Kept(_name(one), places[at]) for at, one in enumerate(objects) if not is_part(at)]
         seen = set(filter(None, places))
         kept += [one for one in self._left_open(inside, live, exported) if one.place not in seen]
-        return [leak for leak in leaks if leak.place not in seen] + kept + self._running()
+        left = [leak for leak in leaks if leak.place not in seen]
+        # A closed pool stays for its allocations: those come first.
+        return sorted(left, key=lambda leak: leak.kind in ("pool", "event")) + kept + self._running()
 
     def _running(self) -> list[Leak | Kept]:
         """The threads that the test has started and not ended, with the lines that they are in."""
