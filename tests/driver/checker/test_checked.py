@@ -513,7 +513,11 @@ class TestQuestions:
             other.join(SECONDS)
             assert not other.is_alive()
 
-        driver._alone(lambda: (driver._ask(ask, ()), inside.append(driver._inside())))
+        def record() -> None:
+            driver._ask(ask, ())
+            inside.append(driver._inside())
+
+        driver._alone(record)
         assert inside == [False, True] and not driver._inside()
 
     @pytest.mark.parametrize("taken", [True, False])
