@@ -319,8 +319,8 @@ def _watched_machine(request: pytest.FixtureRequest, stack: contextlib.ExitStack
 
         driver = accounts = Accounts(driver)  # type: ignore[abstract]
         watch = stack.enter_context(Watch())
-        _watches.append(watch)
-        stack.callback(_watches.remove, watch)
+        _watches[request.scope] = watch
+        stack.callback(_watches.pop, request.scope)
     if request.scope == "function" and "streamalloc_faults" in request.fixturenames:
         from streamalloc.testing import Faults
 
@@ -351,16 +351,18 @@ def _watched_machine(request: pytest.FixtureRequest, stack: contextlib.ExitStack
         pytest.fail("\n".join(reports), pytrace=False)
 
 
-_watches: list[Watch] = []
-"""Watches of the current machines, innermost last."""
+_SCOPES = ("function", "class", "module", "package", "session")
+_watches: dict[str, Watch] = {}
+"""Watches of the current machines, by scope."""
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> Generator[None, Any, Any]:
-    """Exclude objects that a fixture of a wider scope opens during a test: they are no leak of the test."""
+    """Exclude objects that a fixture opens from the leaks of machines of narrower scopes, which end before it."""
     with contextlib.ExitStack() as stack:
-        if _watches and fixturedef.scope != "function":
-            stack.enter_context(_watches[-1].paused())
+        for scope, watch in _watches.items():
+            if _SCOPES.index(scope) < _SCOPES.index(fixturedef.scope):
+                stack.enter_context(watch.paused())
         return (yield)
 
 

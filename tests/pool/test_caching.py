@@ -290,6 +290,15 @@ class TestSizes:
         assert held[-1] == held[-2] == kept[-1]  # at rest
         assert cache.trim() > 0 and cache._state._trims == cache._state._allowance() == 0
 
+    def test_a_pool_that_has_not_grown_is_not_trimmed(self, cache: sa.CachingAllocator, stream: sa.Stream) -> None:
+        """Memory that others have freed stays in the pool."""
+        others = cache.pool.allocate(512 * MiB, stream)
+        kept = [cache.allocate(64 * MiB, stream)]
+        others.free()
+        stream.synchronize()
+        kept.append(cache.allocate(64 * MiB, stream))
+        assert cache.pool.statistics().reserved == 576 * MiB
+
     def test_large_ones_are_kept_too(self, cache: sa.CachingAllocator, stream: sa.Stream) -> None:
         for _ in range(3):
             cache.allocate(200 * MiB, stream).free()

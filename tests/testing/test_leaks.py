@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -179,6 +180,21 @@ def test_the_number_of_a_descriptor_may_be_used_again(world: World) -> None:
     memory.close()
 
 
+@pytest.mark.parametrize("module", ["streamalloc.anything", "program"])
+def test_an_object_that_a_thread_of_the_package_has_is_no_leak(world: World, module: str) -> None:
+    functions: dict[str, Any] = {"__name__": module}
+    exec("def wait(thing, event): event.wait()", functions)
+    event = threading.Event()
+    with Watch() as watch:
+        thread = threading.Thread(target=functions["wait"], args=(ipc.Listener(), event))
+        thread.start()
+        try:
+            assert any("Listener" in text for text, _ in world.found(watch)) == (module == "program")
+        finally:
+            event.set()
+            thread.join()
+
+
 def test_the_interpreters_own_descriptors_do_not_count(world: World) -> None:
     import select
 
@@ -215,8 +231,24 @@ def test_in_a_project(run: Run) -> None:
             for end in ends:
                 os.close(end)
 
+        @pytest.fixture(scope="module")
+        def later(late):
+            with ipc.Listener():
+                yield
+
         def test_asks_late(streamalloc_machine, request):
             request.getfixturevalue("late")
+
+        class TestInside:
+            def test_asks_later(self, streamalloc_machine_class, streamalloc_machine, request):
+                request.getfixturevalue("later")
+
+            @pytest.fixture(scope="class")
+            def keeping(self):
+                kept.append(ipc.Listener())
+
+            def test_last(self, streamalloc_machine_class, request):
+                request.getfixturevalue("keeping")
 
         def test_keeps(lasting, streamalloc_machine):
             kept.append(ipc.Listener())
@@ -230,9 +262,12 @@ def test_in_a_project(run: Run) -> None:
         """,
         "--streamalloc-leaks",
     )
-    result.assert_outcomes(passed=4, errors=2)
+    result.assert_outcomes(passed=6, errors=3)
     result.stdout.fnmatch_lines(
         [
+            "*ERROR at teardown of TestInside.test_last *",
+            "1 thing was made here and not released:",
+            "*, in keeping",
             "*ERROR at teardown of test_keeps *",
             "1 thing was made here and not released:",
             "Listener at @streamalloc-*",
