@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections.abc import Callable, Iterator
 from subprocess import CompletedProcess
 from typing import Any
@@ -13,7 +15,20 @@ from streamalloc.testing import Gate
 from tests import processes
 from tests.support import KEEP
 
-__all__ = ["device", "gate", "peer", "pool", "python", "stream"]
+__all__ = ["collecting", "device", "gate", "peer", "pool", "python", "stream"]
+
+
+@pytest.fixture
+def collecting() -> Iterator[None]:
+    """The collector runs all the time, and threads change places."""
+    before, interval = gc.get_threshold(), sys.getswitchinterval()
+    gc.freeze()
+    gc.set_threshold(20)
+    sys.setswitchinterval(1e-5)
+    yield
+    gc.set_threshold(*before)
+    sys.setswitchinterval(interval)
+    gc.unfreeze()
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from tests.facts.support import (
     said,
     value,
 )
-from tests.processes import OPAQUE_BYTES, Descriptor, Kept, Member, Opaque, Peer, bytes_of, opaque
+from tests.processes import OPAQUE_BYTES, Descriptor, Kept, Member, Opaque, Peer, bytes_of, eventually, opaque
 
 INTERPROCESS = 4
 LAZY_ENABLE_PEER_ACCESS = 1
@@ -62,16 +62,6 @@ def another(on_cuda: bool) -> Iterator[Callable[..., Peer]]:
     yield make
     for process in made:
         process.close()
-
-
-def eventually(asked: Callable[[], str], answer: str, within: float = 5.0) -> bool:
-    """Whether this is the answer within a time."""
-    end = time.monotonic() + within
-    while asked() != answer:
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.0005)
-    return True
 
 
 # What was read is what the call answered; afterwards such a process aborts or crashes.
@@ -710,7 +700,7 @@ class TestEvents:
         assert self.executed(opener)
         assert self.query(opener) == "NOT_READY"
         later.open()
-        assert eventually(lambda: self.query(opener), "SUCCESS")
+        assert eventually(lambda: self.query(opener) == "SUCCESS")
 
     def test_destroyed_by_both(self, opener: Peer, rig: Rig, event: Any) -> None:
         handle = self.handle(rig, event)

@@ -9,6 +9,7 @@ import pytest
 import streamalloc as sa
 from tests.ipc.support import shared_pool
 from tests.processes import Partner
+from tests.support import filled
 
 # Each simulated machine of ours leaves a thread that waits for the end of that process.
 TESTS_OF_ONE_PROCESS = 20
@@ -60,3 +61,11 @@ def pool(device: sa.Device) -> Iterator[sa.MemoryPool]:
     """A pool that can be shared."""
     with shared_pool(device) as pool:
         yield pool
+
+
+@pytest.fixture
+def buffer(request: pytest.FixtureRequest, pool: sa.MemoryPool, stream: sa.Stream) -> Iterator[sa.Buffer]:
+    """A buffer of the module's ``SIZE`` bytes with a pattern."""
+    with pool.allocate(request.module.SIZE, stream) as buffer:
+        filled(buffer, 1)
+        yield buffer

@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,19 +25,6 @@ from tests.processes import SECONDS, Partner, There, eventually
 from tests.support import executed
 
 SIZE = 4096
-
-
-@pytest.fixture
-def collecting() -> Iterator[None]:
-    """The collector runs all the time, and threads change places."""
-    before, interval = gc.get_threshold(), sys.getswitchinterval()
-    gc.freeze()
-    gc.set_threshold(20)
-    sys.setswitchinterval(1e-5)
-    yield
-    gc.set_threshold(*before)
-    sys.setswitchinterval(interval)
-    gc.unfreeze()
 
 
 def at_once(count: int, run: Callable[[int], None]) -> list[BaseException]:

@@ -61,14 +61,6 @@ def _with_driver(_: None, target: Callable[..., None], *args: Any) -> None:
 
 
 @pytest.fixture
-def buffer(pool: sa.MemoryPool, stream: sa.Stream) -> Iterator[sa.Buffer]:
-    buffer = pool.allocate(SIZE, stream)
-    filled(buffer, 1)
-    yield buffer
-    buffer.close()
-
-
-@pytest.fixture
 def things(
     device: sa.Device, pool: sa.MemoryPool, stream: sa.Stream, buffer: sa.Buffer
 ) -> Iterator[dict[str, tuple[Any, str]]]:

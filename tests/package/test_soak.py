@@ -11,10 +11,8 @@ import gc
 import os
 import random
 import re
-import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -44,17 +42,6 @@ class Has(NamedTuple):
     descriptors: int
     mappings: int
     threads: int
-
-
-@pytest.fixture
-def collecting() -> Iterator[None]:
-    """The collector runs all the time, and threads change places."""
-    before, interval = gc.get_threshold(), sys.getswitchinterval()
-    gc.set_threshold(20)
-    sys.setswitchinterval(1e-5)
-    yield
-    gc.set_threshold(*before)
-    sys.setswitchinterval(interval)
 
 
 def open_there(there: There, data: bytes) -> None:

@@ -39,15 +39,6 @@ from tests.support import KEEP, MiB, executed, filled, holds, names, pending, sh
 SIZE = 4 * MiB
 
 
-@pytest.fixture
-def buffer(pool: sa.MemoryPool, stream: sa.Stream) -> Any:
-    """A buffer with a pattern, which is freed at the end if it is not by then."""
-    buffer = pool.allocate(SIZE, stream)
-    filled(buffer, 1)
-    yield buffer
-    buffer.close()
-
-
 def used(pool: sa.MemoryPool, nbytes: int) -> bool:
     """Whether the pool comes to have so much in use."""
     return eventually(lambda: pool.statistics().used == nbytes)

@@ -30,14 +30,6 @@ def used(pool: sa.MemoryPool, nbytes: int) -> bool:
     return eventually(lambda: pool.statistics().used == nbytes)
 
 
-@pytest.fixture
-def buffer(pool: sa.MemoryPool, stream: sa.Stream) -> Any:
-    buffer = pool.allocate(SIZE, stream)
-    filled(buffer, 1)
-    yield buffer
-    buffer.close()
-
-
 def ways(one: Partner, how: str) -> None:
     """End a process: by a signal, or as programs do."""
     if how == "killed":
