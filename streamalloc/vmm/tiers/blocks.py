@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from streamalloc.core.errors import OutOfMemoryError, refused, size_text, undoing
+from streamalloc.core.errors import CudaError, OutOfMemoryError, refused, size_text, undoing
 from streamalloc.core.internal import CopySide, Device, Memory, Stream, StreamLike, check_device, deferred_queue
 from streamalloc.core.properties import checked_size
 from streamalloc.core.resource import Closes
@@ -66,9 +66,17 @@ class Chunk:
         self._free.append((addresses, works))
         self.left += len(addresses)
         if self.left == self.count and len(self._free) > 1:
-            # In order again, so that the copies of adjacent blocks become one.
-            last = {work for _, several in self._free for work in several}
+            # In order again, so that the copies of adjacent blocks become one; without copies that have completed, as
+            # the next contents may take a part only, and leave the others here for good.
+            last = {work for _, several in self._free for work in several if _may_run(work)}
             self._free = [(self._every(), tuple(last))]
+
+
+def _may_run(work: Work) -> bool:
+    """Whether copies may not have completed; never raises."""
+    with contextlib.suppress(CudaError):
+        return not work.done()
+    return True
 
 
 class Stored(abc.ABC):
