@@ -31,7 +31,7 @@ from streamalloc.core.internal import (
     session_of,
 )
 from streamalloc.core.properties import MemAccess, MemHandleType, checked_size
-from streamalloc.core.resource import Leaves, close_all
+from streamalloc.core.resource import Leaves, Unique, close_all
 from streamalloc.ipc.exporter.leases import Lease, leases_of
 from streamalloc.ipc.store.errors import StoreError
 from streamalloc.ipc.store.manifest import ALIGNMENT, Layout, Manifest, Tensor, dtype_name, sealed_file
@@ -45,7 +45,7 @@ from streamalloc.vmm.internal import GRANULARITY, wait
 _LARGEST_CHUNK = 1 << 30
 
 
-class WeightsWriter(Tensors, Leaves):
+class WeightsWriter(Tensors, Unique, Leaves):
     """One epoch of a key while it is written; made by :meth:`Store.write`. A mapping of names to :class:`TypedView`.
 
     Leaving the ``with`` block commits. An exception in the block, :meth:`abort`, or the end of this process leaves

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from streamalloc.core.errors import CudaError, OutOfMemoryError, refused, size_text, undoing
 from streamalloc.core.internal import CopySide, Device, Memory, Stream, StreamLike, check_device, deferred_queue
 from streamalloc.core.properties import checked_size
-from streamalloc.core.resource import Closes
+from streamalloc.core.resource import Closes, Unique
 from streamalloc.core.session import session_of
 from streamalloc.vmm.access import copying_stream
 from streamalloc.vmm.tiers.queued import Work
@@ -79,7 +79,7 @@ def _may_run(work: Work) -> bool:
     return True
 
 
-class Stored(abc.ABC):
+class Stored(Unique, abc.ABC):
     """The contents of blocks of one size in a tier; made by :meth:`BlockTier.save`."""
 
     __slots__ = ("_addresses", "_bases", "_busy", "_chunks", "_dropped", "_held", "_works", "nbytes", "tier")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -295,3 +296,8 @@ def test_arguments_of_other_types(serve: Serve) -> None:
         store.open("key", layout=5)  # type: ignore[arg-type]
     with store.open("key") as found:
         assert found.names == ("all",)
+
+
+def test_a_writer_is_not_copied(serve: Serve) -> None:
+    with serve().write("key") as weights, pytest.raises(TypeError, match="cannot be copied"):
+        copy.copy(weights)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Iterator
 from pathlib import Path
@@ -543,3 +544,11 @@ def test_room_that_is_used_again_waits_for_no_copies_of_long_ago(machine: Any) -
         before = len(names(traced))
         host.save(space, [1], PAGE, other).drop()
         assert names(traced)[before:].count("cuStreamWaitEvent") < 5
+
+
+def test_contents_are_not_copied(space: vmm.PageSpace, tier: AnyTier) -> None:
+    stored = tier.save(space, [0], PAGE, space.stream)
+    with pytest.raises(TypeError, match="cannot be copied"):
+        copy.copy(stored)
+    stored.drop()
+    assert tier.used == 0
