@@ -57,7 +57,7 @@ class Device:
     ordinal: int
 
     def __init__(self, ordinal: int = 0, *, driver: Driver | None = None) -> None:
-        checked_type("ordinal", ordinal, int)
+        ordinal = checked_type("ordinal", ordinal, int)
         self._session = session_for(None, driver)
         count = int(self._session.call("cuDeviceGetCount"))
         if not 0 <= ordinal < count:

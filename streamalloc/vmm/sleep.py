@@ -6,7 +6,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -48,7 +48,8 @@ class SleepGroup(Closes):
     copies that read it. A buffer that is closed or dropped leaves the group and the backup.
 
     Thread-safe: :meth:`sleep`, :meth:`wake`, :meth:`resume`, :meth:`read`, :meth:`write` and :meth:`close` wait for
-    each other; :meth:`allocate` and :meth:`add` do not wait.
+    each other; :meth:`allocate` and :meth:`add` do not wait. The buffers are not: while they sleep or wake, no other
+    thread may close, resize, evict or restore one, also not through another group.
 
     Parameters
     ----------
@@ -273,6 +274,8 @@ class SleepGroup(Closes):
         chosen = {buffer: tag for buffer, tag in self._chosen(tags).items() if not buffer.evicted}
         ordered = self._copying_stream(stream)
         tagged = {keep} if isinstance(keep, str) else keep
+        if not isinstance(tagged, bool):
+            self._check_tags(tagged, self.buffers)
 
         def hold(tag: str, buffers: Sequence[VirtualBuffer]) -> Sequence[Held]:
             kept = tagged if isinstance(tagged, bool) else tag in tagged
@@ -542,12 +545,17 @@ class SleepGroup(Closes):
 
     def _chosen(self, tags: Sequence[str]) -> dict[VirtualBuffer, str]:
         buffers = self.buffers
-        unknown = [tag for tag in tags if tag not in buffers.values()]
-        if unknown:
-            raise KeyError(f"no buffer has the tag {unknown[0]!r}: there are {sorted(set(buffers.values()))}")
+        self._check_tags(tags, buffers)
         if not tags:
             return buffers
         return {buffer: tag for wanted in tags for buffer, tag in buffers.items() if tag == wanted}
+
+    @staticmethod
+    def _check_tags(tags: Collection[str], buffers: Mapping[VirtualBuffer, str]) -> None:
+        """Refuse tags that no buffer has: a misspelt one would lose bytes."""
+        unknown = [tag for tag in tags if tag not in buffers.values()]
+        if unknown:
+            raise KeyError(f"no buffer has the tag {unknown[0]!r}: there are {sorted(set(buffers.values()))}")
 
     def _copying_stream(self, stream: StreamLike | None) -> Stream:
         return copying_stream(self.device.default_stream if stream is None else stream, self._session)

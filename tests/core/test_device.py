@@ -8,6 +8,7 @@ import pickle
 import uuid
 from typing import Any
 
+import numpy as np
 import pytest
 
 import streamalloc as sa
@@ -80,6 +81,10 @@ class TestIdentity:
     def test_absent(self, machine: Any, ordinal: int) -> None:
         with pytest.raises(ValueError, match=rf"ordinal={ordinal}.*{sa.Device.count()} device"):
             sa.Device(ordinal)
+
+    def test_a_number_of_numpy(self, machine: Any) -> None:
+        device = sa.Device(np.int64(0))
+        assert device == sa.Device(0) and type(device.ordinal) is int
 
     @pytest.mark.parametrize("ordinal", [0.0, "0", None, True])
     def test_no_number(self, machine: Any, ordinal: Any) -> None:

@@ -285,3 +285,14 @@ class TestAllOrNothing:
         taken.close()
         group.wake()
         assert all(shows(buffer, seed) for seed, buffer in enumerate(several))
+
+
+def test_a_misspelt_tag_loses_no_bytes(device: sa.Device) -> None:
+    with vmm.SleepGroup(device) as group:
+        weights = group.allocate(100, tag="weights")
+        filled(weights, 1)
+        for keep in ("wieghts", ["weights", "other"]):
+            with pytest.raises(KeyError, match="there are \\['weights'\\]"):
+                group.sleep(keep=keep)
+        assert not weights.evicted and shows(weights, 1)
+        weights.close()

@@ -18,6 +18,7 @@ import gc
 import os
 import signal
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,6 +57,7 @@ class WaitEnded(BaseException):
 
 _lock = threading.RLock()  # finalisers can make calls at each bytecode of enter and leave
 _acquire, _release = _lock.acquire, _lock.release
+_is_owned: Callable[[], bool] = _lock._is_owned  # type: ignore[attr-defined]
 _collection_is_on, _collect, _collect_not = gc.isenabled, gc.enable, gc.disable
 _held = 0  # how often the thread that holds the lock has acquired it
 _depth = 0  # of the calls, one in the other, of that thread
@@ -100,11 +102,7 @@ def leave(is_main: bool = False) -> None:
 
 def is_mine() -> bool:
     """Whether the calling thread holds the lock."""
-    if not _acquire(False):
-        return False
-    mine = _depth > 0
-    _release()
-    return mine
+    return _is_owned() and _depth > 0  # without acquiring it: a handler may raise in between
 
 
 def sleep(until: _thread.LockType, seconds: float) -> None:
@@ -176,9 +174,10 @@ def _record(number: int, _frame: object) -> None:
 
 def _after_fork() -> None:
     """Free the lock, which another thread of the parent may have held."""
-    global _acquire, _collects, _depth, _held, _holding, _release
+    global _acquire, _collects, _depth, _held, _holding, _is_owned, _release
     lock = threading.RLock()
     _acquire, _release = lock.acquire, lock.release
+    _is_owned = lock._is_owned  # type: ignore[attr-defined]
     _late.clear()
     in_main, _holding = bool(_holding), min(_holding, 1)
     _acquire()

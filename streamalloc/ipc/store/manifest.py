@@ -89,7 +89,7 @@ def dtype_name(dtype: object) -> str:
         return name
     with contextlib.suppress(TypeError):
         found = np.dtype(dtype)  # type: ignore[call-overload]
-        if found.name in TYPES and found.isnative:
+        if dtype is not None and found.name in TYPES and found.isnative:
             return str(found.name)
     raise TypeError(f"dtype={dtype!r}: allowed are {', '.join(TYPES)}")
 
@@ -143,14 +143,20 @@ class Layout(Mapping[str, Tensor]):
         ValueError
             The name exists, or is no printable text of 1 to 1024 characters; or the tensor is outside of the memory.
         """
-        row = [list(value) if isinstance(value, tuple) else value for value in (name, *tensor)]
+        row = self.row(name, tensor, nbytes)
+        for column, value in zip(self._columns, row, strict=True):
+            column.append(value)
+        self._index[row[0]] = len(self._index)
+        self._digest = ""
+
+    def row(self, name: str, tensor: Tensor, nbytes: int) -> list[Any]:
+        """Return the columns of a tensor that can be added; errors as for :meth:`add`."""
+        plain = str(name) if isinstance(name, str) else name  # such as numpy.str_
+        row = [list(value) if isinstance(value, tuple) else value for value in (plain, *tensor)]
         fault = "whose name exists" if name in self._index else _fault_in(nbytes, *row)
         if fault:
             raise ValueError(f"{name!r:.80}: a tensor {fault}")
-        for column, value in zip(self._columns, row, strict=True):
-            column.append(value)
-        self._index[name] = len(self._index)
-        self._digest = ""
+        return row
 
     def check(self, nbytes: int, names: Sequence[str] | None = None) -> None:
         """Check tensors, by default all, of an epoch with so many bytes.

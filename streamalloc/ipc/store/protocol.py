@@ -111,7 +111,7 @@ _FIELDS: dict[int, dict[str, _Check]] = {
 
 def checked_key(key: object) -> str:
     """Check a key; ``ValueError`` if it is none: 1 to 512 printable characters, slashes and dots among them."""
-    if not _is_key(checked_type("key", key, str)):
+    if not _is_key(str(checked_type("key", key, str))):  # a plain string, also of numpy.str_
         raise ValueError(f"key={key!r}: allowed are 1 to 512 printable characters")
     return str(key)
 

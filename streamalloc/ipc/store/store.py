@@ -210,6 +210,8 @@ class Store(Closes):
         """
         reader, session = self._device(device), self._session(device)
         key = checked_key(key)
+        if not isinstance(layout, (Layout, str, type(None))):
+            raise TypeError(f"layout must be a Layout or its hash, not {layout!r}")
         opened = OpenEpoch.open(self._take(), key, session, layout, self._prepare)
         return Weights.open(opened, reader, at, stream)
 

@@ -30,8 +30,8 @@ from streamalloc.core.internal import (
     deferred_queue,
     session_of,
 )
-from streamalloc.core.properties import MemAccess, MemHandleType
-from streamalloc.core.resource import Leaves, close_all
+from streamalloc.core.properties import MemAccess, MemHandleType, checked_size
+from streamalloc.core.resource import Leaves, Unique, close_all
 from streamalloc.ipc.exporter.leases import Lease, leases_of
 from streamalloc.ipc.store.errors import StoreError
 from streamalloc.ipc.store.manifest import ALIGNMENT, Layout, Manifest, Tensor, dtype_name, sealed_file
@@ -45,7 +45,7 @@ from streamalloc.vmm.internal import GRANULARITY, wait
 _LARGEST_CHUNK = 1 << 30
 
 
-class WeightsWriter(Tensors, Leaves):
+class WeightsWriter(Tensors, Unique, Leaves):
     """One epoch of a key while it is written; made by :meth:`Store.write`. A mapping of names to :class:`TypedView`.
 
     Leaving the ``with`` block commits. An exception in the block, :meth:`abort`, or the end of this process leaves
@@ -88,6 +88,7 @@ class WeightsWriter(Tensors, Leaves):
         self._mapped = 0
         if capacity is None:
             capacity = device.memory_info().total
+        capacity = checked_size("capacity", capacity)
         self._pending: tuple[Lease, int, Event] | None = None
         """Announcement of the contents and its value, and the event after which they are there."""
         self._connection = connection
@@ -124,9 +125,13 @@ class WeightsWriter(Tensors, Leaves):
         TypeError, ValueError
             An argument is not allowed.
         """
-        sizes = tuple(map(operator.index, (shape,) if hasattr(shape, "__index__") else shape))
+        try:
+            sizes = tuple(map(operator.index, (shape,) if hasattr(shape, "__index__") else shape))
+        except TypeError:
+            raise TypeError(f"shape must be an integer or a sequence of integers, not {shape!r}") from None
         tensor = Tensor(dtype_name(dtype), sizes, None, 0)
-        return self.place(name, tensor._replace(offset=self.reserve(max(tensor.nbytes, 0))))
+        self.layout.row(name, tensor, tensor.nbytes)  # before memory is created, which would stay in the epoch
+        return self.place(name, tensor._replace(offset=self.reserve(tensor.nbytes)))
 
     def tie(self, name: str, to: str) -> TypedView[Any]:
         """Give a tensor a second name, as tied weights have."""
@@ -148,6 +153,7 @@ class WeightsWriter(Tensors, Leaves):
     def reserve(self, nbytes: int) -> int:
         """Allocate memory without a name and return its offset in the range, a multiple of 512 bytes."""
         self._check_open()
+        nbytes = checked_size("nbytes", nbytes)
         offset = -(-self.nbytes // ALIGNMENT) * ALIGNMENT
         missing = offset + nbytes - self._mapped
         if missing > 0:

@@ -374,7 +374,8 @@ def _serve(reference: weakref.ref[PageBudget], server: socket.socket) -> None:
         except ClosedError:
             return
         except Exception as error:
-            warnings.warn(f"{budget!r} could not release what others have asked for: {error!r}", stacklevel=1)
+            with contextlib.suppress(Warning):  # where warnings are errors, the others still need an answer
+                warnings.warn(f"{budget!r} could not release what others have asked for: {error!r}", stacklevel=1)
         del budget
         number = server.fileno()
 

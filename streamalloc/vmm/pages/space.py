@@ -135,6 +135,7 @@ class PageSpace(Memory, Closes):
 
     def shared(self, pages: Pages) -> npt.NDArray[np.bool_]:
         """Return for each of these pages whether another page shares its memory."""
+        self._check_open()
         chosen = self._chosen(pages)
         with self._physical.lock:
             found = [self._places.backing[place] for place in chosen]

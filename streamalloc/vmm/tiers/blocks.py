@@ -11,10 +11,10 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from streamalloc.core.errors import OutOfMemoryError, refused, size_text, undoing
+from streamalloc.core.errors import CudaError, OutOfMemoryError, refused, size_text, undoing
 from streamalloc.core.internal import CopySide, Device, Memory, Stream, StreamLike, check_device, deferred_queue
 from streamalloc.core.properties import checked_size
-from streamalloc.core.resource import Closes
+from streamalloc.core.resource import Closes, Unique
 from streamalloc.core.session import session_of
 from streamalloc.vmm.access import copying_stream
 from streamalloc.vmm.tiers.queued import Work
@@ -76,15 +76,23 @@ class Chunk:
         self.left += count
         taken = self._taken
         if self.left == self.count and len(self._free) > 1:
-            # In order again, so that the copies of adjacent blocks become one.
-            last = {work for _, several in self._free for work in several}
+            # In order again, so that the copies of adjacent blocks become one; without copies that have completed, as
+            # the next contents may take a part only, and leave the others here for good.
+            last = {work for _, several in self._free for work in several if _may_run(work)}
             whole: list[tuple[Addresses, Sequence[Work]]] = [(self._every(), tuple(last))]
             # These lines call nothing, either.
             if taken == self._taken:
                 self._free = whole
 
 
-class Stored(abc.ABC):
+def _may_run(work: Work) -> bool:
+    """Whether copies may not have completed; never raises."""
+    with contextlib.suppress(CudaError):
+        return not work.done()
+    return True
+
+
+class Stored(Unique, abc.ABC):
     """The contents of blocks of one size in a tier; made by :meth:`BlockTier.save`."""
 
     __slots__ = ("_addresses", "_bases", "_busy", "_chunks", "_dropped", "_held", "_works", "nbytes", "tier")

@@ -8,6 +8,7 @@ import gc
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -443,3 +444,26 @@ def test_a_fork_in_the_middle_of_other_threads_calls() -> None:
         stop.set()
         for thread in threads:
             thread.join()
+
+
+def test_a_handler_that_raises_as_a_collection_begins_leaves_the_lock_free() -> None:
+    def raises(frame: FrameType, event: str, _: object) -> None:
+        if event == "c_return" and frame.f_code is call_lock.is_mine.__code__:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    sys.setprofile(raises)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            call_lock.is_mine()
+    finally:
+        sys.setprofile(None)
+
+    def call() -> None:
+        call_lock.enter()
+        call_lock.leave()
+
+    entered = threading.Thread(target=call, daemon=True)
+    entered.start()
+    entered.join(20)
+    assert not entered.is_alive()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -261,3 +262,42 @@ def test_fabric_handles(store: ipc.Store, device: sa.Device, on_cuda: bool) -> N
 def _opens(there: There, data: bytes, nbytes: int) -> bool:
     with there.open(data, there.stream) as opened:
         return opened.nbytes == nbytes and holds(opened[: 3 * MiB], 4)
+
+
+def test_what_is_refused_leaves_no_memory_in_the_epoch(serve: Serve) -> None:
+    store = serve()
+    with store.write("key") as weights:
+        weights.allocate("first", 1000, np.uint8).fill(1)
+        for refused in (
+            lambda: weights.allocate("first", 8 * MiB, np.uint8),
+            lambda: weights.allocate("", 8 * MiB, np.uint8),
+            lambda: weights.allocate("second", (-8, 2 * MiB), np.uint8),
+            lambda: weights.reserve(-2000),
+        ):
+            with pytest.raises(ValueError):
+                refused()
+        weights.allocate("second", 1000, np.uint8).fill(2)
+    with store.open("key") as found:
+        assert holds(found["first"], 1) and holds(found["second"], 2)
+    assert store.statistics().nbytes == 2 * MiB
+
+
+def test_arguments_of_other_types(serve: Serve) -> None:
+    store = serve()
+    for capacity in (-1, 1.5, True):
+        with pytest.raises((TypeError, ValueError), match="capacity"):
+            store.write("key", capacity=capacity)  # type: ignore[arg-type]
+    with store.write(np.str_("key")) as weights:
+        weights.allocate(np.str_("all"), np.int64(3), np.uint8).fill(1)
+        for shape, dtype, name in ((2.0, "f4", "shape"), (None, "f4", "shape"), (3, None, "dtype")):
+            with pytest.raises(TypeError, match=f"{name}[= ]"):
+                weights.allocate("other", shape, dtype)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="layout"):
+        store.open("key", layout=5)  # type: ignore[arg-type]
+    with store.open("key") as found:
+        assert found.names == ("all",)
+
+
+def test_a_writer_is_not_copied(serve: Serve) -> None:
+    with serve().write("key") as weights, pytest.raises(TypeError, match="cannot be copied"):
+        copy.copy(weights)

@@ -237,3 +237,28 @@ class TestProcesses:
                 assert eventually(lambda: budget.used == 0)  # the child closes its copy once it runs
             finally:
                 os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_failed_release_is_asked_for_again_where_warnings_are_errors(device: sa.Device, tmp_path: Path) -> None:
+    asked: list[int] = []
+    path = tmp_path / "budget"
+
+    def fail(nbytes: int) -> None:
+        asked.append(nbytes)
+        raise RuntimeError
+
+    with (
+        vmm.PageBudget(path, 2 * PAGE, on_ask=fail) as budget,
+        vmm.PageBudget(path) as other,
+        vmm.PageArena(device, budget=budget) as arena,
+        vmm.PageArena(device, budget=other) as its_arena,
+        arena.space(2 * PAGE) as space,
+        its_arena.space(2 * PAGE) as its_space,
+    ):
+        space.commit(range(2))
+        assert not other.wait(PAGE, timeout=0.1)
+        assert eventually(lambda: bool(asked))
+        space.release([0], after=())
+        assert other.wait(PAGE, timeout=60)
+        its_space.commit([0])

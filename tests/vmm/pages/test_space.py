@@ -227,6 +227,7 @@ class TestClosing:
             lambda: space.release(0),
             lambda: space.alias(0, space, 0),
             lambda: space.make_private(0),
+            lambda: space.shared(0),
             lambda: space.fill(0),
             lambda: space.address,
         ):

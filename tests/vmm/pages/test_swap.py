@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Iterator
 from pathlib import Path
@@ -523,3 +524,31 @@ def test_an_exception_while_pages_are_parked_loses_no_contents(
     assert space.committed.tolist() == [0, 1, 2, 3] and space.parked == 0 and tier.used == 0
     assert values(space)[:4] == [1, 2, 3, 4]
     assert space.swap_out(range(3), tier) == space.swap_in(range(3)) == 3 and values(space)[:4] == [1, 2, 3, 4]
+
+
+def test_room_that_is_used_again_waits_for_no_copies_of_long_ago(machine: Any) -> None:
+    traced: Any = sd.traced(machine)
+    device = sa.Device(0, driver=traced)
+    with (
+        device.create_stream() as stream,
+        device.create_stream() as other,
+        vmm.PageArena(device) as arena,
+        arena.space(2 * PAGE, stream=stream) as space,
+        vmm.HostTier(device) as host,
+    ):
+        for _ in range(20):
+            space.commit([0], after=stream)
+            space.swap_out([0], host)
+            space.release([0], after=stream)
+            stream.synchronize()
+        before = len(names(traced))
+        host.save(space, [1], PAGE, other).drop()
+        assert names(traced)[before:].count("cuStreamWaitEvent") < 5
+
+
+def test_contents_are_not_copied(space: vmm.PageSpace, tier: AnyTier) -> None:
+    stored = tier.save(space, [0], PAGE, space.stream)
+    with pytest.raises(TypeError, match="cannot be copied"):
+        copy.copy(stored)
+    stored.drop()
+    assert tier.used == 0
