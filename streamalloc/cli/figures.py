@@ -47,14 +47,14 @@ def show_row(terminal: Terminal, report: Mapping[str, Any], names: int) -> None:
             terminal.paragraph(f"{row['name']}: not measured ({row['unavailable']})")
     for target in (one for one in report["targets"] if one["found"] is not None):
         mark = terminal.good("met") if target["met"] else terminal.warning("missed")
-        terminal.paragraph(f"{mark}: {_told(target, report['unit'])}")
+        terminal.paragraph(f"{mark}: {_target_text(target, report['unit'])}")
 
 
 def _figure(row: Mapping[str, Any], key: str) -> str:
     return format(row[key], _EXTRA[key][1]) if key in row else ""
 
 
-def _told(target: Mapping[str, Any], unit: str) -> str:
+def _target_text(target: Mapping[str, Any], unit: str) -> str:
     """Return a target and its figure as text."""
     figure = _FIGURES.get(target["figure"], "")
     unit = "" if figure else f" {unit}"
@@ -77,7 +77,7 @@ def show_targets(terminal: Terminal, reports: Sequence[Mapping[str, Any]]) -> No
     unknown = f", {found.count(None)} not measured" if None in found else ""
     terminal.heading(f"Targets: {found.count(True)} met, {found.count(False)} missed{unknown}")
     for report, target in missed(reports):
-        terminal.paragraph(f"{report['key']} - {_told(target, report['unit'])}")
+        terminal.paragraph(f"{report['key']} - {_target_text(target, report['unit'])}")
 
 
 def draw(reports: Sequence[Mapping[str, Any]], path: str, title: str) -> None:

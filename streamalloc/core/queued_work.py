@@ -148,7 +148,7 @@ def queue_behind(stream: Stream, item: Deferred) -> None:
     Two threads may attempt the item at once: it has to allow that.
     """
     deferred_queue(stream._session).submit(item)
-    stream._owed.append(item)
+    stream._before_work.append(item)
     stream._forbid_direct()
 
 
@@ -163,7 +163,7 @@ def settle(stream: Stream, item: Deferred, *others: Stream | None) -> None:
             if one is not None and free and (free := one._in_use.acquire(blocking=False)):
                 held.callback(one._in_use.release)
         if free and not stream._closed:
-            stream._pay(item)
+            stream._attempt_before_work(item)
 
 
 @contextlib.contextmanager
@@ -185,7 +185,7 @@ def ordered_after(stream: Stream) -> Iterator[Stream]:
     if stream._number == PER_THREAD and not stream._closed:
         stream = default_stream(stream.device, LEGACY)
     if not stream.closed:
-        stream._checked_raw()  # items that are owed may need the locks of other streams
+        stream._checked_raw()  # attempts items of queue_behind, which may need the locks of other streams
     with _kept(stream):
         if not stream._closed:
             stream._refuse_capture("cuMemFreeAsync", "try again once that has ended")
@@ -223,7 +223,7 @@ def may_queue(stream: Stream, *, mine: bool = False) -> Iterator[bool]:
     it through this library. A stream that other code may capture is used by its own thread only: the caller's, if
     ``mine`` is true, or one that is about to queue work on it, see :func:`queue_behind`.
     """
-    mine = mine or stream._kind is Kind.MADE or threading.get_ident() in stream._paying
+    mine = mine or stream._kind is Kind.MADE or threading.get_ident() in stream._attempting
     with _kept(stream):
         yield mine and not stream.closed and not stream._capture and not stream.capturing
 
@@ -243,13 +243,13 @@ def _kept(stream: Stream) -> Iterator[None]:
     """A block in which no other thread closes a stream or begins to capture it through this library.
 
     For a default stream, on which work breaks captures of blocking streams, no capture of ours begins at all. Items
-    that the stream owes are not attempted in the block, as that takes the locks of other streams.
+    of :func:`queue_behind` are not attempted in the block, as that takes the locks of other streams.
     """
     shared = stream._kind is Kind.DEFAULT
     with deferred_queue(stream._session).no_capture("work on a default stream") if shared else stream._in_use:
         me = threading.get_ident()
-        stream._paying.append(me)
+        stream._attempting.append(me)
         try:
             yield
         finally:
-            stream._paying.remove(me)
+            stream._attempting.remove(me)

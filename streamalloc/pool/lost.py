@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 from typing import Any
 
-from streamalloc.core.internal import Device, QueuedWork, raw_handle, tell_freed
+from streamalloc.core.internal import Device, QueuedWork, notify_freed, raw_handle
 from streamalloc.core.properties import MemLocation, MemLocationType
 from streamalloc.core.session import Session
 from streamalloc.driver.internal import cuda
@@ -50,7 +50,7 @@ def free_lost(session: Session, pool: Any, location: MemLocation, used: int) -> 
             return False
         QueuedWork(session).precede(stream)
         for address in found:
-            with tell_freed(session, address, raw):
+            with notify_freed(session, address, raw):
                 session.call("cuMemFreeAsync", address, raw)
     return True
 

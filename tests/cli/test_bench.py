@@ -367,7 +367,7 @@ def test_rounds_are_in_many_orders() -> None:
     ],
 )
 def test_targets_in_words(target: dict[str, Any], words: str) -> None:
-    assert figures._told({"of": "ours", "found": 1.5, **target}, "us") == words
+    assert figures._target_text({"of": "ours", "found": 1.5, **target}, "us") == words
 
 
 def test_table_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -493,7 +493,7 @@ def _describe(
     shared._again = functools.partial(share, **options._replace(hold=True)._asdict())
     if hold is not None and lease is not None:
         ordinal = device.ordinal if isinstance(device, Device) else 0
-        exports.deferred.submit(leases.Kept(lease, ordinal, (options.thing, route, handles, kept)))
+        exports.deferred.submit(leases.KeptReferences(lease, ordinal, (options.thing, route, handles, kept)))
     return shared
 
 
