@@ -213,7 +213,7 @@ def keep_stream(stream: Any, number: int, found: Any, session: Session) -> None:
         if not any(base.__module__.partition(".")[0] == "torch" for base in kind.__mro__):
             owner: Any = weakref.ref(stream, functools.partial(_forget, weakref.ref(session), kind, key))
         elif lasting is None or (number and stream.stream_id == number):
-            return  # PyTorch's number for a stream that other code made, and may destroy.
+            return  # An external stream of PyTorch: its id is its handle, and other code may destroy the stream.
         else:
             owner = itertools.repeat(stream).__next__
     except Exception:

@@ -136,7 +136,7 @@ def _record_after(stream: Stream) -> Event | None:
         # Work of a blocking stream comes after all work of the legacy stream.
         with stream.device.create_stream(blocking=True) as behind:
             return behind.record(timing=True)
-    owner = stream._weak_owner and stream._weak_owner()  # keeps the driver's stream meanwhile
+    owner = stream._weak_owner and stream._weak_owner()  # a reference keeps the driver's stream
     if stream._weak_owner and not names_handle(owner, stream._number):
         raise ClosedError(f"{stream!r} has ended")
     return record_uncaptured(stream)
@@ -206,7 +206,7 @@ def _refuse_unknown_end(stream: Stream, call: str) -> None:
 @contextlib.contextmanager
 def ordered_after_end(device: Device, last: Sequence[Event]) -> Iterator[Stream]:
     """A block with a new stream, which comes after the work of a stream that has ended: see :func:`end_of`."""
-    # A default stream would make blocking streams wait as well.
+    # A new non-blocking stream: a wait on the default stream would hold up all blocking streams.
     with device.create_stream() as substitute:
         if last and not last[0].closed:
             substitute.wait(last[0])

@@ -192,7 +192,7 @@ class UnusedHandle(HandleEnd):
         """Size of the memory in bytes."""
 
     def forget(self) -> None:
-        """Drop the handle: the driver has ended."""
+        """Forget the handle without a driver call, as the driver has ended."""
         self._raw = None
 
     def __del__(self) -> None:
