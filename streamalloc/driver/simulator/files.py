@@ -112,7 +112,7 @@ def lock(fd: int, byte: int, kind: int, *, wait: bool = False) -> None:
 
 
 def is_locked(fd: int, first: int, count: int = 1) -> bool:
-    """Whether another holder has locked a byte of the range; ``length`` 0 stands for all bytes from ``start`` on."""
+    """Whether another holder has locked a byte of the range; ``count`` 0 stands for all bytes from ``first`` on."""
     answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, first, count, 0))
     return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
