@@ -73,12 +73,12 @@ class Effort:
 
 @dataclass(frozen=True)
 class Target:
-    """A maximum for a figure of variant ``of``, on a GPU."""
+    """An upper limit for a figure of a variant. Applies to GPUs only."""
 
     of: str
     limit: float
     to: str = ""
-    """Variant to divide by; empty: the limit is absolute."""
+    """Variant whose figure divides that of ``of``; empty: the limit is absolute."""
     figure: str = ""
     """Key in ``extra``, or ``"ratio_to_raw"``; empty: the time."""
 
@@ -99,7 +99,7 @@ class Row:
     rounds: str = "rounds"
     """Field of :class:`Effort` with the number of rounds."""
     bases: Mapping[str, str] = field(default_factory=dict)
-    """Variant to divide by, for variants not compared to the first."""
+    """Variant of the divisor, for variants that are not compared to the first."""
     need: Callable[[Bench], object] = lambda bench: None
     """Raises :class:`Unavailable` if the row cannot be measured."""
 
@@ -111,9 +111,9 @@ class Bench:
         self.chosen = chosen
         self.effort = effort
         self.shared = shared
-        """Resources until the end of the benchmark."""
+        """Resources that are closed at the end of the benchmark."""
         self.resources: contextlib.ExitStack = shared
-        """Resources until the end of the current row."""
+        """Resources that are closed at the end of the current row."""
         self.libraries: dict[Any, Any] = {}
         """Objects of other libraries, by the class that creates them."""
         self.sharing: Any = None
@@ -141,7 +141,7 @@ class Bench:
     def need_virtual_memory(self) -> None:
         """Raise :class:`Unavailable` unless the device supports virtual memory management."""
         if not self.device.supports.virtual_memory_management:
-            raise Unavailable("this device's memory cannot be mapped by hand")
+            raise Unavailable("this device does not support virtual memory management")
 
     def buffer(self) -> sa.Buffer:
         """Allocate 4 KiB for the current row."""

@@ -177,7 +177,7 @@ class Tour(Closes):
 
     def need_virtual_memory(self) -> None:
         """Skip the part unless the device supports virtual memory management."""
-        need(self.device.supports.virtual_memory_management, "this device's memory cannot be mapped by hand")
+        need(self.device.supports.virtual_memory_management, "this device does not support virtual memory management")
 
     def need_host_pool(self) -> sa.MemLocation:
         """Return a location for a pool in host memory; skip the part if there is none."""

@@ -73,7 +73,7 @@ def growth(tour: Tour, stream: sa.Stream) -> None:
         address = buffer.address
 
         def step(text: str, *claims: Claim, mapped: int) -> None:
-            """Print a step; ``mapped`` chunks must be mapped at the same address."""
+            """Print a step; check that the address is unchanged and that ``mapped`` chunks are mapped."""
             found = buffer.mapped_bytes
             same = equal("address", buffer.address, address, hex)
             size = equal("mapped", found, mapped * chunk, size_text)

@@ -170,7 +170,7 @@ def try_sharing(device: sa.Device) -> list[Row]:
             _tried({"what": what, "how": how}, trial, worker, device, stream)
             for what, how, trial in (
                 ("pool and its allocations", "file descriptor", _pool),
-                ("memory mapped by hand", "file descriptor", _mapped),
+                ("memory mapped by cuMemMap", "file descriptor", _mapped),
                 ("memory of cuMemAlloc", "cuIpcGetMemHandle", _plain),
                 ("event", "cuIpcGetEventHandle", _event),
                 ("memory between machines", "fabric handle", _fabric),

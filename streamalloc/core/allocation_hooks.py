@@ -38,13 +38,13 @@ class Watcher(Protocol):
     def allocated(self, allocator: Any, address: int, nbytes: int, stream: Any, /) -> None:
         """After an allocation. An exception goes to the caller of the allocation, after the memory is freed."""
 
-    def failed(self, allocator: Any, nbytes: int, stream: Any, /) -> None:
+    def allocation_failed(self, allocator: Any, nbytes: int, stream: Any, /) -> None:
         """After the driver has refused an allocation."""
 
     def freed(self, address: int, stream: Any, /) -> None:
         """Before a free, perhaps of memory that was allocated unwatched. Takes no lock, never raises."""
 
-    def kept(self, address: int, /) -> None:
+    def free_failed(self, address: int, /) -> None:
         """After the driver has refused the free that :meth:`freed` announced. Takes no lock, never raises."""
 
     def look(self) -> None:
@@ -80,21 +80,21 @@ class Tap:
         """The two functions that it replaces."""
         return self._alloc, self._free
 
-    def _told(self, besides: tuple[Watcher, ...]) -> tuple[Watcher, ...]:
+    def _without(self, besides: tuple[Watcher, ...]) -> tuple[Watcher, ...]:
         if not besides:
             return self.watchers
         return tuple([one for one in self.watchers if one not in besides])
 
     def allocate(self, nbytes: int, pool: Any, stream: Any, besides: tuple[Watcher, ...] = ()) -> Any:
         """Allocate, in place of the driver's function; see :func:`besides`."""
-        watchers, owner = self._told(besides), self._owner()
+        watchers, owner = self._without(besides), self._owner()
         for watcher in watchers:
             watcher.asked(owner, nbytes)
         result, ptr = answer = self._alloc(nbytes, pool, stream)
         try:
             if result:
                 for watcher in watchers:
-                    watcher.failed(owner, nbytes, stream)
+                    watcher.allocation_failed(owner, nbytes, stream)
             elif address := int(ptr):
                 for watcher in watchers:
                     watcher.allocated(owner, address, nbytes, stream)
@@ -107,7 +107,7 @@ class Tap:
 
     def free(self, ptr: Any, stream: Any, besides: tuple[Watcher, ...] = ()) -> Any:
         """Free, in place of the driver's function."""
-        watchers, address = self._told(besides), int(ptr)
+        watchers, address = self._without(besides), int(ptr)
         # Before the free: another thread may get the same memory at once, and its notification comes after this one.
         for watcher in watchers:
             watcher.freed(address, stream)
@@ -121,7 +121,7 @@ class Tap:
         finally:
             if refused:
                 for watcher in watchers:
-                    watcher.kept(address)
+                    watcher.free_failed(address)
         if not refused:
             look(watchers)
         return answer
@@ -212,7 +212,7 @@ def holders(session: Session, location: MemLocation) -> tuple[str, ...]:
 
 
 @contextlib.contextmanager
-def tell_freed(session: Session, address: int, stream: Any) -> Iterator[None]:
+def notify_freed(session: Session, address: int, stream: Any) -> Iterator[None]:
     """Block that frees memory without the allocator's function, as a deferred free does."""
     watchers = watching_of(session).watchers
     for watcher in watchers:
@@ -221,7 +221,7 @@ def tell_freed(session: Session, address: int, stream: Any) -> Iterator[None]:
         yield
     except Exception:
         for watcher in watchers:
-            watcher.kept(address)
+            watcher.free_failed(address)
         raise
 
 

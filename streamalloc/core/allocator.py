@@ -166,7 +166,7 @@ class Allocator(Unique):
         raw = stream._checked_raw()
         alloc = self._alloc if type(buffer) is PlainBuffer else bare(self._alloc)
         with stream._context():
-            # A loop, before whose end Python does not look for signals: what a handler raises does not lose the memory.
+            # Python runs no signal handler between the call of a C function in map() and the first line of the loop.
             for answer in map(alloc, (buffer._nbytes,), (self._raw,), (raw,)):
                 result, buffer._ptr = answer
                 break

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from streamalloc.core.allocation_hooks import tell_freed
+from streamalloc.core.allocation_hooks import notify_freed
 from streamalloc.core.deferred import Deferred, deferred_queue
 from streamalloc.core.errors import (
     LOST,
@@ -396,7 +396,7 @@ def _free_later(session: Session, ptr: Any, stream: Stream, refused: Any) -> Non
 class _FreeDropped(Deferred):
     """The deferred free of a buffer that was dropped."""
 
-    __slots__ = ("_raw", "_session", "_stream", "_told")
+    __slots__ = ("_raw", "_session", "_stream", "_warned")
 
     gone = LOST
 
@@ -404,7 +404,7 @@ class _FreeDropped(Deferred):
         self._session = session
         self._raw = ptr
         self._stream = stream
-        self._told = False
+        self._warned = False
 
     def attempt(self) -> bool:
         address = self._raw
@@ -412,12 +412,12 @@ class _FreeDropped(Deferred):
             with (
                 ordered_after(self._stream) as ordered,
                 ordered._context(),
-                tell_freed(self._session, int(address), ordered._raw),
+                notify_freed(self._session, int(address), ordered._raw),
             ):
                 self._session.release(self, "cuMemFreeAsync", ordered._raw)
         except CudaError as error:
-            if not isinstance(error, (*self.gone, CaptureError, NotReadyError)) and not self._told:
-                self._told = True
+            if not isinstance(error, (*self.gone, CaptureError, NotReadyError)) and not self._warned:
+                self._warned = True
                 warnings.warn(f"dropped memory at {int(address):#x} could not be freed: {error}", ResourceWarning, 2)
             raise
         return True

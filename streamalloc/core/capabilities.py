@@ -67,7 +67,7 @@ class Capabilities:
     hardware_decompression: bool | None = _derived("a decompression engine for pool memory")
     gpu_direct_rdma: bool | None = _asks("GPU_DIRECT_RDMA_SUPPORTED", "access by other PCIe devices")
     gpu_direct_rdma_with_vmm: bool | None = _asks(
-        "GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED", "the same for memory mapped by hand"
+        "GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED", "GPUDirect RDMA to memory mapped by cuMemMap"
     )
     dma_buf: bool | None = _asks("DMA_BUF_SUPPORTED", "export of address ranges as DMA-BUF")
     stream_memory_operations: bool | None = _asks(

@@ -176,7 +176,7 @@ class StaleDescriptorError(ValueError):
 
 
 class PendingFreesWarning(RuntimeWarning):
-    """A trim released less than it could have: the host has not synchronised with some frees yet."""
+    """A trim could not release memory of queued frees: synchronise their streams, and trim again."""
 
 
 LOST = (DeviceLostError, InvalidContextError, NotInitializedError)

@@ -216,7 +216,7 @@ def keep_stream(stream: Any, number: int, found: Any, session: Session) -> None:
                 owner = _OfCurrentDevice(stream, forget)
                 owner.is_current = found._asked_handle
         elif lasting is None or (number and stream.stream_id == number):
-            return  # PyTorch's number for a stream that other code made, and may destroy.
+            return  # An external stream of PyTorch: its id is its handle, and other code may destroy the stream.
         else:
             owner = itertools.repeat(stream).__next__
     except Exception:

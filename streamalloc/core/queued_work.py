@@ -146,7 +146,7 @@ def _record_after(stream: Stream, all_threads: bool = False) -> Event | None:
         # Work of a blocking stream comes after all work of the legacy stream.
         with stream.device.create_stream(blocking=True) as behind:
             return behind.record(timing=True)
-    owner = stream._weak_owner and stream._weak_owner()  # keeps the driver's stream meanwhile
+    owner = stream._weak_owner and stream._weak_owner()  # a reference keeps the driver's stream
     if stream._weak_owner and not names_handle(owner, stream._number):
         raise ClosedError(f"{stream!r} has ended")
     return record_uncaptured(stream)
@@ -158,7 +158,7 @@ def queue_behind(stream: Stream, item: Deferred) -> None:
     Two threads may attempt the item at once: it has to allow that.
     """
     deferred_queue(stream._session).submit(item)
-    stream._owed.append(item)
+    stream._before_work.append(item)
     stream._forbid_direct()
 
 
@@ -173,7 +173,7 @@ def settle(stream: Stream, item: Deferred, *others: Stream | None) -> None:
             if one is not None and free and (free := one._in_use.acquire(blocking=False)):
                 held.callback(one._in_use.release)
         if free and not stream._closed:
-            stream._pay(item)
+            stream._attempt_before_work(item)
 
 
 @contextlib.contextmanager
@@ -195,7 +195,7 @@ def ordered_after(stream: Stream) -> Iterator[Stream]:
     if stream._number == PER_THREAD and not stream._closed:
         stream = default_stream(stream.device, LEGACY)
     if not stream.closed:
-        stream._checked_raw()  # items that are owed may need the locks of other streams
+        stream._checked_raw()  # attempts items of queue_behind, which may need the locks of other streams
     with _kept(stream):
         if not stream._closed:
             stream._refuse_capture("cuMemFreeAsync", "try again once that has ended")
@@ -216,7 +216,7 @@ def _refuse_unknown_end(stream: Stream, call: str) -> None:
 @contextlib.contextmanager
 def ordered_after_end(device: Device, last: Sequence[Event]) -> Iterator[Stream]:
     """A block with a new stream, which comes after the work of a stream that has ended: see :func:`end_of`."""
-    # A default stream would make blocking streams wait as well.
+    # A new non-blocking stream: a wait on the default stream would hold up all blocking streams.
     with device.create_stream() as substitute:
         if last and not last[0].closed:
             substitute.wait(last[0])
@@ -233,7 +233,7 @@ def may_queue(stream: Stream, *, mine: bool = False) -> Iterator[bool]:
     it through this library. A stream that other code may capture is used by its own thread only: the caller's, if
     ``mine`` is true, or one that is about to queue work on it, see :func:`queue_behind`.
     """
-    mine = mine or stream._kind is Kind.MADE or threading.get_ident() in stream._paying
+    mine = mine or stream._kind is Kind.MADE or threading.get_ident() in stream._attempting
     with _kept(stream):
         yield mine and not stream.closed and not stream._capture and not stream.capturing
 
@@ -253,13 +253,13 @@ def _kept(stream: Stream) -> Iterator[None]:
     """A block in which no other thread closes a stream or begins to capture it through this library.
 
     For a default stream, on which work breaks captures of blocking streams, no capture of ours begins at all. Items
-    that the stream owes are not attempted in the block, as that takes the locks of other streams.
+    of :func:`queue_behind` are not attempted in the block, as that takes the locks of other streams.
     """
     shared = stream._kind is Kind.DEFAULT
     with deferred_queue(stream._session).no_capture("work on a default stream") if shared else stream._in_use:
         me = threading.get_ident()
-        stream._paying.append(me)
+        stream._attempting.append(me)
         try:
             yield
         finally:
-            stream._paying.remove(me)
+            stream._attempting.remove(me)

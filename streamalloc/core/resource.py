@@ -22,7 +22,7 @@ prepare_for_processes: Callable[[], object] | None = None
 
 
 draw: Callable[..., Any] | None = None
-"""Function that draws an object; set by the package."""
+"""``streamalloc.plots.draw``, imported on use; set by ``streamalloc/__init__.py``."""
 
 
 def made_for_sharing() -> None:

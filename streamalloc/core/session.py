@@ -7,7 +7,7 @@ devices' primary contexts, and refuses all calls in a forked child.
 :data:`DIRECT` names, which are attributes of the session, or those of an allocator. Everything else takes the slow
 path, which checks, explains and copes: ``_fill_slowly`` is that of ``fill``. The case is plain if the memory is there,
 the arguments have the usual types, and the stream has a handle to use. A stream has three slots for that, which are
-None while the stream is closed, captured by this library, or owes a wait
+None while the stream is closed, is captured by this library, or has an item to attempt before more work is queued
 (:func:`~streamalloc.core.queued_work.queue_behind`):
 
 =============  ==========================  ========================================================================

@@ -111,8 +111,11 @@ class Stream(Closes, Shown):
         "__weakref__",
         "_answer",
         "_asks",
+        "_attempting",
+        "_before_work",
         "_capture",
         "_closed",
+        "_closed_by_library",
         "_direct",
         "_dropping",
         "_endings",
@@ -121,11 +124,8 @@ class Stream(Closes, Shown):
         "_in_use",
         "_kind",
         "_last",
-        "_left",
         "_number",
-        "_owed",
         "_owner",
-        "_paying",
         "_plain",
         "_raw",
         "_sees_all",
@@ -176,8 +176,8 @@ class Stream(Closes, Shown):
         """
         self._answer: Any = None
         """Answer to it with which the call may go; None while no call may."""
-        self._left: int | None = None
-        """The :func:`moment` at which its library was found to have closed it: the end of its work is not known."""
+        self._closed_by_library: int | None = None
+        """The :func:`moment` at which its library was found to have closed it: when its work ends is not known."""
         # Question and answer while its library has it open; None for streams that nobody else closes.
         self.open_check: tuple[Callable[[], Any], Any] | None = None
         self._direct: Session | None = None
@@ -195,10 +195,10 @@ class Stream(Closes, Shown):
         """Free lists of caches by their keys, for the fast paths of caches; empty if those may not be used."""
         self._endings: list[Deferred] = []
         """Items that end before the stream is closed."""
-        self._owed: list[Deferred] = []
+        self._before_work: list[Deferred] = []
         """Items to attempt before more work is queued, see :func:`queue_behind`."""
-        self._paying: list[int] = []
-        """Identifiers of the threads that attempt them."""
+        self._attempting: list[int] = []
+        """Identifiers of the threads that attempt ``_before_work``."""
 
     def _open(self, *, non_blocking: bool = False) -> None:
         number = self._number = int(self._raw)
@@ -253,7 +253,7 @@ class Stream(Closes, Shown):
         return stream
 
     def _allow_direct(self) -> None:
-        if self._closed or self._capture or self._owed:
+        if self._closed or self._capture or self._before_work:
             return
         if self._kind is _DEFAULT:
             if deferred_queue(self._session).captures:
@@ -351,10 +351,10 @@ class Stream(Closes, Shown):
         ClosedError
             The stream was closed.
         """
-        self._tell_lent(self._checked_raw(), used=False)
+        self._notify_lent(self._checked_raw(), used=False)
         return self._number
 
-    def _tell_lent(self, raw: Any, used: bool) -> None:
+    def _notify_lent(self, raw: Any, used: bool) -> None:
         """Notify the listener that other code has the stream, or (``used``) queues work on it."""
         listener = self._session.listener
         if listener is not None:
@@ -381,8 +381,8 @@ class Stream(Closes, Shown):
 
     def _end_unknown(self) -> None:
         """Close a stream that its library has closed: the end of its work is not known."""
-        self._left = moment()
-        _latest_left(self._session)[self.device.ordinal] = self
+        self._closed_by_library = moment()
+        _latest_closed(self._session)[self.device.ordinal] = self
         if self._endings:  # They ask the stream for that end.
             note_unknown_end(self)
         self._end_use()
@@ -423,26 +423,26 @@ class Stream(Closes, Shown):
     def _checked_raw(self) -> Any:
         if self._closed or (self.open_check is not None and self.closed):
             raise ClosedError(f"{self!r} was closed{'' if self.open_check is None else ', here or by its library'}")
-        if self._owed and threading.get_ident() not in self._paying:
-            self._pay()
+        if self._before_work and threading.get_ident() not in self._attempting:
+            self._attempt_before_work()
         return self._raw
 
-    def _pay(self, *items: Deferred) -> None:
-        """Attempt these of what comes before anything that is queued from now on, or all; allow fast paths again."""
+    def _attempt_before_work(self, *items: Deferred) -> None:
+        """Attempt ``items``, by default all of ``_before_work``; allow fast paths again if none is left."""
         me = threading.get_ident()
-        self._paying.append(me)
+        self._attempting.append(me)
         try:
-            for item in items or tuple(self._owed):
+            for item in items or tuple(self._before_work):
                 # If the driver refuses, the item is attempted again.
                 with contextlib.suppress(CudaError), self._session.relaxed():
                     if item.attempt():
                         with contextlib.suppress(ValueError):  # another thread was faster
-                            self._owed.remove(item)
+                            self._before_work.remove(item)
         finally:
-            self._paying.remove(me)
+            self._attempting.remove(me)
         self._allow_direct()
         # A finaliser may have added an item since the loop ended.
-        if self._owed:
+        if self._before_work:
             self._forbid_direct()
 
     def _context(self) -> contextlib.AbstractContextManager[None]:
@@ -592,7 +592,7 @@ class Stream(Closes, Shown):
         """Block the host until all work queued so far is done (``cuStreamSynchronize``).
 
         This is also where the driver sees that frees have run: it makes their memory available to every stream and
-        gives back what exceeds the release threshold.
+        releases what exceeds the release threshold.
         """
         handle = self._handle
         if handle is None:
@@ -697,7 +697,7 @@ class Stream(Closes, Shown):
             self._endings.clear()
             # Buffers that remain need to know when the stream's work was done, to be freed after it.
             self._last[:] = [self.record()]
-            _keep_end(self._session, self._last[0])
+            _defer_end(self._session, self._last[0])
             self._spare.end(self._session)
             # A finaliser enters itself before it reads the handle, so that none uses it after these lines.
             self._forbid_direct()
@@ -719,7 +719,7 @@ class Stream(Closes, Shown):
                     with self._context():
                         self._session.call("cuEventRecord", last._raw, self._raw)
                     self._last.append(last)
-                    _keep_end(self._session, last)
+                    _defer_end(self._session, last)
         if self._endings and not self._last:
             self._end_unknown()
         else:
@@ -736,7 +736,7 @@ class Stream(Closes, Shown):
 
     def __cuda_stream__(self) -> tuple[int, int]:
         """Protocol version 0 and the handle, for other libraries."""
-        self._tell_lent(self._checked_raw(), used=True)
+        self._notify_lent(self._checked_raw(), used=True)
         return (0, self._number)
 
     def __del__(self) -> None:
@@ -755,7 +755,7 @@ class Stream(Closes, Shown):
                         last = Event(self.device)
                         self._session.call("cuEventRecord", last._raw, raw)
                         self._last.append(last)
-                        _keep_end(self._session, last)
+                        _defer_end(self._session, last)
             self._closed = True
             self._forbid_direct()
             self._spare.end(self._session)
@@ -874,9 +874,9 @@ _made_here: PerDriver[weakref.WeakSet[Stream]] = PerDriver(lambda _: weakref.Wea
 """Open and closed streams of :meth:`Device.create_stream`."""
 _closable: PerDriver[weakref.WeakSet[Stream]] = PerDriver(lambda _: weakref.WeakSet())
 """Streams that their library may close."""
-_left: PerDriver[set[Stream]] = PerDriver(lambda _: set())
+_awaited_ends: PerDriver[set[Stream]] = PerDriver(lambda _: set())
 """Streams that their library has closed, until the end of their work is known, if memory waits for that."""
-_latest_left: PerDriver[dict[int, Stream]] = PerDriver(lambda _: {})
+_latest_closed: PerDriver[dict[int, Stream]] = PerDriver(lambda _: {})
 """The stream of each device that its library was found last to have closed, by ordinal."""
 
 
@@ -898,8 +898,8 @@ class _StreamEnd(Deferred):
 _ended: PerDriver[weakref.WeakSet[_StreamEnd]] = PerDriver(lambda _: weakref.WeakSet())
 
 
-def _keep_end(session: Session, last: Event) -> None:
-    """Keep the event after the work of a stream that ends, unless it has passed."""
+def _defer_end(session: Session, last: Event) -> None:
+    """Submit the event after the work of a stream that ends to the deferred queue, unless it has passed."""
     with session.relaxed():
         if not last.query():
             item = _StreamEnd(last)
@@ -1008,8 +1008,8 @@ def synchronizing(session: Session, ordinal: int) -> Iterator[None]:
     began = moment()
     yield
     _synchronized(session)[ordinal] = began
-    left = _left(session)
-    left.difference_update([stream for stream in [*left] if end_is_known(stream)])
+    awaited = _awaited_ends(session)
+    awaited.difference_update([stream for stream in [*awaited] if end_is_known(stream)])
 
 
 def end_is_known(stream: Stream) -> bool:
@@ -1018,18 +1018,19 @@ def end_is_known(stream: Stream) -> bool:
     If the library has closed its stream, only a synchronisation of the device (:meth:`Device.synchronize`) shows that
     the work is done.
     """
-    return stream._left is None or _synchronized(stream._session).get(stream.device.ordinal, -1) > stream._left
+    closed = stream._closed_by_library
+    return closed is None or _synchronized(stream._session).get(stream.device.ordinal, -1) > closed
 
 
 def unknown_ends(session: Session) -> list[Stream]:
     """Streams that their library has closed, until their end is known: for each device the latest one."""
     _find_closed(session)
-    return [stream for stream in [*_latest_left(session).values()] if not end_is_known(stream)]
+    return [stream for stream in [*_latest_closed(session).values()] if not end_is_known(stream)]
 
 
 def note_unknown_end(stream: Stream) -> None:
     """Record that memory waits for the end of a stream that its library has closed."""
-    _left(stream._session).add(stream)
+    _awaited_ends(stream._session).add(stream)
 
 
 @contextlib.contextmanager
@@ -1054,7 +1055,7 @@ def watching_for_destruction(stream: Stream) -> Iterator[None]:
 def await_unknown_ends(session: Session, ordinal: int) -> bool:
     """Wait for all work of a device if memory may wait for streams that their library has closed; whether it may."""
     unknown = unknown_ends(session)
-    if _left(session) or (unknown and deferred_queue(session).has_work()):
+    if _awaited_ends(session) or (unknown and deferred_queue(session).has_work()):
         with contextlib.suppress(OutOfMemoryError):  # the driver's own memory is exhausted as well
             await_device(session, ordinal)
             return True

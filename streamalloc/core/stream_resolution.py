@@ -62,7 +62,7 @@ def as_stream(stream: StreamLike, session: Session) -> Stream:
             keep_stream(stream, number, known, session)
         found = known._of_library(stream)
     if not isinstance(stream, cuda.CUstream):
-        found._tell_lent(found._raw, used=True)
+        found._notify_lent(found._raw, used=True)
     return found
 
 

@@ -88,7 +88,7 @@ def manager_class(sources_of: Callable[[Any], Sources]) -> Any:
     base: Any = cuda.HostOnlyCUDAMemoryManager
 
     class Manager(base):  # type: ignore[misc]
-        """Allocates device memory from the sources; Numba allocates pinned host memory itself."""
+        """Memory manager that allocates device memory from the sources, and leaves pinned host memory to Numba."""
 
         interface_version = 1
 

@@ -183,7 +183,7 @@ def _answers(
         "nccl": _first(
             (elsewhere, of_kind),
             (mapped and types, of_mapping),
-            (legacy, Answer(True, "a legacy handle; not for NVLink SHARP, which needs memory mapped by hand")),
+            (legacy, Answer(True, "a legacy handle; not for NVLink SHARP, which needs memory mapped by cuMemMap")),
             (network, Answer(True, f"{network.how}, for the network only", f"within the machine it is copied: {here}")),
             (True, _refusal(here)),
         ),
@@ -195,7 +195,10 @@ def _answers(
         ),
         "ucx_network": network,
         "nvshmem": _first(
-            (not mapped, _refusal("it takes memory that was mapped by hand: use vmm.GrowableBuffer with handle_types")),
+            (
+                not mapped,
+                _refusal("it takes memory that was mapped by cuMemMap: use vmm.GrowableBuffer with handle_types"),
+            ),
             (not types, without),
             (True, of_mapping),
         ),

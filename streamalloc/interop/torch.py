@@ -220,7 +220,7 @@ _latest = [0]
 def _end_pools() -> int:
     """Release the pools of closed bridges; return the bytes of the segments that PyTorch has freed.
 
-    While a route is active PyTorch would abort, so that they wait; as does a pool that a captured graph uses.
+    Nothing is released while a route is active, as PyTorch would abort, nor a pool that a captured graph uses.
     """
     if not _ended or _active:
         return 0

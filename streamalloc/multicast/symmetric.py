@@ -762,7 +762,7 @@ class _DroppedMemory(Deferred):
         self._signals = signals
         self._waiter: threading.Thread | None = None
         self._idle = False
-        """Whether the devices have done their work."""
+        """True once the work of all devices has ended."""
 
     def attempt(self) -> bool:
         """Release the memory if the devices are idle; otherwise let a thread wait for them."""

@@ -91,7 +91,7 @@ class Account:
         self._keeper: int | None = None
         """Identifier of the thread that enters notes; only readers wait for it."""
         self._gone: deque[Allocation] = deque(maxlen=_REMEMBERED)
-        self._untold: deque[Allocation] = deque()
+        self._unreported: deque[Allocation] = deque()
         """Freed allocations that the hook was not called with."""
         self._sources: weakref.WeakKeyDictionary[Any, Source] = weakref.WeakKeyDictionary()
 
@@ -169,7 +169,7 @@ class Account:
         if allocator is not None:
             self._record(self._from(allocator, address, nbytes, int(stream)))
 
-    def failed(self, allocator: Allocator | None, nbytes: int, stream: Any) -> None:
+    def allocation_failed(self, allocator: Allocator | None, nbytes: int, stream: Any) -> None:
         """The driver has refused an allocation."""
         if allocator is not None:
             one = self._from(allocator, 0, nbytes, int(stream))
@@ -180,7 +180,7 @@ class Account:
         """Memory is about to be freed. Called by finalisers."""
         self._note(_FREED, address, -1 if stream is None else int(stream))
 
-    def kept(self, address: int) -> None:
+    def free_failed(self, address: int) -> None:
         """The driver has refused a free. Called by finalisers."""
         self._note(_KEPT, address, 0)
 
@@ -239,9 +239,9 @@ class Account:
     def look(self) -> None:
         """Enter the notes unless another thread does, and call the hook of frees."""
         self._keep(threading.get_ident())
-        while self._untold and self._on_free is not None:
+        while self._unreported and self._on_free is not None:
             try:
-                one = self._untold.popleft()
+                one = self._unreported.popleft()
             except IndexError:
                 return  # another thread has taken it
             self._on_free(one)
@@ -331,7 +331,7 @@ class Account:
         if self._log is not None:
             self._unwritten += happened
         self._gone += gone
-        self._untold += untold
+        self._unreported += untold
         del self._notes[0]
         if self.profiler is not None:
             self.profiler.sample(total)

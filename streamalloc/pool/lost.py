@@ -12,15 +12,15 @@ from __future__ import annotations
 import gc
 from typing import Any
 
-from streamalloc.core.internal import Device, QueuedWork, raw_handle, tell_freed
+from streamalloc.core.internal import Device, QueuedWork, notify_freed, raw_handle
 from streamalloc.core.properties import MemLocation, MemLocationType
 from streamalloc.core.session import Session
 from streamalloc.driver.internal import cuda
 
 _STEP = 512
-"""Bytes between the addresses of allocations, at least."""
+"""Bytes: the alignment of allocations."""
 _PROBES = 1 << 17
-"""Addresses that are asked for at most: 64 MiB, twice the growth step of a pool. They take 0.1 s."""
+"""Maximum number of addresses to query, 0.1 s: they span 64 MiB, twice the growth step of a pool."""
 _SIZE = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_RANGE_SIZE
 _POOL = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE
 
@@ -28,7 +28,7 @@ _POOL = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE
 def no_collection_is_left() -> bool:
     """Whether each garbage collection that was under way has ended: it may have had finalisers of buffers to run."""
     young = gc.get_stats()[0]["collections"]
-    # Does nothing, and is not counted, while another thread collects.
+    # If another thread is collecting, this returns at once and the count stays.
     gc.collect(0)
     return bool(gc.get_stats()[0]["collections"] > young)
 
@@ -50,7 +50,7 @@ def free_lost(session: Session, pool: Any, location: MemLocation, used: int) -> 
             return False
         QueuedWork(session).precede(stream)
         for address in found:
-            with tell_freed(session, address, raw):
+            with notify_freed(session, address, raw):
                 session.call("cuMemFreeAsync", address, raw)
     return True
 

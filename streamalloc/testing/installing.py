@@ -133,7 +133,7 @@ def _stand_in(module: str, name: str, function: Callable[..., Any]) -> Callable[
     @functools.wraps(function)
     def call(*args: Any, **named: Any) -> Any:
         found = getattr(_targets.get(module), name, function)
-        # The runtime takes functions that need no driver from the bindings, which have this one.
+        # A runtime function that needs no driver is that of the bindings, which this wrapper has replaced.
         return (function if found is call else found)(*args, **named)
 
     return call

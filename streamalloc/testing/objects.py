@@ -48,7 +48,7 @@ _STANDARD = 3
 _NOT_KEEPERS = ("streamalloc.driver.", "streamalloc.testing.")
 
 
-class Kept(NamedTuple):
+class OpenObject(NamedTuple):
     """An object or descriptor that is open at the end of a test."""
 
     what: str
@@ -151,7 +151,7 @@ class Watch(Leaves):
 
     def found(
         self, driver: Driver, leaks: Sequence[Leak], exported: dict[tuple[int, int, int], Stack]
-    ) -> list[Leak | Kept]:
+    ) -> list[Leak | OpenObject]:
         """Objects and descriptors that are open now and were not before.
 
         Parameters
@@ -183,17 +183,19 @@ class Watch(Leaves):
                 if other != at and places[other] == places[at]
             )
 
-        kept: list[Leak | Kept] = [Kept(_name(one), places[at]) for at, one in enumerate(objects) if not is_part(at)]
+        kept: list[Leak | OpenObject] = [
+            OpenObject(_name(one), places[at]) for at, one in enumerate(objects) if not is_part(at)
+        ]
         seen = set(filter(None, places))
         kept += [one for one in self._left_open(inside, live, exported) if one.place not in seen]
         left = [leak for leak in leaks if leak.place not in seen]
         # A closed pool stays for its allocations: those come first.
         return sorted(left, key=lambda leak: leak.kind in ("pool", "event")) + kept + self._running()
 
-    def _running(self) -> list[Leak | Kept]:
+    def _running(self) -> list[Leak | OpenObject]:
         """The threads that the test has started and not ended, with the lines that they are in."""
         end = time.monotonic() + _GRACE
-        found: list[Leak | Kept] = []
+        found: list[Leak | OpenObject] = []
         for one in set(threading.enumerate()) - self._threads - {threading.current_thread()}:
             target = getattr(one, "_target", None) or type(one)
             foreign = isinstance(one, threading._DummyThread)  # which nobody can join
@@ -204,7 +206,7 @@ class Watch(Leaves):
             if one.is_alive() and frame is not None:
                 frames = [at for at, _ in traceback.walk_stack(frame) if at.f_code.co_filename != threading.__file__]
                 what = f"thread {one.name!r} of {getattr(target, '__qualname__', target)}: it still runs, join it"
-                found.append(Kept(what, tuple((at.f_code, at.f_lasti) for at in frames)))
+                found.append(OpenObject(what, tuple((at.f_code, at.f_lasti) for at in frames)))
         return found
 
     def _was_there(self, one: object) -> bool:
@@ -215,7 +217,7 @@ class Watch(Leaves):
 
     def _left_open(
         self, inside: set[int], live: Iterable[object], exported: dict[tuple[int, int, int], Stack]
-    ) -> list[Kept]:
+    ) -> list[OpenObject]:
         owners: dict[int, Any] = {}
         for one in live:
             with contextlib.suppress(Exception):
@@ -234,7 +236,7 @@ class Watch(Leaves):
                 continue  # counted as the object, or kept by the package
             if kind or key in exported or owner is not None:
                 place = _places.of(owner) or exported.get(key, ())
-                found.append(Kept(f"file descriptor {number} ({kind or 'file'} {name})", place))
+                found.append(OpenObject(f"file descriptor {number} ({kind or 'file'} {name})", place))
         return found
 
 

@@ -90,7 +90,7 @@ class Replay:
                 own[event.id] = event.stream
                 steps.append((event.nbytes, event.id, subject.streams[event.stream]))
             else:
-                # Bytes -1: a free. Streams None: on the allocation's stream.
+                # A size of -1 stands for a free; None for its streams stands for the stream of the allocation.
                 streams = subject.streams[own[event.id]], subject.streams[event.stream]
                 steps.append((-1, event.id, None if own[event.id] == event.stream else streams))
         # Allocation numbers need not be consecutive.

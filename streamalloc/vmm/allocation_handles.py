@@ -268,7 +268,7 @@ class Allocations:
         """Keep nodes until devices have completed the work that is queued on them now."""
         if devices:
             queued = WorkNode(self.session)
-            # Queued before any node waits for it, so that no node waits for ever.
+            # Submitted before a node depends on it: if the submit fails, no node depends on work that never ends.
             self.drop(queued)
             for node in nodes:
                 self.order.relate(queued, node)

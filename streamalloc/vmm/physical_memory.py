@@ -417,4 +417,4 @@ def import_memory(session: Session, handle: Fd | int | bytes, nbytes: int) -> Ph
     return memory
 
 
-_NOT_MAPPED = "nothing is mapped by hand at this address"
+_NOT_MAPPED = "no memory is mapped by cuMemMap at this address"

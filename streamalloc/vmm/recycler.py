@@ -181,7 +181,7 @@ class MemoryRecycler(Closes):
         return f" of {spec.prop.location}, {state}"
 
 
-class Kept(HandleEnd):
+class UnusedHandle(HandleEnd):
     """A handle that no object uses; its finaliser releases it."""
 
     __slots__ = ("nbytes",)
@@ -192,7 +192,7 @@ class Kept(HandleEnd):
         """Size of the memory in bytes."""
 
     def forget(self) -> None:
-        """Drop the handle: the driver has ended."""
+        """Forget the handle without a driver call, as the driver has ended."""
         self._raw = None
 
     def __del__(self) -> None:
@@ -245,11 +245,11 @@ class RecyclingSpec(MemorySpec):
         self.closed: bool = False
         self.kept: int = 0
         """Bytes that are kept."""
-        self.by_size: dict[int, dict[Kept, None]] = {}
+        self.by_size: dict[int, dict[UnusedHandle, None]] = {}
         """Kept handles by size in bytes, the oldest first."""
         self.spares: dict[int, dict[RecycledHandle, None]] = {}
         """Handles of mapped spares by size in bytes."""
-        self.order: dict[Kept | RecycledHandle, None] = {}
+        self.order: dict[UnusedHandle | RecycledHandle, None] = {}
         """All kept handles and spares, the oldest first."""
         self._tables = threading.RLock()
         self._unmapping = threading.RLock()
@@ -297,7 +297,7 @@ class RecyclingSpec(MemorySpec):
             return False
         if state.mappings or not handle.only_here():
             return False
-        one = Kept(self.session, nbytes)
+        one = UnusedHandle(self.session, nbytes)
         with self._tables:
             # The next user of the driver handle gets a new state.
             if self.allocations.by_handle.get(state.handle) is state:
@@ -336,7 +336,7 @@ class RecyclingSpec(MemorySpec):
         with contextlib.suppress(CudaError):
             self.trim(most)
 
-    def _release(self, one: Kept | RecycledHandle) -> int:
+    def _release(self, one: UnusedHandle | RecycledHandle) -> int:
         """Release memory to the driver; return its bytes, or 0 if another thread has taken it."""
         if isinstance(one, RecycledHandle):
             with self._unmapping:

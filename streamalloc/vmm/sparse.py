@@ -580,7 +580,7 @@ class SparseArray(OwnsNode):
         self._checked_raw()
         self._check_layer(layer)
         if self.mip_tail is None:
-            raise ValueError(f"{self!r} has no mip tail: map() maps all of it")
+            raise ValueError(f"{self!r} has no mip tail: map all of it with map()")
         for index in range(-(-self.mip_tail.nbytes // _TILE)):
             yield _Tile(_TAIL, 0 if self.mip_tail.single else layer, 0, 0, index)
 

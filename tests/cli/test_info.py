@@ -117,7 +117,7 @@ def test_sharing_is_tried(machine: Any, run: Run) -> None:
     ("name", "what"),
     [
         ("cuMemPoolExportToShareableHandle", "pool and its allocations"),
-        ("cuMemExportToShareableHandle", "memory mapped by hand"),
+        ("cuMemExportToShareableHandle", "memory mapped by cuMemMap"),
         ("cuIpcGetMemHandle", "memory of cuMemAlloc"),
         ("cuIpcGetEventHandle", "event"),
     ],

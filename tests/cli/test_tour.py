@@ -218,7 +218,7 @@ def test_device_whose_memory_cannot_be_mapped_by_hand(machine: Any, run: Run) ->
     with sd.use(without(machine, "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED")):
         code, text = run("tour")
     assert code == 0
-    assert text.count("skipped  this device's memory cannot be mapped by hand") == 5
+    assert text.count("skipped  this device does not support virtual memory management") == 5
 
 
 def test_device_without_pools(machine: Any, run: Run) -> None:

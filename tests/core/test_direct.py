@@ -368,11 +368,11 @@ def test_a_stream_is_not_direct_while_it(device: sa.Device, why: str) -> None:
     with stream.capture("relaxed") if why != "is closed" else stream:
         queue_behind(stream, item)
         item.ready = why == "is captured"
-        stream._pay(item)
+        stream._attempt_before_work(item)
         assert direct_handle(stream, session_of(stream)) is None
     if why != "is captured":
         assert direct_handle(stream, session_of(stream)) is None
     item.ready = True
-    stream._pay()
+    stream._attempt_before_work()
     assert (direct_handle(stream, session_of(stream)) is None) == (why == "is closed")
     stream.close()

@@ -447,7 +447,7 @@ def test_a_free_is_passed_to_the_hook_once() -> None:
     account = sa.observe(driver=sd.simulated(), on_free=passed.append)._account
 
     def make() -> observed.Account:
-        account._untold.append(Any)  # type: ignore[arg-type]
+        account._unreported.append(Any)  # type: ignore[arg-type]
         return account
 
     for _ in interleaved(observed.Account.look, make, observed.Account.look, observed.Account.look):

@@ -308,7 +308,7 @@ class TestAt:
         with vmm.AddressRange(2 * PAGE) as addresses, vmm.PhysicalMemory(device, PAGE) as memory:
             addresses.map(memory)
             for address in (addresses.address + PAGE, 0x1000):
-                with pytest.raises(sa.InvalidValueError, match="nothing is mapped by hand"):
+                with pytest.raises(sa.InvalidValueError, match="no memory is mapped by cuMemMap"):
                     vmm.PhysicalMemory.at(address)
 
 

@@ -20,7 +20,7 @@ UNORDERED, BY_CHOICE, CERTAIN = range(3)
 """Order of two operations: none; by the driver's choice in this run; always."""
 
 _CHOICES = 256
-"""Choices of the driver that are kept."""
+"""Maximum number of recorded choices of the driver."""
 _SEARCHES = 2000
 """Searches through the choices in one run; a program that needs more has other faults to fix first."""
 
@@ -373,7 +373,7 @@ class Timeline:
         for stream in over:
             del self._streams[stream]
             self.foreign.pop(stream, None)
-        # All of them: what was recorded before has brought some back.
+        # Remove all again: clocks of earlier records have brought some back.
         self.forget(self._gone)
 
     def forget(self, numbers: set[int]) -> None:

@@ -197,7 +197,7 @@ class State(Uses):
                 if self.addresses.find(node.range.base) is not node.range:
                     self.addresses.add(node.range)
             elif any(piece[0].kind == "mapping" and piece[0].ended for piece, _ in node.pieces):
-                # Mapped again since the capture: the launch uses the memory that these addresses have now.
+                # The addresses were mapped anew after the capture: the launch uses the memory that is mapped there now.
                 node.pieces = self._pieces((low, high - low, write) for (_, low, high), write in node.pieces)
         self._run(stream, together, stack)
         if stream.obstacle is not None:

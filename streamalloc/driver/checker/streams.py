@@ -175,7 +175,7 @@ class _Thread:
 
 
 class Streams:
-    """The threads and streams of a driver, and questions to it."""
+    """The threads and streams of a driver, and queries of it."""
 
     def __init__(self, driver: Any) -> None:
         self.driver = driver
@@ -193,16 +193,16 @@ class Streams:
         per_thread = os.environ.get("CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM") == "1"
         self._zero = _PER_THREAD if per_thread else _LEGACY
 
-    # -- questions to the driver -------------------------------------------------------------------------------
+    # -- queries of the driver ---------------------------------------------------------------------------------
 
     def answer(self, name: str, *args: Any) -> tuple[Any, ...]:
-        """The values that a driver function returns; empty where the driver lacks the function or refuses."""
+        """Call a driver function; return its values, or an empty tuple if it is missing or answers an error."""
         function = getattr(self.driver, name, None)
         answer: tuple[Any, ...] = (1,) if function is None else function(*args)
         return () if answer[0] else answer[1:]
 
     def ask(self, name: str, *args: Any) -> int | None:
-        """The first of these values as a number, or None."""
+        """Call a driver function; return its first value as a number, or None if there is none."""
         values = self.answer(name, *args)
         return int(values[0]) if values else None
 

@@ -121,7 +121,7 @@ def _given_or_current(machine: Machine, handle: int) -> contexts.Context:
 
 
 def _found_in(table: str, code: Any = Result.CUDA_ERROR_INVALID_VALUE, of_null: Any = None) -> Find:
-    """The look-up in a table of the machine. ``of_null`` is the code of a null handle, where it is another."""
+    """The look-up of a handle in a table of the machine. ``of_null``: result code for a null handle, if it differs."""
     get = operator.attrgetter(table)
     return lambda machine, handle: need(get(machine).get(handle), code if handle else of_null or code)
 
@@ -158,7 +158,7 @@ GraphExec = Annotated[graphs.GraphExec, Handle(cuda.CUgraphExec), _found_in("gra
 _no_array = "using an array that does not exist"
 _no_mipmap = "using a mipmapped array that does not exist"
 Array = Annotated[arrays.Array, Handle(cuda.CUarray), _found_in("arrays.arrays", _no_array)]
-# Those that are destroyed (a null handle on H200: test_modules).
+# Calls that destroy the object (a null handle on H200: test_modules).
 EndedArray = Annotated[
     arrays.Array,
     Handle(cuda.CUarray),
@@ -185,7 +185,7 @@ Module = Annotated[modules.Module, Handle(cuda.CUmodule), _found_in("modules.mod
 Library = Annotated[modules.Module, Handle(cuda.CUlibrary), _found_in("modules.modules", _gone)]
 Function = Annotated[modules.Function, Handle(cuda.CUfunction), _found_in("modules.functions", _gone)]
 Kernel = Annotated[modules.Function, Handle(cuda.CUkernel), _found_in("modules.functions", _gone)]
-# Those whose name, module or parameters are asked for (a null handle on H200: test_modules).
+# Calls that query its name, module or parameters (a null handle on H200: test_modules).
 _named = _found_in("modules.functions", _gone, Result.CUDA_ERROR_INVALID_VALUE)
 NamedFunction = Annotated[modules.Function, Handle(cuda.CUfunction), _named]
 NamedKernel = Annotated[modules.Function, Handle(cuda.CUkernel), _named]
@@ -200,7 +200,7 @@ BY_NAME = {
     **dict.fromkeys(["f", "func", "function", "hfunc"], "Function"),
     **{"hmod": "Module", "mod": "Module", "library": "Library", "lib": "Library", "kernel": "Kernel"},
 }
-"""Kinds of the parameters of calls that have a body in common."""
+"""Kinds of parameters by name, for calls that share one implementation."""
 
 
 def kind(name: str, annotation: str) -> tuple[Convert | None, Find | None]:
@@ -227,16 +227,16 @@ def member(name: str, value: Any, cls: Any) -> int:
 
 
 def number(name: str, value: Any, cls: Any) -> int:
-    """The same for calls whose bindings take numbers, too."""
+    """The number of an enum member, for calls whose bindings accept plain numbers as well (from CUDA 13 on)."""
     if value is None or isinstance(value, cls) or not hasattr(cuda, "cuMemGetDefaultMemPool"):  # before CUDA 13
         return member(name, value, cls)
     return int(value)
 
 
 def number_in(struct: Any, name: str, otherwise: int | None = 0) -> int:
-    """The number of an enum member in a field of a struct; ``otherwise`` where the getter raises, as it is none.
+    """The number of an enum member in a field of a struct.
 
-    None for ``otherwise``: such a field is not modelled.
+    If the field holds no member of its enum, return ``otherwise``; if that is None, raise ``NotImplementedError``.
     """
     try:
         return int(getattr(struct, name))
@@ -250,7 +250,7 @@ def place(location: Any) -> Place:
 
 
 def struct(name: str, value: Any, cls: Any, optional: bool = True) -> Any:
-    """A struct of the bindings; ``optional`` where it is the driver that refuses None."""
+    """A struct of the bindings. ``optional``: the bindings accept None, and the driver refuses it."""
     if optional and value is None:
         raise Fault(Result.CUDA_ERROR_INVALID_VALUE)
     if not isinstance(value, cls):

@@ -34,7 +34,7 @@ class Banks:
     """Whether the host has one device; a process that sees one of several is answered as if it saw all."""
     arenas: Arenas = field(default_factory=Arenas)
     pools: dict[int, Space] = field(default_factory=dict)
-    """Space of each pool, by pool handle; a space can hold unused memory."""
+    """Memory of each pool by pool handle: its chunks, used and unused."""
     reserves: list[tuple[Bank, Callable[[], None]]] = field(default_factory=list)
     """Functions that release the unused graph memory of a bank."""
 
@@ -66,15 +66,15 @@ class Banks:
                 give_up()
 
     def is_mapped(self, address: int, size: int, write: bool = False) -> bool:
-        """Whether memory, simulated or not, is there now to be read, or written."""
+        """Whether a range is mapped and can be read, or written; simulated memory or other memory of the process."""
         return self.is_there(address, size, self.arenas.find(address) is not None, write)
 
     def is_there(self, address: int, size: int, simulated: bool, write: bool = False) -> bool:
-        """The same where it is known whether the memory is simulated."""
+        """As :meth:`is_mapped`, for a caller that has checked whether the memory is simulated."""
         return self.is_backed(address, size) if simulated else is_accessible(address, size, write)
 
     def is_backed(self, address: int, size: int) -> bool:
-        """Whether all of a range is simulated memory that is there now. It may reach over reservations that touch."""
+        """Whether all of a range is simulated memory with mapped chunks. It may span adjacent reservations."""
         end = address + size
         while address < end:
             reservation = self.arenas.find(address)
@@ -101,20 +101,20 @@ class Space(Arena):
         self.bank = bank
         self.of_node = of_node
         self._arenas = banks.arenas
-        # reserved at creation, so that no other range takes these addresses (observed on H200: test_pool_creation)
+        # reserved with the pool, so that no other range gets these addresses (observed on H200: test_pool_creation)
         with operating_system(only_memory=True):
             super().__init__(name, self.line.capacity, CHUNK, on_host=on_host, low=True)
         self._arenas.add(self.reservation)
 
     def back(self, chunks: list[int]) -> None:
-        """Put memory under chunks of the line."""
+        """Map memory at chunks of the line."""
         for first, count in _runs(chunks):
             self.map_part(first * self.line.chunk, count * self.line.chunk)
             self.line.back(range(first, first + count))
             self.bank.used += count * self.line.chunk
 
     def give_up(self, chunks: list[int]) -> None:
-        """Release the memory under chunks of the line."""
+        """Unmap and release the memory of chunks of the line."""
         for first, count in _runs(chunks):
             self.unmap_part(first * self.line.chunk, count * self.line.chunk)
             self.line.unback(range(first, first + count))

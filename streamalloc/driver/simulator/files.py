@@ -28,7 +28,7 @@ class Label(NamedTuple):
 
     kind: str
     machine: str
-    """The same for all processes that simulate the same machine: 16 digits of the domain, 8 of the host."""
+    """Name of the machine, equal in all processes that simulate it: 16 digits for the domain, 8 for the host."""
     serial: str
     """Random number, unique for the files of this machine object."""
     place: Place
@@ -37,7 +37,7 @@ class Label(NamedTuple):
 
     @property
     def domain(self) -> str:
-        """The same for all hosts of an IMEX domain."""
+        """Part of the machine's name that all hosts of an IMEX domain share."""
         return self.machine[:16]
 
     def __str__(self) -> str:
@@ -81,7 +81,7 @@ def has_ended(process: int) -> bool:
 
 
 def reach(process: int, fd: int, fits: Callable[[Label], bool]) -> int | None:
-    """A descriptor of our own for another process's, or None where that is gone or something else by now."""
+    """A new descriptor for one of another process; None if that was closed, or now names another file."""
     path = f"/proc/{process}/fd/{fd}"
     label = Label.of(path)
     if label is None or not fits(label):
@@ -112,7 +112,7 @@ def lock(fd: int, byte: int, kind: int, *, wait: bool = False) -> None:
 
 
 def is_locked(fd: int, first: int, count: int = 1) -> bool:
-    """Whether somebody else has locked one of some bytes (0: all from there on)."""
+    """Whether another holder has locked a byte of the range; ``count`` 0 stands for all bytes from ``first`` on."""
     answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, first, count, 0))
     return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
@@ -121,7 +121,7 @@ def is_locked(fd: int, first: int, count: int = 1) -> bool:
 
 
 class Names:
-    """Makes the labels of a machine's files. ``host`` is the machine's name in its IMEX domain; "": it is alone."""
+    """Factory of labels for a machine's files. ``host``: its name in the IMEX domain; "" if it is in none."""
 
     def __init__(self, identity: str, host: str = "", devices: int = 1) -> None:
         self.numbers: list[int] = list(range(devices))
@@ -157,7 +157,7 @@ class Names:
         return owner == self.owner and process == os.getpid()
 
     def reach(self, process: int, fd: int, owner: int, kind: str) -> int | None:
-        """A descriptor of our own for such a file of another process of this machine, or None where it is gone."""
+        """A new descriptor for a file of another process of this machine; None if that process has closed it."""
         expected = (kind, self.machine, f"{owner:016x}")
         return reach(process, fd, lambda label: label[:3] == expected)
 
@@ -196,16 +196,16 @@ class Usage:
             self._name = _bound(f"streamalloc:usage:{names.machine}:{os.getpid()}:{self._fd}")
 
     def put(self, bank: int, used: int) -> None:
-        """Note how much this object uses."""
+        """Record the bytes that this object uses."""
         self._words[self._slot * _BANKS + bank] = max(used, 0)
 
     def others(self, bank: int) -> int:
-        """Bytes that all others use."""
+        """Bytes that all other machine objects use."""
         assert self._fd is not None
         found = 0
         for slot in range(self._words[_HIGHEST]):
             used = self._words[slot * _BANKS + bank]
-            if used and is_locked(self._fd, slot):  # a lock of one's own is none
+            if used and is_locked(self._fd, slot):  # a process's own lock does not count
                 found += used
         return found
 
@@ -220,7 +220,7 @@ class Usage:
 
 
 def _bound(name: str) -> socket.socket:
-    """A socket of a name that nobody else has; it ends with the process."""
+    """A socket with a unique name. The kernel closes it when the process ends."""
     made = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
     try:
         made.bind(f"\0{name}")
@@ -232,7 +232,7 @@ def _bound(name: str) -> socket.socket:
 
 @contextlib.contextmanager
 def _alone(machine: str) -> Iterator[None]:
-    """Keeps two processes from making the table at the same time."""
+    """Block in which no other process creates the table."""
     end = time.monotonic() + _PATIENCE
     while True:
         try:
@@ -249,7 +249,7 @@ def _alone(machine: str) -> Iterator[None]:
 
 
 def _table_of_others(names: Names) -> int | None:
-    """A descriptor of the table that another process, or object, of the machine has; None where there is none."""
+    """A descriptor of the table, from another process or object of the machine; None if no other one has it."""
     with open(_LIST, encoding="utf-8", errors="replace") as lines:
         found = re.findall(rf"@streamalloc:usage:{names.machine}:(\d+):(\d+)$", lines.read(), re.MULTILINE)
     for process, fd in found:

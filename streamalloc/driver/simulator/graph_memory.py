@@ -22,7 +22,7 @@ from .timeline import Clock, Operation, Stream
 
 
 class Uses:
-    """Up to where in which streams something is in use."""
+    """The last use of memory, as a position in each stream."""
 
     def __init__(self) -> None:
         self._last: dict[int, tuple[Stream, int]] = {}
@@ -56,7 +56,7 @@ class DeviceGraphMemory:
     _set_aside: Reservation | None = None
 
     def set_aside(self) -> None:
-        """With the first graph as many addresses are gone as a pool has (observed on H200: test_address_ranges)."""
+        """Reserve the addresses for all graphs: as many as a pool has (observed on H200: test_address_ranges)."""
         if self._set_aside is None:
             self._set_aside = Reservation(round_up(self.bank.addresses, CHUNK), CHUNK, low=True)
 
@@ -176,7 +176,7 @@ class GraphMemory:
         self._size = 0
         self._reserved = 0
         self.holes: list[Hole] = []
-        """In the order in which they were left."""
+        """Holes in the order of their frees."""
         self._slab: Slab | None = None
         self._mapped: tuple[Slab, int] | None = None  # in stream order, for launches that are queued
         self.uses: Uses = Uses()
@@ -208,7 +208,8 @@ class GraphMemory:
         check(taken + rounded <= self._reservation.size, Result.CUDA_ERROR_OUT_OF_MEMORY)
         address = self._reservation.base + self._size
         self._size += rounded
-        if self._size > self._reserved:  # by as much as all of it needs (observed on H200: test_graph_nodes)
+        if self._size > self._reserved:
+            # by the size of the whole allocation, not only of its excess (observed on H200: test_graph_nodes)
             self._reserved += round_up(rounded, CHUNK)
         return address
 
@@ -251,13 +252,13 @@ class GraphMemory:
             self._mapped = (slab, size)
 
     def in_use(self, stream: Stream, seq: int) -> None:
-        """The stream may touch the memory until ``seq`` is done."""
+        """Record that a stream may use the memory until its operation ``seq`` is done."""
         self.uses.add(stream, seq)
         if self._slab is not None:
             self._slab.uses.add(stream, seq)
 
     def freed(self, address: int, stream: Stream | None = None) -> None:
-        """An allocation that outlived its launch was freed."""
+        """Record the free of an allocation that outlived its launch."""
         self.live.pop(address, None)
         if stream is not None:
             self.in_use(stream, stream.submit(Operation()))
@@ -274,7 +275,7 @@ class GraphMemory:
     # -- the end ---------------------------------------------------------------------------------------------
 
     def lose(self, slab: Slab) -> None:
-        """The slab is given back."""
+        """Release the slab."""
         if self._mapped is not None and self._mapped[0] is slab:
             self._reservation.unmap(self._reservation.base, self._mapped[1])
             self._mapped = None
@@ -282,7 +283,7 @@ class GraphMemory:
             self._slab = None
 
     def disown(self) -> None:
-        """A graph or an executable graph that refers to the addresses is gone."""
+        """Drop the reference of a destroyed graph or executable graph to the addresses."""
         self.owners -= 1
         self.close_unless_needed()
 

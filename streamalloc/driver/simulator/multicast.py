@@ -29,7 +29,7 @@ from .timeline import Timeline
 from .virtual import VirtualMemory
 
 WAITING, FORMED, NO_SLOT = 0, 1, 2
-"""State: devices are missing; all were added; all were added, but the switch has no slot."""
+"""States of a team: devices are missing; complete; complete, but the switch has no free slot."""
 
 _DEVICES, _SIZE, _HANDLE_TYPES, _STATE, _CHANGES, _HOLDERS, _RECORDS, _NUMBERS, _ADDED = range(9)
 _FIRST_ADDED = 16
@@ -81,7 +81,7 @@ class MulticastTable:
     """
 
     has_fabric_handle = False
-    """A fabric handle was exported: a new holder can come at any time."""
+    """True if a fabric handle was exported: another process can become a holder at any time."""
 
     def __init__(self, physical: Physical) -> None:
         self.physical = physical
@@ -105,14 +105,14 @@ class MulticastTable:
 
     @classmethod
     def open(cls, fd: int) -> MulticastTable:
-        """A new holder, by anybody's descriptor; the descriptor stays the caller's."""
+        """Add a holder, from a descriptor of any holder. The caller keeps and closes the descriptor."""
         return cls(Physical.adopt(os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)))
 
     # -- locks -----------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Keeps other holders from changing anything; the lock of one that is killed is gone. May be nested."""
+        """Block in which no other holder changes the table. Reentrant; the death of a holder releases its lock."""
         if not self._locked:
             lock(self.physical.fd, _CHANGING, fcntl.F_WRLCK, wait=True)
         self._locked += 1
@@ -125,7 +125,7 @@ class MulticastTable:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether there is another holder, or a descriptor by which there may be one."""
+        """Whether another holder exists, or a descriptor from which one can still be made."""
         return is_locked(self.physical.fd, _EXPORTED, 0)
 
     def is_alive(self, holder: int) -> bool:
@@ -179,7 +179,7 @@ class MulticastTable:
         return [binding for binding in self._bindings if alive[binding.holder]]
 
     def bind(self, device: int, offset: int, fd: int, serial: int, start: int, size: int) -> Binding | None:
-        """Note a binding; None where the table is full."""
+        """Record a binding; None if the table is full."""
         with self.locked():
             live = {binding.number for binding in self.bindings()}
             count = self._words[_RECORDS]
@@ -222,11 +222,11 @@ class MulticastTable:
 
 
 _OF_A_TEAM = Place(Location.DEVICE, -1)
-"""Place of a multicast object: devices, but no single one."""
+"""Location of a multicast object: a device, with ordinal -1 as it has no single one."""
 
 
 class Segment(NamedTuple):
-    """Bytes of an operation: address, offset in the operation, and size."""
+    """A range of bytes that one step of an operation reads or writes."""
 
     address: int
     at: int
@@ -261,7 +261,7 @@ class MulticastObject(Mappable):
 
     @property
     def serial(self) -> str:
-        """The same for all handles of an object."""
+        """Identity of the object, equal for all its handles."""
         label = Label.of(f"/proc/self/fd/{self.table.physical.fd}")
         assert label is not None
         return label.serial
@@ -287,7 +287,7 @@ class MulticastObject(Mappable):
         not_modelled(offset, "mapping a multicast object from another offset than 0")
 
     def map_at(self, found: AddressRange, start: int, size: int, offset: int) -> None:
-        """Nothing: the host has no address for memory of several devices."""
+        """Do nothing: the host has no address for memory of several devices."""
 
     # -- bindings --------------------------------------------------------------------------------------------
 
@@ -404,7 +404,7 @@ class Multicast:
         return self._adopt(MulticastTable.create(str(label), devices, size, handle_types), imported=False)
 
     def open(self, fd: int) -> MulticastObject:
-        """An object by a descriptor, which stays the caller's."""
+        """The object that a descriptor names. The caller keeps and closes the descriptor."""
         return self._adopt(MulticastTable.open(fd), imported=True)
 
     def _adopt(self, table: MulticastTable, imported: bool) -> MulticastObject:
@@ -456,7 +456,7 @@ class Multicast:
 
     @contextlib.contextmanager
     def _pinned(self, wanted: MulticastObject) -> Iterator[None]:
-        """Other threads may release the object meanwhile."""
+        """Block that keeps the object while this thread waits: other threads may release its last handle meanwhile."""
         wanted.mappings += 1
         try:
             yield
@@ -498,8 +498,9 @@ class Multicast:
         return None if _incomplete(replicas, size) else replicas
 
     def targets(self, address: int, size: int) -> list[Segment] | None:
-        """All that a write to a range reaches; it may be of several mappings, of memory too. None where something is
-        missing.
+        """The segments that a write to a range reaches, in mappings of multicast objects and of memory.
+
+        None if a part of the range is not mapped or has no memory.
         """
         targets: list[Segment] = []
         end = address + size

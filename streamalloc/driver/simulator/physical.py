@@ -46,7 +46,7 @@ class Mappable:
         self.leads_by_access: bool = False
 
     def lead(self, mapping: Mapping, by_access: bool) -> None:
-        """A mapping is made, or gets access."""
+        """Record a new mapping, or one that was given access."""
         if self.properties.rdma:
             check(not self.leads_by_access or self.leader is mapping, Result.CUDA_ERROR_UNKNOWN)
             if self.leader is None:
@@ -57,11 +57,11 @@ class Mappable:
             self.leader, self.leads_by_access = None, False
 
     def check_part(self, offset: int, size: int) -> None:
-        """Fail unless this part can be mapped."""
+        """Raise the driver's error unless this range can be mapped."""
         raise NotImplementedError
 
     def map_at(self, found: AddressRange, start: int, size: int, offset: int) -> None:
-        """Put the bytes from ``offset`` on at an address."""
+        """Map the bytes from ``offset`` on at ``start``."""
         raise NotImplementedError
 
     def leave(self) -> None:
@@ -72,8 +72,8 @@ class Mappable:
 class Memory(Mappable):
     """Physical memory, as one handle names it: ``size`` bytes of a file, from ``offset`` on.
 
-    It is there until its handle was released as often as it was given out, and nothing is mapped or bound to a
-    multicast object. ``bank`` gets its bytes back then: None where they were never taken, because another process has.
+    It exists until its handle was released once for each time that it was returned, and no mapping and no binding to a
+    multicast object is left. Its bytes then return to ``bank``; None if another process has taken them from its bank.
     """
 
     def __init__(self, physical: Physical, offset: int, size: int, properties: Properties, bank: Bank | None) -> None:
@@ -82,9 +82,9 @@ class Memory(Mappable):
         self.offset = offset
         self.bank = bank
         self.bindings = 0
-        """To multicast objects."""
+        """Number of bindings to multicast objects."""
         self.tiles = 0
-        """Tiles of arrays that have their memory here, or will once queued work is done."""
+        """Number of array tiles mapped to this memory, now or by queued work."""
 
     @functools.cached_property
     def window(self) -> Window:
@@ -164,5 +164,5 @@ def connected(mappings: list[Mapping]) -> list[Mapping]:
 
 
 def least_right(mappings: Iterable[Mapping], place: Place) -> int:
-    """The access that a place has to all of some mappings."""
+    """The access that a location has to every one of some mappings."""
     return min(mapping.right(place) for mapping in mappings)

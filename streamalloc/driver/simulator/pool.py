@@ -308,7 +308,7 @@ class ImportedPool(Accessible):
         self.freed[stream.id] = (stream, stream.submit(Operation()))
 
     def give_back_now(self, block: Block) -> None:
-        """The same as cuMemFree does it."""
+        """Free an imported allocation at once, as cuMemFree does."""
         self.imports -= 1
 
     def close(self) -> None:

@@ -166,7 +166,7 @@ def _read(check: Check, repr: bool = True) -> Any:
 
 @dataclass(frozen=True)
 class Profile:
-    """A kind of device and the host it sits in. In the mappings by name, the driver does not know what is None."""
+    """A model of GPU and its host. None in a mapping by names: the driver does not know this name."""
 
     source: str = _read(_text)
     """Machine that was read."""
@@ -176,12 +176,10 @@ class Profile:
     context_overhead: int = _read(_whole(0, 64 * _GiB))
     """Bytes of the device's memory that the driver keeps for itself."""
     context_free: tuple[int, ...] = _read(_list(_whole(0, 32 << 20), 0, 4))
-    """Bytes that the context leaves free in the regions of addresses of its own memory, by region."""
+    """Free bytes in each address region that the context takes for its own memory."""
     host_memory: int = _read(_whole(_GiB, 16 * _TiB))
     host_pool_addresses: int = _read(_whole(CHUNK, 16 * _TiB))
-    """Bytes of addresses that a pool of the host without a limit has. It is another number from day to day; 9 to 60 GiB
-    were seen.
-    """
+    """Bytes of addresses that a host pool without ``max_size`` reserves. The driver's value varies: 9 to 60 GiB."""
     numa_nodes: int = _read(_whole(1, 64))
     imex_channel: int = _read(_whole(0, 1))
     """Whether the user may open an IMEX channel: without one, fabric handles are not permitted."""
@@ -190,9 +188,9 @@ class Profile:
     stream_priorities: tuple[int, int] = _read(_priorities)
     """Least and greatest."""
     pitch: int = _read(_whole(1, 1 << 20))
-    """Rows of cuMemAllocPitch are multiples of this, in bytes."""
+    """Bytes; row pitches of cuMemAllocPitch are multiples of this."""
     pool_chunk: int = _read(_whole(CHUNK, CHUNK))
-    """Pools grow by multiples of this, in bytes. This and the next two are equal on all machines that were read."""
+    """Bytes; pools grow by multiples of this. All profiles so far agree in this and the next two."""
     pool_alignment: int = _read(_whole(ALIGNMENT, ALIGNMENT))
     plain_block: int = _read(_whole(BLOCK, BLOCK))
     """Size in bytes of the blocks that small allocations of cuMemAlloc share."""
@@ -221,7 +219,7 @@ class Profile:
 
     @functools.cached_property
     def page(self) -> int:
-        """Bytes; address ranges and mappings are multiples of the least granularity of device memory."""
+        """Bytes: the minimum granularity of device memory, of which address ranges and mappings are multiples."""
         return min((one.minimum for one in self.granularities["DEVICE"].values() if one), default=BLOCK)
 
     def device_attributes(self, ordinal: int) -> dict[str, int]:
@@ -418,7 +416,7 @@ class MachineSpec:
 
     @property
     def identity(self) -> str:
-        """Machines of the same name, or made by the same arguments where they have none, are the same one."""
+        """Identity of the machine: its name, or its arguments if it has none. Equal ones are one machine."""
         return self.given_name or (
             f"{self.profile.identity} x{self.devices} memory={self.memory} multicast={self.multicast} "
             f"fabric={self.fabric}"

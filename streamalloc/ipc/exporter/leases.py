@@ -31,6 +31,7 @@ from streamalloc.core.internal import (
     deferred_queue,
     direct_handle,
     free_shared,
+    notify_freed,
     ordered_after,
     past_caches,
     pool_of,
@@ -39,7 +40,6 @@ from streamalloc.core.internal import (
     set_shared,
     shared_state,
     take_pointer,
-    tell_freed,
     work,
 )
 from streamalloc.core.properties import MemHandleType, MemLocationType
@@ -437,7 +437,7 @@ class _DeferredFree(Deferred):
                 if not lease.end(ordered, for_good=True):
                     return False
                 raw = raw_handle(ordered)
-                with ordered.device.current(), tell_freed(self._session, int(self._raw), raw):
+                with ordered.device.current(), notify_freed(self._session, int(self._raw), raw):
                     self._session.release(self, "cuMemFreeAsync", raw)
         self.forget()
         return True
@@ -451,7 +451,7 @@ class _DeferredFree(Deferred):
             lease._leases.with_memory.discard(lease)
 
 
-class Kept(Deferred):
+class KeptReferences(Deferred):
     """References to what was shared and is no buffer, until its lease is unused: until the holds have ended and, if
     importers count their uses, these have ended."""
 

@@ -493,7 +493,7 @@ def _describe(
     shared._again = functools.partial(share, **options._replace(hold=True)._asdict())
     if hold is not None and lease is not None:
         ordinal = device.ordinal if isinstance(device, Device) else 0
-        exports.deferred.submit(leases.Kept(lease, ordinal, (options.thing, route, handles, kept)))
+        exports.deferred.submit(leases.KeptReferences(lease, ordinal, (options.thing, route, handles, kept)))
     return shared
 
 
@@ -607,7 +607,7 @@ def _check_handle_type(thing: object, handle_type: object) -> None:
     if handle_type not in (leases.POSIX, _FABRIC):
         raise ValueError(f"handle_type={handle_type!r}: allowed are POSIX_FILE_DESCRIPTOR and FABRIC")
     if isinstance(thing, Event):
-        raise ValueError(f"handle_type={handle_type!r}: {thing!r} is shared without any, leave it out")
+        raise ValueError(f"handle_type={handle_type!r}: events have no handle type, leave it out")
     whole = viewed(thing)[0] if isinstance(thing, BufferView) else thing
     if handle_type == _FABRIC and isinstance(whole, (MemoryPool, Buffer)):
         raise ValueError(f"handle_type={handle_type!r}: {whole!r} cannot be shared so, {leases.NO_FABRIC_POOLS}")

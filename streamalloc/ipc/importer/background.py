@@ -13,9 +13,9 @@ from streamalloc.core.errors import CudaError
 from streamalloc.core.internal import Deferred, QueuedWork, deferred_queue, work
 from streamalloc.core.session import Session
 
-# Calls that may wait for the device are tried so often if the driver refuses them.
+# Maximum number of attempts of a call that the driver refuses.
 _TRIES = 5
-# Seconds until an attempt that found a device at work is repeated.
+# Seconds between two attempts while a device is busy.
 _IDLE_PAUSE = 0.02
 # Seconds before each query of the devices' work.
 _QUERIES = (0.0, 0.00005, 0.0002)
@@ -37,8 +37,8 @@ def release_dropped(dropped: SimpleQueue[bool], reference: weakref.ref[Session])
 class OnceIdle(Deferred):
     """A driver call that waits for the devices, made on a thread of its own once they are idle.
 
-    While such a call waits, the driver blocks all other threads that need the context (driver 580). And if a stream
-    waits for something that this process has yet to do, the call would never return. ``call`` may run twice.
+    While such a call waits, the driver blocks all other threads that need the context (driver 580). If a stream waits
+    for something that this process has yet to do, the call never returns. ``call`` may run twice.
     """
 
     __slots__ = ("_call", "_not_before", "_session")

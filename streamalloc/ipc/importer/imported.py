@@ -155,7 +155,7 @@ class RangeLease(Deferred):
         self._lock = lock
         self._work: QueuedWork | None = None
         self._words: ImporterWords | None = block.own.get(slot) or block.own_words(slot)
-        # Without the lock: from the first line on no other range counts a close.
+        # Without the lock: once this range is in ``blocks``, no other range counts a close.
         self._words.blocks.add(self)
         self._words.opened.value = (self._words.opened.value + 1) % WORD
         with undoing(self.end):
@@ -478,7 +478,7 @@ def open_import(source: PoolSource | LegacySource, part: Part, stream: Stream) -
 def _release(owner: ImportedBuffer | _DroppedImport, stream: Stream, *, used: bool = True) -> None:
     """Release one object of an import; the last one ends the import. A call that failed can be repeated.
 
-    Unless the memory was ``used``, nothing was queued that the end of other objects has to follow.
+    ``used``: work on the memory was queued on ``stream``, which the release of the import has to follow.
     """
     held = owner._held
     if held is None:

@@ -495,7 +495,7 @@ def _open_first(
 
 @contextlib.contextmanager
 def _arriving(request: _Request) -> Iterator[None]:
-    """End the hold of a descriptor at the end of the block; :func:`open_import` does so for buffers."""
+    """Block that opens a descriptor; its end releases the hold. For buffers, :func:`open_import` does that."""
     hold = request.described.hold
     block = request.block if hold else None
     mark = None if block is None else block.mark("hold", hold)

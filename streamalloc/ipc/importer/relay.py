@@ -111,7 +111,7 @@ class ImporterRelay(Relay):
         if not (self._is_mine() and self._is_there()):
             self.end()
             return False
-        # After the grants, as it was written before them.
+        # Read after the grants, because the exporter writes it before them.
         words = np.empty_like(self._words)
         self._read(wire.WORDS_AT, words)
         self._finish()

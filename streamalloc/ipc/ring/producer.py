@@ -334,7 +334,7 @@ class Deliveries(RingEnding):
         self.session.check_process()
         if self.closed:
             raise ClosedError("the ring was closed")
-        raise PeerGoneError("the ring has no consumer: none was added, or all have gone; it goes on when one is added")
+        raise PeerGoneError("the ring has no consumer: add one; the producer continues then")
 
     # -- without the lock held -------------------------------------------------------------------------------
 

@@ -83,9 +83,9 @@ class Tensors(Mapping[str, TypedView[Any]]):
         return tuple(self.layout)
 
     def __getitem__(self, name: str) -> TypedView[Any]:
-        """The tensor as a typed view; one that is not C-contiguous as a flat array, from its first to its last element.
+        """The tensor as a typed view. If it is not C-contiguous, the view is flat, from its first to its last element.
 
-        A type that NumPy lacks is that of ``ml_dtypes`` if that package is installed, else an unsigned integer.
+        For a dtype that NumPy lacks, the view has that of ``ml_dtypes`` if installed, else an unsigned integer.
         """
         tensor = self.layout[name]
         self.layout.check(self.nbytes, (name,))

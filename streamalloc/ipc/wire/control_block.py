@@ -497,7 +497,7 @@ class ControlBlock:
             return
         self._watched.add(byte)
         try:
-            # The thread lasts as long as the other process. It must not keep the block, nor the driver, that long.
+            # The thread runs until the other process ends, and must not keep the block or the driver alive so long.
             _thread.start_new_thread(_wait_for_death, (weakref.ref(self), _reopened(self.fd), byte))
         except BaseException:
             self._watched.discard(byte)

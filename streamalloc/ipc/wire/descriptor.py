@@ -142,7 +142,7 @@ class Head:
         _, _, _, total, *_, self.flags, self.driver_version, handle_type, extra, count = _HEAD.unpack(data)
         lengths = (total, extra, count) == (_ALLOCATION_BYTES, PAYLOAD_BYTES, 0)
         self.plain: bool = lengths and handle_type in (0, 1) and not self.flags & (~_FLAGS | Flags.ARRAY)
-        """Whether :meth:`part` can read the descriptors."""
+        """Whether :meth:`part` can decode descriptors with this head."""
 
     @classmethod
     def of(cls, ids: tuple[bytes, ...], pool_mark: int, flags: int, driver_version: int, handle_type: int) -> Head:

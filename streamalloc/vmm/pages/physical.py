@@ -55,7 +55,7 @@ class Page(HandleEnd):
         """Address of the committed place by which observers count it; 0 if it is at none."""
 
     def forget(self) -> None:
-        """Drop the handle: the driver has ended."""
+        """Forget the handle without a driver call, as the driver has ended."""
         self._raw = None
 
     def __del__(self) -> None:
@@ -122,7 +122,7 @@ class PhysicalPages:
         self.count: int = 0
         """Number of pages that exist, or are being created."""
         self._unborn: int = 0
-        """Number of pages that the budget has room for, and that are about to be created."""
+        """Number of pages that the budget has granted and that are about to be created."""
         self.parked: int = 0
         """Number of places that wait for the work that uses them."""
         self.closed: bool = False
@@ -193,7 +193,7 @@ class PhysicalPages:
         return stream
 
     def used(self, stream: Stream, work: Work) -> None:
-        """Record the last work of a stream that clears pages, if it is one of the arena's."""
+        """Record that a stream has queued more work, if it is one that clears pages of the arena."""
         if stream in self._streams:
             self._streams[stream] = work
 
@@ -230,7 +230,7 @@ class PhysicalPages:
                 self._changing.release()
 
     def hold_zero(self) -> None:
-        """Count a space that maps :attr:`zero`, which the first one creates.
+        """Count a space that maps :attr:`zero`. The first space creates that page.
 
         Raises
         ------

@@ -100,7 +100,7 @@ class Places(MappedBytes):
         return ready, dict(zip(rest, self.physical.take(len(rest), pages), strict=True))
 
     def split(self, places: Iterable[int]) -> tuple[list[int], list[int]]:
-        """Split places that hold pages into the last user of each page, and the others. Skip those that hold none."""
+        """Split places with a page into those whose release frees the page, and those whose page others still share."""
         alone: list[int] = []
         shared: list[int] = []
         left: dict[Page, int] = {}

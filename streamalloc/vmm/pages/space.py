@@ -536,7 +536,7 @@ class PageSpace(Memory, Closes):
         places = self._places
         self._physical.drop(left.values())
         with places.locked():
-            mine = parking.behind(Work.behind(stream)).places  # of the others, another swap may have some
+            mine = parking.behind(Work.behind(stream)).places  # another swap may have parked some of the others
             places.unpark([place for place in mine if places.backing[place] is None])
             self._begin(parking)
 

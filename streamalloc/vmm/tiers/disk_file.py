@@ -215,7 +215,7 @@ class DiskFile:
             raise refuse(f"it has {about.st_size} bytes")
         magic, version, theirs, count, nbytes = _HEAD.unpack(head)
         if (magic, version) != (_MAGIC, _VERSION):
-            raise refuse("it is another file, or of another version")
+            raise refuse("its header is not that of a backup file of this version")
         if theirs != block:
             raise refuse(f"it has blocks of {theirs} bytes and the tier of {block}")
         if count != len(sizes):

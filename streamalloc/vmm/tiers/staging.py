@@ -87,7 +87,7 @@ class _Unregister(Deferred):
                 if error.name != "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED":  # an exception of a signal handler came first
                     raise
             except BaseException:
-                # It may be registered still: no other memory may get its addresses.
+                # It may still be registered, so keep the memory: nothing else may get its addresses.
                 _lost.append(self._memory)
                 raise
         return True
@@ -106,7 +106,7 @@ class _Workers:
         self._count = 0
 
     def submit(self, function: Callable[..., object], *args: Any) -> SimpleQueue[BaseException | None]:
-        """Have a thread call a function; the result gets None, or the error."""
+        """Call a function on a thread. The returned queue gets None, or the exception."""
         if self._count < self._most:
             _thread.start_new_thread(self._run, ())
             self._count += 1
@@ -126,7 +126,7 @@ class _Workers:
         self._ended.put(None)
 
     def close(self) -> None:
-        """Drop the calls that have not begun, and end the threads after those that have. Idempotent."""
+        """Cancel the calls that have not begun; end the threads when the other calls return. Idempotent."""
         with contextlib.suppress(Empty):
             while True:
                 self._tasks.get_nowait()
@@ -151,9 +151,9 @@ class Step(NamedTuple):
     blocks: Sequence[Block]
     """Adjacent blocks of the file."""
     copy: Callable[[Bytes], None]
-    """Queues their copies from or to the slot."""
+    """Queues the copies of the blocks from or to the slot."""
     names: Sequence[int | None]
-    """Numbers of the blocks in errors."""
+    """Index of each block, for error messages."""
     end: Any = None
     """Event of the copies, or result of the read or write."""
 
@@ -166,7 +166,7 @@ class _Transfer(abc.ABC):
     """
 
     most_seconds = 1
-    """Most steps in the second part while others wait for a slot."""
+    """Maximum number of steps in their second part while other steps wait for a slot."""
 
     def __init__(self, stream: Stream, staging: Staging, threads: int, give_back: Callable[[Staging], None]) -> None:
         self._stream = stream

@@ -89,7 +89,7 @@ def _use(state: State, touched: Iterable[Touch]) -> list[Node]:
 
 
 def _checks(touched: Callable[[State, Any], Iterable[Touch]], state: State, name: str, args: Arguments) -> Finish:
-    """A call that adds a node, which the driver may refuse for memory that was freed."""
+    """Before a call that adds a node: find the freed memory that it names, which the driver may refuse."""
     return state.stale_at_launch(name, touched(state, args[3]), here())
 
 

@@ -32,7 +32,7 @@ Contexts = tuple[Context, Context]
 FILL_FIELDS = ("dst", "pitch", "value", "elementSize", "width", "height")
 """Fields of a CUDA_MEMSET_NODE_PARAMS."""
 PROMISED = {(DEVICE, DEVICE): "both", (DEVICE, OF_HOST): "dst", (OF_HOST, DEVICE): "src"}
-"""The ends that the caller declares as device memory, by the memory types of target and source."""
+"""Ends of a copy that its memory types (target, source) declare as device memory."""
 
 _OF_SIDE = ("XInBytes", "Y", "Z", "LOD", "MemoryType", "Host", "Device", "Array", "Pitch", "Height")
 COPY_FIELDS = ("WidthInBytes", "Height", "Depth", *(side + name for side in ("src", "dst") for name in _OF_SIDE))
@@ -133,7 +133,7 @@ class CopyCalls(Calls):
     cuMemcpyPeerAsync: Any = call("dstDevice dstContext srcDevice srcContext ByteCount hStream", _copy_peer)
 
     def _copy_rows(self, copy: Any, hStream: int | None, depth: int, contexts: Contexts | None = None) -> None:
-        """Between two ends that are no arrays."""
+        """Copy between two ends that are no arrays."""
         height = int(copy.Height)
         if not int(copy.WidthInBytes) * height * depth:  # before all other checks
             self._copy(0, 0, Shape.row(0), hStream)
@@ -238,7 +238,7 @@ class CopyCalls(Calls):
         if destination is not None and destination.mapping is not None and origin is None:
             unable = least_right(self._machine.virtual.span(target, shape.target_span), HOST) == READ
             not_modelled(unable, "a copy by the host to memory that it may only read: the real driver crashes")
-        # the last check (observed on H200: test_copies)
+        # checked last (observed on H200: test_copies)
         not_modelled(lost, lost)
         return destination, origin
 

@@ -307,7 +307,7 @@ class GraphCalls(CopyCalls, StreamCalls, KernelCalls):
         values = {name: int(getattr(params, name)) for name in FILL_FIELDS}
         self._check_fill_node(graph, values, context)
         address, pitch, value, element, width, height = values.values()
-        # an address in the graph's own memory names no device, so the context must (observed on H200: test_graph_nodes)
+        # the graph's own memory determines no device, so a context must be given (observed on H200: test_graph_nodes)
         check(arguments.context(ctx) or not graph.holds(address))
         pattern = value.to_bytes(8, "little")[:element]
         operation = fill(self._machine, context, address, pattern, width, height, pitch)

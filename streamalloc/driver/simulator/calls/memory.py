@@ -335,7 +335,7 @@ class MemoryCalls(Calls):
         stream.submit(Operation())
 
     def _managed_batch(self, name: str, dptrs: Any, sizes: Any, count: int, *more: Any) -> None:
-        """``more``: where prefetches go to, if there are any, then flags and a stream."""
+        """``more``: the locations of the prefetches, if the call makes some; flags; a stream."""
         *destinations, flags, handle = more
         addresses = [int(one) for one in arguments.structs("dptrs", dptrs, cuda.CUdeviceptr, count)]
         lengths = arguments.numbers(sizes, count)
@@ -358,7 +358,7 @@ class MemoryCalls(Calls):
     cuMemDiscardAndPrefetchBatchAsync: Any = call(_TO_PLACES, _managed_batch, "cuMemDiscardAndPrefetchBatchAsync")
 
     def _places_of_batch(self, count: int, locations: Any, indices: Any, number: int) -> list[Place]:
-        """The place of each range: that of the last index that is not behind it."""
+        """The location of each range: the entry with the greatest start index that is not after the range."""
         given = arguments.structs("prefetchLocs", locations, cuda.CUmemLocation, number)
         begins = arguments.numbers(indices, number)
         check(begins and begins[0] == 0 and begins[-1] < count and begins == sorted(set(begins)))
@@ -427,12 +427,12 @@ class MemoryCalls(Calls):
             return _number(place)
         if part == "_TYPE":
             return Location.NONE if place is None else place.type
-        return _NONE if place is None else place.id  # to be ignored where the type is none, or the host
+        return _NONE if place is None else place.id  # the id is ignored if the type is none or the host
 
 
 _ANYWHERE = (Location.HOST, Location.HOST_NUMA, Location.HOST_NUMA_CURRENT)
 
 
 def _number(place: Place | None) -> int:
-    """A place as a device id; all of the host is one."""
+    """The device id of a place; every place of the host has the id of the CPU."""
     return _NONE if place is None else place.id if place.type == Location.DEVICE else _CPU

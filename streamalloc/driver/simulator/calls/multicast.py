@@ -28,7 +28,7 @@ _ADDRESS = "mcOffset:Size memptr:DevicePointer size:Size flags:UnsignedLongLong"
 
 
 class Update(Move):
-    """Does something to each replica of a range. Atomic towards others of its kind, also of other processes."""
+    """Updates each replica of a range. Atomic with respect to other updates, also those of other processes."""
 
     def step(self) -> bool:
         found = self._machine.multicast.mapping_at(self._target)
@@ -74,7 +74,7 @@ def _read(segments: list[Segment], size: int) -> bytes:
 
 
 class Launch:
-    """Access to multicast memory, in the stream of a call, for a function that stands for a kernel."""
+    """Multimem operations in a stream, for Python functions that stand for kernels."""
 
     def __init__(self, calls: MulticastCalls, stream: Stream) -> None:
         self._calls = calls
@@ -110,7 +110,7 @@ class MulticastCalls(CopyCalls):
     def cuMulticastGetGranularity(
         self, prop: cuda.CUmulticastObjectProp, option: cuda.CUmulticastGranularity_flags
     ) -> int:
-        """The size that is asked for is not looked at: users leave it out."""
+        """Return the granularity. The size in the properties is ignored, as programs leave it out."""
         handle_types = self._multicast_properties(prop)[2]
         refused = "cuMulticastGetGranularity of handle types that this profile has no granularity for"
         found = need(self._machine.profile.granularity("MULTICAST", handle_types), refused)
@@ -120,7 +120,7 @@ class MulticastCalls(CopyCalls):
         devices, size, handle_types = self._multicast_properties(prop)
         check(size and self._machine.multicast.fits(size))
         if handle_types & Handle.FABRIC:
-            # without an IMEX channel as for memory, where this was observed; the documentation lists the code here too
+            # no IMEX channel: this code was observed for cuMemCreate, and is documented for this call
             check(self._machine.fabric is not None, Result.CUDA_ERROR_NOT_PERMITTED)
             refused = not self._machine.fabric
             not_modelled(refused, "cuMulticastCreate with fabric handles where these are not supported")

@@ -109,7 +109,8 @@ class PoolCalls(Calls):
         if field == "threshold":
             found.set_threshold(wanted)
             return
-        check(field.endswith("_high") and not wanted)  # the highest so far can be forgotten
+        # only high-water marks can be set, and only to 0: they become the current value
+        check(field.endswith("_high") and not wanted)
         setattr(found, field, getattr(found, field.removesuffix("_high")))
 
     def cuMemPoolTrimTo(self, pool: PoolHandle, minBytesToKeep: Size) -> None:

@@ -116,7 +116,7 @@ class SharingCalls(Calls):
             os.close(fd)
 
     def _import_memory(self, fd: int, fabric: bool) -> Memory | MulticastObject:
-        """Every import has a handle of its own; none takes memory of this process (H200: test_memory_exports)."""
+        """Each import has its own handle, and takes no memory from the device (H200: test_memory_exports)."""
         machine = self._machine
         label = machine.sharing.recognise(fd, "memory", fabric=fabric)
         with operating_system():

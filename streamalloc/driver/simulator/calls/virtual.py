@@ -69,7 +69,7 @@ class VirtualMemoryCalls(Calls):
         return Properties(place, handle_types, 0 if rdma else compression, rdma, tile_pool)
 
     def _check_supported(self, properties: Properties) -> None:
-        """Refuse what this profile's devices do not support, and what the driver then says is not known."""
+        """Refuse properties that the profile's devices lack; raise if the driver's result code for them is unknown."""
         self._check_vmm(properties.device)
         kinds = (
             (properties.handle_types & Handle.POSIX_FD, "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED"),
@@ -185,7 +185,7 @@ class VirtualMemoryCalls(Calls):
             check(0 <= place.id < len(self._machine.devices))
             return device_place(place.id), flags
         check(place.type in (Location.HOST, Location.HOST_NUMA))
-        # a memory node that is not there is no mistake (observed on H200: test_host_mappings)
+        # a NUMA node that does not exist is no error (observed on H200: test_host_mappings)
         return (place if place.type == Location.HOST_NUMA and place.id else HOST), flags
 
     def cuMemGetAccess(self, location: cuda.CUmemLocation, ptr: DevicePointer) -> int:
@@ -249,7 +249,7 @@ def right_of_current(machine: Machine, mapping: Mapping, name: str) -> int:
 
 
 MAPPED_ATTRIBUTES: dict[str, Callable[[Machine, Mapping, int], Any]] = {
-    # of the reservation, not of the mapping
+    # the start of the reservation, not of the mapping
     "RANGE_START_ADDR": lambda machine, mapping, at: cuda.CUdeviceptr(need(machine.virtual.range_of(at)).base),
     "RANGE_SIZE": lambda machine, mapping, at: need(machine.virtual.range_of(at)).size,
     "HOST_POINTER": lambda machine, mapping, at: at if mapping.right(HOST) else None,
@@ -260,7 +260,7 @@ MAPPED_ATTRIBUTES: dict[str, Callable[[Machine, Mapping, int], Any]] = {
         cuda.CUdeviceptr(at) if right_of_current(machine, mapping, "DEVICE_POINTER") else None
     ),
 }
-"""Attributes of mapped memory, None where refused; the others are as for other memory.
+"""Pointer attributes whose value differs for mapped memory; the driver refuses those that are None.
 
 DEVICE_ORDINAL is 0 for any device's memory (two H200: test_two_device_mappings).
 """

@@ -18,7 +18,7 @@ _RENAMED = {
     "cudaStreamCreateWithFlags": "cuStreamCreate",
 }
 _PREFIXES = {"cudaDevice": "cuCtx", "cudaFree": "cuMemFree", "cudaHost": "cuMemHost", "cudaMalloc": "cuMemAlloc"}
-"""Beginnings of names of the driver, where it has none of the runtime's name."""
+"""Prefixes of driver names by prefix of the runtime's name, where replacing ``cuda`` by ``cu`` does not do."""
 
 
 def driver_call(name: str) -> str | None:
@@ -29,7 +29,7 @@ def driver_call(name: str) -> str | None:
 
 
 PURE = ("cudaCreateChannelDesc", "cudaGetErrorName", "cudaGetErrorString", "cudaRuntimeGetVersion")
-"""Functions that need no driver: those of the bindings themselves."""
+"""Functions of ``cuda.bindings.runtime`` that are used unchanged, as they call no driver."""
 
 WITHOUT_CONTEXT = (
     *("cudaDeviceCanAccessPeer", "cudaDeviceGetAttribute", "cudaDeviceGetByPCIBusId", "cudaDeviceGetP2PAttribute"),
@@ -41,7 +41,7 @@ WITHOUT_CONTEXT = (
 """Functions that make no primary context."""
 
 OTHER_LAYOUT = ("cudaGraphNodeParams", "cudaMemcpy3DParms", "cudaMemcpy3DPeerParms")
-"""Structs that are not those of the driver byte by byte."""
+"""Structs whose layout differs from that of the driver's struct."""
 
 STRUCTS_IN_LISTS = {"cudaMemAllocNodeParams": ("accessDescs", "CUmemAccessDesc")}
 """Fields of structs that are lists of structs: the bindings keep these beside the struct."""
