@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 from typing import Any
 
 from streamalloc.cli import bench_calls, bench_import, bench_ipc, bench_store, bench_traces, bench_vmm, figures
@@ -35,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "measure only rows with WORD in key or title; may be repeated"
     parser.add_argument("-k", "--rows", action="append", metavar="WORD", help=about)
     parser.add_argument("--strict", action="store_true", help="exit with code 1 if a target is missed")
+    parser.add_argument("--plot", metavar="FILE", help="draw the ratios (needs matplotlib)")
     add_json_argument(parser)
 
 
@@ -46,7 +48,9 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
         keys = ", ".join(row.key for row in ROWS)
         raise UsageError(f"no row has {', '.join(options.rows)}; there are {keys}")
     if options.strict and chosen.is_simulated:
-        raise UsageError("--strict fails on missed targets, which exist for GPUs only")
+        raise UsageError("--strict judges targets, which are those of a GPU")
+    if options.plot and not importlib.util.find_spec("matplotlib"):
+        raise UsageError("--plot needs matplotlib: pip install 'streamalloc[plot]'")
     found = versions(chosen)
     report: dict[str, Any] = {"headline": chosen.headline, "simulated": chosen.is_simulated}
     report |= {"quick": options.quick, "versions": found}
@@ -62,6 +66,8 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
         bench.device.synchronize()
     figures.show_targets(terminal, reports)
     write_json({**report, "rows": reports}, options.json)
+    if options.plot:
+        figures.draw(reports, options.plot, chosen.headline)
     return int(options.strict and any(figures.missed(reports)))
 
 

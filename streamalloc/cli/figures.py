@@ -1,10 +1,12 @@
-"""Output of ``bench``: a table for each row, and the targets."""
+"""Output of ``bench``: a table for each row, the targets, and a chart of the ratios."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from streamalloc.cli.measuring import is_library
 from streamalloc.cli.terminal import Terminal
 
 _EXTRA = {
@@ -76,3 +78,38 @@ def show_targets(terminal: Terminal, reports: Sequence[Mapping[str, Any]]) -> No
     terminal.heading(f"Targets: {found.count(True)} met, {found.count(False)} missed{unknown}")
     for report, target in missed(reports):
         terminal.paragraph(f"{report['key']} - {_target_text(target, report['unit'])}")
+
+
+def draw(reports: Sequence[Mapping[str, Any]], path: str, title: str) -> None:
+    """Draw the ratios to a file: a line for each row, a point for each variant. Needs matplotlib."""
+    matplotlib = importlib.import_module("matplotlib")
+    figure_of = importlib.import_module("matplotlib.figure").Figure
+    shown = [one for one in reports if sum("ratio_to_raw" in row for row in one["rows"]) > 1]
+    families = dict.fromkeys(_family(row["name"]) for report in shown for row in report["rows"])
+    colours = dict(zip(families, matplotlib.color_sequences["tab10"], strict=False))
+    figure = figure_of(figsize=(13, 1.5 + 0.4 * len(shown)), layout="constrained")
+    axes = figure.subplots()
+    for at, report in enumerate(shown):
+        for row in report["rows"]:
+            if "ratio_to_raw" in row:
+                family = _family(row["name"])
+                axes.plot(row["ratio_to_raw"], at, "o", color=colours[family], alpha=0.8, label=family)
+        first = report["rows"][0]["name"]
+        for target in report["targets"]:
+            if target["to"] == first and not target["figure"]:
+                axes.plot(target["at_most"], at, "|", color="black", markersize=14, label="target")
+    axes.axvline(1, color="0.6", linewidth=1, zorder=0)
+    axes.set(xscale="log", xlabel="time, as a ratio to the first variant of the row", title=title)
+    axes.set_yticks(range(len(shown)), [report["title"] for report in shown])
+    axes.invert_yaxis()
+    # One legend entry for each colour.
+    handles = {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    axes.legend(handles.values(), handles.keys(), loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.savefig(path)
+
+
+def _family(name: str) -> str:
+    """Return the legend entry of a variant: a library, or the raw calls."""
+    if "streamalloc" in name:
+        return "streamalloc"
+    return name.replace(",", " ").split()[0] if is_library(name) else "raw calls and other first variants"

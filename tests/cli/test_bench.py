@@ -166,6 +166,24 @@ def test_no_such_row(machine: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert "no row has abacus; there are pair, drop, fill" in capsys.readouterr().err
 
 
+def test_picture(machine: Any, run: Run, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    code, _ = run("bench", "--quick", "-k", "view", "-k", "fill", "--plot", str(tmp_path / "bench.svg"))
+    assert code == 0
+    drawn = (tmp_path / "bench.svg").read_text()
+    assert drawn.count("<!-- Fill 4 KiB -->") == 1
+
+
+def test_picture_without_matplotlib(
+    machine: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The missing library is noticed before anything is measured."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr(bench, "measured", None)
+    assert main(["bench", "--quick", "-k", "view", "--plot", "nowhere.png"]) == 2
+    assert "--plot needs matplotlib" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("attribute", ["VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED", "HOST_MEMORY_POOLS_SUPPORTED"])
 def test_what_cannot_be_measured_says_why(machine: Any, run: Run, tmp_path: Path, attribute: str) -> None:
     target = tmp_path / "bench.json"
@@ -179,7 +197,7 @@ def test_what_cannot_be_measured_says_why(machine: Any, run: Run, tmp_path: Path
         assert evict["unavailable"] in text
         assert "unavailable" not in rows["growth"]
     else:
-        assert text.count("not measured: this device does not support virtual memory management") == 3
+        assert text.count("not measured: this device's memory cannot be mapped by hand") == 3
 
 
 def test_device_whose_pools_cannot_be_shared(machine: Any, run: Run) -> None:
@@ -307,7 +325,7 @@ def test_the_simulation_judges_no_targets(
     code, text = run("bench")
     assert code == 0 and "missed" not in text
     assert main(["bench", "--strict"]) == 2
-    assert "--strict fails on missed targets" in capsys.readouterr().err
+    assert "--strict judges targets, which are those of a GPU" in capsys.readouterr().err
 
 
 def test_target_beside_what_is_not_there(machine: Any, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
