@@ -118,6 +118,33 @@ def readings_of_free_memory(on_cuda: bool) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def warm_devices(request: pytest.FixtureRequest, on_cuda: bool) -> None:
+    """Has the driver do now what would wait for the streams that tests hold, and hang.
+
+    A stream beyond those that a context has room for waits for all work of the context (the 36th in a new process); a
+    destroyed stream leaves its room. A first fill loads kernels.
+    """
+    if not on_cuda:
+        return
+    request.getfixturevalue("primary_contexts")
+    real: Any = sd.real()
+    failed, count = real.cuDeviceGetCount()
+    for ordinal in range(0 if failed else count):
+        real.cuCtxPushCurrent(real.cuDevicePrimaryCtxRetain(ordinal)[1])
+        streams = [real.cuStreamCreate(flags)[1] for flags in (0, 1) for _ in range(64)]
+        _, memory = real.cuMemAlloc(64)
+        for fill, number in ((real.cuMemsetD8, 64), (real.cuMemsetD16, 32), (real.cuMemsetD32, 16)):
+            fill(memory, 0, number)
+        for fill in (real.cuMemsetD2D8, real.cuMemsetD2D16, real.cuMemsetD2D32):
+            fill(memory, 32, 0, 2, 2)
+        real.cuMemFree(memory)
+        for stream in streams:
+            real.cuStreamDestroy(stream)
+        real.cuCtxPopCurrent()
+        real.cuDevicePrimaryCtxRelease(ordinal)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def quick_collections(request: pytest.FixtureRequest, on_cuda: bool) -> None:
     """They look at what its tests have made only, not at all that pytest has loaded."""

@@ -224,11 +224,11 @@ def test_each_size_of_range_is_tried_once(
     server: ipc.StoreServer, machine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As weights that are larger than the smaller ones have the same size."""
-    monkeypatch.setattr(weights_module, "_LEAST_RANGES", (1, 2, 64 * MiB))
     driver = sd.traced(machine)
     with ipc.Store(server.name, driver=driver) as store:
         write(store, "key", 1)
         with store.open("key", at=True):
+            monkeypatch.setattr(weights_module, "_LEAST_RANGES", (1, 2, 64 * MiB))
             driver.calls.clear()
             with pytest.raises(sa.AddressSpaceError, match="taken"):
                 store.open("key", at=True)
