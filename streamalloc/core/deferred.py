@@ -68,7 +68,7 @@ class Deferred(abc.ABC):
     _owner: weakref.ref[object]
     """Object that the item ends with (:meth:`DeferredQueue.end_with`); unset for most."""
     _round: int
-    """Number of the round of the last attempt; -1 before the first."""
+    """Number of the round of the last attempt; -1 before the first, and where it was submitted again meanwhile."""
     gone: ClassVar[tuple[type[CudaError], ...]] = (*LOST, InvalidHandleError)
     """Errors of an attempt that mean that nothing is left to release: the item has ended."""
 
@@ -246,7 +246,8 @@ class DeferredQueue:
         reference = getattr(item, "_owner", None)
         if reference is not None:
             self._owned.pop(reference, None)
-            del item._owner
+            with contextlib.suppress(AttributeError):  # another thread has ended the item, too
+                del item._owner
 
     def _leave_if_empty(self) -> None:
         if not (len(self) or self._owned):
@@ -269,9 +270,14 @@ class DeferredQueue:
                     done = True
                 if done:
                     del self._working[me]
-                    ended += 1
-                    left[0] += 1
-                    self._disown(item)
+                    # If it was submitted again, what it got may have come after the attempt. In this order, either
+                    # that is seen here, or the other thread finds the item not under attempt.
+                    if item._round != now:
+                        self.submitted += (item,)
+                    else:
+                        ended += 1
+                        left[0] += 1
+                        self._disown(item)
             except CudaError:
                 pass  # The item is attempted again; the caller has nothing to do with it.
             finally:
@@ -290,9 +296,10 @@ class DeferredQueue:
                     del self._owned[self._orphaned[0]]
                 del self._orphaned[0]
             elif self.submitted:
-                if self.submitted[0] not in self._working.values() and self.submitted[0] not in self._waiting:
+                if self.submitted[0] not in self._waiting:
                     self.submitted[0]._round = -1
-                    self._new[self.submitted[0]] = None
+                    if self.submitted[0] not in self._working.values():
+                        self._new[self.submitted[0]] = None
                 del self.submitted[0]
 
     def _take_off(self, me: int, now: int, left: list[float]) -> bool:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from streamalloc.core import deferred
 from streamalloc.core.deferred import Deferred, DeferredQueue
 from streamalloc.core.errors import CudaError, DeviceLostError
+from tests.interleaving import interleaved
 from tests.interrupting import since_3_11
 
 
@@ -307,6 +308,44 @@ def _after_another(item: Item) -> bool:
     if item.ended:
         item.ended.append(item)
     return item in item.ended
+
+
+def test_an_item_that_is_submitted_during_its_attempt_is_attempted_again() -> None:
+    """What it got may have come after the attempt, which another point of work must not end then."""
+    queue, ended, found = DeferredQueue(), list[Item](), list[list[int]]()
+    got = [1]
+
+    def take(item: Item) -> bool:
+        found.append(got[:])
+        got.clear()
+        if len(found) == 1:
+            got.append(2)
+            queue.submit(item)
+            other = threading.Thread(target=queue.work)
+            other.start()
+            other.join()
+        return True
+
+    queue.submit(Item(queue, ended, [take, take]))
+    queue.work()
+    assert found == [[1], [2]] and not got and not len(queue)
+
+
+def test_two_threads_end_the_item_of_one_owner() -> None:
+    """Neither fails."""
+
+    def make() -> tuple[DeferredQueue, Item]:
+        queue = DeferredQueue()
+        item = Item(queue, [], [])
+        queue.end_with(owner, item)
+        return queue, item
+
+    def disown(made: tuple[DeferredQueue, Item]) -> None:
+        made[0]._disown(made[1])
+
+    owner = Owner()
+    for queue, item in interleaved(disown, make, disown, disown):
+        assert not queue._owned and not hasattr(item, "_owner")
 
 
 def test_what_another_item_waits_for_ends_first() -> None:
