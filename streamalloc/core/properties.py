@@ -7,7 +7,9 @@ against the constraints that NVIDIA documents for the call that takes it, and co
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import operator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -112,8 +114,9 @@ _IN_WORDS = {int: "an integer", str: "a string"}
 
 def checked_type(name: str, value: object, kind: type[T]) -> T:
     """``value``, or a ``TypeError`` that names the argument unless it is of this type; a bool is no integer."""
-    if kind is int and not isinstance(value, int) and hasattr(value, "__index__"):
-        return value.__index__()  # type: ignore[no-any-return]
+    if kind is int and not isinstance(value, int):
+        with contextlib.suppress(TypeError):
+            return operator.index(value)  # type: ignore[arg-type, return-value]
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         wanted = _IN_WORDS.get(kind) or f"{'an' if kind.__name__[0] in 'AEIO' else 'a'} {kind.__name__}"
         raise TypeError(f"{name} must be {wanted}, not {type(value).__name__} ({value!r})")

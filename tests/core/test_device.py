@@ -86,7 +86,7 @@ class TestIdentity:
         device = sa.Device(np.int64(0))
         assert device == sa.Device(0) and type(device.ordinal) is int
 
-    @pytest.mark.parametrize("ordinal", [0.0, "0", None, True])
+    @pytest.mark.parametrize("ordinal", [0.0, "0", None, True, np.True_, np.zeros(2, int), int])
     def test_no_number(self, machine: Any, ordinal: Any) -> None:
         with pytest.raises(TypeError, match="ordinal"):
             sa.Device(ordinal)
