@@ -381,8 +381,14 @@ class Stream(Closes, Shown):
 
     def _end_unknown(self) -> None:
         """Close a stream that its library has closed: the end of its work is not known."""
-        self._closed_by_library = moment()
-        _latest_closed(self._session)[self.device.ordinal] = self
+        self._closed_by_library = now = moment()
+        latest = _latest_closed(self._session)
+        latest[now] = self
+        # Another thread may be here with a later one, which stays.
+        for moment_of_other in [*latest]:
+            other = latest.get(moment_of_other) if moment_of_other < now else None
+            if other is not None and other.device.ordinal == self.device.ordinal:
+                latest.pop(moment_of_other, None)
         if self._endings:  # They ask the stream for that end.
             note_unknown_end(self)
         self._end_use()
@@ -877,7 +883,7 @@ _closable: PerDriver[weakref.WeakSet[Stream]] = PerDriver(lambda _: weakref.Weak
 _awaited_ends: PerDriver[set[Stream]] = PerDriver(lambda _: set())
 """Streams that their library has closed, until the end of their work is known, if memory waits for that."""
 _latest_closed: PerDriver[dict[int, Stream]] = PerDriver(lambda _: {})
-"""The stream of each device that its library was found last to have closed, by ordinal."""
+"""The stream of each device that its library was found last to have closed, by the moment of that."""
 
 
 class _StreamEnd(Deferred):
@@ -1025,7 +1031,9 @@ def end_is_known(stream: Stream) -> bool:
 def unknown_ends(session: Session) -> list[Stream]:
     """Streams that their library has closed, until their end is known: for each device the latest one."""
     _find_closed(session)
-    return [stream for stream in [*_latest_closed(session).values()] if not end_is_known(stream)]
+    latest = _latest_closed(session)
+    streams = [latest.get(found) for found in [*latest]]
+    return [stream for stream in streams if stream is not None and not end_is_known(stream)]
 
 
 def note_unknown_end(stream: Stream) -> None:

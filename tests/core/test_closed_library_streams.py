@@ -18,6 +18,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
+from streamalloc.core import stream as stream_module
 from streamalloc.core.queued_work import QueuedWork
 from streamalloc.core.session import session_of
 from streamalloc.driver.bindings import cuda
@@ -508,6 +509,30 @@ def test_a_synchronization_between_the_close_and_ours(scene: Scene) -> None:
     scene.device.synchronize()
     for buffer in buffers:
         buffer.close()
+
+
+def test_a_later_close_that_another_thread_finds_meanwhile(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after a synchronisation, which makes the end of the first stream known."""
+    other = type(scene.theirs)(scene.device)
+    buffers = [scene.pool.allocate(MiB, theirs) for theirs in (scene.theirs, other)]
+    first, second = (buffer.stream for buffer in buffers)
+    scene.close()
+    session, begin = session_of(scene.device), stream_module.moment
+
+    def find_other() -> int:
+        monkeypatch.undo()
+        found = begin()
+        scene.device.synchronize()
+        other.close()
+        assert second.closed and len(stream_module.unknown_ends(session)) == 1
+        return found
+
+    monkeypatch.setattr(stream_module, "moment", find_other)
+    assert first.closed
+    assert [one._number for one in stream_module.unknown_ends(session)] == [second._number]
+    scene.device.synchronize()
+    assert not stream_module.unknown_ends(session)
+    buffers.clear()
 
 
 def test_recorded_work_waits_for_a_synchronization(scene: Scene) -> None:
