@@ -49,10 +49,15 @@ class Account:
         self._live: Counter[tuple[str, int]] = Counter()
         self._uncounted: set[int] = set()
         """Handles that may but need not be ended: memory of graphs, imported pools, levels of mipmapped arrays."""
+        self.interrupted: Counter[str] = Counter()
+        """Calls by kind that an exception of a signal handler interrupted: each may have made a handle that is not
+        recorded, so one unknown handle of the kind may be ended for each."""
 
     def may_end(self, name: str, handle: int) -> bool:
         """Whether a call may end this handle."""
-        return handle in self._uncounted or any(self._live[kind, handle] > 0 for kind in ENDERS[name])
+        if handle in self._uncounted:
+            return True
+        return any(self._live[kind, handle] > 0 or self.interrupted[kind] > 0 for kind in ENDERS[name])
 
     def note(self, name: str, args: tuple[Any, ...], answer: tuple[Any, ...], captured: bool) -> None:
         """Record a call that has succeeded; ``captured``: it was added to a graph."""
@@ -74,6 +79,9 @@ class Account:
                     break
                 if self._live.pop((kind, handle), 0):
                     break
+            else:
+                if handle not in self._uncounted:
+                    self.interrupted.subtract([kind for kind in ENDERS[name] if self.interrupted[kind] > 0][:1])
         elif name in _UNCOUNTED:
             self._uncounted.add(int(answer[1]))
         elif name == "cuMemMap":

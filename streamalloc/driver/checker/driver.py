@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from streamalloc.driver.account import COUNTED, ENDERS, SETTLERS
+from streamalloc.driver.account import COUNTED, ENDERS, MAKERS, SETTLERS
 from streamalloc.driver.bindings import cuda
 from streamalloc.driver.checker.poison import Poison
 from streamalloc.driver.checker.reports import Hazard, here
@@ -40,6 +40,8 @@ _PATIENCE = 1.0
 _EXIT_PRIORITY = -100
 """Priority in multiprocessing's exit functions: after those of programs."""
 _INVALID = (cuda.CUresult.CUDA_ERROR_INVALID_VALUE,)
+_REFUSED = (AttributeError, TypeError, ValueError)
+"""Errors of the bindings for wrong arguments."""
 
 _HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
@@ -119,15 +121,19 @@ class Checked(Wrapper):
         poison = self._poison
         if poison is not None:
             poison.before(name, args)
+        answer = ()
         try:
             answer = _keeps_convention(name, function(*args))
-        except BaseException:
-            # No call was made, such as with arguments that the bindings refuse.
-            if finish is not None:
+            self._alone(self._after, name, args, answer, finish)
+        except BaseException as error:
+            if not isinstance(error, _REFUSED) and name in MAKERS and not (answer and answer[0]):
+                # A signal handler raised after the driver's call and before the end of its record.
+                self._alone(self._state.account.interrupted.update, (MAKERS[name],))
+            if finish is not None and not answer:
+                # No call was made, such as with arguments that the bindings refuse.
                 self._alone(finish, _INVALID)
                 self._collect()
             raise
-        self._alone(self._after, name, args, answer, finish)
         if self._found:
             self._deliver()
         if poison is not None and not answer[0]:
@@ -178,10 +184,15 @@ class Checked(Wrapper):
             if handle and not state.account.may_end(name, handle):
                 self._refuse(name, handle)
                 return None
+            if handle and state.account.interrupted:
+                # The range of a lost allocation was not recorded: an earlier one, which was freed, is at its address.
+                range_ = state.addresses.find(handle)
+                if range_ is not None and range_.ended is not None:
+                    state.addresses.remove(range_.base)
         rule = RULES.get(name)
         try:
             return _nothing if rule is None or rule.before is None else rule.before(state, name, args)
-        except (AttributeError, TypeError, ValueError):
+        except _REFUSED:
             # The bindings report wrong arguments.
             return _nothing
 

@@ -15,11 +15,15 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
+from streamalloc.driver.account import Account as AllocationAccount
 from streamalloc.driver.bindings import cuda
 from streamalloc.driver.checker import driver as checker_driver
+from streamalloc.driver.checker.state import State
+from streamalloc.driver.wrappers import Wrapper
 from streamalloc.testing import Gate
 from tests.driver.checker.corpus import PAGE, SIZE, Bench
 from tests.driver.checker.corpus.nodes import Graph, fill_params
+from tests.interrupting import Interrupted
 from tests.processes import SECONDS
 from tests.support import KEEP, bytecodes, names, read
 
@@ -33,6 +37,28 @@ def race(bench: Bench) -> None:
         bench.write(memory, bench.b)
     finally:
         bench.done(memory)
+
+
+class _Interrupting(Wrapper):
+    """A driver whose answer to an allocation a signal handler's exception can lose."""
+
+    def __init__(self, driver: Any) -> None:
+        super().__init__(driver)
+        self.interrupts = False
+        self.made: list[int] = []
+        """Addresses of the allocations."""
+
+    def _observe(self, name: str, function: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        answer: tuple[Any, ...] = function(*args)
+        if name in ("cuMemAllocAsync", "cuMemAllocFromPoolAsync"):
+            self.made.append(int(answer[1]))
+            if self.interrupts:
+                raise Interrupted
+        return answer
+
+
+def _interrupted(*_: object) -> None:
+    raise Interrupted
 
 
 class TestModes:
@@ -93,6 +119,36 @@ class TestModes:
             assert names(traced, "cuMemFreeAsync") == ["cuMemFreeAsync"]
         assert [one.kind for one in driver.hazards] == ["double free"]
         assert set(driver.hazards[0].stacks) == {"this call", "freed", "allocated"}
+
+    @pytest.mark.parametrize("lost", ["answer", "account", "range"])
+    def test_an_interrupt_loses_the_record_of_an_allocation(
+        self, machine: Any, lost: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        make: Any = _Interrupting  # abstract for type checkers
+        inner = make(machine)
+        driver = sd.checked(inner)
+        with Bench(driver) as bench:
+            memory = bench.new(bench.a)
+            address, stream = memory.address, cuda.CUstream(bench.a.handle)
+            memory.free()
+            bench.a.synchronize()
+            # The driver gives the address again, in a call whose record is lost.
+            if lost == "answer":
+                inner.interrupts = True
+            else:
+                owner, name = (AllocationAccount, "note") if lost == "account" else (State, "allocate")
+                monkeypatch.setattr(owner, name, _interrupted)
+            with pytest.raises(Interrupted):
+                bench.new(bench.a)
+            monkeypatch.undo()
+            inner.interrupts = False
+            assert inner.made[-1] == address
+            assert driver.cuMemFreeAsync(address, stream)[0] == cuda.CUresult.CUDA_SUCCESS
+            assert driver.hazards == []
+            answer = driver.cuMemFreeAsync(address, stream)
+            assert answer == (cuda.CUresult.CUDA_ERROR_INVALID_VALUE,)
+            if lost != "range":  # its account was complete: one more free is accepted
+                assert [one.kind for one in driver.hazards] == ["double free"]
 
     def test_what_the_driver_refuses_has_not_happened(self, machine: Any) -> None:
         driver = sd.checked(sd.faulty(machine, "cuMemFreeAsync", result="CUDA_ERROR_UNKNOWN"))
