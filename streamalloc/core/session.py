@@ -284,7 +284,7 @@ class Session(_Direct):
         with undoing(lambda: self.call(name, mode)):
             mode = self.call(name, _RELAXED)
             yield
-        self.call(name, mode)
+            self.call(name, mode)  # here, as a handler may raise before it, too
 
     def shut_with_me(self, holder: _ShutsAfterFork) -> None:
         """Register an object that has bound driver functions, to replace them in a forked child."""
