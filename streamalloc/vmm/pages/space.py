@@ -460,14 +460,20 @@ class PageSpace(Memory, Closes):
 
     def _take_back(self, kept: Mapping[int, Kept], parking: Parking, stream: Stream) -> None:
         """Undo a swap whose contents could not be stored."""
+        if kept:
+            with self._places.locked():
+                self._forget_stored(kept, parking, stream)
+
+    def _forget_stored(self, kept: Mapping[int, Kept], parking: Parking, stream: Stream) -> dict[int, Kept]:
+        """Unpark the pages that are still stored, under the lock; return their contents."""
         places = self._places
-        with places.locked() if kept else contextlib.nullcontext():
-            mine = {place: one for place, one in kept.items() if places.stored.get(place) is one}
-            places.unpark(mine)
-            for place in mine:
-                del places.stored[place]
-            if len(mine) < len(kept):  # another thread has released the others
-                self._begin(parking.behind(Work.behind(stream)))
+        mine = {place: one for place, one in kept.items() if places.stored.get(place) is one}
+        places.unpark(mine)
+        for place in mine:
+            del places.stored[place]
+        if len(mine) < len(kept):  # another thread has released the others
+            self._begin(parking.behind(Work.behind(stream)))
+        return mine
 
     def swap_in(self, pages: Pages, stream: StreamLike | None = None, after: After = ()) -> int:
         """Commit pages that are swapped out, and copy their contents back; return how many.
@@ -521,12 +527,7 @@ class PageSpace(Memory, Closes):
                         with self._named(mine, indices):
                             stored.load(indices, self._addresses(mine), ordered)
             with places.locked():
-                moved = {place: one for place, one in kept.items() if places.stored.get(place) is one}
-                places.unpark(moved)
-                for place in moved:
-                    del places.stored[place]
-                if len(moved) < len(kept):  # another thread has released the others
-                    self._begin(parking.behind(Work.behind(ordered)))
+                moved = self._forget_stored(kept, parking, ordered)
         drop_contents(moved)
         self._physical.announce()
         return len(kept)
