@@ -70,7 +70,7 @@ moment: Callable[[], int] = itertools.count().__next__
 
 
 class _ThisThread(threading.local):
-    """What is known of the calling thread."""
+    """Values of the calling thread."""
 
     def __init__(self) -> None:
         self.number: int = moment()

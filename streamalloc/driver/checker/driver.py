@@ -381,7 +381,7 @@ class Checked(Wrapper):
         It runs at the end of the process as well and prints what it finds, unless hazards raise.
         """
         end = monotonic() + _PATIENCE
-        # What the program has dropped is released when its queued work is done.
+        # Dropped objects are released when their queued work is done.
         while any([settle() for settle in SETTLERS]) and monotonic() < end and self.leaks():
             sleep(0.002)
         self._alone(self._state.close)

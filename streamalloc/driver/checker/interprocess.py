@@ -79,7 +79,7 @@ class Interprocess:
         self.uses: dict[Range, list[_Use]] = {}
         """Uses since the export or import that others may have to wait for, by range."""
         self._unposted: list[tuple[Range, _Use]] = []
-        """Those of them that the present call has queued."""
+        """Uses that the present call has queued."""
         self.imported: dict[Range, bytes] = {}
         """Export data of each import."""
         self.events: dict[bytes, Event] = {}
