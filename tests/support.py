@@ -29,6 +29,7 @@ from streamalloc.driver.bindings import cuda
 from streamalloc.driver.internal import SETTLERS
 from streamalloc.driver.simulator import call_lock
 from streamalloc.driver.simulator import machine as simulated_machine
+from streamalloc.testing import Gate
 
 MiB = 1 << 20
 GROWTH = 32 * MiB  # the step in which a pool takes memory (tests/facts/test_pool_sizes.py)
@@ -54,6 +55,15 @@ def _bytes_of(memory: sa.Memory) -> sa.Memory:
 def holds(memory: sa.Memory, value: int) -> bool:
     """Whether every byte of some memory has this value."""
     return bool((read(memory) == value).all())
+
+
+def later_memory_is_whole(pool: sa.Allocator, nbytes: int, stream: sa.Stream, gate: Gate) -> bool:
+    """Whether work that the gate holds until now does not overwrite memory that is allocated and filled before."""
+    with pool.allocate(nbytes, stream) as again:
+        again.fill(2)
+        gate.open()
+        stream.device.synchronize()
+        return holds(again, 2)
 
 
 def pattern(nbytes: int, seed: int = 0) -> Bytes:

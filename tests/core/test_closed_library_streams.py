@@ -339,21 +339,26 @@ def test_a_trim_while_their_library_closes_the_stream(scene: Scene) -> None:
     scene.close()
 
 
+def free_under_work(cache: sa.CachingAllocator, theirs: Any, gate: Gate, held: Any) -> None:
+    """Free cached memory that work of their stream writes; the gate holds the stream, by this name of it."""
+    cache.allocate(MiB, theirs).free()
+    buffer = cache.allocate(MiB, theirs)
+    gate.hold(held)
+    buffer.fill(1)
+    buffer.free()
+
+
 @pytest.mark.parametrize("closes", [False, True])
 def test_cached_memory_when_their_object_dies(scene: Scene, closes: bool) -> None:
     """Its death ends the driver's stream as a close does: work of the stream may still write the memory."""
     cache = sa.CachingAllocator(scene.pool)
     theirs = type(scene.theirs)(scene.device)
     with Gate(scene.device) as gate:
-        cache.allocate(MiB, theirs).free()
-        buffer = cache.allocate(MiB, theirs)
-        gate.hold(theirs)
-        buffer.fill(1)
-        buffer.free()
+        free_under_work(cache, theirs, gate, theirs)
         raw = theirs.raw
         if closes:
             theirs.close()
-        del buffer, theirs
+        del theirs
         end_what_was_dropped()
         for other in written(scene, gate, scene.pool, 64):
             other.free()
@@ -398,12 +403,8 @@ def test_cached_memory_when_their_object_dies_with_work_under_way(
     theirs = kind(scene.device)
     raw = theirs.raw
     with Gate(scene.device) as gate:
-        cache.allocate(MiB, theirs).free()
-        buffer = cache.allocate(MiB, theirs)
-        gate.hold(raw)
-        buffer.fill(1)
-        buffer.free()
-        del buffer, theirs
+        free_under_work(cache, theirs, gate, raw)
+        del theirs
         end_what_was_dropped()
         for other in written(scene, gate, cache, 64):
             other.free()

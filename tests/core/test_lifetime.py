@@ -23,7 +23,7 @@ from streamalloc.core.internal import this_thread
 from streamalloc.driver.bindings import cuda
 from streamalloc.testing import Gate
 from tests.processes import forking
-from tests.support import MiB, end_what_was_dropped, executed, free_in_threads, holds, names
+from tests.support import MiB, end_what_was_dropped, executed, free_in_threads, holds, later_memory_is_whole, names
 
 Python = Callable[..., CompletedProcess[str]]
 
@@ -54,12 +54,7 @@ class TestGarbage:
             thread = threading.Thread(target=pool.statistics)
             thread.start()
             thread.join()
-            again = pool.allocate(MiB, other)
-            again.fill(2)
-            gate.open()
-            device.synchronize()
-            assert holds(again, 2)
-            again.free()
+            assert later_memory_is_whole(pool, MiB, other, gate)
             device.synchronize()
             assert pool.statistics().used == 0
 

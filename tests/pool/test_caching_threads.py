@@ -16,7 +16,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc.driver.bindings import cuda
 from streamalloc.testing import Gate
-from tests.support import MiB, executed, holds
+from tests.support import MiB, executed, holds, later_memory_is_whole
 
 SIZE = 4096
 Worker = Callable[[Callable[[], Any]], Any]
@@ -122,12 +122,7 @@ def test_blocks_of_another_thread_are_released_after_its_work(
                 cache.allocate(32 * MiB, own)
         assert pool.statistics().used == 0
         pool.attributes.reuse_allow_internal_dependencies = True
-        again = pool.allocate(SIZE, own)
-        again.fill(2)
-        gate.open()
-        device.synchronize()
-        assert holds(again, 2)
-        again.free()
+        assert later_memory_is_whole(pool, SIZE, own, gate)
         cache.close()
 
 
@@ -288,12 +283,7 @@ def test_a_pool_s_buffer_that_another_thread_drops(
         assert any(on_a_new_thread(drop) for _ in range(50))
     pool.statistics()
     with device.create_stream() as other:
-        again = pool.allocate(MiB, other)
-        again.fill(2)
-        gate.open()
-        device.synchronize()
-        assert holds(again, 2)
-        again.free()
+        assert later_memory_is_whole(pool, MiB, other, gate)
 
 
 def test_without_a_current_context(device: sa.Device, cache: sa.CachingAllocator, worker: Worker) -> None:

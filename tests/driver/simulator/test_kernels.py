@@ -249,6 +249,16 @@ def test_a_kernel_that_raises_loses_the_context(
     assert "in fail" in capfd.readouterr().err
 
 
+def check_failing_launch(raw: Any, name: str) -> None:
+    """Launch a kernel whose function raises: the context is lost."""
+    try:
+        ok(launch(raw, load(raw, name.encode()), None))
+        assert raw.cuCtxSynchronize() == (cuda.CUresult.CUDA_ERROR_LAUNCH_FAILED,)
+    finally:
+        testing.unregister_kernel(name)
+        raw.cuDevicePrimaryCtxReset(0)
+
+
 def test_a_kernel_that_waits(raw: Any, capfd: pytest.CaptureFixture[str]) -> None:
     context = ok(raw.cuCtxGetCurrent())
 
@@ -257,12 +267,7 @@ def test_a_kernel_that_waits(raw: Any, capfd: pytest.CaptureFixture[str]) -> Non
         ok(raw.cuCtxSetCurrent(context))
         raw.cuCtxSynchronize()
 
-    try:
-        ok(launch(raw, load(raw, b"waits"), None))
-        assert raw.cuCtxSynchronize() == (cuda.CUresult.CUDA_ERROR_LAUNCH_FAILED,)
-    finally:
-        testing.unregister_kernel("waits")
-        raw.cuDevicePrimaryCtxReset(0)
+    check_failing_launch(raw, "waits")
     assert "DeadlockError: a kernel waits for work" in capfd.readouterr().err
 
 
@@ -271,12 +276,7 @@ def test_a_kernel_that_raises_where_nothing_can_be_printed(raw: Any, monkeypatch
     closed.close()
     monkeypatch.setattr(sys, "stderr", closed)
     testing.kernel("fails", types=[])(lambda: 1 / 0)
-    try:
-        ok(launch(raw, load(raw, b"fails"), None))
-        assert raw.cuCtxSynchronize() == (cuda.CUresult.CUDA_ERROR_LAUNCH_FAILED,)
-    finally:
-        testing.unregister_kernel("fails")
-        raw.cuDevicePrimaryCtxReset(0)
+    check_failing_launch(raw, "fails")
 
 
 def test_a_view_is_what_was_declared(raw: Any) -> None:
