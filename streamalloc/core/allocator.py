@@ -12,14 +12,16 @@ from typing import Any, TypeVar
 
 from streamalloc.core.allocation_hooks import Watcher, bare, holders, watch, watching_of
 from streamalloc.core.buffer import Buffer, GraphBuffer, PlainBuffer
+from streamalloc.core.closed_streams import await_device, await_unknown_ends
 from streamalloc.core.deferred import work
 from streamalloc.core.device import Device
 from streamalloc.core.errors import CudaError, error_from
 from streamalloc.core.library_streams import kept_stream
+from streamalloc.core.per_thread_streams import of_this_thread
 from streamalloc.core.properties import MemLocation, MemLocationType, checked_size
 from streamalloc.core.resource import Unique
 from streamalloc.core.session import Session, refuse_after_fork
-from streamalloc.core.stream import NOT_CAPTURED, Stream, StreamLike, await_device, await_unknown_ends, of_this_thread
+from streamalloc.core.stream import NOT_CAPTURED, Stream, StreamLike
 from streamalloc.core.stream_resolution import as_stream
 from streamalloc.driver.internal import cuda
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
+from streamalloc.core.closed_streams import synchronizing
 from streamalloc.core.deferred import OFTEN, work
 from streamalloc.core.event import Event
 from streamalloc.core.properties import MemLocation, MemLocationType, bindings_member, checked_type
 from streamalloc.core.session import Session
-from streamalloc.core.stream import Stream, synchronizing
+from streamalloc.core.stream import Stream
 from streamalloc.core.stream_resolution import default_stream
 from streamalloc.driver import default as default_driver
 from streamalloc.driver.internal import check_name, cuda, enum_member
