@@ -64,17 +64,17 @@ class QueuedWork:
 
     def _record(self) -> None:
         for stream in tuple(self._streams):
-            event = None
-            # Closed or destroyed meanwhile: the end of a stream that was made here is kept.
-            with contextlib.suppress(ClosedError, InvalidContextError, InvalidHandleError):
-                try:
-                    event = _record_after(stream, self._given)
-                except CaptureError:
-                    continue
+            try:
+                event = _record_after(stream, self._given)
                 if event is None:
                     continue
-            if not (event or end_is_known(stream)):
+            except CaptureError:
                 continue
+            except (ClosedError, InvalidContextError, InvalidHandleError):
+                # Closed or destroyed meanwhile: the end of a stream that was made here is kept.
+                if not end_is_known(stream):
+                    continue
+                event = None
             self._events += (event,) if event else stream._last
             self._streams.remove(stream)
 
@@ -104,7 +104,8 @@ class QueuedWork:
         NotReadyError
             The library of one of the streams has closed it.
         """
-        for first in self._streams[:1]:
+        if self._streams:
+            first = self._streams[0]
             _refuse_unknown_end(first, "cuStreamWaitEvent")
             raise refused(CaptureError, "cuStreamWaitEvent", f"{first!r} is being captured")
         for event in self._events:

@@ -152,21 +152,15 @@ class Stream(Closes, Shown):
         self._in_use = threading.RLock()
         """Held by who closes the stream or begins to capture it, and by what uses it on other threads than its owner's.
         """
-        # Fast paths, see streamalloc.core.session.
-        self._handle: Any = None
-        """``CUstream``: calls that queue work may go straight to the driver; else None."""
+        self._forbid_direct()
         self._asks: Callable[[], Any] = int
         """Question before a call goes straight to the driver, where there is one: ``cuCtxGetCurrent`` for a default
         stream, that of ``open_check`` for a stream that its library may close.
         """
-        self._answer: Any = None
-        """Answer to it with which the call may go; None while no call may."""
         self._closed_by_library: int | None = None
         """The :func:`moment` at which its library was found to have closed it: when its work ends is not known."""
         # Question and answer while its library has it open; None for streams that nobody else closes.
         self.open_check: tuple[Callable[[], Any], Any] | None = None
-        self._direct: Session | None = None
-        """Session: allocations may go straight to the driver without a question; else None."""
         self._threads: Threads | None = None
         """For the per-thread default stream, and those that stand for one of its threads."""
         self._thread = 0
@@ -176,8 +170,6 @@ class Stream(Closes, Shown):
         self._dropping: list[None] = []
         """An entry for each finaliser that frees memory on the stream now, for :meth:`close`."""
         self._raw = raw
-        self.free_lists: Mapping[object, Any] = _NO_LISTS
-        """Free lists of caches by their keys, for the fast paths of caches; empty if those may not be used."""
         self._endings: list[Deferred] = []
         """Items that end before the stream is closed."""
         self._before_work: list[Deferred] = []
@@ -257,13 +249,17 @@ class Stream(Closes, Shown):
             self._direct = self._session
 
     def _forbid_direct(self) -> None:
-        self._handle = None
-        self._answer = None
-        self._direct = None
-        self.free_lists = _NO_LISTS
+        """Have every call take its slow path; :mod:`streamalloc.core.session` describes the slots."""
+        self._handle: Any = None
+        """``CUstream``: calls that queue work may go straight to the driver; else None."""
+        self._answer: Any = None
+        """Answer to ``_asks`` with which a call may go straight to the driver; None while no call may."""
+        self._direct: Session | None = None
+        """Session: allocations may go straight to the driver without a question; else None."""
+        self.free_lists: Mapping[object, Any] = _NO_LISTS
+        """Free lists of caches by their keys, for the fast paths of caches; empty if those may not be used."""
 
-    def _shut_after_fork(self) -> None:
-        self._forbid_direct()
+    _shut_after_fork = _forbid_direct
 
     def _asked_handle(self) -> Any | None:
         """``CUstream`` of a stream without ``_handle`` if a call may go straight to the driver now.
@@ -440,11 +436,11 @@ class Stream(Closes, Shown):
         """The device's context made current, where the handle means nothing without one."""
         return self.device.current() if self._kind is _DEFAULT else contextlib.nullcontext()
 
-    def _call(self, name: str, *args: Any, hint: str = "") -> Any:
+    def _call(self, name: str, *args: Any) -> Any:
         """A driver call whose first argument is this stream."""
         raw = self._checked_raw()
         with self._context():
-            return self._session.call(name, raw, *args, hint=hint)
+            return self._session.call(name, raw, *args)
 
     def record(self, event: Event | None = None, *, timing: bool = False) -> Event:
         """Record an event after the work queued so far, and return it (``cuEventRecord``).
@@ -611,9 +607,6 @@ class Stream(Closes, Shown):
             handle = self._asked_handle()
         if handle is not None:
             return is_done(self._session.cuStreamQuery(handle)[0], "cuStreamQuery")
-        return self._query_slowly()
-
-    def _query_slowly(self) -> bool:
         try:
             self._call("cuStreamQuery")
         except NotReadyError:
@@ -693,15 +686,19 @@ class Stream(Closes, Shown):
         if here and self._endings:
             with contextlib.suppress(CudaError), self._session.relaxed():
                 if not self.capturing:
-                    last = Event(self.device)
-                    with self._context():
-                        self._session.call("cuEventRecord", last._raw, self._raw)
-                    self._last.append(last)
-                    defer_end(self._session, last)
+                    self._record_end(self._raw)
         if self._endings and not self._last:
             self._end_unknown()
         else:
             self._end_use()
+
+    def _record_end(self, raw: Any) -> None:
+        """Record an event after all work of a stream that ends, for what has to come after it."""
+        last = Event(self.device)
+        with self._context():
+            self._session.call("cuEventRecord", last._raw, raw)
+        self._last.append(last)
+        defer_end(self._session, last)
 
     def _end_use(self) -> None:
         """Close a stream that other code made. A finaliser may be the caller."""
@@ -730,10 +727,7 @@ class Stream(Closes, Shown):
             if self._capture is None:
                 with contextlib.suppress(CudaError), self._session.relaxed():
                     if self._endings or self._session.driver.cuStreamQuery(raw)[0]:
-                        last = Event(self.device)
-                        self._session.call("cuEventRecord", last._raw, raw)
-                        self._last.append(last)
-                        defer_end(self._session, last)
+                        self._record_end(raw)
             self._closed = True
             self._forbid_direct()
             self._spare.end(self._session)
@@ -754,10 +748,11 @@ class Stream(Closes, Shown):
     def __repr__(self) -> str:
         if getattr(self, "_raw", None) is None:
             return "<Stream that could not be made>"
-        kind = {0: "legacy default", LEGACY: "legacy default", PER_THREAD: "per-thread default"}.get(int(self._raw))
+        number = int(self._raw)
+        kind = {0: "legacy default", LEGACY: "legacy default", PER_THREAD: "per-thread default"}.get(number)
         name = f" {self.name!r}" if self.name else ""
         state = " closed" if self._closed else " capturing" if self._capture else ""
-        return f"<Stream{name} {kind or hex(int(self._raw))} of device {self.device.ordinal}{state}>"
+        return f"<Stream{name} {kind or hex(number)} of device {self.device.ordinal}{state}>"
 
 
 class Threads(threading.local):
@@ -787,9 +782,9 @@ def raw_handle(stream: Stream) -> Any:
     return stream._checked_raw()
 
 
-def stream_call(stream: Stream, name: str, *args: Any, hint: str = "") -> Any:
+def stream_call(stream: Stream, name: str, *args: Any) -> Any:
     """A driver call whose first argument is the stream."""
-    return stream._call(name, *args, hint=hint)
+    return stream._call(name, *args)
 
 
 def is_borrowed(stream: Stream) -> bool:
