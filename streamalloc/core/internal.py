@@ -6,7 +6,7 @@ The modules of its vocabulary (errors, html, properties, resource, session) are 
 from __future__ import annotations
 
 from streamalloc.core.allocation_hooks import Watcher, besides, holders, look, notify_freed, watching_of
-from streamalloc.core.allocator import Allocator, allocate_safely, read_or_none
+from streamalloc.core.allocator import Allocator, read_or_none
 from streamalloc.core.array_interfaces import check_dense, cuda_array
 from streamalloc.core.buffer import (
     Buffer,
