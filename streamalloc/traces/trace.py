@@ -154,9 +154,8 @@ class Rules:
         action, number, nbytes, *_ = event
         if action not in ("allocate", "free"):
             raise ValueError(f"action {action!r}: allowed are 'allocate' and 'free'")
-        for value in event[1:]:
+        for name, value in zip(event._fields[1:], event[1:], strict=True):
             if type(value) is not int or not 0 <= value <= _MOST:
-                name = event._fields[1 + [value is one for one in event[1:]].index(True)]
                 raise ValueError(f"{name}={value!r}: it has to be an integer from 0 to 2**63 - 1")
         if action == "allocate":
             if number in self._seen:
