@@ -31,7 +31,7 @@ def end_is_known(stream: Stream) -> bool:
     If the library has closed its stream, only a synchronisation of the device (:meth:`Device.synchronize`) shows that
     the work is done.
     """
-    closed = stream._closed_by_library
+    closed = stream._closed_at
     return closed is None or _synchronized(stream._session).get(stream.device.ordinal, -1) > closed
 
 
@@ -43,7 +43,7 @@ def unknown_ends(session: Session) -> list[Stream]:
     return [stream for stream in streams if stream is not None and not end_is_known(stream)]
 
 
-def note_unknown_end(stream: Stream) -> None:
+def record_unknown_end(stream: Stream) -> None:
     """Record that memory waits for the end of a stream that its library has closed."""
     awaited_ends(stream._session).add(stream)
 
@@ -62,7 +62,7 @@ def watching_for_destruction(stream: Stream) -> Iterator[None]:
     except (InvalidContextError, InvalidHandleError) as error:
         if stream._kind is not Kind.BORROWED:
             raise
-        stream._end_unknown()
+        stream._close_by_library()
         why = f"its owner has destroyed {stream!r}, and its work may not be done: synchronise the device first"
         raise refused(NotReadyError, error.call, why) from None
 

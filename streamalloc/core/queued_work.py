@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from streamalloc.core.closed_streams import end_is_known, note_unknown_end, unknown_ends
+from streamalloc.core.closed_streams import end_is_known, record_unknown_end, unknown_ends
 from streamalloc.core.deferred import Deferred, deferred_queue, members
 from streamalloc.core.errors import (
     CaptureError,
@@ -199,7 +199,7 @@ def ordered_after(stream: Stream) -> Iterator[Stream]:
 
 def _refuse_unknown_end(stream: Stream, call: str) -> None:
     if not end_is_known(stream):
-        note_unknown_end(stream)
+        record_unknown_end(stream)
         why = f"the library of {stream!r} has closed it, and its work may not be done: synchronise the device first"
         raise refused(NotReadyError, call, why)
 

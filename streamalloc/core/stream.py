@@ -100,7 +100,7 @@ class Stream(Closes, Shown):
         "_before_work",
         "_capture",
         "_closed",
-        "_closed_by_library",
+        "_closed_at",
         "_direct",
         "_dropping",
         "_endings",
@@ -157,7 +157,7 @@ class Stream(Closes, Shown):
         """Question before a call goes straight to the driver, where there is one: ``cuCtxGetCurrent`` for a default
         stream, that of ``open_check`` for a stream that its library may close.
         """
-        self._closed_by_library: int | None = None
+        self._closed_at: int | None = None
         """The :func:`moment` at which its library was found to have closed it: when its work ends is not known."""
         # Question and answer while its library has it open; None for streams that nobody else closes.
         self.open_check: tuple[Callable[[], Any], Any] | None = None
@@ -293,7 +293,7 @@ class Stream(Closes, Shown):
         """Close a kept stream whose library's object has died; ``destroyed``: and with it the driver's stream."""
         if self._session.usable:
             if not self._closed and (destroyed or self.open_check is not None or self._endings):
-                self._end_unknown()
+                self._close_by_library()
             self.close()
 
     def _replaced(self) -> None:
@@ -312,10 +312,10 @@ class Stream(Closes, Shown):
     def _of_library(self, owner: object) -> Stream:
         """This stream of a library as one that keeps the library's object."""
         stream = Stream.of_handle(self.device, self._number, owner)
-        stream._may_be_closed(open_check(owner, self._number, weak=False))
+        stream._ask_before_use(open_check(owner, self._number, weak=False))
         return stream
 
-    def _may_be_closed(self, check: tuple[Callable[[], Any], Any] | None) -> None:
+    def _ask_before_use(self, check: tuple[Callable[[], Any], Any] | None) -> None:
         """Ask before each use whether the library has closed the stream."""
         if check is not None and not self.is_default:
             self._forbid_direct()
@@ -357,12 +357,12 @@ class Stream(Closes, Shown):
             except Exception:
                 is_open = False
             if not is_open:
-                self._end_unknown()
+                self._close_by_library()
         return self._closed
 
-    def _end_unknown(self) -> None:
+    def _close_by_library(self) -> None:
         """Close a stream that its library has closed: the end of its work is not known."""
-        self._closed_by_library = now = moment()
+        self._closed_at = now = moment()
         latest = latest_closed(self._session)
         latest[now] = self
         # Another thread may be here with a later one, which stays.
@@ -688,7 +688,7 @@ class Stream(Closes, Shown):
                 if not self.capturing:
                     self._record_end(self._raw)
         if self._endings and not self._last:
-            self._end_unknown()
+            self._close_by_library()
         else:
             self._end_use()
 
