@@ -138,10 +138,9 @@ def look(watchers: tuple[Watcher, ...]) -> None:
         watcher.look()
 
 
-def tap_of(allocator: Watched) -> Tap | None:
-    """The replacements that an allocator has bound; None if it has no watchers."""
-    # A closed pool has bound another function for allocations.
-    tap = getattr(allocator._free, "__self__", None)
+def tap_of(function: Any) -> Tap | None:
+    """The tap whose method a function is that an allocator has bound; None if the allocator has no watchers."""
+    tap = getattr(function, "__self__", None)
     return tap if type(tap) is Tap else None
 
 
@@ -150,14 +149,13 @@ def besides(function: Any, watchers: tuple[Watcher, ...]) -> Any:
 
     An allocator over another one notifies the watchers of both itself, so that they record one allocation, not two.
     """
-    tap = getattr(function, "__self__", None)
-    return functools.partial(function, besides=watchers) if watchers and type(tap) is Tap else function
+    return functools.partial(function, besides=watchers) if watchers and tap_of(function) else function
 
 
 def bare(alloc: Any) -> Any:
     """The driver's own function for allocations: for memory that belongs to graphs."""
-    tap = getattr(alloc, "__self__", None)
-    return tap.functions[0] if type(tap) is Tap else alloc
+    tap = tap_of(alloc)
+    return alloc if tap is None else tap.functions[0]
 
 
 class Watching:
@@ -227,7 +225,7 @@ def notify_freed(session: Session, address: int, stream: Any) -> Iterator[None]:
 
 def watch(allocator: Watched, watchers: tuple[Watcher, ...]) -> None:
     """Notify these of each call of an allocator's functions; with none, restore the driver's own functions."""
-    tap = tap_of(allocator)
+    tap = tap_of(allocator._free)  # a closed pool has bound another function for allocations
     if tap is None:
         if watchers and not allocator._session.forked:
             tap = Tap(allocator, allocator._alloc, allocator._free)
@@ -237,8 +235,7 @@ def watch(allocator: Watched, watchers: tuple[Watcher, ...]) -> None:
     tap.watchers = watchers
     if not watchers:
         alloc, free = tap.functions
-        mine = getattr(allocator._alloc, "__self__", None) is tap
         # The replacements of a closed pool and of a forked child stay.
-        allocator._free = free
-        if mine:
+        if tap_of(allocator._alloc) is tap:
             allocator._alloc = alloc
+        allocator._free = free

@@ -12,14 +12,16 @@ from typing import Any, TypeVar
 
 from streamalloc.core.allocation_hooks import Watcher, bare, holders, watch, watching_of
 from streamalloc.core.buffer import Buffer, GraphBuffer, PlainBuffer
+from streamalloc.core.closed_streams import await_device, await_unknown_ends
 from streamalloc.core.deferred import work
 from streamalloc.core.device import Device
 from streamalloc.core.errors import CudaError, error_from
 from streamalloc.core.library_streams import kept_stream
+from streamalloc.core.per_thread_streams import of_this_thread
 from streamalloc.core.properties import MemLocation, MemLocationType, checked_size
 from streamalloc.core.resource import Unique
 from streamalloc.core.session import Session, refuse_after_fork
-from streamalloc.core.stream import NOT_CAPTURED, Stream, StreamLike, await_device, await_unknown_ends, of_this_thread
+from streamalloc.core.stream import NOT_CAPTURED, Stream, StreamLike
 from streamalloc.core.stream_resolution import as_stream
 from streamalloc.driver.internal import cuda
 
@@ -51,11 +53,11 @@ class Allocator(Unique):
     def _bind(self, session: Session, alloc: Any, raw: Any) -> None:
         """Bind the two functions of the fast path. ``alloc`` takes size, ``raw`` and the stream's handle.
 
-        ``location`` and the state of ``_is_managed`` are set before.
+        ``location`` and the state of ``managed`` are set before.
         """
         self._session = session
         location = self.location
-        pinned_there = location.type is MemLocationType.DEVICE and location.seen and not self._is_managed()
+        pinned_there = location.type is MemLocationType.DEVICE and location.seen and not self.managed
         self._home = location.id if pinned_there else None
         self._alloc = alloc
         self._free = session.driver.cuMemFreeAsync
@@ -166,10 +168,7 @@ class Allocator(Unique):
         raw = stream._checked_raw()
         alloc = self._alloc if type(buffer) is PlainBuffer else bare(self._alloc)
         with stream._context():
-            # Python runs no signal handler between the call of a C function in map() and the first line of the loop.
-            for answer in map(alloc, (buffer._nbytes,), (self._raw,), (raw,)):
-                result, buffer._ptr = answer
-                break
+            result, buffer._ptr = alloc(buffer._nbytes, self._raw, raw)
         return result
 
     def _recover(self, result: Any, buffer: Buffer) -> None:
@@ -240,20 +239,13 @@ class Allocator(Unique):
         """Whether a device may use the memory."""
         raise NotImplementedError
 
-    def _is_managed(self) -> bool:
+    @property
+    def managed(self) -> bool:
         """Whether the memory migrates between devices and host."""
         return False
 
     def _shut_after_fork(self) -> None:
         self._alloc = self._free = refuse_after_fork
-
-
-def allocate_safely(allocator: Allocator, nbytes: int, stream: Stream) -> Buffer:
-    """Memory as :meth:`Allocator.allocate` gives it, which no exception of a signal handler loses.
-
-    The fast path does not do that, see there; memory whose size makes the call's own time count for nothing needs it.
-    """
-    return allocator._allocate_slowly(nbytes, stream)
 
 
 def read_or_none(ask: Callable[[], T]) -> T | None:

@@ -49,11 +49,15 @@ class Exportable(MemoryBase):
         ValueError
             The host cannot reach the memory, or ``dtype`` and ``shape`` do not fit its size.
         """
+        flat = self._on_host(ValueError).view(dtype)
+        return flat if shape is None else flat.reshape(shape)
+
+    def _on_host(self, refusal: type[Exception]) -> npt.NDArray[np.uint8]:
+        """The bytes as an array of the host; raises ``refusal`` where the host cannot reach them."""
         self._check_usable()
         if not self.host_accessible:
-            raise ValueError(f"{self!r} is in device memory, which the host cannot reach: copy it with copy_to")
-        flat = np.asarray(_Interface(self)).view(dtype)
-        return flat if shape is None else flat.reshape(shape)
+            raise refusal(f"{self!r} is in device memory, which the host cannot reach: copy it with copy_to")
+        return np.asarray(_Interface(self))
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[Any]:
         """The memory itself as a numpy array, as :meth:`as_array`, also of types that array interfaces cannot name."""
@@ -69,10 +73,7 @@ class Exportable(MemoryBase):
         BufferError
             The host cannot reach the memory, or may only read it and a writable buffer was asked for.
         """
-        self._check_usable()
-        if not self.host_accessible:
-            raise BufferError(f"{self!r} is in device memory, which the host cannot reach: copy it with copy_to")
-        view: memoryview = np.asarray(_Interface(self)).data
+        view: memoryview = self._on_host(BufferError).data
         if flags & _WRITABLE and view.readonly:
             raise BufferError(f"{self!r} is read-only to the host")
         return view

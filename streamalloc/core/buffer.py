@@ -133,7 +133,7 @@ class Buffer(Memory, Closes):
     @property
     def managed(self) -> bool:
         """Whether the memory is of a managed pool, whose memory the driver migrates between devices and host."""
-        return self._allocator._is_managed()
+        return self._allocator.managed
 
     @property
     def device_accessible(self) -> bool:

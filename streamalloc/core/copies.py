@@ -171,7 +171,10 @@ class CopySide:
             return side
         interface = getattr(other, "__cuda_array_interface__", None)
         if interface is not None:
-            return cls._of_interface(other, interface, name, writable)
+            found = cuda_array(interface, name)
+            if writable and found.read_only:
+                raise ValueError(f"{name} is read-only")
+            return cls(found.address, found.nbytes, None, other, found.stream)
         try:
             array = other if isinstance(other, np.ndarray) else np.asarray(memoryview(other))  # type: ignore[arg-type]
         except TypeError as error:
@@ -184,13 +187,6 @@ class CopySide:
         if writable and not array.flags.writeable:
             raise ValueError(f"{name} is read-only")
         return cls(array.ctypes.data, array.nbytes, None, array)
-
-    @classmethod
-    def _of_interface(cls, other: object, interface: dict[str, Any], name: str, writable: bool) -> Self:
-        array = cuda_array(interface, name)
-        if writable and array.read_only:
-            raise ValueError(f"{name} is read-only")
-        return cls(array.address, array.nbytes, None, other, array.stream)
 
 
 def _copied(ours: MemoryBase, other: Any, stream: StreamLike | None, writing: bool) -> bool:

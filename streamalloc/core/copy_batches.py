@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Literal, get_args
 
 from streamalloc.core.copies import CopySide, queue_batch
@@ -109,17 +110,14 @@ def copy_batch(
     if ordered.capturing:
         raise refused(CaptureError, _CALL, "the stream is being captured, where copy_to makes a node of the graph")
     pairs = [_pair(number, session, *ends) for number, ends in enumerate(zip(dsts, srcs, strict=True))]
-    runs: list[int] = []
     filled = [(pair, option) for pair, option in zip(pairs, wanted, strict=True) if pair[0].nbytes]
-    for number, (_, option) in enumerate(filled):
-        if not number or option != filled[number - 1][1]:
-            runs.append(number)
     if not filled:
         return
+    changes = groupby(range(len(filled)), lambda number: filled[number][1])
+    runs, attributes = zip(*((next(numbers), option._to_driver(session)) for option, numbers in changes), strict=True)
     for (target, source), _ in filled:
         for side in (target, source):
             side.ordered_before(ordered)
-    attributes = [filled[number][1]._to_driver(session) for number in runs]
     targets, sources = ([pair[side].address for pair, _ in filled] for side in (0, 1))
     sizes = [target.nbytes for (target, _), _ in filled]
     with ordered.device.current():

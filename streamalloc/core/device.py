@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
+from streamalloc.core.closed_streams import synchronizing
 from streamalloc.core.deferred import OFTEN, work
 from streamalloc.core.event import Event
+from streamalloc.core.html import escape, gauge
 from streamalloc.core.properties import MemLocation, MemLocationType, bindings_member, checked_type
 from streamalloc.core.session import Session
-from streamalloc.core.stream import Stream, synchronizing
+from streamalloc.core.stream import Stream
 from streamalloc.core.stream_resolution import default_stream
 from streamalloc.driver import default as default_driver
 from streamalloc.driver.internal import check_name, cuda, enum_member
@@ -235,13 +237,9 @@ class Device:
 
     def _repr_html_(self) -> str:
         free, total = self.memory_info()
-        used = 100 * (total - free) / total
-        return (
-            f"<b>{self.name}</b> (device {self.ordinal}, compute capability "
-            f"{'.'.join(map(str, self.compute_capability))})<br>"
-            f"<progress max='100' value='{used:.1f}'></progress> "
-            f"{(total - free) / 2**30:.1f} of {total / 2**30:.1f} GiB in use"
-        )
+        capability = ".".join(map(str, self.compute_capability))
+        about = f"<b>{escape(self.name)}</b> (device {self.ordinal}, compute capability {capability})"
+        return f"{about}<br>{gauge(total - free, total)} in use"
 
 
 FABRIC_NEEDS = "fabric handles need a device that offers them and an IMEX channel: see `python -m streamalloc info`"

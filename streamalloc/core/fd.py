@@ -72,11 +72,8 @@ class Fd(Closes):
             os.close(number)
 
     def __del__(self) -> None:
-        # Unset in an object whose making has raised.
-        number = getattr(self, "_number", -1)
-        if number >= 0:
-            self._number = -1
-            os.close(number)
+        if hasattr(self, "_number"):  # unset in an object whose making has raised
+            self.close()
 
     def __repr__(self) -> str:
         number = getattr(self, "_number", -1)

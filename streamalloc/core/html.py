@@ -102,12 +102,16 @@ class Shown:
         """The rows of the card; a closed object may raise instead."""
         return iter(())
 
-    def _repr_html_(self) -> str:
+    def _card(self) -> list[Row]:
+        """The rows of the card; none for a closed, freed, evicted or half made object."""
         try:
-            rows = list(self._about())
-        except Exception:  # closed, freed, evicted, or half made
-            return code(repr(self))
-        return f"<b>{escape(type(self).__name__)}</b>{table((), rows)}"
+            return list(self._about())
+        except Exception:
+            return []
+
+    def _repr_html_(self) -> str:
+        rows = self._card()
+        return f"<b>{escape(type(self).__name__)}</b>{table((), rows)}" if rows else code(repr(self))
 
     def __rich__(self) -> Any:
         """The card in a terminal, for ``rich.print``."""
@@ -115,12 +119,8 @@ class Shown:
         from html import unescape
         from importlib import import_module
 
-        try:
-            rows = list(self._about())
-        except Exception:
-            rows = []
         made = import_module("rich.table").Table(title=type(self).__name__, show_header=False, title_justify="left")
-        for name, value in rows or [("", repr(self))]:
+        for name, value in self._card() or [("", repr(self))]:
             text = unescape(re.sub("<[^>]*>", " ", value)) if isinstance(value, Html) else str(value)
             if text.strip():
                 made.add_row(name, import_module("rich.text").Text(" ".join(text.split())))

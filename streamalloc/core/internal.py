@@ -6,7 +6,7 @@ The modules of its vocabulary (errors, html, properties, resource, session) are 
 from __future__ import annotations
 
 from streamalloc.core.allocation_hooks import Watcher, besides, holders, look, notify_freed, watching_of
-from streamalloc.core.allocator import Allocator, allocate_safely, read_or_none
+from streamalloc.core.allocator import Allocator, read_or_none
 from streamalloc.core.array_interfaces import check_dense, cuda_array
 from streamalloc.core.buffer import (
     Buffer,
@@ -24,6 +24,7 @@ from streamalloc.core.buffer import (
     take_pointer,
 )
 from streamalloc.core.capabilities import address_space_limit, imex_channels, missing_for
+from streamalloc.core.closed_streams import await_device, await_unknown_ends, synchronizing, watching_for_destruction
 from streamalloc.core.copies import CopySide, copy_bytes, queue_batch
 from streamalloc.core.deferred import Deferred, DeferredQueue, HandleEnd, deferred_queue, members, queues, work
 from streamalloc.core.device import FABRIC_NEEDS, Device, check_device, check_location, location_of, session_for
@@ -33,6 +34,14 @@ from streamalloc.core.fd import Fd
 from streamalloc.core.graph import Graph
 from streamalloc.core.library_streams import kept_stream
 from streamalloc.core.memory import BufferView, Memory, TypedView, check_usable, viewed
+from streamalloc.core.per_thread_streams import (
+    forbid_lists,
+    give_lists,
+    leave_stream,
+    of_this_thread,
+    this_thread,
+    thread_of,
+)
 from streamalloc.core.queued_work import (
     QueuedWork,
     may_queue,
@@ -49,27 +58,17 @@ from streamalloc.core.stream import (
     Stream,
     StreamLike,
     Threads,
-    await_device,
-    await_unknown_ends,
     end_of,
     end_with_stream,
-    forbid_lists,
-    give_lists,
     is_borrowed,
     keeps_alive,
-    leave_stream,
     moment,
     name_of_stream,
-    of_this_thread,
     raw_handle,
     refuse_capture,
     sees_all_work,
     spare_events,
     spares_of,
     stream_call,
-    synchronizing,
-    this_thread,
-    thread_of,
-    watching_for_destruction,
 )
 from streamalloc.core.stream_resolution import as_stream, direct_handle, direct_view

@@ -226,7 +226,7 @@ def keep_stream(stream: Any, number: int, found: Any, session: Session) -> None:
     _, streams, _ = session.library_streams.setdefault(kind, (read, {}, lasting))
     if not found.is_default:
         found._weak_owner = owner
-        found._may_be_closed(open_check(stream, number, weak=True))
+        found._ask_before_use(open_check(stream, number, weak=True))
     if lasting is not None and streams.setdefault(named, found) is not found:
         return
     before = streams.get(key, NO_STREAM)[0]

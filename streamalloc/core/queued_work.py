@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from streamalloc.core.closed_streams import end_is_known, record_unknown_end, unknown_ends
 from streamalloc.core.deferred import Deferred, deferred_queue, members
 from streamalloc.core.errors import (
     CaptureError,
@@ -18,19 +19,8 @@ from streamalloc.core.errors import (
 )
 from streamalloc.core.library_streams import names_handle, owned_streams
 from streamalloc.core.session import PerDriver, Session
-from streamalloc.core.stream import (
-    LEGACY,
-    PER_THREAD,
-    Kind,
-    Stream,
-    _ended,
-    _made_here,
-    _passed,
-    end_is_known,
-    moment,
-    note_unknown_end,
-    unknown_ends,
-)
+from streamalloc.core.stream import LEGACY, PER_THREAD, Kind, Stream, created_streams, moment
+from streamalloc.core.stream_ends import has_passed, pending_ends
 from streamalloc.core.stream_resolution import _default_streams, default_stream
 
 if TYPE_CHECKING:
@@ -60,7 +50,7 @@ class QueuedWork:
         self._given = bool(streams)
         self.began = moment()
         known = streams or (
-            *members(_made_here(session)),
+            *members(created_streams(session)),
             *_default_streams(session).values(),
             *owned_streams(session),
             *unknown_ends(session),
@@ -68,23 +58,23 @@ class QueuedWork:
         self._streams = [stream for stream in dict.fromkeys(known) if stream not in without]
         """Streams that are not recorded yet."""
         # After the streams: one that is dropped meanwhile is among them, or has left its end here.
-        self._events = [] if streams else [item.event for item in members(_ended(session))]
+        self._events = [] if streams else [item.event for item in members(pending_ends(session))]
         with session.relaxed():
             self._record()
 
     def _record(self) -> None:
         for stream in tuple(self._streams):
-            event = None
-            # Closed or destroyed meanwhile: the end of a stream that was made here is kept.
-            with contextlib.suppress(ClosedError, InvalidContextError, InvalidHandleError):
-                try:
-                    event = _record_after(stream, self._given)
-                except CaptureError:
-                    continue
+            try:
+                event = _record_after(stream, self._given)
                 if event is None:
                     continue
-            if not (event or end_is_known(stream)):
+            except CaptureError:
                 continue
+            except (ClosedError, InvalidContextError, InvalidHandleError):
+                # Closed or destroyed meanwhile: the end of a stream that was made here is kept.
+                if not end_is_known(stream):
+                    continue
+                event = None
             self._events += (event,) if event else stream._last
             self._streams.remove(stream)
 
@@ -100,7 +90,7 @@ class QueuedWork:
             held.enter_context(self._session.relaxed())
             self._record()
             # Up to the first that has not passed: a thousand items may ask.
-            while self._events and _passed(self._events[-1]):
+            while self._events and has_passed(self._events[-1]):
                 del self._events[-1]
             return not (self._events or self._streams)
 
@@ -114,7 +104,8 @@ class QueuedWork:
         NotReadyError
             The library of one of the streams has closed it.
         """
-        for first in self._streams[:1]:
+        if self._streams:
+            first = self._streams[0]
             _refuse_unknown_end(first, "cuStreamWaitEvent")
             raise refused(CaptureError, "cuStreamWaitEvent", f"{first!r} is being captured")
         for event in self._events:
@@ -208,7 +199,7 @@ def ordered_after(stream: Stream) -> Iterator[Stream]:
 
 def _refuse_unknown_end(stream: Stream, call: str) -> None:
     if not end_is_known(stream):
-        note_unknown_end(stream)
+        record_unknown_end(stream)
         why = f"the library of {stream!r} has closed it, and its work may not be done: synchronise the device first"
         raise refused(NotReadyError, call, why)
 

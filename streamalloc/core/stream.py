@@ -7,29 +7,26 @@ are (:mod:`streamalloc.core.stream_resolution`).
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import enum
 import itertools
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, Union, cast, overload
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, Union, cast
 
 from streamalloc.core.awaiting import finished_once
-from streamalloc.core.deferred import OFTEN, Deferred, HandleEnd, deferred_queue, members, refused_to_end, work
+from streamalloc.core.deferred import OFTEN, Deferred, deferred_queue, refused_to_end, work
 from streamalloc.core.errors import (
     CaptureError,
     ClosedError,
     CudaError,
-    InvalidContextError,
-    InvalidHandleError,
     NotReadyError,
-    OutOfMemoryError,
     error_from,
     refused,
 )
 from streamalloc.core.event import Event, EventLike, Spares, destroy_event, foreign_event, is_done
+from streamalloc.core.host_functions import queue_host_function
 from streamalloc.core.html import Row, Shown
 from streamalloc.core.library_streams import (
     CuPyStreamLike,
@@ -42,6 +39,7 @@ from streamalloc.core.library_streams import (
 )
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import PerDriver, Session
+from streamalloc.core.stream_ends import LateEnd, defer_end
 from streamalloc.driver.internal import cuda
 
 if TYPE_CHECKING:
@@ -67,19 +65,6 @@ _INVALID_HANDLE = cuda.CUresult.CUDA_ERROR_INVALID_HANDLE
 
 moment: Callable[[], int] = itertools.count().__next__
 """A number that grows with each call, on any thread."""
-
-
-class _ThisThread(threading.local):
-    """Values of the calling thread."""
-
-    def __init__(self) -> None:
-        self.number: int = moment()
-        """A number that no other thread has or had, unlike ``threading.get_ident``."""
-
-
-this_thread = _ThisThread()
-_synchronized: PerDriver[dict[int, int]] = PerDriver(lambda _: {})
-"""Moments at which the latest synchronisations of devices began, by ordinal."""
 
 
 class Kind(enum.Enum):
@@ -115,7 +100,7 @@ class Stream(Closes, Shown):
         "_before_work",
         "_capture",
         "_closed",
-        "_closed_by_library",
+        "_closed_at",
         "_direct",
         "_dropping",
         "_endings",
@@ -167,21 +152,15 @@ class Stream(Closes, Shown):
         self._in_use = threading.RLock()
         """Held by who closes the stream or begins to capture it, and by what uses it on other threads than its owner's.
         """
-        # Fast paths, see streamalloc.core.session.
-        self._handle: Any = None
-        """``CUstream``: calls that queue work may go straight to the driver; else None."""
+        self._forbid_direct()
         self._asks: Callable[[], Any] = int
         """Question before a call goes straight to the driver, where there is one: ``cuCtxGetCurrent`` for a default
         stream, that of ``open_check`` for a stream that its library may close.
         """
-        self._answer: Any = None
-        """Answer to it with which the call may go; None while no call may."""
-        self._closed_by_library: int | None = None
+        self._closed_at: int | None = None
         """The :func:`moment` at which its library was found to have closed it: when its work ends is not known."""
         # Question and answer while its library has it open; None for streams that nobody else closes.
         self.open_check: tuple[Callable[[], Any], Any] | None = None
-        self._direct: Session | None = None
-        """Session: allocations may go straight to the driver without a question; else None."""
         self._threads: Threads | None = None
         """For the per-thread default stream, and those that stand for one of its threads."""
         self._thread = 0
@@ -191,8 +170,6 @@ class Stream(Closes, Shown):
         self._dropping: list[None] = []
         """An entry for each finaliser that frees memory on the stream now, for :meth:`close`."""
         self._raw = raw
-        self.free_lists: Mapping[object, Any] = _NO_LISTS
-        """Free lists of caches by their keys, for the fast paths of caches; empty if those may not be used."""
         self._endings: list[Deferred] = []
         """Items that end before the stream is closed."""
         self._before_work: list[Deferred] = []
@@ -218,7 +195,7 @@ class Stream(Closes, Shown):
         with device.current():
             stream._session.create(stream, "_raw", "cuStreamCreateWithPriority", int(flags), priority)
         stream._open(non_blocking=not blocking)
-        _made_here(stream._session).add(stream)
+        created_streams(stream._session).add(stream)
         if name:
             _named(stream._session)[stream._number] = stream
         listener = stream._session.listener
@@ -272,13 +249,17 @@ class Stream(Closes, Shown):
             self._direct = self._session
 
     def _forbid_direct(self) -> None:
-        self._handle = None
-        self._answer = None
-        self._direct = None
-        self.free_lists = _NO_LISTS
+        """Have every call take its slow path; :mod:`streamalloc.core.session` describes the slots."""
+        self._handle: Any = None
+        """``CUstream``: calls that queue work may go straight to the driver; else None."""
+        self._answer: Any = None
+        """Answer to ``_asks`` with which a call may go straight to the driver; None while no call may."""
+        self._direct: Session | None = None
+        """Session: allocations may go straight to the driver without a question; else None."""
+        self.free_lists: Mapping[object, Any] = _NO_LISTS
+        """Free lists of caches by their keys, for the fast paths of caches; empty if those may not be used."""
 
-    def _shut_after_fork(self) -> None:
-        self._forbid_direct()
+    _shut_after_fork = _forbid_direct
 
     def _asked_handle(self) -> Any | None:
         """``CUstream`` of a stream without ``_handle`` if a call may go straight to the driver now.
@@ -312,7 +293,7 @@ class Stream(Closes, Shown):
         """Close a kept stream whose library's object has died; ``destroyed``: and with it the driver's stream."""
         if self._session.usable:
             if not self._closed and (destroyed or self.open_check is not None or self._endings):
-                self._end_unknown()
+                self._close_by_library()
             self.close()
 
     def _replaced(self) -> None:
@@ -331,16 +312,16 @@ class Stream(Closes, Shown):
     def _of_library(self, owner: object) -> Stream:
         """This stream of a library as one that keeps the library's object."""
         stream = Stream.of_handle(self.device, self._number, owner)
-        stream._may_be_closed(open_check(owner, self._number, weak=False))
+        stream._ask_before_use(open_check(owner, self._number, weak=False))
         return stream
 
-    def _may_be_closed(self, check: tuple[Callable[[], Any], Any] | None) -> None:
+    def _ask_before_use(self, check: tuple[Callable[[], Any], Any] | None) -> None:
         """Ask before each use whether the library has closed the stream."""
         if check is not None and not self.is_default:
             self._forbid_direct()
             self.open_check = check
             self._allow_direct()
-            _closable(self._session).add(self)
+            closable_streams(self._session).add(self)
 
     @property
     def handle(self) -> int:
@@ -376,13 +357,13 @@ class Stream(Closes, Shown):
             except Exception:
                 is_open = False
             if not is_open:
-                self._end_unknown()
+                self._close_by_library()
         return self._closed
 
-    def _end_unknown(self) -> None:
+    def _close_by_library(self) -> None:
         """Close a stream that its library has closed: the end of its work is not known."""
-        self._closed_by_library = now = moment()
-        latest = _latest_closed(self._session)
+        self._closed_at = now = moment()
+        latest = latest_closed(self._session)
         latest[now] = self
         # Another thread may be here with a later one, which stays.
         for moment_of_other in [*latest]:
@@ -390,7 +371,7 @@ class Stream(Closes, Shown):
             if other is not None and other.device.ordinal == self.device.ordinal:
                 latest.pop(moment_of_other, None)
         if self._endings:  # They ask the stream for that end.
-            note_unknown_end(self)
+            awaited_ends(self._session).add(self)
         self._end_use()
 
     @property
@@ -455,11 +436,11 @@ class Stream(Closes, Shown):
         """The device's context made current, where the handle means nothing without one."""
         return self.device.current() if self._kind is _DEFAULT else contextlib.nullcontext()
 
-    def _call(self, name: str, *args: Any, hint: str = "") -> Any:
+    def _call(self, name: str, *args: Any) -> Any:
         """A driver call whose first argument is this stream."""
         raw = self._checked_raw()
         with self._context():
-            return self._session.call(name, raw, *args, hint=hint)
+            return self._session.call(name, raw, *args)
 
     def record(self, event: Event | None = None, *, timing: bool = False) -> Event:
         """Record an event after the work queued so far, and return it (``cuEventRecord``).
@@ -626,9 +607,6 @@ class Stream(Closes, Shown):
             handle = self._asked_handle()
         if handle is not None:
             return is_done(self._session.cuStreamQuery(handle)[0], "cuStreamQuery")
-        return self._query_slowly()
-
-    def _query_slowly(self) -> bool:
         try:
             self._call("cuStreamQuery")
         except NotReadyError:
@@ -655,20 +633,7 @@ class Stream(Closes, Shown):
                 "the bindings let a Python function run once, and a graph may be launched more often",
             )
 
-        def run(token: int | None) -> None:
-            try:
-                function()
-            finally:
-                _host_functions.pop(token or 0, None)
-
-        callback = _HOST_FUNCTION(run)
-        pointer = ctypes.cast(callback, ctypes.c_void_p).value or 0
-        _host_functions[pointer] = callback
-        try:
-            self._call("cuLaunchHostFunc", cuda.CUhostFn(pointer), pointer)
-        except BaseException:
-            _host_functions.pop(pointer, None)
-            raise
+        queue_host_function(function, lambda *arguments: self._call("cuLaunchHostFunc", *arguments))
 
     def capture(self, mode: CaptureMode = "global") -> contextlib.AbstractContextManager[Graph]:
         """Record what is queued in a ``with`` block into a graph instead of running it (``cuStreamBeginCapture``).
@@ -703,13 +668,13 @@ class Stream(Closes, Shown):
             self._endings.clear()
             # Buffers that remain need to know when the stream's work was done, to be freed after it.
             self._last[:] = [self.record()]
-            _defer_end(self._session, self._last[0])
+            defer_end(self._session, self._last[0])
             self._spare.end(self._session)
             # A finaliser enters itself before it reads the handle, so that none uses it after these lines.
             self._forbid_direct()
             self._closed = True
             if self._dropping:
-                deferred_queue(self._session).submit(_LateEnd(self._session, self._raw, self._dropping))
+                deferred_queue(self._session).submit(LateEnd(self._session, self._raw, self._dropping))
                 return
             result = self._session.driver.cuStreamDestroy(self._raw)[0]
         if result:
@@ -721,15 +686,19 @@ class Stream(Closes, Shown):
         if here and self._endings:
             with contextlib.suppress(CudaError), self._session.relaxed():
                 if not self.capturing:
-                    last = Event(self.device)
-                    with self._context():
-                        self._session.call("cuEventRecord", last._raw, self._raw)
-                    self._last.append(last)
-                    _defer_end(self._session, last)
+                    self._record_end(self._raw)
         if self._endings and not self._last:
-            self._end_unknown()
+            self._close_by_library()
         else:
             self._end_use()
+
+    def _record_end(self, raw: Any) -> None:
+        """Record an event after all work of a stream that ends, for what has to come after it."""
+        last = Event(self.device)
+        with self._context():
+            self._session.call("cuEventRecord", last._raw, raw)
+        self._last.append(last)
+        defer_end(self._session, last)
 
     def _end_use(self) -> None:
         """Close a stream that other code made. A finaliser may be the caller."""
@@ -758,10 +727,7 @@ class Stream(Closes, Shown):
             if self._capture is None:
                 with contextlib.suppress(CudaError), self._session.relaxed():
                     if self._endings or self._session.driver.cuStreamQuery(raw)[0]:
-                        last = Event(self.device)
-                        self._session.call("cuEventRecord", last._raw, raw)
-                        self._last.append(last)
-                        _defer_end(self._session, last)
+                        self._record_end(raw)
             self._closed = True
             self._forbid_direct()
             self._spare.end(self._session)
@@ -782,10 +748,11 @@ class Stream(Closes, Shown):
     def __repr__(self) -> str:
         if getattr(self, "_raw", None) is None:
             return "<Stream that could not be made>"
-        kind = {0: "legacy default", LEGACY: "legacy default", PER_THREAD: "per-thread default"}.get(int(self._raw))
+        number = int(self._raw)
+        kind = {0: "legacy default", LEGACY: "legacy default", PER_THREAD: "per-thread default"}.get(number)
         name = f" {self.name!r}" if self.name else ""
         state = " closed" if self._closed else " capturing" if self._capture else ""
-        return f"<Stream{name} {kind or hex(int(self._raw))} of device {self.device.ordinal}{state}>"
+        return f"<Stream{name} {kind or hex(number)} of device {self.device.ordinal}{state}>"
 
 
 class Threads(threading.local):
@@ -797,129 +764,14 @@ class Threads(threading.local):
     end: object = None
 
 
-class _ThreadEnd:
-    """An object of one thread, which dies with it."""
-
-    __slots__ = ("_ident", "_stream")
-
-    def __init__(self, stream: Stream) -> None:
-        self._ident = threading.get_ident()
-        self._stream = stream
-
-    def __del__(self) -> None:
-        stream = getattr(self, "_stream", None)  # unset if a signal handler raised in __init__
-        if stream is not None and stream._session.usable:
-            stream._thread_ended(threading.get_ident() == self._ident)
-
-
-@overload
-def of_this_thread(stream: Stream) -> Stream: ...
-@overload
-def of_this_thread(stream: Stream, *, make: bool) -> Stream | None: ...
-def of_this_thread(stream: Stream, *, make: bool = True) -> Stream | None:
-    """For the per-thread default stream, one that stands for that of the calling thread; any other stream itself.
-
-    It is closed when the thread ends. Only that thread may queue work on it: elsewhere its handle is another stream.
-    Unless ``make``, None for a thread that has none; one made by a finaliser at the end of a thread never ends.
-    """
-    threads = stream._threads
-    if threads is None or stream._thread:
-        return stream
-    if threads.stream is None and make:
-        found = Stream.__new__(Stream)
-        found._prepare(stream.device, _DEFAULT, stream._raw, stream, plain=False)
-        found._threads = threads
-        found._thread = moment() + 1
-        found._open()
-        threads.end, threads.number, threads.stream = _ThreadEnd(found), found._thread, found
-    return threads.stream
-
-
-class _ThreadLists:
-    """Free lists of a cache on the per-thread default stream: those of the calling thread, unless it is captured."""
-
-    __slots__ = ("_is_capturing", "_key", "_stream", "_threads")
-
-    def __init__(self, stream: Stream, key: object) -> None:
-        self._is_capturing: Any = stream._session.cuStreamIsCapturing
-        self._key = key
-        self._stream = stream
-        self._threads: Any = stream._threads
-
-    def __getitem__(self, size: int) -> Any:
-        mine = self._threads.stream
-        if mine is None:
-            raise LookupError
-        free = mine.free_lists[self._key][size]
-        shared, is_capturing = self._stream, self._is_capturing
-        asks = shared._asks
-        if not free or asks() != shared._answer or is_capturing(shared._raw) != NOT_CAPTURED:
-            raise LookupError
-        return free
-
-
-class _LateEnd(HandleEnd):
-    """The end of a stream that was closed while finalisers on other threads freed memory on it."""
-
-    __slots__ = ("_dropping",)
-
-    def __init__(self, session: Session, raw: Any, dropping: list[None]) -> None:
-        super().__init__(session, "cuStreamDestroy", raw)
-        self._dropping = dropping
-
-    def attempt(self) -> bool:
-        return not self._dropping and super().attempt()
-
-
-_HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-# Callbacks must outlive their call, which the driver makes at a time of its own.
-_host_functions: dict[int, Any] = {}
-
-
-_made_here: PerDriver[weakref.WeakSet[Stream]] = PerDriver(lambda _: weakref.WeakSet())
+created_streams: PerDriver[weakref.WeakSet[Stream]] = PerDriver(lambda _: weakref.WeakSet())
 """Open and closed streams of :meth:`Device.create_stream`."""
-_closable: PerDriver[weakref.WeakSet[Stream]] = PerDriver(lambda _: weakref.WeakSet())
+closable_streams: PerDriver[weakref.WeakSet[Stream]] = PerDriver(lambda _: weakref.WeakSet())
 """Streams that their library may close."""
-_awaited_ends: PerDriver[set[Stream]] = PerDriver(lambda _: set())
+awaited_ends: PerDriver[set[Stream]] = PerDriver(lambda _: set())
 """Streams that their library has closed, until the end of their work is known, if memory waits for that."""
-_latest_closed: PerDriver[dict[int, Stream]] = PerDriver(lambda _: {})
+latest_closed: PerDriver[dict[int, Stream]] = PerDriver(lambda _: {})
 """The stream of each device that its library was found last to have closed, by the moment of that."""
-
-
-class _StreamEnd(Deferred):
-    """The end of the work of a stream that was closed or dropped before it was done."""
-
-    __slots__ = ("__weakref__", "event")
-
-    def __init__(self, event: Event) -> None:
-        self.event = event
-
-    def attempt(self) -> bool:
-        return _passed(self.event)
-
-    def memory(self) -> int | None:
-        return 0
-
-
-_ended: PerDriver[weakref.WeakSet[_StreamEnd]] = PerDriver(lambda _: weakref.WeakSet())
-
-
-def _defer_end(session: Session, last: Event) -> None:
-    """Submit the event after the work of a stream that ends to the deferred queue, unless it has passed."""
-    with session.relaxed():
-        if not last.query():
-            item = _StreamEnd(last)
-            _ended(session).add(item)
-            deferred_queue(session).submit(item)
-
-
-def _passed(event: Event) -> bool:
-    """Whether an event has passed. Then the host synchronises with it, which shows the pools the frees before it."""
-    with contextlib.suppress(ClosedError):  # by the owner of the stream, which has synchronised
-        if not event.query():
-            return False
-        event._session.call("cuEventSynchronize", event._checked_raw())
-    return True
 
 
 # -- what the areas need of streams --------------------------------------------------------------------------
@@ -930,39 +782,14 @@ def raw_handle(stream: Stream) -> Any:
     return stream._checked_raw()
 
 
-def stream_call(stream: Stream, name: str, *args: Any, hint: str = "") -> Any:
+def stream_call(stream: Stream, name: str, *args: Any) -> Any:
     """A driver call whose first argument is the stream."""
-    return stream._call(name, *args, hint=hint)
+    return stream._call(name, *args)
 
 
 def is_borrowed(stream: Stream) -> bool:
     """Whether other code made the stream, and may capture it."""
     return stream._kind is _BORROWED
-
-
-def give_lists(stream: Stream, key: object, lists: object) -> None:
-    """Enter a cache's free lists for its fast path, unless the stream is captured or closed."""
-    if stream._thread:
-        shared = cast("Stream", stream._owner)
-        give_lists(shared, key, _ThreadLists(shared, key))
-    if key in stream.free_lists:
-        return
-    stream.free_lists = {**stream.free_lists, key: lists}
-    # A capture may just have begun.
-    if stream._closed or stream._capture:
-        stream._forbid_direct()
-
-
-def forbid_lists(stream: Stream) -> None:
-    """Have every call on a stream take the slow path, as in a forked child."""
-    stream._forbid_direct()
-    if stream._thread:
-        forbid_lists(cast("Stream", stream._owner))
-
-
-def thread_of(stream: Stream) -> tuple[int, Threads | None]:
-    """For a stream of :func:`of_this_thread`, the number of its thread and where each thread has its own; else 0."""
-    return stream._thread, stream._threads if stream._thread else None
 
 
 def spares_of(stream: Stream) -> Spares:
@@ -974,16 +801,6 @@ def end_with_stream(stream: Stream, item: Deferred) -> None:
     """Have ``item`` end before the stream is closed, or after it was dropped."""
     deferred_queue(stream._session).end_with(stream, item)
     stream._endings.append(item)
-
-
-def leave_stream(stream: Stream, keys: tuple[object, ...], item: Deferred) -> None:
-    """Remove a cache's free lists from a stream, and the item that was to end with the stream."""
-    with contextlib.suppress(ValueError):
-        stream._endings.remove(item)
-    if stream._thread:
-        leave_stream(cast("Stream", stream._owner), keys, item)
-    if any(key in stream.free_lists for key in keys):
-        stream.free_lists = {key: found for key, found in stream.free_lists.items() if key not in keys}
 
 
 def keeps_alive(stream: Stream) -> Stream | None:
@@ -1005,84 +822,6 @@ def sees_all_work(stream: Stream) -> bool:
 def refuse_capture(stream: Stream, call: str, why: str) -> None:
     """Raise :class:`CaptureError` where the stream is being captured; ``call`` is what would not be replayed."""
     stream._refuse_capture(call, why)
-
-
-@contextlib.contextmanager
-def synchronizing(session: Session, ordinal: int) -> Iterator[None]:
-    """A block that synchronises with a device: the end of what libraries have closed before is known after it."""
-    _find_closed(session)
-    began = moment()
-    yield
-    _synchronized(session)[ordinal] = began
-    awaited = _awaited_ends(session)
-    awaited.difference_update([stream for stream in [*awaited] if end_is_known(stream)])
-
-
-def end_is_known(stream: Stream) -> bool:
-    """Whether later work can come after all work of a stream.
-
-    If the library has closed its stream, only a synchronisation of the device (:meth:`Device.synchronize`) shows that
-    the work is done.
-    """
-    closed = stream._closed_by_library
-    return closed is None or _synchronized(stream._session).get(stream.device.ordinal, -1) > closed
-
-
-def unknown_ends(session: Session) -> list[Stream]:
-    """Streams that their library has closed, until their end is known: for each device the latest one."""
-    _find_closed(session)
-    latest = _latest_closed(session)
-    streams = [latest.get(found) for found in [*latest]]
-    return [stream for stream in streams if stream is not None and not end_is_known(stream)]
-
-
-def note_unknown_end(stream: Stream) -> None:
-    """Record that memory waits for the end of a stream that its library has closed."""
-    _awaited_ends(stream._session).add(stream)
-
-
-@contextlib.contextmanager
-def watching_for_destruction(stream: Stream) -> Iterator[None]:
-    """A block that uses a stream; other code may destroy one that it made meanwhile.
-
-    Raises
-    ------
-    NotReadyError
-        It has done so: the stream counts as closed by its library from now on.
-    """
-    try:
-        yield
-    except (InvalidContextError, InvalidHandleError) as error:
-        if stream._kind is not _BORROWED:
-            raise
-        stream._end_unknown()
-        why = f"its owner has destroyed {stream!r}, and its work may not be done: synchronise the device first"
-        raise refused(NotReadyError, error.call, why) from None
-
-
-def await_unknown_ends(session: Session, ordinal: int) -> bool:
-    """Wait for all work of a device if memory may wait for streams that their library has closed; whether it may."""
-    unknown = unknown_ends(session)
-    if _awaited_ends(session) or (unknown and deferred_queue(session).has_work()):
-        with contextlib.suppress(OutOfMemoryError):  # the driver's own memory is exhausted as well
-            await_device(session, ordinal)
-            return True
-    return False
-
-
-def await_device(session: Session, ordinal: int) -> None:
-    """Block the host until all work of a device is done, and invalidate no capture of other code (``cuMemFree``).
-
-    ``cuCtxSynchronize`` would, whatever the mode of the capture and of the thread.
-    """
-    with synchronizing(session, ordinal), session.relaxed(), session.current(ordinal):
-        session.call("cuMemFree", session.call("cuMemAlloc", 1))
-
-
-def _find_closed(session: Session) -> None:
-    """Close the streams that their library has closed."""
-    for stream in members(_closable(session)):
-        _ = stream.closed
 
 
 def end_of(stream: Stream) -> list[Event]:

@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _RELAXED = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+_GLOBAL = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
 _PER_THREAD = int(cuda.CU_STREAM_PER_THREAD)
 _LEGACY = int(cuda.CU_STREAM_LEGACY)
 
@@ -229,17 +230,14 @@ class Sources:
             result, status = self._capturing(raw or raw_handle(stream))
             if result or status:
                 if not in_capture:
-                    return self._allocate_aside(allocate, nbytes, stream.device)
+                    # The stream of ours has nothing to do but wait for what the pool has it wait for.
+                    aside = _aside_of(stream.device)
+                    memory = allocate(nbytes, aside)
+                    aside.synchronize()
+                    return memory
                 # The slow way of allocating sees that the memory becomes the graph's.
                 named = Stream.of_handle(stream.device, handle, owner)
         return allocate(nbytes, named)
-
-    def _allocate_aside(self, allocate: Callable[[int, Stream], Memory], nbytes: int, device: Device) -> Memory:
-        """Memory on a stream of ours. It has nothing to do but wait for what the pool has it wait for."""
-        aside = _asides_of(self.session).stream(device)
-        memory = allocate(nbytes, aside)
-        aside.synchronize()
-        return memory
 
     def hold(self, memory: Memory) -> object:
         """Object that a library keeps as long as it uses memory, and drops to free it in stream order."""
@@ -303,17 +301,14 @@ class _Held:
             give_back(self._buffer, self._thread)
             return
         # In the relaxed mode it breaks no capture of other code that may be under way on this thread.
-        exchange = sources.exchange
-        # A list, which C fills before Python looks for signals again: what a handler raises does not leave it on.
-        modes: list[Any] = []
+        exchange, mode = sources.exchange, _GLOBAL
         try:
-            modes += map(exchange, (_RELAXED,))
+            _, mode = exchange(_RELAXED)
             self._buffer.free()
         except Exception:
             give_back(self._buffer)
         finally:
-            if modes:
-                exchange(modes[0][1])
+            exchange(mode)
 
 
 def is_captured(stream: Stream) -> bool:
@@ -409,7 +404,7 @@ class FreeAfterAll(Deferred):
         if any(map(is_captured, streams)):
             return False
         if streams:
-            aside = _asides_of(self.session).stream(self._device)
+            aside = _aside_of(self._device)
             default = next((stream for stream in streams if stream.is_default), None)
             QueuedWork(self.session, without=(aside, default)).precede(aside)
             if default is not None:
@@ -460,26 +455,20 @@ BATCH_BYTES = 1 << 20
 dropped_of: PerDriver[Dropped] = PerDriver(Dropped)
 
 
-class _Asides:
-    """One stream for each device, for work that belongs to no stream of the library."""
-
-    __slots__ = ("_streams",)
-
-    def __init__(self, _: Session) -> None:
-        self._streams: dict[int, Stream] = {}
-
-    def stream(self, device: Device) -> Stream:
-        """The stream of a device; a new one if the context has died with the last."""
-        found = self._streams.get(device.ordinal)
-        if found is not None:
-            with contextlib.suppress(CudaError):
-                found.query()
-                return found
-            self._streams.pop(device.ordinal, None)
-        return self._streams.setdefault(device.ordinal, device.create_stream())
+_asides: PerDriver[dict[int, Stream]] = PerDriver(lambda _: {})
+"""One stream for each device, for work that belongs to no stream of the library."""
 
 
-_asides_of: PerDriver[_Asides] = PerDriver(_Asides)
+def _aside_of(device: Device) -> Stream:
+    """The stream of ours for a device; a new one if the context has died with the last."""
+    streams = _asides(session_of(device))
+    found = streams.get(device.ordinal)
+    if found is not None:
+        with contextlib.suppress(CudaError):
+            found.query()
+            return found
+        streams.pop(device.ordinal, None)
+    return streams.setdefault(device.ordinal, device.create_stream())
 
 
 class Ledger:

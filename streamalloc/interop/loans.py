@@ -102,9 +102,6 @@ class Lent(TypedView[Any]):
             # End the loan now if possible: the memory is then freed as soon as its buffer is dropped.
             settle(self.stream, end, end.user)
 
-    def __repr__(self) -> str:
-        return super().__repr__() if hasattr(self, "_end") else f"<{type(self).__name__} that could not be made>"
-
 
 class _LoanEnd(Deferred):
     """End of a loan: the memory's stream waits for the library's stream, before its next work and before the free."""
@@ -234,10 +231,10 @@ class Borrowed(Memory, Closes):
             queue_behind(self._stream, end)
             settle(self._stream, end, end.lender)
 
-    def __repr__(self) -> str:
-        if getattr(self, "_keep", None) is None:
-            return f"<{type(self).__name__} that was closed>"
-        return f"<{type(self).__name__} {self.dtype} {self.shape} at {self._address:#x}, {self.location}>"
+    def _text(self) -> str:
+        if self._keep is None:
+            return " that was closed"
+        return f" {self.dtype} {self.shape} at {self._address:#x}, {self.location}"
 
 
 class _Return(Deferred):

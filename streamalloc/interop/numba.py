@@ -171,17 +171,11 @@ def _let_go(held: list[Memory]) -> None:
 
 def __getattr__(name: str) -> Any:
     if name == "_numba_memory_manager":
-        return manager_class(_current)
+        return manager_class(lambda context: _current(int(context.device.id)))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-_current_sources: dict[int, Sources] = {}
-
-
-def _current(context: Any) -> Sources:
+@functools.cache
+def _current(ordinal: int) -> Sources:
     """The pool that is the device's current pool at Numba's first allocation."""
-    ordinal = int(context.device.id)
-    found = _current_sources.get(ordinal)
-    if found is None:
-        found = _current_sources.setdefault(ordinal, Sources([MemoryPool.current(Device(ordinal))]))
-    return found
+    return Sources([MemoryPool.current(Device(ordinal))])

@@ -140,69 +140,59 @@ def _dma_buf(session: Session, address: int, nbytes: int) -> Answer:
 
 
 _NO_HANDLES = "it was made without handle types: make it with handle_types=MemHandleType.POSIX_FILE_DESCRIPTOR"
+_NOT_MAPPED = "it takes memory that was mapped by cuMemMap: use vmm.GrowableBuffer with handle_types"
+_THROUGH_HOST = (
+    "cuda_ipc takes memory of pools and mapped memory by fabric handles only, and else goes through the host: make it "
+    "with handle_types=MemHandleType.FABRIC, which needs an IMEX channel"
+)
+_SEVERAL = (
+    "it lies in {} mappings, and cuMemGetAddressRange answers for the first only: register each, or use one chunk"
+)
 
 
 def _answers(
     known: PointerAttributes, mapped: bool, types: MemHandleType, rdma: bool, mappings: int, dma_buf: Answer
 ) -> dict[str, Answer]:
     """The answer for each library: that of the first rule which applies."""
-    in_pool, legacy, elsewhere = known.pool is not None, known.legacy_ipc, known.kind is not MemoryKind.DEVICE
+    in_pool, legacy = known.pool is not None, known.legacy_ipc
     names = " and ".join(kind.name or "" for kind in (_POSIX, _FABRIC) if types & kind)
+    several = _SEVERAL.format(mappings) if mappings > 1 else ""
+    of_mapping = Answer(not several, f"its mapping by {names}", several)
     hint = ", as memory of pools never is: use vmm with gpu_direct_rdma=True" if in_pool else ""
     hint = ": make it with gpu_direct_rdma=True" if mapped else hint
-    several = (
-        f"it lies in {mappings} mappings, and cuMemGetAddressRange answers for the first only: register each, or make "
-        "it of one chunk"
-    )
-    several = "" if mappings == 1 else several
     whose = "the pool" if in_pool else "its mappings"
-    of_mapping = Answer(not several, f"its mapping by {names}", several)
-    of_kind, without = _refusal(f"it is {known.kind.value} memory"), _refusal(_NO_HANDLES)
+    here = "a pool's allocation has no handle of its own" if in_pool else _NO_HANDLES
     network = _first(
         (dma_buf, Answer(True, "DMA-BUF")),
         (rdma, Answer(True, "GPUDirect RDMA with the nvidia-peermem module")),
         (True, _refusal(f"no DMA-BUF ({dma_buf.why}), and not capable of GPUDirect RDMA{hint}")),
     )
-    here = "a pool's allocation has no handle of its own" if in_pool else _NO_HANDLES
-    through_host = (
-        "cuda_ipc takes memory of pools and mapped memory by fabric handles only, and else goes through the host: make "
-        "it with handle_types=MemHandleType.FABRIC, which needs an IMEX channel"
-    )
-    return {
+    in_device_memory = {
         "ipc": _first(
-            (elsewhere, of_kind),
             (types & (_POSIX | _FABRIC if mapped else _POSIX), Answer(True, f"{whose} by {names}")),
             (legacy, Answer(True, "a legacy handle of its whole 2 MiB blocks")),
-            (True, without),
+            (True, _refusal(_NO_HANDLES)),
         ),
         "gpu_direct_storage": _first(
-            (elsewhere, of_kind),
             (rdma, Answer(True, "GPUDirect RDMA")),
             (True, _refusal(f"the driver reports no GPUDirect RDMA for it{hint}")),
         ),
         "nccl": _first(
-            (elsewhere, of_kind),
             (mapped and types, of_mapping),
             (legacy, Answer(True, "a legacy handle; not for NVLink SHARP, which needs memory mapped by cuMemMap")),
             (network, Answer(True, f"{network.how}, for the network only", f"within the machine it is copied: {here}")),
             (True, _refusal(here)),
         ),
         "ucx": _first(
-            (elsewhere, of_kind),
             (legacy, Answer(True, "a legacy handle")),
             (types & _FABRIC, Answer(not several, "its fabric handle", several)),
-            (True, _refusal(through_host)),
-        ),
-        "ucx_network": network,
-        "nvshmem": _first(
-            (
-                not mapped,
-                _refusal("it takes memory that was mapped by cuMemMap: use vmm.GrowableBuffer with handle_types"),
-            ),
-            (not types, without),
-            (True, of_mapping),
+            (True, _refusal(_THROUGH_HOST)),
         ),
     }
+    if known.kind is not MemoryKind.DEVICE:
+        in_device_memory = dict.fromkeys(in_device_memory, _refusal(f"it is {known.kind.value} memory"))
+    nvshmem = _first((not mapped, _refusal(_NOT_MAPPED)), (not types, _refusal(_NO_HANDLES)), (True, of_mapping))
+    return {**in_device_memory, "ucx_network": network, "nvshmem": nvshmem}
 
 
 def _refusal(why: str) -> Answer:

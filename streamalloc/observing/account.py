@@ -14,8 +14,9 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
+from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,55 +42,50 @@ _ALLOCATED, _FREED, _KEPT, _FAILED = range(4)
 _REMEMBERED = 256
 
 
+@dataclass(eq=False, repr=False)
 class Account:
     """The live allocations, the history, and the hooks of one observer."""
 
-    def __init__(
-        self,
-        sessions: dict[Session, None],
-        targets: Iterable[object],
-        limit: int,
-        depth: int,
-        history: int | None,
-        on_allocate: Hook | None,
-        on_free: Hook | None,
-        profiler: Profiler | None,
-        log: str | Path | None,
-    ) -> None:
-        self.limit: int = limit
-        """Bytes that may be allocated at once; 0: no limit."""
-        self.started: bool = False
-        self.live: dict[int, Allocation] = {}
-        """Live allocations, by address."""
-        self.nbytes: int = 0
-        self.peak: int = 0
+    sessions: dict[Session, None]
+    targets: InitVar[Sequence[object]]
+    limit: int
+    """Bytes that may be allocated at once; 0: no limit."""
+    depth: int
+    """Stack frames to record of each allocation."""
+    history: InitVar[int | None]
+    on_allocate: Hook | None
+    on_free: Hook | None
+    profiler: Profiler | None
+    log_path: str | Path | None
+
+    started: bool = False
+    live: dict[int, Allocation] = field(default_factory=dict)
+    """Live allocations, by address."""
+    nbytes: int = 0
+    peak: int = 0
+    open: tuple[Phase, ...] = ()
+    """Phases that have not ended."""
+    _log: Log | None = None
+    _logged: bool = False
+    """Whether the file of the log was begun."""
+    _keeper: int | None = None
+    """Identifier of the thread that enters notes; only readers wait for it."""
+
+    def __post_init__(self, targets: Sequence[object], history: int | None) -> None:
         self.happened: deque[Happening] = deque(maxlen=history)
-        self.open: tuple[Phase, ...] = ()
-        """Phases that have not ended."""
-        self._phases = threading.RLock()
         self.phase: ContextVar[Phase | None] = ContextVar("phase", default=None)
         """Innermost phase of the thread or task."""
         self.tag: ContextVar[str] = ContextVar("tag", default="")
-        self.profiler = profiler
-        self._log_path = log
-        self._log: Log | None = None
-        self._logged = False
-        """Whether the file of the log was begun."""
+        self._phases = threading.RLock()
         self._unwritten: deque[Happening] = deque()
-        self._depth = depth
-        self._on_allocate = on_allocate
-        self._on_free = on_free
-        self._sessions = sessions
         self._allocators = [target for target in targets if isinstance(target, Allocator)]
         self._allocators += [target.pool for target in targets if isinstance(target, CachingAllocator)]
         self._devices = [target for target in targets if isinstance(target, Device)]
         self._spans = [span for target in targets for span in _spans(target)]
-        self._everything = not (self._allocators or self._devices or self._spans)
+        self._everything = not targets
         self._before = [one for target in targets for one in _mapped_in(target)]
         self._notes: deque[tuple[int, Any, int, int, int]] = deque()
         """Notes to enter: kind, allocation or address, stream, thread, time."""
-        self._keeper: int | None = None
-        """Identifier of the thread that enters notes; only readers wait for it."""
         self._gone: deque[Allocation] = deque(maxlen=_REMEMBERED)
         self._unreported: deque[Allocation] = deque()
         """Freed allocations that the hook was not called with."""
@@ -98,14 +94,14 @@ class Account:
     def start(self) -> None:
         """Begin to record; idempotent."""
         if not self.started:
-            if self._log_path is not None:
-                self._log = Log(self._log_path, append=self._logged)
+            if self.log_path is not None:
+                self._log = Log(self.log_path, append=self._logged)
                 self._logged = True
             self.started = True
             for address, nbytes, source in self._before:
                 self._note(_ALLOCATED, self._allocation(address, nbytes, 0, source, ()), 0)
             self._before = []
-            for session in self._sessions:
+            for session in self.sessions:
                 watching_of(session).add(self)
                 watch_mappings(session, self)
 
@@ -113,7 +109,7 @@ class Account:
         """Stop recording; idempotent."""
         if self.started:
             with contextlib.ExitStack() as undo:
-                for session in self._sessions:
+                for session in self.sessions:
                     undo.callback(unwatch_mappings, session, self)
                     undo.callback(watching_of(session).remove, self)
                 self.settle()
@@ -194,13 +190,13 @@ class Account:
         where = getattr(memory, "location", MemLocation.none())
         wanted = self._everything or any(where == one.location for one in self._devices)
         if self._spanned(address) or (wanted and is_counted(memory)):
-            self._record(self._allocation(address, memory.nbytes, 0, Source("mapping", where, ""), sites(self._depth)))
+            self._record(self._allocation(address, memory.nbytes, 0, Source("mapping", where, ""), sites(self.depth)))
 
     def _record(self, one: Allocation) -> None:
         self._note(_ALLOCATED, one, one.stream)
         self.look()
-        if self._on_allocate is not None:
-            self._on_allocate(one)
+        if self.on_allocate is not None:
+            self.on_allocate(one)
 
     def unmapped(self, address: int) -> None:
         """A mapping is about to be unmapped."""
@@ -211,7 +207,7 @@ class Account:
 
     def _from(self, allocator: Allocator, address: int, nbytes: int, stream: int) -> Allocation:
         name = name_of_stream(session_of(allocator), stream)
-        return self._allocation(address, nbytes, stream, self._source(allocator), sites(self._depth), name)
+        return self._allocation(address, nbytes, stream, self._source(allocator), sites(self.depth), name)
 
     def _allocation(
         self, address: int, nbytes: int, stream: int, source: Source, where: Any, name: str = ""
@@ -239,17 +235,17 @@ class Account:
     def look(self) -> None:
         """Enter the notes unless another thread does, and call the hook of frees."""
         self._keep(threading.get_ident())
-        while self._unreported and self._on_free is not None:
+        while self._unreported and self.on_free is not None:
             try:
                 one = self._unreported.popleft()
             except IndexError:
                 return  # another thread has taken it
-            self._on_free(one)
+            self.on_free(one)
 
     def settle(self) -> None:
         """Enter all notes, for a reader; do deferred frees that can be done now."""
         me = threading.get_ident()
-        for session in self._sessions if self.started and self._keeper != me else ():
+        for session in self.sessions if self.started and self._keeper != me else ():
             if session.usable:
                 work(session)
                 for allocator in watching_of(session).allocators():
@@ -312,7 +308,7 @@ class Account:
             total = self.nbytes - one.nbytes
             happened = (Happening("free", one, now, one.stream if stream < 0 else stream, thread),)
             gone = (one,)
-            if self._on_free is not None:
+            if self.on_free is not None:
                 untold = (one,)
             del self.live[what]
         elif (

@@ -101,9 +101,9 @@ def _terminal() -> _Screen:
     return _Screen(lambda figures: view.update(renderable(figures), refresh=True), view.stop)
 
 
-def _bar(value: int, total: int, width: int = 10) -> str:
-    full = round(width * value / total) if total else 0
-    return f"{'█' * full}{'░' * (width - full)} {mib(value)}"
+def _bar(value: int, total: int) -> str:
+    full = round(10 * value / total) if total else 0
+    return f"{'█' * full}{'░' * (10 - full)} {mib(value)}"
 
 
 def _notebook() -> _Screen:

@@ -53,11 +53,11 @@ def places(allocations: Iterable[Allocation]) -> list[Place]:
     return sorted(made, key=lambda place: -place.nbytes)
 
 
-def largest(allocations: Iterable[Allocation], count: int = 5) -> list[str]:
-    """Lines of text for the places with the most bytes, and one line for all others."""
+def largest(allocations: Iterable[Allocation]) -> list[str]:
+    """Lines of text for the five places with the most bytes, and one line for all others."""
     found = places(allocations)
-    rest = tuple(one for place in found[count:] for one in place.allocations)
-    lines = [str(place) for place in found[:count]]
+    rest = tuple(one for place in found[5:] for one in place.allocations)
+    lines = [str(place) for place in found[:5]]
     return lines + [f"{_amount(rest)} from other lines"] * bool(rest)
 
 

@@ -72,9 +72,6 @@ class Attribute(Generic[T]):
 class Switch(Attribute[bool]):
     """An attribute that can be set to True or False."""
 
-    def __init__(self, doc: str) -> None:
-        super().__init__(bool, doc)
-
     def __set__(self, attributes: PoolAttributes, value: bool) -> None:
         checked_type(self.name, value, bool)
         attributes._set(self, int(value))
@@ -82,9 +79,6 @@ class Switch(Attribute[bool]):
 
 class Size(Attribute[int]):
     """A number of bytes that can be set."""
-
-    def __init__(self, doc: str) -> None:
-        super().__init__(int, doc)
 
     def __set__(self, attributes: PoolAttributes, value: int) -> None:
         attributes._set(self, cuda.cuuint64_t(checked_size(self.name, value)))
@@ -113,18 +107,21 @@ class PoolAttributes:
         self._pool = pool
 
     reuse_follow_event_dependencies: Switch = Switch(
-        "Whether memory freed in another stream is reused where an event orders the allocation after the free."
+        bool, "Whether memory freed in another stream is reused where an event orders the allocation after the free."
     )
     reuse_allow_opportunistic: Switch = Switch(
+        bool,
         "Whether memory freed in another stream is reused once the free has run, without an ordering. What is reused "
-        "then depends on timing."
+        "then depends on timing.",
     )
     reuse_allow_internal_dependencies: Switch = Switch(
-        "Whether, when the pool cannot grow, the driver makes the allocating stream wait for a free in another stream."
+        bool,
+        "Whether, when the pool cannot grow, the driver makes the allocating stream wait for a free in another stream.",
     )
     release_threshold: Size = Size(
+        int,
         "Bytes that the pool keeps when the host synchronises; it releases unused memory beyond them. Default 0; the "
-        "largest value, ``2**64 - 1``, keeps everything."
+        "largest value, ``2**64 - 1``, keeps everything.",
     )
     reserved_mem_current: Attribute[int] = Attribute(int, "Bytes that the pool holds.")
     reserved_mem_high: Attribute[int] = Attribute(int, "Most bytes held since :meth:`MemoryPool.reset_peaks`.")

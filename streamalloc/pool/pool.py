@@ -377,9 +377,6 @@ class MemoryPool(Allocator, Closes, Drawn):
         flags = self._session.call("cuMemPoolGetAccess", self._raw, device.location.to_driver())
         return MemAccess(int(flags)) is not MemAccess.NONE
 
-    def _is_managed(self) -> bool:
-        return self.managed
-
     @property
     def managed(self) -> bool:
         """Whether the memory migrates between devices and host."""

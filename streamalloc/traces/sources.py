@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gzip
 import itertools
 import re
-import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -288,16 +286,13 @@ def load(path: str | Path) -> Trace:
         The file cannot be read.
     """
     name = str(path)
-    try:
-        with opened(path) as file:
-            head = cast(Any, file).peek(1)[:1]
-            if head == b"{":
-                return read_trace(text_lines(file, name), name)
-            if head == b"T":
-                return _read_rmm(text_lines(file, name), name)
-            if head == b"\x80":
-                return _read_pickle(file, None, name)
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise TraceFormatError(f"the compressed file is damaged: {error}", name) from None
+    with opened(path) as file:
+        head = cast(Any, file).peek(1)[:1]
+        if head == b"{":
+            return read_trace(text_lines(file, name), name)
+        if head == b"T":
+            return _read_rmm(text_lines(file, name), name)
+        if head == b"\x80":
+            return _read_pickle(file, None, name)
     known = f"a {FORMAT}, a log of RMM ({_RMM_HEADER}) nor a snapshot of PyTorch (a pickle)"
     raise TraceFormatError(f"neither {known}", name)

@@ -12,6 +12,7 @@ The fields of an event are those of :class:`Event`. A file whose name ends in ``
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import io
 import json
@@ -153,9 +154,8 @@ class Rules:
         action, number, nbytes, *_ = event
         if action not in ("allocate", "free"):
             raise ValueError(f"action {action!r}: allowed are 'allocate' and 'free'")
-        for value in event[1:]:
+        for name, value in zip(event._fields[1:], event[1:], strict=True):
             if type(value) is not int or not 0 <= value <= _MOST:
-                name = event._fields[1 + [value is one for one in event[1:]].index(True)]
                 raise ValueError(f"{name}={value!r}: it has to be an integer from 0 to 2**63 - 1")
         if action == "allocate":
             if number in self._seen:
@@ -212,11 +212,16 @@ def _header(line: str, file: str) -> dict[str, Any]:
     return {"source": source, "skipped": skipped}
 
 
-def opened(path: str | Path) -> IO[bytes]:
-    """Open a file for reading; decompress it if its content is compressed, whatever its name."""
+@contextlib.contextmanager
+def opened(path: str | Path) -> Iterator[IO[bytes]]:
+    """A file for reading in a ``with`` block; decompressed if its content is compressed, whatever its name."""
     with open(path, "rb") as file:
         compressed = file.read(2) == _GZIP
-    return io.BufferedReader(gzip.open(path)) if compressed else open(path, "rb")
+    try:
+        with io.BufferedReader(gzip.open(path)) if compressed else open(path, "rb") as file:
+            yield file
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise TraceFormatError(f"the compressed file is damaged: {error}", str(path)) from None
 
 
 def content(file: IO[bytes], name: str) -> bytes:
@@ -224,14 +229,11 @@ def content(file: IO[bytes], name: str) -> bytes:
     compressed = isinstance(getattr(file, "raw", None), gzip.GzipFile)
     most = os.fstat(file.fileno()).st_size * _RATIO + _BEYOND if compressed else None
     pieces, length = [], 0
-    try:
-        while piece := file.read(_LONGEST):
-            pieces.append(piece)
-            length += len(piece)
-            if most is not None and length > most:
-                raise TraceFormatError(f"the compressed file has more than {_RATIO} times its size in it", name)
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise TraceFormatError(f"the compressed file is damaged: {error}", name) from None
+    while piece := file.read(_LONGEST):
+        pieces.append(piece)
+        length += len(piece)
+        if most is not None and length > most:
+            raise TraceFormatError(f"the compressed file has more than {_RATIO} times its size in it", name)
     return b"".join(pieces)
 
 
@@ -246,5 +248,3 @@ def text_lines(file: IO[bytes], name: str) -> Iterator[str]:
             yield line.decode("utf-8")
     except UnicodeDecodeError:
         raise TraceFormatError("this is no text", name, number) from None
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise TraceFormatError(f"the compressed file is damaged: {error}", name, number + 1) from None

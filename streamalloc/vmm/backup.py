@@ -21,7 +21,6 @@ from streamalloc.core.internal import (
     Memory,
     QueuedWork,
     Stream,
-    allocate_safely,
     copy_bytes,
     deferred_queue,
     ordered_after,
@@ -148,7 +147,7 @@ class Backup:
     @classmethod
     def allocate(cls, pool: MemoryPool, nbytes: int, stream: Stream) -> Backup:
         """Make a backup in memory of a pool, allocated on a stream."""
-        return cls(allocate_safely(pool, nbytes, stream), own=True)
+        return cls(pool.allocate(nbytes, stream), own=True)
 
     @property
     def released(self) -> bool:

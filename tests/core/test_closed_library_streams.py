@@ -19,6 +19,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
 from streamalloc.core import stream as stream_module
+from streamalloc.core.closed_streams import unknown_ends
 from streamalloc.core.queued_work import QueuedWork
 from streamalloc.core.session import session_of
 from streamalloc.driver.bindings import cuda
@@ -525,14 +526,14 @@ def test_a_later_close_that_another_thread_finds_meanwhile(scene: Scene, monkeyp
         found = begin()
         scene.device.synchronize()
         other.close()
-        assert second.closed and len(stream_module.unknown_ends(session)) == 1
+        assert second.closed and len(unknown_ends(session)) == 1
         return found
 
     monkeypatch.setattr(stream_module, "moment", find_other)
     assert first.closed
-    assert [one._number for one in stream_module.unknown_ends(session)] == [second._number]
+    assert [one._number for one in unknown_ends(session)] == [second._number]
     scene.device.synchronize()
-    assert not stream_module.unknown_ends(session)
+    assert not unknown_ends(session)
     buffers.clear()
 
 

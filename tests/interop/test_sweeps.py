@@ -14,7 +14,7 @@ import pytest
 import streamalloc as sa
 from streamalloc import interop
 from streamalloc.core.session import sessions
-from streamalloc.core.stream import _made_here, spare_events
+from streamalloc.core.stream import created_streams, spare_events
 from streamalloc.core.stream_resolution import _default_streams
 from tests.interop.libraries import LIBRARIES, MODULES
 from tests.interop.standins import STANDINS
@@ -61,7 +61,7 @@ class Lending(Faults):
             sa.Device(0).synchronize()
         # RMM's resources are kept for ever, and their sources with them: streams and their spare events.
         left = {kind: handles for kind, handles in Faults.left(checked).items() if kind != "stream"}
-        lasting = [one for each in sessions() for one in (*_made_here(each), *_default_streams(each).values())]
+        lasting = [one for each in sessions() for one in (*created_streams(each), *_default_streams(each).values())]
         kept = {raw for stream in lasting for raw in spare_events(stream)}
         left["event"] = [raw for raw in left.get("event", ()) if raw not in kept]
         return {kind: handles for kind, handles in left.items() if handles}

@@ -182,7 +182,7 @@ class TestWatching:
 
         left = {other} if function is Watching.remove else {one, other}
         for _ in interleaved(function, make, first[function], lambda _: watching.add(other)):
-            tap = tap_of(pool)
+            tap = tap_of(pool._free)
             assert tap is not None and set(tap.watchers) == set(watching.watchers) == left
 
 

@@ -728,7 +728,9 @@ class CachingAllocator(Allocator, Closes, Shown):
     def _reachable_from(self, device: Device) -> bool:
         return self.pool._reachable_from(device)
 
-    def _is_managed(self) -> bool:
+    @property
+    def managed(self) -> bool:
+        """Whether the memory migrates between devices and host."""
         return self.pool.managed
 
     def _about(self) -> Iterator[Row]:

@@ -1,0 +1,32 @@
+"""Python functions that the driver calls on a thread of its own."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+from streamalloc.driver.internal import cuda
+
+_HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+# Callbacks must outlive their call, which the driver makes at a time of its own.
+_host_functions: dict[int, Any] = {}
+
+
+def queue_host_function(function: Callable[[], object], queue: Callable[[cuda.CUhostFn, int], object]) -> None:
+    """Have ``queue`` queue a function once, and keep its callback until the driver has called it."""
+
+    def run(token: int | None) -> None:
+        try:
+            function()
+        finally:
+            _host_functions.pop(token or 0, None)
+
+    callback = _HOST_FUNCTION(run)
+    pointer = ctypes.cast(callback, ctypes.c_void_p).value or 0
+    _host_functions[pointer] = callback
+    try:
+        queue(cuda.CUhostFn(pointer), pointer)
+    except BaseException:
+        _host_functions.pop(pointer, None)
+        raise

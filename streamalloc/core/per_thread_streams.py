@@ -1,0 +1,117 @@
+"""The per-thread default stream: one that stands for that of each thread, and its free lists of caches."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import Any, cast, overload
+
+from streamalloc.core.deferred import Deferred
+from streamalloc.core.stream import _DEFAULT, NOT_CAPTURED, Stream, Threads, moment
+
+
+class _ThisThread(threading.local):
+    """Values of the calling thread."""
+
+    def __init__(self) -> None:
+        self.number: int = moment()
+        """A number that no other thread has or had, unlike ``threading.get_ident``."""
+
+
+this_thread = _ThisThread()
+
+
+class _ThreadEnd:
+    """An object of one thread, which dies with it."""
+
+    __slots__ = ("_ident", "_stream")
+
+    def __init__(self, stream: Stream) -> None:
+        self._ident = threading.get_ident()
+        self._stream = stream
+
+    def __del__(self) -> None:
+        stream = getattr(self, "_stream", None)  # unset if a signal handler raised in __init__
+        if stream is not None and stream._session.usable:
+            stream._thread_ended(threading.get_ident() == self._ident)
+
+
+@overload
+def of_this_thread(stream: Stream) -> Stream: ...
+@overload
+def of_this_thread(stream: Stream, *, make: bool) -> Stream | None: ...
+def of_this_thread(stream: Stream, *, make: bool = True) -> Stream | None:
+    """For the per-thread default stream, one that stands for that of the calling thread; any other stream itself.
+
+    It is closed when the thread ends. Only that thread may queue work on it: elsewhere its handle is another stream.
+    Unless ``make``, None for a thread that has none; one made by a finaliser at the end of a thread never ends.
+    """
+    threads = stream._threads
+    if threads is None or stream._thread:
+        return stream
+    if threads.stream is None and make:
+        found = Stream.__new__(Stream)
+        found._prepare(stream.device, _DEFAULT, stream._raw, stream, plain=False)
+        found._threads = threads
+        found._thread = moment() + 1
+        found._open()
+        threads.end, threads.number, threads.stream = _ThreadEnd(found), found._thread, found
+    return threads.stream
+
+
+class _ThreadLists:
+    """Free lists of a cache on the per-thread default stream: those of the calling thread, unless it is captured."""
+
+    __slots__ = ("_is_capturing", "_key", "_stream", "_threads")
+
+    def __init__(self, stream: Stream, key: object) -> None:
+        self._is_capturing: Any = stream._session.cuStreamIsCapturing
+        self._key = key
+        self._stream = stream
+        self._threads: Any = stream._threads
+
+    def __getitem__(self, size: int) -> Any:
+        mine = self._threads.stream
+        if mine is None:
+            raise LookupError
+        free = mine.free_lists[self._key][size]
+        shared, is_capturing = self._stream, self._is_capturing
+        asks = shared._asks
+        if not free or asks() != shared._answer or is_capturing(shared._raw) != NOT_CAPTURED:
+            raise LookupError
+        return free
+
+
+def give_lists(stream: Stream, key: object, lists: object) -> None:
+    """Enter a cache's free lists for its fast path, unless the stream is captured or closed."""
+    if stream._thread:
+        shared = cast("Stream", stream._owner)
+        give_lists(shared, key, _ThreadLists(shared, key))
+    if key in stream.free_lists:
+        return
+    stream.free_lists = {**stream.free_lists, key: lists}
+    # A capture may just have begun.
+    if stream._closed or stream._capture:
+        stream._forbid_direct()
+
+
+def forbid_lists(stream: Stream) -> None:
+    """Have every call on a stream take the slow path, as in a forked child."""
+    stream._forbid_direct()
+    if stream._thread:
+        forbid_lists(cast("Stream", stream._owner))
+
+
+def thread_of(stream: Stream) -> tuple[int, Threads | None]:
+    """For a stream of :func:`of_this_thread`, the number of its thread and where each thread has its own; else 0."""
+    return stream._thread, stream._threads if stream._thread else None
+
+
+def leave_stream(stream: Stream, keys: tuple[object, ...], item: Deferred) -> None:
+    """Remove a cache's free lists from a stream, and the item that was to end with the stream."""
+    with contextlib.suppress(ValueError):
+        stream._endings.remove(item)
+    if stream._thread:
+        leave_stream(cast("Stream", stream._owner), keys, item)
+    if any(key in stream.free_lists for key in keys):
+        stream.free_lists = {key: found for key, found in stream.free_lists.items() if key not in keys}
