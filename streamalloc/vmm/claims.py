@@ -1,9 +1,12 @@
-"""Claims: one call at a time changes the mappings of a buffer, or puts a group to sleep.
+"""Claims: one call at a time changes the mappings of a buffer or an arena, or puts a group to sleep.
 
 A call claims what it changes, and releases it at its end; a call on another thread waits for that and then acts on the
 state that it finds. The lock below is held for the check and the claim alone: calls wait for streams, files and other
-processes while they have claims, and no lock. A thread that has claims waits for no other call: such a wait could be
-for a call that waits for this thread.
+processes while they have claims, and no lock. A call that is made during another one on the same thread, by a hook or
+a signal handler, waits only for claims of a higher level: the others could wait for this thread.
+
+A call is a function that :func:`claiming` calls, and no ``with`` block: an exception of a signal handler may come
+between the start of a block written in Python and its body, and claims would stay as long as the traceback.
 """
 
 from __future__ import annotations
@@ -38,10 +41,11 @@ class Claimable:
 class Claim:
     """The claims of one call; made by :func:`claiming`."""
 
-    __slots__ = ("_end", "_outer", "_process", "_thread", "ended")
+    __slots__ = ("_end", "_level", "_outer", "_process", "_thread", "ended")
 
-    def __init__(self, outer: Claim | None) -> None:
+    def __init__(self, outer: Claim | None, level: int) -> None:
         self._outer = outer
+        self._level = level
         self._process = _process
         self._thread = threading.get_ident()
         self._end = threading.Lock()
@@ -49,13 +53,13 @@ class Claim:
         self._end.acquire()
         self.ended: bool = False
 
-    def take(self, things: Collection[Claimable]) -> None:
-        """Claim all of these, once no other call has claimed one.
+    def take(self, things: Collection[Claimable], *, wait: bool = True) -> bool:
+        """Claim all of these, once no other call has claimed one; without ``wait`` at once or not at all.
 
         Raises
         ------
         InUseError
-            Another call on this thread has claimed one, or another thread while this thread has claims of another call.
+            Another call on this thread has claimed one, or has claims of the same level while another thread has one.
         """
         while True:
             with _lock:
@@ -64,13 +68,18 @@ class Claim:
                     for thing in things:
                         thing._claim = self
                     break
-            if other._thread == self._thread or (self._outer is not None and self._is_before(self._outer)):
+            if not wait:
+                return False
+            outer = self._outer
+            inside = outer is not None and self._is_before(outer) and outer._level >= self._level
+            if inside or other._thread == self._thread:
                 one = next((thing for thing in things if thing._claim is other), None)
                 raise InUseError(f"{one!r} is in use: this is a call of a hook or a signal handler during another call")
             with other._end:  # in C, so that an exception of a signal handler leaves the lock released
                 pass
         for thing in things:
             thing._stop_growing()
+        return True
 
     def _is_before(self, other: Claim) -> bool:
         """Whether another call has not ended; a forked child waits for none of its parent."""
@@ -95,8 +104,10 @@ def _forget_after_fork() -> None:
 os.register_at_fork(after_in_child=_forget_after_fork)
 
 
-def claiming(things: Collection[Claimable], act: Callable[[Claim], T]) -> T:
+def claiming(things: Collection[Claimable], act: Callable[[Claim], T], *, level: int = 0) -> T:
     """Return ``act(claim)`` with a claim of these, which ends with the call.
+
+    ``level``: 0 for groups and buffers, 1 for arenas, whose calls wait for none of the former.
 
     Raises
     ------
@@ -104,7 +115,7 @@ def claiming(things: Collection[Claimable], act: Callable[[Claim], T]) -> T:
         As for :meth:`Claim.take`.
     """
     outer = _thread.claim
-    claim = Claim(outer)
+    claim = Claim(outer, level)
     try:
         _thread.claim = claim
         claim.take(things)

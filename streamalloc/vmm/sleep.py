@@ -589,6 +589,7 @@ class SleepGroup(Closes, Claimable):
 
 def _checked_bytes(buffer: VirtualBuffer, array: Any, offset: int) -> tuple[int, Bytes]:
     """Return the offset and the array as bytes, if they are in the buffer."""
+    buffer._check_open()
     start = checked_size("offset", offset)
     found: Bytes = np.asarray(array if hasattr(array, "__array__") else memoryview(array))
     if not found.flags.c_contiguous:
