@@ -539,7 +539,8 @@ class SleepGroup(Closes, Claimable):
         """Call ``act`` while no other call sleeps, wakes, reads, writes or closes the group, or uses these buffers."""
 
         def open_only(claim: Claim) -> T:
-            self._check_open()
+            for one in (self, *buffers):
+                one._check_open()
             return act(claim)
 
         return claiming((self, *buffers), open_only)
@@ -589,7 +590,6 @@ class SleepGroup(Closes, Claimable):
 
 def _checked_bytes(buffer: VirtualBuffer, array: Any, offset: int) -> tuple[int, Bytes]:
     """Return the offset and the array as bytes, if they are in the buffer."""
-    buffer._check_open()
     start = checked_size("offset", offset)
     found: Bytes = np.asarray(array if hasattr(array, "__array__") else memoryview(array))
     if not found.flags.c_contiguous:
