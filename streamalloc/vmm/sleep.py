@@ -49,8 +49,8 @@ class SleepGroup(Closes, Claimable):
 
     Thread-safe: :meth:`sleep`, :meth:`wake`, :meth:`resume`, :meth:`read`, :meth:`write` and :meth:`close` wait for
     each other, and for calls of other groups and of the buffers themselves that close, resize, evict or restore a
-    buffer of theirs; such calls wait for them. :meth:`allocate` and :meth:`add` do not wait. A hook or a signal handler
-    that makes such a call gets :class:`InUseError` where it would have to wait.
+    buffer of theirs; such calls wait for them, as :meth:`remove` does. :meth:`allocate` and :meth:`add` do not wait. A
+    hook or a signal handler that makes such a call gets :class:`InUseError` where it would have to wait.
 
     Parameters
     ----------
@@ -177,9 +177,13 @@ class SleepGroup(Closes, Claimable):
         EvictedError
             The buffer sleeps: wake it first.
         """
-        if buffer.evicted:
-            raise EvictedError(f"{buffer!r} sleeps, and its bytes are the group's: wake() it first")
-        self._members.pop(buffer, None)
+
+        def act(_: Claim) -> None:
+            if buffer.evicted:
+                raise EvictedError(f"{buffer!r} sleeps, and its bytes are the group's: wake() it first")
+            self._members.pop(buffer, None)
+
+        claiming((buffer,), act)
 
     @property
     def buffers(self) -> dict[VirtualBuffer, str]:

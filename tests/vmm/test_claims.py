@@ -121,6 +121,19 @@ def test_each_interleaving(first: str, second: str) -> None:
         world.check()
 
 
+@pytest.mark.simulated_only("an interleaving is the same on any driver")
+def test_a_buffer_that_is_put_to_sleep_is_not_removed() -> None:
+    driver = sd.simulated()
+
+    def remove(world: World) -> None:
+        with contextlib.suppress(sa.EvictedError):
+            world.groups[0].remove(world.buffers[1])
+
+    for world in interleaved(evict_all, lambda: World(driver, asleep=False), ACTS["sleep"], remove, at="line"):
+        assert world.buffers[1].evicted == (world.buffers[1] in world.groups[0].buffers)
+        world.check()
+
+
 @pytest.mark.simulated_only("where a signal may come is the same on any driver")
 def test_an_interrupt_at_any_point_leaves_nothing_claimed() -> None:
     kept = []
