@@ -164,7 +164,10 @@ class IncompleteTeamError(RuntimeError):
 
 
 class InUseError(RuntimeError):
-    """Physical memory cannot be released, because an importer or another mapping holds it."""
+    """An object cannot be released or changed now, because something else holds it.
+
+    An importer, another mapping, or a call that a signal handler or a hook runs in.
+    """
 
 
 class StillImportedError(InUseError):
