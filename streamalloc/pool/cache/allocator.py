@@ -1,7 +1,7 @@
 """A cache over a pool: memory that was freed is handed out again without a driver call.
 
 *Size classes.* Each stream has a free list per size class. A request takes the smallest free block of its stream that
-fits, up to three times the size. A block is never split, and serves one stream: freed on another one, it returns after
+fits, up to five times the size. A block is never split, and serves one stream: freed on another one, it returns after
 an event.
 
 *An allowance.* The fast path counts nothing. Each 32 MiB that the pool was asked for, the cache compares the pool's
@@ -369,7 +369,7 @@ class CachingAllocator(Allocator, Closes, Shown):
     (``cuStreamIsCapturing``). Freed on another stream, memory returns to its own stream after an event.
 
     Sizes are rounded up to classes: multiples of 512 bytes up to 8 KiB, then eight classes to each power of two, so
-    that at most a ninth of a block is wasted from 4 KiB on. If a class has no free block, the smallest of up to three
+    that at most a ninth of a block is wasted from 4 KiB on. If a class has no free block, the smallest of up to five
     times the size is handed out. Blocks are never split or merged: the pool does that.
 
     The allowance bounds the pool's reserved memory: the sum of the most that each stream had in use, times 1.15, in

@@ -33,8 +33,12 @@ from streamalloc.core.internal import (
 from streamalloc.core.session import Session, session_of
 from streamalloc.pool.cache.blocks import UNIT, Block, SizeClass, class_size
 
-_LARGEST_FIT = 3
-"""A free block serves a request of at least a third of its size. A smaller factor splits memory among more classes."""
+_LARGEST_FIT = 5
+"""A free block serves a request of at least a fifth of its size. A smaller factor splits memory among more classes."""
+_LARGEST_KEPT = 1.75
+"""Up to this factor of the request's class, the fast path takes further blocks of a larger class. Beyond, each request
+looks for a smaller block first, which may have been freed since.
+"""
 _MAX_SIZES = 1 << 14
 """Requested sizes whose free list a stream remembers: 1 MiB of dictionary."""
 MAX_RETURNING = 64
@@ -121,6 +125,8 @@ class StreamCache(Deferred):
         if not self.ended:
             if len(self.lists) >= _MAX_SIZES:
                 self.lists.clear()
+            if block is not None and block.size_class.nbytes > _LARGEST_KEPT * wanted.nbytes:
+                free = wanted.free
             self.lists[(nbytes - 1) // UNIT] = free
         return block
 
