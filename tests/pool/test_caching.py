@@ -288,21 +288,42 @@ class TestSizes:
         for buffer in weights:
             buffer.close()
 
-    def test_a_pool_beyond_the_allowance_is_trimmed(self, cache: sa.CachingAllocator, stream: sa.Stream) -> None:
-        """The allowance is 1.15 times the peak, and grows by a sixteenth of it at each trim, up to twice the peak."""
-        kept, held = [], []
-        for number in range(60):
-            size = (64, 8)[number % 2] * MiB  # neither serves for the other
-            buffers = [cache.allocate(size, stream) for _ in range(512 * MiB // size)]
-            held.append(cache.statistics().reserved)
-            for buffer in buffers:
-                buffer.free()
-            del buffer, buffers
-            stream.synchronize()
-        kept = sorted(set(held))
-        assert kept[0] == 512 * MiB and 620 * MiB < kept[-1] <= 1024 * MiB
-        assert held[-1] == held[-2] == kept[-1]  # at rest
-        assert cache.trim() > 0 and cache._state._trims == cache._state._allowance() == 0
+    def test_free_blocks_return_to_the_pool_before_it_grows_beyond_the_allowance(self, traced: Any) -> None:
+        """The allowance is 1.05 times the peak, grows by 1/32 of it at each release, and is twice the peak at most."""
+        device = sa.Device(0, driver=traced)
+        with (
+            device.create_stream() as stream,
+            sa.MemoryPool(device, release_threshold=KEEP) as pool,
+            sa.CachingAllocator(pool) as cache,
+        ):
+            held, misses = [], []
+            for number in range(64):
+                size = (64, 8)[number % 2] * MiB  # neither serves for the other
+                for buffer in [cache.allocate(size, stream) for _ in range(512 * MiB // size)]:
+                    buffer.free()
+                held.append(pool.attributes.reserved_mem_high // MiB)
+                misses.append(cache.statistics().misses)
+            assert held[:2] == [512, 544]  # 1.05 in steps of 32 MiB
+            assert misses[:2] == [8, 8 + 64]
+            assert held[2] == 576  # after one release: 1.08
+            assert held[-1] == held[-2] <= 1024 and misses[-1] == misses[-2]  # at rest
+            assert "cuMemPoolTrimTo" not in names(traced, "cuMemPoolTrimTo")
+            assert cache.trim() > 0
+            assert (cache._state._releases, cache._state._reserved) == (0, 0)
+
+    def test_the_allowance_of_several_streams_grows_by_as_many_steps(
+        self, cache: sa.CachingAllocator, stream: sa.Stream, other: sa.Stream
+    ) -> None:
+        held = [cache.allocate(320 * MiB, each) for each in (stream, other)]
+        (wanted, _) = (cache._state.known(each).size_class(320 * MiB) for each in (stream, other))  # type: ignore[union-attr]
+        for buffer in held:
+            buffer.free()
+        allowances = []
+        for releases in (0, 1, 2, 100):
+            cache._state._releases = releases
+            allowances.append(cache._state._allowance(wanted) // MiB)
+        # 640 MiB times 1.05, 1.1125, 1.175 and 2.5, in steps of 32 MiB
+        assert allowances == [672, 736, 768, 1600]
 
     def test_a_pool_that_has_not_grown_is_not_trimmed(self, cache: sa.CachingAllocator, stream: sa.Stream) -> None:
         """Memory that others have freed stays in the pool."""
@@ -724,7 +745,9 @@ class TestStepsAside:
             del traced.calls[:]
             cache.allocate(40 * MiB, device.default_stream).free()
             assert names(traced, "cuMemPoolGetAttribute", "cuThreadExchangeStreamCaptureMode") == [
-                "cuThreadExchangeStreamCaptureMode", "cuMemPoolGetAttribute", "cuThreadExchangeStreamCaptureMode"
+                "cuThreadExchangeStreamCaptureMode",
+                "cuMemPoolGetAttribute", "cuMemPoolGetAttribute",
+                "cuThreadExchangeStreamCaptureMode",
             ]  # fmt: skip
 
     def test_for_a_pool_that_is_closed_after_a_capture(self, cache: sa.CachingAllocator, stream: sa.Stream) -> None:
