@@ -566,6 +566,16 @@ class CachingAllocator(Allocator, Closes, Shown):
         deferred_queue(self._session).end(self._state)
 
     def _allocate_slowly(self, nbytes: int, stream: StreamLike) -> Buffer:
+        # The plain case: only the free list is empty. A cache with watchers and a captured stream have no such key.
+        if type(stream) is Stream and type(nbytes) is int and not self.dropped:
+            found: StreamCache | None = stream.free_lists.get(self._cache_key)
+            if found is not None:
+                size = found.class_of.get((nbytes - 1) // UNIT)
+                other = None if size is None else found.take(size, nbytes)
+                if other is not None:
+                    if found.ended:
+                        other.home = None
+                    return filled(CachedBuffer, self, other, nbytes, stream)
         state = self._state
         if self.dropped:
             self._state.collect_dropped()
@@ -660,7 +670,9 @@ class CachingAllocator(Allocator, Closes, Shown):
         home = block.size_class.owner
         if len(home.returning) >= MAX_RETURNING:
             home.collect()
-        if home.ended or len(home.returning) >= MAX_RETURNING:
+            if len(home.returning) >= MAX_RETURNING:
+                return None
+        if home.ended:
             return None
         source: Spares | None = None
         began = 0
