@@ -133,12 +133,12 @@ class SlotWords:
 class ImporterWords:
     """The words of one slot that one importer writes."""
 
-    __slots__ = ("awaited", "blocks", "closed", "closing", "importer", "opened", "slot_words")
+    __slots__ = ("awaited", "closed", "closing", "importer", "opened", "slot_words", "users")
 
     awaited: int
     """The last value of ``closed`` that streams of this process wait for."""
-    blocks: set[object]
-    """Imports of the slot's block of ``cuMemAlloc``, of which the importer may have several."""
+    users: set[object]
+    """Uses of the slot's memory whose closes the host counts; the importer may have several."""
 
     def __init__(self, block: ControlBlock, slot: int, importer: int) -> None:
         self.importer: int = importer
@@ -147,7 +147,7 @@ class ImporterWords:
         self.closing: Word = block.word("closing", slot, importer)
         self.closed: Word = block.word("closed", slot, importer)
         self.awaited = self.closed.value
-        self.blocks = set()
+        self.users = set()
 
 
 class Mark:
@@ -226,9 +226,8 @@ class ControlBlock:
         # Locks belong to the open file, which a received descriptor shares with the sender: open it anew.
         self._own = _reopened(fd)
         self.slots: dict[int, SlotWords] = {}
-        self.own: dict[int, ImporterWords] = {}
-        """The results of :meth:`own_words`, by slot."""
-        self._importers: dict[tuple[int, int], ImporterWords] = {}
+        self.importers: dict[tuple[int, int], ImporterWords] = {}
+        """The results of :meth:`importer_words`, by slot and importer."""
         self._raw: int | None = None
         """Address registered with the driver; None before and after, and without ``for_streams``."""
         session.shut_with_me(self)
@@ -335,22 +334,19 @@ class ControlBlock:
         return self.slots.setdefault(slot, SlotWords(self, slot)) if words is None else words
 
     def importer_words(self, slot: int, importer: int) -> ImporterWords:
-        """Return an importer's words of a slot."""
-        key = slot, importer
-        words = self._importers.get(key)
-        return self._importers.setdefault(key, ImporterWords(self, slot, importer)) if words is None else words
-
-    def own_words(self, slot: int) -> ImporterWords:
-        """Return this importer's words of a slot.
+        """Return an importer's words of a slot.
 
         Raises
         ------
         ValueError
             There is no such slot.
         """
-        if slot >= SLOTS:
-            raise ValueError(f"the descriptor's slot {slot} does not exist: its control block has {SLOTS}")
-        words = self.own[slot] = self.importer_words(slot, self.importer)
+        key = slot, importer
+        words = self.importers.get(key)
+        if words is None:
+            if slot >= SLOTS:
+                raise ValueError(f"the descriptor's slot {slot} does not exist: its control block has {SLOTS}")
+            words = self.importers.setdefault(key, ImporterWords(self, slot, importer))
         return words
 
     def new_mark(self, kind: str) -> Mark:
@@ -527,7 +523,7 @@ class ControlBlock:
     def _end(self, importer: int) -> None:
         self.closing[:, importer] = self.opened[:, importer]
         self.closed[:, importer] = self.opened[:, importer]
-        for words in list(self._importers.values()):
+        for words in list(self.importers.values()):
             if words.importer == importer and not reached(words.closed.value, words.awaited):
                 # The importer has overwritten its words, and a stream of this process waits for another value.
                 words.opened.value = words.closing.value = words.closed.value = words.awaited
