@@ -12,7 +12,6 @@ import select
 import threading
 import time
 import weakref
-import zlib
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -43,13 +42,13 @@ from streamalloc.core.internal import (
     work,
 )
 from streamalloc.core.properties import MemHandleType, MemLocationType
-from streamalloc.core.session import PerDriver, Session, session_of
+from streamalloc.core.session import PerDriver, Session
 from streamalloc.driver.internal import cuda, opaque_bytes
 from streamalloc.ipc.exporter.relay import SHARED_LINGER, ExporterRelay
 from streamalloc.ipc.transport import handle_server
 from streamalloc.ipc.transport.channel import Channel
 from streamalloc.ipc.wire.control_block import SLOTS, WORD, ControlBlock, Mark, SlotWords, fence, reached
-from streamalloc.ipc.wire.descriptor import NOWHERE, Chunk, Flags, Head, pack_part
+from streamalloc.ipc.wire.descriptor import NOWHERE, Chunk, Flags, Head
 from streamalloc.pool import MemoryPool
 from streamalloc.pool.internal import raw_pool
 from streamalloc.vmm import PhysicalMemory, VirtualBuffer
@@ -134,12 +133,7 @@ class Lease(SharedState):
         """Held during an announcement, and during the decision whether the memory can be freed."""
         self._holds: list[Callable[[], Hold | None]] = []
 
-    # -- descriptors -----------------------------------------------------------------------------------------
-
-    def describe(self, head: Head, ready: int, offset: int, size: int, base_size: int) -> bytes:
-        """Pack the descriptor of a part of the allocation."""
-        part = pack_part(self.slot, self.generation, ready, offset, size, base_size, 0, self.payload)
-        return head.data + part + zlib.crc32(part, head.checksum).to_bytes(4, "little")
+    # -- announcements ---------------------------------------------------------------------------------------
 
     def announce(
         self, stream: Stream, before: Callable[[int], bool] | None = None, view: tuple[Any, bool] | None = None
@@ -495,15 +489,14 @@ class Route:
     It exists as long as the pool is open or a lease needs it. Importers see its end by its marks.
     """
 
-    __slots__ = ("__weakref__", "_marks", "device", "exports", "fd", "heads", "origin", "session")
+    __slots__ = ("__weakref__", "_marks", "device", "exports", "fd", "heads", "origin")
 
-    def __init__(self, pool: MemoryPool, exports: Exports, device: bytes) -> None:
+    def __init__(self, pool: MemoryPool, exports: Exports, device: Device) -> None:
         name = "cuMemPoolExportToShareableHandle"
         self.exports: Exports = exports
-        self.session: Session = session_of(pool)
-        self.fd: Fd = Fd.made_by(self.session, name, raw_pool(pool), _POSIX_MEMBER, 0, hint=NOT_EXPORTABLE)
+        self.fd: Fd = Fd.made_by(exports.session, name, raw_pool(pool), _POSIX_MEMBER, 0, hint=NOT_EXPORTABLE)
         self.origin: bytes = secrets.token_bytes(16)
-        self.device: bytes = device
+        self.device: Device = device
         self.heads: dict[tuple[ControlBlock, bytes], tuple[Head, dict[bytes, Fd]]] = {}
         """The results of :meth:`head`, by control block and endpoint."""
         self._marks: dict[bytes, Mark] = {}
@@ -520,7 +513,7 @@ class Route:
         endpoint = self.exports.endpoint
         found = self.heads.get((block, endpoint))
         if found is None:
-            ids = (self.device, self.origin, block.id, endpoint)
+            ids = (self.exports.uuid(self.device), self.origin, block.id, endpoint)
             head = Head.of(ids, self.mark(block), Flags.LEASED, self.exports.version, int(POSIX))
             handles = {self.origin: self.fd, block.id: block.fd}
             publish(handles)
@@ -599,7 +592,7 @@ class Exports:
             with self.leases.lock:
                 route = self._routes.get(pool)
                 if route is None:
-                    route = self._routes[pool] = Route(pool, self, self.uuid(device))
+                    route = self._routes[pool] = Route(pool, self, device)
                     routes[weakref.ref(pool, lambda gone: routes.pop(gone, None))] = weakref.ref(route)
                 for known in list(self._routes):
                     if known.closed:
