@@ -565,9 +565,8 @@ class TestRing:
         def make() -> tuple[Handing, Any]:
             state = Handing()
             state.unsent.clear()
-            block = SimpleNamespace(write=lambda *_: None)
-            slot = SimpleNamespace(words=SimpleNamespace(announced=SimpleNamespace(), ready=None), ready=0, block=block)
-            return state, Holder(_slot=slot, index=0)
+            lease = SimpleNamespace(announce=lambda *_: None)
+            return state, Holder(_slot=SimpleNamespace(lease=lease), index=0)
 
         def hand_off(it: tuple[Handing, Any]) -> None:
             try:
