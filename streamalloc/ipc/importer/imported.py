@@ -234,7 +234,7 @@ class _Source:
         """The exporter's control block."""
         self.leased: bool = bool(flags & Flags.LEASED)
         """Whether the block counts opens and closes."""
-        self.held: bool = bool(flags & Flags.HELD) and block is not None
+        self.held: bool = bool(flags & Flags.HELD)
         """Whether descriptors keep the allocation until they are opened."""
         self.lock: AbstractContextManager[bool]
         """Held while imports are counted."""
@@ -387,10 +387,11 @@ def open_import(source: PoolSource | LegacySource, part: Part, stream: Stream) -
     """Open an allocation, or open it once more; ``stream`` waits for its contents."""
     slot, generation, ready, offset, size, base_size, hold, key = part
     block = source.block
-    mark = block.mark("hold", hold) if source.held else None  # type: ignore[union-attr]
-    mine: ImporterWords | None = None
+    mine: Any = None
     if block is not None:
         mine = block.importers.get((slot, block.importer)) or block.importer_words(slot, block.importer)
+        if source.held:
+            block.mark("hold", hold)  # raises if there is no such mark
     opened = ImportedBuffer()
     opened._held = None
     opened._source = source
@@ -414,24 +415,17 @@ def open_import(source: PoolSource | LegacySource, part: Part, stream: Stream) -
             else:
                 held.count += 1
                 opened._held = held
-                if mine is not None and source.leased and held.words is None:
-                    # It was opened before by a descriptor without a lease.
-                    held.source = source
-                    source.count_open(held, mine, generation)
-                elif source.leased and (held.words is not mine or held.generation != generation):
-                    if mine is not None and mine.slot_words.generation.value != generation:
-                        raise StaleDescriptorError(_STALE)
-                    raise ValueError("this memory is open here under another lease: close that first")
+                if source.leased:
+                    _join(held, source, mine, generation)
         result, found = source.session.cuPointerGetAttribute(_RANGE_SIZE, held.address)
         if result:
             raise error_from(result, "cuPointerGetAttribute")
         if found != base_size:
             raise ValueError(f"the descriptor says {size_text(base_size)}, and the driver has {size_text(int(found))}")
-        if block is not None and mine is not None:
-            if source.session.listener is not None:
-                Announcement(block, slot, generation, ready).notify_listener(opened, stream)
-            if mine.slot_words.ready.value != ready:
-                Announcement(block, slot, generation, ready).precede(stream)
+        if block is not None and (mine.slot_words.ready.value != ready or source.session.listener is not None):
+            announced = Announcement(block, slot, generation, ready)
+            announced.notify_listener(opened, stream)
+            announced.precede(stream)
     except BaseException as first:
         try:
             _release(opened, stream, used=False)
@@ -439,9 +433,20 @@ def open_import(source: PoolSource | LegacySource, part: Part, stream: Stream) -
             attach(first, later)
         raise
     finally:
-        if mark is not None and mark.value == hold >> 32:
-            mark.value = 0  # the descriptor has arrived
+        if block is not None and source.held:
+            block.end_hold(hold)
     return opened
+
+
+def _join(held: Import, source: PoolSource | LegacySource, mine: ImporterWords | None, generation: int) -> None:
+    """Check that an import is under the lease of one more descriptor; it joins that if it has none."""
+    if mine is not None and held.words is None:
+        held.source = source
+        source.count_open(held, mine, generation)
+    elif held.words is not mine or held.generation != generation:
+        if mine is not None and mine.slot_words.generation.value != generation:
+            raise StaleDescriptorError(_STALE)
+        raise ValueError("this memory is open here under another lease: close that first")
 
 
 def _release(owner: ImportedBuffer | _DroppedImport, stream: Stream, *, used: bool = True) -> None:

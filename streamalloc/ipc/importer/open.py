@@ -453,12 +453,13 @@ def _arriving(request: _Request) -> Iterator[None]:
     """Block that opens a descriptor; its end releases the hold. For buffers, :func:`open_import` does that."""
     hold = request.described.hold
     block = request.block if hold else None
-    mark = None if block is None else block.mark("hold", hold)
+    if block is not None:
+        block.mark("hold", hold)  # raises if there is no such mark
     try:
         yield
     finally:
-        if mark is not None and mark.value == hold >> 32:
-            mark.value = 0
+        if block is not None:
+            block.end_hold(hold)
 
 
 def _ordered(stream: StreamLike, session: Session) -> Stream:
