@@ -13,7 +13,8 @@ from streamalloc.core.properties import checked_type
 from streamalloc.core.session import Session, refuse_after_fork, session_of
 from streamalloc.driver import Driver
 from streamalloc.driver import default as default_driver
-from streamalloc.ipc.importer.imported import ImportedBuffer, await_on
+from streamalloc.ipc.importer.announcement import Announcement
+from streamalloc.ipc.importer.imported import ImportedBuffer
 from streamalloc.ipc.importer.open import Importer, importer_of
 from streamalloc.ipc.importer.open import open as open_shared
 from streamalloc.ipc.ring.protocol import (
@@ -81,14 +82,16 @@ class RingItem(SlotMemory):
             The item was released, or the ring was closed.
         """
         at = self._at
-        if self._any_stream:
-            await_on(self._block, self._number, self._ready, None)
+        self._wait_on(None)
         return at
 
     def _await_on(self, stream: Stream) -> None:
         super()._await_on(stream)
+        self._wait_on(stream)
+
+    def _wait_on(self, stream: Stream | None) -> None:
         if self._any_stream:
-            await_on(self._block, self._number, self._ready, stream)
+            Announcement(self._block, self._number, 0, self._ready).wait(stream)
 
     def release(self, stream: StreamLike | None = None) -> None:
         """Release the slot after the work of ``stream`` (default: the ring's stream); idempotent.

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, NoReturn
 
-from streamalloc.core.errors import ClosedError, CudaError, size_text, undoing
+from streamalloc.core.errors import ClosedError, size_text, undoing
 from streamalloc.core.html import Row
 from streamalloc.core.internal import (
     Buffer,
@@ -41,7 +41,7 @@ from streamalloc.ipc.ring.protocol import (
 )
 from streamalloc.ipc.transport.channel import Channel, Message, PeerGoneError, ProtocolError
 from streamalloc.ipc.transport.deadlines import end_of, left
-from streamalloc.ipc.wire.control_block import IMPORTERS, ControlBlock, ImporterWords, SlotWords
+from streamalloc.ipc.wire.control_block import IMPORTERS, ControlBlock, ImporterWords
 from streamalloc.pool import MemoryPool
 
 # The socket buffer has room for the packets of all slots, so that a send does not wait in practice.
@@ -53,16 +53,12 @@ _packed = PACKET.pack
 class Slot:
     """One slot of a producer, through all its uses."""
 
-    __slots__ = ("block", "flags", "index", "lease", "number", "ready", "used", "value", "words")
+    __slots__ = ("flags", "index", "lease", "used", "value")
 
     def __init__(self, index: int, lease: Lease) -> None:
         self.index: int = index
         self.lease: Lease = lease
-        self.block: ControlBlock = lease.block
-        self.number: int = lease.slot
-        self.words: SlotWords = lease.words
-        self.ready: int = lease.words.last_announced
-        """Value of the ready flag that means that the contents are complete."""
+        """It has the flags that the producer writes."""
         self.used: int = 0
         """Bytes of the item."""
         self.flags: ImporterWords | None = None
@@ -226,7 +222,7 @@ class Deliveries(RingEnding):
         slot = self.free[0]
         flags = slot.flags
         if flags is not None and (flags.closed.value - slot.value) & MASK >= HALF:
-            slot.block.wait_closed(self.stream, flags, slot.value)
+            slot.lease.block.wait_closed(self.stream, flags, slot.value)
         taken = RingSlot(self, slot)
         del self.free[0]
         taken._held = True
@@ -293,7 +289,7 @@ class Deliveries(RingEnding):
             consumer = self._chosen()
             flags = consumer.flags[slot.index]
             value = (flags.closing.value + 1) & MASK
-            packet = _packed(ITEM, slot.index, slot.ready, value, slot.used)
+            packet = _packed(ITEM, slot.index, slot.lease.words.last_announced, value, slot.used)
             # In flight before the send: a signal handler may raise after the kernel has the packet.
             consumer.unsent = packet
             consumer.in_flight[slot] = None
@@ -347,15 +343,8 @@ class Deliveries(RingEnding):
             if self.unsent:
                 self.deliver_unsent()
             slot = holder._slot
-            words, before = slot.words, slot.ready
-            # Before the write: after an interrupt no later item gets the same value.
-            slot.ready = words.last_announced = words.announced.value = ready = (before + 1) & MASK
             slot.used = holder._used
-            try:
-                slot.block.write(self.stream, words.ready, ready)
-            except (CudaError, ClosedError):
-                slot.ready = words.last_announced = words.announced.value = before
-                raise
+            slot.lease.announce(self.stream)
             self._deliver(slot, holder)
 
     def attempt(self) -> bool:
@@ -446,7 +435,7 @@ class RingProducer(RingEnd):
         with undoing(state.attempt):
             shared = share(buffer)
             state.slots += [Slot(index, leases_of(self._session).take()) for index in range(slots)]
-            self._blocks = list(dict.fromkeys(slot.block for slot in state.slots))
+            self._blocks = list(dict.fromkeys(slot.lease.block for slot in state.slots))
             self._hello, self._handles = self._introduction(shared)
             state.free.extend(state.slots)
             self._open(state)
@@ -488,7 +477,8 @@ class RingProducer(RingEnd):
 
     def _introduction(self, shared: Shared) -> tuple[bytes, tuple[Fd, ...]]:
         """The first message to a consumer, and its handles: those of the control blocks, then the buffer's."""
-        numbers = [(self._blocks.index(slot.block), slot.number) for slot in self._deliveries.slots]
+        leases = [slot.lease for slot in self._deliveries.slots]
+        numbers = [(self._blocks.index(lease.block), lease.slot) for lease in leases]
         names = [block.id for block in self._blocks]
         first = Introduction(names, numbers, self.slot_bytes, self._deliveries.stride, bytes(shared))
         return first.to_bytes(), (*(block.fd for block in self._blocks), *shared.fds)
@@ -499,8 +489,8 @@ class RingProducer(RingEnd):
             if importer >= IMPORTERS or not block.importer_alive(importer):
                 raise ProtocolError(f"a ring's consumer says that it is importer {importer}, which is nobody")
             block.watch_importer(importer)
-        slots = self._deliveries.slots
-        flags = [slot.block.importer_words(slot.number, blocks[slot.block]) for slot in slots]
+        leases = [slot.lease for slot in self._deliveries.slots]
+        flags = [lease.block.importer_words(lease.slot, blocks[lease.block]) for lease in leases]
         return ConsumerLink(channel, blocks, flags)
 
     # -- slots -----------------------------------------------------------------------------------------------

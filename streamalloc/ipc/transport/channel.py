@@ -30,7 +30,7 @@ from typing_extensions import Buffer as BytesLike
 from streamalloc.core.errors import ClosedError, undoing
 from streamalloc.core.internal import Fd
 from streamalloc.core.resource import Closes, close_all
-from streamalloc.ipc.transport.deadlines import end_of, left, milliseconds, refuse
+from streamalloc.ipc.transport.deadlines import end_of, left, milliseconds
 
 Address: TypeAlias = Union[str, bytes, "os.PathLike[str]"]
 """Address of a :class:`Listener`: a path, or an abstract name with ``@`` or a zero byte first."""
@@ -183,9 +183,9 @@ def rights_of(handles: Sequence[Fd | int]) -> list[_Rights]:
 
 
 def as_bytes(data: BytesLike) -> bytes:
-    """A copy of the data that a caller sends; ``TypeError`` if it is no bytes-like object."""
+    """The data that a caller sends, or a copy; ``TypeError`` if it is no bytes-like object."""
     try:
-        return bytes(memoryview(data))
+        return data if type(data) is bytes else bytes(memoryview(data))
     except (TypeError, BufferError):
         raise TypeError(
             f"data must be bytes, not {type(data).__name__} ({data!r}); memory, pools and events are sent with "
@@ -203,7 +203,10 @@ def checked_descriptor(number: object) -> int:
 
 
 def packets_of(data: bytes, handles: Sequence[Fd | int]) -> Iterator[Packet]:
-    """The packets of a message that is too large for one packet."""
+    """The packets of a message: one, or several parts if it is too large for one."""
+    if len(data) <= PACKET_DATA and len(handles) <= PACKET_HANDLES:
+        yield header(MAGIC, VERSION, len(handles), len(data)) + data, handles
+        return
     if len(data) > MAX_DATA or len(handles) > MAX_HANDLES:
         raise ValueError(
             f"a message of {len(data)} bytes and {len(handles)} descriptors: at most {MAX_DATA} and {MAX_HANDLES} "
@@ -279,7 +282,7 @@ _make = tuple.__new__  # Message() calls this too, and takes three times as long
 
 
 class _Socket(socket.socket):
-    """A socket that closes without a ``ResourceWarning`` when it is dropped."""
+    """A socket that closes without a ``ResourceWarning`` when it is dropped, also in a reference cycle."""
 
     def __del__(self) -> None:
         # The close of the C type: a signal handler may have raised before the object had its attributes.
@@ -504,14 +507,9 @@ class Channel(_SocketOwner):
             This end is closed.
         """
         wait = self.timeout if timeout is None else timeout
-        if handles or type(data) is not bytes or len(data) > PACKET_DATA or not (wait is None or wait >= 0):
-            self._send_slowly(data, handles, wait)
-            return
-        packet = header(MAGIC, VERSION, 0, len(data)) + data
-        try:
-            self._send(packet, _SEND)
-        except OSError:
-            self._send_packets([(packet, ())], wait)
+        plain = not handles and type(data) is bytes and len(data) <= PACKET_DATA and (wait is None or wait >= 0)
+        if not (plain and self._offer(data)):  # type: ignore[arg-type]
+            self._send_packets(packets_of(as_bytes(data), handles), wait)
 
     def _offer(self, data: bytes) -> bool:
         """Send a message of one packet without waiting; whether it was sent. :meth:`send` raises the reason."""
@@ -541,8 +539,8 @@ class Channel(_SocketOwner):
             This end is closed.
         """
         wait = self.timeout if timeout is None else timeout
-        if wait is not None and not wait >= 0:
-            refuse(wait)
+        if wait is not None and not wait > 0:
+            end_of(wait)  # raises if it is negative
         end: float | None = None
         while True:
             try:
@@ -561,15 +559,6 @@ class Channel(_SocketOwner):
             if message is not None:
                 return message
             end = end_of(wait) if end is None else end
-
-    def _send_slowly(self, data: BytesLike, handles: Sequence[Fd | int], wait: float | None) -> None:
-        if wait is not None and not wait >= 0:
-            refuse(wait)
-        body = data if type(data) is bytes else as_bytes(data)
-        if len(body) > PACKET_DATA or len(handles) > PACKET_HANDLES:
-            self._send_packets(packets_of(body, handles), wait)
-        else:
-            self._send_packets([(header(MAGIC, VERSION, len(handles), len(body)) + body, handles)], wait)
 
     def _send_packets(self, packets: Iterable[Packet], wait: float | None) -> None:
         """Send packets; wait for room where the receiver's queue is full."""

@@ -143,10 +143,6 @@ class MulticastObject(GenericAllocation):
         self._node.allocations.order.relate(self._node, self._team)
         self._state.teams[self._team] = None
 
-    def _open_handle(self, session: Session, prop: MulticastObjectProp, step: int, handle: Fd | int | bytes) -> None:
-        self._open(session, prop, step)
-        self._import(handle)
-
     @staticmethod
     def granularity(
         num_devices: int,
@@ -202,7 +198,8 @@ class MulticastObject(GenericAllocation):
             step = _granularity_of(session, prop)
             check_multiple("nbytes", prop.size, step)
             imported = cls.__new__(cls)
-            imported._open_handle(session, prop, step, handle)
+            imported._open(session, prop, step)
+            imported._import(handle)
             return imported
         finally:
             if isinstance(handle, Fd):
