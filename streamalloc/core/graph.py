@@ -210,7 +210,10 @@ def _end(capture: Capture) -> None:
 
 
 class GraphMemoryStatistics(NamedTuple):
-    """Memory that a device's graphs use and hold, in bytes."""
+    """Memory that a device's graphs use and hold, in bytes.
+
+    :meth:`GraphMemory.statistics` returns it.
+    """
 
     reserved: int
     """Bytes reserved for graphs."""
@@ -224,6 +227,8 @@ class GraphMemoryStatistics(NamedTuple):
 
 class GraphMemory:
     """The memory that the graphs of a device hold, apart from its pools.
+
+    :attr:`Device.graph_memory` returns it; :doc:`/docs/guides/graphs` has programs.
 
     The launch of a graph that allocates reserves memory of the device, which stays reserved until :meth:`trim`.
     """

@@ -102,7 +102,7 @@ class Stream(Closes, Shown):
     """A stream of one device.
 
     Made by :meth:`Device.create_stream`, :attr:`Device.default_stream` or :attr:`Device.per_thread_stream`;
-    :func:`as_stream` and :meth:`of_handle` borrow other libraries' streams. Closing destroys a stream that
+    :meth:`of_handle` borrows other libraries' streams. Closing destroys a stream that
     :meth:`Device.create_stream` made (``cuStreamDestroy``): the driver finishes the work that is queued, and nothing
     waits for it. Nothing here ends any other stream.
     """
@@ -673,7 +673,7 @@ class Stream(Closes, Shown):
     def capture(self, mode: CaptureMode = "global") -> contextlib.AbstractContextManager[Graph]:
         """Record what is queued in a ``with`` block into a graph instead of running it (``cuStreamBeginCapture``).
 
-        Yields the :class:`~streamalloc.core.graph.Graph`, which is complete when the block ends. Allocations and frees
+        Yields the :class:`Graph`, which is complete when the block ends. Allocations and frees
         become nodes of the graph. The driver refuses calls that a graph cannot contain: those of all threads with
         ``mode="global"``, those of this thread with ``"thread_local"``, and none with ``"relaxed"``.
         """

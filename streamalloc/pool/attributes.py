@@ -29,7 +29,10 @@ T = TypeVar("T")
 
 
 class PoolStatistics(NamedTuple):
-    """Bytes that a pool has reserved and that are allocated from it, at one moment."""
+    """Bytes that a pool has reserved and that are allocated from it, at one moment.
+
+    :meth:`MemoryPool.statistics` returns it.
+    """
 
     reserved: int
     """Bytes of the device or host that the pool holds (``RESERVED_MEM_CURRENT``)."""

@@ -68,7 +68,10 @@ _BAD_HANDLE = "the descriptor that came along is no handle of this kind of memor
 
 
 class DriverVersionWarning(UserWarning):
-    """Exporter and importer run different drivers, which NVIDIA does not support."""
+    """Exporter and importer run different drivers, which NVIDIA does not support.
+
+    :func:`open` gives it.
+    """
 
 
 class Handles:
