@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar, overload
 
+import numpy as np
+
 from streamalloc.core.errors import InvalidValueError, NotSupportedError, unsupported
 from streamalloc.core.html import code, gauge, table
 from streamalloc.core.properties import (
@@ -79,8 +81,7 @@ class Switch(Attribute[bool]):
         super().__init__(bool, doc)
 
     def __set__(self, attributes: PoolAttributes, value: bool) -> None:
-        checked_type(self.name, value, bool)
-        attributes._set(self, int(value))
+        attributes._set(self, int(checked_type(self.name, bool(value) if isinstance(value, np.bool_) else value, bool)))
 
 
 class Size(Attribute[int]):
