@@ -23,6 +23,8 @@ _LEGACY = (0, 1)
 class MemRangeAttributes:
     """Attributes of all pages of managed memory (``cuMemRangeGetAttributes``).
 
+    :attr:`Memory.range_attributes` returns it.
+
     Attributes
     ----------
     read_mostly

@@ -87,7 +87,7 @@ class Stream(Closes, Shown):
     """A stream of one device.
 
     Made by :meth:`Device.create_stream`, :attr:`Device.default_stream` or :attr:`Device.per_thread_stream`;
-    :func:`as_stream` and :meth:`of_handle` borrow other libraries' streams. Closing destroys a stream that
+    :meth:`of_handle` borrows other libraries' streams. Closing destroys a stream that
     :meth:`Device.create_stream` made (``cuStreamDestroy``): the driver finishes the work that is queued, and nothing
     waits for it. Nothing here ends any other stream.
     """
@@ -229,6 +229,19 @@ class Stream(Closes, Shown):
         stream._open()
         return stream
 
+    def _forbid_direct(self) -> None:
+        """Have every call take its slow path; :mod:`streamalloc.core.session` describes the slots."""
+        self._handle: Any = None
+        """``CUstream``: calls that queue work may go straight to the driver; else None."""
+        self._answer: Any = None
+        """Answer to ``_asks`` with which a call may go straight to the driver; None while no call may."""
+        self._direct: Session | None = None
+        """Session: allocations may go straight to the driver without a question; else None."""
+        self.free_lists: Mapping[object, Any] = _NO_LISTS
+        """Free lists of caches by their keys, for the fast paths of caches; empty if those may not be used."""
+
+    _shut_after_fork = _forbid_direct
+
     def _allow_direct(self) -> None:
         if self._closed or self._capture or self._before_work:
             return
@@ -247,19 +260,6 @@ class Stream(Closes, Shown):
         self._handle = self._raw
         if self._plain:
             self._direct = self._session
-
-    def _forbid_direct(self) -> None:
-        """Have every call take its slow path; :mod:`streamalloc.core.session` describes the slots."""
-        self._handle: Any = None
-        """``CUstream``: calls that queue work may go straight to the driver; else None."""
-        self._answer: Any = None
-        """Answer to ``_asks`` with which a call may go straight to the driver; None while no call may."""
-        self._direct: Session | None = None
-        """Session: allocations may go straight to the driver without a question; else None."""
-        self.free_lists: Mapping[object, Any] = _NO_LISTS
-        """Free lists of caches by their keys, for the fast paths of caches; empty if those may not be used."""
-
-    _shut_after_fork = _forbid_direct
 
     def _asked_handle(self) -> Any | None:
         """``CUstream`` of a stream without ``_handle`` if a call may go straight to the driver now.
@@ -638,7 +638,7 @@ class Stream(Closes, Shown):
     def capture(self, mode: CaptureMode = "global") -> contextlib.AbstractContextManager[Graph]:
         """Record what is queued in a ``with`` block into a graph instead of running it (``cuStreamBeginCapture``).
 
-        Yields the :class:`~streamalloc.core.graph.Graph`, which is complete when the block ends. Allocations and frees
+        Yields the :class:`Graph`, which is complete when the block ends. Allocations and frees
         become nodes of the graph. The driver refuses calls that a graph cannot contain: those of all threads with
         ``mode="global"``, those of this thread with ``"thread_local"``, and none with ``"relaxed"``.
         """

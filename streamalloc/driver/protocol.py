@@ -16,7 +16,10 @@ Answer: TypeAlias = "tuple[Any, Any]"
 
 @runtime_checkable
 class Driver(Protocol):
-    """An object with the driver API's functions: ``cuda.bindings.driver``, a simulated machine, or a wrapper of one."""
+    """An object with the driver API's functions: ``cuda.bindings.driver``, a simulated machine, or a wrapper of one.
+
+    :func:`real`, :func:`simulated` and :func:`checked` return drivers.
+    """
 
     # Initialisation, devices, contexts (driver API sections 6.2 to 6.8)
     def cuInit(self, Flags: int, /) -> Status: ...

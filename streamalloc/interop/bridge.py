@@ -65,7 +65,10 @@ _LEGACY = int(cuda.CU_STREAM_LEGACY)
 
 
 class Source(Protocol):
-    """A source of memory: a pool, another allocator of streamalloc, or a sleep group."""
+    """A source of memory: a pool, another allocator of streamalloc, or a sleep group.
+
+    An argument of :func:`streamalloc.interop.cupy.use`; :doc:`/docs/guides/interop` has programs.
+    """
 
     @property
     def location(self) -> MemLocation: ...
@@ -98,7 +101,10 @@ _started: set[Bridge] = set()
 
 
 class Bridge(Closes, abc.ABC):
-    """Has another library allocate from :attr:`sources`, from :meth:`start` to :meth:`stop`."""
+    """Has another library allocate from :attr:`sources`, from :meth:`start` to :meth:`stop`.
+
+    :func:`streamalloc.interop.cupy.use` returns one; :doc:`/docs/guides/interop` has programs.
+    """
 
     __slots__ = ("__weakref__", "_undo", "sources")
 

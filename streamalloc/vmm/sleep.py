@@ -38,9 +38,9 @@ class SleepGroup(Closes, Claimable):
     changes. ::
 
         with vmm.SleepGroup(device) as group:
-            weights = group.allocate(8 << 30, tag="weights")
-            cache = group.allocate(16 << 30, tag="cache")
-            group.sleep(keep=["weights"])    # frees 24 GiB, keeps the bytes of 8 GiB in host memory
+            weights = group.allocate(8 << 20, tag="weights")
+            cache = group.allocate(16 << 20, tag="cache")
+            group.sleep(keep=["weights"])    # frees 24 MiB, keeps the bytes of 8 MiB in host memory
             group.wake()
 
     Each buffer has a tag. :meth:`sleep` and :meth:`wake` take all buffers, or those with some tags. The buffers of one

@@ -38,7 +38,10 @@ class ChunkSpec(NamedTuple):
 
 
 class Eviction(NamedTuple):
-    """The physical memory that a buffer released, and its bytes."""
+    """The physical memory that a buffer released, and its bytes.
+
+    :attr:`VirtualBuffer.eviction` returns it after :meth:`VirtualBuffer.evict`.
+    """
 
     pieces: tuple[ChunkSpec, ...]
     """Chunks that :meth:`VirtualBuffer.restore` creates again."""

@@ -185,7 +185,10 @@ class PoolHandle(Deferred):
 
 
 class ImportedPool(Foreign):
-    """A pool of another process: its allocations can be opened here, but nothing can be allocated from it."""
+    """A pool of another process: its allocations can be opened here, but nothing can be allocated from it.
+
+    :func:`open` returns it.
+    """
 
     __slots__ = ("__weakref__", "_pool", "device")
 

@@ -7,7 +7,6 @@ of pools that were closed, are released when a new one comes.
 from __future__ import annotations
 
 import contextlib
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
@@ -15,7 +14,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from typing_extensions import TypeVar
 
-from streamalloc.core.errors import CaptureError, StaleDescriptorError, undoing
+from streamalloc.core.errors import CaptureError, StaleDescriptorError, undoing, warn
 from streamalloc.core.internal import (
     Device,
     Event,
@@ -59,7 +58,10 @@ _BAD_HANDLE = "the descriptor that came along is no handle of this kind of memor
 
 
 class DriverVersionWarning(UserWarning):
-    """Exporter and importer run different drivers, which NVIDIA does not support."""
+    """Exporter and importer run different drivers, which NVIDIA does not support.
+
+    :func:`open` gives it.
+    """
 
 
 class Handles:
@@ -155,11 +157,10 @@ class Importer(Imports):
     def check_version(self, version: int) -> None:
         """Warn if the exporter runs another driver than this process."""
         if version != self.version:
-            warnings.warn(
+            warn(
                 f"the exporter runs a driver for CUDA {version // 1000}.{version % 1000 // 10}, this process one for "
                 f"{self.version // 1000}.{self.version % 1000 // 10}: NVIDIA supports equal ones only",
                 DriverVersionWarning,
-                stacklevel=4,
             )
 
     def block_of(self, described: Descriptor, handles: Handles) -> ControlBlock | None:

@@ -390,7 +390,10 @@ _LIVENESS_SECONDS = 0.05
 
 
 class RingStatistics(NamedTuple):
-    """Counters of a producer."""
+    """Counters of a producer.
+
+    :meth:`RingProducer.statistics` returns it.
+    """
 
     handed_off: int
     """Items handed to consumers so far."""

@@ -125,15 +125,24 @@ MAX_HANDLES = 4096
 
 
 class ProtocolError(ValueError):
-    """A packet is no message of this library: it is cut off or damaged, or another version or program sent it."""
+    """A packet is no message of this library: it is cut off or damaged, or another version or program sent it.
+
+    :meth:`Channel.receive` and the ends of a :class:`Ring` raise it.
+    """
 
 
 class PeerGoneError(ConnectionError):
-    """The process at the other end has ended, or has closed its end."""
+    """The process at the other end has ended, or has closed its end.
+
+    The methods of :class:`Channel` and :class:`Ring` raise it.
+    """
 
 
 class Message(NamedTuple):
-    """A received message: bytes and descriptors."""
+    """A received message: bytes and descriptors.
+
+    :meth:`Channel.receive` returns it.
+    """
 
     data: bytes
     """The bytes that were sent."""
@@ -488,9 +497,9 @@ class Channel(_SocketOwner):
         Parameters
         ----------
         data
-            At most :data:`MAX_DATA` bytes (1 MiB).
+            At most 1 MiB.
         handles
-            At most :data:`MAX_HANDLES` descriptors. The receiver gets duplicates; the caller still owns these.
+            At most 4096 descriptors. The receiver gets duplicates; the caller still owns these.
         timeout
             Seconds to wait for room in the receiver's queue; None: :attr:`timeout`.
 

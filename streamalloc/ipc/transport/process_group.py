@@ -65,6 +65,8 @@ class Limit(NamedTuple):
 class GroupError(Exception):
     """A call of a group has failed.
 
+    The calls of a :class:`Communicator` raise it.
+
     Attributes
     ----------
     calls

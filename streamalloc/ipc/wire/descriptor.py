@@ -17,7 +17,10 @@ from typing import NamedTuple
 
 
 class Mechanism(enum.IntEnum):
-    """The driver's mechanism by which memory is shared."""
+    """The driver's mechanism by which memory is shared.
+
+    The field ``mechanism`` of :class:`Descriptor`, chosen by :func:`share`.
+    """
 
     POOL = 1
     """A pool: ``cuMemPoolExportToShareableHandle``."""
@@ -86,7 +89,10 @@ class Foreign:
 
 
 class Chunk(NamedTuple):
-    """A chunk of physical memory."""
+    """A chunk of physical memory.
+
+    The field ``chunks`` of :class:`Descriptor`.
+    """
 
     id: bytes
     """16 bytes that name the memory for all processes."""
@@ -208,6 +214,8 @@ def _split_array(payload: bytes, size: int) -> tuple[bytes, str, tuple[int, ...]
 
 class Descriptor(NamedTuple):
     """The fields of a descriptor; sizes and offsets in bytes.
+
+    :attr:`Shared.descriptor` returns it.
 
     Attributes
     ----------

@@ -48,7 +48,7 @@ class MulticastObject(GenericAllocation):
 
     1. Add every device of the team (:meth:`add_device`).
     2. Bind memory of each device (:meth:`bind`).
-    3. Map the object: :meth:`map`, or :meth:`AddressRange.map() <streamalloc.vmm.AddressRange.map>`.
+    3. Map the object: :meth:`map`, or :meth:`streamalloc.vmm.AddressRange.map`.
 
     A write to the mapping reaches the memory of every device. ``multimem`` instructions of PTX reduce over that memory.
     Ordinary reads of the mapping are undefined. ::

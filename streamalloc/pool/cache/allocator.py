@@ -89,7 +89,10 @@ _NOWHERE = object()
 
 
 class CacheStatistics(NamedTuple):
-    """Memory of a cache and its pool in bytes, and the number of misses."""
+    """Memory of a cache and its pool in bytes, and the number of misses.
+
+    :meth:`CachingAllocator.statistics` returns it.
+    """
 
     reserved: int
     """Memory that the pool holds of its device or host."""
@@ -411,8 +414,8 @@ class CachingAllocator(Allocator, Closes, Shown):
 
     Examples
     --------
-    >>> cache = sa.CachingAllocator(sa.MemoryPool(device, release_threshold=1 << 40))  # doctest: +SKIP
-    >>> with cache.allocate(4096, stream) as buffer:  # doctest: +SKIP
+    >>> cache = sa.CachingAllocator(sa.MemoryPool(device, release_threshold=1 << 40))
+    >>> with cache.allocate(4096, stream) as buffer:
     ...     buffer.fill(0)
     """
 
