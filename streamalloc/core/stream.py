@@ -229,6 +229,19 @@ class Stream(Closes, Shown):
         stream._open()
         return stream
 
+    def _forbid_direct(self) -> None:
+        """Have every call take its slow path; :mod:`streamalloc.core.session` describes the slots."""
+        self._handle: Any = None
+        """``CUstream``: calls that queue work may go straight to the driver; else None."""
+        self._answer: Any = None
+        """Answer to ``_asks`` with which a call may go straight to the driver; None while no call may."""
+        self._direct: Session | None = None
+        """Session: allocations may go straight to the driver without a question; else None."""
+        self.free_lists: Mapping[object, Any] = _NO_LISTS
+        """Free lists of caches by their keys, for the fast paths of caches; empty if those may not be used."""
+
+    _shut_after_fork = _forbid_direct
+
     def _allow_direct(self) -> None:
         if self._closed or self._capture or self._before_work:
             return
@@ -247,19 +260,6 @@ class Stream(Closes, Shown):
         self._handle = self._raw
         if self._plain:
             self._direct = self._session
-
-    def _forbid_direct(self) -> None:
-        """Have every call take its slow path; :mod:`streamalloc.core.session` describes the slots."""
-        self._handle: Any = None
-        """``CUstream``: calls that queue work may go straight to the driver; else None."""
-        self._answer: Any = None
-        """Answer to ``_asks`` with which a call may go straight to the driver; None while no call may."""
-        self._direct: Session | None = None
-        """Session: allocations may go straight to the driver without a question; else None."""
-        self.free_lists: Mapping[object, Any] = _NO_LISTS
-        """Free lists of caches by their keys, for the fast paths of caches; empty if those may not be used."""
-
-    _shut_after_fork = _forbid_direct
 
     def _asked_handle(self) -> Any | None:
         """``CUstream`` of a stream without ``_handle`` if a call may go straight to the driver now.
@@ -317,7 +317,7 @@ class Stream(Closes, Shown):
 
     def _ask_before_use(self, check: tuple[Callable[[], Any], Any] | None) -> None:
         """Ask before each use whether the library has closed the stream."""
-        if check is not None and not self.is_default:
+        if check is not None:
             self._forbid_direct()
             self.open_check = check
             self._allow_direct()
@@ -383,11 +383,6 @@ class Stream(Closes, Shown):
         """Whether the stream is being captured, without a driver call for a stream that was made here."""
         # A capture of other code on its own stream, or on a default stream, is not recorded here.
         return self._capture is not None or (self._kind is not _MADE and self.capturing)
-
-    def _refuse_capture(self, call: str, why: str) -> None:
-        """Raise :class:`CaptureError` where the stream is being captured; ``call`` is what would not be replayed."""
-        if self._captured():
-            raise refused(CaptureError, call, f"the stream is being captured; {why}")
 
     @property
     def priority(self) -> int:
@@ -597,7 +592,7 @@ class Stream(Closes, Shown):
 
         As ``await stream.record()`` (:meth:`Event.__await__`). Work that is queued during the wait is not waited for.
         """
-        self._refuse_capture("cuEventQuery", "await it after the capture")
+        refuse_capture(self, "cuEventQuery", "await it after the capture")
         return finished_once(self.record()).__await__()
 
     def query(self) -> bool:
@@ -821,7 +816,8 @@ def sees_all_work(stream: Stream) -> bool:
 
 def refuse_capture(stream: Stream, call: str, why: str) -> None:
     """Raise :class:`CaptureError` where the stream is being captured; ``call`` is what would not be replayed."""
-    stream._refuse_capture(call, why)
+    if stream._captured():
+        raise refused(CaptureError, call, f"the stream is being captured; {why}")
 
 
 def end_of(stream: Stream) -> list[Event]:
