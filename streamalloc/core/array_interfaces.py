@@ -14,7 +14,7 @@ import numpy as np
 
 from streamalloc.core import dlpack
 from streamalloc.core.memory_base import MemoryBase
-from streamalloc.core.stream import Stream
+from streamalloc.core.stream import LEGACY, Stream
 from streamalloc.core.stream_resolution import order_handle_after
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ class Exportable(MemoryBase):
             if stream == 0:
                 raise ValueError("stream=0 is ambiguous: the legacy default stream is 1, the per-thread one 2")
             ours = self.stream
-            handle = dlpack.LEGACY_STREAM if stream is None else stream
+            handle = LEGACY if stream is None else stream
             if handle != ours.handle:
                 order_handle_after(handle, ours)
                 # A consumer that names no stream for memory that the host can reach, such as NumPy, is the host.

@@ -11,10 +11,10 @@ from streamalloc.core.event import Event
 from streamalloc.core.html import escape, gauge
 from streamalloc.core.properties import MemLocation, MemLocationType, bindings_member, checked_type
 from streamalloc.core.session import Session
-from streamalloc.core.stream import Stream
+from streamalloc.core.stream import LEGACY, PER_THREAD, Stream
 from streamalloc.core.stream_resolution import default_stream
 from streamalloc.driver import default as default_driver
-from streamalloc.driver.internal import check_name, cuda, enum_member
+from streamalloc.driver.internal import check_name, enum_member
 
 if TYPE_CHECKING:
     import uuid
@@ -139,12 +139,12 @@ class Device:
     @property
     def default_stream(self) -> Stream:
         """The legacy default stream, which waits for and holds up every blocking stream; the same object each time."""
-        return default_stream(self, int(cuda.CU_STREAM_LEGACY))
+        return default_stream(self, LEGACY)
 
     @property
     def per_thread_stream(self) -> Stream:
         """The default stream of the thread that uses it."""
-        return default_stream(self, int(cuda.CU_STREAM_PER_THREAD))
+        return default_stream(self, PER_THREAD)
 
     @property
     def graph_memory(self) -> GraphMemory:

@@ -16,7 +16,6 @@ import numpy as np
 
 # DLDeviceType of dlpack.h.
 CPU, CUDA, CUDA_HOST, CUDA_MANAGED = 1, 2, 3, 13
-LEGACY_STREAM = 1
 _NAME = b"dltensor_versioned"
 _UINT = 1
 _ADDRESSES = 2**63 - 1

@@ -54,7 +54,9 @@ from streamalloc.core.queued_work import (
 )
 from streamalloc.core.session import session_of
 from streamalloc.core.stream import (
+    LEGACY,
     NOT_CAPTURED,
+    PER_THREAD,
     Stream,
     StreamLike,
     Threads,

@@ -8,15 +8,13 @@ from typing import Any
 from streamalloc.core.device import Device, check_location, location_of
 from streamalloc.core.memory_base import MemoryBase
 from streamalloc.core.properties import MemAdvise, MemLocation, MemLocationType, checked_type
-from streamalloc.core.stream import Stream, StreamLike
+from streamalloc.core.stream import LEGACY, Stream, StreamLike
 from streamalloc.driver.internal import cuda
 
 _PROCESSOR = (MemAdvise.SET_ACCESSED_BY, MemAdvise.UNSET_ACCESSED_BY)
 _WITH_LOCATION = (MemAdvise.SET_PREFERRED_LOCATION, *_PROCESSOR)
 _INT = 4
 _CPU, _NONE = -1, -2  # CU_DEVICE_CPU, CU_DEVICE_INVALID
-_LEGACY = (0, 1)
-"""Handles of the legacy default stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,5 +160,5 @@ def _place(kind: Any, number: Any) -> MemLocation | None:
 
 def refuse_legacy(stream: Stream, call: str) -> None:
     """Raise for the legacy default stream, which calls of batches refuse."""
-    if int(stream._checked_raw()) in _LEGACY:
+    if int(stream._checked_raw()) in (0, LEGACY):
         raise ValueError(f"stream={stream!r}: {call} refuses the legacy default stream; name another one")

@@ -19,7 +19,7 @@ from streamalloc.core.errors import (
 )
 from streamalloc.core.library_streams import names_handle, owned_streams
 from streamalloc.core.session import PerDriver, Session
-from streamalloc.core.stream import LEGACY, PER_THREAD, Kind, Stream, created_streams, moment
+from streamalloc.core.stream import LEGACY, PER_THREAD, Kind, Stream, created_streams, moment, refuse_capture
 from streamalloc.core.stream_ends import has_passed, pending_ends
 from streamalloc.core.stream_resolution import _default_streams, default_stream
 
@@ -189,7 +189,7 @@ def ordered_after(stream: Stream) -> Iterator[Stream]:
         stream._checked_raw()  # attempts items of queue_behind, which may need the locks of other streams
     with _kept(stream):
         if not stream._closed:
-            stream._refuse_capture("cuMemFreeAsync", "try again once that has ended")
+            refuse_capture(stream, "cuMemFreeAsync", "try again once that has ended")
             yield stream
             return
     _refuse_unknown_end(stream, "cuMemFreeAsync")

@@ -89,6 +89,12 @@ NOT_CALLED = (DriverMisuseError, ForkedProcessError)
 """Exceptions that a driver function raises in place of the call."""
 
 
+RELAXED = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+"""Capture mode of a thread (``cuThreadExchangeStreamCaptureMode``) whose calls break no capture of other streams."""
+GLOBAL = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
+"""Capture mode that a thread has by itself."""
+
+
 class _ShutsAfterFork(Protocol):
     def _shut_after_fork(self) -> None: ...
 
@@ -280,9 +286,9 @@ class Session(_Direct):
         stream still breaks the capture of that stream.
         """
         # A signal handler may raise before the mode is known; every thread's own mode is global.
-        name, mode = "cuThreadExchangeStreamCaptureMode", _GLOBAL
+        name, mode = "cuThreadExchangeStreamCaptureMode", GLOBAL
         with undoing(lambda: self.call(name, mode)):
-            mode = self.call(name, _RELAXED)
+            mode = self.call(name, RELAXED)
             yield
             self.call(name, mode)  # here, as a handler may raise before it, too
 
@@ -367,10 +373,6 @@ class _Current:
                 # Without a local name for the error, see Session.release.
                 raise error_from(result, "cuCtxPopCurrent")
             attach(error, error_from(result, "cuCtxPopCurrent"))
-
-
-_RELAXED = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-_GLOBAL = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
 
 
 _FORKED = (

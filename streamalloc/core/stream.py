@@ -317,7 +317,7 @@ class Stream(Closes, Shown):
 
     def _ask_before_use(self, check: tuple[Callable[[], Any], Any] | None) -> None:
         """Ask before each use whether the library has closed the stream."""
-        if check is not None and not self.is_default:
+        if check is not None:
             self._forbid_direct()
             self.open_check = check
             self._allow_direct()
@@ -383,11 +383,6 @@ class Stream(Closes, Shown):
         """Whether the stream is being captured, without a driver call for a stream that was made here."""
         # A capture of other code on its own stream, or on a default stream, is not recorded here.
         return self._capture is not None or (self._kind is not _MADE and self.capturing)
-
-    def _refuse_capture(self, call: str, why: str) -> None:
-        """Raise :class:`CaptureError` where the stream is being captured; ``call`` is what would not be replayed."""
-        if self._captured():
-            raise refused(CaptureError, call, f"the stream is being captured; {why}")
 
     @property
     def priority(self) -> int:
@@ -597,7 +592,7 @@ class Stream(Closes, Shown):
 
         As ``await stream.record()`` (:meth:`Event.__await__`). Work that is queued during the wait is not waited for.
         """
-        self._refuse_capture("cuEventQuery", "await it after the capture")
+        refuse_capture(self, "cuEventQuery", "await it after the capture")
         return finished_once(self.record()).__await__()
 
     def query(self) -> bool:
@@ -821,7 +816,8 @@ def sees_all_work(stream: Stream) -> bool:
 
 def refuse_capture(stream: Stream, call: str, why: str) -> None:
     """Raise :class:`CaptureError` where the stream is being captured; ``call`` is what would not be replayed."""
-    stream._refuse_capture(call, why)
+    if stream._captured():
+        raise refused(CaptureError, call, f"the stream is being captured; {why}")
 
 
 def end_of(stream: Stream) -> list[Event]:

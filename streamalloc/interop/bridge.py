@@ -31,6 +31,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 from streamalloc.core.errors import CaptureError, CudaError
 from streamalloc.core.internal import (
+    LEGACY,
+    PER_THREAD,
     Buffer,
     Deferred,
     Device,
@@ -48,8 +50,8 @@ from streamalloc.core.internal import (
 )
 from streamalloc.core.properties import MemLocation, MemLocationType
 from streamalloc.core.resource import Closes
-from streamalloc.core.session import PerDriver, Session, session_of
-from streamalloc.driver.internal import BINDINGS_VERSION, cuda
+from streamalloc.core.session import GLOBAL, RELAXED, PerDriver, Session, session_of
+from streamalloc.driver.internal import BINDINGS_VERSION
 from streamalloc.pool import CachingAllocator, MemoryPool
 from streamalloc.pool.internal import CachedBuffer, free_together
 
@@ -57,11 +59,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from typing_extensions import Self
-
-_RELAXED = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-_GLOBAL = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
-_PER_THREAD = int(cuda.CU_STREAM_PER_THREAD)
-_LEGACY = int(cuda.CU_STREAM_LEGACY)
 
 
 class Source(Protocol):
@@ -265,7 +262,7 @@ class Sources:
             given = ", ".join(map(str, self.by_device))
             raise ValueError(f"memory of device {ordinal} was asked for, and the sources are of device {given}")
         # The handle 0 means what the library was built for: for all of them the legacy default stream.
-        key = ordinal, handle or _LEGACY
+        key = ordinal, handle or LEGACY
         stream = self._streams.get(key)
         if stream is None:
             stream = Stream.of_handle(self.device(ordinal), key[1], owner, direct=isinstance(source, MemoryPool))
@@ -307,9 +304,9 @@ class _Held:
             give_back(self._buffer, self._thread)
             return
         # In the relaxed mode it breaks no capture of other code that may be under way on this thread.
-        exchange, mode = sources.exchange, _GLOBAL
+        exchange, mode = sources.exchange, GLOBAL
         try:
-            _, mode = exchange(_RELAXED)
+            _, mode = exchange(RELAXED)
             self._buffer.free()
         except Exception:
             give_back(self._buffer)
@@ -337,7 +334,7 @@ def give_back(buffer: Buffer, thread: int | None = None) -> None:
     if not session.usable or buffer.freed:
         return
     stream = buffer.stream
-    if stream.is_default and stream.handle == _PER_THREAD and thread not in (None, this_thread.number):
+    if stream.is_default and stream.handle == PER_THREAD and thread not in (None, this_thread.number):
         free_after_all(buffer)
         return
     if stream.is_default and is_captured(stream):
@@ -513,7 +510,7 @@ class Ledger:
             return 0
         memory, thread, own = held
         nbytes = memory.nbytes
-        same = handle is None or handle == own or (handle or _LEGACY) == (own or _LEGACY)
+        same = handle is None or handle == own or (handle or LEGACY) == (own or LEGACY)
         if same and type(memory) is CachedBuffer:
             return nbytes  # Its finaliser returns the block to the cache.
         if not isinstance(memory, Buffer):

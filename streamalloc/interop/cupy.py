@@ -10,15 +10,13 @@ import numpy.typing as npt
 
 from streamalloc.core.errors import OutOfMemoryError
 from streamalloc.core.internal import Memory, StreamLike
-from streamalloc.driver.internal import cuda
+from streamalloc.core.session import GLOBAL, RELAXED
 from streamalloc.interop.bridge import Bridge, Source, Sources, library
 from streamalloc.interop.loans import Borrowed, Lent, borrow, form
 from streamalloc.pool.internal import CachedBuffer
 
 __all__ = ["CuPyCallback", "CuPyHandles", "array", "memory", "use"]
 
-_RELAXED = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-_GLOBAL = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
 # Release threshold of a pool for which CuPy has no limit.
 _NO_LIMIT = (1 << 64) - 1
 
@@ -92,9 +90,9 @@ def _in_relaxed_mode(sources: Sources, first: Callable[[int], Any], then: Callab
     exchange = sources.exchange
 
     def allocate(nbytes: int) -> Any:
-        mode = _GLOBAL
+        mode = GLOBAL
         try:
-            _, mode = exchange(_RELAXED)
+            _, mode = exchange(RELAXED)
             try:
                 return first(nbytes)
             except Exception:  # the pool synchronises and tries again, or explains

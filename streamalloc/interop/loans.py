@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from streamalloc.core.errors import ClosedError, size_text
 from streamalloc.core.internal import (
+    PER_THREAD,
     Deferred,
     Event,
     Memory,
@@ -41,7 +42,6 @@ from streamalloc.core.resource import Closes
 from streamalloc.core.session import session_of
 from streamalloc.driver import Driver
 
-_PER_THREAD = 2
 _CUDA = 2
 
 
@@ -91,7 +91,7 @@ class Lent(TypedView[Any]):
     ) -> Any:
         """A DLPack capsule; ``stream`` is the library's stream, which uses the memory."""
         capsule = super().__dlpack__(stream=stream, max_version=max_version, dl_device=dl_device, copy=copy)
-        if self._end.user is None and stream not in (-1, None, _PER_THREAD):
+        if self._end.user is None and stream not in (-1, None, PER_THREAD):
             self._end.user = Stream.of_handle(self.stream.device, stream, None)
         return capsule
 

@@ -28,7 +28,7 @@ def memory(of: Observer) -> Figure:
     starts = [one.time for one in happened] + [one.began for one in phases]
     zero = min(starts, default=0)
     end = max([one.time for one in happened] + [one.ended or 0 for one in phases], default=0) - zero
-    clock, tick = style.time_unit(end)
+    clock, tick = style.unit_of(end, style.TIMES)
     depth = 1 + max((one.path.count("/") for one in phases), default=-1)
     made, axes = style.figure(
         1 + bool(phases), 1, height=2.6 + 0.36 * depth, sharex=True,

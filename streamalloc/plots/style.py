@@ -78,17 +78,12 @@ class Unit(NamedTuple):
 
 
 _UNITS = (Unit("GiB", 1 << 30), Unit("MiB", MiB), Unit("KiB", 1 << 10), Unit("bytes", 1))
-_TIMES = (Unit("seconds", 10**9), Unit("milliseconds", 10**6), Unit("microseconds", 1000))
+TIMES = (Unit("seconds", 10**9), Unit("milliseconds", 10**6), Unit("microseconds", 1000))
 
 
 def unit_of(most: float, units: Sequence[Unit] = _UNITS) -> Unit:
-    """The largest unit in which ``most`` bytes are 2 or more; MiB for nothing."""
+    """The largest of the units in which ``most`` bytes, or nanoseconds, are 2 or more; the second for nothing."""
     return next((one for one in units if most >= 2 * one.scale), units[-1]) if most else units[1]
-
-
-def time_unit(most: float) -> Unit:
-    """The largest unit in which ``most`` nanoseconds are 2 or more."""
-    return unit_of(most, _TIMES)
 
 
 def whole_numbers(axis: Axis, most: float) -> None:

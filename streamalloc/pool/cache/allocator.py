@@ -31,7 +31,9 @@ from streamalloc.core.errors import (
 )
 from streamalloc.core.html import Row, Shown, gauge, mib
 from streamalloc.core.internal import (
+    LEGACY,
     NOT_CAPTURED,
+    PER_THREAD,
     Allocator,
     Buffer,
     Deferred,
@@ -83,8 +85,6 @@ _QUERIES = 1 << 8
 """Queries for frees to pass before a trim. They pass soon on an idle stream; a busy one is not waited for."""
 _MAX_KEPT_ALIVE = 256
 """Streams of CuPy and Numba that a cache keeps alive as long as it has memory of them."""
-_LEGACY = int(cuda.CU_STREAM_LEGACY)
-_PER_THREAD = int(cuda.CU_STREAM_PER_THREAD)
 _NOWHERE = object()
 
 
@@ -366,7 +366,7 @@ class CacheState(Deferred):
 
 def _key(stream: Stream) -> tuple[int, int, int]:
     """Device, handle and thread of a stream. The legacy stream has two handles."""
-    return stream.device.ordinal, int(raw_handle(stream)) or _LEGACY, thread_of(stream)[0]
+    return stream.device.ordinal, int(raw_handle(stream)) or LEGACY, thread_of(stream)[0]
 
 
 class CachingAllocator(Allocator, Closes, Shown):
@@ -627,7 +627,7 @@ class CachingAllocator(Allocator, Closes, Shown):
         if kept is None or session_of(kept) is not session or kept.closed:
             return None, False
         if kept.is_default:
-            return (None if int(raw_handle(kept)) == _PER_THREAD and kept.capturing else kept), False
+            return (None if int(raw_handle(kept)) == PER_THREAD and kept.capturing else kept), False
         if kept is stream:
             # Nobody notifies of the end of a stream that was borrowed by its handle.
             return (None if is_borrowed(kept) or direct_handle(kept, session) is None else kept), False
