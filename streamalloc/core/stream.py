@@ -787,9 +787,11 @@ def is_borrowed(stream: Stream) -> bool:
     return stream._kind is _BORROWED
 
 
-def spares_of(stream: Stream) -> Spares:
-    """The spare events of a stream, which outlive it."""
-    return stream._spare
+def direct_spares(stream: StreamLike, session: Session) -> Spares | None:
+    """The spare events, which outlive it, of an open stream that we made and that is not being captured; else None."""
+    if type(stream) is Stream and stream._direct is session and stream._kind is not _BORROWED:
+        return stream._spare
+    return None
 
 
 def end_with_stream(stream: Stream, item: Deferred) -> None:

@@ -265,6 +265,16 @@ class TestSizes:
                 assert again.address == address
         assert cache.statistics().misses == 3
 
+    def test_a_much_larger_block_serves_at_once_if_there_is_none_of_the_size(
+        self, cache: sa.CachingAllocator, stream: sa.Stream, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for buffer in [cache.allocate(16 * MiB, stream) for _ in range(2)]:
+            buffer.free()
+        with cache.allocate(8 * MiB, stream):
+            monkeypatch.setattr(type(cache), "_allocate_slowly", None)
+            cache.allocate(8 * MiB, stream).free()
+        assert cache.statistics().misses == 2
+
     def test_no_more_is_held_than_was_in_use_at_once(self, cache: sa.CachingAllocator, stream: sa.Stream) -> None:
         """Programs whose sizes change do not collect memory of every size that they ever used."""
         most = 0

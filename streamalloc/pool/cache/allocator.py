@@ -48,6 +48,7 @@ from streamalloc.core.internal import (
     besides,
     deferred_queue,
     direct_handle,
+    direct_spares,
     give_lists,
     holders,
     is_borrowed,
@@ -58,7 +59,6 @@ from streamalloc.core.internal import (
     raw_handle,
     record_uncaptured,
     shared_state,
-    spares_of,
     thread_of,
 )
 from streamalloc.core.properties import MemLocation, checked_size, checked_type
@@ -663,12 +663,18 @@ class CachingAllocator(Allocator, Closes, Shown):
     # -- frees that are not plain ----------------------------------------------------------------------------
 
     def _return_home(
-        self, buffer: CachedBuffer, block: Block, stream: Stream, event: Event | None = None
+        self,
+        buffer: CachedBuffer,
+        block: Block,
+        stream: Stream,
+        event: Event | None = None,
+        source: Spares | None = None,
     ) -> Event | None:
         """Queue a block for its own stream, behind an event on the stream of the free.
 
-        ``event`` is one that was recorded there after the last use; default: a new one. Returns the event; None if the
-        block has to be freed in another way.
+        ``event`` is one that was recorded there after the last use; default: a new one. ``source`` are the
+        :func:`direct_spares` of the stream if known. Returns the event; None if the block has to be freed in another
+        way.
         """
         home = block.size_class.owner
         if len(home.returning) >= MAX_RETURNING:
@@ -677,13 +683,13 @@ class CachingAllocator(Allocator, Closes, Shown):
                 return None
         if home.ended:
             return None
-        source: Spares | None = None
         began = 0
         if event is None:
-            if direct_handle(stream, self._session) is None or is_borrowed(stream):
+            source = source if source is not None else direct_spares(stream, self._session)
+            if source is None:
                 event = record_uncaptured(stream)
             else:
-                source, began = spares_of(stream), moment()
+                began = moment()
                 event = home.record(stream)
         if event is None:
             return None

@@ -36,8 +36,9 @@ from streamalloc.pool.cache.blocks import UNIT, Block, SizeClass, class_size
 _LARGEST_FIT = 5
 """A free block serves a request of at least a fifth of its size. A smaller factor splits memory among more classes."""
 _LARGEST_KEPT = 2
-"""The fast path takes further blocks of a class that is smaller than this multiple of the request's. Beyond, each
-request looks for a smaller block first: tensors of half precision would keep the blocks of those of full precision.
+"""The fast path takes further blocks of a class that is smaller than this multiple of the request's. Beyond, if the
+request's class has blocks, each request looks for one of them first: tensors of half precision would keep the blocks of
+those of full precision.
 """
 _MAX_SIZES = 1 << 14
 """Requested sizes whose free list a stream remembers: 1 MiB of dictionary."""
@@ -126,7 +127,7 @@ class StreamCache(Deferred):
         if not self.ended:
             if len(self.lists) >= _MAX_SIZES:
                 self.lists.clear()
-            if block is not None and block.size_class.nbytes >= _LARGEST_KEPT * wanted.nbytes:
+            if wanted.count and block is not None and block.size_class.nbytes >= _LARGEST_KEPT * wanted.nbytes:
                 free = wanted.free
             self.lists[(nbytes - 1) // UNIT] = free
         return block
