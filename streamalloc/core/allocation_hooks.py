@@ -191,7 +191,7 @@ class Watching:
 
     def allocators(self) -> list[Any]:
         """The allocators that are alive."""
-        return [one for one in self._session.holders() if hasattr(one, "_watched_by")]
+        return [one for one in self._session.bound_objects() if hasattr(one, "_watched_by")]
 
     def _watch(self, allocator: Watched) -> None:
         allocator._watched_by(tuple(watcher for watcher in self.watchers if watcher.wants(allocator)))

@@ -174,6 +174,9 @@ class Exportable(MemoryBase):
         if copy:
             raise BufferError("the memory is shared as it is; copy it on your side")
         on_host = device[0] == dlpack.CPU
+        # A consumer that names no stream for memory that the host can reach, such as NumPy, is the host. It may use the
+        # address at once.
+        of_host = on_host or (stream is None and self.host_accessible)
         if not on_host and stream != -1:
             if stream == 0:
                 raise ValueError("stream=0 is ambiguous: the legacy default stream is 1, the per-thread one 2")
@@ -181,15 +184,12 @@ class Exportable(MemoryBase):
             handle = LEGACY if stream is None else stream
             if handle != ours.handle:
                 order_handle_after(handle, ours)
-                # A consumer that names no stream for memory that the host can reach, such as NumPy, is the host.
-                if self._session.listener is not None and not (stream is None and self.host_accessible):
+                if self._session.listener is not None and not of_host:
                     self.used(Stream.of_handle(ours.device, handle, self), write=False)
-        # A consumer that names no stream may use the address at once.
-        of_host = on_host or (stream is None and self.host_accessible)
         if of_host:
             self.used(write=False, on_host=True)
-        unordered = of_host or stream == -1
-        part = dlpack.part(self, self.address if unordered else self._at, self.nbytes, device)
+        address = self.address if of_host or stream == -1 else self._at
+        part = dlpack.part(self, address, self.nbytes, device)
         if self._read_only(on_host=on_host):
             part.flags.writeable = False
         return part

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from streamalloc.core.deferred import deferred_queue, members
+from streamalloc.core.deferred import deferred_queue
 from streamalloc.core.errors import InvalidContextError, InvalidHandleError, NotReadyError, OutOfMemoryError, refused
-from streamalloc.core.session import PerDriver, Session
+from streamalloc.core.session import PerDriver, Session, members
 from streamalloc.core.stream import Kind, Stream, awaited_ends, closable_streams, latest_closed, moment
 
 _synchronized: PerDriver[dict[int, int]] = PerDriver(lambda _: {})

@@ -44,13 +44,11 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, cast
 
 from streamalloc.core.errors import LOST, CaptureError, CudaError, InvalidHandleError, error_from, refused
-from streamalloc.core.session import PerDriver, Session
+from streamalloc.core.session import PerDriver, Session, members
 from streamalloc.driver.internal import SETTLERS
-
-T = TypeVar("T")
 
 OFTEN = 32
 """Most attempts in vain at a synchronisation of the host, which programs make all the time."""
@@ -367,28 +365,21 @@ def queues() -> list[DeferredQueue]:
     return members(_queues)
 
 
-def members(several: weakref.WeakSet[T]) -> list[T]:
-    """The members of a set to which other threads add."""
-    while True:
-        with contextlib.suppress(RuntimeError):
-            return list(several)
-
-
 def work(session: Session, most: int | None = None) -> int:
     """Attempt the items of a driver's queue, see :meth:`DeferredQueue.work`; the number that ended."""
-    later = deferred_queue(session)
+    queue = deferred_queue(session)
     # First, as it costs less than the check of the driver.
-    if not later.has_work() or not session.usable:
+    if not queue.has_work() or not session.usable:
         return 0
-    return later.work(most)
+    return queue.work(most)
 
 
 def _work_everywhere() -> int:
-    for later in queues():
+    for queue in queues():
         # An item that fails stays, and is reported as left.
         with contextlib.suppress(Exception):
-            later.work()
-    return sum(len(later) for later in queues())
+            queue.work()
+    return sum(map(len, queues()))
 
 
 SETTLERS.append(_work_everywhere)

@@ -122,9 +122,9 @@ class Graph(Closes):
     def __del__(self) -> None:
         executable: HandleEnd | None = getattr(self, "_executable", None)
         if executable is not None and (executable._raw or self._handle._raw) and self._session.usable:
-            later = deferred_queue(self._session)
-            later.submit(executable)
-            later.submit(self._handle)
+            queue = deferred_queue(self._session)
+            queue.submit(executable)
+            queue.submit(self._handle)
 
     def _text(self) -> str:
         state = "closed" if self._closed else "complete" if self.complete else "without nodes"
@@ -167,10 +167,10 @@ def capturing(stream: Stream, mode: CaptureMode) -> Iterator[Graph]:
     raw = stream._checked_raw()
     driver_mode = getattr(cuda.CUstreamCaptureMode, f"CU_STREAM_CAPTURE_MODE_{mode.upper()}")
     capture = Capture(stream)
-    later = deferred_queue(session)
+    queue = deferred_queue(session)
     begun = False
     try:
-        later.begin_capture(capture)
+        queue.begin_capture(capture)
         captures_changed(session)
         # A deferred item may be using the stream on another thread.
         with stream._in_use, stream._context():
@@ -190,8 +190,8 @@ def capturing(stream: Stream, mode: CaptureMode) -> Iterator[Graph]:
             _abort(capture)
         raise
     finally:
-        if capture in later.captures:
-            del later.captures[capture]
+        if capture in queue.captures:
+            del queue.captures[capture]
         captures_changed(session)
         work(session)
 

@@ -26,7 +26,7 @@ from streamalloc.core.buffer import (
 from streamalloc.core.capabilities import address_space_limit, imex_channels, missing_for
 from streamalloc.core.closed_streams import await_device, await_unknown_ends, synchronizing, watching_for_destruction
 from streamalloc.core.copies import CopySide, copy_bytes, queue_batch
-from streamalloc.core.deferred import Deferred, DeferredQueue, HandleEnd, deferred_queue, members, queues, work
+from streamalloc.core.deferred import Deferred, DeferredQueue, HandleEnd, deferred_queue, queues, work
 from streamalloc.core.device import FABRIC_NEEDS, Device, check_device, check_location, location_of, session_for
 from streamalloc.core.dlpack import tensor_in
 from streamalloc.core.event import Event, Spares, context_event, opened_event
@@ -52,7 +52,7 @@ from streamalloc.core.queued_work import (
     settle,
     work_since,
 )
-from streamalloc.core.session import session_of
+from streamalloc.core.session import members, session_of
 from streamalloc.core.stream import (
     LEGACY,
     NOT_CAPTURED,

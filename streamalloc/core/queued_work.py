@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from streamalloc.core.closed_streams import end_is_known, record_unknown_end, unknown_ends
-from streamalloc.core.deferred import Deferred, deferred_queue, members
+from streamalloc.core.deferred import Deferred, deferred_queue
 from streamalloc.core.errors import (
     CaptureError,
     ClosedError,
@@ -18,7 +18,7 @@ from streamalloc.core.errors import (
     refused,
 )
 from streamalloc.core.library_streams import names_handle, owned_streams
-from streamalloc.core.session import PerDriver, Session
+from streamalloc.core.session import PerDriver, Session, members
 from streamalloc.core.stream import LEGACY, PER_THREAD, Kind, Stream, created_streams, moment, refuse_capture
 from streamalloc.core.stream_ends import has_passed, pending_ends
 from streamalloc.core.stream_resolution import _default_streams, default_stream
@@ -187,7 +187,7 @@ def ordered_after(stream: Stream) -> Iterator[Stream]:
         stream = default_stream(stream.device, LEGACY)
     if not stream.closed:
         stream._checked_raw()  # attempts items of queue_behind, which may need the locks of other streams
-    with _kept(stream):
+    with _held_open(stream):
         if not stream._closed:
             refuse_capture(stream, "cuMemFreeAsync", "try again once that has ended")
             yield stream
@@ -225,13 +225,13 @@ def may_queue(stream: Stream, *, mine: bool = False) -> Iterator[bool]:
     ``mine`` is true, or one that is about to queue work on it, see :func:`queue_behind`.
     """
     mine = mine or stream._kind is Kind.MADE or threading.get_ident() in stream._attempting
-    with _kept(stream):
+    with _held_open(stream):
         yield mine and not stream.closed and not stream._capture and not stream.capturing
 
 
 def record_uncaptured(stream: Stream) -> Event | None:
     """An event after the queued work of a stream of any library; None while the stream is being captured."""
-    with _kept(stream):
+    with _held_open(stream):
         if stream.capturing:
             return None
         event = stream.record()
@@ -240,7 +240,7 @@ def record_uncaptured(stream: Stream) -> Event | None:
 
 
 @contextlib.contextmanager
-def _kept(stream: Stream) -> Iterator[None]:
+def _held_open(stream: Stream) -> Iterator[None]:
     """A block in which no other thread closes a stream or begins to capture it through this library.
 
     For a default stream, on which work breaks captures of blocking streams, no capture of ours begins at all. Items

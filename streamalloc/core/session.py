@@ -116,7 +116,7 @@ class Session(_Direct):
         *DIRECT,
         "__weakref__",
         "_contexts",
-        "_hot",
+        "_bound",
         "_lock",
         "_state",
         "driver",
@@ -150,7 +150,7 @@ class Session(_Direct):
         self.latest_stream = NO_STREAM
         self._contexts: dict[int, Any] = {}
         self._state: dict[object, Any] = {}
-        self._hot: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._bound: weakref.WeakSet[Any] = weakref.WeakSet()
         self._lock = threading.RLock()
         for name in DIRECT:
             setattr(self, name, getattr(driver, name))
@@ -294,14 +294,11 @@ class Session(_Direct):
 
     def shut_with_me(self, holder: _ShutsAfterFork) -> None:
         """Register an object that has bound driver functions, to replace them in a forked child."""
-        self._hot.add(holder)
+        self._bound.add(holder)
 
-    def holders(self) -> list[Any]:
+    def bound_objects(self) -> list[Any]:
         """The objects that have bound driver functions."""
-        while True:
-            # RuntimeError: another thread has registered one meanwhile.
-            with contextlib.suppress(RuntimeError):
-                return list(self._hot)
+        return members(self._bound)
 
     def _shut_after_fork(self) -> None:
         self.forked = True
@@ -309,8 +306,15 @@ class Session(_Direct):
         self._lock = threading.RLock()
         for name in DIRECT:
             setattr(self, name, refuse_after_fork)
-        for holder in tuple(self._hot):
+        for holder in tuple(self._bound):
             holder._shut_after_fork()
+
+
+def members(several: weakref.WeakSet[T]) -> list[T]:
+    """The members of a set to which other threads add."""
+    while True:
+        with contextlib.suppress(RuntimeError):
+            return list(several)
 
 
 class PerDriver(Generic[T]):

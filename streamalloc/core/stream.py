@@ -145,7 +145,6 @@ class Stream(Closes, Shown):
         self._session = device._session
         self._capture: Capture | None = None
         self._closed = True
-        self._sees_all = False
         self._last: list[Event] = []
         """Once the stream is closed or dropped, an event after all its work; see :func:`end_of`."""
         self._spare = Spares()

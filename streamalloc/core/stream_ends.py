@@ -41,6 +41,7 @@ class _StreamEnd(Deferred):
 
 
 pending_ends: PerDriver[weakref.WeakSet[_StreamEnd]] = PerDriver(lambda _: weakref.WeakSet())
+"""Ends that the deferred queue has."""
 
 
 def defer_end(session: Session, last: Event) -> None:

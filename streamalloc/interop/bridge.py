@@ -301,7 +301,7 @@ class _Held:
         if sources is None or not sources.session.usable:
             return
         if self._thread is not None:
-            give_back(self._buffer, self._thread)
+            free_dropped(self._buffer, self._thread)
             return
         # In the relaxed mode it breaks no capture of other code that may be under way on this thread.
         exchange, mode = sources.exchange, GLOBAL
@@ -309,7 +309,7 @@ class _Held:
             _, mode = exchange(RELAXED)
             self._buffer.free()
         except Exception:
-            give_back(self._buffer)
+            free_dropped(self._buffer)
         finally:
             exchange(mode)
 
@@ -324,11 +324,11 @@ def is_captured(stream: Stream) -> bool:
         return False
 
 
-def give_back(buffer: Buffer, thread: int | None = None) -> None:
+def free_dropped(buffer: Buffer, thread: int | None = None) -> None:
     """Free memory that a library has dropped, on its stream as allocated by ``thread``. Called by finalisers.
 
     Makes driver calls that do not wait, and takes no lock. The free is not deferred in general, as the library's next
-    allocation may need the memory. A free that fails is tried again later.
+    allocation may need the memory. A free that fails is tried again queue.
     """
     session = session_of(buffer)
     if not session.usable or buffer.freed:
@@ -357,13 +357,13 @@ def free_after_all(buffer: Buffer) -> None:
 
 
 def _end_unless_busy(item: FreeAfterAll) -> None:
-    later = deferred_queue(item.session)
-    with later.unless_busy() as free:
+    queue = deferred_queue(item.session)
+    with queue.unless_busy() as free:
         if not free:
-            later.submit(item)
+            queue.submit(item)
             return
         with contextlib.suppress(CudaError):  # the item stays in the queue
-            later.end(item)
+            queue.end(item)
 
 
 class FreeAfterAll(Deferred):
@@ -518,7 +518,7 @@ class Ledger:
             del held, memory
             work(self.sources.session)
         elif same or handle is None:
-            give_back(memory, thread)
+            free_dropped(memory, thread)
         elif self.sources.session.usable:
             try:
                 memory.free(self.sources.stream(ordinal, handle))

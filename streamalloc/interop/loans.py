@@ -81,19 +81,12 @@ class Lent(TypedView[Any]):
         """Device address of the first byte; the library's stream waits for the contents."""
         return self._at
 
-    def __dlpack__(
-        self,
-        *,
-        stream: int | None = None,
-        max_version: tuple[int, int] | None = None,
-        dl_device: tuple[int, int] | None = None,
-        copy: bool | None = None,
-    ) -> Any:
-        """A DLPack capsule; ``stream`` is the library's stream, which uses the memory."""
-        capsule = super().__dlpack__(stream=stream, max_version=max_version, dl_device=dl_device, copy=copy)
+    def _ordered_part(self, stream: int | None, dl_device: tuple[int, int] | None, copy: bool | None) -> Any:
+        """As of any memory; the library's stream is the one that it passes to ``__dlpack__``."""
+        part = super()._ordered_part(stream, dl_device, copy)
         if self._end.user is None and stream not in (-1, None, PER_THREAD):
             self._end.user = Stream.of_handle(self.stream.device, stream, None)
-        return capsule
+        return part
 
     def __del__(self) -> None:
         end = getattr(self, "_end", None)

@@ -112,7 +112,7 @@ def manager_class(sources_of: Callable[[Any], Sources]) -> Any:
             except OutOfMemoryError as error:
                 raise driver.CudaAPIError(error.code, str(error)) from error
             address = bindings.CUdeviceptr(memory.address)
-            return cuda.MemoryPointer(self.context, address, size, finalizer=functools.partial(_let_go, [memory]))
+            return cuda.MemoryPointer(self.context, address, size, finalizer=functools.partial(_drop, [memory]))
 
         def get_ipc_handle(self, memory: Any) -> Any:
             """Raise ``NotImplementedError``: memory of pools has no legacy IPC handle."""
@@ -169,7 +169,7 @@ def memory(array: Any, stream: Stream) -> Borrowed:
     return borrow(array, stream, lender=stream.device.default_stream)
 
 
-def _let_go(held: list[Memory]) -> None:
+def _drop(held: list[Memory]) -> None:
     """Free memory for Numba's finaliser, which runs on any thread and also at the end of the process."""
     memory = held.pop()
     if isinstance(memory, Buffer):

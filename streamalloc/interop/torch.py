@@ -250,7 +250,7 @@ def _return_segments() -> int:
         mine = _latest[0]
         there = {segment["address"] for segment in library("torch").cuda.memory_snapshot(include_traces=False)}
         # A signal handler that has taken another one meanwhile has freed all.
-        return sum(callbacks.keep(there) for callbacks in _made) if _latest[0] == mine else 0
+        return sum(callbacks.free_gone(there) for callbacks in _made) if _latest[0] == mine else 0
 
 
 _routes = threading.local()
@@ -297,7 +297,7 @@ class Callbacks:
             self._free(address)
         return 0  # PyTorch raises its own out-of-memory error
 
-    def keep(self, there: set[int]) -> int:
+    def free_gone(self, there: set[int]) -> int:
         """Free the segments that were in a snapshot before and are not in this one; return their size in bytes."""
         gone = self._seen - there
         self._seen = {address for address in there if address in self.ledger}

@@ -36,7 +36,7 @@ from streamalloc.vmm.internal import MappedMemory, is_counted, unwatch_mappings,
 Hook = Callable[[Allocation], object]
 
 # Kinds of notes.
-_ALLOCATED, _FREED, _KEPT, _FAILED = range(4)
+_ALLOCATED, _FREED, _FREE_FAILED, _ALLOCATION_FAILED = range(4)
 # Number of last frees to remember: the driver may still refuse them.
 _REMEMBERED = 256
 
@@ -67,7 +67,7 @@ class Account:
     _log: Log | None = None
     _logged: bool = False
     """Whether the file of the log was begun."""
-    _keeper: int | None = None
+    _entering: int | None = None
     """Identifier of the thread that enters notes; only readers wait for it."""
 
     def __post_init__(self, targets: Sequence[object], history: int | None) -> None:
@@ -156,7 +156,7 @@ class Account:
 
     def holders(self, location: MemLocation) -> list[str]:
         """The lines whose allocations are live in a location, most bytes first."""
-        self._keep(threading.get_ident())
+        self._enter_notes(threading.get_ident())
         return largest(one for one in tuple(self.live.values()) if one.source.location == location)
 
     def allocated(self, allocator: Allocator | None, address: int, nbytes: int, stream: Any) -> None:
@@ -168,7 +168,7 @@ class Account:
         """The driver has refused an allocation."""
         if allocator is not None:
             one = self._from(allocator, 0, nbytes, int(stream))
-            self._note(_FAILED, one, one.stream)
+            self._note(_ALLOCATION_FAILED, one, one.stream)
             self.look()
 
     def freed(self, address: int, stream: Any) -> None:
@@ -177,7 +177,7 @@ class Account:
 
     def free_failed(self, address: int) -> None:
         """The driver has refused a free. Called by finalisers."""
-        self._note(_KEPT, address, 0)
+        self._note(_FREE_FAILED, address, 0)
 
     def to_be_mapped(self, address: int, nbytes: int) -> None:
         """Memory is to be mapped: raise if a limit leaves no room."""
@@ -233,7 +233,7 @@ class Account:
 
     def look(self) -> None:
         """Enter the notes unless another thread does, and call the hook of frees."""
-        self._keep(threading.get_ident())
+        self._enter_notes(threading.get_ident())
         while self._unreported and self.on_free is not None:
             try:
                 one = self._unreported.popleft()
@@ -244,30 +244,30 @@ class Account:
     def settle(self) -> None:
         """Enter all notes, for a reader; do deferred frees that can be done now."""
         me = threading.get_ident()
-        for session in self.sessions if self.started and self._keeper != me else ():
+        for session in self.sessions if self.started and self._entering != me else ():
             if session.usable:
                 work(session)
                 for allocator in watching_of(session).allocators():
                     if isinstance(allocator, CachingAllocator) and self.wants(allocator):
                         collect_dropped(allocator)
         # A signal handler that reads in the middle of _enter() gets the account without the open note.
-        while self._notes and self._keeper != me:
-            self._keep(me)
+        while self._notes and self._entering != me:
+            self._enter_notes(me)
             if self._notes:
                 time.sleep(0)
         self.look()
 
-    def _keep(self, me: int) -> None:
+    def _enter_notes(self, me: int) -> None:
         """Enter the notes unless another thread does."""
         while self._notes:
-            if self._keeper is not None:
+            if self._entering is not None:
                 return
-            self._keeper = me
+            self._entering = me
             try:
                 # No loop inside try: if a signal handler raises at its jump back, Python 3.12 and 3.13 skip "finally".
                 self._enter_all()
             finally:
-                self._keeper = None
+                self._entering = None
 
     def _enter_all(self) -> None:
         while self._notes:
@@ -287,7 +287,7 @@ class Account:
             warn(f"the log of allocations ends here: {error}", RuntimeWarning)
 
     def _enter(self, kind: int, what: Any, stream: int, thread: int, now: int) -> None:
-        untold: tuple[Allocation, ...] = ()
+        unreported: tuple[Allocation, ...] = ()
         gone: tuple[Allocation, ...] = ()
         if kind == _ALLOCATED:
             # Other code may have freed the memory by its address.
@@ -308,10 +308,10 @@ class Account:
             happened = (Happening("free", one, now, one.stream if stream < 0 else stream, thread),)
             gone = (one,)
             if self.on_free is not None:
-                untold = (one,)
+                unreported = (one,)
             del self.live[what]
         elif (
-            kind == _KEPT
+            kind == _FREE_FAILED
             and what not in self.live
             and (again := next((one for one in reversed(self._gone) if one.address == what), None))
         ):
@@ -320,13 +320,13 @@ class Account:
             self.live[what] = again
         else:
             total = self.nbytes
-            happened = (Happening("failure", what, now, stream, thread),) if kind == _FAILED else ()
+            happened = (Happening("failure", what, now, stream, thread),) if kind == _ALLOCATION_FAILED else ()
         self.nbytes = total
         self.happened += happened
         if self._log is not None:
             self._unwritten += happened
         self._gone += gone
-        self._unreported += untold
+        self._unreported += unreported
         del self._notes[0]
         if self.profiler is not None:
             self.profiler.sample(total)

@@ -66,24 +66,24 @@ def memory(of: Observer) -> Figure:
 
 def _by_name(happened: Sequence[Happening]) -> tuple[list[int], dict[str, list[int]], int]:
     """Times of the changes; the bytes from then on by tag, else pool, most bytes first; and the most bytes in all."""
-    changes = [one for one in happened if one.action != "failure"]
+    sign = {"allocate": 1, "free": -1}
+    changes = [(one.time, _name(one.allocation), sign[one.action] * one.allocation.nbytes)
+               for one in happened if one.action in sign]  # fmt: skip
     peaks: Counter[str] = Counter()
     now: Counter[str] = Counter()
     highest = 0
-    for one in changes:
-        name = _name(one.allocation)
-        now[name] += one.allocation.nbytes if one.action == "allocate" else -one.allocation.nbytes
+    for _, name, nbytes in changes:
+        now[name] += nbytes
         peaks[name] = max(peaks[name], now[name])
         highest = max(highest, now.total())
     shown = [name for name, _ in peaks.most_common() if name][: len(style.USES) - 1]
     amounts: dict[str, list[int]] = {name: [] for name in (*shown, *[""] * (len(peaks) > len(shown)))}
     now.clear()
-    for one in changes:
-        name = _name(one.allocation)
-        now[name if name in amounts else ""] += (1 if one.action == "allocate" else -1) * one.allocation.nbytes
+    for _, name, nbytes in changes:
+        now[name if name in amounts else ""] += nbytes
         for each, values in amounts.items():
             values.append(now[each])
-    return [one.time for one in changes], amounts, highest
+    return [time for time, _, _ in changes], amounts, highest
 
 
 def _name(one: Allocation) -> str:

@@ -126,14 +126,12 @@ class PoolEnd(Deferred):
         The driver does so when it destroys the pool, which may be later. For locations other than a device, driver 580
         was seen to leave neither of the two current.
         """
-        location, allocation_type = self._place
         if self._resigned or self._raw is None:
             return
         # Bindings that cannot read the current pool could not make this one current either.
-        known = _has_calls_of_its_own(location, allocation_type) or hasattr(self._session.driver, "cuMemGetMemPool")
-        if known and int(existing_pool(self._session, "", location, allocation_type)) == int(self._raw):
-            default = existing_pool(self._session, "Default", location, allocation_type)
-            set_current_pool(self._session, default, location, allocation_type)
+        known = _has_calls_of_its_own(*self._place) or hasattr(self._session.driver, "cuMemGetMemPool")
+        if known and int(existing_pool(self._session, "", *self._place)) == int(self._raw):
+            set_current_pool(self._session, existing_pool(self._session, "Default", *self._place), *self._place)
         self._resigned = True
 
     def _unused(self) -> bool:

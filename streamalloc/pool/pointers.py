@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from streamalloc.core.errors import InvalidDeviceError, InvalidValueError
 from streamalloc.core.internal import Device, session_for
-from streamalloc.core.properties import MemAccess, MemAllocationType, MemHandleType, MemLocation
+from streamalloc.core.properties import MemAccess, MemAllocationType, MemHandleType, MemLocation, checked_type
 from streamalloc.core.session import Session
 from streamalloc.driver.internal import cuda
 from streamalloc.pool.pool import MemoryPool
@@ -91,9 +91,7 @@ def pointer_attributes(address: int, *, driver: Driver | None = None) -> Pointer
     >>> found.kind is sa.MemoryKind.DEVICE and found.base == buffer.address
     True
     """
-    if isinstance(address, bool) or not hasattr(address, "__index__"):
-        raise TypeError(f"address must be an integer, not {type(address).__name__} ({address!r})")
-    address = int(address.__index__())
+    address = checked_type("address", address, int)
     if not 0 <= address < 1 << 64:
         raise ValueError(f"address={address:#x} is out of range: addresses have 64 bits")
     session = session_for(None, driver)

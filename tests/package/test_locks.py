@@ -539,7 +539,7 @@ def test_segments_of_pytorch_are_compared_with_the_latest_snapshot(monkeypatch: 
     class Ledger:
         ledger = True
 
-        def keep(self, there: set[int]) -> int:
+        def free_gone(self, there: set[int]) -> int:
             assert not latest or there >= latest[-1]
             latest.append(there)
             return 0
