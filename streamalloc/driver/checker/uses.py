@@ -180,7 +180,9 @@ class Uses(Streams):
             if not checks_rights:
                 self.name(handle, node)
             return
-        for range_ in (piece[0] for piece, write in pieces if write and piece[0].released is not None):
+        for range_ in (piece[0] for piece, write in pieces if write):
+            if range_.released is None:
+                continue
             text = f"{what} on {stream.name} writes {range_}, which was released before."
             remedy = "take the memory into use again before the write: commit the page."
             self.judge.report("use after free", text, remedy, range_, stack, released=range_.released)
