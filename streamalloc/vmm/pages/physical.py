@@ -413,8 +413,8 @@ class PhysicalPages(Claimable):
         """Release all pages that no space uses, and keep none from now on; idempotent."""
         with self.lock:
             first, self.closed = not self.closed, True
-            while self._tasks:
-                self._tasks.pop()[0].cancel()
+        for future, _ in list(self._tasks):
+            future.cancel()  # under no lock, as it makes the program's callbacks
         if first:
             self.drop([self.zero])
         self.trim(0)
@@ -427,6 +427,7 @@ class PhysicalPages(Claimable):
         ClosedError
             The arena was closed.
         """
+        self.session.check_process()  # a forked child lacks the thread
         with self.lock:
             self._check_open()
             future: Future[int] = Future()

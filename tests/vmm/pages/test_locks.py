@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
+import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -285,6 +288,40 @@ class TestPhysicalPages:
             assert [future.result(0) for future in futures] == [0, 0]
             started.clear()
             futures.clear()
+
+    def test_a_close_makes_callbacks_under_no_lock(self, make: Callable[[], PhysicalPages]) -> None:
+        physical, locked = make(), []
+        physical._working = True  # no thread begins
+
+        def lock_elsewhere(_: object) -> None:
+            def lock() -> None:
+                if physical.lock.acquire(timeout=0.5):  # type: ignore[attr-defined]
+                    physical.lock.release()  # type: ignore[attr-defined]
+                    locked.append(True)
+
+            thread = threading.Thread(target=lock)
+            thread.start()
+            thread.join()
+
+        future = physical.in_background(int)
+        future.add_done_callback(lock_elsewhere)
+        physical.close()
+        assert future.cancelled() and locked == [True]
+
+    def test_a_forked_child_starts_no_work(self, make: Callable[[], PhysicalPages]) -> None:
+        physical = make()
+        physical._working = True  # on a thread that a child lacks
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # newer Pythons warn of forks among threads
+            child = os.fork()
+        if not child:
+            try:
+                physical.in_background(int)
+            except sa.ForkedProcessError:
+                os._exit(0)
+            finally:
+                os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
 
 
 def _commit(world: World) -> None:
