@@ -42,7 +42,7 @@ class Claim:
 
     def __init__(self, outer: Claim | None, level: int) -> None:
         self._outer = outer
-        self._level = level
+        self._level: int = level if outer is None else max(level, outer._level)
         self._process = _process
         self._thread = threading.get_ident()
         self._end = threading.Lock()
@@ -101,7 +101,8 @@ os.register_at_fork(after_in_child=_forget_after_fork)
 def claiming(things: Collection[Claimable], act: Callable[[Claim], T], *, level: int = 0) -> T:
     """Return ``act(claim)`` with a claim of these, which ends with the call.
 
-    ``level``: 0 for groups and buffers, 1 for arenas, whose calls wait for none of the former.
+    ``level``: 0 for groups and buffers, 1 for arenas, whose calls wait for none of the former. A call inside another
+    one has at least its level.
 
     Raises
     ------

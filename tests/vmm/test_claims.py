@@ -156,6 +156,34 @@ def test_an_interrupt_at_any_point_leaves_nothing_claimed() -> None:
     assert len(kept) == len(list(points)) > 4
 
 
+def test_a_call_of_a_lower_level_inside_waits_for_none_of_the_higher() -> None:
+    """A thread that has an arena would wait for another one by way of a group."""
+    one, group, other = Thing(), Thing(), Thing()
+    held, end = threading.Event(), threading.Event()
+
+    def hold(_: object) -> None:
+        held.set()
+        end.wait(WAIT)
+
+    def use_other(_: object) -> None:
+        with pytest.raises(sa.InUseError, match="call of a hook"):
+            claiming((other,), lambda _: None, level=1)
+
+    thread = threading.Thread(target=lambda: claiming((other,), hold, level=1), daemon=True)
+    thread.start()
+    held.wait(WAIT)
+    waits = threading.Thread(
+        target=lambda: claiming((one,), lambda _: claiming((group,), use_other), level=1), daemon=True
+    )
+    waits.start()
+    waits.join(1)
+    refused = not waits.is_alive()
+    end.set()
+    thread.join(WAIT)
+    waits.join(WAIT)
+    assert refused
+
+
 class TestHooks:
     """A call out of a hook does not wait for the call that the hook belongs to."""
 
