@@ -164,7 +164,7 @@ class TestExporter:
         def share(_: None) -> None:
             found.append(owner.exports.lease_at(512, hold))
 
-        for _ in interleaved(Exports.lease_at, owner.exports._held.clear, share, share):
+        for _ in interleaved(Exports.lease_at, owner.exports._by_address.clear, share, share):
             assert found[0] is found[1]
             found.clear()
 

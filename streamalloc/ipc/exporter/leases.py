@@ -112,12 +112,12 @@ class Lease(SharedState):
     """
 
     __slots__ = (
-        "__weakref__", "_announcer", "_held", "_holds", "_leases", "block", "generation", "lock", "payload", "route",
+        "__weakref__", "_announcer", "_holds", "_leases", "_owned", "block", "generation", "lock", "payload", "route",
         "slot", "words",
     )  # fmt: skip
 
     def __init__(self, leases: Leases, block: ControlBlock, slot: int) -> None:
-        self._held = True
+        self._owned = True
         """Whether the slot belongs to this object."""
         self._leases = leases
         self.block: ControlBlock = block
@@ -310,8 +310,8 @@ class Lease(SharedState):
 
     def release(self) -> None:
         """Release the slot, which is used again once it is quiet. Its descriptors are stale. Idempotent."""
-        if self._held:
-            self._held = False
+        if self._owned:
+            self._owned = False
             self.words.generation.value = (self.generation + 1) % WORD
             self._announcer = self.route = None
             self._leases.leaving.append(self)
@@ -540,7 +540,7 @@ class Exports:
         self._handles: weakref.WeakKeyDictionary[PhysicalMemory, dict[MemHandleType, Fd | bytes]]
         self._handles = weakref.WeakKeyDictionary()
         self._ids: weakref.WeakKeyDictionary[PhysicalMemory | VirtualBuffer, bytes] = weakref.WeakKeyDictionary()
-        self._held: weakref.WeakValueDictionary[int, Lease] = weakref.WeakValueDictionary()
+        self._by_address: weakref.WeakValueDictionary[int, Lease] = weakref.WeakValueDictionary()
         """Leases of other libraries' allocations, by address."""
         self._relays: dict[ControlBlock, ExporterRelay] = {}
 
@@ -572,9 +572,9 @@ class Exports:
     def lease_at(self, address: int, hold: Hold) -> Lease:
         """Return the lease of an allocation of another library, with a hold that keeps it valid."""
         with self.leases.lock:
-            lease = self._held.get(address)
+            lease = self._by_address.get(address)
             if lease is None or not lease.hold(hold, kept=False):
-                lease = self._held[address] = self.leases.take()
+                lease = self._by_address[address] = self.leases.take()
                 lease.hold(hold, kept=False)
             return lease
 

@@ -48,7 +48,7 @@ from streamalloc.ipc.wire.descriptor import (
     Flags,
     Foreign,
     Mechanism,
-    pack_part,
+    pack_rest,
 )
 from streamalloc.pool import MemoryPool
 from streamalloc.pool.internal import MemoryKind, pointer_attributes
@@ -421,8 +421,8 @@ def _share_buffer(
     shared = Shared(b"", handles, lease, holding, exports, once=True)
 
     def describe(ready: int) -> bool:
-        part = pack_part(lease.slot, lease.generation, ready, offset, size, nbytes, 0, lease.payload)
-        shared._data = data = head.data + part + zlib.crc32(part, head.checksum).to_bytes(4, "little")
+        rest = pack_rest(lease.slot, lease.generation, ready, offset, size, nbytes, 0, lease.payload)
+        shared._data = data = head.data + rest + zlib.crc32(rest, head.checksum).to_bytes(4, "little")
         if exports.session.listener is not None:
             _notify_listener(lease, ready, address + offset, size, ordered)
         shared._sent = offer is not None and view is not None and offer(data, handles)

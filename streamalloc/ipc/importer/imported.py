@@ -1,6 +1,6 @@
 """Imported memory: its import by the driver, its objects in this process, and its release.
 
-The driver returns the same address for a second import of an allocation, and does not count imports: so this process
+The driver returns the same address for a second import of an imported, and does not count imports: so this process
 counts its objects, and releases the import with the last of them. A :class:`PoolSource` holds what all allocations of
 one pool have in common. A stream waits for the contents of opened memory, or the host where no stream can.
 """
@@ -51,7 +51,7 @@ from streamalloc.driver.internal import OpaqueStruct, cuda, opaque_struct
 from streamalloc.ipc.importer.announcement import Announcement
 from streamalloc.ipc.importer.background import OnceIdle, release_dropped
 from streamalloc.ipc.wire.control_block import WORD, ControlBlock, ImporterWords, fence, reached
-from streamalloc.ipc.wire.descriptor import Flags, Foreign, Head, Part
+from streamalloc.ipc.wire.descriptor import Flags, Foreign, Head, Rest
 from streamalloc.vmm.internal import After, RemappableBuffer, Rights
 
 _LAZY_PEER_ACCESS = 1
@@ -218,7 +218,7 @@ class ImportedPool(Foreign):
 class _Source:
     """A pool, or one block of ``cuMemAlloc``, of another process, and its imports in this process."""
 
-    __slots__ = ("_default", "allocations", "block", "device", "held", "imports", "leased", "lock", "session")
+    __slots__ = ("_default", "allocations", "block", "device", "holds", "imports", "leased", "lock", "session")
 
     waits = False
     """True if the release of an import may wait for a stream."""
@@ -234,7 +234,7 @@ class _Source:
         """The exporter's control block."""
         self.leased: bool = bool(flags & Flags.LEASED)
         """Whether the block counts opens and closes."""
-        self.held: bool = bool(flags & Flags.HELD)
+        self.holds: bool = bool(flags & Flags.HELD)
         """Whether descriptors keep the allocation until they are opened."""
         self.lock: AbstractContextManager[bool]
         """Held while imports are counted."""
@@ -262,14 +262,15 @@ class PoolSource(_Source):
         # One struct for all, as ``acquire`` is called under the lock.
         self._struct = OpaqueStruct("CUmemPoolPtrExportData")
 
-    def acquire(self, held: Import) -> None:
+    def acquire(self, imported: Import) -> None:
         """Import an allocation (``cuMemPoolImportPointer``)."""
-        result, held._raw = self.session.cuMemPoolImportPointer(self.handle._raw, self._struct.filled(held.key))
+        data = self._struct.filled(imported.key)
+        result, imported._raw = self.session.cuMemPoolImportPointer(self.handle._raw, data)
         if result:
-            held._raw = None
+            imported._raw = None
             raise error_from(result, "cuMemPoolImportPointer", _BAD_POINTER)
 
-    def count_open(self, held: Import, words: ImporterWords, generation: int) -> None:
+    def count_open(self, imported: Import, words: ImporterWords, generation: int) -> None:
         """Count the open in a lease.
 
         Raises
@@ -277,39 +278,39 @@ class PoolSource(_Source):
         StaleDescriptorError
             The lease has ended.
         """
-        held.words, held.generation = words, generation
+        imported.words, imported.generation = words, generation
         # Count first, then check for a free: the exporter does both in the opposite order.
-        held.number = number = (words.opened.value + 1) % WORD
+        imported.number = number = (words.opened.value + 1) % WORD
         words.opened.value = number
         fence()
         if words.slot_words.generation.value != generation:
-            if held._raw is not None:
+            if imported._raw is not None:
                 # Open without a lease. Nothing was used by this one, so its end needs no stream.
-                words.opened.value, held.words = (number - 1) % WORD, None
+                words.opened.value, imported.words = (number - 1) % WORD, None
             raise StaleDescriptorError(_STALE)
 
-    def end(self, held: Import, stream: Stream, handle: Any, sees_all: bool) -> None:
+    def end(self, imported: Import, stream: Stream, handle: Any, sees_all: bool) -> None:
         """End an import after the work of a stream (``cuMemFreeAsync``), and count the close.
 
         ``handle``, ``sees_all``: those of the stream, as for :meth:`ControlBlock.write_by`.
         """
-        raw, held._raw = held._raw, None
+        raw, imported._raw = imported._raw, None
         if raw is not None:
             result = self.session.cuMemFreeAsync(raw, handle)[0]
             if result:
                 error = error_from(result, "cuMemFreeAsync")
-                held._raw = None if isinstance(error, LOST) else raw
+                imported._raw = None if isinstance(error, LOST) else raw
                 raise error
-        if self.allocations.get(held.key) is held:
-            del self.allocations[held.key]
-        held.count = 0
-        mine = held.words
+        if self.allocations.get(imported.key) is imported:
+            del self.allocations[imported.key]
+        imported.count = 0
+        mine = imported.words
         # If the word has gone on, another import of the same slot is open, whose end writes it.
-        if mine is None or mine.opened.value != held.number:
+        if mine is None or mine.opened.value != imported.number:
             return
         block: Any = self.block
-        before = (held.number - 1) % WORD
-        if not held.address:
+        before = (imported.number - 1) % WORD
+        if not imported.address:
             # Not by counting up: streams may yet write ``closed`` of earlier imports.
             mine.opened.value = before
             return
@@ -317,8 +318,8 @@ class PoolSource(_Source):
         if closed != before and not reached(closed, before):
             # Another stream will yet write the end of an earlier import: the word only ever counts up.
             block.wait(stream, mine.closed, before)
-        block.write_by(handle, sees_all, mine.closed, held.number)
-        mine.closing.value = held.number
+        block.write_by(handle, sees_all, mine.closed, imported.number)
+        mine.closing.value = imported.number
 
 
 class LegacySource(_Source):
@@ -334,24 +335,24 @@ class LegacySource(_Source):
         self.lock, self.allocations = threading.RLock(), {}
         self._lease: HostLease | None = None
 
-    def acquire(self, held: Import) -> None:
+    def acquire(self, imported: Import) -> None:
         """Open the block (``cuIpcOpenMemHandle``)."""
-        handle = opaque_struct("CUipcMemHandle", held.key)
+        handle = opaque_struct("CUipcMemHandle", imported.key)
         with self.device.current():
-            self.session.create(held, "_raw", "cuIpcOpenMemHandle", handle, _LAZY_PEER_ACCESS, hint=_BAD_POINTER)
+            self.session.create(imported, "_raw", "cuIpcOpenMemHandle", handle, _LAZY_PEER_ACCESS, hint=_BAD_POINTER)
 
-    def count_open(self, held: Import, words: ImporterWords, generation: int) -> None:
+    def count_open(self, imported: Import, words: ImporterWords, generation: int) -> None:
         """Count the open in a lease; errors as for a pool."""
-        held.words = words
+        imported.words = words
         assert self.block is not None
         self._lease = HostLease(self.imports, self.block, words, generation, self.device)
 
-    def end(self, held: Import, stream: Stream, handle: Any, sees_all: bool) -> None:
+    def end(self, imported: Import, stream: Stream, handle: Any, sees_all: bool) -> None:
         """Close the block (``cuIpcCloseMemHandle``), which is not stream-ordered: the host waits. Count the close."""
-        if held._raw is not None:
+        if imported._raw is not None:
             stream.synchronize()
             with self.device.current():
-                self.session.release(held, "cuIpcCloseMemHandle")
+                self.session.release(imported, "cuIpcCloseMemHandle")
         self.allocations.clear()
         if self._lease is not None:
             self._lease.end()
@@ -383,17 +384,17 @@ class Import:
         """Ends of the work of objects that were closed before the last one."""
 
 
-def open_import(source: PoolSource | LegacySource, part: Part, stream: Stream) -> ImportedBuffer:
+def open_import(source: PoolSource | LegacySource, rest: Rest, stream: Stream) -> ImportedBuffer:
     """Open an allocation, or open it once more; ``stream`` waits for its contents."""
-    slot, generation, ready, offset, size, base_size, hold, key = part
+    slot, generation, ready, offset, size, base_size, hold, key = rest
     block = source.block
     mine: Any = None
     if block is not None:
         mine = block.importers.get((slot, block.importer)) or block.importer_words(slot, block.importer)
-        if source.held:
+        if source.holds:
             block.mark("hold", hold)  # raises if there is no such mark
     opened = ImportedBuffer()
-    opened._held = None
+    opened._import = None
     opened._source = source
     opened._words = mine
     opened._ready = ready
@@ -403,21 +404,21 @@ def open_import(source: PoolSource | LegacySource, part: Part, stream: Stream) -
     opened._contents = None
     try:
         with source.lock:
-            held = source.allocations.get(key)
-            if held is None or held._raw is None:
-                held = Import(source, key)
+            imported = source.allocations.get(key)
+            if imported is None or imported._raw is None:
+                imported = Import(source, key)
                 # Set before the acquisition, so that the handler below releases it.
-                source.allocations[key] = opened._held = held
-                if mine is not None and source.leased:
-                    source.count_open(held, mine, generation)
-                source.acquire(held)
-                held.address = int(held._raw)
-            else:
-                held.count += 1
-                opened._held = held
+                source.allocations[key] = opened._import = imported
                 if source.leased:
-                    _join(held, source, mine, generation)
-        result, found = source.session.cuPointerGetAttribute(_RANGE_SIZE, held.address)
+                    source.count_open(imported, mine, generation)
+                source.acquire(imported)
+                imported.address = int(imported._raw)
+            else:
+                imported.count += 1
+                opened._import = imported
+                if source.leased:
+                    _join(imported, source, mine, generation)
+        result, found = source.session.cuPointerGetAttribute(_RANGE_SIZE, imported.address)
         if result:
             raise error_from(result, "cuPointerGetAttribute")
         if found != base_size:
@@ -433,18 +434,18 @@ def open_import(source: PoolSource | LegacySource, part: Part, stream: Stream) -
             attach(first, later)
         raise
     finally:
-        if block is not None and source.held:
+        if block is not None and source.holds:
             block.end_hold(hold)
     return opened
 
 
-def _join(held: Import, source: PoolSource | LegacySource, mine: ImporterWords | None, generation: int) -> None:
+def _join(imported: Import, source: PoolSource | LegacySource, mine: ImporterWords, generation: int) -> None:
     """Check that an import is under the lease of one more descriptor; it joins that if it has none."""
-    if mine is not None and held.words is None:
-        held.source = source
-        source.count_open(held, mine, generation)
-    elif held.words is not mine or held.generation != generation:
-        if mine is not None and mine.slot_words.generation.value != generation:
+    if imported.words is None:
+        imported.source = source
+        source.count_open(imported, mine, generation)
+    elif imported.words is not mine or imported.generation != generation:
+        if mine.slot_words.generation.value != generation:
             raise StaleDescriptorError(_STALE)
         raise ValueError("this memory is open here under another lease: close that first")
 
@@ -454,45 +455,45 @@ def _release(owner: ImportedBuffer | _DroppedImport, stream: Stream, *, used: bo
 
     ``used``: work on the memory was queued on ``stream``, which the release of the import has to follow.
     """
-    held = owner._held
-    if held is None:
+    imported = owner._import
+    if imported is None:
         return
-    source = held.source
+    source = imported.source
     if source.session.forked:
         source.session.check_process()
     with source.lock:
-        if owner._held is None:
+        if owner._import is None:
             return  # another thread was first
-        if held.count > 1:
+        if imported.count > 1:
             # The last object's end follows this event.
-            held.passed += (stream.record(),) if used else ()
-            held.count -= 1
-            owner._held = None
+            imported.passed += (stream.record(),) if used else ()
+            imported.count -= 1
+            owner._import = None
             return
-        for event in held.passed:
+        for event in imported.passed:
             stream.wait(event)
         handle, sees_all = direct_view(stream, source.session)
         if handle is not None:
-            source.end(held, stream, handle, sees_all)
+            source.end(imported, stream, handle, sees_all)
         else:
             with stream.device.current():
-                source.end(held, stream, raw_handle(stream), sees_all_work(stream))
-        owner._held = None
+                source.end(imported, stream, raw_handle(stream), sees_all_work(stream))
+        owner._import = None
 
 
 class _DroppedImport(Deferred):
     """An import whose object was dropped: released after the work of its stream."""
 
-    __slots__ = ("_held", "_stream")
+    __slots__ = ("_import", "_stream")
 
-    def __init__(self, held: Import, stream: Stream) -> None:
-        self._held: Import | None = held
+    def __init__(self, imported: Import, stream: Stream) -> None:
+        self._import: Import | None = imported
         self._stream = stream
 
     def attempt(self) -> bool:
-        held = self._held
-        if held is not None and held.source.waits:
-            held.source.imports.deferred.submit(OnceIdle(held.source.session, self._close))
+        imported = self._import
+        if imported is not None and imported.source.waits:
+            imported.source.imports.deferred.submit(OnceIdle(imported.source.session, self._close))
         else:
             self._close()
         return True
@@ -508,11 +509,11 @@ class ImportedBuffer(Memory, Closes, Foreign):
     Closing it, which is in stream order, lets the owner free the memory. Dropping it closes it on its own stream.
     """
 
-    __slots__ = ("__weakref__", "_contents", "_held", "_nbytes", "_offset", "_ready", "_source", "_stream", "_words")
+    __slots__ = ("__weakref__", "_contents", "_import", "_nbytes", "_offset", "_ready", "_source", "_stream", "_words")
 
     _contents: Announcement | None
     """Set if it was opened without a stream."""
-    _held: Import | None
+    _import: Import | None
     """None once closed."""
     _source: PoolSource | LegacySource
     _words: ImporterWords | None
@@ -541,7 +542,7 @@ class ImportedBuffer(Memory, Closes, Foreign):
 
     @property
     def _at(self) -> int:
-        return self._open_import().address + self._offset
+        return self._checked_import().address + self._offset
 
     def _await_on(self, stream: Stream) -> None:
         if self._contents is not None:
@@ -563,7 +564,7 @@ class ImportedBuffer(Memory, Closes, Foreign):
     @property
     def location(self) -> MemLocation:
         """The device that has the memory."""
-        self._open_import()
+        self._checked_import()
         return self._source.device.location
 
     @property
@@ -574,25 +575,25 @@ class ImportedBuffer(Memory, Closes, Foreign):
     @property
     def device_accessible(self) -> bool:
         """Whether the stream is of the device that has the memory."""
-        self._open_import()
+        self._checked_import()
         return self._stream.device == self._source.device
 
     @property
     def closed(self) -> bool:
         """Whether it was closed."""
-        return self._held is None
+        return self._import is None
 
     @property
     def lost(self) -> bool:
         """Whether the contents that this process waited for never came: the owner died, or its driver failed before."""
-        self._open_import()
+        self._checked_import()
         return self._words is not None and self._words.slot_words.was_lost(self._ready)
 
     @property
     def owner_alive(self) -> bool | None:
         """Whether the process that shared it lives; None if that cannot be determined."""
-        held = self._open_import()
-        block = self._source.block if held.words is not None else None
+        imported = self._checked_import()
+        block = self._source.block if imported.words is not None else None
         return None if block is None else block.exporter_alive()
 
     def close(self, stream: StreamLike | None = None) -> None:
@@ -600,7 +601,7 @@ class ImportedBuffer(Memory, Closes, Foreign):
 
         The owner's free waits for that work, in stream order.
         """
-        if self._held is None:
+        if self._import is None:
             return
         source = self._source
         ordered = self._stream if stream is None else as_stream(stream, source.session)
@@ -618,29 +619,29 @@ class ImportedBuffer(Memory, Closes, Foreign):
         alive = {True: "alive", False: "gone", None: "not known"}[self.owner_alive]
         yield "owner", f"another process, {alive}{', and the contents never came' if self.lost else ''}"
 
-    def _open_import(self) -> Import:
-        if self._held is None:
+    def _checked_import(self) -> Import:
+        if self._import is None:
             raise ClosedError(f"this imported buffer of {size_text(self._nbytes)} was closed")
-        return self._held
+        return self._import
 
     def _check_usable(self) -> None:
-        self._open_import()
+        self._checked_import()
 
     @property
     def _session(self) -> Session:
         return self._source.session
 
     def __del__(self) -> None:
-        held = getattr(self, "_held", None)
-        if held is not None and held.source.session.usable:
-            source = held.source
+        imported = getattr(self, "_import", None)
+        if imported is not None and imported.source.session.usable:
+            source = imported.source
             listener = source.session.listener
-            if listener is not None and held.count == 1:
-                listener.deferred(int(held.address))
-            source.imports.drop(_DroppedImport(held, self._stream))
+            if listener is not None and imported.count == 1:
+                listener.deferred(int(imported.address))
+            source.imports.drop(_DroppedImport(imported, self._stream))
 
     def _text(self) -> str:
-        where = "closed" if self._held is None else f"at {self._at:#x}, {self.location}"
+        where = "closed" if self._import is None else f"at {self._at:#x}, {self.location}"
         return f" of {self._nbytes} bytes {where}"
 
 

@@ -50,7 +50,7 @@ from streamalloc.ipc.importer.relay import ImporterRelay
 from streamalloc.ipc.transport.channel import Channel
 from streamalloc.ipc.transport.handle_server import fetch
 from streamalloc.ipc.wire.control_block import SLOTS, ControlBlock
-from streamalloc.ipc.wire.descriptor import FABRIC, HEAD_BYTES, NOWHERE, Chunk, Descriptor, Flags, Head, Mechanism, Part
+from streamalloc.ipc.wire.descriptor import FABRIC, HEAD_BYTES, NOWHERE, Chunk, Descriptor, Flags, Head, Mechanism, Rest
 from streamalloc.vmm import PhysicalMemory
 from streamalloc.vmm.internal import check_mappable, import_memory
 
@@ -348,11 +348,11 @@ def open(
         # A later descriptor of a pool: its head was decoded and its handles imported before.
         importer = importer_of(session)
         source = importer.sources.get(data[:HEAD_BYTES])
-        part = None if source is None else source.head.part(data)
-        if source is not None and part is not None:
+        rest = None if source is None else source.head.rest(data)
+        if source is not None and rest is not None:
             if importer.deferred.has_work():
                 importer.deferred.work()
-            return _open_part(source, part, stream)  # type: ignore[return-value]
+            return _open_allocation(source, rest, stream)  # type: ignore[return-value]
     given = Handles(handles)
     try:
         return _open_first(session, data, given, stream, kind)  # type: ignore[return-value]
@@ -473,18 +473,18 @@ def _ordered(stream: StreamLike, session: Session) -> Stream:
     return ordered
 
 
-def _open_part(source: PoolSource | LegacySource, part: Part, stream: StreamLike | None) -> ImportedBuffer:
+def _open_allocation(source: PoolSource | LegacySource, rest: Rest, stream: StreamLike | None) -> ImportedBuffer:
     """Open an allocation by its first descriptor or a later one."""
     if direct_handle(stream, source.session) is not None:  # type: ignore[arg-type]
-        return open_import(source, part, stream)  # type: ignore[arg-type]
+        return open_import(source, rest, stream)  # type: ignore[arg-type]
     ordered = source.default_stream if stream is None else _ordered(stream, source.session)
     announced: Announcement | None = None
     if source.block is not None:
-        announced = Announcement(source.block, part.slot, part.generation, part.ready)
+        announced = Announcement(source.block, rest.slot, rest.generation, rest.ready)
         if ordered.is_default and not announced.written:
             # Before the import, which could not be released on a captured stream.
             refuse_capture(ordered, "cuStreamWaitValue32", _NOT_IN_A_CAPTURE)
-    opened = open_import(source, part, ordered)
+    opened = open_import(source, rest, ordered)
     if stream is None and announced is not None and not announced.seen(opened):
         opened._contents = announced
     return opened
@@ -497,7 +497,7 @@ def _open_pointer(request: _Request) -> ImportedBuffer:
         pool = importer.pool(described, handles)
         source = PoolSource(Head(data[:HEAD_BYTES]), pool, device, importer.watch(described, handles, pool))
         importer.start_thread()
-        opened = _open_part(source, described.part, stream)
+        opened = _open_allocation(source, described.rest, stream)
     except (StaleDescriptorError, CaptureError):
         raise
     except BaseException:
@@ -513,7 +513,7 @@ def _open_legacy(request: _Request) -> ImportedBuffer:
     importer, described, _, _, device, stream, _ = request
     source = LegacySource(importer, device, request.block, described.flags)
     importer.start_thread()
-    return _open_part(source, described.part, stream)
+    return _open_allocation(source, described.rest, stream)
 
 
 def _open_pool(request: _Request) -> ImportedPool:
