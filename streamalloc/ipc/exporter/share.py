@@ -74,7 +74,7 @@ class Shared(Unique, Shown):
     The object refers to what was shared, unless that is an allocation of a pool of this library, until it was sent.
     """
 
-    __slots__ = ("__weakref__", "_again", "_data", "_exports", "_hold", "_lease", "_once", "_sent", "handles")
+    __slots__ = ("__weakref__", "_again", "_data", "_exports", "_hold", "_lease", "handles")
 
     handles: dict[bytes, Fd]
     """The handles by their ids in the descriptor; they stay the exporter's."""
@@ -86,8 +86,6 @@ class Shared(Unique, Shown):
         lease: leases.Lease | None = None,
         hold: leases.Hold | None = None,
         exports: leases.Exports | None = None,
-        *,
-        once: bool = False,
     ) -> None:
         self._data = data
         self.handles = handles
@@ -95,9 +93,6 @@ class Shared(Unique, Shown):
         """The slot of the allocation or the announcement; dropping this object releases that of an announcement."""
         self._hold = hold
         self._exports = exports
-        self._once = once
-        """Whether importers keep the imported handles, so that these need to travel once."""
-        self._sent = False
         self._again: Callable[[], Shared] | None = None
         """Shares the same once more, with a hold. None for allocations, and once the hold was ended here."""
 
@@ -303,12 +298,15 @@ def send(
     if names is None:
         names = channel._carried = set()
     if isinstance(thing, PlainBuffer) and not hold and (timeout is None or timeout >= 0):
+        sent = False
 
         def offer(data: bytes, handles: dict[bytes, Fd]) -> bool:
-            return names.issuperset(handles) and channel._offer(data)
+            nonlocal sent
+            sent = names.issuperset(handles) and channel._offer(data)
+            return sent
 
         shared = _share_buffer(thing, stream, offer=offer)
-        if shared._sent:
+        if sent:
             shared._exports.leases.prepare()  # type: ignore[union-attr]
             return
     else:
@@ -316,7 +314,8 @@ def send(
             raise ValueError("stream and hold are arguments of share: what it has returned is sent without them")
         shared = thing if isinstance(thing, Shared) else share(thing, stream, hold=hold)
     exports, handles = shared._exports, shared.fds
-    if exports is not None and shared._once:
+    if exports is not None and shared.descriptor.mechanism is not Mechanism.PHYSICAL:
+        # Importers keep the handles of everything else, so that these need to travel once.
         exports.serve()
         if names.issuperset(shared.handles) and exports.endpoint in shared._data:
             handles = ()
@@ -418,15 +417,14 @@ def _share_buffer(
     offset, size = part or (0, nbytes)
     if holding is not None:
         lease.hold(holding, kept=False)
-    shared = Shared(b"", handles, lease, holding, exports, once=True)
+    shared = Shared(b"", handles, lease, holding, exports)
 
     def describe(ready: int) -> bool:
         rest = pack_rest(lease.slot, lease.generation, ready, offset, size, nbytes, 0, lease.payload)
         shared._data = data = head.data + rest + zlib.crc32(rest, head.checksum).to_bytes(4, "little")
         if exports.session.listener is not None:
             _notify_listener(lease, ready, address + offset, size, ordered)
-        shared._sent = offer is not None and view is not None and offer(data, handles)
-        return shared._sent
+        return offer is not None and view is not None and offer(data, handles)
 
     lease.announce(ordered, describe, view)
     if exports.deferred.has_work():
@@ -518,8 +516,7 @@ class _Draft:
         leases.publish(self.handles)
         uuid = exports.uuid(self.device)
         described = Descriptor(mechanism, uuid, endpoint=exports.endpoint, driver_version=exports.version, **fields)
-        once = mechanism is not Mechanism.PHYSICAL
-        shared = Shared(described.to_bytes(), self.handles, lease, self.hold, exports, once=once)
+        shared = Shared(described.to_bytes(), self.handles, lease, self.hold, exports)
         shared._again = functools.partial(share, **self.options._replace(hold=True)._asdict())
         if self.hold is not None and lease is not None:
             kept = self.options.thing, self.handles, self.kept
