@@ -327,10 +327,10 @@ class Carried(ImporterRelay):
         self.ended = self.changed = False
         self._thread = None
         self._fast_until = 0.0
-        self._place = 0
+        self._entry = 0
         self._rows = np.zeros((len(IMPORTER_ROWS), SLOTS), np.uint32)
         self._words = np.zeros((len(EXPORTER_WORDS), SLOTS), np.uint32)
-        self._front = np.zeros(relay.GRANTS_AT + relay.GRANT.itemsize * relay.PLACES, np.uint8)
+        self._front = np.zeros(relay.GRANTS_AT + relay.GRANT.itemsize * relay.ENTRIES, np.uint8)
         self._grants = self._front[relay.GRANTS_AT :].view(relay.GRANT)
         self._claim = np.ones(1, relay.CLAIM)
         self._change = self._pulse = 0
@@ -345,7 +345,7 @@ class Carried(ImporterRelay):
         pass
 
     def _write(self, at: int, array: Any) -> None:
-        name = {relay.rows_at(0): "rows", relay.CLAIMS_AT: "claim"}.get(at, "ready")
+        name = {relay.rows_at(0): "rows", relay.claim_at(0): "claim"}.get(at, "ready")
         self.at(name)
         self.copies.append(name)
         self.there[name] = array.copy()
@@ -359,7 +359,7 @@ class Carried(ImporterRelay):
         seen = int(self.there["claim"]["change"][0]), self.there["rows"]
         (change, self.granted), self.late = (self.late, seen) if self.late else (seen, None)
         self._grants[0] = self.there["claim"]["id"][0], change, 0
-        head = relay.HEAD.pack(relay.MAGIC, bytes(16), SLOTS, relay.PLACES, self._pulse, 0)
+        head = relay.HEAD.pack(relay.MAGIC, bytes(16), SLOTS, relay.ENTRIES, self._pulse, 0)
         self._front[: len(head)] = np.frombuffer(head, np.uint8)
 
     def _finish(self) -> None:
