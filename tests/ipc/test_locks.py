@@ -538,7 +538,7 @@ class TestRing:
         def make() -> Settling:
             state = Settling()
             for index in range(2):
-                state.free.append(SimpleNamespace(flags=None, index=index))  # type: ignore[arg-type]
+                state.free.append(SimpleNamespace(theirs=None, value=0, index=index))  # type: ignore[arg-type]
             return state
 
         taken: list[Any] = []

@@ -98,7 +98,7 @@ class Imports:
 class HostLease(Deferred):
     """The use of a lease of memory that is not released in stream order: the host counts its close.
 
-    That is a range, or a block of ``cuMemAlloc``. As an item, it counts the close once the work so far has ended.
+    That is a range, or an allocation of ``cuMemAlloc``. As an item, it counts the close once the work so far has ended.
     """
 
     __slots__ = ("_imports", "_words", "_work")
@@ -216,7 +216,7 @@ class ImportedPool(Foreign):
 
 
 class _Source:
-    """A pool, or one block of ``cuMemAlloc``, of another process, and its imports in this process."""
+    """A pool, or one allocation of ``cuMemAlloc``, of another process, and its imports in this process."""
 
     __slots__ = ("_default", "allocations", "block", "device", "holds", "imports", "leased", "lock", "session")
 
@@ -233,7 +233,7 @@ class _Source:
         self.block: ControlBlock | None = block
         """The exporter's control block."""
         self.leased: bool = bool(flags & Flags.LEASED)
-        """Whether the block counts opens and closes."""
+        """Whether the control block counts opens and closes."""
         self.holds: bool = bool(flags & Flags.HELD)
         """Whether descriptors keep the allocation until they are opened."""
         self.lock: AbstractContextManager[bool]
@@ -323,7 +323,7 @@ class PoolSource(_Source):
 
 
 class LegacySource(_Source):
-    """A block of ``cuMemAlloc`` of another process. The driver counts opens, so that each object has its own import."""
+    """An allocation of ``cuMemAlloc`` of another process. The driver counts opens: each object has its own import."""
 
     __slots__ = ("_lease",)
 
@@ -336,7 +336,7 @@ class LegacySource(_Source):
         self._lease: HostLease | None = None
 
     def acquire(self, imported: Import) -> None:
-        """Open the block (``cuIpcOpenMemHandle``)."""
+        """Open it (``cuIpcOpenMemHandle``)."""
         handle = opaque_struct("CUipcMemHandle", imported.key)
         with self.device.current():
             self.session.create(imported, "_raw", "cuIpcOpenMemHandle", handle, _LAZY_PEER_ACCESS, hint=_BAD_POINTER)
@@ -348,7 +348,7 @@ class LegacySource(_Source):
         self._lease = HostLease(self.imports, self.block, words, generation, self.device)
 
     def end(self, imported: Import, stream: Stream, handle: Any, sees_all: bool) -> None:
-        """Close the block (``cuIpcCloseMemHandle``), which is not stream-ordered: the host waits. Count the close."""
+        """Close it (``cuIpcCloseMemHandle``), which is not stream-ordered: the host waits. Count the close."""
         if imported._raw is not None:
             stream.synchronize()
             with self.device.current():

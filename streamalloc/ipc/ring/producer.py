@@ -28,9 +28,7 @@ from streamalloc.ipc.exporter.leases import Lease, hung_up, leases_of
 from streamalloc.ipc.exporter.share import Shared, share
 from streamalloc.ipc.ring.protocol import (
     END,
-    HALF,
     ITEM,
-    MASK,
     MOST_SLOTS,
     PACKET,
     Introduction,
@@ -41,7 +39,7 @@ from streamalloc.ipc.ring.protocol import (
 )
 from streamalloc.ipc.transport.channel import Channel, Message, PeerGoneError, ProtocolError
 from streamalloc.ipc.transport.deadlines import end_of, left
-from streamalloc.ipc.wire.control_block import IMPORTERS, ControlBlock, ImporterWords
+from streamalloc.ipc.wire.control_block import IMPORTERS, WORD, ControlBlock, ImporterWords, reached
 from streamalloc.pool import MemoryPool
 
 # The socket buffer has room for the packets of all slots, so that a send does not wait in practice.
@@ -53,18 +51,18 @@ _packed = PACKET.pack
 class Slot:
     """One slot of a producer, through all its uses."""
 
-    __slots__ = ("flags", "index", "lease", "used", "value")
+    __slots__ = ("index", "lease", "theirs", "used", "value")
 
     def __init__(self, index: int, lease: Lease) -> None:
         self.index: int = index
         self.lease: Lease = lease
-        """It has the flags that the producer writes."""
+        """It has the words that the producer writes."""
         self.used: int = 0
         """Bytes of the item."""
-        self.flags: ImporterWords | None = None
-        """Flags of the last consumer; None: no consumer to wait for."""
+        self.theirs: ImporterWords | None = None
+        """Words of the last consumer; None: no consumer to wait for."""
         self.value: int = 0
-        """Value of these flags after the consumer has opened and closed it."""
+        """Value of these words after the consumer has opened and closed it."""
 
 
 class RingSlot(SlotMemory):
@@ -140,14 +138,14 @@ class RingSlot(SlotMemory):
 class ConsumerLink:
     """The producer's record of a consumer."""
 
-    __slots__ = ("blocks", "channel", "flags", "in_flight", "turn", "unsent")
+    __slots__ = ("blocks", "channel", "in_flight", "turn", "unsent", "words")
 
-    def __init__(self, channel: Channel, blocks: dict[ControlBlock, int], flags: list[ImporterWords]) -> None:
+    def __init__(self, channel: Channel, blocks: dict[ControlBlock, int], words: list[ImporterWords]) -> None:
         self.channel: Channel = channel
         self.blocks: dict[ControlBlock, int] = blocks
         """Importer number of the consumer, by control block."""
-        self.flags: list[ImporterWords] = flags
-        """Flags of the consumer, by slot."""
+        self.words: list[ImporterWords] = words
+        """Words of the consumer, by slot."""
         self.in_flight: dict[Slot, None] = {}
         """Slots sent to the consumer and not released, oldest first."""
         self.turn: int = 0
@@ -220,9 +218,9 @@ class Deliveries(RingEnding):
         if self.closed or not self.consumers:
             self.refuse()
         slot = self.free[0]
-        flags = slot.flags
-        if flags is not None and (flags.closed.value - slot.value) & MASK >= HALF:
-            slot.lease.block.wait_closed(self.stream, flags, slot.value)
+        theirs, value = slot.theirs, slot.value
+        if theirs is not None and theirs.closed.value != value and not reached(theirs.closed.value, value):
+            slot.lease.block.wait_closed(self.stream, theirs, value)
         taken = RingSlot(self, slot)
         del self.free[0]
         taken._held = True
@@ -239,7 +237,7 @@ class Deliveries(RingEnding):
             with contextlib.suppress(OSError, ClosedError):
                 consumer.send()
             for slot in tuple(consumer.in_flight):
-                if slot.flags.closing.value == slot.value:  # type: ignore[union-attr]
+                if slot.theirs.closing.value == slot.value:  # type: ignore[union-attr]
                     del consumer.in_flight[slot]
                     self.free.append(slot)
         for consumer in tuple(self.leaving):
@@ -265,13 +263,13 @@ class Deliveries(RingEnding):
     def _take_unopened(self, consumers: Iterable[ConsumerLink]) -> None:
         """Move the slots that consumers have not opened to :attr:`unsent`, if the consumers have gone.
 
-        Flags of slots that they have opened are written when they release these, or by the watcher when they die.
+        Words of slots that they have opened are written when they release these, or by the watcher when they die.
         """
         self.settle()
         for consumer in _gone(consumers):
             for slot in tuple(consumer.in_flight):
-                if slot.flags.opened.value != slot.value:  # type: ignore[union-attr]
-                    slot.flags = None
+                if slot.theirs.opened.value != slot.value:  # type: ignore[union-attr]
+                    slot.theirs = None
                     self.unsent[slot] = None
                     del consumer.in_flight[slot]
 
@@ -287,13 +285,13 @@ class Deliveries(RingEnding):
         """Send a filled slot, from :attr:`unsent` or from ``holder``, to the consumer with the fewest slots."""
         while True:
             consumer = self._chosen()
-            flags = consumer.flags[slot.index]
-            value = (flags.closing.value + 1) & MASK
+            theirs = consumer.words[slot.index]
+            value = (theirs.closing.value + 1) % WORD
             packet = _packed(ITEM, slot.index, slot.lease.words.last_announced, value, slot.used)
             # In flight before the send: a signal handler may raise after the kernel has the packet.
             consumer.unsent = packet
             consumer.in_flight[slot] = None
-            slot.flags = flags
+            slot.theirs = theirs
             slot.value = value
             if holder is None:
                 del self.unsent[slot]
@@ -348,7 +346,7 @@ class Deliveries(RingEnding):
             self._deliver(slot, holder)
 
     def attempt(self) -> bool:
-        """Send the end to the consumers, free the memory, and release the flags when no consumer uses them."""
+        """Send the end to the consumers, free the memory, and release the slots when no consumer uses them."""
         with self.lock:
             if not self._end_sent:
                 self._send_end()
@@ -490,8 +488,8 @@ class RingProducer(RingEnd):
                 raise ProtocolError(f"a ring's consumer says that it is importer {importer}, which is nobody")
             block.watch_importer(importer)
         leases = [slot.lease for slot in self._deliveries.slots]
-        flags = [lease.block.importer_words(lease.slot, blocks[lease.block]) for lease in leases]
-        return ConsumerLink(channel, blocks, flags)
+        words = [lease.block.importer_words(lease.slot, blocks[lease.block]) for lease in leases]
+        return ConsumerLink(channel, blocks, words)
 
     # -- slots -----------------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ class Mechanism(enum.IntEnum):
     PHYSICAL = 3
     """Physical memory, one or several chunks: ``cuMemExportToShareableHandle``."""
     LEGACY = 4
-    """A block of ``cuMemAlloc``: ``cuIpcGetMemHandle``."""
+    """An allocation of ``cuMemAlloc``: ``cuIpcGetMemHandle``."""
     EVENT = 5
     """An event: ``cuIpcGetEventHandle``."""
 
