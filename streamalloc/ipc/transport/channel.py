@@ -178,8 +178,7 @@ def rights_of(handles: Sequence[Fd | int]) -> list[_Rights]:
     """Descriptors as the ancillary data of ``sendmsg``."""
     if not handles:
         return []
-    numbers = [handle.fileno() if isinstance(handle, Fd) else checked_descriptor(handle) for handle in handles]
-    return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", numbers))]
+    return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", map(number_of, handles)))]
 
 
 def as_bytes(data: BytesLike) -> bytes:
@@ -193,13 +192,15 @@ def as_bytes(data: BytesLike) -> bytes:
         ) from None
 
 
-def checked_descriptor(number: object) -> int:
-    """A descriptor's number, checked."""
-    if isinstance(number, bool) or not isinstance(number, int):
-        raise TypeError(f"a descriptor must be an Fd or an int, not {type(number).__name__} ({number!r})")
-    if number < 0:
-        raise ValueError(f"{number} is no descriptor: they are 0 or more")
-    return number
+def number_of(handle: Fd | int) -> int:
+    """A descriptor's number; ``TypeError`` or ``ValueError`` if it cannot be one."""
+    if isinstance(handle, Fd):
+        return handle.fileno()
+    if isinstance(handle, bool) or not isinstance(handle, int):
+        raise TypeError(f"a descriptor must be an Fd or an int, not {type(handle).__name__} ({handle!r})")
+    if handle < 0:
+        raise ValueError(f"{handle} is no descriptor: they are 0 or more")
+    return handle
 
 
 def packets_of(data: bytes, handles: Sequence[Fd | int]) -> Iterator[Packet]:
@@ -456,7 +457,7 @@ class Channel(_SocketOwner):
         PermissionError
             The other end belongs to another user.
         """
-        number = fd.fileno() if isinstance(fd, Fd) else checked_descriptor(fd)
+        number = number_of(fd)
         try:
             connection = socket.socket(fileno=number)
         except OSError as error:

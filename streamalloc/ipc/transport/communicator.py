@@ -26,7 +26,7 @@ from streamalloc.core.errors import ClosedError
 from streamalloc.core.internal import Fd
 from streamalloc.core.properties import checked_type
 from streamalloc.core.resource import Closes
-from streamalloc.ipc.transport.channel import Channel
+from streamalloc.ipc.transport.channel import Channel, number_of
 from streamalloc.ipc.transport.deadlines import left
 from streamalloc.ipc.transport.process_group import (
     Call,
@@ -162,7 +162,7 @@ class _Group(Closes):
         handles = tuple(handles)
         # Check first that each is open: an error during the exchange would end the group.
         for handle in handles:
-            os.fstat(handle.fileno() if isinstance(handle, Fd) else handle)
+            os.fstat(number_of(handle))
         with self._call(timeout) as limit:
             mesh = self._connected(limit)
             if isinstance(mesh, Mesh):
