@@ -30,7 +30,7 @@ from streamalloc.ipc.exporter.leases import NOT_EXPORTABLE, Hold, Lease, Leases,
 from streamalloc.ipc.exporter.relay import SHARED_LINGER, ExporterRelay
 from streamalloc.ipc.transport import handle_server
 from streamalloc.ipc.wire.control_block import ControlBlock, Mark
-from streamalloc.ipc.wire.descriptor import NOWHERE, Chunk, Flags, Head
+from streamalloc.ipc.wire.descriptor import NOWHERE, PAYLOAD_BYTES, Chunk, Descriptor, Flags, Head, Mechanism
 from streamalloc.pool import MemoryPool
 from streamalloc.pool.internal import raw_pool
 from streamalloc.vmm import PhysicalMemory, VirtualBuffer
@@ -78,8 +78,13 @@ class ExportedPool:
         endpoint = self.exports.endpoint
         found = self.heads.get((block, endpoint))
         if found is None:
-            ids = (self.exports.uuid(self.device), self.origin, block.id, endpoint)
-            head = Head.of(ids, self.mark(block), Flags.LEASED, self.exports.version, int(POSIX))
+            exports = self.exports
+            described = Descriptor(
+                Mechanism.POOL_POINTER, exports.uuid(self.device), self.origin, block.id, endpoint, Flags.LEASED,
+                driver_version=exports.version, handle_type=int(POSIX), payload=bytes(PAYLOAD_BYTES),
+                pool_mark=self.mark(block),
+            )  # fmt: skip
+            head = Head(described.to_bytes())
             handles = {self.origin: self.fd, block.id: block.fd}
             publish(handles)
             found = self.heads[block, endpoint] = (head, handles)
