@@ -304,9 +304,7 @@ def send(
     TimeoutError, PeerGoneError, ClosedError
         As ``channel.send``. The memory is shared all the same.
     """
-    names: set[bytes] | None = channel._carried
-    if names is None:
-        names = channel._carried = set()
+    names = channel._carried
     if isinstance(thing, PlainBuffer) and not hold and (timeout is None or timeout >= 0):
         sent = False
 
