@@ -140,21 +140,15 @@ class Head:
     __slots__ = ("checksum", "data", "driver_version", "flags", "plain")
 
     def __init__(self, data: bytes) -> None:
-        self.data: bytes = data
-        self.checksum: int = zlib.crc32(data)
+        """``data``: a descriptor, which :meth:`Descriptor.from_bytes` accepts."""
+        self.data: bytes = data[:HEAD_BYTES]
+        self.checksum: int = zlib.crc32(self.data)
         """CRC-32 of the head, from which that of a descriptor continues."""
         self.flags: int
         self.driver_version: int
-        _, _, _, total, *_, self.flags, self.driver_version, handle_type, extra, count = _HEAD.unpack(data)
-        lengths = (total, extra, count) == (_ALLOCATION_BYTES, PAYLOAD_BYTES, 0)
-        self.plain: bool = lengths and handle_type in (0, 1) and not self.flags & (~_FLAGS | Flags.ARRAY)
+        _, _, _, total, *_, self.flags, self.driver_version, _, extra, _ = _HEAD.unpack(self.data)
+        self.plain: bool = (total, extra) == (_ALLOCATION_BYTES, PAYLOAD_BYTES) and not self.flags & Flags.ARRAY
         """Whether :meth:`rest` can decode descriptors with this head."""
-
-    @classmethod
-    def of(cls, ids: tuple[bytes, ...], pool_mark: int, flags: int, driver_version: int, handle_type: int) -> Head:
-        """Make a head from its fields; ``ids``: device, origin, control block and endpoint."""
-        fields = (pool_mark, flags, driver_version, handle_type, PAYLOAD_BYTES, 0)
-        return cls(_HEAD.pack(MAGIC, VERSION, Mechanism.POOL_POINTER, _ALLOCATION_BYTES, *ids, *fields))
 
     def rest(self, data: bytes) -> Rest | None:
         """Read the rest of a descriptor with this head, which is :attr:`plain`; None if it is invalid.
