@@ -739,14 +739,11 @@ class Stream(Closes, Shown):
         with self._session.relaxed():
             yield "state", "capturing" if self._captured() else "idle" if self.query() else "has work to do"
 
-    def __repr__(self) -> str:
-        if getattr(self, "_raw", None) is None:
-            return "<Stream that could not be made>"
-        number = int(self._raw)
-        kind = {0: "legacy default", LEGACY: "legacy default", PER_THREAD: "per-thread default"}.get(number)
+    def _text(self) -> str:
+        kind = {0: "legacy default", LEGACY: "legacy default", PER_THREAD: "per-thread default"}.get(self._number)
         name = f" {self.name!r}" if self.name else ""
         state = " closed" if self._closed else " capturing" if self._capture else ""
-        return f"<Stream{name} {kind or hex(number)} of device {self.device.ordinal}{state}>"
+        return f"{name} {kind or hex(self._number)} of device {self.device.ordinal}{state}"
 
 
 class Threads(threading.local):
