@@ -109,7 +109,8 @@ def hide_aliases(app: Sphinx, kind: str, name: str, thing: Any, options: Any, li
 def take_short_names(app: Sphinx, doctree: Node) -> None:
     """Leave types that are named in short to :func:`resolve_short_names`; ``bytes`` is Python's."""
     for node in list(doctree.findall(pending_xref)):
-        if node.get("refdomain") == "py" and hasattr(builtins, node["reftarget"]):
+        own = hasattr(sys.modules.get(node.get("py:module")), node["reftarget"])  # as streamalloc.ipc.open
+        if node.get("refdomain") == "py" and hasattr(builtins, node["reftarget"]) and not own:
             node.replace_self(node.children)
         else:
             node.attributes.pop("refspecific", None)
@@ -137,6 +138,7 @@ def resolve_short_names(app: Sphinx, env: BuildEnvironment, node: pending_xref, 
     found = _PLACES[node["reftarget"].rpartition(".")[2]]
     types = {full for full in found if objects[full].objtype in ("class", "exception", "data")}
     found = types if node.get("reftype") == "class" else types or found
+    found = {full for full in found if full.endswith(f".{node['reftarget']}")} or found
     found = {full for full in found if full.startswith(f"{node.get('py:module')}.")} or found
     # One object that has a name where it is defined, too.
     found = {full for full in found if not objects[full].aliased} or found

@@ -43,7 +43,7 @@ _SECONDS = 300
 
 
 _LOCK = re.compile(
-    r"(\b|_)(lock|in_use|beginning|serving|phases|opening|filling|changing|snapshots|tables|unmapping|locked\(\))$"
+    r"(\b|_)(lock|in_use|beginning|serving|phases|opening|filling|changing|growing|snapshots|tables|unmapping|locked\(\))$"
 )
 """Names of locks."""
 

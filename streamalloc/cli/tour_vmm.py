@@ -106,6 +106,15 @@ def growth(tour: Tour, stream: sa.Stream) -> None:
         step("shrunk after an event: the rest is unchanged", contents(), refused, mapped=3)
 
 
+def _mapped(address: int) -> bool:
+    """Whether physical memory is mapped at an address."""
+    try:
+        vmm.PhysicalMemory.at(address).close()
+    except sa.InvalidValueError:
+        return False
+    return True
+
+
 @part("Evict and restore", "The memory is released, the addresses stay, and the bytes are restored later.")
 def eviction(tour: Tour, stream: sa.Stream) -> None:
     tour.need_virtual_memory()
@@ -120,14 +129,6 @@ def eviction(tour: Tour, stream: sa.Stream) -> None:
         buffer.copy_from(numbers)
         address, free = buffer.address, tour.device.memory_info().free
 
-        def mapped() -> bool:
-            """Whether physical memory is mapped at the address."""
-            try:
-                vmm.PhysicalMemory.at(address).close()
-            except sa.InvalidValueError:
-                return False
-            return True
-
         def step(text: str, *claims: Claim, there: bool, backup: int) -> None:
             """Print a step; check the mapping at the address and the bytes in the backup pool."""
             nonlocal free
@@ -135,7 +136,7 @@ def eviction(tour: Tour, stream: sa.Stream) -> None:
             tour.step(
                 text,
                 equal("the address is reserved", buffer.address, address, hex),
-                equal("memory is mapped there", mapped(), there),
+                equal("memory is mapped there", _mapped(address), there),
                 equal("in the backup pool", pool.statistics().used, backup, size_text),
                 *claims,
                 figures=f"free on the GPU {(free - before) / MiB:+,.0f} MiB",
@@ -149,7 +150,7 @@ def eviction(tour: Tour, stream: sa.Stream) -> None:
         differ = equal("numbers that differ", int(np.count_nonzero(read(buffer, stream).view(np.uint32) != numbers)), 0)
         step("restored: the same bytes at the same address", differ, there=True, backup=0)
         buffer.evict()
-        nothing = mapped()
+        nothing = _mapped(address)
         buffer.restore()
         buffer.fill(0x6B)
         tour.step(

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 class MemAllocFlags:
     """The ``allocFlags`` part of ``CUmemAllocationProp``.
 
+    The field ``alloc_flags`` of :class:`MemAllocationProp`.
+
     Attributes
     ----------
     compression_type
@@ -52,6 +54,8 @@ class MemAllocFlags:
 @dataclass(frozen=True, slots=True)
 class MemAllocationProp:
     """Properties of physical memory (``CUmemAllocationProp``), checked against the rules of ``cuMemCreate``.
+
+    An argument of :class:`~streamalloc.vmm.PhysicalMemory`.
 
     Attributes
     ----------
@@ -123,6 +127,8 @@ class MemAllocationProp:
 @dataclass(frozen=True, slots=True)
 class MulticastObjectProp:
     """Properties of a multicast object (``CUmulticastObjectProp``).
+
+    :attr:`multicast.MulticastObject.properties` returns it.
 
     Attributes
     ----------

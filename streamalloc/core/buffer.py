@@ -347,6 +347,8 @@ PlainBuffer.__name__ = PlainBuffer.__qualname__ = "Buffer"
 class GraphBuffer(Buffer):
     """Memory allocated while its stream was captured: the graph owns it.
 
+    :meth:`MemoryPool.allocate` returns it on a stream that is captured; :class:`Graph` shows a capture.
+
     It exists from the launch of the graph that allocates it until a free, in that graph or by :meth:`free` after the
     launch. Dropping the object frees nothing.
     """

@@ -34,6 +34,8 @@ def _derived(about: str) -> Any:
 class Capabilities:
     """Capabilities of one device; prints as a table.
 
+    :attr:`Device.supports` returns it; ``python -m streamalloc info`` prints it.
+
     Yes-or-no fields are bool; counts are int. A field is None where these bindings or this driver do not know the
     attribute, so that "no" is never guessed.
     """

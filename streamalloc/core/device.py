@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 
 
 class MemoryInfo(NamedTuple):
-    """A device's memory in bytes, as ``cuMemGetInfo`` gives it."""
+    """A device's memory in bytes, as ``cuMemGetInfo`` gives it.
+
+    :meth:`Device.memory_info` returns it.
+    """
 
     free: int
     """Bytes that no process has allocated."""

@@ -8,15 +8,23 @@ before the driver is reached and have no class here.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
+import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
 from typing import Any, TypeVar
+
+PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 E = TypeVar("E", bound="CudaError")
 
 
 class CudaError(RuntimeError):
     """A driver call answered an error.
+
+    :class:`OutOfMemoryError` and the other errors of this package are kinds of it.
 
     Attributes
     ----------
@@ -49,55 +57,93 @@ class CudaError(RuntimeError):
 
 
 class InvalidValueError(CudaError, ValueError):
-    """The driver refused an argument (``CUDA_ERROR_INVALID_VALUE``)."""
+    """The driver refused an argument (``CUDA_ERROR_INVALID_VALUE``).
+
+    :meth:`Device.attribute` and :meth:`Graph.launch` can raise it.
+    """
 
 
 class InvalidHandleError(CudaError):
-    """A stream, event or other handle is not valid here (``CUDA_ERROR_INVALID_HANDLE``)."""
+    """A stream, event or other handle is not valid here (``CUDA_ERROR_INVALID_HANDLE``).
+
+    :meth:`Event.elapsed_since` raises it for events that measure no time.
+    """
 
 
 class InvalidDeviceError(CudaError, ValueError):
-    """No such device, or one that cannot do this (``CUDA_ERROR_INVALID_DEVICE``)."""
+    """No such device, or one that cannot do this (``CUDA_ERROR_INVALID_DEVICE``).
+
+    :attr:`Device.supports` lists what a device can do.
+    """
 
 
 class InvalidContextError(CudaError):
-    """No context is current, or it was destroyed."""
+    """No context is current, or it was destroyed.
+
+    Objects of this package make the context of their :class:`Device` current; raw calls have to.
+    """
 
 
 class NotInitializedError(CudaError):
-    """``cuInit`` has not run in this process."""
+    """``cuInit`` has not run in this process.
+
+    :class:`Device` calls ``cuInit``; raw calls before it get this answer.
+    """
 
 
 class NotReadyError(CudaError):
-    """Work that the call needs has not finished (``CUDA_ERROR_NOT_READY``)."""
+    """Work that the call needs has not finished (``CUDA_ERROR_NOT_READY``).
+
+    :meth:`Event.elapsed_since` raises it while one of the events is pending.
+    """
 
 
 class NotSupportedError(CudaError):
-    """The device, the driver or the bindings cannot do this; the message says what is needed and what was found."""
+    """The device, the driver or the bindings cannot do this; the message says what is needed and what was found.
+
+    :attr:`Device.supports` lists what a device can do.
+    """
 
 
 class NotPermittedError(CudaError):
-    """The operating system or the driver's security model forbids it (``CUDA_ERROR_NOT_PERMITTED``)."""
+    """The operating system or the driver's security model forbids it (``CUDA_ERROR_NOT_PERMITTED``).
+
+    :class:`~streamalloc.vmm.PhysicalMemory` raises it for fabric handles without an IMEX channel.
+    """
 
 
 class PeerAccessError(CudaError):
-    """One device cannot reach another's memory."""
+    """One device cannot reach another's memory.
+
+    :meth:`MemoryPool.set_access` and :func:`streamalloc.vmm.stripe` raise it.
+    """
 
 
 class CaptureError(CudaError):
-    """The call does not fit the stream capture that is under way."""
+    """The call does not fit the stream capture that is under way.
+
+    Captures are made by :meth:`Stream.capture`.
+    """
 
 
 class DeviceLostError(CudaError):
-    """Earlier work failed on the device (an illegal address, a launch failure); its context can no longer be used."""
+    """Earlier work failed on the device (an illegal address, a launch failure); its context can no longer be used.
+
+    :func:`streamalloc.testing.kernel` lists errors of kernels that lead to it.
+    """
 
 
 class SystemNotReadyError(CudaError):
-    """Something that the driver needs, such as the fabric manager, is not running or not in a valid state."""
+    """Something that the driver needs, such as the fabric manager, is not running or not in a valid state.
+
+    :class:`~streamalloc.multicast.MulticastObject` raises it.
+    """
 
 
 class OutOfMemoryError(CudaError, MemoryError):
     """An allocation found no memory, or a multicast object no room in the switches (``CUDA_ERROR_OUT_OF_MEMORY``).
+
+    :meth:`MemoryPool.allocate` raises it.
 
     All figures are bytes as they were right after the failure; a figure that could not be read is None.
 
@@ -116,7 +162,8 @@ class OutOfMemoryError(CudaError, MemoryError):
         The name of the pool; empty if it has none.
     holders
         Lines of text: the other pools of the same location that hold memory, and for each observer
-        (:func:`streamalloc.observe`) the lines of the program whose allocations are live there, most bytes first.
+        (:func:`streamalloc.observing.observe`) the lines of the program whose allocations are live there, most bytes
+        first.
     """
 
     _FIGURES = ("requested", "used", "reserved", "limit", "free", "total")
@@ -142,38 +189,63 @@ class OutOfMemoryError(CudaError, MemoryError):
 
 
 class AddressSpaceError(CudaError, MemoryError):
-    """The process has no address range left of the size that was asked for; there may be memory enough."""
+    """The process has no address range left of the size that was asked for; there may be memory enough.
+
+    :class:`~streamalloc.vmm.AddressRange` and :class:`~streamalloc.vmm.GrowableBuffer` raise it.
+    """
 
 
 class ClosedError(RuntimeError):
-    """A buffer was used after it was freed, or a pool, stream, event or graph after it was closed."""
+    """A buffer was used after it was freed, or a pool, stream, event or graph after it was closed.
+
+    Each method of :class:`Buffer`, :class:`MemoryPool`, :class:`Stream` and :class:`Event` raises it then.
+    """
 
 
 class EvictedError(RuntimeError):
-    """Memory was used, resized or evicted while it has no physical memory: restore it first."""
+    """Memory was used, resized or evicted while it has no physical memory: restore it first.
+
+    :meth:`vmm.VirtualBuffer.evict` releases the memory, and :meth:`vmm.VirtualBuffer.restore` backs it again.
+    """
 
 
 class IncompleteTeamError(RuntimeError):
     """Memory was to be bound, or a mapping made, before all devices were added to a multicast object.
+
+    :class:`~streamalloc.multicast.MulticastObject` shows the order of the calls.
 
     The driver does not refuse that: it blocks the calling thread until the others are added.
     """
 
 
 class InUseError(RuntimeError):
-    """Physical memory cannot be released, because an importer or another mapping holds it."""
+    """An object cannot be released or changed now, because something else holds it.
+
+    An importer, another mapping, or a call that a signal handler or a hook runs in.
+    :meth:`vmm.VirtualBuffer.evict` and :meth:`vmm.SleepGroup.sleep` raise it.
+    """
 
 
 class StillImportedError(InUseError):
-    """A shared allocation cannot be freed now: another process has it open."""
+    """A shared allocation cannot be freed now: another process has it open.
+
+    :meth:`Buffer.free` raises it where it cannot be deferred.
+    """
 
 
 class StaleDescriptorError(ValueError):
-    """The shared memory that a descriptor names was freed before it was opened."""
+    """The shared memory that a descriptor names was freed before it was opened.
+
+    :func:`streamalloc.ipc.open` raises it; ``hold=True`` of :func:`streamalloc.ipc.share` keeps the memory for the
+    importer.
+    """
 
 
 class PendingFreesWarning(RuntimeWarning):
-    """A trim could not release memory of queued frees: synchronise their streams, and trim again."""
+    """A trim could not release memory of queued frees: synchronise their streams, and trim again.
+
+    :meth:`MemoryPool.trim` and :meth:`CachingAllocator.trim` give it.
+    """
 
 
 LOST = (DeviceLostError, InvalidContextError, NotInitializedError)
@@ -275,6 +347,16 @@ def refused(kind: type[E], call: str, why: str) -> E:
     error = kind(name, code, call, why)
     error.asked = False
     return error
+
+
+def warn(text: str, kind: type[Warning]) -> None:
+    """Give a warning at the line of the program that has called the package."""
+    frame: FrameType | None = sys._getframe(1)
+    level = 2
+    while frame is not None and frame.f_code.co_filename.startswith(PACKAGE):
+        frame = frame.f_back
+        level += 1
+    warnings.warn(text, kind, stacklevel=level)
 
 
 def size_text(nbytes: int) -> str:

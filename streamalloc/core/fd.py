@@ -24,6 +24,11 @@ class Fd(Closes):
         ``number`` is no descriptor.
     OSError
         It is not open.
+
+    Examples
+    --------
+    >>> with ipc.Fd(os.open("/dev/null", os.O_RDONLY)) as fd:
+    ...     number = fd.fileno()
     """
 
     __slots__ = ("__weakref__", "_number")
@@ -39,7 +44,7 @@ class Fd(Closes):
 
     @classmethod
     def made_by(cls, session: Session, name: str, *args: Any, hint: str = "") -> Fd:
-        """The new descriptor that driver function ``name`` gives; errors as for :meth:`Session.call`."""
+        """The new descriptor that driver function ``name`` gives; a :class:`CudaError` if it refuses."""
         return cls(int(session.call(name, *args, hint=hint)))
 
     def fileno(self) -> int:

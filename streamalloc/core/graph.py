@@ -45,7 +45,7 @@ class Graph(Closes):
         graph.launch(stream)
     """
 
-    __slots__ = ("__weakref__", "_executable", "_handle", "_session", "device", "kept")
+    __slots__ = ("__weakref__", "_closed", "_executable", "_handle", "_session", "device", "kept")
 
     device: Device
     """The device of the stream that was captured."""
@@ -58,6 +58,7 @@ class Graph(Closes):
         self._handle = HandleEnd(self._session, "cuGraphDestroy", None)
         self._executable = HandleEnd(self._session, "cuGraphExecDestroy", None)
         self.kept = ()
+        self._closed = False
 
     @property
     def complete(self) -> bool:
@@ -93,7 +94,8 @@ class Graph(Closes):
             raw = self._checked_raw()
             with self.device.current():
                 flags = int(flag) if auto_free_on_launch else 0
-                self._session.create(self._executable, "_raw", "cuGraphInstantiate", raw, flags)
+                hint = "a fill or copy may use memory that was freed after its capture"
+                self._session.create(self._executable, "_raw", "cuGraphInstantiate", raw, flags, hint=hint)
         return self
 
     def launch(self, stream: StreamLike) -> None:
@@ -112,6 +114,7 @@ class Graph(Closes):
 
     def close(self) -> None:
         """Destroy the graph and its instance; queued launches still run. Idempotent."""
+        self._closed = True
         try:
             self._executable.attempt()
         finally:
@@ -125,7 +128,8 @@ class Graph(Closes):
             queue.submit(self._handle)
 
     def _text(self) -> str:
-        return f" of device {self.device.ordinal}, {'complete' if self.complete else 'without nodes'}"
+        state = "closed" if self._closed else "complete" if self.complete else "without nodes"
+        return f" of device {self.device.ordinal}, {state}"
 
 
 class Capture:
@@ -210,7 +214,10 @@ def _end(capture: Capture) -> None:
 
 
 class GraphMemoryStatistics(NamedTuple):
-    """Memory that a device's graphs use and hold, in bytes."""
+    """Memory that a device's graphs use and hold, in bytes.
+
+    :meth:`GraphMemory.statistics` returns it.
+    """
 
     reserved: int
     """Bytes reserved for graphs."""
@@ -224,6 +231,8 @@ class GraphMemoryStatistics(NamedTuple):
 
 class GraphMemory:
     """The memory that the graphs of a device hold, apart from its pools.
+
+    :attr:`Device.graph_memory` returns it; :doc:`/docs/guides/graphs` has programs.
 
     The launch of a graph that allocates reserves memory of the device, which stays reserved until :meth:`trim`.
     """

@@ -60,6 +60,7 @@ from streamalloc.core.stream import (
     Stream,
     StreamLike,
     Threads,
+    direct_spares,
     end_of,
     end_with_stream,
     is_borrowed,
@@ -70,7 +71,6 @@ from streamalloc.core.stream import (
     refuse_capture,
     sees_all_work,
     spare_events,
-    spares_of,
     stream_call,
 )
 from streamalloc.core.stream_resolution import as_stream, direct_handle, direct_view

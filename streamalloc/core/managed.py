@@ -21,6 +21,8 @@ _CPU, _NONE = -1, -2  # CU_DEVICE_CPU, CU_DEVICE_INVALID
 class MemRangeAttributes:
     """Attributes of all pages of managed memory (``cuMemRangeGetAttributes``).
 
+    :attr:`Memory.range_attributes` returns it.
+
     Attributes
     ----------
     read_mostly

@@ -33,6 +33,8 @@ OtherT = TypeVar("OtherT", bound=np.generic)
 class Memory(Copyable, Exportable, Migrating):
     """A range of bytes that devices, the host or both can reach.
 
+    :class:`Buffer`, :class:`BufferView` and :class:`TypedView` show its use.
+
     Every operation is queued on a stream: the one given, or the memory's own. Nothing is synchronised, except where
     the driver itself waits: a copy into ordinary (pageable) host memory returns when the bytes are there.
     """
@@ -98,7 +100,10 @@ class Memory(Copyable, Exportable, Migrating):
 
 
 class BufferView(Memory):
-    """A range of other memory, which it keeps alive. It is valid until that memory is freed."""
+    """A range of other memory, which it keeps alive. It is valid until that memory is freed.
+
+    A slice of memory makes it: ``buffer[:4096]``, or :meth:`Memory.view`.
+    """
 
     __slots__ = ("__weakref__", "_nbytes", "_offset", "_parent")
 

@@ -49,7 +49,10 @@ class _Named(enum.Enum):
 
 
 class MemLocationType(_Named, enum.IntEnum):
-    """Kind of a location of memory (``CUmemLocationType``)."""
+    """Kind of a location of memory (``CUmemLocationType``).
+
+    The field ``type`` of :class:`MemLocation`.
+    """
 
     NONE = 0
     DEVICE = 1
@@ -61,7 +64,10 @@ class MemLocationType(_Named, enum.IntEnum):
 
 
 class MemAllocationType(_Named, enum.IntEnum):
-    """Kind of an allocation (``CUmemAllocationType``): pinned in its location, or migrating (managed)."""
+    """Kind of an allocation (``CUmemAllocationType``): pinned in its location, or migrating (managed).
+
+    The field ``alloc_type`` of :class:`MemPoolProps` and ``type`` of :class:`MemAllocationProp`.
+    """
 
     INVALID = 0
     PINNED = 1
@@ -69,7 +75,11 @@ class MemAllocationType(_Named, enum.IntEnum):
 
 
 class MemHandleType(_Named, enum.IntFlag):
-    """Kinds of operating-system handles for export (``CUmemAllocationHandleType``); flags combine."""
+    """Kinds of operating-system handles for export (``CUmemAllocationHandleType``); flags combine.
+
+    An argument of :class:`MemoryPool` and :class:`~streamalloc.vmm.PhysicalMemory`; :func:`streamalloc.ipc.share`
+    shows its use.
+    """
 
     NONE = 0
     POSIX_FILE_DESCRIPTOR = 1
@@ -79,7 +89,10 @@ class MemHandleType(_Named, enum.IntFlag):
 
 
 class MemAccess(_Named, enum.IntEnum):
-    """Permission of a device or the host to use memory (``CUmemAccess_flags``)."""
+    """Permission of a device or the host to use memory (``CUmemAccess_flags``).
+
+    An argument of :meth:`MemoryPool.set_access` and :meth:`vmm.AddressRange.map`.
+    """
 
     NONE = 0
     READ = 1
@@ -87,7 +100,10 @@ class MemAccess(_Named, enum.IntEnum):
 
 
 class MemAdvise(_Named, enum.IntEnum):
-    """Advice about managed memory (``CUmem_advise``)."""
+    """Advice about managed memory (``CUmem_advise``).
+
+    An argument of :meth:`Memory.advise`; :doc:`/docs/guides/pools` has a program.
+    """
 
     SET_READ_MOSTLY = 1
     UNSET_READ_MOSTLY = 2
@@ -146,7 +162,10 @@ _UNSEEN = -2
 
 @dataclass(frozen=True, slots=True)
 class MemLocality:
-    """One locality domain of a device (the ``localized`` part of ``CUmemLocation``; bindings 13.4)."""
+    """One locality domain of a device (the ``localized`` part of ``CUmemLocation``; bindings 13.4).
+
+    The field ``localized`` of :class:`MemLocation`.
+    """
 
     device_id: int = 0
     locality_domain_id: int = 0
@@ -172,6 +191,11 @@ class MemLocation:
         ``type`` is not a :class:`MemLocationType` or ``id`` not an integer.
     ValueError
         ``id`` is negative.
+
+    Examples
+    --------
+    >>> sa.MemoryPool(sa.MemLocation.host()).allocate(4096, stream).as_array().nbytes
+    4096
     """
 
     type: MemLocationType = MemLocationType.NONE
@@ -245,7 +269,10 @@ class MemLocation:
 
 @dataclass(frozen=True, slots=True)
 class MemAccessDesc:
-    """Permission of one location to use memory (``CUmemAccessDesc``)."""
+    """Permission of one location to use memory (``CUmemAccessDesc``).
+
+    The driver's form of what :meth:`MemoryPool.set_access` and :meth:`vmm.AddressRange.set_access` grant.
+    """
 
     location: MemLocation
     flags: MemAccess
@@ -270,6 +297,8 @@ class MemAccessDesc:
 @dataclass(frozen=True, slots=True)
 class MemPoolProps:
     """Properties of a pool (``CUmemPoolProps``), checked against the rules of ``cuMemPoolCreate``.
+
+    An argument of :class:`MemoryPool`; :attr:`MemoryPool.properties` returns it.
 
     Attributes
     ----------

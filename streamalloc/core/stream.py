@@ -87,7 +87,7 @@ class Stream(Closes, Shown):
     """A stream of one device.
 
     Made by :meth:`Device.create_stream`, :attr:`Device.default_stream` or :attr:`Device.per_thread_stream`;
-    :func:`as_stream` and :meth:`of_handle` borrow other libraries' streams. Closing destroys a stream that
+    :meth:`of_handle` borrows other libraries' streams. Closing destroys a stream that
     :meth:`Device.create_stream` made (``cuStreamDestroy``): the driver finishes the work that is queued, and nothing
     waits for it. Nothing here ends any other stream.
     """
@@ -640,7 +640,7 @@ class Stream(Closes, Shown):
     def capture(self, mode: CaptureMode = "global") -> contextlib.AbstractContextManager[Graph]:
         """Record what is queued in a ``with`` block into a graph instead of running it (``cuStreamBeginCapture``).
 
-        Yields the :class:`~streamalloc.core.graph.Graph`, which is complete when the block ends. Allocations and frees
+        Yields the :class:`Graph`, which is complete when the block ends. Allocations and frees
         become nodes of the graph. The driver refuses calls that a graph cannot contain: those of all threads with
         ``mode="global"``, those of this thread with ``"thread_local"``, and none with ``"relaxed"``.
         """
@@ -793,9 +793,11 @@ def is_borrowed(stream: Stream) -> bool:
     return stream._kind is _BORROWED
 
 
-def spares_of(stream: Stream) -> Spares:
-    """The spare events of a stream, which outlive it."""
-    return stream._spare
+def direct_spares(stream: StreamLike, session: Session) -> Spares | None:
+    """The spare events, which outlive it, of an open stream that we made and that is not being captured; else None."""
+    if type(stream) is Stream and stream._direct is session and stream._kind is not _BORROWED:
+        return stream._spare
+    return None
 
 
 def end_with_stream(stream: Stream, item: Deferred) -> None:

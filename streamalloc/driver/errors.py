@@ -20,8 +20,14 @@ class DriverMisuseError(AssertionError):
 
 
 class DriverNotFoundError(RuntimeError):
-    """No usable CUDA driver was found on this machine, and the simulated one was not chosen."""
+    """No usable CUDA driver was found on this machine, and the simulated one was not chosen.
+
+    :func:`real` and :func:`default` raise it.
+    """
 
 
 class ForkedProcessError(RuntimeError):
-    """A forked child used an object of its parent, which CUDA does not support."""
+    """A forked child used an object of its parent, which CUDA does not support.
+
+    Start processes by ``spawn``, as the programs of :doc:`/docs/guides/ipc` do.
+    """

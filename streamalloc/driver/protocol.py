@@ -16,7 +16,10 @@ Answer: TypeAlias = "tuple[Any, Any]"
 
 @runtime_checkable
 class Driver(Protocol):
-    """An object with the driver API's functions: ``cuda.bindings.driver``, a simulated machine, or a wrapper of one."""
+    """An object with the driver API's functions: ``cuda.bindings.driver``, a simulated machine, or a wrapper of one.
+
+    :func:`real`, :func:`simulated` and :func:`checked` return drivers.
+    """
 
     # Initialisation, devices, contexts (driver API sections 6.2 to 6.8)
     def cuInit(self, Flags: int, /) -> Status: ...
@@ -181,6 +184,9 @@ class Listener(Protocol):
 
     def typed(self, address: int, nbytes: int, dtype: Any, write: bool) -> None:
         """Record that the latest work writes elements of NumPy's type; not ``write``: that it reads them as such."""
+
+    def released(self, address: int, nbytes: int, released: bool) -> None:
+        """Record that mapped memory was released and must not be written, or (not ``released``) is in use again."""
 
     def deferred(self, address: int) -> None:
         """Record that the program has freed shared memory or dropped an import; the driver's free comes later."""

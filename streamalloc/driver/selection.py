@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 def real() -> Driver:
     """The CUDA driver of this machine: the module ``cuda.bindings.driver``.
 
+    :func:`default` returns it where nothing else was chosen.
+
     Raises
     ------
     DriverNotFoundError
@@ -237,6 +239,13 @@ def set_default(driver: Driver | None) -> None:
     """Make ``driver`` the default of all threads and tasks; None removes that default.
 
     Existing objects keep their driver. A ``with use(...)`` block takes precedence in its own thread or task.
+
+    Examples
+    --------
+    >>> sa.driver.set_default(sa.driver.simulated(devices=2))
+    >>> sa.Device.count()
+    2
+    >>> sa.driver.set_default(None)
     """
     global _for_all_threads
     _for_all_threads = driver

@@ -60,7 +60,10 @@ class Wrapper(_Interface):
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a driver function, with its arguments and its answer (``CUresult`` first)."""
+    """One call of a driver function, with its arguments and its answer (``CUresult`` first).
+
+    :func:`traced` records them.
+    """
 
     name: str
     args: tuple[Any, ...]
@@ -106,7 +109,16 @@ class Traced(Wrapper):
 
 
 def traced(driver: _Interface, to: TextIO | None = None) -> Traced:
-    """Wrap a driver so that it records each call in its list ``calls``, and prints it to ``to`` if that is given."""
+    """Wrap a driver so that it records each call in its list ``calls``, and prints it to ``to`` if that is given.
+
+    Examples
+    --------
+    >>> driver = sa.driver.traced(sa.driver.simulated())
+    >>> sa.Device.count(driver=driver)
+    1
+    >>> driver.calls[-1].name
+    'cuDeviceGetCount'
+    """
     return Traced(driver, to)  # type: ignore[abstract]  # it looks functions up
 
 
@@ -169,5 +181,13 @@ def faulty(
 
     The lists ``seen`` and ``failed`` contain the names of all calls and of the refused ones. A sweep stops when
     ``failed`` stays empty.
+
+    Examples
+    --------
+    >>> driver = sa.driver.faulty(sa.driver.simulated(), "cuMemPoolCreate")
+    >>> sa.MemoryPool(sa.Device(0, driver=driver))
+    Traceback (most recent call last):
+        ...
+    streamalloc.OutOfMemoryError: ...
     """
     return Faulty(driver, call, nth, times, result)  # type: ignore[abstract]  # it looks functions up

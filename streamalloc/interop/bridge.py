@@ -61,7 +61,10 @@ if TYPE_CHECKING:
 
 
 class Source(Protocol):
-    """A source of memory: a pool, another allocator of streamalloc, or a sleep group."""
+    """A source of memory: a pool, another allocator of streamalloc, or a sleep group.
+
+    An argument of :func:`streamalloc.interop.cupy.use`; :doc:`/docs/guides/interop` has programs.
+    """
 
     @property
     def location(self) -> MemLocation: ...
@@ -94,7 +97,10 @@ _started: set[Bridge] = set()
 
 
 class Bridge(Closes, abc.ABC):
-    """Has another library allocate from :attr:`sources`, from :meth:`start` to :meth:`stop`."""
+    """Has another library allocate from :attr:`sources`, from :meth:`start` to :meth:`stop`.
+
+    :func:`streamalloc.interop.cupy.use` returns one; :doc:`/docs/guides/interop` has programs.
+    """
 
     __slots__ = ("__weakref__", "_undo", "sources")
 

@@ -18,6 +18,8 @@ __all__ = ["CudaCoreBridge", "buffer", "memory", "resource", "use"]
 def use(*sources: Source, callbacks: bool = False) -> Bridge:
     """Have ``Device.allocate`` of cuda.core allocate from ``sources`` (sets ``Device.memory_resource``).
 
+    :doc:`/docs/guides/interop` has a program.
+
     Parameters
     ----------
     sources
@@ -36,6 +38,8 @@ def use(*sources: Source, callbacks: bool = False) -> Bridge:
 def resource(source: Source, *, callbacks: bool = False) -> Any:
     """A memory resource of cuda.core over a pool or another allocator.
 
+    :func:`use` sets it on each device.
+
     For a pool this is a ``DeviceMemoryResource`` with the pool's handle, which it does not own. For any other
     allocator, or with ``callbacks``, the resource calls Python, and every allocation needs a stream. If memory is out,
     cuda.core's ``CUDAError`` is raised.
@@ -46,7 +50,10 @@ def resource(source: Source, *, callbacks: bool = False) -> Any:
 
 
 class CudaCoreBridge(Bridge):
-    """Replaces the memory resource of each cuda.core device."""
+    """Replaces the memory resource of each cuda.core device.
+
+    :func:`use` makes it.
+    """
 
     __slots__ = ("_callbacks",)
 
@@ -127,6 +134,8 @@ def _error(error: OutOfMemoryError) -> Exception:
 
 def buffer(memory: Memory, stream: StreamLike) -> Any:
     """A cuda.core buffer over memory, which the buffer keeps alive.
+
+    :func:`memory` is the way back.
 
     ``stream`` waits for the work queued on the memory's stream. When the buffer is dropped, the memory's stream waits
     for ``stream``. If other streams use the buffer, have ``stream`` wait for them before the buffer is dropped.

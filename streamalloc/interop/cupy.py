@@ -24,6 +24,8 @@ _NO_LIMIT = (1 << 64) - 1
 def use(*sources: Source, callbacks: bool = False) -> Bridge:
     """Have CuPy allocate from ``sources``, on all threads.
 
+    :doc:`/docs/recipes/one-pool` is a program.
+
     Parameters
     ----------
     sources
@@ -104,7 +106,10 @@ def _in_relaxed_mode(sources: Sources, first: Callable[[int], Any], then: Callab
 
 
 class CuPyCallback(Bridge):
-    """CuPy calls Python for each allocation, which is made on CuPy's current stream."""
+    """CuPy calls Python for each allocation, which is made on CuPy's current stream.
+
+    :func:`use` makes it for ``callbacks=True`` and for allocators that are no pools.
+    """
 
     __slots__ = ()
 

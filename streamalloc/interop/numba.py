@@ -27,6 +27,8 @@ __all__ = ["NumbaCallback", "array", "memory", "use"]
 def use(*sources: Source) -> Bridge:
     """Have Numba allocate device memory from ``sources``, in its present and future contexts.
 
+    :doc:`/docs/guides/interop` has a program.
+
     Parameters
     ----------
     sources
@@ -42,6 +44,8 @@ def use(*sources: Source) -> Bridge:
 
 class NumbaCallback(Bridge):
     """Replaces Numba's memory manager.
+
+    :func:`use` makes it.
 
     Numba does not pass the stream that will use the memory. The memory is allocated on the legacy default stream, which
     orders it before work on Numba's streams. A non-blocking stream of another library has to wait for that stream.
@@ -158,7 +162,10 @@ def array(
 
 
 def memory(array: Any, stream: Stream) -> Borrowed:
-    """A Numba device array as memory for ``stream``. The lender is the legacy default stream."""
+    """A Numba device array as memory for ``stream``. The lender is the legacy default stream.
+
+    :doc:`/docs/guides/interop` has a program.
+    """
     return borrow(array, stream, lender=stream.device.default_stream)
 
 

@@ -21,7 +21,10 @@ _POSIX, _FABRIC = MemHandleType.POSIX_FILE_DESCRIPTOR, MemHandleType.FABRIC
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The answer for one library; true in a condition if the library can use the memory."""
+    """The answer for one library; true in a condition if the library can use the memory.
+
+    The fields of :class:`Registration`, which :func:`registration` returns.
+    """
 
     accepted: bool
     """True if the library can register or send the memory."""

@@ -17,6 +17,8 @@ _kept: list[object] = []
 def use(*sources: Source, callbacks: bool = False) -> Bridge:
     """Set RMM's resource of each device (``set_per_device_resource``), which cuDF and Dask-CUDA use.
 
+    :doc:`/docs/guides/interop` has a program.
+
     Parameters
     ----------
     sources
@@ -35,6 +37,8 @@ def use(*sources: Source, callbacks: bool = False) -> Bridge:
 def resource(source: Source, *, callbacks: bool = False) -> Any:
     """A device memory resource of RMM over a pool or another allocator; never freed.
 
+    :func:`use` sets it on each device.
+
     For a pool this is a ``CudaAsyncViewMemoryResource``, whose allocations run no Python code. For any other allocator,
     or with ``callbacks``, it is a ``CallbackMemoryResource``. If memory runs out, RMM raises ``MemoryError``.
     """
@@ -43,7 +47,10 @@ def resource(source: Source, *, callbacks: bool = False) -> Any:
 
 
 class RMMBridge(Bridge):
-    """Replaces RMM's resource of each device."""
+    """Replaces RMM's resource of each device.
+
+    :func:`use` makes it.
+    """
 
     __slots__ = ("_callbacks", "resources")
 

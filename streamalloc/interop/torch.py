@@ -64,6 +64,8 @@ def use(*sources: Source, rmm: bool = False) -> TorchBridge:
 class TorchBridge(Bridge):
     """A ``torch.cuda.MemPool`` for each device, over pools of streamalloc.
 
+    :func:`use` makes it.
+
     :meth:`stop` ends the routing, and :meth:`start` begins it again; :meth:`close` also frees the cached segments.
     PyTorch's option ``release_lock_on_cudamalloc`` is set. Without it PyTorch holds its allocator's lock during the
     callback, which takes the GIL, and deadlocks with a thread that drops a tensor while it holds the GIL.
@@ -371,6 +373,8 @@ class _Unmarked(BufferView):
 def state_dict(weights: Weights) -> dict[str, Any]:
     """The tensors of a store's weights by name, without a copy: with their types, strides and shared memory.
 
+    :doc:`/docs/guides/store` shows a store of weights.
+
     They are read-only: a write faults on the device, and the context is lost. They keep the weights open; do not use
     them while the weights are detached. ``model.load_state_dict(..., assign=True)`` takes them as parameters.
     """
@@ -385,6 +389,8 @@ def state_dict(weights: Weights) -> dict[str, Any]:
 
 def write_state_dict(weights: WeightsWriter, tensors: dict[str, Any]) -> None:
     """Copy tensors, of a device or of the host, to a store under their names, on PyTorch's current stream.
+
+    :func:`state_dict` reads them again; :doc:`/docs/guides/store` shows a store of weights.
 
     Tensors that share a storage share memory in the store, too: tied weights are copied once. Strides stay.
     """

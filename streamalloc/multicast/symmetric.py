@@ -48,7 +48,10 @@ _GRACE = 1.0
 
 
 class Tables(NamedTuple):
-    """Device addresses of two ``uint64`` arrays in a rank's memory, indexed by rank."""
+    """Device addresses of two ``uint64`` arrays in a rank's memory, indexed by rank.
+
+    :attr:`SymmetricMemory.tables` returns it.
+    """
 
     buffers: int
     """Device address of the array of :attr:`SymmetricMemory.addresses`."""

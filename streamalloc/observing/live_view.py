@@ -28,7 +28,10 @@ _HEAD = ("pool", "used", "reserved", "most used", "most reserved")
 
 
 class PoolFigures(NamedTuple):
-    """Statistics of one pool at one moment."""
+    """Statistics of one pool at one moment.
+
+    :meth:`LiveView.figures` returns them.
+    """
 
     name: str
     """Name of the pool, else the location of its memory; and the driver's handle."""
@@ -183,6 +186,8 @@ class LiveView(Closes):
 
 def live(*pools: MemoryPool, every: float = 0.5) -> LiveView:
     """Make a view of pools that updates itself in a ``with`` block, or from ``start()`` to ``stop()``.
+
+    :doc:`/docs/guides/observe` has a program.
 
     In Jupyter it is a widget if ``ipywidgets`` is installed, else an output that is updated, also while a cell runs.
     In a terminal it is a table drawn by ``rich``.

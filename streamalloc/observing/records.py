@@ -17,7 +17,10 @@ Action = Literal["allocate", "free", "failure"]
 
 
 class Site(NamedTuple):
-    """A line of a program, stored as code object and instruction; the line number is computed on request."""
+    """A line of a program, stored as code object and instruction; the line number is computed on request.
+
+    The field ``sites`` of :class:`Allocation` and ``site`` of :class:`Place`.
+    """
 
     code: CodeType
     at: int
@@ -51,7 +54,10 @@ def sites(depth: int) -> tuple[Site, ...]:
 
 
 class Source(NamedTuple):
-    """The source of an allocation."""
+    """The source of an allocation.
+
+    The field ``source`` of :class:`Allocation`.
+    """
 
     kind: Kind
     """``"mapping"``: physical memory mapped into an address range."""
@@ -61,7 +67,10 @@ class Source(NamedTuple):
 
 
 class Allocation(NamedTuple):
-    """Memory that was allocated while an observer was recording."""
+    """Memory that was allocated while an observer was recording.
+
+    :attr:`Observer.live` and :attr:`Place.allocations` return them.
+    """
 
     address: int
     nbytes: int
@@ -95,7 +104,10 @@ class Allocation(NamedTuple):
 
 
 class Happening(NamedTuple):
-    """An allocation, a free, or an allocation that failed."""
+    """An allocation, a free, or an allocation that failed.
+
+    :attr:`Observer.history` returns them.
+    """
 
     action: Action
     allocation: Allocation
@@ -108,7 +120,10 @@ class Happening(NamedTuple):
 
 
 class Phase:
-    """A named block of a program, and its peak of allocated bytes."""
+    """A named block of a program, and its peak of allocated bytes.
+
+    :meth:`Observer.phase` makes it.
+    """
 
     def __init__(self, name: str, parent: Phase | None, nbytes: int, limit: int) -> None:
         self.name: str = name

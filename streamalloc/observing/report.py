@@ -11,7 +11,10 @@ from streamalloc.observing.records import Allocation, Site
 
 
 class LeakError(AssertionError):
-    """Memory is still allocated; :attr:`report` has the bytes and the lines."""
+    """Memory is still allocated; ``report`` has the bytes and the lines.
+
+    :meth:`Observer.assert_nothing_left` raises it.
+    """
 
     def __init__(self, report: LeakReport) -> None:
         super().__init__(str(report))
@@ -19,7 +22,10 @@ class LeakError(AssertionError):
 
 
 class Place(NamedTuple):
-    """Live allocations of one line of a program, with the same names."""
+    """Live allocations of one line of a program, with the same names.
+
+    A :class:`LeakReport` lists them.
+    """
 
     site: Site | None
     """The line; None for memory allocated before the observer started."""
@@ -67,7 +73,10 @@ def _amount(allocations: Sequence[Allocation]) -> str:
 
 
 class LeakReport:
-    """Memory that is still allocated, by line. True in a condition if there is any."""
+    """Memory that is still allocated, by line. True in a condition if there is any.
+
+    :meth:`Observer.leaks` returns it.
+    """
 
     def __init__(self, allocations: Iterable[Allocation]) -> None:
         self.allocations: tuple[Allocation, ...] = tuple(allocations)

@@ -18,7 +18,10 @@ from streamalloc.vmm import AddressRange, VirtualBuffer
 
 
 def pool(of: MemoryPool, *, ax: Axes | None = None) -> Figure:
-    """Draw the current statistics of a pool, reserved light and used dark, with the peaks as lines."""
+    """Draw the current statistics of a pool, reserved light and used dark, with the peaks as lines.
+
+    :meth:`MemoryPool.plot` draws it into axes of its own; :doc:`/01-memory-pools` shows such pictures.
+    """
     now = of.statistics()
     unit, scale = unit_of(now.reserved_high)
     with drawing(ax, height=1.7) as (made, axes):
@@ -45,6 +48,8 @@ _FUNCTIONS: dict[type | tuple[type, ...], Any] = {
 
 def draw(thing: object, **options: Any) -> Figure:
     """Draw a pool, an address range, virtual memory or an observer; return the figure.
+
+    The ``plot`` methods of these objects call it, such as :meth:`MemoryPool.plot`.
 
     Raises
     ------

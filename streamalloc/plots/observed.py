@@ -20,6 +20,8 @@ from streamalloc.plots import style
 def memory(of: Observer) -> Figure:
     """Draw the allocated bytes over time by tag or pool, with the phases above; return the figure.
 
+    :meth:`observing.Observer.plot` draws it, too; :doc:`/05-one-pool` shows such a picture.
+
     The observer must keep its history, which is the default.
     """
     happened, phases = of.history, [one for one in of.phases if one.ended is not None]
@@ -103,7 +105,10 @@ def _phases(made: Figure, ax: Axes, phases: Sequence[Phase], zero: int, tick: in
 
 
 class Life(NamedTuple):
-    """An allocation, from its allocate call to its free call; ``start`` and ``stop`` count calls."""
+    """An allocation, from its allocate call to its free call; ``start`` and ``stop`` count calls.
+
+    :func:`lives` makes them.
+    """
 
     address: int
     nbytes: int

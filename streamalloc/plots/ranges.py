@@ -55,6 +55,8 @@ def address_range(
 ) -> Figure:
     """Draw physical memory, the addresses above it, a band for each mapping, and the access rights; return the figure.
 
+    :meth:`vmm.AddressRange.plot` draws it, too; :doc:`/02-virtual-memory` shows such pictures.
+
     Parameters
     ----------
     of

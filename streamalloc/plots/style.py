@@ -96,7 +96,13 @@ def whole_numbers(axis: Axis, most: float) -> None:
 def figure(
     nrows: int = 1, ncols: int = 1, *, height: float = 2.9, width: float = WIDTH, **options: Any
 ) -> tuple[Figure, Any]:
-    """Create a figure in the style; return it with a 2-D array of its axes. ``options`` go to ``plt.subplots``."""
+    """Create a figure in the style; return it with a 2-D array of its axes. ``options`` go to ``plt.subplots``.
+
+    Examples
+    --------
+    >>> made, axes = plots.figure(1, 2)
+    >>> plots.pool(pool, ax=axes[0, 0])
+    """
     subplots: Any = plt.subplots
     with styled():
         made: tuple[Figure, Any] = subplots(
@@ -107,7 +113,10 @@ def figure(
 
 @contextlib.contextmanager
 def drawing(ax: Axes | None, **options: Any) -> Iterator[tuple[Figure, Axes]]:
-    """Apply the style in a ``with`` block; yield figure and axes: of ``ax``, or new ones."""
+    """Apply the style in a ``with`` block; yield figure and axes: of ``ax``, or new ones.
+
+    :func:`figure` makes several axes at once.
+    """
     with styled():
         if ax is None:
             made, grid = figure(**options)

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar, overload
 
+import numpy as np
+
 from streamalloc.core.errors import InvalidValueError, NotSupportedError, unsupported
 from streamalloc.core.html import code, gauge, table
 from streamalloc.core.properties import (
@@ -29,7 +31,10 @@ T = TypeVar("T")
 
 
 class PoolStatistics(NamedTuple):
-    """Bytes that a pool has reserved and that are allocated from it, at one moment."""
+    """Bytes that a pool has reserved and that are allocated from it, at one moment.
+
+    :meth:`MemoryPool.statistics` returns it.
+    """
 
     reserved: int
     """Bytes of the device or host that the pool holds (``RESERVED_MEM_CURRENT``)."""
@@ -72,9 +77,8 @@ class Attribute(Generic[T]):
 class Switch(Attribute[bool]):
     """An attribute that can be set to True or False."""
 
-    def __set__(self, attributes: PoolAttributes, value: bool) -> None:
-        checked_type(self.name, value, bool)
-        attributes._set(self, int(value))
+    def __set__(self, attributes: PoolAttributes, value: bool | np.bool_) -> None:
+        attributes._set(self, int(checked_type(self.name, bool(value) if isinstance(value, np.bool_) else value, bool)))
 
 
 class Size(Attribute[int]):

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 
 class MemoryKind(enum.Enum):
-    """Kind of the memory at an address."""
+    """Kind of the memory at an address.
+
+    The field ``kind`` of :class:`PointerAttributes`.
+    """
 
     UNKNOWN = "unknown"
     """The driver does not know the address: ordinary host memory, freed memory, or none at all."""
@@ -81,6 +84,12 @@ def pointer_attributes(address: int, *, driver: Driver | None = None) -> Pointer
     ------
     TypeError, ValueError
         ``address`` is not an integer, or does not fit 64 bits.
+
+    Examples
+    --------
+    >>> found = sa.pointer_attributes(buffer.address)
+    >>> found.kind is sa.MemoryKind.DEVICE and found.base == buffer.address
+    True
     """
     address = checked_type("address", address, int)
     if not 0 <= address < 1 << 64:

@@ -28,7 +28,7 @@ class Faults(Faulty, _Functions):  # type: ignore[misc]
 
     Examples
     --------
-    >>> faults = Faults(streamalloc.driver.simulated())
+    >>> faults = Faults(sa.driver.simulated())
     >>> faults.fail("cuMemCreate")
     """
 

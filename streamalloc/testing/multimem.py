@@ -58,6 +58,12 @@ def multimem_st(stream: Stream, address: AddressLike, values: Values) -> None:
         The stream's driver is not a simulated one.
     CudaError
         The device has no access to the address.
+
+    Examples
+    --------
+    >>> with SymmetricMemory.local(sa.Device.all(), 1 << 20) as memory:
+    ...     stream = memory.buffers[0].stream
+    ...     multimem_st(stream, memory.multicast_buffer, np.arange(4))  # in the memory of each device
     """
     array, at = _operand(values, address)
     data = array.tobytes()

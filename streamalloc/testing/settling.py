@@ -12,6 +12,13 @@ def settle() -> int:
 
     An item that is left waits for an importer, for a capture, or for queued work. Synchronise the device first, so that
     no item waits for queued work.
+
+    Examples
+    --------
+    >>> buffer.free()
+    >>> stream.synchronize()
+    >>> settle()
+    0
     """
     gc.collect()
     for queue in queues():

@@ -47,7 +47,10 @@ class Figures(NamedTuple):
 
 @dataclass(frozen=True)
 class Replayed:
-    """Measurements of a replay."""
+    """Measurements of a replay.
+
+    :func:`replay` returns it.
+    """
 
     allocator: str
     """Title of the allocator."""
@@ -78,7 +81,10 @@ class Replayed:
 
 
 class Replay:
-    """A trace prepared for an allocator, so that the timed loop does little besides its calls."""
+    """A trace prepared for an allocator, so that the timed loop does little besides its calls.
+
+    :func:`prepare` makes it; :func:`replay` runs it.
+    """
 
     def __init__(self, trace: Trace, subject: Subject) -> None:
         self._subject = subject
@@ -184,6 +190,8 @@ class Replay:
 def prepare(trace: Trace, on: str | Allocator, device: Device) -> Iterator[Replay]:
     """Prepare a trace for repeated replays on an allocator; a name makes a new allocator.
 
+    :func:`replay` does this, and measures.
+
     The context of ``device`` is current in the ``with`` block.
     """
     make = ALLOCATORS[on].make if isinstance(on, str) else functools.partial(of_allocator, on)
@@ -197,7 +205,14 @@ def prepare(trace: Trace, on: str | Allocator, device: Device) -> Iterator[Repla
 
 
 def figures(trace: Trace, on: str | Allocator, device: Device) -> Figures:
-    """Replay a trace once, and measure the allocator after each allocation."""
+    """Replay a trace once, and measure the allocator after each allocation.
+
+    Examples
+    --------
+    >>> found = figures(mixed(events=100), pool, device)
+    >>> found.peak_reserved >= found.peak_used
+    True
+    """
     # streamalloc's allocators use the driver of their device, and a traced driver counts calls.
     if isinstance(on, str) and not ALLOCATORS[on].other:
         device = Device(device.ordinal, driver=traced(device.driver))

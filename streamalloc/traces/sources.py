@@ -127,8 +127,10 @@ _DAY = 24 * 3600 * 10**9
 def from_rmm(path: str | Path) -> Trace:
     """A trace from the log that RMM's ``LoggingResourceAdaptor`` writes.
 
+    :func:`load` recognises such files; :doc:`/docs/guides/traces` describes them.
+
     The columns are ``Thread,Time,Action,Pointer,Size,Stream``; more are ignored, such as those of
-    :func:`streamalloc.observe` (``log=``). Actions are ``allocate``, ``allocate failure`` and
+    :func:`streamalloc.observing.observe` (``log=``). Actions are ``allocate``, ``allocate failure`` and
     ``free``. A time is a time of day (``HH:MM:SS:ffffff``) or a number of seconds.
 
     Raises
@@ -192,6 +194,8 @@ def _nanoseconds(text: str) -> int:
 
 def from_pytorch(snapshot: str | Path | Mapping[str, Any], device: int | None = None) -> Trace:
     """A trace from PyTorch's record of its caching allocator.
+
+    :func:`load` reads the files of its snapshots; :doc:`/docs/guides/traces` has a program.
 
     Parameters
     ----------

@@ -41,7 +41,10 @@ Action: TypeAlias = Literal["allocate", "free"]
 
 
 class TraceFormatError(ValueError):
-    """A file is no trace, or cannot be replayed; the message names the line."""
+    """A file is no trace, or cannot be replayed; the message names the line.
+
+    :func:`load` raises it.
+    """
 
     def __init__(self, why: str, file: str = "", line: int | None = None) -> None:
         at = f"line {line}" if line is not None else ""
@@ -52,7 +55,10 @@ class TraceFormatError(ValueError):
 
 
 class Event(NamedTuple):
-    """One allocation or free. Streams, threads and allocations are numbered from 0 in order of appearance."""
+    """One allocation or free. Streams, threads and allocations are numbered from 0 in order of appearance.
+
+    The field ``events`` of :class:`Trace`.
+    """
 
     action: Action
     """``"allocate"`` or ``"free"``."""
@@ -71,6 +77,8 @@ class Event(NamedTuple):
 @dataclass(frozen=True)
 class Trace:
     """The allocations and frees of a run, in the order in which they were made.
+
+    :func:`load`, :func:`from_calls` and :func:`serving` make traces.
 
     Parameters
     ----------

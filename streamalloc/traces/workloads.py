@@ -56,6 +56,12 @@ def training(seed: int = 0, *, iterations: int = 6, layers: int = 24) -> Trace:
     Parameters and optimizer state stay allocated. Each iteration allocates the layers' activations, and frees them in
     reverse order while it allocates gradients. Batches grow and have odd shapes. Gradients are freed after the step.
     For every second layer another stream sends the gradients in a bucket, and frees the bucket.
+
+    Examples
+    --------
+    >>> trace = training(iterations=1, layers=4)
+    >>> len({event.stream for event in trace.events})
+    2
     """
     script = _Script(seed)
     hidden = 768
@@ -112,6 +118,12 @@ def serving(seed: int = 0, *, requests: int = 280) -> Trace:
     Each request runs on one of four streams. Its prompt allocates temporary memory of many sizes, and all its blocks of
     the KV cache at once. Each token allocates short-lived memory, and sometimes another block. The end of the request
     frees all its blocks. Some answers are freed on the stream that sends them.
+
+    Examples
+    --------
+    >>> trace = serving(requests=4)
+    >>> len({event.stream for event in trace.events})
+    4
     """
     script = _Script(seed)
     streams, block, tokens_in_block = 4, 2 * _MiB, 16
@@ -156,6 +168,12 @@ def loading(seed: int = 0, *, batches: int = 200, ahead: int = 4) -> Trace:
 
     One stream allocates batches ``ahead`` steps in advance, with varying numbers of samples. The other stream computes
     with the batches and frees them.
+
+    Examples
+    --------
+    >>> trace = loading(batches=4)
+    >>> len({event.stream for event in trace.events})
+    2
     """
     script = _Script(seed)
     waiting: list[list[int]] = []
@@ -173,7 +191,13 @@ def loading(seed: int = 0, *, batches: int = 200, ahead: int = 4) -> Trace:
 
 
 def mixed(seed: int = 0, *, events: int = 4000, most: int = 256 * _MiB) -> Trace:
-    """A trace of random sizes from 256 bytes to 256 MiB on 1 stream; up to 24 allocations live at once."""
+    """A trace of random sizes from 256 bytes to 256 MiB on 1 stream; up to 24 allocations live at once.
+
+    Examples
+    --------
+    >>> len(mixed(events=100).events)
+    100
+    """
     script = _Script(seed)
     live: list[int] = []
     for _ in range(events):

@@ -14,7 +14,8 @@ from streamalloc.core.resource import close_all
 from streamalloc.core.session import session_of
 from streamalloc.vmm.access import Access, After, Rights, wait_for_users
 from streamalloc.vmm.allocation_handles import GenericAllocation
-from streamalloc.vmm.physical_memory import device_first, properties_for
+from streamalloc.vmm.claims import claimed
+from streamalloc.vmm.physical_memory import MemorySpec, device_first, properties_for
 from streamalloc.vmm.recycler import MemoryRecycler, RecyclingSpec, spec_for
 from streamalloc.vmm.reservation import MappedBytes
 from streamalloc.vmm.virtual_buffer import ChunkSpec, VirtualBuffer, device_rights
@@ -69,7 +70,7 @@ class GrowableBuffer(VirtualBuffer):
         An argument is not allowed; the message names it.
     """
 
-    __slots__ = ("_chunk", "_largest", "_recycler", "_spec")
+    __slots__ = ("_chunk", "_direct", "_growing", "_largest", "_recycler", "_spec")
 
     def __init__(
         self,
@@ -103,6 +104,10 @@ class GrowableBuffer(VirtualBuffer):
         self._chunk = self._spec.round_up(checked_size("chunk", chunk))
         self._largest = self._chunk or self._spec.round_up(most)
         size = self._checked("nbytes", nbytes, most)
+        self._direct: MemorySpec | None = None
+        """Spec of the next chunk if growing needs no checks, and no claim; None otherwise."""
+        self._growing = threading.RLock()
+        """Lock held by such a growth."""
         rights = device_rights(access, session, location=place, devices=(device,))
         if place.on_host:
             rights = {MemLocation.host(): MemAccess.READWRITE} | rights
@@ -139,44 +144,50 @@ class GrowableBuffer(VirtualBuffer):
         ValueError
             ``nbytes`` is more than the capacity.
         """
-        spec, at = self._direct, self._mapped
-        if spec is not None and type(nbytes) is int and nbytes > at:
-            allocations, node = spec.allocations, self.range._node
-            stop = nbytes + -nbytes % spec.granularity
-            step = stop - at
-            if (
-                stop <= node.nbytes
-                and step <= self._largest
-                and not (allocations.deferred.submitted or allocations.watchers)
-            ):
-                session = spec.session
-                chunk = MappedBytes(node, at, stop, self._rights)
-                try:
-                    node.entries.append(chunk)
-                    result, raw = session.cuMemCreate(step, spec.struct, 0)
-                    if not result:
-                        chunk._raw = raw
-                        address = int(node._raw) + at
-                        result = session.cuMemMap(address, step, 0, raw, 0)[0]
-                        if result:
-                            raise error_from(result, "cuMemMap")
-                        structs = self._structs
-                        result = session.cuMemSetAccess(address, step, structs, len(structs))[0]
-                        if result:
-                            raise error_from(result, "cuMemSetAccess")
-                        self._mapped = stop
-                        self._nbytes = nbytes
-                        return
-                    spec.refused(result, step)
-                    chunk.unmapped()
-                except BaseException as first:
-                    self._direct = None
-                    chunk.undo(first)
-                    raise
+        with self._growing:
+            spec, at = self._direct, self._mapped
+            if spec is not None and type(nbytes) is int and nbytes > at:
+                allocations, node = spec.allocations, self.range._node
+                stop = nbytes + -nbytes % spec.granularity
+                step = stop - at
+                if (
+                    stop <= node.nbytes
+                    and step <= self._largest
+                    and not (allocations.deferred.submitted or allocations.watchers)
+                ):
+                    session = spec.session
+                    chunk = MappedBytes(node, at, stop, self._rights)
+                    try:
+                        node.entries.append(chunk)
+                        result, raw = session.cuMemCreate(step, spec.struct, 0)
+                        if not result:
+                            chunk._raw = raw
+                            address = int(node._raw) + at
+                            result = session.cuMemMap(address, step, 0, raw, 0)[0]
+                            if result:
+                                raise error_from(result, "cuMemMap")
+                            structs = self._structs
+                            result = session.cuMemSetAccess(address, step, structs, len(structs))[0]
+                            if result:
+                                raise error_from(result, "cuMemSetAccess")
+                            self._mapped = stop
+                            self._nbytes = nbytes
+                            return
+                        spec.refused(result, step)
+                        chunk.unmapped()
+                    except BaseException as first:
+                        self._direct = None
+                        chunk.undo(first)
+                        raise
         self._resize_slowly(nbytes, after)
 
-    def _resize_slowly(self, nbytes: int, after: After) -> None:
+    def _stop_growing(self) -> None:
         self._direct = None
+        with self._growing:
+            pass
+
+    @claimed
+    def _resize_slowly(self, nbytes: int, after: After) -> None:
         node, size = self.range._node, nbytes
         if type(nbytes) is not int or not 0 <= nbytes <= node.nbytes:
             size = self._checked("nbytes", nbytes, node.nbytes)
@@ -345,7 +356,7 @@ class RemappableBuffer(VirtualBuffer):
     ``offset`` is the offset in bytes of the buffer's first byte in the first chunk.
     """
 
-    __slots__ = ("_lock", "_names", "_offset")
+    __slots__ = ("_names", "_offset")
 
     _names: tuple[Hashable, ...]
     """Names of the mapped chunks, in the order of addresses."""
@@ -353,7 +364,6 @@ class RemappableBuffer(VirtualBuffer):
     def __init__(self, device: Device, capacity: int, rights: Rights, stream: StreamLike | None, offset: int) -> None:
         self._offset = offset
         self._names = ()
-        self._lock = threading.Lock()
         self._open(device, capacity, 0, 0, rights, stream)
 
     @property
@@ -361,6 +371,7 @@ class RemappableBuffer(VirtualBuffer):
         """Address of the first byte."""
         return self.range.address + self._offset
 
+    @claimed
     def set_chunks(self, names: Sequence[Hashable], make: Callable[[int], GenericAllocation], nbytes: int) -> None:
         """Map the chunks with these names side by side, and no others. After an error the buffer is unchanged.
 
@@ -383,7 +394,7 @@ class RemappableBuffer(VirtualBuffer):
         """
         wanted = tuple(names)
         made: list[GenericAllocation] = []
-        with self._lock, undoing(lambda: close_all(made)):
+        with undoing(lambda: close_all(made)):
             pairs = zip(self._names, wanted, strict=False)
             same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
             for index in range(same, len(wanted)):

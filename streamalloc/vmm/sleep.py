@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 
-from streamalloc.core.errors import CudaError, EvictedError, InUseError, size_text, undo_all, undoing
+from streamalloc.core.errors import CudaError, EvictedError, size_text, undo_all, undoing
 from streamalloc.core.internal import Device, Stream, StreamLike, check_device
 from streamalloc.core.properties import MemHandleType, MemLocation, checked_size
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import Session, session_of
 from streamalloc.pool import MemoryPool
 from streamalloc.vmm.access import After, copying_stream, wait_for_users
+from streamalloc.vmm.claims import Claim, Claimable, claimed, claiming
 from streamalloc.vmm.growable import GrowableBuffer
 from streamalloc.vmm.resident import Residents
 from streamalloc.vmm.tiers.agreement import Hook, Ranks, run_hooks, vote
@@ -29,7 +29,7 @@ from streamalloc.vmm.virtual_buffer import VirtualBuffer, evict_all, restore_all
 T = TypeVar("T")
 
 
-class SleepGroup(Closes):
+class SleepGroup(Closes, Claimable):
     """Virtual buffers whose physical memory is released and restored together, at the same addresses.
 
     :meth:`sleep` evicts all buffers of the group and :meth:`wake` restores them, as :meth:`VirtualBuffer.evict` and
@@ -38,9 +38,9 @@ class SleepGroup(Closes):
     changes. ::
 
         with vmm.SleepGroup(device) as group:
-            weights = group.allocate(8 << 30, tag="weights")
-            cache = group.allocate(16 << 30, tag="cache")
-            group.sleep(keep=["weights"])    # frees 24 GiB, keeps the bytes of 8 GiB in host memory
+            weights = group.allocate(8 << 20, tag="weights")
+            cache = group.allocate(16 << 20, tag="cache")
+            group.sleep(keep=["weights"])    # frees 24 MiB, keeps the bytes of 8 MiB in host memory
             group.wake()
 
     Each buffer has a tag. :meth:`sleep` and :meth:`wake` take all buffers, or those with some tags. The buffers of one
@@ -48,8 +48,9 @@ class SleepGroup(Closes):
     copies that read it. A buffer that is closed or dropped leaves the group and the backup.
 
     Thread-safe: :meth:`sleep`, :meth:`wake`, :meth:`resume`, :meth:`read`, :meth:`write` and :meth:`close` wait for
-    each other; :meth:`allocate` and :meth:`add` do not wait. The buffers are not: while they sleep or wake, no other
-    thread may close, resize, evict or restore one, also not through another group.
+    each other, and for calls of other groups and of the buffers themselves that close, resize, evict or restore a
+    buffer of theirs; such calls wait for them, as :meth:`remove` does. :meth:`allocate` and :meth:`add` do not wait. A
+    hook or a signal handler that makes such a call gets :class:`InUseError` where it would have to wait.
 
     Parameters
     ----------
@@ -69,8 +70,8 @@ class SleepGroup(Closes):
     """
 
     __slots__ = (
-        "_after_wake", "_backup", "_before_sleep", "_busy", "_handle_types", "_lock", "_measured", "_members",
-        "_near", "closed", "device",
+        "_after_wake", "_backup", "_before_sleep", "_handle_types", "_measured", "_members", "_near",
+        "closed", "device",
     )  # fmt: skip
 
     def __init__(
@@ -95,9 +96,7 @@ class SleepGroup(Closes):
         """Bytes by the names that :meth:`measure` got."""
         self._before_sleep: list[tuple[Hook, Hook | None]] = []
         self._after_wake: list[tuple[Hook, Hook | None]] = []
-        # Held by sleep(), wake() and close(). A signal handler on the same thread gets it, and finds _busy set.
-        self._lock = threading.RLock()
-        self._busy = False
+        self._claim: Claim | None = None
 
     @property
     def location(self) -> MemLocation:
@@ -178,9 +177,13 @@ class SleepGroup(Closes):
         EvictedError
             The buffer sleeps: wake it first.
         """
-        if buffer.evicted:
-            raise EvictedError(f"{buffer!r} sleeps, and its bytes are the group's: wake() it first")
-        self._members.pop(buffer, None)
+
+        def act(_: Claim) -> None:
+            if buffer.evicted:
+                raise EvictedError(f"{buffer!r} sleeps, and its bytes are the group's: wake() it first")
+            self._members.pop(buffer, None)
+
+        claiming((buffer,), act)
 
     @property
     def buffers(self) -> dict[VirtualBuffer, str]:
@@ -239,7 +242,7 @@ class SleepGroup(Closes):
         ------
         InUseError
             The memory of a buffer cannot be released, as for :meth:`VirtualBuffer.evict`; or a signal handler or a hook
-            has called this during another call on the same thread.
+            has called this, and would have to wait for another call.
         OutOfMemoryError
             There is not enough host memory for the bytes.
         OSError
@@ -257,12 +260,13 @@ class SleepGroup(Closes):
         """
 
         def act(agree: Callable[[], object]) -> int:
-            return self._alone(lambda: self._sleep(tags, keep, shared, stream, after, backup, agree))
+            return self._alone(lambda claim: self._sleep(claim, tags, keep, shared, stream, after, backup, agree))
 
         return vote(ranks, "sleep", timeout, act)
 
     def _sleep(
         self,
+        claim: Claim,
         tags: Sequence[str],
         keep: bool | Collection[str],
         shared: bool,
@@ -271,7 +275,7 @@ class SleepGroup(Closes):
         backup: MemoryPool | DiskTier | None,
         agree: Callable[[], object],
     ) -> int:
-        chosen = {buffer: tag for buffer, tag in self._chosen(tags).items() if not buffer.evicted}
+        chosen = self._chosen(tags)
         ordered = self._copying_stream(stream)
         tagged = {keep} if isinstance(keep, str) else keep
         if not isinstance(tagged, bool):
@@ -282,10 +286,11 @@ class SleepGroup(Closes):
             sizes = [buffer.nbytes for buffer in buffers]
             return self._tier(backup).hold(sizes, ordered, tag) if kept else ()
 
-        return self._evict(chosen, hold, ordered, shared, after, agree)
+        return self._evict(claim, chosen, hold, ordered, shared, after, agree)
 
     def _evict(
         self,
+        claim: Claim,
         chosen: dict[VirtualBuffer, str],
         hold: Callable[[str, Sequence[VirtualBuffer]], Sequence[Held]],
         ordered: Stream,
@@ -296,6 +301,10 @@ class SleepGroup(Closes):
         stored: bool = False,
     ) -> int:
         def evict() -> int:
+            claim.take(chosen)
+            # What other threads have done meanwhile; what sleeps gets the bytes that are stored already.
+            for buffer in [buffer for buffer in chosen if buffer.closed or (buffer.evicted and not stored)]:
+                del chosen[buffer]
             entries = {buffer: buffer._evictable(shared=shared) for buffer in chosen if not buffer.evicted}
             wait_for_users(after, self._session, (entry.rights for several in entries.values() for entry in several))
             saved: dict[VirtualBuffer, Held] = {}
@@ -345,7 +354,7 @@ class SleepGroup(Closes):
             As for :meth:`sleep`. After each error every buffer is unchanged.
         """
 
-        def act() -> int:
+        def act(claim: Claim) -> int:
             tier = backup or self._backup
             if not isinstance(tier, DiskTier):
                 raise TypeError(f"backup must be a DiskTier, not {type(tier).__name__} ({tier!r})")
@@ -354,7 +363,7 @@ class SleepGroup(Closes):
             def hold(tag: str, buffers: Sequence[VirtualBuffer]) -> Sequence[Held]:
                 return tier.resume([buffer.nbytes for buffer in buffers], ordered, tag)
 
-            return self._evict(self._chosen(tags), hold, ordered, False, after, lambda: None, stored=True)
+            return self._evict(claim, self._chosen(tags), hold, ordered, False, after, lambda: None, stored=True)
 
         return self._alone(act)
 
@@ -390,7 +399,7 @@ class SleepGroup(Closes):
         ClosedError
             The group was closed: :meth:`VirtualBuffer.restore` restores its buffers one by one.
         InUseError
-            A signal handler or a hook has called this during another call on the same thread.
+            A signal handler or a hook has called this, and would have to wait for another call.
         RankRefusedError
             Another rank cannot wake.
         CudaError
@@ -399,12 +408,14 @@ class SleepGroup(Closes):
         """
 
         def act(agree: Callable[[], object]) -> int:
-            return self._alone(lambda: self._wake(tags, stream, agree))
+            return self._alone(lambda claim: self._wake(claim, tags, stream, agree))
 
         return vote(ranks, "wake", timeout, act)
 
-    def _wake(self, tags: Sequence[str], stream: StreamLike | None, agree: Callable[[], object]) -> int:
-        found = {buffer: buffer.eviction for buffer in self._chosen(tags)}
+    def _wake(self, claim: Claim, tags: Sequence[str], stream: StreamLike | None, agree: Callable[[], object]) -> int:
+        chosen = self._chosen(tags)
+        claim.take(chosen)
+        found = {buffer: buffer.eviction for buffer in chosen}
         evictions = {buffer: eviction for buffer, eviction in found.items() if eviction is not None}
         hooks = functools.partial(run_hooks, self._after_wake, list(evictions), agree)
         restore_all(evictions, self._copying_stream(stream), hooks)
@@ -448,7 +459,7 @@ class SleepGroup(Closes):
         DamagedBackupError, OSError
             The bytes are damaged, or a file cannot be read.
         """
-        self._alone(lambda: self._kept(buffer).read(*_checked_bytes(buffer, target, offset)))
+        self._alone(lambda _: self._kept(buffer).read(*_checked_bytes(buffer, target, offset)), buffer)
 
     def write(self, buffer: VirtualBuffer, source: Any, offset: int = 0) -> None:
         """Replace bytes of a buffer that sleeps by those of a host array, without waking it. Blocks the host.
@@ -472,7 +483,7 @@ class SleepGroup(Closes):
             There is no room for bytes that were not kept.
         """
 
-        def act() -> None:
+        def act(_: Claim) -> None:
             start, array = _checked_bytes(buffer, source, offset)
             eviction = buffer.eviction
             if eviction is None or eviction.saved is not None or array.nbytes < buffer.nbytes or eviction.held:
@@ -483,7 +494,7 @@ class SleepGroup(Closes):
                 held.write(0, array)
             _replace(buffer, held)
 
-        self._alone(act)
+        self._alone(act, buffer)
 
     def _kept(self, buffer: VirtualBuffer) -> Held:
         if buffer.eviction is None:
@@ -528,20 +539,15 @@ class SleepGroup(Closes):
             yield
         count()
 
-    def _alone(self, act: Callable[[], T]) -> T:
-        """Call ``act`` while no other thread sleeps, wakes, reads, writes or closes."""
-        with self._lock:
-            self._check_idle()
-            self._check_open()
-            self._busy = True
-            try:
-                return act()
-            finally:
-                self._busy = False
+    def _alone(self, act: Callable[[Claim], T], *buffers: VirtualBuffer) -> T:
+        """Call ``act`` while no other call sleeps, wakes, reads, writes or closes the group, or uses these buffers."""
 
-    def _check_idle(self) -> None:
-        if self._busy:
-            raise InUseError(f"{self!r}: a signal handler or a hook has called it while it sleeps or wakes")
+        def open_only(claim: Claim) -> T:
+            for one in (self, *buffers):
+                one._check_open()
+            return act(claim)
+
+        return claiming((self, *buffers), open_only)
 
     def _chosen(self, tags: Sequence[str]) -> dict[VirtualBuffer, str]:
         buffers = self.buffers
@@ -560,20 +566,19 @@ class SleepGroup(Closes):
     def _copying_stream(self, stream: StreamLike | None) -> Stream:
         return copying_stream(self.device.default_stream if stream is None else stream, self._session)
 
+    @claimed
     def close(self) -> None:
         """Remove all buffers, which stay unchanged, and close the pool for backups if the group made it. Idempotent.
 
         A buffer that sleeps keeps its bytes until it is closed, and :meth:`VirtualBuffer.restore` restores it.
         """
-        with self._lock:
-            self._check_idle()
-            self.closed = True
-            self._members.clear()
-            self._before_sleep.clear()
-            self._after_wake.clear()
-            if self._near is not None:
-                self._near.close()
-                self._near = None
+        self.closed = True
+        self._members.clear()
+        self._before_sleep.clear()
+        self._after_wake.clear()
+        if self._near is not None:
+            self._near.close()
+            self._near = None
 
     @property
     def _session(self) -> Session:

@@ -47,7 +47,10 @@ Region: TypeAlias = Sequence[slice] | None
 
 
 class MipTail(NamedTuple):
-    """The levels that are smaller than a tile and share memory."""
+    """The levels that are smaller than a tile and share memory.
+
+    :attr:`SparseArray.mip_tail` is one.
+    """
 
     first_level: int
     """Number of the first such level."""
@@ -212,8 +215,8 @@ class SparseArray(OwnsNode):
     Kernels use it through texture and surface objects of other libraries, made from :attr:`handle`. ::
 
         with vmm.SparseArray(device, (4096, 4096), np.float32) as array:
-            array.map(pool, (slice(0, 128), slice(0, 128)), stream=stream)    # memory for one tile
-            array.mapped_tiles()[0, 0]                                        # True
+            array.map(tiles, (slice(0, 128), slice(0, 128)), stream=stream)    # memory for one tile
+            array.mapped_tiles()[0, 0]                                         # True
 
     Parameters
     ----------

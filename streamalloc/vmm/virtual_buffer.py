@@ -19,6 +19,7 @@ from streamalloc.vmm.address_range import AddressRange, drawn, rights_text
 from streamalloc.vmm.address_range import Mapping as MemoryMapping
 from streamalloc.vmm.allocation_handles import GenericAllocation, allocations_of
 from streamalloc.vmm.backup import Backup, Copies, copying
+from streamalloc.vmm.claims import Claim, Claimable, claimed
 from streamalloc.vmm.physical_memory import MemorySpec, PhysicalMemory
 from streamalloc.vmm.reservation import MappedBytes
 from streamalloc.vmm.tiers.disk import DiskTier, tier_of
@@ -37,7 +38,10 @@ class ChunkSpec(NamedTuple):
 
 
 class Eviction(NamedTuple):
-    """The physical memory that a buffer released, and its bytes."""
+    """The physical memory that a buffer released, and its bytes.
+
+    :attr:`VirtualBuffer.eviction` returns it after :meth:`VirtualBuffer.evict`.
+    """
 
     pieces: tuple[ChunkSpec, ...]
     """Chunks that :meth:`VirtualBuffer.restore` creates again."""
@@ -62,7 +66,7 @@ class Eviction(NamedTuple):
         return sum(piece.nbytes for piece in self.pieces)
 
 
-class VirtualBuffer(Memory, Closes, Drawn):
+class VirtualBuffer(Memory, Closes, Drawn, Claimable):
     """A buffer with a constant address whose physical memory can be released and created again.
 
     It owns an :class:`AddressRange`, and maps memory from its start, without a hole. :meth:`evict` releases the
@@ -76,11 +80,15 @@ class VirtualBuffer(Memory, Closes, Drawn):
 
     Unmapping is not stream-ordered, see :class:`AddressRange`: :meth:`evict` and :meth:`close` take ``after``.
     After an error the buffer is unchanged and the operation can be repeated. Memory that the driver refuses to release
-    is released later. Not thread-safe.
+    is released later.
+
+    Thread-safe: calls that map or unmap its memory wait for each other, and for a :class:`SleepGroup` that puts the
+    buffer to sleep or wakes it. A hook of the group or a signal handler would wait for the call that it runs in: it
+    gets :class:`InUseError`.
     """
 
     __slots__ = (
-        "__weakref__", "_device", "_direct", "_evicted", "_given_stream", "_location", "_mapped", "_nbytes", "_rights",
+        "__weakref__", "_device", "_evicted", "_given_stream", "_location", "_mapped", "_nbytes", "_rights",
         "_session", "_structs", "range",
     )  # fmt: skip
 
@@ -95,6 +103,7 @@ class VirtualBuffer(Memory, Closes, Drawn):
         location: MemLocation | None = None,
     ) -> None:
         """Reserve the addresses and set all attributes."""
+        self._claim: Claim | None = None
         self._device = device
         self._location = device.location if location is None else location
         self._session: Session = session_of(device)
@@ -105,8 +114,6 @@ class VirtualBuffer(Memory, Closes, Drawn):
         self._mapped = 0
         self._nbytes = 0
         self._evicted: Eviction | None = None
-        self._direct: MemorySpec | None = None
-        """Spec of the next chunk if growing needs no checks; None otherwise."""
         self.range: AddressRange = AddressRange(capacity, alignment=alignment, address=address, driver=device.driver)
         """The reserved addresses, which only the buffer maps and unmaps."""
         self.range._owned = True
@@ -192,6 +199,7 @@ class VirtualBuffer(Memory, Closes, Drawn):
         """Whether the buffer was closed."""
         return self.range.closed
 
+    @claimed
     def set_access(self, who: Access, access: MemAccess = MemAccess.READWRITE, *, after: After = None) -> None:
         """Set permissions on the present and future memory of the buffer (``cuMemSetAccess``).
 
@@ -200,7 +208,6 @@ class VirtualBuffer(Memory, Closes, Drawn):
         """
         self._check_open()
         rights = device_rights(who, self._session, access, location=self._location)
-        self._direct = None
         self._trim(self._mapped)
         entries = self.range._node.table()
         if rights and entries:
@@ -208,6 +215,7 @@ class VirtualBuffer(Memory, Closes, Drawn):
         kept = {where: allowed for where, allowed in {**self._rights, **rights}.items() if allowed}
         self._structs, self._rights = structs_of(kept), kept
 
+    @claimed
     def evict(
         self,
         backup: MemoryPool | DiskTier | Memory | None = None,
@@ -276,7 +284,7 @@ class VirtualBuffer(Memory, Closes, Drawn):
     def _give_back(self, entries: Sequence[MappedBytes], saved: Held | None) -> None:
         """Unmap memory whose bytes are in a backup; the handles stay open for :meth:`_take_back`."""
         chunks = tuple(ChunkSpec(entry.offset, entry.nbytes, _spec_of(entry)) for entry in entries)
-        self._direct, self._evicted = None, Eviction(chunks, saved)
+        self._evicted = Eviction(chunks, saved)
         self.range._node.unmap(entries)
 
     def _take_back(self, entries: Sequence[MappedBytes], stream: Stream) -> None:
@@ -321,6 +329,7 @@ class VirtualBuffer(Memory, Closes, Drawn):
             mapped.undo(first)
             raise
 
+    @claimed
     def restore(self, *, stream: StreamLike | None = None) -> None:
         """Map new physical memory at the same addresses, with the same permissions, and copy the backup into it.
 
@@ -360,9 +369,9 @@ class VirtualBuffer(Memory, Closes, Drawn):
         stream.synchronize()
         self.range._node.grant(made, {writer: allowed})
 
+    @claimed
     def close(self, after: After = None) -> None:
         """Wait for ``after``, then unmap and release the memory and free the addresses. Idempotent."""
-        self._direct = None
         if self.range.closed:
             return
         entries = list(self.range._node.table())
@@ -447,7 +456,6 @@ class VirtualBuffer(Memory, Closes, Drawn):
 
     def _discard(self, entries: Sequence[MappedBytes]) -> None:
         """Unmap memory and release it; memory that the driver refuses to release is released later."""
-        self._direct = None
         if entries:
             entries = self._reclaim(entries)
             self.range._node.unmap(entries)
@@ -589,7 +597,7 @@ def restore_all(
         def undo() -> None:
             awake = [buffer for buffer in made if buffer._evicted is None]
             for one in awake:
-                one._direct, one._evicted = None, evictions[one]
+                one._evicted = evictions[one]
             # No copy may write memory that is unmapped. The next attempt unmaps what stays mapped.
             copies.abandon()
             copies.synchronize()

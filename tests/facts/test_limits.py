@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.facts.support import Rig, in_new_thread, said, value
+from tests.facts.support import MiB, Rig, in_new_thread, said, value
 
 STACK, PRINTF, HEAP, DEPTH, LAUNCHES, GRANULARITY, PERSISTING, SHARED, GRAPHICS, FALLBACK = range(10)  # CUlimit
 PAGE = 2 << 20
@@ -15,13 +15,19 @@ PAGE = 2 << 20
 
 @pytest.fixture(autouse=True)
 def unchanged(rig: Rig) -> Iterator[None]:
-    """Limits are those of the primary context, which other tests use."""
+    """Limits are those of the primary context, which other tests use.
+
+    The first launch after a change of the stack's size makes launches on all other streams wait for it. It is made
+    here, where no test holds its stream.
+    """
     limits = {number: rig.raw.cuCtxGetLimit(limit(rig, number)) for number in range(GRANULARITY + 2)}
     yield
     rig.settle()
     for number, answer in limits.items():
         if said(answer) == "SUCCESS":
             rig.raw.cuCtxSetLimit(limit(rig, number), answer[1])
+    rig.raw.cuMemsetD8(rig.plain(MiB), 0, MiB)
+    rig.synchronize()
 
 
 def limit(rig: Rig, number: int) -> Any:

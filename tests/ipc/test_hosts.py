@@ -236,7 +236,7 @@ class TestDeaths:
         assert executed(stream)
         opened.close()
 
-    def test_the_next_importer_in_a_place(
+    def test_the_next_importer_in_an_entry(
         self, buffer: vmm.GrowableBuffer, elsewhere: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """It has not open what the one before it had."""

@@ -164,7 +164,7 @@ class TestExporter:
         def share(_: None) -> None:
             found.append(owner.exports.lease_at(512, hold))
 
-        for _ in interleaved(Exports.lease_at, owner.exports._held.clear, share, share):
+        for _ in interleaved(Exports.lease_at, owner.exports._by_address.clear, share, share):
             assert found[0] is found[1]
             found.clear()
 
@@ -261,7 +261,7 @@ class TestImporter:
             return [ipc.open(bytes(shared), again(shared.fds), stream=stream, driver=driver) for _ in range(2)]
 
         for _ in interleaved(imported._release, make, lambda it: it[0].close(), lambda it: it[1].close()):
-            assert importer.imports == {}
+            assert importer.allocations == {}
         stream.close()
 
 
@@ -269,41 +269,42 @@ class OwnWords(SimpleNamespace):
     """An importer's words of a slot, in a control block of its own."""
 
     def __init__(self) -> None:
-        super().__init__(blocks=set(), slot_words=SimpleNamespace(generation=SimpleNamespace(value=0)))
+        super().__init__(users=set(), slot_words=SimpleNamespace(generation=SimpleNamespace(value=0)))
         self.opened, self.closing, self.closed = (SimpleNamespace(value=0) for _ in range(3))
 
-    def open(self) -> imported.RangeLease:
-        block: Any = SimpleNamespace(own={0: self}, session=None, sync=lambda _: None)
+    def open(self) -> imported.HostLease:
+        block: Any = SimpleNamespace(sync=lambda _: None)
+        words: Any = self
         nothing: Any = None
-        return imported.RangeLease(block, (0, 0, 0), nothing, self.lock, nothing)
+        return imported.HostLease(self.imports, block, words, 0, nothing)
 
 
 class TestRanges:
     """Opened and closed in two threads: the last close counts, and no other."""
 
-    def make(self) -> tuple[OwnWords, imported.RangeLease]:
+    def make(self) -> tuple[OwnWords, imported.HostLease]:
         words = OwnWords()
-        words.lock = threading.RLock()
+        words.imports = SimpleNamespace(lock=threading.RLock())
         return words, words.open()
 
     @staticmethod
-    def open_and_close(it: tuple[OwnWords, imported.RangeLease]) -> None:
+    def open_and_close(it: tuple[OwnWords, imported.HostLease]) -> None:
         it[0].open().end()
 
     def test_one_is_closed(self) -> None:
-        for words, _ in interleaved(imported.RangeLease.end, self.make, lambda it: it[1].end(), self.open_and_close):
+        for words, _ in interleaved(imported.HostLease.end, self.make, lambda it: it[1].end(), self.open_and_close):
             assert words.opened.value == words.closing.value == words.closed.value == 2
 
     def test_one_is_opened(self) -> None:
-        opened: list[imported.RangeLease] = []
+        opened: list[imported.HostLease] = []
 
-        def make() -> tuple[OwnWords, imported.RangeLease]:
+        def make() -> tuple[OwnWords, imported.HostLease]:
             words, lease = self.make()
             lease.end()
             return words, lease
 
         for words, _ in interleaved(
-            imported.RangeLease.__init__, make, lambda it: opened.append(it[0].open()), self.open_and_close
+            imported.HostLease.__init__, make, lambda it: opened.append(it[0].open()), self.open_and_close
         ):
             assert words.opened.value != words.closed.value
             opened.pop().end()
@@ -326,10 +327,10 @@ class Carried(ImporterRelay):
         self.ended = self.changed = False
         self._thread = None
         self._fast_until = 0.0
-        self._place = 0
+        self._entry = 0
         self._rows = np.zeros((len(IMPORTER_ROWS), SLOTS), np.uint32)
         self._words = np.zeros((len(EXPORTER_WORDS), SLOTS), np.uint32)
-        self._front = np.zeros(relay.GRANTS_AT + relay.GRANT.itemsize * relay.PLACES, np.uint8)
+        self._front = np.zeros(relay.GRANTS_AT + relay.GRANT.itemsize * relay.ENTRIES, np.uint8)
         self._grants = self._front[relay.GRANTS_AT :].view(relay.GRANT)
         self._claim = np.ones(1, relay.CLAIM)
         self._change = self._pulse = 0
@@ -344,7 +345,7 @@ class Carried(ImporterRelay):
         pass
 
     def _write(self, at: int, array: Any) -> None:
-        name = {relay.rows_at(0): "rows", relay.CLAIMS_AT: "claim"}.get(at, "ready")
+        name = {relay.rows_at(0): "rows", relay.claim_at(0): "claim"}.get(at, "ready")
         self.at(name)
         self.copies.append(name)
         self.there[name] = array.copy()
@@ -358,7 +359,7 @@ class Carried(ImporterRelay):
         seen = int(self.there["claim"]["change"][0]), self.there["rows"]
         (change, self.granted), self.late = (self.late, seen) if self.late else (seen, None)
         self._grants[0] = self.there["claim"]["id"][0], change, 0
-        head = relay.HEAD.pack(relay.MAGIC, bytes(16), SLOTS, relay.PLACES, self._pulse, 0)
+        head = relay.HEAD.pack(relay.MAGIC, bytes(16), SLOTS, relay.ENTRIES, self._pulse, 0)
         self._front[: len(head)] = np.frombuffer(head, np.uint8)
 
     def _finish(self) -> None:
@@ -537,7 +538,7 @@ class TestRing:
         def make() -> Settling:
             state = Settling()
             for index in range(2):
-                state.free.append(SimpleNamespace(flags=None, index=index))  # type: ignore[arg-type]
+                state.free.append(SimpleNamespace(theirs=None, value=0, index=index))  # type: ignore[arg-type]
             return state
 
         taken: list[Any] = []
@@ -564,9 +565,8 @@ class TestRing:
         def make() -> tuple[Handing, Any]:
             state = Handing()
             state.unsent.clear()
-            block = SimpleNamespace(write=lambda *_: None)
-            slot = SimpleNamespace(words=SimpleNamespace(announced=SimpleNamespace(), ready=None), ready=0, block=block)
-            return state, Holder(_slot=slot, index=0)
+            lease = SimpleNamespace(announce=lambda *_: None)
+            return state, Holder(_slot=SimpleNamespace(lease=lease), index=0)
 
         def hand_off(it: tuple[Handing, Any]) -> None:
             try:
@@ -616,38 +616,40 @@ class TestEnds:
         held: Any = SimpleNamespace(source=SimpleNamespace(block=None))
 
         def make() -> None:
-            importer.handles[1] = imported.PoolHandle(importer.session, importer.handles, importer.lock)
-            importer.imports.clear()
-            importer.imports[b"one"] = held
+            importer.handles[1] = imported.PoolHandle(importer)
+            importer.allocations.clear()
+            importer.allocations[b"one"] = held
 
         def open_another(_: None) -> None:
             with importer.lock:
-                importer.imports[b"other"] = held
+                importer.allocations[b"other"] = held
 
         for _ in interleaved(Importer._release_ended, make, lambda _: importer._release_ended(), open_another):
-            assert len(importer.imports) == 2
+            assert len(importer.allocations) == 2
         importer.handles.clear()
-        importer.imports.clear()
+        importer.allocations.clear()
 
     def test_a_pool_that_is_imported_anew_is_not_destroyed(self, importer: Importer) -> None:
         """The driver has returned the same handle."""
         destroyed: list[object] = []
-        session: Any = SimpleNamespace(release=lambda it, _: destroyed.append(it))
+        imports: Any = SimpleNamespace(lock=importer.lock, handles={})
+        imports.session = SimpleNamespace(release=lambda it, _: destroyed.append(it))
         done: Any = SimpleNamespace(done=lambda: True)
 
         def make() -> imported.PoolHandle:
-            pool = imported.PoolHandle(session, {}, importer.lock)
+            pool = imported.PoolHandle(imports)
             pool._raw, pool._frees = 1, done
             destroyed.clear()
+            imports.handles.clear()
             return pool
 
         def import_again(pool: imported.PoolHandle) -> None:
-            with pool.lock:
+            with imports.lock:
                 if not destroyed:
-                    pool.known[1] = pool
+                    imports.handles[1] = pool
 
-        for pool in interleaved(imported.PoolHandle.attempt, make, lambda pool: pool.attempt(), import_again):
-            assert bool(destroyed) != bool(pool.known)
+        for _ in interleaved(imported.PoolHandle.attempt, make, lambda pool: pool.attempt(), import_again):
+            assert bool(destroyed) != bool(imports.handles)
 
     def test_chunks_are_set_by_two_threads(self) -> None:
         device = sa.Device(0, driver=sd.simulated())

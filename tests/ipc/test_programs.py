@@ -66,3 +66,11 @@ def test_examples_run(name: str, printed: str, on_cuda: bool) -> None:
     command = [sys.executable, "-W", "error", str(ROOT / "notebooks" / "examples" / name)]
     done = finished([*command, *([] if on_cuda else ["--simulated"])], on_cuda=True, STREAMALLOC_CHECK="raise")
     assert (done.returncode, done.stdout, done.stderr) == (0, printed, "")
+
+
+def test_least_cost_has_a_line_for_each_kind_of_stream(on_cuda: bool) -> None:
+    done = finished([sys.executable, "-W", "error", str(ROOT / "notebooks" / "examples" / "least_cost.py")], on_cuda)
+    lines = [re.findall(r"[\w-]+, (?:freed|dropped) \d+\.\d\d|^[\w.-]+", line) for line in done.stdout.splitlines()]
+    assert [line[0] for line in lines][:3] == ["own", "default", "per-thread"]
+    assert {len(line) for line in lines} == {5}
+    assert (done.returncode, done.stderr) == (0, "")

@@ -531,23 +531,6 @@ def test_two_threads_watch_for_leaks(function: Any, monkeypatch: pytest.MonkeyPa
         assert ipc.Shared.__init__ is original
 
 
-class TestSleep:
-    """What one thread begins with a group waits for what another one does with it."""
-
-    @staticmethod
-    def act(group: vmm.SleepGroup) -> None:
-        with contextlib.suppress(sa.ClosedError):
-            group._alone(lambda: None)
-
-    @pytest.mark.parametrize("second", ["act", "close"])
-    def test_one_at_a_time(self, second: str) -> None:
-        device = sa.Device(0, driver=sd.simulated())
-        other = self.act if second == "act" else vmm.SleepGroup.close
-        for group in interleaved(vmm.SleepGroup._alone, lambda: vmm.SleepGroup(device), self.act, other):
-            assert group.closed == (second == "close")
-            group.close()
-
-
 def test_segments_of_pytorch_are_compared_with_the_latest_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
     """An older one lacks a segment that was allocated meanwhile, which would be freed."""
     segments: set[int] = set()

@@ -12,7 +12,6 @@ import select
 import threading
 import time
 import weakref
-import zlib
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -43,13 +42,13 @@ from streamalloc.core.internal import (
     work,
 )
 from streamalloc.core.properties import MemHandleType, MemLocationType
-from streamalloc.core.session import PerDriver, Session, session_of
+from streamalloc.core.session import PerDriver, Session
 from streamalloc.driver.internal import cuda, opaque_bytes
 from streamalloc.ipc.exporter.relay import SHARED_LINGER, ExporterRelay
 from streamalloc.ipc.transport import handle_server
 from streamalloc.ipc.transport.channel import Channel
 from streamalloc.ipc.wire.control_block import SLOTS, WORD, ControlBlock, Mark, SlotWords, fence, reached
-from streamalloc.ipc.wire.descriptor import NOWHERE, Chunk, Flags, Head, pack_part
+from streamalloc.ipc.wire.descriptor import NOWHERE, Chunk, Flags, Head
 from streamalloc.pool import MemoryPool
 from streamalloc.pool.internal import raw_pool
 from streamalloc.vmm import PhysicalMemory, VirtualBuffer
@@ -113,12 +112,12 @@ class Lease(SharedState):
     """
 
     __slots__ = (
-        "__weakref__", "_announcer", "_held", "_holds", "_leases", "block", "generation", "lock", "payload", "route",
+        "__weakref__", "_announcer", "_holds", "_leases", "_owned", "block", "generation", "lock", "payload", "route",
         "slot", "words",
     )  # fmt: skip
 
     def __init__(self, leases: Leases, block: ControlBlock, slot: int) -> None:
-        self._held = True
+        self._owned = True
         """Whether the slot belongs to this object."""
         self._leases = leases
         self.block: ControlBlock = block
@@ -134,12 +133,7 @@ class Lease(SharedState):
         """Held during an announcement, and during the decision whether the memory can be freed."""
         self._holds: list[Callable[[], Hold | None]] = []
 
-    # -- descriptors -----------------------------------------------------------------------------------------
-
-    def describe(self, head: Head, ready: int, offset: int, size: int, base_size: int) -> bytes:
-        """Pack the descriptor of a part of the allocation."""
-        part = pack_part(self.slot, self.generation, ready, offset, size, base_size, 0, self.payload)
-        return head.data + part + zlib.crc32(part, head.checksum).to_bytes(4, "little")
+    # -- announcements ---------------------------------------------------------------------------------------
 
     def announce(
         self, stream: Stream, before: Callable[[int], bool] | None = None, view: tuple[Any, bool] | None = None
@@ -316,8 +310,8 @@ class Lease(SharedState):
 
     def release(self) -> None:
         """Release the slot, which is used again once it is quiet. Its descriptors are stale. Idempotent."""
-        if self._held:
-            self._held = False
+        if self._owned:
+            self._owned = False
             self.words.generation.value = (self.generation + 1) % WORD
             self._announcer = self.route = None
             self._leases.leaving.append(self)
@@ -495,15 +489,14 @@ class Route:
     It exists as long as the pool is open or a lease needs it. Importers see its end by its marks.
     """
 
-    __slots__ = ("__weakref__", "_marks", "device", "exports", "fd", "heads", "origin", "session")
+    __slots__ = ("__weakref__", "_marks", "device", "exports", "fd", "heads", "origin")
 
-    def __init__(self, pool: MemoryPool, exports: Exports, device: bytes) -> None:
+    def __init__(self, pool: MemoryPool, exports: Exports, device: Device) -> None:
         name = "cuMemPoolExportToShareableHandle"
         self.exports: Exports = exports
-        self.session: Session = session_of(pool)
-        self.fd: Fd = Fd.made_by(self.session, name, raw_pool(pool), _POSIX_MEMBER, 0, hint=NOT_EXPORTABLE)
+        self.fd: Fd = Fd.made_by(exports.session, name, raw_pool(pool), _POSIX_MEMBER, 0, hint=NOT_EXPORTABLE)
         self.origin: bytes = secrets.token_bytes(16)
-        self.device: bytes = device
+        self.device: Device = device
         self.heads: dict[tuple[ControlBlock, bytes], tuple[Head, dict[bytes, Fd]]] = {}
         """The results of :meth:`head`, by control block and endpoint."""
         self._marks: dict[bytes, Mark] = {}
@@ -520,7 +513,7 @@ class Route:
         endpoint = self.exports.endpoint
         found = self.heads.get((block, endpoint))
         if found is None:
-            ids = (self.device, self.origin, block.id, endpoint)
+            ids = (self.exports.uuid(self.device), self.origin, block.id, endpoint)
             head = Head.of(ids, self.mark(block), Flags.LEASED, self.exports.version, int(POSIX))
             handles = {self.origin: self.fd, block.id: block.fd}
             publish(handles)
@@ -547,7 +540,7 @@ class Exports:
         self._handles: weakref.WeakKeyDictionary[PhysicalMemory, dict[MemHandleType, Fd | bytes]]
         self._handles = weakref.WeakKeyDictionary()
         self._ids: weakref.WeakKeyDictionary[PhysicalMemory | VirtualBuffer, bytes] = weakref.WeakKeyDictionary()
-        self._held: weakref.WeakValueDictionary[int, Lease] = weakref.WeakValueDictionary()
+        self._by_address: weakref.WeakValueDictionary[int, Lease] = weakref.WeakValueDictionary()
         """Leases of other libraries' allocations, by address."""
         self._relays: dict[ControlBlock, ExporterRelay] = {}
 
@@ -579,9 +572,9 @@ class Exports:
     def lease_at(self, address: int, hold: Hold) -> Lease:
         """Return the lease of an allocation of another library, with a hold that keeps it valid."""
         with self.leases.lock:
-            lease = self._held.get(address)
+            lease = self._by_address.get(address)
             if lease is None or not lease.hold(hold, kept=False):
-                lease = self._held[address] = self.leases.take()
+                lease = self._by_address[address] = self.leases.take()
                 lease.hold(hold, kept=False)
             return lease
 
@@ -599,7 +592,7 @@ class Exports:
             with self.leases.lock:
                 route = self._routes.get(pool)
                 if route is None:
-                    route = self._routes[pool] = Route(pool, self, self.uuid(device))
+                    route = self._routes[pool] = Route(pool, self, device)
                     routes[weakref.ref(pool, lambda gone: routes.pop(gone, None))] = weakref.ref(route)
                 for known in list(self._routes):
                     if known.closed:

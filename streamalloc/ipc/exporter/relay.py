@@ -1,4 +1,4 @@
-"""The exporter's side of a relay: it grants places to importers, and carries their words to the control block."""
+"""The exporter's side of a relay: it grants entries to importers, and carries their words to the control block."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from streamalloc.core.properties import MemHandleType
 from streamalloc.driver.internal import cuda, opaque_bytes
 from streamalloc.ipc.wire import relay as wire
 from streamalloc.ipc.wire.control_block import EXPORTER_WORDS, SLOTS, ControlBlock, fence
-from streamalloc.ipc.wire.relay import CLAIM, PLACES, RELAY_BYTES, Relay
+from streamalloc.ipc.wire.relay import CLAIM, ENTRIES, RELAY_BYTES, Relay
 
 _FABRIC = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_FABRIC
 _ANNOUNCED, _READY, _LOST, _HOLD = map(EXPORTER_WORDS.index, ("announced", "ready", "lost", "hold"))
@@ -66,7 +66,7 @@ class ExporterRelay(Relay):
         super().__init__(block.session, device, "cuMemCreate", RELAY_BYTES, prop, 0, hint=FABRIC_NEEDS)
         self._block = block
         self._deputies: dict[int, _Deputy] = {}
-        self._claims = np.zeros(PLACES, CLAIM)
+        self._claims = np.zeros(ENTRIES, CLAIM)
         self._beat = 0
         with undoing(self.close):
             self.handle = opaque_bytes(self.session.call("cuMemExportToShareableHandle", self._memory, _FABRIC, 0))
@@ -77,32 +77,32 @@ class ExporterRelay(Relay):
 
     def exchange(self) -> bool:
         """Carry all words once; whether an announcement has yet to come."""
-        self._read(wire.CLAIMS_AT, self._claims)
+        self._read(wire.claim_at(0), self._claims)
         self._finish()
         now = time.monotonic()
-        for place in np.flatnonzero(self._claims["id"] | self._grants["id"]).tolist():
-            self._serve(place, self._claims[place], now)
+        for entry in np.flatnonzero(self._claims["id"] | self._grants["id"]).tolist():
+            self._serve(entry, self._claims[entry], now)
         # Before the words are read below: an importer's open comes before the exporter's check for opens, or the check
         # before the open's check for a free.
         fence()
         self._copy_words()
         self._beat = (self._beat + 1) % (1 << 32)
-        head = wire.HEAD.pack(wire.MAGIC, self._block.id, SLOTS, PLACES, self._beat, 0)
+        head = wire.HEAD.pack(wire.MAGIC, self._block.id, SLOTS, ENTRIES, self._beat, 0)
         self._front[: len(head)] = np.frombuffer(head, np.uint8)
         # Last: a grant says that the words of the block are those after the importer's change.
         self._write(0, self._front)
         self._finish()
         return not np.array_equal(self._words[_ANNOUNCED], self._words[_READY])
 
-    def _serve(self, place: int, claim: Any, now: float) -> None:
+    def _serve(self, entry: int, claim: Any, now: float) -> None:
         """Serve one importer: admit it, carry its words, or dismiss it."""
-        deputy, grant = self._deputies.get(place), self._grants[place]
+        deputy, grant = self._deputies.get(entry), self._grants[entry]
         number = int(claim["id"])
         if deputy is None:
             if not number:
                 return
             try:
-                deputy = self._deputies[place] = _Deputy(self._block, number, now)
+                deputy = self._deputies[entry] = _Deputy(self._block, number, now)
             except (ValueError, OSError):
                 return  # The block has no column left, or the process no descriptor: the importer waits.
             grant["id"], grant["seen"] = number, 0
@@ -110,14 +110,14 @@ class ExporterRelay(Relay):
             if claim["beat"] != deputy.beat:
                 deputy.beat, deputy.heard = int(claim["beat"]), now
             if claim["change"] != grant["seen"]:
-                self._read(wire.rows_at(place), self._rows)
+                self._read(wire.rows_at(entry), self._rows)
                 self._finish()
                 deputy.apply(self._rows)
                 grant["seen"] = claim["change"]
                 self.changed = True
                 self._fast_until = max(self._fast_until, now + _LINGER)
         if not number or now - deputy.heard > wire.SILENCE:
-            self._dismiss(place)
+            self._dismiss(entry)
 
     def _copy_words(self) -> None:
         """Copy the block's words to the relay, and ``ready`` to the row of each importer."""
@@ -127,17 +127,17 @@ class ExporterRelay(Relay):
         if not np.array_equal(words, self._words):
             self._write(wire.WORDS_AT, words)
             self._words = words
-        for place, deputy in self._deputies.items():
+        for entry, deputy in self._deputies.items():
             if not np.array_equal(deputy.ready, words[_READY]):
-                self._write(wire.ready_at(place), words[_READY])
+                self._write(wire.ready_at(entry), words[_READY])
                 deputy.ready = words[_READY]
 
-    def _dismiss(self, place: int) -> None:
-        self._deputies.pop(place).dismiss()
+    def _dismiss(self, entry: int) -> None:
+        self._deputies.pop(entry).dismiss()
         self.changed = True
-        self._grants[place] = 0, 0, 0
-        self._claims[place] = 0, 0, 0
-        self._write(wire.CLAIMS_AT + CLAIM.itemsize * place, self._claims[place : place + 1])
+        self._grants[entry] = 0, 0, 0
+        self._claims[entry] = 0, 0, 0
+        self._write(wire.claim_at(entry), self._claims[entry : entry + 1])
 
     def leave(self) -> None:
         """Remove the head, without which no importer goes on."""

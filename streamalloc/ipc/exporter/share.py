@@ -6,6 +6,7 @@ import functools
 import os
 import secrets
 import weakref
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -40,7 +41,15 @@ from streamalloc.driver.internal import cuda, opaque_bytes
 from streamalloc.ipc.exporter import leases
 from streamalloc.ipc.transport.channel import Channel
 from streamalloc.ipc.wire import descriptor as wire
-from streamalloc.ipc.wire.descriptor import MOST_CHUNKS, NOWHERE, Descriptor, Flags, Foreign, Mechanism
+from streamalloc.ipc.wire.descriptor import (
+    MOST_CHUNKS,
+    NOWHERE,
+    Descriptor,
+    Flags,
+    Foreign,
+    Mechanism,
+    pack_rest,
+)
 from streamalloc.pool import MemoryPool
 from streamalloc.pool.internal import MemoryKind, pointer_attributes
 from streamalloc.vmm import GrowableBuffer, PhysicalMemory, RangeView, VirtualBuffer
@@ -65,7 +74,7 @@ class Shared(Unique, Shown):
     The object refers to what was shared, unless that is an allocation of a pool of this library, until it was sent.
     """
 
-    __slots__ = ("__weakref__", "_again", "_data", "_exports", "_hold", "_lease", "_once", "_sent", "handles")
+    __slots__ = ("__weakref__", "_again", "_data", "_exports", "_hold", "_lease", "handles")
 
     handles: dict[bytes, Fd]
     """The handles by their ids in the descriptor; they stay the exporter's."""
@@ -77,8 +86,6 @@ class Shared(Unique, Shown):
         lease: leases.Lease | None = None,
         hold: leases.Hold | None = None,
         exports: leases.Exports | None = None,
-        *,
-        once: bool = False,
     ) -> None:
         self._data = data
         self.handles = handles
@@ -86,9 +93,6 @@ class Shared(Unique, Shown):
         """The slot of the allocation or the announcement; dropping this object releases that of an announcement."""
         self._hold = hold
         self._exports = exports
-        self._once = once
-        """Whether importers keep the imported handles, so that these need to travel once."""
-        self._sent = False
         self._again: Callable[[], Shared] | None = None
         """Shares the same once more, with a hold. None for allocations, and once the hold was ended here."""
 
@@ -294,12 +298,15 @@ def send(
     if names is None:
         names = channel._carried = set()
     if isinstance(thing, PlainBuffer) and not hold and (timeout is None or timeout >= 0):
+        sent = False
 
         def offer(data: bytes, handles: dict[bytes, Fd]) -> bool:
-            return names.issuperset(handles) and channel._offer(data)
+            nonlocal sent
+            sent = names.issuperset(handles) and channel._offer(data)
+            return sent
 
         shared = _share_buffer(thing, stream, offer=offer)
-        if shared._sent:
+        if sent:
             shared._exports.leases.prepare()  # type: ignore[union-attr]
             return
     else:
@@ -307,7 +314,8 @@ def send(
             raise ValueError("stream and hold are arguments of share: what it has returned is sent without them")
         shared = thing if isinstance(thing, Shared) else share(thing, stream, hold=hold)
     exports, handles = shared._exports, shared.fds
-    if exports is not None and shared._once:
+    if exports is not None and shared.descriptor.mechanism is not Mechanism.PHYSICAL:
+        # Importers keep the handles of everything else, so that these need to travel once.
         exports.serve()
         if names.issuperset(shared.handles) and exports.endpoint in shared._data:
             handles = ()
@@ -342,6 +350,52 @@ def serve(driver: Driver | None = None) -> None:
 # -- allocations of pools ------------------------------------------------------------------------------------
 
 
+class _Leased(NamedTuple):
+    """An allocation with its lease, and the stream that announces its contents."""
+
+    lease: leases.Lease
+    address: int
+    nbytes: int
+    stream: Stream
+    view: tuple[Any, bool] | None
+    """The stream's :func:`direct_view`; None for an allocation that may have been shared before."""
+
+
+def _first_lease(buffer: Buffer, stream: StreamLike | None) -> _Leased | None:
+    """Give a plain allocation of a known pool its lease; None for any other, and if another thread has given one."""
+    plain = plain_parts(buffer) if type(buffer) is PlainBuffer else None
+    if plain is None:
+        return None
+    ordered: Any
+    pool, pointer, nbytes, ordered, *own = plain
+    view: Any = own
+    index = leases.routes.get(weakref.ref(pool))
+    route = index and index()
+    if not route or not nbytes or route.exports.session.forked:
+        return None
+    if stream is not None:
+        ordered, view = stream, direct_view(stream, route.exports.session)
+    if view[0] is None:
+        return None
+    lease = route.exports.leases.add(buffer, pointer, route)
+    return None if lease is None else _Leased(lease, int(pointer), nbytes, ordered, view)
+
+
+def _any_lease(buffer: Buffer, stream: StreamLike | None) -> _Leased:
+    """Return the lease of any allocation of a pool, which gets one if it has none; raise if it cannot be shared."""
+    session = session_of(buffer)
+    exports = leases.exports_for(session)
+    if isinstance(buffer, GraphBuffer):
+        raise ValueError(f"{buffer!r} belongs to a graph and cannot be shared: copy it to memory of a pool")
+    nbytes, address = buffer.nbytes, buffer.address
+    if not address or not nbytes:
+        raise ValueError(f"{buffer!r} is empty: there is nothing to share")
+    ordered: Any = buffer.stream if stream is None else stream
+    if direct_view(ordered, session)[0] is None:
+        ordered = _ordered(ordered, session)
+    return _Leased(exports.lease(buffer, address), address, nbytes, ordered, None)
+
+
 def _share_buffer(
     buffer: Buffer,
     stream: StreamLike | None = None,
@@ -355,48 +409,22 @@ def _share_buffer(
     meanwhile; it returns whether it did. It is called only for the first descriptor of an allocation, whose lease has
     no earlier announcement.
     """
-    view: Any = None
-    ordered: Any
-    lease: leases.Lease | None = None
     holding = leases.Hold() if hold else None
-    plain = plain_parts(buffer) if type(buffer) is PlainBuffer else None
-    if plain is not None:
-        # The first descriptor of an allocation. Anything unusual is left to the general case below.
-        pool, pointer, nbytes, ordered, *view = plain
-        index = leases.routes.get(weakref.ref(pool))
-        known = index and index()
-        if known and nbytes and not known.session.forked:
-            if stream is not None:
-                ordered, view = stream, direct_view(stream, known.session)
-            if view[0] is not None:
-                lease = known.exports.leases.add(buffer, pointer, known)
-    if lease is None:
-        offer = view = None
-        session = session_of(buffer)
-        exports = leases.exports_for(session)
-        if isinstance(buffer, GraphBuffer):
-            raise ValueError(f"{buffer!r} belongs to a graph and cannot be shared: copy it to memory of a pool")
-        nbytes, pointer = buffer.nbytes, buffer.address
-        if not pointer or not nbytes:
-            raise ValueError(f"{buffer!r} is empty: there is nothing to share")
-        ordered = buffer.stream if stream is None else stream
-        if direct_view(ordered, session)[0] is None:
-            ordered = _ordered(ordered, session)
-        lease = exports.lease(buffer, pointer)
+    lease, address, nbytes, ordered, view = _first_lease(buffer, stream) or _any_lease(buffer, stream)
     route: Any = lease.route
     exports, block = route.exports, lease.block
     head, handles = route.heads.get((block, exports.endpoint)) or route.head(block)
     offset, size = part or (0, nbytes)
     if holding is not None:
         lease.hold(holding, kept=False)
-    shared = Shared(b"", handles, lease, holding, exports, once=True)
+    shared = Shared(b"", handles, lease, holding, exports)
 
     def describe(ready: int) -> bool:
-        shared._data = data = lease.describe(head, ready, offset, size, nbytes)
+        rest = pack_rest(lease.slot, lease.generation, ready, offset, size, nbytes, 0, lease.payload)
+        shared._data = data = head.data + rest + zlib.crc32(rest, head.checksum).to_bytes(4, "little")
         if exports.session.listener is not None:
-            _notify_listener(lease, ready, int(pointer) + offset, size, ordered)
-        shared._sent = offer is not None and offer(data, handles)
-        return shared._sent
+            _notify_listener(lease, ready, address + offset, size, ordered)
+        return offer is not None and view is not None and offer(data, handles)
 
     lease.announce(ordered, describe, view)
     if exports.deferred.has_work():
@@ -437,64 +465,63 @@ def _share_array(view: TypedView[Any], options: _Options) -> Shared:
 # -- other kinds ---------------------------------------------------------------------------------------------
 
 
-def _describe(
-    exports: leases.Exports,
-    mechanism: Mechanism,
-    device: Device | bytes,
-    stream: Stream | None,
-    options: _Options,
-    handles: dict[bytes, Fd],
-    *,
-    route: leases.Route | None = None,
-    leased: int = 0,
-    memory: tuple[int, int] | None = None,
-    kept: Sequence[PhysicalMemory] = (),
-    **fields: Any,
-) -> Shared:
-    """Make a descriptor of what is no buffer, with a slot of the control block for a stream or a hold.
+class _Draft:
+    """The descriptor of a thing that is no buffer of this library, with a slot of the control block.
 
-    ``device``: the device that has the memory, or its id. ``route``: that of the pool. ``leased``: address of an
-    allocation whose descriptors have one lease if held, as an importer has one import of it. ``memory``: address and
-    size, if mapped here. ``kept``: handles to keep as long as the hold and the lease.
+    The slot is for a hold, and for a stream whose work writes the contents. ``allocation``: address of an allocation
+    whose descriptors have one lease if held, as an importer has one import of it.
     """
-    lease: leases.Lease | None = None
-    hold = leases.Hold() if options.hold else None
-    if hold is not None and leased:
-        lease = exports.lease_at(leased, hold)
-        fields["flags"] = Flags.LEASED
-    elif hold is not None or stream is not None:
-        lease = exports.leases.take()
-        if hold is not None:
-            lease.hold(hold, kept=False)
-    if lease is not None:
-        if fields.get("handle_type") == _FABRIC:
-            assert isinstance(device, Device)
-            fields["payload"] = exports.relay(lease.block, device)
-            if hold is not None and fields["origin"] != NOWHERE:
-                fields["flags"] = fields.get("flags", 0) | Flags.LEASED
-        fields |= {"slot": lease.slot, "generation": lease.generation, "ready": lease.words.last_announced}
-        if stream is not None:
-            fields["ready"] = lease.announce(stream)
-            if memory is not None and exports.session.listener is not None:
-                _notify_listener(lease, fields["ready"], *memory, stream)
-    block = lease.block if lease is not None else exports.leases.block() if mechanism is Mechanism.POOL else None
-    if route is not None:
-        handles = {route.origin: route.fd}
-        fields |= {"origin": route.origin, "handle_type": int(leases.POSIX)}
-        if block is not None:
-            fields["pool_mark"] = route.mark(block)
-    if block is not None:
-        fields["control_block"] = block.id
-        handles = {**handles, block.id: block.fd}
-    leases.publish(handles)
-    uuid = exports.uuid(device) if isinstance(device, Device) else device
-    described = Descriptor(mechanism, uuid, endpoint=exports.endpoint, driver_version=exports.version, **fields)
-    shared = Shared(described.to_bytes(), handles, lease, hold, exports, once=mechanism is not Mechanism.PHYSICAL)
-    shared._again = functools.partial(share, **options._replace(hold=True)._asdict())
-    if hold is not None and lease is not None:
-        ordinal = device.ordinal if isinstance(device, Device) else 0
-        exports.deferred.submit(leases.KeptReferences(lease, ordinal, (options.thing, route, handles, kept)))
-    return shared
+
+    def __init__(
+        self, options: _Options, exports: leases.Exports, device: Device, stream: Stream | None, allocation: int = 0
+    ) -> None:
+        self.options = options
+        self.exports = exports
+        self.device = device
+        self.stream = stream
+        self.fields: dict[str, Any] = {}
+        self.handles: dict[bytes, Fd] = {}
+        self.kept: object = None
+        """References to keep as long as the hold and the lease, beside the thing and the handles."""
+        self.hold = leases.Hold() if options.hold else None
+        self.lease: leases.Lease | None = None
+        if self.hold is not None and allocation:
+            self.lease = exports.lease_at(allocation, self.hold)
+            self.fields["flags"] = Flags.LEASED
+        elif self.hold is not None or stream is not None:
+            self.lease = exports.leases.take()
+            if self.hold is not None:
+                self.lease.hold(self.hold, kept=False)
+
+    def use_pool(self, route: leases.Route) -> None:
+        """Name the pool that has the memory, and the mark that shows its end."""
+        block = self.exports.leases.block() if self.lease is None else self.lease.block
+        self.handles = {route.origin: route.fd, block.id: block.fd}
+        self.fields |= {"origin": route.origin, "handle_type": int(leases.POSIX), "pool_mark": route.mark(block)}
+        self.fields["control_block"] = block.id
+        self.kept = route
+
+    def shared(self, mechanism: Mechanism, memory: tuple[int, int] | None = None, **fields: Any) -> Shared:
+        """Announce the contents, and make the descriptor; ``memory``: address and size, if mapped here."""
+        exports, lease = self.exports, self.lease
+        fields = {**fields, **self.fields}
+        if lease is not None:
+            fields |= {"slot": lease.slot, "generation": lease.generation, "ready": lease.words.last_announced}
+            fields["control_block"] = lease.block.id
+            self.handles[lease.block.id] = lease.block.fd
+            if self.stream is not None:
+                fields["ready"] = lease.announce(self.stream)
+                if memory is not None and exports.session.listener is not None:
+                    _notify_listener(lease, fields["ready"], *memory, self.stream)
+        leases.publish(self.handles)
+        uuid = exports.uuid(self.device)
+        described = Descriptor(mechanism, uuid, endpoint=exports.endpoint, driver_version=exports.version, **fields)
+        shared = Shared(described.to_bytes(), self.handles, lease, self.hold, exports)
+        shared._again = functools.partial(share, **self.options._replace(hold=True)._asdict())
+        if self.hold is not None and lease is not None:
+            kept = self.options.thing, self.handles, self.kept
+            exports.deferred.submit(leases.KeptReferences(lease, self.device.ordinal, kept))
+        return shared
 
 
 def _notify_listener(lease: leases.Lease, ready: int, address: int, nbytes: int, stream: Stream) -> None:
@@ -507,7 +534,9 @@ def _notify_listener(lease: leases.Lease, ready: int, address: int, nbytes: int,
 def _share_pool(pool: MemoryPool, options: _Options) -> Shared:
     exports = leases.exports_for(session_of(pool))
     route = exports.route(pool)
-    return _describe(exports, Mechanism.POOL, route.device, None, options, {}, route=route)
+    draft = _Draft(options, exports, route.device, None)
+    draft.use_pool(route)
+    return draft.shared(Mechanism.POOL)
 
 
 def _share_event(event: Event, options: _Options) -> Shared:
@@ -517,7 +546,7 @@ def _share_event(event: Event, options: _Options) -> Shared:
         raise ValueError(f"{event!r} cannot be shared: make it with interprocess=True, in the process that shares it")
     with event.device.current():
         raw = session.call("cuIpcGetEventHandle", cuda.CUevent(event.handle))
-    return _describe(exports, Mechanism.EVENT, event.device, None, options, {}, payload=opaque_bytes(raw))
+    return _Draft(options, exports, event.device, None).shared(Mechanism.EVENT, payload=opaque_bytes(raw))
 
 
 def _refuse_foreign(thing: object, options: _Options) -> Shared:
@@ -579,12 +608,17 @@ def _share_chunks(
     kind = _handle_type(memories, options)
     chunks = [exports.memory(memory, kind) for memory in memories]
     fields = {"base_size": sum(chunk.nbytes for chunk, _ in chunks), "origin": secrets.token_bytes(16), **fields}
-    handles = {chunk.id: fd for chunk, fd in chunks if fd is not None}
-    if options.hold and kind == _FABRIC:
-        # File descriptors keep memory that is closed here, and fabric handles do not.
-        fields["kept"] = [PhysicalMemory.at(address, driver=session.driver) for address in addresses]
+    draft = _Draft(options, exports, _device_of(memories[0]), stream)
+    draft.handles = {chunk.id: fd for chunk, fd in chunks if fd is not None}
+    if kind == _FABRIC and draft.lease is not None:
+        fields["payload"] = exports.relay(draft.lease.block, draft.device)
+        if options.hold:
+            # File descriptors keep memory that is closed here, and fabric handles do not.
+            draft.kept = [PhysicalMemory.at(address, driver=session.driver) for address in addresses]
+            if fields["origin"] != NOWHERE:
+                fields["flags"] = fields.get("flags", 0) | Flags.LEASED
     fields |= {"handle_type": int(kind), "chunks": tuple(chunk for chunk, _ in chunks)}
-    return _describe(exports, Mechanism.PHYSICAL, _device_of(memories[0]), stream, options, handles, **fields)
+    return draft.shared(Mechanism.PHYSICAL, **fields)
 
 
 def _device_of(memory: PhysicalMemory) -> Device:
@@ -618,7 +652,6 @@ def _check_handle_type(thing: object, handle_type: object) -> None:
 
 def _share_foreign(thing: Any, options: _Options) -> Shared:
     """Share an array of another library by the mechanism of its memory."""
-    interface = thing.__cuda_array_interface__
     driver = default_driver()
     session = Session.of(driver)
     exports = leases.exports_for(session)
@@ -632,11 +665,7 @@ def _share_foreign(thing: Any, options: _Options) -> Shared:
         device = _device_of(PhysicalMemory.at(span.address, driver=driver))
     if known.kind is not MemoryKind.DEVICE or device is None:
         raise ValueError(f"{thing!r} is not device memory of this process")
-    stream = options.stream
-    if stream is None:
-        handle = interface.get("stream")
-        stream = device.default_stream if handle is None else Stream.of_handle(device, handle, thing)
-    ordered = _ordered(stream, session)
+    ordered = _ordered(_stream_of(thing, device) if options.stream is None else options.stream, session)
     with device.current():
         base, size = (int(value) for value in session.call("cuMemGetAddressRange", span.address))
         if span.address + span.nbytes > base + size:
@@ -646,40 +675,56 @@ def _share_foreign(thing: Any, options: _Options) -> Shared:
             )
         fields: dict[str, Any] = {"offset": span.address - base, "size": span.nbytes, "base_size": size}
         if known.pool is not None:
-            if options.handle_type == _FABRIC:
-                raise ValueError(f"{thing!r} is memory of a pool, and cannot be shared so: {leases.NO_FABRIC_POOLS}")
-            if not known.handle_types & leases.POSIX:
-                raise ValueError(
-                    f"{thing!r} is memory of a pool that was not made for sharing: have the library allocate from a "
-                    "pool with handle_types=POSIX_FILE_DESCRIPTOR (MemoryPool.make_current), or copy it to such a pool"
-                )
+            _check_pool_array(thing, options, known.handle_types)
             route = exports.route(known.pool)
             fields["payload"] = exports.leases.export_pointer(base)
-            return _describe(
-                exports, Mechanism.POOL_POINTER, device, ordered, options, {}, route=route, leased=base, **fields
-            )
+            draft = _Draft(options, exports, device, ordered, base)
+            draft.use_pool(route)
+            return draft.shared(Mechanism.POOL_POINTER, **fields)
         if known.legacy_ipc:
-            if options.handle_type is not None:
-                raise ValueError(
-                    f"{thing!r} is memory of cuMemAlloc, which is shared without a handle type: leave it out"
-                )
-            if not options.expose_block and (base % _LEGACY_BLOCK or size % _LEGACY_BLOCK):
-                raise ValueError(
-                    f"{thing!r} is not alone in its blocks of 2 MiB: an importer could read the rest of them. Share it "
-                    "with expose_block=True if it may, or copy it to a pool or to memory of whole blocks"
-                )
+            _check_block_array(thing, options, base, size)
             fields["payload"] = opaque_bytes(session.call("cuIpcGetMemHandle", base))
             fields["flags"] = Flags.LEASED if options.hold else 0
-            return _describe(exports, Mechanism.LEGACY, device, ordered, options, {}, **fields)
+            return _Draft(options, exports, device, ordered).shared(Mechanism.LEGACY, **fields)
         memory = PhysicalMemory.at(base, driver=driver)
-        kind = _handle_type([memory], options)
-        if not memory.properties.requested_handle_types & kind:
-            raise ValueError(
-                f"{thing!r} is mapped memory that was not made for sharing: create it with handle type {kind.name}"
-            )
-        if span.address + span.nbytes > base + memory.nbytes:
-            raise ValueError(f"{thing!r} lies in several chunks of physical memory: share them one by one")
+        _check_mapped_array(thing, options, memory, span.address - base + span.nbytes)
         return _share_chunks(thing, session, [memory], ordered, options, **fields)
+
+
+def _stream_of(thing: Any, device: Device) -> Stream:
+    """Return the stream that an array names, or else the device's default stream."""
+    handle = thing.__cuda_array_interface__.get("stream")
+    return device.default_stream if handle is None else Stream.of_handle(device, handle, thing)
+
+
+def _check_pool_array(thing: object, options: _Options, handle_types: MemHandleType) -> None:
+    if options.handle_type == _FABRIC:
+        raise ValueError(f"{thing!r} is memory of a pool, and cannot be shared so: {leases.NO_FABRIC_POOLS}")
+    if not handle_types & leases.POSIX:
+        raise ValueError(
+            f"{thing!r} is memory of a pool that was not made for sharing: have the library allocate from a "
+            "pool with handle_types=POSIX_FILE_DESCRIPTOR (MemoryPool.make_current), or copy it to such a pool"
+        )
+
+
+def _check_block_array(thing: object, options: _Options, base: int, size: int) -> None:
+    if options.handle_type is not None:
+        raise ValueError(f"{thing!r} is memory of cuMemAlloc, which is shared without a handle type: leave it out")
+    if not options.expose_block and (base % _LEGACY_BLOCK or size % _LEGACY_BLOCK):
+        raise ValueError(
+            f"{thing!r} is not alone in its blocks of 2 MiB: an importer could read the rest of them. Share it "
+            "with expose_block=True if it may, or copy it to a pool or to memory of whole blocks"
+        )
+
+
+def _check_mapped_array(thing: object, options: _Options, memory: PhysicalMemory, end: int) -> None:
+    kind = _handle_type([memory], options)
+    if not memory.properties.requested_handle_types & kind:
+        raise ValueError(
+            f"{thing!r} is mapped memory that was not made for sharing: create it with handle type {kind.name}"
+        )
+    if end > memory.nbytes:
+        raise ValueError(f"{thing!r} lies in several chunks of physical memory: share them one by one")
 
 
 # The first class that fits determines the function.

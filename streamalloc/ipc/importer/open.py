@@ -7,27 +7,21 @@ of pools that were closed, are released when a new one comes.
 from __future__ import annotations
 
 import contextlib
-import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from queue import SimpleQueue
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from typing_extensions import TypeVar
 
-from streamalloc.core.errors import CaptureError, StaleDescriptorError, undoing
+from streamalloc.core.errors import CaptureError, StaleDescriptorError, undoing, warn
 from streamalloc.core.internal import (
-    DeferredQueue,
     Device,
     Event,
     Fd,
     Stream,
     StreamLike,
     as_stream,
-    deferred_queue,
     direct_handle,
     opened_event,
     refuse_capture,
@@ -37,29 +31,25 @@ from streamalloc.core.session import PerDriver, Session, session_of
 from streamalloc.driver import Driver
 from streamalloc.driver import default as default_driver
 from streamalloc.driver.internal import cuda, opaque_struct
-from streamalloc.ipc.importer.background import OnceIdle, release_dropped
+from streamalloc.ipc.importer.announcement import Announcement
+from streamalloc.ipc.importer.background import OnceIdle
 from streamalloc.ipc.importer.imported import (
-    Contents,
-    Import,
+    HostLease,
     ImportedArray,
     ImportedBuffer,
     ImportedPool,
     ImportedRange,
+    Imports,
     LegacySource,
     PoolHandle,
     PoolSource,
-    RangeLease,
-    await_on,
-    is_ready,
-    notify_listener,
     open_import,
-    wait_until_ready,
 )
 from streamalloc.ipc.importer.relay import ImporterRelay
 from streamalloc.ipc.transport.channel import Channel
 from streamalloc.ipc.transport.handle_server import fetch
 from streamalloc.ipc.wire.control_block import SLOTS, ControlBlock
-from streamalloc.ipc.wire.descriptor import FABRIC, HEAD_BYTES, NOWHERE, Chunk, Descriptor, Flags, Head, Mechanism, Part
+from streamalloc.ipc.wire.descriptor import FABRIC, HEAD_BYTES, NOWHERE, Chunk, Descriptor, Flags, Head, Mechanism, Rest
 from streamalloc.vmm import PhysicalMemory
 from streamalloc.vmm.internal import check_mappable, import_memory
 
@@ -68,7 +58,10 @@ _BAD_HANDLE = "the descriptor that came along is no handle of this kind of memor
 
 
 class DriverVersionWarning(UserWarning):
-    """Exporter and importer run different drivers, which NVIDIA does not support."""
+    """Exporter and importer run different drivers, which NVIDIA does not support.
+
+    :func:`open` gives it.
+    """
 
 
 class Handles:
@@ -128,27 +121,17 @@ class Handles:
             fd.close()
 
 
-class Importer:
-    """The imports of one process through one driver."""
+class Importer(Imports):
+    """The imports of one process through one driver, found by the ids in descriptors."""
 
     def __init__(self, session: Session) -> None:
-        self.session = session
-        self.lock: AbstractContextManager[bool] = threading.RLock()
-        """Held while imports are counted, by code that waits for no stream and no process."""
-        self.deferred: DeferredQueue = deferred_queue(session)
+        super().__init__(session)
         self.version: int = int(session.call("cuDriverGetVersion"))
-        self.dropped: SimpleQueue[bool] = SimpleQueue()
-        """Wakes the thread that releases dropped imports; finalisers may put into this kind of queue."""
-        self._thread: threading.Thread | None = None
         self.blocks: dict[bytes, ControlBlock] = {}
-        self.handles: dict[int, PoolHandle] = {}
-        """Imported pools by ``CUmemoryPool``."""
         self.pools: dict[bytes, PoolHandle] = {}
         """Imported pools by id."""
         self.sources: dict[bytes, PoolSource] = {}
         """Sources by descriptor head, once an allocation was opened."""
-        self.imports: dict[bytes, Import] = {}
-        """Allocations of pools by the driver's export data."""
         self.ranges: weakref.WeakValueDictionary[bytes, ImportedRange] = weakref.WeakValueDictionary()
         self._devices: dict[bytes, Device] = {}
 
@@ -174,11 +157,10 @@ class Importer:
     def check_version(self, version: int) -> None:
         """Warn if the exporter runs another driver than this process."""
         if version != self.version:
-            warnings.warn(
+            warn(
                 f"the exporter runs a driver for CUDA {version // 1000}.{version % 1000 // 10}, this process one for "
                 f"{self.version // 1000}.{self.version % 1000 // 10}: NVIDIA supports equal ones only",
                 DriverVersionWarning,
-                stacklevel=4,
             )
 
     def block_of(self, described: Descriptor, handles: Handles) -> ControlBlock | None:
@@ -240,17 +222,13 @@ class Importer:
             with self.lock:
                 pool = self.pools.get(described.origin)
                 if pool is None:
-                    pool = self.pools[described.origin] = self._import(fd)
+                    new = PoolHandle(self)
+                    name = "cuMemPoolImportFromShareableHandle"
+                    self.session.create(new, "_raw", name, fd.fileno(), _POSIX_MEMBER, 0, hint=_BAD_HANDLE)
+                    pool = self.pools[described.origin] = self.handles.setdefault(int(new._raw), new)
                 return pool
         finally:
             fd.close()
-
-    def _import(self, fd: Fd) -> PoolHandle:
-        """Import a pool (``cuMemPoolImportFromShareableHandle``). :attr:`lock` is held."""
-        handle = PoolHandle(self.session, self.handles, self.lock)
-        name = "cuMemPoolImportFromShareableHandle"
-        self.session.create(handle, "_raw", name, fd.fileno(), _POSIX_MEMBER, 0, hint=_BAD_HANDLE)
-        return self.handles.setdefault(int(handle._raw), handle)
 
     def watch(self, described: Descriptor, handles: Handles, pool: PoolHandle) -> ControlBlock | None:
         """Note the mark of a pool's owner, which shows when the pool has ended; the owner's control block."""
@@ -260,40 +238,17 @@ class Importer:
             pool.marks.add((block, described.pool_mark))
         return block
 
-    def pool_source(self, head: Head, described: Descriptor, handles: Handles, device: Device) -> PoolSource:
-        """Return the source of an allocation of a pool."""
-        pool = self.pool(described, handles)
-        block = self.watch(described, handles, pool)
-        self._start_thread()
-        return PoolSource(head, pool, device, block, self.dropped, self.imports)
-
-    def legacy_source(self, described: Descriptor, handles: Handles, device: Device) -> LegacySource:
-        """Return the source of a block of ``cuMemAlloc``."""
-        self._start_thread()
-        return LegacySource(self.session, device, self.block_of(described, handles), self.dropped, described.flags)
-
     def keep(self, source: PoolSource) -> None:
         """Open later descriptors with the same head by the same source, without decoding the head again."""
         if source.leased and source.head.plain and source.head.driver_version == self.version:
             self.sources[source.head.data] = source
-
-    def _start_thread(self) -> None:
-        if self._thread is None:
-            args = (self.dropped, weakref.ref(self.session))
-            self._thread = threading.Thread(target=release_dropped, args=args, name="streamalloc drops", daemon=True)
-            try:
-                self._thread.start()
-            except BaseException:
-                self._thread = None
-                raise
-            weakref.finalize(self, self.dropped.put, False).atexit = False
 
     def _release_ended(self) -> None:
         """Release the control blocks and pools of exporters that have ended, and closed pools."""
         if not (self.handles or self.blocks):
             return
         with self.lock:
-            sources = [held.source for held in self.imports.values()]
+            sources = [held.source for held in self.allocations.values()]
             used: set[object] = {source.block for source in sources}
             used |= {source.handle for source in sources if isinstance(source, PoolSource)}
             for number, pool in list(self.handles.items()):
@@ -394,11 +349,11 @@ def open(
         # A later descriptor of a pool: its head was decoded and its handles imported before.
         importer = importer_of(session)
         source = importer.sources.get(data[:HEAD_BYTES])
-        part = None if source is None else source.head.part(data)
-        if source is not None and part is not None:
+        rest = None if source is None else source.head.rest(data)
+        if source is not None and rest is not None:
             if importer.deferred.has_work():
                 importer.deferred.work()
-            return _open_part(source, part, stream)  # type: ignore[return-value]
+            return _open_allocation(source, rest, stream)  # type: ignore[return-value]
     given = Handles(handles)
     try:
         return _open_first(session, data, given, stream, kind)  # type: ignore[return-value]
@@ -452,9 +407,10 @@ class _Request(NamedTuple):
         return self.importer.block_of(self.described, self.handles)
 
     @property
-    def announced(self) -> tuple[int, int, int]:
-        """Slot, generation and the value of ``ready``."""
-        return self.described.slot, self.described.generation, self.described.ready
+    def announced(self) -> Announcement | None:
+        """The announcement of the contents; None without a control block."""
+        described, block = self.described, self.block
+        return None if block is None else Announcement(block, described.slot, described.generation, described.ready)
 
 
 def _open_first(
@@ -498,12 +454,13 @@ def _arriving(request: _Request) -> Iterator[None]:
     """Block that opens a descriptor; its end releases the hold. For buffers, :func:`open_import` does that."""
     hold = request.described.hold
     block = request.block if hold else None
-    mark = None if block is None else block.mark("hold", hold)
+    if block is not None:
+        block.mark("hold", hold)  # raises if there is no such mark
     try:
         yield
     finally:
-        if mark is not None and mark.value == hold >> 32:
-            mark.value = 0
+        if block is not None:
+            block.end_hold(hold)
 
 
 def _ordered(stream: StreamLike, session: Session) -> Stream:
@@ -517,18 +474,20 @@ def _ordered(stream: StreamLike, session: Session) -> Stream:
     return ordered
 
 
-def _open_part(source: PoolSource | LegacySource, part: Part, stream: StreamLike | None) -> ImportedBuffer:
+def _open_allocation(source: PoolSource | LegacySource, rest: Rest, stream: StreamLike | None) -> ImportedBuffer:
     """Open an allocation by its first descriptor or a later one."""
     if direct_handle(stream, source.session) is not None:  # type: ignore[arg-type]
-        return open_import(source, part, stream)  # type: ignore[arg-type]
+        return open_import(source, rest, stream)  # type: ignore[arg-type]
     ordered = source.default_stream if stream is None else _ordered(stream, source.session)
-    if ordered.is_default and not is_ready(source.block, part.slot, part.ready):
-        # Before the import, which could not be released on a captured stream.
-        refuse_capture(ordered, "cuStreamWaitValue32", _NOT_IN_A_CAPTURE)
-    opened = open_import(source, part, ordered)
-    if stream is None and source.block is not None:
-        contents = Contents(source.block, part.slot, part.generation, part.ready)
-        opened._contents = None if contents.complete(opened) else contents
+    announced: Announcement | None = None
+    if source.block is not None:
+        announced = Announcement(source.block, rest.slot, rest.generation, rest.ready)
+        if ordered.is_default and not announced.written:
+            # Before the import, which could not be released on a captured stream.
+            refuse_capture(ordered, "cuStreamWaitValue32", _NOT_IN_A_CAPTURE)
+    opened = open_import(source, rest, ordered)
+    if stream is None and announced is not None and not announced.seen(opened):
+        opened._contents = announced
     return opened
 
 
@@ -536,8 +495,10 @@ def _open_pointer(request: _Request) -> ImportedBuffer:
     importer, described, data, handles, device, stream, _ = request
     known = described.origin in importer.pools
     try:
-        source = importer.pool_source(Head(data[:HEAD_BYTES]), described, handles, device)
-        opened = _open_part(source, described.part, stream)
+        pool = importer.pool(described, handles)
+        source = PoolSource(Head(data[:HEAD_BYTES]), pool, device, importer.watch(described, handles, pool))
+        importer.start_thread()
+        opened = _open_allocation(source, described.rest, stream)
     except (StaleDescriptorError, CaptureError):
         raise
     except BaseException:
@@ -550,8 +511,10 @@ def _open_pointer(request: _Request) -> ImportedBuffer:
 
 
 def _open_legacy(request: _Request) -> ImportedBuffer:
-    importer, described, _, handles, device, stream, _ = request
-    return _open_part(importer.legacy_source(described, handles, device), described.part, stream)
+    importer, described, _, _, device, stream, _ = request
+    source = LegacySource(importer, device, request.block, described.flags)
+    importer.start_thread()
+    return _open_allocation(source, described.rest, stream)
 
 
 def _open_pool(request: _Request) -> ImportedPool:
@@ -580,11 +543,12 @@ def _open_physical(request: _Request) -> PhysicalMemory | ImportedRange:
     memory = importer.memory(chunks[0], handles)
     with undoing(memory.close):
         check_mappable(memory)
-        block = request.block
-        wait_until_ready(block, described.slot, described.ready, ordered)
-    if stream is None and block is not None:
+        announced = request.announced
+        if announced is not None:
+            announced.precede(ordered)
+    if stream is None and announced is not None:
         # No stream is known that will use the memory, wherever that is mapped: the host waits.
-        await_on(block, described.slot, described.ready, None)
+        announced.wait(None)
     return memory
 
 
@@ -593,40 +557,39 @@ def _open_range(request: _Request, total: int, growable: bool) -> ImportedRange:
     chunks = described.chunks
     streams = [request.ordered]
     with contextlib.ExitStack() as undo:
-        leases: tuple[RangeLease, ...] = ()
+        lease: HostLease | None = None
         if described.flags & Flags.LEASED:
-            if block is None or described.handle_type != FABRIC:
+            if block is None:
                 raise ValueError("the descriptor is of physical memory, and has a lease without a control block")
-            importer._start_thread()
-            leases = (RangeLease(block, request.announced, device, importer.lock, importer.dropped),)
-            undo.enter_context(undoing(leases[0].end))
+            importer.start_thread()
+            words = block.importer_words(described.slot, block.importer)
+            lease = HostLease(importer, block, words, described.generation, device)
+            undo.enter_context(undoing(lease.end))
         opened = importer.ranges.get(described.origin) if growable else None
         if opened is None or opened.closed:
             capacity = described.base_size if growable else total
-            opened = ImportedRange(
-                device, capacity, {device.location: MemAccess.READWRITE}, streams[0], described.offset
-            )
+            rights = {device.location: MemAccess.READWRITE}
+            opened = ImportedRange(device, capacity, rights, streams[0], described.offset)
             undo.enter_context(undoing(opened.close))
         elif opened.stream.handle != streams[0].handle:
             streams.append(opened.stream)
         # Without the handles: a chunk is the same by whichever handle it is shared.
         ids = [chunk[:2] for chunk in chunks]
         opened.set_chunks(ids, lambda index: importer.memory(chunks[index], handles), described.size)
-        block = request.block
-        for ordered in streams:
-            if block is not None and importer.session.listener is not None:
-                notify_listener(opened, block, request.announced, ordered)
-            wait_until_ready(block, described.slot, described.ready, ordered)
-    if leases:
-        opened._take_lease(leases)
-    if block is not None:
-        opened._announced = block, described.slot, described.ready
+        announced = request.announced
+        if announced is not None:
+            for ordered in streams:
+                announced.notify_listener(opened, ordered)
+                announced.precede(ordered)
+    if lease is not None:
+        opened._take_lease(lease)
     if growable:
         importer.ranges[described.origin] = opened
-    if stream is None and block is not None and opened.stream.is_default:
-        # On another stream, it was opened before on that stream, which waits.
-        contents = (*opened._contents, Contents(block, *request.announced))
-        opened._contents = tuple(one for one in contents if not one.complete(opened))
+    if announced is not None:
+        opened._announced = announced
+        if stream is None and opened.stream.is_default:
+            # On another stream, it was opened before on that stream, which waits.
+            opened._contents = tuple(one for one in (*opened._contents, announced) if not one.seen(opened))
     return opened
 
 

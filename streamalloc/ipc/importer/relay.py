@@ -1,4 +1,4 @@
-"""The importer's side of a relay: it claims a place, and keeps a replica of the exporter's control block."""
+"""The importer's side of a relay: it claims an entry, and keeps a replica of the exporter's control block."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from streamalloc.ipc.wire.control_block import (
     reached,
     unlock_exporter,
 )
-from streamalloc.ipc.wire.relay import CLAIM, FAST, PLACES, Relay
+from streamalloc.ipc.wire.relay import CLAIM, ENTRIES, FAST, Relay
 
 _FABRIC = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_FABRIC
 _LOST, _HOLD = map(EXPORTER_WORDS.index, ("lost", "hold"))
@@ -37,7 +37,7 @@ class ImporterRelay(Relay):
     ValueError
         The memory is no relay of that control block.
     ConnectionError
-        The exporter has ended, or has no place left.
+        The exporter has ended, or has no entry left.
     CudaError
         The driver refuses the handle.
     """
@@ -53,7 +53,7 @@ class ImporterRelay(Relay):
         args = "cuMemImportFromShareableHandle", int(struct.getPtr()), _FABRIC
         super().__init__(session, device, *args, hint=f"{_ENDED}; {FABRIC_NEEDS}")
         self.handle = handle
-        self._place = -1
+        self._entry = -1
         self._claim = np.zeros(1, CLAIM)
         self._change = self._pulse = 0
         self._beat = -1
@@ -61,24 +61,24 @@ class ImporterRelay(Relay):
         with undoing(self.close):
             self._read(0, self._front)
             self._finish()
-            magic, found, slots, places, *_ = wire.HEAD.unpack(self._front[: wire.HEAD.size].tobytes())
-            if (magic, found, slots, places) != (wire.MAGIC, name, SLOTS, PLACES):
+            magic, found, slots, entries, *_ = wire.HEAD.unpack(self._front[: wire.HEAD.size].tobytes())
+            if (magic, found, slots, entries) != (wire.MAGIC, name, SLOTS, ENTRIES):
                 raise ValueError("the fabric handle in the descriptor is not the relay of its control block")
             self.block, self._exporter = ControlBlock.replicate(session, name)
             self.block.relay = self
-            self._take_place()
-            self.block.ready_at = self._base + wire.ready_at(self._place)
+            self._take_entry()
+            self.block.ready_at = self._base + wire.ready_at(self._entry)
             self.start()
 
-    def _take_place(self) -> None:
-        """Write the claim into free places until the exporter grants one."""
+    def _take_entry(self) -> None:
+        """Write the claim into free entries until the exporter grants one."""
         self._claim["id"] = 1 + secrets.randbelow((1 << 64) - 1)
         tried = -1
         while True:
             self._read(0, self._front)
             self._finish()
             if tried >= 0 and self._grants[tried]["id"] == self._claim["id"][0]:
-                self._place = tried
+                self._entry = tried
                 self._write(wire.rows_at(tried), self._rows)  # it may have those of an earlier importer
                 return
             if not self._is_there():
@@ -87,9 +87,9 @@ class ImporterRelay(Relay):
                 # Not always the first one: several importers may begin at once.
                 free = np.flatnonzero(self._grants["id"] == 0).tolist()
                 if not free:
-                    raise ConnectionError(f"the process that shared this memory has {PLACES} importers already")
+                    raise ConnectionError(f"the process that shared this memory has {ENTRIES} importers already")
                 tried = secrets.choice(free)
-                self._write(wire.CLAIMS_AT + CLAIM.itemsize * tried, self._claim)
+                self._write(wire.claim_at(tried), self._claim)
                 self._finish()
             time.sleep(FAST)
 
@@ -119,14 +119,14 @@ class ImporterRelay(Relay):
         return False
 
     def _is_mine(self) -> bool:
-        """Whether no other importer has the place.
+        """Whether no other importer has the entry.
 
         The exporter takes it from a process that was stopped for too long, and grants it again to the next claim.
         """
-        return bool(self._grants[self._place]["id"] in (0, self._claim["id"][0]))
+        return bool(self._grants[self._entry]["id"] in (0, self._claim["id"][0]))
 
     def _send(self) -> None:
-        """Write this importer's words to its place, and the claim."""
+        """Write this importer's words to its entry, and the claim."""
         block, rows = self.block, self._rows.copy()
         me, holds = block.importer, block.exporter_words[_HOLD]
         # In this order: who sees that a hold was ended must see the open, and who sees a close must see its open.
@@ -135,12 +135,12 @@ class ImporterRelay(Relay):
         for row, words in ((2, block.closed), (1, block.closing), (0, block.opened)):
             rows[row] = words[:, me]
         if not np.array_equal(rows, self._rows):
-            self._write(wire.rows_at(self._place), rows)
+            self._write(wire.rows_at(self._entry), rows)
             self._rows = rows
             self._change = (self._change + 1) % WORD
         self._pulse = (self._pulse + 1) % WORD
         self._claim["beat"], self._claim["change"] = self._pulse, self._change
-        self._write(wire.CLAIMS_AT + CLAIM.itemsize * self._place, self._claim)
+        self._write(wire.claim_at(self._entry), self._claim)
 
     def _receive(self, words: Words) -> None:
         """Write the exporter's words to the replica."""
@@ -169,7 +169,7 @@ class ImporterRelay(Relay):
             with self.lock:
                 if self.ended:
                     raise ConnectionError(_ENDED)
-                if reached(int(self._grants[self._place]["seen"]), wanted):
+                if reached(int(self._grants[self._entry]["seen"]), wanted):
                     break
             time.sleep(FAST)
 
@@ -180,7 +180,7 @@ class ImporterRelay(Relay):
         word = np.array([value], np.uint32)
         with contextlib.suppress(CudaError), self.lock, self.session.relaxed():
             if self._releases and self._is_mine():
-                self._write(wire.ready_at(self._place) + 4 * slot, word)
+                self._write(wire.ready_at(self._entry) + 4 * slot, word)
                 self._finish()
 
     def end(self) -> None:
@@ -190,10 +190,10 @@ class ImporterRelay(Relay):
             unlock_exporter(self._exporter)
 
     def leave(self) -> None:
-        """Release the place."""
-        if self._place >= 0:
+        """Release the entry."""
+        if self._entry >= 0:
             self._claim["id"] = 0
-            self._write(wire.CLAIMS_AT + CLAIM.itemsize * self._place, self._claim)
+            self._write(wire.claim_at(self._entry), self._claim)
             self._finish()
 
     def idle(self) -> bool:
@@ -201,7 +201,7 @@ class ImporterRelay(Relay):
         return self.block.idle()
 
     def close(self) -> None:
-        """Release the place, the replica and the relay. Idempotent."""
+        """Release the entry, the replica and the relay. Idempotent."""
         try:
             super().close()
         finally:

@@ -13,24 +13,14 @@ from streamalloc.core.properties import checked_type
 from streamalloc.core.session import Session, refuse_after_fork, session_of
 from streamalloc.driver import Driver
 from streamalloc.driver import default as default_driver
-from streamalloc.ipc.importer.imported import ImportedBuffer, await_on
+from streamalloc.ipc.importer.announcement import Announcement
+from streamalloc.ipc.importer.imported import ImportedBuffer
 from streamalloc.ipc.importer.open import Importer, importer_of
 from streamalloc.ipc.importer.open import open as open_shared
-from streamalloc.ipc.ring.protocol import (
-    END,
-    HALF,
-    ITEM,
-    MASK,
-    PACKET,
-    Introduction,
-    RingEnd,
-    RingEnding,
-    SlotMemory,
-    answer,
-)  # fmt: skip
+from streamalloc.ipc.ring.protocol import END, ITEM, PACKET, Introduction, RingEnd, RingEnding, SlotMemory, answer
 from streamalloc.ipc.transport.channel import Channel, Message, PeerGoneError, ProtocolError
 from streamalloc.ipc.transport.deadlines import end_of, left, now
-from streamalloc.ipc.wire.control_block import ControlBlock
+from streamalloc.ipc.wire.control_block import ControlBlock, reached
 
 # Seconds between two checks whether the producer is alive. Its channel stays open if a forked child has a copy.
 _LIVENESS_SECONDS = 0.25
@@ -46,7 +36,7 @@ class RingItem(SlotMemory):
     stream order. Later items in the same slot reuse the object.
     """
 
-    __slots__ = ("_any_stream", "_block", "_flags", "_number", "_ready", "_value", "_words")
+    __slots__ = ("_any_stream", "_block", "_mine", "_number", "_ready", "_value", "_words")
 
     def __init__(
         self, memory: ImportedBuffer, index: int, offset: int, block: ControlBlock, number: int, any_stream: bool
@@ -55,14 +45,14 @@ class RingItem(SlotMemory):
         self._any_stream = any_stream
         self._block = block
         self._number = number
-        self._flags = block.importer_words(number, block.importer)
-        """Flags of this consumer for the slot."""
+        self._mine = block.importer_words(number, block.importer)
+        """Words of this consumer for the slot."""
         self._words = block.slot_words(number)
-        """Flags of the producer for the slot."""
+        """Words of the producer for the slot."""
         self._ready = 0
-        """Value of the ready flag that means that the contents are complete."""
-        self._value = self._flags.closing.value
-        """Value that the consumer's flags get for this item."""
+        """Value of ``ready`` that means that the contents are complete."""
+        self._value = self._mine.closing.value
+        """Value that the consumer's words get for this item."""
 
     @property
     def lost(self) -> bool:
@@ -81,14 +71,16 @@ class RingItem(SlotMemory):
             The item was released, or the ring was closed.
         """
         at = self._at
-        if self._any_stream:
-            await_on(self._block, self._number, self._ready, None)
+        self._wait_on(None)
         return at
 
     def _await_on(self, stream: Stream) -> None:
         super()._await_on(stream)
+        self._wait_on(stream)
+
+    def _wait_on(self, stream: Stream | None) -> None:
         if self._any_stream:
-            await_on(self._block, self._number, self._ready, stream)
+            Announcement(self._block, self._number, 0, self._ready).wait(stream)
 
     def release(self, stream: StreamLike | None = None) -> None:
         """Release the slot after the work of ``stream`` (default: the ring's stream); idempotent.
@@ -97,12 +89,12 @@ class RingItem(SlotMemory):
         """
         if not self._held:
             return
-        flags = self._flags
+        mine = self._mine
         value = self._value
         ordered = self._stream if stream is None else as_stream(stream, session_of(self._stream))
-        self._block.write(ordered, flags.closed, value)
+        self._block.write(ordered, mine.closed, value)
         self._held = False
-        flags.closing.value = value
+        mine.closing.value = value
 
     def _leave(self, *, failed: bool) -> None:
         self.release()
@@ -219,12 +211,12 @@ class RingConsumer(RingEnd):
             if item._held:
                 self._refuse(data)
             words = item._words
-            if (words.ready.value - ready) & MASK >= HALF:
+            if words.ready.value != ready and not reached(words.ready.value, ready):
                 item._block.expect(item._number, ready)
                 item._block.wait(item._stream, words.ready, ready)
             if self._closed:
                 self._check_open()
-            item._flags.opened.value = value
+            item._mine.opened.value = value
             item._value = value
             item._ready = ready
             item._nbytes = nbytes
@@ -314,9 +306,9 @@ class _ConsumerEnding(RingEnding):
 
     def _release(self, item: RingItem, stream: Stream) -> None:
         item.release(stream)
-        if (item._flags.closed.value - item._value) & MASK >= HALF:
+        if not reached(item._mine.closed.value, item._value):
             # Released on another stream: the memory is closed after that stream's work too.
-            item._block.wait(stream, item._flags.closed, item._value)
+            item._block.wait(stream, item._mine.closed, item._value)
 
 
 def _attached(importer: Importer, names: list[bytes], message: Message) -> list[ControlBlock]:

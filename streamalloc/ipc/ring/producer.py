@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, NoReturn
 
-from streamalloc.core.errors import ClosedError, CudaError, size_text, undoing
+from streamalloc.core.errors import ClosedError, size_text, undoing
 from streamalloc.core.html import Row
 from streamalloc.core.internal import (
     Buffer,
@@ -28,9 +28,7 @@ from streamalloc.ipc.exporter.leases import Lease, hung_up, leases_of
 from streamalloc.ipc.exporter.share import Shared, share
 from streamalloc.ipc.ring.protocol import (
     END,
-    HALF,
     ITEM,
-    MASK,
     MOST_SLOTS,
     PACKET,
     Introduction,
@@ -41,7 +39,7 @@ from streamalloc.ipc.ring.protocol import (
 )
 from streamalloc.ipc.transport.channel import Channel, Message, PeerGoneError, ProtocolError
 from streamalloc.ipc.transport.deadlines import end_of, left
-from streamalloc.ipc.wire.control_block import IMPORTERS, ControlBlock, ImporterWords, SlotWords
+from streamalloc.ipc.wire.control_block import IMPORTERS, WORD, ControlBlock, ImporterWords, reached
 from streamalloc.pool import MemoryPool
 
 # The socket buffer has room for the packets of all slots, so that a send does not wait in practice.
@@ -53,22 +51,18 @@ _packed = PACKET.pack
 class Slot:
     """One slot of a producer, through all its uses."""
 
-    __slots__ = ("block", "flags", "index", "lease", "number", "ready", "used", "value", "words")
+    __slots__ = ("index", "lease", "theirs", "used", "value")
 
     def __init__(self, index: int, lease: Lease) -> None:
         self.index: int = index
         self.lease: Lease = lease
-        self.block: ControlBlock = lease.block
-        self.number: int = lease.slot
-        self.words: SlotWords = lease.words
-        self.ready: int = lease.words.last_announced
-        """Value of the ready flag that means that the contents are complete."""
+        """It has the words that the producer writes."""
         self.used: int = 0
         """Bytes of the item."""
-        self.flags: ImporterWords | None = None
-        """Flags of the last consumer; None: no consumer to wait for."""
+        self.theirs: ImporterWords | None = None
+        """Words of the last consumer; None: no consumer to wait for."""
         self.value: int = 0
-        """Value of these flags after the consumer has opened and closed it."""
+        """Value of these words after the consumer has opened and closed it."""
 
 
 class RingSlot(SlotMemory):
@@ -144,14 +138,14 @@ class RingSlot(SlotMemory):
 class ConsumerLink:
     """The producer's record of a consumer."""
 
-    __slots__ = ("blocks", "channel", "flags", "in_flight", "turn", "unsent")
+    __slots__ = ("blocks", "channel", "in_flight", "turn", "unsent", "words")
 
-    def __init__(self, channel: Channel, blocks: dict[ControlBlock, int], flags: list[ImporterWords]) -> None:
+    def __init__(self, channel: Channel, blocks: dict[ControlBlock, int], words: list[ImporterWords]) -> None:
         self.channel: Channel = channel
         self.blocks: dict[ControlBlock, int] = blocks
         """Importer number of the consumer, by control block."""
-        self.flags: list[ImporterWords] = flags
-        """Flags of the consumer, by slot."""
+        self.words: list[ImporterWords] = words
+        """Words of the consumer, by slot."""
         self.in_flight: dict[Slot, None] = {}
         """Slots sent to the consumer and not released, oldest first."""
         self.turn: int = 0
@@ -224,9 +218,9 @@ class Deliveries(RingEnding):
         if self.closed or not self.consumers:
             self.refuse()
         slot = self.free[0]
-        flags = slot.flags
-        if flags is not None and (flags.closed.value - slot.value) & MASK >= HALF:
-            slot.block.wait_closed(self.stream, flags, slot.value)
+        theirs, value = slot.theirs, slot.value
+        if theirs is not None and theirs.closed.value != value and not reached(theirs.closed.value, value):
+            slot.lease.block.wait_closed(self.stream, theirs, value)
         taken = RingSlot(self, slot)
         del self.free[0]
         taken._held = True
@@ -243,7 +237,7 @@ class Deliveries(RingEnding):
             with contextlib.suppress(OSError, ClosedError):
                 consumer.send()
             for slot in tuple(consumer.in_flight):
-                if slot.flags.closing.value == slot.value:  # type: ignore[union-attr]
+                if slot.theirs.closing.value == slot.value:  # type: ignore[union-attr]
                     del consumer.in_flight[slot]
                     self.free.append(slot)
         for consumer in tuple(self.leaving):
@@ -269,13 +263,13 @@ class Deliveries(RingEnding):
     def _take_unopened(self, consumers: Iterable[ConsumerLink]) -> None:
         """Move the slots that consumers have not opened to :attr:`unsent`, if the consumers have gone.
 
-        Flags of slots that they have opened are written when they release these, or by the watcher when they die.
+        Words of slots that they have opened are written when they release these, or by the watcher when they die.
         """
         self.settle()
         for consumer in _gone(consumers):
             for slot in tuple(consumer.in_flight):
-                if slot.flags.opened.value != slot.value:  # type: ignore[union-attr]
-                    slot.flags = None
+                if slot.theirs.opened.value != slot.value:  # type: ignore[union-attr]
+                    slot.theirs = None
                     self.unsent[slot] = None
                     del consumer.in_flight[slot]
 
@@ -291,13 +285,13 @@ class Deliveries(RingEnding):
         """Send a filled slot, from :attr:`unsent` or from ``holder``, to the consumer with the fewest slots."""
         while True:
             consumer = self._chosen()
-            flags = consumer.flags[slot.index]
-            value = (flags.closing.value + 1) & MASK
-            packet = _packed(ITEM, slot.index, slot.ready, value, slot.used)
+            theirs = consumer.words[slot.index]
+            value = (theirs.closing.value + 1) % WORD
+            packet = _packed(ITEM, slot.index, slot.lease.words.last_announced, value, slot.used)
             # In flight before the send: a signal handler may raise after the kernel has the packet.
             consumer.unsent = packet
             consumer.in_flight[slot] = None
-            slot.flags = flags
+            slot.theirs = theirs
             slot.value = value
             if holder is None:
                 del self.unsent[slot]
@@ -347,19 +341,12 @@ class Deliveries(RingEnding):
             if self.unsent:
                 self.deliver_unsent()
             slot = holder._slot
-            words, before = slot.words, slot.ready
-            # Before the write: after an interrupt no later item gets the same value.
-            slot.ready = words.last_announced = words.announced.value = ready = (before + 1) & MASK
             slot.used = holder._used
-            try:
-                slot.block.write(self.stream, words.ready, ready)
-            except (CudaError, ClosedError):
-                slot.ready = words.last_announced = words.announced.value = before
-                raise
+            slot.lease.announce(self.stream)
             self._deliver(slot, holder)
 
     def attempt(self) -> bool:
-        """Send the end to the consumers, free the memory, and release the flags when no consumer uses them."""
+        """Send the end to the consumers, free the memory, and release the slots when no consumer uses them."""
         with self.lock:
             if not self._end_sent:
                 self._send_end()
@@ -401,7 +388,10 @@ _LIVENESS_SECONDS = 0.05
 
 
 class RingStatistics(NamedTuple):
-    """Counters of a producer."""
+    """Counters of a producer.
+
+    :meth:`RingProducer.statistics` returns it.
+    """
 
     handed_off: int
     """Items handed to consumers so far."""
@@ -446,7 +436,7 @@ class RingProducer(RingEnd):
         with undoing(state.attempt):
             shared = share(buffer)
             state.slots += [Slot(index, leases_of(self._session).take()) for index in range(slots)]
-            self._blocks = list(dict.fromkeys(slot.block for slot in state.slots))
+            self._blocks = list(dict.fromkeys(slot.lease.block for slot in state.slots))
             self._hello, self._handles = self._introduction(shared)
             state.free.extend(state.slots)
             self._open(state)
@@ -488,7 +478,8 @@ class RingProducer(RingEnd):
 
     def _introduction(self, shared: Shared) -> tuple[bytes, tuple[Fd, ...]]:
         """The first message to a consumer, and its handles: those of the control blocks, then the buffer's."""
-        numbers = [(self._blocks.index(slot.block), slot.number) for slot in self._deliveries.slots]
+        leases = [slot.lease for slot in self._deliveries.slots]
+        numbers = [(self._blocks.index(lease.block), lease.slot) for lease in leases]
         names = [block.id for block in self._blocks]
         first = Introduction(names, numbers, self.slot_bytes, self._deliveries.stride, bytes(shared))
         return first.to_bytes(), (*(block.fd for block in self._blocks), *shared.fds)
@@ -499,9 +490,9 @@ class RingProducer(RingEnd):
             if importer >= IMPORTERS or not block.importer_alive(importer):
                 raise ProtocolError(f"a ring's consumer says that it is importer {importer}, which is nobody")
             block.watch_importer(importer)
-        slots = self._deliveries.slots
-        flags = [slot.block.importer_words(slot.number, blocks[slot.block]) for slot in slots]
-        return ConsumerLink(channel, blocks, flags)
+        leases = [slot.lease for slot in self._deliveries.slots]
+        words = [lease.block.importer_words(lease.slot, blocks[lease.block]) for lease in leases]
+        return ConsumerLink(channel, blocks, words)
 
     # -- slots -----------------------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
-"""The protocol of a ring: packets, flags in shared memory, slots, and the base of both ends.
+"""The protocol of a ring: packets, words in shared memory, slots, and the base of both ends.
 
-A hand-off exports and imports nothing. Streams and hosts write and wait for 32-bit flags in the producer's
+A hand-off exports and imports nothing. Streams and hosts write and wait for words of 32 bits in the producer's
 :class:`ControlBlock`. Slot ``k`` and consumer ``i`` have these:
 
 * ``ready[k]``: the producer's stream writes it after the contents, or the producer's host does if the stream is idle.
@@ -37,12 +37,9 @@ from streamalloc.ipc.wire.control_block import SLOTS
 MOST_SLOTS = 256
 """Limit of slots: the packets of all slots fit one socket buffer (278 packets by default on Linux), so that no hand-off
 blocks."""
-MASK = (1 << 32) - 1
-HALF = 1 << 31
-"""A flag ``w``, which counts up and wraps, is behind a number ``n`` if ``(w - n) & MASK >= HALF``."""
 
 PACKET = struct.Struct("<IIIIQ")
-"""A hand-off: kind, slot, value of the slot's ready flag, value of the consumer's flags, bytes used."""
+"""A hand-off: kind, slot, value of the slot's ``ready``, value of the consumer's words, bytes used."""
 ITEM = 1
 END = PACKET.pack(2, 0, 0, 0, 0)
 

@@ -4,30 +4,48 @@ from __future__ import annotations
 
 
 class StoreError(RuntimeError):
-    """A store refused a request."""
+    """A store refused a request.
+
+    The calls of a :class:`Store` raise it.
+    """
 
 
 class StoreKeyError(StoreError, KeyError):
-    """The store holds nothing under this key, or already holds something."""
+    """The store holds nothing under this key, or already holds something.
+
+    :meth:`Store.open`, :meth:`Store.write` and :meth:`Store.remove` raise it.
+    """
 
     def __str__(self) -> str:
         return RuntimeError.__str__(self)
 
 
 class StoreBusyError(StoreError):
-    """Another process writes this key, or serves a store of this name."""
+    """Another process writes this key, or serves a store of this name.
+
+    :meth:`Store.write` and :meth:`Store.serve` raise it.
+    """
 
 
 class StoreFullError(StoreError, MemoryError):
-    """The memory would exceed the limit of the store."""
+    """The memory would exceed the limit of the store.
+
+    :meth:`WeightsWriter.allocate` raises it.
+    """
 
 
 class StoreGoneError(StoreError, ConnectionError):
-    """The server of the store has ended, or closed the connection."""
+    """The server of the store has ended, or closed the connection.
+
+    The calls of a :class:`Store` raise it.
+    """
 
 
 class LayoutChangedError(StoreError, ValueError):
-    """The tensors under a key are others than the caller expects."""
+    """The tensors under a key are others than the caller expects.
+
+    :meth:`Store.open` and :meth:`Weights.attach` raise it.
+    """
 
 
 KINDS: dict[str, type[StoreError]]

@@ -48,7 +48,10 @@ _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_S
 
 
 class Tensor(NamedTuple):
-    """One tensor of an epoch."""
+    """One tensor of an epoch.
+
+    A :class:`Layout` has them; :meth:`WeightsWriter.place` takes one.
+    """
 
     dtype: str
     """A name of :data:`TYPES`."""
@@ -106,7 +109,10 @@ def numpy_type(name: str) -> np.dtype[Any]:
 
 
 class Layout(Mapping[str, Tensor]):
-    """The tensors of one epoch by name."""
+    """The tensors of one epoch by name.
+
+    An argument of :meth:`Store.open`, and :attr:`Weights.layout` of what it opened.
+    """
 
     __slots__ = ("_columns", "_digest", "_index")
 

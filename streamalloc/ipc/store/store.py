@@ -26,7 +26,10 @@ from streamalloc.ipc.transport.communicator import CommunicatorLike
 
 @dataclass(frozen=True)
 class StoreEntry:
-    """A key of a store, and who uses it."""
+    """A key of a store, and who uses it.
+
+    :meth:`Store.list` returns them.
+    """
 
     key: str
     epoch: int
@@ -55,7 +58,10 @@ class StoreEntry:
 
 @dataclass(frozen=True)
 class StoreStatistics:
-    """Identity of a store, and the sums of its contents."""
+    """Identity of a store, and the sums of its contents.
+
+    :meth:`Store.statistics` returns it.
+    """
 
     pid: int
     """Process identifier of the server."""

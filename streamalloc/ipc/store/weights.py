@@ -15,12 +15,11 @@ from streamalloc.core.internal import Device, Fd, Stream, StreamLike, TypedView,
 from streamalloc.core.properties import MemAccess
 from streamalloc.core.resource import Closes, close_all
 from streamalloc.core.session import Session
-from streamalloc.ipc.importer.imported import Contents, wait_until_ready
+from streamalloc.ipc.importer.announcement import Announcement
 from streamalloc.ipc.importer.open import importer_of
 from streamalloc.ipc.store.errors import LayoutChangedError, StoreError
 from streamalloc.ipc.store.manifest import Layout, Manifest, numpy_type, parse, read_file
 from streamalloc.ipc.store.protocol import Connection, Kind
-from streamalloc.ipc.wire.control_block import ControlBlock
 from streamalloc.ipc.wire.descriptor import FABRIC, Chunk, Descriptor, Foreign, Mechanism
 from streamalloc.vmm import AddressRange, RangeView
 from streamalloc.vmm.internal import After, ImportedChunk, map_side_by_side
@@ -121,8 +120,8 @@ class OpenEpoch:
     manifest: Manifest
     chunks: list[Any] = field(default_factory=list)
     """Each a :class:`ImportedChunk`, or :class:`PhysicalMemory` that this process has created."""
-    ready: tuple[ControlBlock, int, int, int] | None = None
-    """Control block, slot, generation and value of the announcement of the contents; None if they are there."""
+    ready: Announcement | None = None
+    """The announcement of the contents; None if they are there."""
 
     @classmethod
     def open(
@@ -162,7 +161,7 @@ class OpenEpoch:
         slot, generation, value = map(int, numbers)
         block = importer_of(session).control_block(bytes.fromhex(name), lambda _: Fd(os.dup(fd.fileno())))
         assert block is not None
-        self.ready = block, slot, generation, value
+        self.ready = Announcement(block, slot, generation, value)
 
     @property
     def nbytes(self) -> int:
@@ -201,7 +200,7 @@ class Weights(Tensors, Closes):
         self._any_stream = stream is None
         """Whether each stream that uses the weights waits for their contents, and not :attr:`stream` alone."""
         self.stream: Stream = device.default_stream if stream is None else as_stream(stream, session_of(device))
-        self._contents: Contents | None = None
+        self._contents: Announcement | None = None
 
     def _adopt(self, opened: OpenEpoch) -> None:
         self._epoch = opened
@@ -231,11 +230,9 @@ class Weights(Tensors, Closes):
         ready, self._contents = self._epoch.ready, None
         if ready is None:
             return
-        block, slot, generation, value = ready
-        wait_until_ready(block, slot, value, self.stream)
-        if self._any_stream:
-            contents = Contents(block, slot, generation, value)
-            self._contents = None if contents.complete(self.memory) else contents
+        ready.precede(self.stream)
+        if self._any_stream and not ready.seen(self.memory):
+            self._contents = ready
 
     def _await(self, view: StoredView, stream: Stream | None) -> None:
         if self._contents is not None:
@@ -274,7 +271,7 @@ class Weights(Tensors, Closes):
     def lost(self) -> bool:
         """Whether the contents that this process waited for never came, because the writer died."""
         ready = self._epoch.ready
-        return ready is not None and ready[0].slot_words(ready[1]).was_lost(ready[3])
+        return ready is not None and ready.lost
 
     def fabric_descriptor(self) -> bytes:
         """Return the descriptor by which processes of other machines of the IMEX domain open the memory.

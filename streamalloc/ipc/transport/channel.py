@@ -30,7 +30,7 @@ from typing_extensions import Buffer as BytesLike
 from streamalloc.core.errors import ClosedError, undoing
 from streamalloc.core.internal import Fd
 from streamalloc.core.resource import Closes, close_all
-from streamalloc.ipc.transport.deadlines import end_of, left, milliseconds, refuse
+from streamalloc.ipc.transport.deadlines import end_of, left, milliseconds
 
 Address: TypeAlias = Union[str, bytes, "os.PathLike[str]"]
 """Address of a :class:`Listener`: a path, or an abstract name with ``@`` or a zero byte first."""
@@ -125,15 +125,24 @@ MAX_HANDLES = 4096
 
 
 class ProtocolError(ValueError):
-    """A packet is no message of this library: it is cut off or damaged, or another version or program sent it."""
+    """A packet is no message of this library: it is cut off or damaged, or another version or program sent it.
+
+    :meth:`Channel.receive` and the ends of a :class:`Ring` raise it.
+    """
 
 
 class PeerGoneError(ConnectionError):
-    """The process at the other end has ended, or has closed its end."""
+    """The process at the other end has ended, or has closed its end.
+
+    The methods of :class:`Channel` and :class:`Ring` raise it.
+    """
 
 
 class Message(NamedTuple):
-    """A received message: bytes and descriptors."""
+    """A received message: bytes and descriptors.
+
+    :meth:`Channel.receive` returns it.
+    """
 
     data: bytes
     """The bytes that were sent."""
@@ -178,14 +187,13 @@ def rights_of(handles: Sequence[Fd | int]) -> list[_Rights]:
     """Descriptors as the ancillary data of ``sendmsg``."""
     if not handles:
         return []
-    numbers = [handle.fileno() if isinstance(handle, Fd) else checked_descriptor(handle) for handle in handles]
-    return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", numbers))]
+    return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", map(number_of, handles)))]
 
 
 def as_bytes(data: BytesLike) -> bytes:
-    """A copy of the data that a caller sends; ``TypeError`` if it is no bytes-like object."""
+    """The data that a caller sends, or a copy; ``TypeError`` if it is no bytes-like object."""
     try:
-        return bytes(memoryview(data))
+        return data if type(data) is bytes else bytes(memoryview(data))
     except (TypeError, BufferError):
         raise TypeError(
             f"data must be bytes, not {type(data).__name__} ({data!r}); memory, pools and events are sent with "
@@ -193,17 +201,22 @@ def as_bytes(data: BytesLike) -> bytes:
         ) from None
 
 
-def checked_descriptor(number: object) -> int:
-    """A descriptor's number, checked."""
-    if isinstance(number, bool) or not isinstance(number, int):
-        raise TypeError(f"a descriptor must be an Fd or an int, not {type(number).__name__} ({number!r})")
-    if number < 0:
-        raise ValueError(f"{number} is no descriptor: they are 0 or more")
-    return number
+def number_of(handle: Fd | int) -> int:
+    """A descriptor's number; ``TypeError`` or ``ValueError`` if it cannot be one."""
+    if isinstance(handle, Fd):
+        return handle.fileno()
+    if isinstance(handle, bool) or not isinstance(handle, int):
+        raise TypeError(f"a descriptor must be an Fd or an int, not {type(handle).__name__} ({handle!r})")
+    if handle < 0:
+        raise ValueError(f"{handle} is no descriptor: they are 0 or more")
+    return handle
 
 
 def packets_of(data: bytes, handles: Sequence[Fd | int]) -> Iterator[Packet]:
-    """The packets of a message that is too large for one packet."""
+    """The packets of a message: one, or several parts if it is too large for one."""
+    if len(data) <= PACKET_DATA and len(handles) <= PACKET_HANDLES:
+        yield header(MAGIC, VERSION, len(handles), len(data)) + data, handles
+        return
     if len(data) > MAX_DATA or len(handles) > MAX_HANDLES:
         raise ValueError(
             f"a message of {len(data)} bytes and {len(handles)} descriptors: at most {MAX_DATA} and {MAX_HANDLES} "
@@ -279,7 +292,7 @@ _make = tuple.__new__  # Message() calls this too, and takes three times as long
 
 
 class _Socket(socket.socket):
-    """A socket that closes without a ``ResourceWarning`` when it is dropped."""
+    """A socket that closes without a ``ResourceWarning`` when it is dropped, also in a reference cycle."""
 
     def __del__(self) -> None:
         # The close of the C type: a signal handler may have raised before the object had its attributes.
@@ -453,7 +466,7 @@ class Channel(_SocketOwner):
         PermissionError
             The other end belongs to another user.
         """
-        number = fd.fileno() if isinstance(fd, Fd) else checked_descriptor(fd)
+        number = number_of(fd)
         try:
             connection = socket.socket(fileno=number)
         except OSError as error:
@@ -485,9 +498,9 @@ class Channel(_SocketOwner):
         Parameters
         ----------
         data
-            At most :data:`MAX_DATA` bytes (1 MiB).
+            At most 1 MiB.
         handles
-            At most :data:`MAX_HANDLES` descriptors. The receiver gets duplicates; the caller still owns these.
+            At most 4096 descriptors. The receiver gets duplicates; the caller still owns these.
         timeout
             Seconds to wait for room in the receiver's queue; None: :attr:`timeout`.
 
@@ -504,14 +517,9 @@ class Channel(_SocketOwner):
             This end is closed.
         """
         wait = self.timeout if timeout is None else timeout
-        if handles or type(data) is not bytes or len(data) > PACKET_DATA or not (wait is None or wait >= 0):
-            self._send_slowly(data, handles, wait)
-            return
-        packet = header(MAGIC, VERSION, 0, len(data)) + data
-        try:
-            self._send(packet, _SEND)
-        except OSError:
-            self._send_packets([(packet, ())], wait)
+        plain = not handles and type(data) is bytes and len(data) <= PACKET_DATA and (wait is None or wait >= 0)
+        if not (plain and self._offer(data)):  # type: ignore[arg-type]
+            self._send_packets(packets_of(as_bytes(data), handles), wait)
 
     def _offer(self, data: bytes) -> bool:
         """Send a message of one packet without waiting; whether it was sent. :meth:`send` raises the reason."""
@@ -541,8 +549,8 @@ class Channel(_SocketOwner):
             This end is closed.
         """
         wait = self.timeout if timeout is None else timeout
-        if wait is not None and not wait >= 0:
-            refuse(wait)
+        if wait is not None and not wait > 0:
+            end_of(wait)  # raises if it is negative
         end: float | None = None
         while True:
             try:
@@ -561,15 +569,6 @@ class Channel(_SocketOwner):
             if message is not None:
                 return message
             end = end_of(wait) if end is None else end
-
-    def _send_slowly(self, data: BytesLike, handles: Sequence[Fd | int], wait: float | None) -> None:
-        if wait is not None and not wait >= 0:
-            refuse(wait)
-        body = data if type(data) is bytes else as_bytes(data)
-        if len(body) > PACKET_DATA or len(handles) > PACKET_HANDLES:
-            self._send_packets(packets_of(body, handles), wait)
-        else:
-            self._send_packets([(header(MAGIC, VERSION, len(handles), len(body)) + body, handles)], wait)
 
     def _send_packets(self, packets: Iterable[Packet], wait: float | None) -> None:
         """Send packets; wait for room where the receiver's queue is full."""

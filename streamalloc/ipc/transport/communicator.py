@@ -26,7 +26,7 @@ from streamalloc.core.errors import ClosedError
 from streamalloc.core.internal import Fd
 from streamalloc.core.properties import checked_type
 from streamalloc.core.resource import Closes
-from streamalloc.ipc.transport.channel import Channel
+from streamalloc.ipc.transport.channel import Channel, number_of
 from streamalloc.ipc.transport.deadlines import left
 from streamalloc.ipc.transport.process_group import (
     Call,
@@ -78,7 +78,10 @@ class Communicator(Protocol):
 
 
 class ProcessGroupLike(Protocol):
-    """An object with a rank, a size, and an all-gather of bytes that blocks."""
+    """An object with a rank, a size, and an all-gather of bytes that blocks.
+
+    :func:`as_communicator` accepts it.
+    """
 
     @property
     def rank(self) -> int:
@@ -93,7 +96,10 @@ class ProcessGroupLike(Protocol):
 
 
 class MPIGroupLike(Protocol):
-    """The same interface with mpi4py's names."""
+    """The same interface with mpi4py's names.
+
+    :func:`as_communicator` accepts it.
+    """
 
     def Get_rank(self) -> int:
         """This process's number, from 0."""
@@ -106,7 +112,10 @@ class MPIGroupLike(Protocol):
 
 
 class TorchGroupLike(Protocol):
-    """A process group of ``torch.distributed``."""
+    """A process group of ``torch.distributed``.
+
+    :func:`as_communicator` accepts it.
+    """
 
     def rank(self) -> int:
         """This process's number, from 0."""
@@ -162,7 +171,7 @@ class _Group(Closes):
         handles = tuple(handles)
         # Check first that each is open: an error during the exchange would end the group.
         for handle in handles:
-            os.fstat(handle.fileno() if isinstance(handle, Fd) else handle)
+            os.fstat(number_of(handle))
         with self._call(timeout) as limit:
             mesh = self._connected(limit)
             if isinstance(mesh, Mesh):
@@ -243,6 +252,8 @@ def _apart(hosts: Sequence[str]) -> str:
 class AllgatherCommunicator(_Group):
     """A communicator over any object with a rank, a size, and an all-gather of bytes that blocks.
 
+    :func:`as_communicator` makes it.
+
     Parameters
     ----------
     group
@@ -270,7 +281,10 @@ class AllgatherCommunicator(_Group):
 
 
 class SelfCommunicator(_Group):
-    """A group of this process alone."""
+    """A group of this process alone.
+
+    :class:`~streamalloc.multicast.SymmetricMemory` takes it as any :class:`Communicator`.
+    """
 
     __slots__ = ()
 
@@ -284,6 +298,9 @@ class SelfCommunicator(_Group):
 
 class ProcessCommunicator(_Group):
     """A group of processes of one machine; :meth:`create` makes one communicator for each process.
+
+    ``notebooks/examples/symmetric_multiprocessing.py`` gives one to each process;
+    :class:`~streamalloc.multicast.SymmetricMemory` takes it.
 
     Pass each one to its process as an argument of ``multiprocessing.Process``, before its first call. The processes
     connect at the first call.
@@ -342,6 +359,8 @@ _abandoned: list[Any] = []
 
 class MPICommunicator(_Group):
     """A group of MPI processes. Every rank makes one.
+
+    :func:`as_communicator` makes it of mpi4py's; ``notebooks/examples/symmetric_mpi.py`` is a program.
 
     The first call duplicates ``comm``, so that messages of this library and of the program cannot mix. An error of that
     call cannot name the missing ranks.
@@ -434,6 +453,8 @@ class MPICommunicator(_Group):
 
 class TorchCommunicator(_Group):
     """A group of ``torch.distributed``. Every rank makes one; several of one group in the same order on every rank.
+
+    :func:`as_communicator` makes it; ``notebooks/examples/symmetric_torchrun.py`` is a program.
 
     Bytes travel through the group's store, with any backend: no tensor and no device is used, and nothing is pickled.
 

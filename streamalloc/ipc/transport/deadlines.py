@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from typing import NoReturn
 
 _DAY = 86400.0
 
@@ -13,17 +12,18 @@ now: Callable[[], float] = time.monotonic
 """Seconds on the monotonic clock."""
 
 
-def refuse(wait: float) -> NoReturn:
-    """Raise ``ValueError`` for a timeout that is negative or not a number."""
-    raise ValueError(f"timeout={wait!r}: it must be 0 or more seconds, or None for no limit")
-
-
 def end_of(wait: float | None) -> float | None:
-    """The deadline of a timeout, in seconds on the monotonic clock; None: no deadline."""
+    """The deadline of a timeout, in seconds on the monotonic clock; None: no deadline.
+
+    Raises
+    ------
+    ValueError
+        The timeout is negative or not a number.
+    """
     if wait is None:
         return None
     if not wait >= 0:
-        refuse(wait)
+        raise ValueError(f"timeout={wait!r}: it must be 0 or more seconds, or None for no limit")
     return now() + wait
 
 

@@ -77,10 +77,13 @@ class _Server:
             self._answer(client, poll)
 
     def _answer(self, client: Channel, poll: select.poll) -> None:
-        """Answer a client's next request, if it has come."""
+        """Answer a client's request, if it has come, and drop the client."""
         number = client.fileno()
-        try:
-            name, given = client.receive(timeout=0)
+        with contextlib.suppress(Exception):
+            try:
+                name, given = client.receive(timeout=0)
+            except TimeoutError:
+                return  # It has until its deadline.
             close_all(given)
             found = self._find(name)
             try:
@@ -88,13 +91,7 @@ class _Server:
             except ClosedError:
                 # Closed since find(), by its owner or by a user of it.
                 client.send(b"", timeout=0)
-            # The latest deadline is the last entry.
-            del self._clients[number]
-            self._clients[number] = client, now() + _SECONDS
-        except TimeoutError:
-            pass  # No request has come, or there is no room for the answer: the client has until its deadline.
-        except Exception:
-            self._drop(poll, number)
+        self._drop(poll, number)
 
     def _drop(self, poll: select.poll, number: int = -1) -> None:
         """Close a client; default: the one with the earliest deadline."""

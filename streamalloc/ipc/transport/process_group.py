@@ -26,6 +26,7 @@ from streamalloc.ipc.transport.channel import (
     Listener,
     PeerGoneError,
     ProtocolError,
+    number_of,
 )
 from streamalloc.ipc.transport.deadlines import end_of, left, milliseconds
 
@@ -64,6 +65,8 @@ class Limit(NamedTuple):
 
 class GroupError(Exception):
     """A call of a group has failed.
+
+    The calls of a :class:`Communicator` raise it.
 
     Attributes
     ----------
@@ -215,7 +218,7 @@ class Mesh(Closes):
         try:
             packets = _packets(call, self._calls, data, handles)
             for one in handles:
-                own.append(Fd(os.dup(one.fileno() if isinstance(one, Fd) else one)))
+                own.append(Fd(os.dup(number_of(one))))
             links += [_Link(rank, channel, len(packets)) for rank, channel in self._channels.items()]
             self._run(call, links, packets, limit)
         except BaseException as error:

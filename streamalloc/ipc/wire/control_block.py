@@ -74,15 +74,13 @@ _DEAD = _HEADER_BYTES - 4
 EXPORTER_WORDS = ("generation", "announced", "ready", "lost", "pool", "hold")
 """Kinds of words that the exporter writes."""
 _IMPORTER_WORDS = ("opened", "closing", "closed")
-_BYTES = _HEADER_BYTES + 4 * SLOTS * (len(EXPORTER_WORDS) + len(_IMPORTER_WORDS) * IMPORTERS)
 # Offset of the first word of each kind, and distance between the words of two slots or marks, in bytes.
-_LAYOUT = {
-    **{name: (_HEADER_BYTES + 4 * SLOTS * index, 4) for index, name in enumerate(EXPORTER_WORDS)},
-    **{
-        name: (_HEADER_BYTES + 4 * SLOTS * (len(EXPORTER_WORDS) + IMPORTERS * index), 4 * IMPORTERS)
-        for index, name in enumerate(_IMPORTER_WORDS)
-    },
-}
+_LAYOUT: dict[str, tuple[int, int]] = {}
+_BYTES = _HEADER_BYTES
+for _name in (*EXPORTER_WORDS, *_IMPORTER_WORDS):
+    _step = 4 * IMPORTERS if _name in _IMPORTER_WORDS else 4
+    _LAYOUT[_name] = _BYTES, _step
+    _BYTES += SLOTS * _step
 _REGISTER_PORTABLE_AND_MAPPED = 3
 _NOT_READY = cuda.CUresult.CUDA_ERROR_NOT_READY
 _RELAXED = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
@@ -133,12 +131,12 @@ class SlotWords:
 class ImporterWords:
     """The words of one slot that one importer writes."""
 
-    __slots__ = ("awaited", "blocks", "closed", "closing", "importer", "opened", "slot_words")
+    __slots__ = ("awaited", "closed", "closing", "importer", "opened", "slot_words", "users")
 
     awaited: int
     """The last value of ``closed`` that streams of this process wait for."""
-    blocks: set[object]
-    """Imports of the slot's block of ``cuMemAlloc``, of which the importer may have several."""
+    users: set[object]
+    """Uses of the slot's memory whose closes the host counts; the importer may have several."""
 
     def __init__(self, block: ControlBlock, slot: int, importer: int) -> None:
         self.importer: int = importer
@@ -147,7 +145,7 @@ class ImporterWords:
         self.closing: Word = block.word("closing", slot, importer)
         self.closed: Word = block.word("closed", slot, importer)
         self.awaited = self.closed.value
-        self.blocks = set()
+        self.users = set()
 
 
 class Mark:
@@ -169,7 +167,7 @@ class Mark:
         except IndexError:
             return
         self.number = value << 32 | self._index
-        self._word = block.mark_word(kind, self._index)
+        self._word = block.word(kind, self._index)
         self._word.value = value
 
     def over(self) -> bool:
@@ -213,7 +211,6 @@ class ControlBlock:
         """Slot and value of ``ready`` that streams of this process wait for."""
         self._marks = {"pool": list(range(SLOTS)), "hold": list(range(SLOTS))}
         """Indexes of free marks, by kind."""
-        self._mark_words: dict[str, dict[int, Word]] = {"pool": {}, "hold": {}}
         self._values = itertools.count(secrets.randbits(31))
         self._map = mmap.mmap(fd.fileno(), _BYTES)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
@@ -226,9 +223,8 @@ class ControlBlock:
         # Locks belong to the open file, which a received descriptor shares with the sender: open it anew.
         self._own = _reopened(fd)
         self.slots: dict[int, SlotWords] = {}
-        self.own: dict[int, ImporterWords] = {}
-        """The results of :meth:`own_words`, by slot."""
-        self._importers: dict[tuple[int, int], ImporterWords] = {}
+        self.importers: dict[tuple[int, int], ImporterWords] = {}
+        """The results of :meth:`importer_words`, by slot and importer."""
         self._raw: int | None = None
         """Address registered with the driver; None before and after, and without ``for_streams``."""
         session.shut_with_me(self)
@@ -335,22 +331,19 @@ class ControlBlock:
         return self.slots.setdefault(slot, SlotWords(self, slot)) if words is None else words
 
     def importer_words(self, slot: int, importer: int) -> ImporterWords:
-        """Return an importer's words of a slot."""
-        key = slot, importer
-        words = self._importers.get(key)
-        return self._importers.setdefault(key, ImporterWords(self, slot, importer)) if words is None else words
-
-    def own_words(self, slot: int) -> ImporterWords:
-        """Return this importer's words of a slot.
+        """Return an importer's words of a slot.
 
         Raises
         ------
         ValueError
             There is no such slot.
         """
-        if slot >= SLOTS:
-            raise ValueError(f"the descriptor's slot {slot} does not exist: its control block has {SLOTS}")
-        words = self.own[slot] = self.importer_words(slot, self.importer)
+        key = slot, importer
+        words = self.importers.get(key)
+        if words is None:
+            if slot >= SLOTS:
+                raise ValueError(f"the descriptor's slot {slot} does not exist: its control block has {SLOTS}")
+            words = self.importers.setdefault(key, ImporterWords(self, slot, importer))
         return words
 
     def new_mark(self, kind: str) -> Mark:
@@ -372,13 +365,13 @@ class ControlBlock:
         index = number % WORD
         if index >= SLOTS:
             raise ValueError(f"the descriptor's {kind} mark {index} does not exist: its control block has {SLOTS}")
-        return self.mark_word(kind, index)
+        return self.word(kind, index)
 
-    def mark_word(self, kind: str, index: int) -> Word:
-        """Return the word of a mark."""
-        words = self._mark_words[kind]
-        word = words.get(index)
-        return words.setdefault(index, self.word(kind, index)) if word is None else word
+    def end_hold(self, number: int) -> None:
+        """End a hold whose descriptor has arrived; errors as for :meth:`marked`."""
+        word = self.mark("hold", number)
+        if word.value == number >> 32:
+            word.value = 0
 
     def all_closed(self, words: SlotWords) -> bool:
         """Whether all importers that opened a slot have closed it, and their work has ended."""
@@ -453,9 +446,8 @@ class ControlBlock:
     # -- life and death --------------------------------------------------------------------------------------
 
     def _alive(self, byte: int) -> bool:
-        query = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
-        kind: int = _LOCK.unpack(fcntl.fcntl(self._own.fileno(), fcntl.F_OFD_GETLK, query))[0]
-        return kind != fcntl.F_UNLCK
+        kind, *_ = _LOCK.unpack(_lock(self._own, fcntl.F_OFD_GETLK, fcntl.F_WRLCK, byte))
+        return bool(kind != fcntl.F_UNLCK)
 
     def exporter_alive(self) -> bool:
         """Whether the process that made the block lives."""
@@ -527,7 +519,7 @@ class ControlBlock:
     def _end(self, importer: int) -> None:
         self.closing[:, importer] = self.opened[:, importer]
         self.closed[:, importer] = self.opened[:, importer]
-        for words in list(self._importers.values()):
+        for words in list(self.importers.values()):
             if words.importer == importer and not reached(words.closed.value, words.awaited):
                 # The importer has overwritten its words, and a stream of this process waits for another value.
                 words.opened.value = words.closing.value = words.closed.value = words.awaited
@@ -548,9 +540,14 @@ def _reopened(file: Fd) -> Fd:
     return Fd(os.open(f"/proc/self/fd/{file.fileno()}", os.O_RDWR | os.O_CLOEXEC))
 
 
+def _lock(file: Fd, command: int, kind: int, byte: int) -> bytes:
+    """Call ``fcntl`` for the lock of one byte, which belongs to the open file and not to the process."""
+    return fcntl.fcntl(file.fileno(), command, _LOCK.pack(kind, os.SEEK_SET, byte, 1, 0))
+
+
 def _try_lock(file: Fd, byte: int) -> bool:
     try:
-        fcntl.fcntl(file.fileno(), fcntl.F_OFD_SETLK, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
+        _lock(file, fcntl.F_OFD_SETLK, fcntl.F_WRLCK, byte)
     except BlockingIOError:
         return False
     return True
@@ -558,7 +555,7 @@ def _try_lock(file: Fd, byte: int) -> bool:
 
 def _unlock(file: Fd, byte: int) -> None:
     # A forked child of this process may have the file, too: closing it would not release the lock.
-    fcntl.fcntl(file.fileno(), fcntl.F_OFD_SETLK, _LOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, byte, 1, 0))
+    _lock(file, fcntl.F_OFD_SETLK, fcntl.F_UNLCK, byte)
 
 
 def unlock_exporter(lock: Fd) -> None:
@@ -615,7 +612,7 @@ def _is_block(fd: Fd, name: bytes) -> bool:
 
 def _wait_for_death(reference: weakref.ref[ControlBlock], file: Fd, byte: int) -> None:
     with file:
-        fcntl.fcntl(file.fileno(), fcntl.F_OFD_SETLKW, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
+        _lock(file, fcntl.F_OFD_SETLKW, fcntl.F_WRLCK, byte)
         # The lock is held until the words are written, so that no new importer takes the index before.
         block = reference()
         if block is not None:

@@ -17,7 +17,10 @@ from typing import NamedTuple
 
 
 class Mechanism(enum.IntEnum):
-    """The driver's mechanism by which memory is shared."""
+    """The driver's mechanism by which memory is shared.
+
+    The field ``mechanism`` of :class:`Descriptor`, chosen by :func:`share`.
+    """
 
     POOL = 1
     """A pool: ``cuMemPoolExportToShareableHandle``."""
@@ -26,7 +29,7 @@ class Mechanism(enum.IntEnum):
     PHYSICAL = 3
     """Physical memory, one or several chunks: ``cuMemExportToShareableHandle``."""
     LEGACY = 4
-    """A block of ``cuMemAlloc``: ``cuIpcGetMemHandle``."""
+    """An allocation of ``cuMemAlloc``: ``cuIpcGetMemHandle``."""
     EVENT = 5
     """An event: ``cuIpcGetEventHandle``."""
 
@@ -47,9 +50,9 @@ FABRIC_BYTES = 64
 _HEAD = struct.Struct("<5sHBI16s16s16s16sQIIIHH")
 HEAD_BYTES = _HEAD.size
 """Bytes of a head."""
-# The part, different for each allocation: slot, generation, ready; offset, size, base size; hold.
-_PART = struct.Struct("<IIIQQQQ")
-_BODY = _HEAD.size + _PART.size
+# The rest, different for each allocation: slot, generation, ready; offset, size, base size; hold.
+_REST = struct.Struct("<IIIQQQQ")
+_BODY = _HEAD.size + _REST.size
 _HOLD = struct.Struct("<Q")
 _FLAGS_AT = _HEAD.size - struct.calcsize("<IIIHH")
 _HOLD_AT = _BODY - _HOLD.size
@@ -61,11 +64,11 @@ NOWHERE = bytes(16)
 """The id of no control block, no endpoint or no origin."""
 PAYLOAD_BYTES = 64
 """Bytes of ``CUmemPoolPtrExportData``."""
-# The bytes that follow the head of an allocation: the part, the driver's export data, the checksum.
-_ALLOCATION = struct.Struct(f"{_PART.format}{PAYLOAD_BYTES}s")
+# The bytes that follow the head of an allocation: the rest, the driver's export data, the checksum.
+_ALLOCATION = struct.Struct(f"{_REST.format}{PAYLOAD_BYTES}s")
 _ALLOCATION_BYTES = _HEAD.size + _ALLOCATION.size + _CHECK.size
-pack_part: Callable[..., bytes] = _ALLOCATION.pack
-"""Pack the fields of a :class:`Part`: the bytes between the head of an allocation and the checksum."""
+pack_rest: Callable[..., bytes] = _ALLOCATION.pack
+"""Pack the fields of a :class:`Rest`: the bytes between the head of an allocation and the checksum."""
 _unpack, _crc = struct.Struct(_ALLOCATION.format + "I").unpack_from, zlib.crc32
 
 MOST_CHUNKS = 2048
@@ -86,7 +89,10 @@ class Foreign:
 
 
 class Chunk(NamedTuple):
-    """A chunk of physical memory."""
+    """A chunk of physical memory.
+
+    The field ``chunks`` of :class:`Descriptor`.
+    """
 
     id: bytes
     """16 bytes that name the memory for all processes."""
@@ -112,7 +118,7 @@ class Flags:
     """The shared part is an array: the payload ends with its type and shape."""
 
 
-class Part(NamedTuple):
+class Rest(NamedTuple):
     """The fields of an allocation's descriptor that differ from allocation to allocation."""
 
     slot: int
@@ -142,7 +148,7 @@ class Head:
         _, _, _, total, *_, self.flags, self.driver_version, handle_type, extra, count = _HEAD.unpack(data)
         lengths = (total, extra, count) == (_ALLOCATION_BYTES, PAYLOAD_BYTES, 0)
         self.plain: bool = lengths and handle_type in (0, 1) and not self.flags & (~_FLAGS | Flags.ARRAY)
-        """Whether :meth:`part` can decode descriptors with this head."""
+        """Whether :meth:`rest` can decode descriptors with this head."""
 
     @classmethod
     def of(cls, ids: tuple[bytes, ...], pool_mark: int, flags: int, driver_version: int, handle_type: int) -> Head:
@@ -150,7 +156,7 @@ class Head:
         fields = (pool_mark, flags, driver_version, handle_type, PAYLOAD_BYTES, 0)
         return cls(_HEAD.pack(MAGIC, VERSION, Mechanism.POOL_POINTER, _ALLOCATION_BYTES, *ids, *fields))
 
-    def part(self, data: bytes) -> Part | None:
+    def rest(self, data: bytes) -> Rest | None:
         """Read the rest of a descriptor with this head, which is :attr:`plain`; None if it is invalid.
 
         :meth:`Descriptor.from_bytes` names the error then.
@@ -161,7 +167,7 @@ class Head:
         _, _, _, offset, size, base_size, _, _, checksum = fields
         if _crc(data[HEAD_BYTES:-4], self.checksum) != checksum or not offset + size <= base_size <= _MOST_BYTES:
             return None
-        return _make(Part, fields[:8])
+        return _make(Rest, fields[:8])
 
 
 def with_hold(data: bytes, hold: int) -> bytes:
@@ -208,6 +214,8 @@ def _split_array(payload: bytes, size: int) -> tuple[bytes, str, tuple[int, ...]
 
 class Descriptor(NamedTuple):
     """The fields of a descriptor; sizes and offsets in bytes.
+
+    :attr:`Shared.descriptor` returns it.
 
     Attributes
     ----------
@@ -263,9 +271,9 @@ class Descriptor(NamedTuple):
     shape: tuple[int, ...] = ()
 
     @property
-    def part(self) -> Part:
+    def rest(self) -> Rest:
         """The fields that an allocation is opened by."""
-        return _make(Part, (*self[6:9], *self[11:14], self.hold, self.payload))
+        return _make(Rest, (*self[6:9], *self[11:14], self.hold, self.payload))
 
     def to_bytes(self) -> bytes:
         """Pack the descriptor."""
@@ -277,7 +285,7 @@ class Descriptor(NamedTuple):
         total = _SHORTEST + len(payload) + len(chunks)
         fields = (self.flags, self.driver_version, self.handle_type, len(payload), len(self.chunks))
         body = _HEAD.pack(MAGIC, VERSION, self.mechanism, total, *self[1:5], self.pool_mark, *fields)
-        body += _PART.pack(*self[6:9], *self[11:14], self.hold) + payload + chunks
+        body += _REST.pack(*self[6:9], *self[11:14], self.hold) + payload + chunks
         return body + _CHECK.pack(zlib.crc32(body))
 
     @classmethod
@@ -303,7 +311,7 @@ class Descriptor(NamedTuple):
             raise ValueError(f"a descriptor of version {version}: this library reads version {VERSION}")
         if total != length or zlib.crc32(data[: -_CHECK.size]) != int.from_bytes(data[-_CHECK.size :], "little"):
             raise ValueError("the descriptor is damaged: its length or checksum is wrong")
-        slot, generation, ready, offset, size, base_size, hold = _PART.unpack_from(data, HEAD_BYTES)
+        slot, generation, ready, offset, size, base_size, hold = _REST.unpack_from(data, HEAD_BYTES)
         form = _FABRIC_CHUNK if handle_type == FABRIC else _CHUNK
         if extra > _MOST_PAYLOAD or count > MOST_CHUNKS or length != _SHORTEST + extra + form.size * count:
             raise ValueError("the descriptor is damaged: its parts do not fit its length")

@@ -63,13 +63,13 @@ SILENCE = 30.0
 """Seconds without a beat after which a process counts as dead."""
 FAST, SLOW = 0.001, 0.05
 """Seconds between two exchanges: ``FAST`` while somebody waits for an answer, ``SLOW`` otherwise."""
-PLACES = 64
-"""Importers of one relay at a time."""
+ENTRIES = 64
+"""Importers of one relay at a time: each has a claim, a grant and rows of words."""
 RELAY_BYTES = 2 << 20
 """Size of a relay: the granularity of physical memory."""
 
 HEAD = struct.Struct("<8s16sIIII")
-"""Magic, id of the control block, slots, places, the exporter's beat, and zeros."""
+"""Magic, id of the control block, slots, entries, the exporter's beat, and zeros."""
 MAGIC = b"SArelay\1"
 GRANT = np.dtype([("id", "<u8"), ("seen", "<u4"), ("", "<u4")])
 """An entry that the exporter writes: the importer's id, and the last of its changes that is in the control block."""
@@ -79,23 +79,28 @@ IMPORTER_ROWS = ("opened", "closing", "closed", "taken")
 """Kinds of words that an importer writes, by slot. ``taken``, by mark: the value of a hold that it has ended."""
 GRANTS_AT = 64
 WORDS_AT = 4096
-CLAIMS_AT = WORDS_AT + 4 * SLOTS * len(EXPORTER_WORDS)
+_CLAIMS_AT = WORDS_AT + 4 * SLOTS * len(EXPORTER_WORDS)
 _ROW_BYTES = 4 * SLOTS
-_PLACES_AT = CLAIMS_AT + 4096
-_PLACE_BYTES = _ROW_BYTES * (len(IMPORTER_ROWS) + 1)
+_ENTRIES_AT = _CLAIMS_AT + 4096
+_ENTRY_BYTES = _ROW_BYTES * (len(IMPORTER_ROWS) + 1)
 
 _NON_BLOCKING = 1
 _JOIN_SECONDS = 1.0
 
 
-def rows_at(place: int) -> int:
+def claim_at(entry: int) -> int:
+    """Offset of an importer's claim."""
+    return _CLAIMS_AT + CLAIM.itemsize * entry
+
+
+def rows_at(entry: int) -> int:
     """Offset of the words that an importer writes."""
-    return _PLACES_AT + _PLACE_BYTES * place
+    return _ENTRIES_AT + _ENTRY_BYTES * entry
 
 
-def ready_at(place: int) -> int:
+def ready_at(entry: int) -> int:
     """Offset of the words ``ready``, by slot, that an importer's streams wait for; the exporter writes them."""
-    return rows_at(place) + _ROW_BYTES * len(IMPORTER_ROWS)
+    return rows_at(entry) + _ROW_BYTES * len(IMPORTER_ROWS)
 
 
 class Relay:
@@ -119,7 +124,7 @@ class Relay:
         self._words = np.zeros((len(EXPORTER_WORDS), SLOTS), np.uint32)
         """The exporter's, likewise."""
         # The head, and behind it the grants, in one array: they are copied at once.
-        self._front = np.zeros(GRANTS_AT + GRANT.itemsize * PLACES, np.uint8)
+        self._front = np.zeros(GRANTS_AT + GRANT.itemsize * ENTRIES, np.uint8)
         self._grants = self._front[GRANTS_AT:].view(GRANT)
         self._releases: list[tuple[Any, ...]] = []
         """Driver calls, each with its arguments, that release what was made; the last one first."""

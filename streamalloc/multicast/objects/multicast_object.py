@@ -48,7 +48,7 @@ class MulticastObject(GenericAllocation):
 
     1. Add every device of the team (:meth:`add_device`).
     2. Bind memory of each device (:meth:`bind`).
-    3. Map the object: :meth:`map`, or :meth:`AddressRange.map() <streamalloc.vmm.AddressRange.map>`.
+    3. Map the object: :meth:`map`, or :meth:`streamalloc.vmm.AddressRange.map`.
 
     A write to the mapping reaches the memory of every device. ``multimem`` instructions of PTX reduce over that memory.
     Ordinary reads of the mapping are undefined. ::
@@ -143,10 +143,6 @@ class MulticastObject(GenericAllocation):
         self._node.allocations.order.relate(self._node, self._team)
         self._state.teams[self._team] = None
 
-    def _open_handle(self, session: Session, prop: MulticastObjectProp, step: int, handle: Fd | int | bytes) -> None:
-        self._open(session, prop, step)
-        self._import(handle)
-
     @staticmethod
     def granularity(
         num_devices: int,
@@ -202,7 +198,8 @@ class MulticastObject(GenericAllocation):
             step = _granularity_of(session, prop)
             check_multiple("nbytes", prop.size, step)
             imported = cls.__new__(cls)
-            imported._open_handle(session, prop, step, handle)
+            imported._open(session, prop, step)
+            imported._import(handle)
             return imported
         finally:
             if isinstance(handle, Fd):

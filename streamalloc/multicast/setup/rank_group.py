@@ -25,6 +25,8 @@ _GRACE = 2.0
 class SymmetricMemoryError(RuntimeError):
     """A collective step failed on one rank, and therefore on all; its effects are undone.
 
+    The collective calls of :class:`SymmetricMemory` raise it.
+
     Attributes
     ----------
     rank

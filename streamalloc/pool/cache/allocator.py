@@ -1,12 +1,12 @@
 """A cache over a pool: memory that was freed is handed out again without a driver call.
 
 *Size classes.* Each stream has a free list per size class. A request takes the smallest free block of its stream that
-fits, up to three times the size. A block is never split, and serves one stream: freed on another one, it returns after
+fits, up to five times the size. A block is never split, and serves one stream: freed on another one, it returns after
 an event.
 
-*An allowance.* The fast path counts nothing. Each 32 MiB that the pool was asked for, the cache compares the pool's
-reserved memory with its allowance: the sum of the peaks of all streams, times a factor. Beyond the allowance every free
-block returns to the pool, which is trimmed, and the factor grows.
+*An allowance.* The fast path counts nothing. Before the pool grows, the cache compares what it would reserve with its
+allowance: the sum of the peaks of all streams, times a factor. Beyond the allowance every free block returns to the
+pool, which serves the request from them, and the factor grows.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ from streamalloc.core.internal import (
     besides,
     deferred_queue,
     direct_handle,
+    direct_spares,
     give_lists,
     holders,
     is_borrowed,
@@ -58,7 +59,6 @@ from streamalloc.core.internal import (
     raw_handle,
     record_uncaptured,
     shared_state,
-    spares_of,
     thread_of,
 )
 from streamalloc.core.properties import MemLocation, checked_size, checked_type
@@ -73,10 +73,10 @@ from streamalloc.pool.pool import MemoryPool
 
 _POOL_STEP = 32 << 20
 """Bytes. A pool takes memory of its device in steps of this size."""
-_ALLOWANCE = 1.15
+_ALLOWANCE = 1.05
 """Factor of the streams' peaks at first. A pool without a cache reserves about as much for such programs."""
-_ALLOWANCE_STEP = 1 / 8
-"""Growth of the factor at each trim, so that programs with many sizes come to rest."""
+_ALLOWANCE_STEP = 1 / 32
+"""Growth of the factor at each release, for each stream, so that programs with many sizes come to rest."""
 _MAX_ALLOWANCE = 2.0
 """Largest factor for one stream. Caches that split blocks reserve 1.2 to 2.5 times the peaks."""
 _MAX_OF_SEVERAL = 2.5
@@ -89,7 +89,10 @@ _NOWHERE = object()
 
 
 class CacheStatistics(NamedTuple):
-    """Memory of a cache and its pool in bytes, and the number of misses."""
+    """Memory of a cache and its pool in bytes, and the number of misses.
+
+    :meth:`CachingAllocator.statistics` returns it.
+    """
 
     reserved: int
     """Memory that the pool holds of its device or host."""
@@ -111,7 +114,7 @@ class CacheState(Deferred):
     """The blocks and streams of a cache. It outlives the allocator until all blocks have returned to the pool."""
 
     __slots__ = (
-        "_bought", "_opening", "_pool", "_pool_free", "_queue", "_reserved", "_trims", "blocks", "closed", "dropped",
+        "_opening", "_pool", "_pool_free", "_queue", "_releases", "_reserved", "_room", "blocks", "closed", "dropped",
         "keys", "misses", "session", "stream_caches", "watchers",
     )  # fmt: skip
 
@@ -137,11 +140,11 @@ class CacheState(Deferred):
         self.misses: int = 0
         self._opening = threading.RLock()
         """Held while a stream is opened; no finaliser takes it."""
-        self._bought = 0
-        """Bytes bought since the reserved memory was last read."""
         self._reserved = 0
-        """Bytes that the pool had reserved then."""
-        self._trims = 0
+        """Bytes that the pool was to reserve when it was last asked."""
+        self._room = _POOL_STEP
+        """Bytes to buy before the pool is asked whether it would grow."""
+        self._releases = 0
 
     def attempt(self) -> bool:
         self.closed = True
@@ -292,39 +295,46 @@ class CacheState(Deferred):
 
     # -- the allowance ---------------------------------------------------------------------------------------
 
-    def check_allowance(self, pool: MemoryPool, nbytes: int) -> None:
-        """Count bytes that were bought; once they may have made the pool grow, trim it if it exceeds the allowance.
+    def make_room(self, pool: MemoryPool, wanted: SizeClass) -> None:
+        """Release the free blocks if the pool would grow beyond its allowance for a block of this size.
 
-        Nothing is done while a capture of ours is under way. One of other code is not broken: see
+        The pool is asked (``cuMemPoolGetAttribute``) once as many bytes were bought as it had free. Nothing is done
+        while a capture of ours is under way. One of other code is not broken: see
         ``cuThreadExchangeStreamCaptureMode``.
         """
-        self._bought += nbytes
-        if self._bought < _POOL_STEP or self._queue.paused:
+        self._room -= wanted.nbytes
+        if self._room >= 0 or self._queue.paused:
             return
-        self._bought = 0
         with self.session.relaxed():
-            reserved = pool.attributes.reserved_mem_current
-            if reserved > self._reserved and reserved > self._allowance():
-                self._trims += 1
+            attributes = pool.attributes
+            for released in (False, True):
+                reserved, needed = attributes.reserved_mem_current, attributes.used_mem_current + wanted.nbytes
+                grown = max(reserved, -(-needed // _POOL_STEP) * _POOL_STEP)
+                if released or grown <= self._reserved or grown <= (allowance := self._allowance(wanted)):
+                    break
+                self._releases += 1
                 self.flush()
-                pool._call("cuMemPoolTrimTo", self._allowance())
-                reserved = pool.attributes.reserved_mem_current
-            self._reserved = reserved
+                if reserved > allowance:
+                    pool._call("cuMemPoolTrimTo", allowance)
+            self._reserved, self._room = grown, min(grown - needed, _POOL_STEP)
 
-    def _allowance(self) -> int:
-        """Bytes that the pool may reserve: the streams' peaks times the factor, in whole steps of the pool."""
+    def _allowance(self, wanted: SizeClass) -> int:
+        """Bytes that the pool may reserve: the streams' peaks times the factor, in whole steps of the pool.
+
+        A block of size ``wanted`` counts as in use.
+        """
         peaks, streams = 0, self.live()
         for one in streams:
             in_use = sum(size.nbytes * (size.count - len(size.free)) for size in list(one.classes.values()))
-            one.peak = max(one.peak, in_use)
+            one.peak = max(one.peak, in_use + wanted.nbytes if one is wanted.owner else in_use)
             peaks += one.peak
         most = _MAX_ALLOWANCE if len(streams) == 1 else _MAX_OF_SEVERAL
-        factor = min(_ALLOWANCE + self._trims * _ALLOWANCE_STEP, most)
+        factor = min(_ALLOWANCE + self._releases * len(streams) * _ALLOWANCE_STEP, most)
         return -(-int(peaks * factor) // _POOL_STEP) * _POOL_STEP
 
     def forget_peaks(self) -> None:
         """Begin anew with the allowance."""
-        self._trims = self._reserved = 0
+        self._releases = self._reserved = 0
         for one in self.live():
             one.peak = 0
 
@@ -369,12 +379,12 @@ class CachingAllocator(Allocator, Closes, Shown):
     (``cuStreamIsCapturing``). Freed on another stream, memory returns to its own stream after an event.
 
     Sizes are rounded up to classes: multiples of 512 bytes up to 8 KiB, then eight classes to each power of two, so
-    that at most a ninth of a block is wasted from 4 KiB on. If a class has no free block, the smallest of up to three
+    that at most a ninth of a block is wasted from 4 KiB on. If a class has no free block, the smallest of up to five
     times the size is handed out. Blocks are never split or merged: the pool does that.
 
-    The allowance bounds the pool's reserved memory: the sum of the most that each stream had in use, times 1.15, in
-    steps of 32 MiB. If the pool exceeds it, every free block returns to the pool, the pool is trimmed, and the factor
-    grows by 1/8, up to 2 for one stream and 2.5 for several.
+    The allowance bounds the pool's reserved memory: the sum of the most that each stream had in use, times 1.05, in
+    steps of 32 MiB. Before the pool would grow beyond it, every free block returns to the pool, and the factor grows by
+    1/32 for each stream, up to 2 for one stream and 2.5 for several.
 
     Some memory comes from the pool directly and returns to it: in captures, where allocations become nodes of the
     graph; and all of it with :func:`streamalloc.driver.checked`, which has to see each allocation. A buffer that is
@@ -404,8 +414,8 @@ class CachingAllocator(Allocator, Closes, Shown):
 
     Examples
     --------
-    >>> cache = sa.CachingAllocator(sa.MemoryPool(device, release_threshold=1 << 40))  # doctest: +SKIP
-    >>> with cache.allocate(4096, stream) as buffer:  # doctest: +SKIP
+    >>> cache = sa.CachingAllocator(sa.MemoryPool(device, release_threshold=1 << 40))
+    >>> with cache.allocate(4096, stream) as buffer:
     ...     buffer.fill(0)
     """
 
@@ -559,6 +569,16 @@ class CachingAllocator(Allocator, Closes, Shown):
         deferred_queue(self._session).end(self._state)
 
     def _allocate_slowly(self, nbytes: int, stream: StreamLike) -> Buffer:
+        # The plain case: only the free list is empty. A cache with watchers and a captured stream have no such key.
+        if type(stream) is Stream and type(nbytes) is int and not self.dropped:
+            found: StreamCache | None = stream.free_lists.get(self._cache_key)
+            if found is not None:
+                size = found.class_of.get((nbytes - 1) // UNIT)
+                other = None if size is None else found.take(size, nbytes)
+                if other is not None:
+                    if found.ended:
+                        other.home = None
+                    return filled(CachedBuffer, self, other, nbytes, stream)
         state = self._state
         if self.dropped:
             self._state.collect_dropped()
@@ -583,9 +603,8 @@ class CachingAllocator(Allocator, Closes, Shown):
         wanted = cache.class_of.get((nbytes - 1) // UNIT) or cache.size_class(nbytes)
         block = cache.take(wanted, nbytes)
         if block is None and not (self._limit and self.pool.attributes.used_mem_current + wanted.nbytes > self._limit):
+            state.make_room(self.pool, wanted)
             block = state.buy(self.pool, wanted, kept)
-            if block is not None:
-                state.check_allowance(self.pool, wanted.nbytes)
         if block is None:
             return self._allocate_past(nbytes, stream)
         buffer: CachedBuffer = filled(CachedBuffer, self, block, nbytes, kept)
@@ -644,25 +663,33 @@ class CachingAllocator(Allocator, Closes, Shown):
     # -- frees that are not plain ----------------------------------------------------------------------------
 
     def _return_home(
-        self, buffer: CachedBuffer, block: Block, stream: Stream, event: Event | None = None
+        self,
+        buffer: CachedBuffer,
+        block: Block,
+        stream: Stream,
+        event: Event | None = None,
+        source: Spares | None = None,
     ) -> Event | None:
         """Queue a block for its own stream, behind an event on the stream of the free.
 
-        ``event`` is one that was recorded there after the last use; default: a new one. Returns the event; None if the
-        block has to be freed in another way.
+        ``event`` is one that was recorded there after the last use; default: a new one. ``source`` are the
+        :func:`direct_spares` of the stream if known. Returns the event; None if the block has to be freed in another
+        way.
         """
         home = block.size_class.owner
         if len(home.returning) >= MAX_RETURNING:
             home.collect()
-        if home.ended or len(home.returning) >= MAX_RETURNING:
+            if len(home.returning) >= MAX_RETURNING:
+                return None
+        if home.ended:
             return None
-        source: Spares | None = None
         began = 0
         if event is None:
-            if direct_handle(stream, self._session) is None or is_borrowed(stream):
+            source = source if source is not None else direct_spares(stream, self._session)
+            if source is None:
                 event = record_uncaptured(stream)
             else:
-                source, began = spares_of(stream), moment()
+                began = moment()
                 event = home.record(stream)
         if event is None:
             return None

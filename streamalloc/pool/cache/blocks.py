@@ -16,7 +16,7 @@ from streamalloc.core.internal import (
     Stream,
     StreamLike,
     Threads,
-    direct_handle,
+    direct_spares,
 )
 from streamalloc.driver.internal import cuda
 
@@ -142,10 +142,10 @@ class CachedBuffer(Buffer):
                             return
                         except OtherThread:
                             self._ptr = block
-                elif direct_handle(stream, self._allocator._session) and self._allocator._return_home(
-                    self, block, stream
-                ):
-                    return
+                else:
+                    source = direct_spares(stream, self._allocator._session)
+                    if source is not None and self._allocator._return_home(self, block, stream, source=source):
+                        return
         self._free_slowly(stream, still_imported, timeout)
 
     def __del__(self) -> None:

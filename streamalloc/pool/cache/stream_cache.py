@@ -33,8 +33,13 @@ from streamalloc.core.internal import (
 from streamalloc.core.session import Session, session_of
 from streamalloc.pool.cache.blocks import UNIT, Block, SizeClass, class_size
 
-_LARGEST_FIT = 3
-"""A free block serves a request of at least a third of its size. A smaller factor splits memory among more classes."""
+_LARGEST_FIT = 5
+"""A free block serves a request of at least a fifth of its size. A smaller factor splits memory among more classes."""
+_LARGEST_KEPT = 2
+"""The fast path takes further blocks of a class that is smaller than this multiple of the request's. Beyond, if the
+request's class has blocks, each request looks for one of them first: tensors of half precision would keep the blocks of
+those of full precision.
+"""
 _MAX_SIZES = 1 << 14
 """Requested sizes whose free list a stream remembers: 1 MiB of dictionary."""
 MAX_RETURNING = 64
@@ -108,7 +113,8 @@ class StreamCache(Deferred):
 
     def take(self, wanted: SizeClass, nbytes: int) -> Block | None:
         """Remove the smallest free block that fits; the fast path takes from the same list until it is empty."""
-        self.collect()
+        if self.returning:
+            self.collect()
         for free in wanted.fitting or self._find_fitting(wanted):
             if free:
                 try:
@@ -121,6 +127,8 @@ class StreamCache(Deferred):
         if not self.ended:
             if len(self.lists) >= _MAX_SIZES:
                 self.lists.clear()
+            if wanted.count and block is not None and block.size_class.nbytes >= _LARGEST_KEPT * wanted.nbytes:
+                free = wanted.free
             self.lists[(nbytes - 1) // UNIT] = free
         return block
 
@@ -149,20 +157,17 @@ class StreamCache(Deferred):
             except IndexError:  # another thread took it
                 return
             event, block, source, began, recorded = entry
-            passed = False
-            try:
-                if source is None:
-                    passed = event is last or event.query()
-                elif recorded < source.passed or entry is newest:
-                    passed = True
-                elif event.query():
-                    source.passed = max(source.passed, began)
-                    passed = True
-            finally:
+            if source is None or (recorded >= source.passed and entry is not newest):
+                passed = False
+                try:
+                    passed = (source is None and event is last) or event.query()
+                finally:
+                    if not passed:
+                        returning.appendleft(entry)
                 if not passed:
-                    returning.appendleft(entry)
-            if not passed:
-                return
+                    return
+                if source is not None:
+                    source.passed = max(source.passed, began)
             last = event
             # Blocks may share an event that was not recorded here.
             if source is not None and event.device is self.device and not self.ended:

@@ -22,15 +22,16 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 from streamalloc.core.errors import ClosedError, size_text
 from streamalloc.core.internal import Fd, members
 from streamalloc.core.properties import checked_size
 from streamalloc.core.resource import Closes
 
+T = TypeVar("T")
 MEMBERS = 256
 _MAGIC = b"SApages\1"
 _HEADER = struct.Struct("<8sQ")
@@ -123,15 +124,17 @@ class PageBudget(Closes):
         most = None if limit is None else checked_size("limit", limit)
         self._file = Fd(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
         try:
-            with self._table():
-                self.limit = self._read_limit(most)
-                self._at = self._join()
+            self._in_table(lambda: self._enter(most))
         except BaseException:
             self._file.close()
             raise
         found = os.fstat(self._file.fileno())
         self._name = f"\0streamalloc-budget-{found.st_dev}-{found.st_ino}-"
         _here.add(self)
+
+    def _enter(self, limit: int | None) -> None:
+        self.limit = self._read_limit(limit)
+        self._at = self._join()
 
     def _read_limit(self, wanted: int | None) -> int:
         number = self._file.fileno()
@@ -159,17 +162,17 @@ class PageBudget(Closes):
 
     # -- the file --------------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def _table(self) -> Iterator[None]:
-        """Block in which no other thread or process changes words; it waits for nothing."""
+    def _in_table(self, act: Callable[[], T]) -> T:
+        """Call ``act`` while no other thread or process changes words; it waits for nothing."""
         with self._lock:
             self._check_open()
-            number = self._file.fileno()
+            number, unlock = self._file.fileno(), _flock(fcntl.F_UNLCK, _TABLE_LOCK)
             try:
                 fcntl.fcntl(number, fcntl.F_OFD_SETLKW, _flock(fcntl.F_WRLCK, _TABLE_LOCK))
-                yield
+                return act()
             finally:
-                fcntl.fcntl(number, fcntl.F_OFD_SETLK, _flock(fcntl.F_UNLCK, _TABLE_LOCK))
+                # No call before it: an exception of a signal handler comes after it.
+                fcntl.fcntl(number, fcntl.F_OFD_SETLK, unlock)
 
     def _lock_byte(self, byte: int) -> bool:
         try:
@@ -183,7 +186,7 @@ class PageBudget(Closes):
         return at == self._at or _LOCK.unpack(answer)[0] != fcntl.F_UNLCK
 
     def _members(self) -> dict[int, Member]:
-        """Return the members that live, and return what dead ones had; within :meth:`_table`."""
+        """Return the members that live, and return what dead ones had; within :meth:`_in_table`."""
         data = os.pread(self._file.fileno(), _BYTES, 0)
         if len(data) != _BYTES:
             raise ValueError(f"the budget at {self.path} was truncated")
@@ -208,8 +211,7 @@ class PageBudget(Closes):
     @property
     def used(self) -> int:
         """Bytes of the pages of all processes."""
-        with self._table():
-            return sum(one.used for one in self._members().values())
+        return self._in_table(lambda: sum(one.used for one in self._members().values()))
 
     @property
     def mine(self) -> int:
@@ -233,7 +235,7 @@ class PageBudget(Closes):
         return self._settle()
 
     def _settle(self) -> bool:
-        with self._table():
+        def publish() -> bool:
             members = self._members()
             mine = self.mine
             had = members[self._at]
@@ -243,6 +245,8 @@ class PageBudget(Closes):
                 return False
             self._write(self._at, had._replace(used=mine))
             return True
+
+        return self._in_table(publish)
 
     def wait(self, nbytes: int, timeout: float = 1.0) -> bool:
         """Block until so many bytes are free, which other processes are asked for: whether they are.
@@ -259,20 +263,22 @@ class PageBudget(Closes):
         needed = checked_size("nbytes", nbytes)
         until = time.monotonic() + timeout
         again = 0.0
-        while True:
-            with self._table():
-                members = self._members()
-                missing = sum(one.used for one in members.values()) + needed - self.limit
-                now = time.monotonic()
-                if missing <= 0 or now > until:
-                    return missing <= 0
-                if now > again:
-                    self._ask(members, missing)
-                    again = now + _AGAIN
+
+        def look() -> int:
+            nonlocal again
+            members = self._members()
+            missing = sum(one.used for one in members.values()) + needed - self.limit
+            if missing > 0 and again < time.monotonic() <= until:
+                self._ask(members, missing)
+                again = time.monotonic() + _AGAIN
+            return missing
+
+        while (missing := self._in_table(look)) > 0 and time.monotonic() <= until:
             time.sleep(_STEP)
+        return missing <= 0
 
     def _ask(self, members: dict[int, Member], missing: int) -> None:
-        """Leave requests with the other members, and wake them; within :meth:`_table`."""
+        """Leave requests with the other members, and wake them; within :meth:`_in_table`."""
         share = self.limit // max(len(members), 1)
         for at, one in members.items():
             if at != self._at and one.used:
@@ -299,15 +305,13 @@ class PageBudget(Closes):
 
     def answer(self) -> int:
         """Release what other processes have asked for; return the bytes. The thread of the budget calls this."""
-        with self._table():
-            _, wanted, asked = self._members()[self._at]
+        _, wanted, asked = self._in_table(self._members)[self._at]
         given = self._give(wanted)
         if given < asked and self._on_ask is not None:
             self._on_ask(asked - given)
             given += self._give(asked - given)
         # Requests of meanwhile are made again, if what was given is not enough.
-        with self._table():
-            self._write_requests(self._at, 0, 0)
+        self._in_table(lambda: self._write_requests(self._at, 0, 0))
         return given
 
     def _give(self, nbytes: int) -> int:
@@ -330,8 +334,7 @@ class PageBudget(Closes):
                 return
             if self.mine:
                 raise ValueError(f"arenas with {self!r} have {size_text(self.mine)}: close them and their spaces first")
-            with self._table():
-                self._write(self._at, Member(0, 0, 0))
+            self._in_table(lambda: self._write(self._at, Member(0, 0, 0)))
             self._end()
 
     def _end(self, *, forked: bool = False) -> None:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import functools
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from itertools import groupby, islice
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from streamalloc.core.errors import (
     LOST,
     ClosedError,
     CudaError,
-    InUseError,
     OutOfMemoryError,
     refused,
     size_text,
@@ -29,11 +30,13 @@ from streamalloc.core.session import Session, session_of
 from streamalloc.vmm.access import structs_of
 from streamalloc.vmm.address_range import AddressRange
 from streamalloc.vmm.allocation_handles import Allocations, allocations_of
+from streamalloc.vmm.claims import Claimable, claiming
 from streamalloc.vmm.pages.budget import PageBudget
 from streamalloc.vmm.physical_memory import MemorySpec, properties_for, spec_of
 from streamalloc.vmm.reservation import MappedBytes
 from streamalloc.vmm.tiers.queued import Work
 
+T = TypeVar("T")
 _STREAMS = 16
 """Number of streams that clear pages at most: each may wait for work of its own."""
 _PATIENCE = 0.05
@@ -90,13 +93,13 @@ def _no_budget() -> None:
     """In place of a reference to a budget."""
 
 
-class PhysicalPages:
+class PhysicalPages(Claimable):
     """The physical pages of an arena and its spaces. It lives as long as the last of them.
 
     :attr:`lock` protects the spare pages and all counts. It is the innermost lock: no driver call is made under it.
     :meth:`changing` excludes other threads while mappings change, those of all spaces: a commit in one may take the
     page that another one keeps. Kept pages and the page lists of spaces change within both, so that either is enough to
-    read them.
+    read them. It claims this object.
     """
 
     def __init__(self, device: Device, page_size: int, limit: int | None, budget: PageBudget | None = None) -> None:
@@ -133,14 +136,19 @@ class PhysicalPages:
         self.zero: Page = Page(self.session, -1)
         """The page of zeros, at all places that hold no page. It does not count for the limit; the arena is a user."""
         self._filling = threading.RLock()
-        self._changing = threading.RLock()
-        self._busy = False
-        self._executor: ThreadPoolExecutor | None = None
+        self._claim = None
+        self._tasks: deque[tuple[Future[int], Callable[[], int]]] = deque()
+        """Functions to call in the background."""
+        self._working = False
+        """Whether a thread calls them."""
         self._streams: dict[Stream, Work] = {}
         """Streams that clear pages, each with its last work."""
         self.allocations.recyclers.add(self)
         if budget is not None:
             budget.join(self)
+
+    def __repr__(self) -> str:
+        return f"<pages of device {self.device.ordinal}>"
 
     @property
     def nbytes(self) -> int:
@@ -197,37 +205,19 @@ class PhysicalPages:
         if stream in self._streams:
             self._streams[stream] = work
 
-    @contextlib.contextmanager
-    def changing(self) -> Iterator[None]:
-        """Block in which no other thread changes mappings; it makes driver calls, and waits for no stream.
+    def changing(self, act: Callable[[], T]) -> T:
+        """Call ``act`` while no other thread changes mappings; it makes driver calls, and waits for no stream.
 
         Raises
         ------
         InUseError
-            A signal handler has interrupted such a block on its own thread.
+            A signal handler calls this during such a call on its own thread.
         """
-        with self._changing:
-            if self._busy:
-                raise InUseError("a signal handler has interrupted a call that maps pages, on its thread")
-            self._busy = True
-            try:
-                yield
-            finally:
-                self._busy = False
+        return claiming((self,), lambda _: act(), level=1)
 
-    @contextlib.contextmanager
-    def unless_busy(self) -> Iterator[bool]:
-        """Block for items of the deferred queue, which must not wait: whether nobody else changes mappings in it."""
-        free = self._changing.acquire(blocking=False)
-        mine = free and not self._busy
-        self._busy = self._busy or mine
-        try:
-            yield mine
-        finally:
-            if mine:
-                self._busy = False
-            if free:
-                self._changing.release()
+    def unless_busy(self, act: Callable[[], T], otherwise: T) -> T:
+        """Call ``act`` if nobody else changes mappings: for items of the deferred queue, which must not wait."""
+        return claiming((), lambda claim: act() if claim.take((self,), wait=False) else otherwise, level=1)
 
     def hold_zero(self) -> None:
         """Count a space that maps :attr:`zero`. The first space creates that page.
@@ -401,9 +391,12 @@ class PhysicalPages:
     def trim(self, keep: int) -> int:
         """Release spare pages, then kept ones, until ``keep`` are left; return how many were released."""
         self.finish_clearing(wait=True)
-        with self.changing():
+
+        def vacate() -> None:
             self.finish_clearing()
             self._vacate_most(keep)
+
+        self.changing(vacate)
         return self._trim_spare(max(keep - len(self.kept), 0))
 
     def _vacate_most(self, keep: int) -> None:
@@ -420,15 +413,14 @@ class PhysicalPages:
         """Release all pages that no space uses, and keep none from now on; idempotent."""
         with self.lock:
             first, self.closed = not self.closed, True
-            executor, self._executor = self._executor, None
+            while self._tasks:
+                self._tasks.pop()[0].cancel()
         if first:
             self.drop([self.zero])
         self.trim(0)
-        if executor is not None:
-            executor.shutdown(wait=False, cancel_futures=True)
 
     def in_background(self, function: Callable[[], int]) -> Future[int]:
-        """Call a function on the thread of the arena.
+        """Call a function on a thread, after those that were given before.
 
         Raises
         ------
@@ -437,9 +429,27 @@ class PhysicalPages:
         """
         with self.lock:
             self._check_open()
-            if self._executor is None:
-                self._executor = ThreadPoolExecutor(1, "streamalloc-pages")
-            return self._executor.submit(function)
+            future: Future[int] = Future()
+            self._tasks.append((future, function))
+            if not self._working:
+                # In C: a thread pool would keep a lock if a signal handler raises in submit().
+                _thread.start_new_thread(self._work, ())
+                self._working = True
+            return future
+
+    def _work(self) -> None:
+        while True:
+            with self.lock:
+                if not self._tasks:
+                    self._working = False
+                    return
+                future, function = self._tasks.popleft()
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function())
+                except BaseException as error:
+                    future.set_exception(error)
+            del future, function
 
     def _check_open(self) -> None:
         if self.closed:
@@ -448,13 +458,16 @@ class PhysicalPages:
     def make_room(self) -> int:
         """Release all pages that no space uses, for another user of device memory; return their size in bytes."""
         before, until = self.count, time.monotonic() + _PATIENCE
-        with contextlib.suppress(CudaError), self.unless_busy() as mine:
-            while mine and time.monotonic() < until:
+
+        def vacate() -> None:
+            while time.monotonic() < until:
                 self.finish_clearing()
                 if not any(parking.before.done() for parking in self.clearing):
                     break
-            if mine:
-                self._vacate_most(0)
+            self._vacate_most(0)
+
+        with contextlib.suppress(CudaError):
+            self.unless_busy(vacate, None)
         with contextlib.suppress(CudaError):
             self._trim_spare(0)
         return (before - self.count) * self.size

@@ -10,8 +10,8 @@ which devices may only read.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,8 @@ from streamalloc.vmm.pages.physical import Page, PhysicalPages
 from streamalloc.vmm.reservation import MappedBytes, Reservation
 from streamalloc.vmm.tiers.blocks import Kept, drop_contents
 from streamalloc.vmm.tiers.queued import Work
+
+T = TypeVar("T")
 
 
 class Places(MappedBytes):
@@ -63,24 +65,26 @@ class Places(MappedBytes):
         """One character for the memory in drawings of an address range."""
         return self.physical.spec.mark
 
-    @contextlib.contextmanager
-    def locked(self, *, closing: bool = False) -> Iterator[None]:
-        """Block in which no other thread changes the places, see :meth:`PhysicalPages.changing`.
+    def locked(self, act: Callable[[], T], *, closing: bool = False) -> T:
+        """Call ``act`` while no other thread changes the places, see :meth:`PhysicalPages.changing`.
 
         Raises
         ------
         InUseError
-            A signal handler has interrupted such a block on its own thread.
+            A signal handler calls this during such a call on its own thread.
         ClosedError
             The space was closed.
         """
-        with self.physical.changing():
+
+        def checked() -> T:
             if not closing and (self.gone or self.given_up):
                 raise ClosedError("the space was closed")
             if self._broken and not closing:
                 self.put({place: self.backing[place] or self.physical.zero for place in self._broken})
                 self.failed = False
-            yield
+            return act()
+
+        return self.physical.changing(checked)
 
     def claim(self, places: Sequence[int]) -> tuple[list[int], dict[int, Page]]:
         """Return the places that hold a page which no other place shares, and pages of the arena for the others.
@@ -201,10 +205,19 @@ class Places(MappedBytes):
 
     def set_aside(self, places: Collection[int], parking: Parking) -> None:
         """Park places, also those that hold no page, until somebody has copied contents to them."""
+        self.notify(places, released=False)
         with self.physical.lock:
             for place in places:
                 self._unkeep(place)
             self.park([*places], parking)
+
+    def notify(self, places: Iterable[int], *, released: bool) -> None:
+        """Notify a listener that pages which stay mapped are released, or are in use again."""
+        listener, size = self.physical.session.listener, self.physical.size
+        if listener is None:
+            return
+        for run in adjacent(places):
+            listener.released(int(self.reservation.raw) + run.start * size, len(run) * size, released)
 
     def unpark(self, places: Collection[int]) -> None:
         """Commit parked places again, with the pages that they hold."""
@@ -213,6 +226,7 @@ class Places(MappedBytes):
 
     def _commit(self, places: Collection[int]) -> None:
         backing, numbers, kept, parked = self.backing, self.numbers, self.physical.kept, self.parked
+        self.notify(places, released=False)
         for place in places:
             page = backing[place]
             if page is None:
@@ -295,9 +309,12 @@ class Places(MappedBytes):
 
     def release(self) -> None:
         """Unmap everything, unless another thread is changing mappings, or a page is being cleared."""
-        with self.physical.unless_busy() as mine:
-            if mine and all(parking.done() for parking in set(self.parked.values())):
+
+        def unmap() -> None:
+            if all(parking.done() for parking in set(self.parked.values())):
                 self.unmap_all()
+
+        self.physical.unless_busy(unmap, None)
 
     def unmap_all(self) -> None:
         """Unmap everything, within :meth:`locked` or :meth:`PhysicalPages.unless_busy`; idempotent."""
@@ -372,8 +389,7 @@ class Parking(Deferred):
 
     def attempt(self) -> bool:
         """Keep the pages if they are cleared; unmap those that could not be cleared behind their work."""
-        with self._owner_places.physical.unless_busy() as mine:
-            return mine and self.finish()
+        return self._owner_places.physical.unless_busy(self.finish, otherwise=False)
 
     def finish(self) -> bool:
         """Keep the pages if they are cleared, or unmap them if the work has completed: whether that is done.
@@ -418,6 +434,7 @@ class Parking(Deferred):
             with contextlib.suppress(CudaError, ClosedError):
                 owner.clear(alone, stream)
                 ahead.work, ahead._cleared = Work.behind(stream), True
+                owner.notify(alone, released=True)
             physical.used(stream, ahead.work)
             physical.clearing[ahead] = None
         return ahead

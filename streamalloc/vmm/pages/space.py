@@ -7,7 +7,7 @@ import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +40,7 @@ from streamalloc.vmm.tiers.queued import PER_THREAD, Unfinished, Work
 Pages: TypeAlias = "int | range | Iterable[int] | npt.NDArray[np.integer[Any]]"
 """Index of a page, a range of indices, or an array of indices."""
 
+T = TypeVar("T")
 _BATCH = 64
 """Pages that are mapped before their contents are copied."""
 
@@ -61,7 +62,8 @@ class PageSpace(Memory, Closes):
     make the host wait for it, the other operations do.
 
     A page that is released is cleared, and keeps its memory in its place until another place of the arena needs it, so
-    that the next commit of the page makes no call for the mapping. Meanwhile the driver does not refuse writes to it.
+    that the next commit of the page makes no call for the mapping. Meanwhile the driver does not refuse writes
+    to it, which :func:`streamalloc.driver.checked` reports.
 
     Each operation takes an index, a range or an array of indices, and changes all these pages or, after an error, none.
     Pages that are already as they should be are skipped. Thread-safe: operations on one space wait for each other.
@@ -170,7 +172,8 @@ class PageSpace(Memory, Closes):
             The driver refused a call. In all these cases no page is changed.
         """
         chosen = self._unique(pages)
-        with self._changing(chosen, after):
+
+        def commit() -> list[int]:
             self._check_here(chosen)
             numbers = self._places.numbers[chosen].tolist()
             new = [place for place, number in zip(chosen, numbers, strict=True) if number < 0]
@@ -179,6 +182,9 @@ class PageSpace(Memory, Closes):
                 self._places.exchange(others, ready)
             else:
                 self._places.unpark(ready)
+            return new
+
+        new = self._change(chosen, after, commit)
         if self._physical.news:
             with undoing(lambda: self.release(new, ())):
                 self._physical.announce()
@@ -211,19 +217,20 @@ class PageSpace(Memory, Closes):
 
     def _prepare(self, chosen: Sequence[int]) -> int:
         places, physical, made = self._places, self._physical, 0
+
+        def prepare(batch: Sequence[int]) -> tuple[int, Parking]:
+            # Parked places without a page are about to get one from a swap.
+            new = [place for place in batch if places.backing[place] is None]
+            new = [place for place in new if place not in places.stored and place not in places.parked]
+            parking = Parking(places, Work(self.device))
+            places.exchange(dict(zip(new, physical.take(len(new), physical.kept), strict=True)), parking=parking)
+            return len(new), self._begin(parking) or parking
+
         for first in range(0, len(chosen), _BATCH):
-            with places.locked():
-                batch = chosen[first : first + _BATCH]
-                # Parked places without a page are about to get one from a swap.
-                new = [place for place in batch if places.backing[place] is None]
-                new = [place for place in new if place not in places.stored and place not in places.parked]
-                parking = Parking(places, Work(self.device))
-                places.exchange(dict(zip(new, physical.take(len(new), physical.kept), strict=True)), parking=parking)
-                parking = self._begin(parking) or parking
-            made += len(new)
+            count, parking = places.locked(functools.partial(prepare, chosen[first : first + _BATCH]))
+            made += count
             parking.synchronize()
-            with places.locked():
-                parking.finish()
+            places.locked(parking.finish)
         return made
 
     def release(self, pages: Pages, after: After = None) -> None:
@@ -256,14 +263,19 @@ class PageSpace(Memory, Closes):
         self._check_open()
         work, stream = Work.of(after, self.device), self._single(after)
         zeros, now = None, False
-        with places.locked():
+        dropped: dict[int, Kept] = {}
+
+        def release() -> None:
+            nonlocal zeros, now
             held = [place for place in chosen if places.numbers[place] >= 0]
             if held:
                 now = stream is None and work.done()
                 parking = Parking(places, work)
                 places.park(held, parking)
                 zeros = self._begin(parking, stream)
-            dropped = {place: places.stored.pop(place) for place in chosen if place in places.stored}
+            dropped.update({place: places.stored.pop(place) for place in chosen if place in places.stored})
+
+        places.locked(release)
         if zeros is not None and now:
             # An error of the stream is one of the user's next call; a capture needs no zeros of now.
             with contextlib.suppress(CudaError), may_queue(self.stream, mine=True) as allowed:
@@ -324,7 +336,8 @@ class PageSpace(Memory, Closes):
         if len(chosen) != len(sources) or len(set(chosen)) != len(chosen):
             raise ValueError(f"{len(chosen)} pages are to share {len(sources)}: give as many, and each page once")
         places, physical = self._places, self._physical
-        with self._changing(chosen, after):
+
+        def alias() -> None:
             self._check_here(chosen)
             theirs = of._places
             found = [theirs.backing[place] if theirs.numbers[place] >= 0 else None for place in sources]
@@ -337,6 +350,8 @@ class PageSpace(Memory, Closes):
                 raise ValueError(f"page {taken[0]} of {self!r} is committed: release it before it shares memory")
             physical.hold(wanted.values())
             places.exchange(wanted)
+
+        self._change(chosen, after, alias)
         physical.announce()
 
     def make_private(self, pages: Pages, stream: StreamLike | None = None, after: After = ()) -> int:
@@ -363,27 +378,38 @@ class PageSpace(Memory, Closes):
         chosen = self._unique(pages)
         ordered = self._copying_stream(stream)
         places, physical = self._places, self._physical
+
+        old: dict[int, Page] = {}
         unused: list[Page] = []
-        with self._changing((), after):
+
+        def take() -> None:
+            nonlocal old, unused
             found = {place: places.backing[place] for place in chosen if places.numbers[place] >= 0}
-            old = {place: page for place, page in found.items() if page is not None and page.users > 1}
-            unused = physical.take(len(old))
-            physical.hold(old.values())
+            shared = {place: page for place, page in found.items() if page is not None and page.users > 1}
+            taken = physical.take(len(shared))
+            physical.hold(shared.values())
+            old, unused = shared, taken
+
+        def exchange() -> int:
+            nonlocal unused
+            # Another thread may have released a page meanwhile.
+            still = [place for place, page in old.items() if places.numbers[place] == page.number]
+            new = dict(zip(old, unused, strict=True))
+            mine = {place: new.pop(place) for place in still}
+            unused = [*new.values()]
+            places.exchange(mine)
+            return len(still)
+
         try:
+            self._change((), after, take)
             if old:
                 self._copy([*old.values()], unused, ordered)
-            with places.locked():
-                # Another thread may have released a page meanwhile.
-                still = [place for place, page in old.items() if places.numbers[place] == page.number]
-                new = dict(zip(old, unused, strict=True))
-                mine = {place: new.pop(place) for place in still}
-                unused = [*new.values()]
-                places.exchange(mine)
+            count = places.locked(exchange)
         finally:
             physical.drop(unused)
             physical.drop(old.values())
         physical.announce()
-        return len(still)
+        return count
 
     def _copy(self, sources: Sequence[Page], targets: Sequence[Page], stream: Stream) -> None:
         """Copy pages by other addresses than those that other threads may unmap; block the host until it is done."""
@@ -431,21 +457,24 @@ class PageSpace(Memory, Closes):
         # Under no lock, as this takes long.
         tier.reserve(int((places.numbers[chosen] >= 0).sum()), self.page_size)
         stored, kept = tier._stored(self.page_size), {}
+
+        def park(parking: Parking) -> list[int]:
+            held = [place for place in chosen if places.numbers[place] >= 0]
+            tier._take(len(held), stored)
+            # Before the pages are parked, so that an exception of a signal handler loses no contents.
+            kept.update({place: (stored, index) for index, place in enumerate(held)})
+            places.stored |= kept
+            places.park(held, parking)
+            return held
+
         # In use from now on: another thread may release the pages before their copies are queued.
         with self._alone() as parking, stored.in_use():
             with undoing(stored.drop), undoing(lambda: self._take_back(kept, parking, ordered)):
-                with places.locked():
-                    held = [place for place in chosen if places.numbers[place] >= 0]
-                    tier._take(len(held), stored)
-                    # Before the pages are parked, so that an exception of a signal handler loses no contents.
-                    kept.update({place: (stored, index) for index, place in enumerate(held)})
-                    places.stored |= kept
-                    places.park(held, parking)
+                held = places.locked(lambda: park(parking))
                 # Under no lock, as this may take long.
                 stored.save(self._addresses(held), ordered)
                 work = Work.of([ordered, *others], self.device)
-            with places.locked():
-                self._begin(parking.behind(work), clear_on)
+            places.locked(lambda: self._begin(parking.behind(work), clear_on))
         self._physical.announce()
         return len(held)
 
@@ -461,8 +490,7 @@ class PageSpace(Memory, Closes):
     def _take_back(self, kept: Mapping[int, Kept], parking: Parking, stream: Stream) -> None:
         """Undo a swap whose contents could not be stored."""
         if kept:
-            with self._places.locked():
-                self._forget_stored(kept, parking, stream)
+            self._places.locked(lambda: self._forget_stored(kept, parking, stream))
 
     def _forget_stored(self, kept: Mapping[int, Kept], parking: Parking, stream: Stream) -> dict[int, Kept]:
         """Unpark the pages that are still stored, under the lock; return their contents."""
@@ -505,29 +533,31 @@ class PageSpace(Memory, Closes):
         for stored, indices, mine in by_contents(self._swapped(chosen)):
             with self._named(mine, indices):
                 stored.check(indices)
+        kept: dict[int, Kept] = {}
+        left: dict[int, Page] = {}
+
+        def set_aside(parking: Parking, used: contextlib.ExitStack) -> list[int]:
+            kept.update(self._swapped(chosen))
+            for stored, _, _ in by_contents(kept):
+                used.enter_context(stored.in_use())
+            ready, pages_of_rest = places.claim([*kept])
+            left.update(pages_of_rest)
+            places.set_aside(kept, parking)
+            return ready
+
         with contextlib.ExitStack() as used, self._alone() as parking:
-            kept: dict[int, Kept] = {}
-            left: dict[int, Page] = {}
             with undoing(lambda: self._give_back(left, parking, ordered)):
-                with self._changing(chosen, after):
-                    kept |= self._swapped(chosen)
-                    for stored, _, _ in by_contents(kept):
-                        used.enter_context(stored.in_use())
-                    ready, pages_of_rest = places.claim([*kept])
-                    left |= pages_of_rest
-                    places.set_aside(kept, parking)
+                ready = self._change(chosen, after, lambda: set_aside(parking, used))
                 while ready or left:
                     # The copies of a batch run while the next one is mapped, which takes as long.
                     batch = {place: left.pop(place) for place in [*left][:_BATCH]}
                     if batch:
-                        with places.locked():
-                            places.exchange(batch, parking=parking)
+                        places.locked(functools.partial(places.exchange, batch, parking=parking))
                     arrived, ready = {place: kept[place] for place in (*ready, *batch)}, []
                     for stored, indices, mine in by_contents(arrived):
                         with self._named(mine, indices):
                             stored.load(indices, self._addresses(mine), ordered)
-            with places.locked():
-                moved = self._forget_stored(kept, parking, ordered)
+            moved = places.locked(lambda: self._forget_stored(kept, parking, ordered))
         drop_contents(moved)
         self._physical.announce()
         return len(kept)
@@ -536,10 +566,13 @@ class PageSpace(Memory, Closes):
         """Release the pages of a swap whose contents could not be copied."""
         places = self._places
         self._physical.drop(left.values())
-        with places.locked():
+
+        def unpark() -> None:
             mine = parking.behind(Work.behind(stream)).places  # another swap may have parked some of the others
             places.unpark([place for place in mine if places.backing[place] is None])
             self._begin(parking)
+
+        places.locked(unpark)
 
     @contextlib.contextmanager
     def _named(self, places: Sequence[int], indices: Sequence[int]) -> Iterator[None]:
@@ -565,8 +598,7 @@ class PageSpace(Memory, Closes):
             return
         places = self._places
         wait_for_users(after, self._session, (places.rights,))
-        with self._locked_after(lambda: set(places.parked.values()), closing=True):
-            places.unmap_all()
+        self._locked_after(lambda: set(places.parked.values()), places.unmap_all, closing=True)
         self._range._free()
         self._physical.announce()
 
@@ -582,10 +614,12 @@ class PageSpace(Memory, Closes):
             if pages.dtype.kind not in "iu":
                 raise TypeError(f"pages must be indices, not an array of {pages.dtype}")
             chosen: list[int] = pages.ravel().tolist()
-        elif isinstance(pages, Iterable):
-            chosen = [operator.index(page) for page in pages]
         else:
-            chosen = [operator.index(pages)]
+            listed = list(pages) if isinstance(pages, Iterable) else [pages]
+            kinds = set(map(type, listed))
+            if isinstance(pages, (bytes, bytearray, str)) or bool in kinds:
+                raise TypeError(f"pages must be indices, not {pages!r}")
+            chosen = listed if kinds <= {int} else [operator.index(page) for page in listed]
         if chosen and not 0 <= min(chosen) <= max(chosen) < count:
             wrong = next(page for page in chosen if not 0 <= page < count)
             raise ValueError(f"pages: {wrong} is none of the {count} pages of {self!r}")
@@ -594,34 +628,38 @@ class PageSpace(Memory, Closes):
     def _unique(self, pages: Pages) -> list[int]:
         return sorted(set(self._chosen(pages)))
 
-    def _changing(self, chosen: Sequence[int], after: After) -> contextlib.AbstractContextManager[None]:
-        """Wait for ``after``; return a block that changes places alone, after the work for which they are parked."""
+    def _change(self, chosen: Sequence[int], after: After, act: Callable[[], T]) -> T:
+        """Wait for ``after``, and for the work for which places are parked; then call ``act``, which changes places."""
         self._check_open()
         places, physical = self._places, self._physical
         wait(after, self._session, (physical.device.ordinal,))
-        return self._locked_after(lambda: places.parkings(chosen), len(chosen))
+        return self._locked_after(lambda: places.parkings(chosen), act, len(chosen))
 
-    @contextlib.contextmanager
     def _locked_after(
-        self, parkings: Callable[[], set[Parking]], needed: int = 0, *, closing: bool = False
-    ) -> Iterator[None]:
-        """Block that changes places alone, after the work of some parkings, and may need so many pages."""
+        self, parkings: Callable[[], set[Parking]], act: Callable[[], T], needed: int = 0, *, closing: bool = False
+    ) -> T:
+        """Call ``act``, which changes places and may need so many pages, after the work of some parkings."""
         physical = self._physical
+
+        def attempt(short: bool) -> list[T]:
+            # Another thread may have released some of the places meanwhile.
+            if not all(parking.done() for parking in parkings()):
+                return []
+            if short:
+                physical.finish_clearing()
+            return [act()]
+
         while True:
             for parking in parkings():
                 parking.synchronize()
-            short = physical.parked and physical.available < needed
+            short = physical.parked > 0 and physical.available < needed
             if short:
                 # Pages of other places, whose work has completed, become available. No lock may be held here.
                 physical.allocations.work()
                 physical.finish_clearing(wait=True)
-            with self._places.locked(closing=closing):
-                # Another thread may have released some of the places meanwhile.
-                if all(parking.done() for parking in parkings()):
-                    if short:
-                        physical.finish_clearing()
-                    yield
-                    return
+            done = self._places.locked(functools.partial(attempt, short), closing=closing)
+            if done:
+                return done[0]
 
     def _check_here(self, chosen: Sequence[int]) -> None:
         stored = self._places.stored

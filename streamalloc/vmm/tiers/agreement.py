@@ -30,6 +30,8 @@ class Ranks(Protocol):
 class RankRefusedError(RuntimeError):
     """Another rank could not sleep or wake, so that none did.
 
+    :meth:`SleepGroup.sleep` and :meth:`SleepGroup.wake` raise it with ``ranks=``.
+
     Attributes
     ----------
     rank

@@ -49,6 +49,8 @@ _HEAD = struct.Struct("<8sIIQQ")
 class DamagedBackupError(ValueError):
     """Bytes that are stored have changed, or a file is no backup of these buffers.
 
+    :meth:`VirtualBuffer.restore`, :meth:`SleepGroup.wake` and :meth:`PageSpace.swap_in` raise it.
+
     Attributes
     ----------
     block

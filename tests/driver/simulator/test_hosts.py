@@ -45,9 +45,8 @@ def exported(rig: Rig, memory: Any, number: int) -> Any:
 
 
 def imported(rig: Rig, handle: Any, number: int) -> Any:
-    if number == FABRIC:
-        handle = int(handle.getPtr())
-    return rig.keep_memory(rig.raw.cuMemImportFromShareableHandle(handle, kind(rig, number)))
+    given = int(handle.getPtr()) if number == FABRIC else handle  # which lives as long as the struct
+    return rig.keep_memory(rig.raw.cuMemImportFromShareableHandle(given, kind(rig, number)))
 
 
 def test_devices_are_others(rig: Rig, other: Rig) -> None:

@@ -188,7 +188,7 @@ def test_errors_are_those_of_the_slow_path(sides: Sides, fields: dict[str, Any],
     wrong = ipc.Descriptor.from_bytes(data)._replace(**fields).to_bytes()
     with pytest.raises(kind, match=words):
         ipc.open(wrong, stream=sides.theirs.stream)
-    assert importer_of(sides.theirs.stream._session).imports == {}
+    assert importer_of(sides.theirs.stream._session).allocations == {}
     ipc.open(data, stream=sides.theirs.stream).close()
     buffer.free()
     assert buffer.freed

@@ -6,6 +6,7 @@ import contextlib
 import socket
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ import streamalloc.driver as sd
 from streamalloc import vmm
 from streamalloc.core.session import session_of
 from streamalloc.vmm.allocation_handles import allocations_of
+from streamalloc.vmm.claims import Claim, claiming
 from streamalloc.vmm.pages import physical as physical_module
 from streamalloc.vmm.pages import space as space_module
 from streamalloc.vmm.pages import tiers
@@ -64,8 +66,7 @@ class World:
             if not self.physical.parked:
                 return
             self.physical.finish_clearing(wait=True)
-            with self.physical.changing():
-                self.physical.finish_clearing()
+            self.physical.changing(self.physical.finish_clearing)
         raise AssertionError("pages stay parked")
 
     def check(self) -> None:
@@ -111,28 +112,39 @@ class TestPhysicalPages:
         return [physical._create([]) for _ in range(count)]
 
     def test_mappings_are_changed_by_one_thread(self, make: Callable[[], PhysicalPages]) -> None:
-        def change(physical: PhysicalPages) -> None:
-            with physical.changing():
-                pass
+        inside: list[None] = []
 
-        function = PhysicalPages.changing.__wrapped__  # type: ignore[attr-defined]
-        for physical in interleaved(function, make, change, change):
-            assert not physical._busy
+        def alone() -> None:
+            assert not inside
+            inside.append(None)
+            inside.pop()
+
+        def change(physical: PhysicalPages) -> None:
+            physical.changing(alone)
+
+        for function in (alone, claiming, Claim.take):
+            for _ in interleaved(function, make, change, change):
+                assert not inside
 
     def test_deferred_items_do_not_wait_for_who_changes_mappings(self, make: Callable[[], PhysicalPages]) -> None:
         found: list[bool] = []
 
+        def body() -> None:
+            found.append(True)
+            found.append(True)
+
         def change(physical: PhysicalPages) -> None:
-            with physical.changing():
-                found.append(physical._busy)
+            physical.changing(body)
 
         def attempt(physical: PhysicalPages) -> None:
-            with physical.unless_busy() as mine:
-                found.append(mine)
+            found.append(physical.unless_busy(lambda: True, otherwise=False))
 
-        for physical in interleaved(change, make, change, attempt, at="line"):
-            assert True in found and not physical._busy
+        outcomes = set()
+        for _ in interleaved(body, make, change, attempt, at="line"):
+            outcomes.add(found.pop(found.index(False)) if False in found else True)
+            assert found in ([True] * 2, [True] * 3)
             found.clear()
+        assert False in outcomes
 
     def test_the_page_of_zeros_is_created_once(self, make: Callable[[], PhysicalPages], stream: sa.Stream) -> None:
         driver: Any = stream.device.driver
@@ -255,20 +267,24 @@ class TestPhysicalPages:
     def test_one_thread_works_in_the_background(
         self, make: Callable[[], PhysicalPages], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        made: list[object] = []
-
-        def executor(*_: object) -> Any:
-            made.append(SimpleNamespace(submit=lambda function: function()))
-            return made[-1]
-
-        monkeypatch.setattr(physical_module, "ThreadPoolExecutor", executor)
+        started: list[Callable[[], None]] = []
+        futures: list[Future[int]] = []
+        starts = SimpleNamespace(start_new_thread=lambda function, _: started.append(function))
+        monkeypatch.setattr(physical_module, "_thread", starts)
 
         def submit(physical: PhysicalPages) -> None:
-            physical.in_background(int)
+            futures.append(physical.in_background(int))
 
-        for _ in interleaved(PhysicalPages.in_background, make, submit, submit):
-            assert len(made) == 1
-            made.clear()
+        def work_and_submit(physical: PhysicalPages) -> None:
+            submit(physical)
+            started[0]()
+
+        for _ in interleaved(PhysicalPages._work, make, work_and_submit, submit):
+            assert len(started) in (1, 2)
+            started.pop()()
+            assert [future.result(0) for future in futures] == [0, 0]
+            started.clear()
+            futures.clear()
 
 
 def _commit(world: World) -> None:
@@ -442,16 +458,14 @@ def test_a_swap_that_fails_leaves_the_places_of_another_one(stream: sa.Stream) -
         give_back = vmm.PageSpace._give_back
 
         def begin_another(*args: Any) -> None:
-            with world.places.locked():
-                world.places.set_aside([0], another)
+            world.places.locked(lambda: world.places.set_aside([0], another))
             give_back(*args)
 
         patch.setattr(vmm.PageSpace, "_give_back", begin_another)
         with pytest.raises(sa.OutOfMemoryError):
             world.space.swap_in(0)
         assert world.places.parked == {0: another}
-        with world.places.locked():
-            world.places.unpark([0])
+        world.places.locked(lambda: world.places.unpark([0]))
         world.space.release(0, ())
     world.check()
 
@@ -663,13 +677,11 @@ class TestReaders:
         def make() -> World:
             world = World(stream)
             world.space.commit([0, 1])
-            with world.places.locked():
-                world.places.park([0, 1], Parking(world.places, Work(stream.device)))
+            world.places.locked(lambda: world.places.park([0, 1], Parking(world.places, Work(stream.device))))
             return world
 
         def commit_again(world: World) -> None:
-            with world.places.locked():
-                world.places.unpark([0, 1])
+            world.places.locked(lambda: world.places.unpark([0, 1]))
 
         for world in interleaved(
             Places._commit, make, commit_again, lambda it: it.found.append(it.space.committed.tolist()), at="line"
@@ -683,16 +695,14 @@ class TestReaders:
             world = World(stream, spaces=2).kept(0, 1)
             if change == "keep":
                 world.space.commit(2)
-                with world.places.locked():
-                    world.places.park([2], Parking(world.places, Work(stream.device)))
+                world.places.locked(lambda: world.places.park([2], Parking(world.places, Work(stream.device))))
             return world
 
         def act(world: World) -> None:
             if change == "commit":
                 world.space.commit(1)
             elif change == "keep":
-                with world.places.locked():
-                    world.places.keep([2])
+                world.places.locked(lambda: world.places.keep([2]))
             else:
                 world.space.close(())
 

@@ -218,3 +218,41 @@ def test_interrupts_at_any_point(machine: Any, tmp_path: Path) -> None:
         gc.collect()
         sa.Device(0, driver=account.driver).synchronize()
         assert lost_one(account.left), (nth, account.left)
+
+
+@pytest.mark.simulated_only("where a signal may come is the same on any driver")
+@pytest.mark.parametrize("call", ["commit", "budget"])
+def test_an_interrupted_call_holds_nothing_while_its_frames_stay(machine: Any, tmp_path: Path, call: str) -> None:
+    """A handler of the exception can use the space, and so can other threads and processes."""
+    budgets = [vmm.PageBudget(tmp_path / "budget", PAGE) for _ in range(2)]
+    with vmm.PageArena(sa.Device(0, driver=machine)) as arena, arena.space(PAGE) as space:
+
+        def act() -> None:
+            if call == "commit":
+                space.commit(0)
+            else:
+                budgets[0].settle()
+
+        def use() -> None:
+            space.release(0, ())
+            assert budgets[1].used == 0
+
+        space.commit(0)
+        use()
+        points = Interrupt()
+        with points:
+            act()
+        for nth in points:
+            try:
+                with Interrupt(nth):
+                    act()
+            except Interrupted as error:
+                kept = error  # with the frames of the call
+            other = threading.Thread(target=use, daemon=True)
+            other.start()
+            other.join(20)
+            assert not other.is_alive(), kept
+            use()
+        assert len(list(points)) > 10
+    for budget in budgets:
+        budget.close()

@@ -178,6 +178,9 @@ class TestReplacing:
                 with pytest.raises(ValueError, match=message):
                     call(buffer, array, offset)
             buffer.close()
+            for call in (group.read, group.write):
+                with pytest.raises(sa.ClosedError):
+                    call(buffer, array, offset)
 
     def test_a_pool_without_access(self, device: sa.Device) -> None:
         with sa.MemoryPool(HOST) as pool, vmm.SleepGroup(device) as group:

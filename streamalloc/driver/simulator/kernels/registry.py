@@ -146,6 +146,10 @@ def device_global(name: str, nbytes: int, initial: bytes = b"") -> None:
         Size in bytes.
     initial
         Bytes that it begins with; the rest is 0.
+
+    Examples
+    --------
+    >>> device_global("scale", 4, np.float32(2).tobytes())
     """
     if nbytes < 1 or len(initial) > nbytes:
         raise ValueError(f"nbytes={nbytes}: must be at least 1, and at least the {len(initial)} bytes of initial")
@@ -192,6 +196,8 @@ def _annotated(function: Callable[..., object]) -> tuple[CType, ...] | None:
 def current_launch() -> Launch:
     """The launch that the calling function runs for: ``name``, ``grid``, ``block``, ``shared_bytes``, ``device``.
 
+    :func:`kernel` registers such functions.
+
     Raises
     ------
     RuntimeError
@@ -214,6 +220,8 @@ def run_for(launch: Launch, function: Callable[..., object], arguments: tuple[An
 
 def device_view(address: int, shape: int | tuple[int, ...], dtype: npt.DTypeLike = np.uint8) -> npt.NDArray[Any]:
     """Simulated memory as a NumPy array, for the kernel that runs on this thread. It is valid until the kernel returns.
+
+    :func:`kernel` shows its use.
 
     The array is read-only where the device may only read the memory, and where the kernel is registered with ``reads``
     or ``writes`` and no write covers it.

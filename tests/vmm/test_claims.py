@@ -1,0 +1,233 @@
+"""Calls for one buffer on two threads: one waits for the other, and acts on the state that it left."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import streamalloc as sa
+import streamalloc.driver as sd
+from streamalloc import vmm
+from streamalloc.vmm.claims import Claimable, claiming
+from streamalloc.vmm.virtual_buffer import VirtualBuffer, evict_all, restore_all
+from tests.interleaving import interleaved
+from tests.interrupting import Interrupt, Interrupted
+from tests.support import KEEP, end_what_was_dropped, filled, shows
+from tests.vmm.support import HOST, PAGE, READWRITE
+
+SIZE = 5000
+"""Bytes of each buffer."""
+WAIT = 20.0
+"""Seconds after which a thread counts as stuck."""
+
+
+class Thing(Claimable):
+    def __init__(self) -> None:
+        self._claim = None
+
+    def use(self, act: Callable[[], object] = lambda: None) -> None:
+        claiming((self,), lambda _: act())
+
+
+class World:
+    """Two groups that share two buffers, of one page each, which may grow by another."""
+
+    def __init__(self, driver: Any, *, asleep: bool) -> None:
+        self.device = sa.Device(0, driver=driver)
+        self.host = sa.MemoryPool(HOST, release_threshold=KEEP, driver=driver)
+        self.host.set_access(self.device, READWRITE)
+        self.groups = [vmm.SleepGroup(self.device, backup=self.host) for _ in range(2)]
+        self.buffers = [vmm.GrowableBuffer(self.device, 2 * PAGE, SIZE) for _ in range(2)]
+        for seed, buffer in enumerate(self.buffers):
+            filled(buffer, seed)
+            for group in self.groups:
+                group.add(buffer, "ab"[seed])
+        self.device.synchronize()
+        if asleep:
+            self.groups[0].sleep()
+
+    def check(self) -> None:
+        """All or nothing has happened, no bytes are lost, and nothing stays."""
+        for group in self.groups:
+            if not group.closed:
+                group.wake()
+        for seed, buffer in enumerate(self.buffers):
+            if buffer.evicted:
+                buffer.restore()
+            assert buffer.closed or (shows(buffer[:SIZE], seed) and len(buffer.mappings) == -(-buffer.nbytes // PAGE))
+            buffer.close()
+        end_what_was_dropped()
+        self.device.synchronize()
+        assert self.host.statistics().used == 0
+        for owner in (*self.groups, self.host):
+            owner.close()
+
+
+ACTS: dict[str, Callable[[World], object]] = {
+    "sleep": lambda it: it.groups[0].sleep(),
+    "wake": lambda it: it.groups[0].wake(),
+    "evict": lambda it: it.buffers[1].evict(it.host),
+    "restore": lambda it: it.buffers[1].restore(),
+    "close": lambda it: it.buffers[1].close(),
+    "grow": lambda it: it.buffers[1].resize(2 * PAGE),
+    "allow": lambda it: it.buffers[1].set_access(it.device),
+    "sleep the other": lambda it: it.groups[1].sleep(),
+    "wake the other": lambda it: it.groups[1].wake(),
+}
+FUNCTIONS: dict[str, Callable[..., object]] = {
+    "sleep": vmm.SleepGroup._evict,
+    "sleep, copying": evict_all,
+    "wake": restore_all,
+    "evict": VirtualBuffer._evictable,
+    "restore": restore_all,
+    "grow": vmm.GrowableBuffer.resize,
+}
+"""Functions that the first call makes, at each line of which the second call begins."""
+PAIRS = {
+    "sleep": ("evict", "close", "sleep the other"),
+    "sleep, copying": ("grow",),
+    "wake": ("restore", "close", "wake the other"),
+    "evict": ("sleep",),
+    "restore": ("wake", "close"),
+    "grow": ("sleep", "close", "allow"),
+}
+
+
+@pytest.mark.simulated_only("an interleaving is the same on any driver")
+@pytest.mark.parametrize(("first", "second"), [(first, second) for first in PAIRS for second in PAIRS[first]])
+def test_each_interleaving(first: str, second: str) -> None:
+    """The errors are those of a call that comes after the other one."""
+    act = first.split(",")[0]
+    driver = sd.simulated()
+
+    def make() -> World:
+        return World(driver, asleep=act in ("wake", "restore"))
+
+    def expecting(name: str) -> Callable[[World], None]:
+        def expect(world: World) -> None:
+            with contextlib.suppress(sa.EvictedError, sa.ClosedError if name not in ("sleep", "wake") else KeyError):
+                ACTS[name](world)
+
+        return expect
+
+    for world in interleaved(FUNCTIONS[first], make, expecting(act), expecting(second), at="line"):
+        world.check()
+
+
+@pytest.mark.simulated_only("an interleaving is the same on any driver")
+def test_a_buffer_that_is_put_to_sleep_is_not_removed() -> None:
+    driver = sd.simulated()
+
+    def remove(world: World) -> None:
+        with contextlib.suppress(sa.EvictedError):
+            world.groups[0].remove(world.buffers[1])
+
+    for world in interleaved(evict_all, lambda: World(driver, asleep=False), ACTS["sleep"], remove, at="line"):
+        assert world.buffers[1].evicted == (world.buffers[1] in world.groups[0].buffers)
+        world.check()
+
+
+@pytest.mark.simulated_only("where a signal may come is the same on any driver")
+def test_an_interrupt_at_any_point_leaves_nothing_claimed() -> None:
+    kept = []
+    one, two = Thing(), Thing()
+    points = Interrupt()
+    with points:
+        claiming((one, two), lambda claim: claim.take((two,)))
+    for nth in points:
+        try:
+            with Interrupt(nth):
+                claiming((one, two), lambda claim: claim.take((two,)))
+        except Interrupted as error:
+            kept.append(error)  # with the frames of the call
+        thread = threading.Thread(target=lambda: claiming((one, two), lambda _: None), daemon=True)
+        thread.start()
+        thread.join(WAIT)
+        assert not thread.is_alive()
+        one.use(two.use)
+    assert len(kept) == len(list(points)) > 4
+
+
+class TestHooks:
+    """A call out of a hook does not wait for the call that the hook belongs to."""
+
+    @pytest.mark.parametrize("act", ["evict", "close", "grow", "allow", "sleep the other", "wake the other"])
+    def test_after_a_wake(self, machine: Any, act: str) -> None:
+        world = World(machine, asleep=True)
+        world.groups[0].after_wake(lambda _: ACTS[act](world))
+        with pytest.raises(sa.InUseError, match="call of a hook"):
+            world.groups[0].wake()
+        assert all(buffer.evicted for buffer in world.buffers)
+        world.groups[0].close()
+        world.check()
+
+    def test_before_a_sleep_the_buffers_can_be_changed(self, machine: Any) -> None:
+        world = World(machine, asleep=False)
+        world.groups[0].before_sleep(lambda _: world.buffers[0].resize(2 * PAGE))
+        world.groups[0].before_sleep(lambda _: world.buffers[1].close())
+        assert world.groups[0].sleep() == 2 * PAGE
+        world.check()
+
+    def test_of_two_groups_that_call_each_other(self, machine: Any) -> None:
+        world = World(machine, asleep=False)
+        both = threading.Barrier(2)
+
+        def sleep(mine: vmm.SleepGroup, other: vmm.SleepGroup, ended: list[BaseException]) -> None:
+            def hook(_: object) -> None:
+                both.wait(WAIT)
+                try:
+                    with pytest.raises(sa.InUseError, match="call of a hook"):
+                        other.sleep()
+                finally:
+                    both.wait(WAIT)
+
+            mine.before_sleep(hook)
+            try:
+                mine.sleep()
+            except BaseException as error:
+                ended.append(error)
+
+        errors: list[BaseException] = []
+        threads = [
+            threading.Thread(target=sleep, args=(*groups, errors), daemon=True)
+            for groups in (world.groups, world.groups[::-1])
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(WAIT)
+        assert errors == [] and not any(thread.is_alive() for thread in threads)
+        assert all(buffer.evicted for buffer in world.buffers)
+        for group in world.groups:
+            group.close()
+        world.check()
+
+
+@pytest.mark.simulated_only("a process with a real driver is not forked")
+def test_a_forked_child_waits_for_no_call_of_its_parent() -> None:
+    one, held, end = Thing(), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        held.set()
+        end.wait(WAIT)
+
+    thread = threading.Thread(target=one.use, args=(hold,))
+    thread.start()
+    held.wait(WAIT)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # newer Pythons warn of forks among threads
+        child = os.fork()
+    if not child:
+        signal.alarm(20)
+        one.use()
+        os._exit(0)
+    end.set()
+    thread.join(WAIT)
+    assert os.waitpid(child, 0)[1] == 0
