@@ -210,6 +210,24 @@ class TestHooks:
         world.check()
 
 
+@pytest.mark.simulated_only("an interleaving is the same on any driver")
+def test_a_hook_waits_for_pages() -> None:
+    """A call for pages waits for no group, so the wait ends."""
+    device = sa.Device(0, driver=sd.simulated())
+
+    def body() -> int:
+        one = 1
+        return one + 1
+
+    for arena in interleaved(
+        body,
+        lambda: vmm.PageArena(device),
+        lambda it: it._physical.changing(body),
+        lambda it: Thing().use(lambda: it._physical.changing(lambda: None)),
+    ):
+        arena.close()
+
+
 @pytest.mark.simulated_only("a process with a real driver is not forked")
 def test_a_forked_child_waits_for_no_call_of_its_parent() -> None:
     one, held, end = Thing(), threading.Event(), threading.Event()
