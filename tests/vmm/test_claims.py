@@ -15,7 +15,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
-from streamalloc.vmm.claims import Claimable, claiming
+from streamalloc.vmm.claims import Claim, Claimable, claiming
 from streamalloc.vmm.virtual_buffer import VirtualBuffer, evict_all, restore_all
 from tests.interleaving import interleaved
 from tests.interrupting import Interrupt, Interrupted
@@ -119,6 +119,17 @@ def test_each_interleaving(first: str, second: str) -> None:
 
     for world in interleaved(FUNCTIONS[first], make, expecting(act), expecting(second), at="line"):
         world.check()
+
+
+def test_one_of_two_threads_has_the_claim() -> None:
+    found: list[bool] = []
+
+    def take(thing: Thing) -> None:
+        found.append(Claim(None, 0).take((thing,), wait=False))
+
+    for _ in interleaved(Claim.take, Thing, take, take):
+        assert sorted(found) == [False, True]
+        found.clear()
 
 
 @pytest.mark.simulated_only("an interleaving is the same on any driver")
