@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar, overload
 
+import numpy as np
+
 from streamalloc.core.errors import InvalidValueError, NotSupportedError, unsupported
 from streamalloc.core.html import code, gauge, table
 from streamalloc.core.properties import (
@@ -78,9 +80,8 @@ class Switch(Attribute[bool]):
     def __init__(self, doc: str) -> None:
         super().__init__(bool, doc)
 
-    def __set__(self, attributes: PoolAttributes, value: bool) -> None:
-        checked_type(self.name, value, bool)
-        attributes._set(self, int(value))
+    def __set__(self, attributes: PoolAttributes, value: bool | np.bool_) -> None:
+        attributes._set(self, int(checked_type(self.name, bool(value) if isinstance(value, np.bool_) else value, bool)))
 
 
 class Size(Attribute[int]):

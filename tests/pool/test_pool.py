@@ -6,6 +6,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 import streamalloc as sa
@@ -197,6 +198,8 @@ class TestAttributes:
         assert {**dict(pool.attributes), name: True} == others
         with sa.MemoryPool(device) as another:
             assert getattr(another.attributes, name) is True
+        setattr(pool.attributes, name, np.True_)
+        assert getattr(pool.attributes, name) is True
         for value in (1, 0, "yes", None):  # type: ignore[assignment]
             with pytest.raises(TypeError, match=name):
                 setattr(pool.attributes, name, value)
