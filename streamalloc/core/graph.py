@@ -45,7 +45,7 @@ class Graph(Closes):
         graph.launch(stream)
     """
 
-    __slots__ = ("__weakref__", "_executable", "_handle", "_session", "device", "kept")
+    __slots__ = ("__weakref__", "_closed", "_executable", "_handle", "_session", "device", "kept")
 
     device: Device
     """The device of the stream that was captured."""
@@ -58,6 +58,7 @@ class Graph(Closes):
         self._handle = HandleEnd(self._session, "cuGraphDestroy", None)
         self._executable = HandleEnd(self._session, "cuGraphExecDestroy", None)
         self.kept = ()
+        self._closed = False
 
     @property
     def complete(self) -> bool:
@@ -112,6 +113,7 @@ class Graph(Closes):
 
     def close(self) -> None:
         """Destroy the graph and its instance; queued launches still run. Idempotent."""
+        self._closed = True
         try:
             self._executable.attempt()
         finally:
@@ -125,7 +127,8 @@ class Graph(Closes):
             later.submit(self._handle)
 
     def _text(self) -> str:
-        return f" of device {self.device.ordinal}, {'complete' if self.complete else 'without nodes'}"
+        state = "closed" if self._closed else "complete" if self.complete else "without nodes"
+        return f" of device {self.device.ordinal}, {state}"
 
 
 class Capture:

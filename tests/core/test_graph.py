@@ -327,11 +327,11 @@ class TestFailures:
         driver = sd.traced(machine)
         with sa.Device(0, driver=driver).create_stream() as stream:
             with stream.capture() as graph, sa.allocate(64, stream):
-                pass
+                assert "without nodes" in repr(graph)
             graph.launch(stream)
             graph.close()
             graph.close()
-            with pytest.raises(sa.ClosedError):
+            with pytest.raises(sa.ClosedError, match="device 0, closed>"):
                 graph.launch(stream)
         ends = ("cuGraphDestroy", "cuGraphExecDestroy")
         assert sorted(names(driver, *ends)) == sorted(ends)
