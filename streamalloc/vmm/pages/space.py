@@ -582,10 +582,12 @@ class PageSpace(Memory, Closes):
             if pages.dtype.kind not in "iu":
                 raise TypeError(f"pages must be indices, not an array of {pages.dtype}")
             chosen: list[int] = pages.ravel().tolist()
-        elif isinstance(pages, Iterable):
-            chosen = [operator.index(page) for page in pages]
         else:
-            chosen = [operator.index(pages)]
+            listed = list(pages) if isinstance(pages, Iterable) else [pages]
+            kinds = set(map(type, listed))
+            if isinstance(pages, (bytes, bytearray, str)) or bool in kinds:
+                raise TypeError(f"pages must be indices, not {pages!r}")
+            chosen = listed if kinds <= {int} else [operator.index(page) for page in listed]
         if chosen and not 0 <= min(chosen) <= max(chosen) < count:
             wrong = next(page for page in chosen if not 0 <= page < count)
             raise ValueError(f"pages: {wrong} is none of the {count} pages of {self!r}")

@@ -100,7 +100,7 @@ class TestIndices:
             space.commit(given)
         assert space.committed.size == 0
 
-    @pytest.mark.parametrize("given", ["1", 1.0, [1.5], np.zeros(2), np.ones(4, bool), None])
+    @pytest.mark.parametrize("given", ["1", 1.0, [1.5], True, [True], b"\x01", np.zeros(2), np.ones(4, bool), None])
     def test_of_other_types_are_refused(self, space: vmm.PageSpace, given: Any) -> None:
         with pytest.raises(TypeError):
             space.release(given)
