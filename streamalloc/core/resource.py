@@ -49,7 +49,7 @@ class Unique:
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         if reduce_for_processes is not None and _called_by_multiprocessing(sys._getframe(1)):
             return reduce_for_processes(self)
-        raise TypeError(f"a {type(self).__name__} owns a driver resource: it cannot be copied or pickled")
+        raise TypeError(f"{type(self).__name__} objects own driver resources: they cannot be copied or pickled")
 
 
 def _called_by_multiprocessing(caller: types.FrameType) -> bool:

@@ -68,7 +68,7 @@ def reduce(thing: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """
     try:
         if type(thing) not in KINDS:
-            raise TypeError(f"a {type(thing).__name__} owns a driver resource: it cannot be copied or pickled")
+            raise TypeError(f"{type(thing).__name__} objects own driver resources: they cannot be copied or pickled")
         if type(thing) is not Shared:
             exports_of(session_of(thing)).serve()
             thing = share(thing, hold=True)
