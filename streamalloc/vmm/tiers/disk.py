@@ -28,6 +28,8 @@ from streamalloc.vmm.tiers.tier import Bytes, Held, Tier, part_of
 __all__ = ["DiskTier", "tier_of"]
 
 _SLOTS = 16
+_LONGEST = 255 - len("..part")
+"""Bytes in the name of a file, as it is while the file is written."""
 
 
 class _Slots(Chunk):
@@ -211,7 +213,10 @@ class DiskTier(BlockTier):
 
     @staticmethod
     def _name(name: str) -> str:
-        return f"{quote(name, safe='')}.backup"
+        file = f"{quote(name, safe='')}.backup"
+        if len(file) > _LONGEST:
+            raise ValueError(f"a file named after {name!r} has {len(file)} bytes in its name: allowed are {_LONGEST}")
+        return file
 
     def _held(self, file: DiskFile) -> Sequence[Held]:
         holders: set[int] = set(range(len(file.sizes)))

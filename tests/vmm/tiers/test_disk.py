@@ -60,6 +60,15 @@ def right(several: list[vmm.VirtualBuffer], seed: int = 0) -> bool:
     return all(shows(buffer, seed + nth) for nth, buffer in enumerate(several))
 
 
+def test_a_tag_too_long_for_a_file(device: sa.Device, kept: vmm.DiskTier) -> None:
+    tag = "x" * 250
+    with vmm.SleepGroup(device, backup=kept) as group:
+        buffer = group.allocate(PAGE, tag=tag)
+        with pytest.raises(ValueError, match=r"'x{250}' has 257 bytes in its name: allowed are 249"):
+            group.sleep(tag)
+        assert not buffer.evicted and list(kept.folder.iterdir()) == []
+
+
 class TestContents:
     def test_come_back(self, device: sa.Device, tier: vmm.DiskTier) -> None:
         with vmm.SleepGroup(device, backup=tier) as group:
