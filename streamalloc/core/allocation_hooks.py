@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import sys
 import threading
 import weakref
@@ -20,10 +19,9 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any, Protocol
 
+from streamalloc.core.errors import PACKAGE
 from streamalloc.core.properties import MemLocation
 from streamalloc.core.session import NOT_CALLED, PerDriver, Session
-
-_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
 class Watcher(Protocol):
@@ -130,7 +128,7 @@ class Tap:
 def look(watchers: tuple[Watcher, ...]) -> None:
     """Notify watchers of a free, unless a finaliser of the package makes it, in which nothing may wait."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+    while frame is not None and frame.f_code.co_filename.startswith(PACKAGE):
         if frame.f_code.co_name == "__del__":
             return
         frame = frame.f_back

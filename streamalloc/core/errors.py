@@ -8,9 +8,15 @@ before the driver is reached and have no class here.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
+import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
 from typing import Any, TypeVar
+
+PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 E = TypeVar("E", bound="CudaError")
 
@@ -343,6 +349,16 @@ def refused(kind: type[E], call: str, why: str) -> E:
     error = kind(name, code, call, why)
     error.asked = False
     return error
+
+
+def warn(text: str, kind: type[Warning]) -> None:
+    """Give a warning at the line of the program that has called the package."""
+    frame: FrameType | None = sys._getframe(1)
+    level = 2
+    while frame is not None and frame.f_code.co_filename.startswith(PACKAGE):
+        frame = frame.f_back
+        level += 1
+    warnings.warn(text, kind, stacklevel=level)
 
 
 def size_text(nbytes: int) -> str:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -19,7 +18,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-from streamalloc.core.errors import OutOfMemoryError, refused, size_text
+from streamalloc.core.errors import OutOfMemoryError, refused, size_text, warn
 from streamalloc.core.internal import Allocator, Device, name_of_stream, watching_of, work
 from streamalloc.core.properties import MemLocation
 from streamalloc.core.session import Session, session_of
@@ -289,7 +288,7 @@ class Account:
             self._log = None
             log.close()
             self._unwritten.clear()
-            warnings.warn(f"the log of allocations ends here: {error}", RuntimeWarning, stacklevel=2)
+            warn(f"the log of allocations ends here: {error}", RuntimeWarning)
 
     def _enter(self, kind: int, what: Any, stream: int, thread: int, now: int) -> None:
         untold: tuple[Allocation, ...] = ()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -18,6 +17,7 @@ from streamalloc.core.errors import (
     refused,
     size_text,
     undoing,
+    warn,
 )
 from streamalloc.core.html import Drawn, Row, gauge, place
 from streamalloc.core.internal import (
@@ -321,7 +321,7 @@ class MemoryPool(Allocator, Closes, Drawn):
                 f"{size_text(after - held)} beyond what is used and kept stay reserved: frees were still pending, or "
                 "live allocations lie scattered; synchronize the streams that freed memory before trimming"
             )
-            warnings.warn(text, PendingFreesWarning, stacklevel=2)
+            warn(text, PendingFreesWarning)
         return max(int(before - after), 0)
 
     def set_access(self, who: Device | MemLocation | Iterable[Device | MemLocation], access: MemAccess) -> None:

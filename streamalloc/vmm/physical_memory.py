@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
@@ -16,6 +15,7 @@ from streamalloc.core.errors import (
     refused,
     size_text,
     undoing,
+    warn,
 )
 from streamalloc.core.html import Row, mib, place
 from streamalloc.core.internal import (
@@ -227,7 +227,7 @@ def properties_for(
 def device_first(name: str, where: T, nbytes: Any) -> tuple[T, int]:
     """Swap the first two arguments of a public call if the size comes first, with a ``DeprecationWarning``."""
     if isinstance(where, int) and not isinstance(nbytes, int):
-        warnings.warn(f"{name}(nbytes, ...) is deprecated: give the device first", DeprecationWarning, stacklevel=3)
+        warn(f"{name}(nbytes, ...) is deprecated: give the device first", DeprecationWarning)
         return nbytes, where
     return where, nbytes
 

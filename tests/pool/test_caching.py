@@ -467,8 +467,9 @@ class TestComesBack:
         buffer = cache.allocate(MiB, stream)
         gate.hold(stream)
         buffer.free()
-        with pytest.warns(sa.PendingFreesWarning):
+        with pytest.warns(sa.PendingFreesWarning) as caught:
             assert cache.trim() == 0
+        assert [warning.filename for warning in caught] == [__file__]
         assert cache.pool.statistics().used == 0
         gate.open()
         stream.synchronize()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -18,7 +17,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from typing_extensions import TypeVar
 
-from streamalloc.core.errors import CaptureError, StaleDescriptorError, undoing
+from streamalloc.core.errors import CaptureError, StaleDescriptorError, undoing, warn
 from streamalloc.core.internal import (
     DeferredQueue,
     Device,
@@ -177,11 +176,10 @@ class Importer:
     def check_version(self, version: int) -> None:
         """Warn if the exporter runs another driver than this process."""
         if version != self.version:
-            warnings.warn(
+            warn(
                 f"the exporter runs a driver for CUDA {version // 1000}.{version % 1000 // 10}, this process one for "
                 f"{self.version // 1000}.{self.version % 1000 // 10}: NVIDIA supports equal ones only",
                 DriverVersionWarning,
-                stacklevel=4,
             )
 
     def block_of(self, described: Descriptor, handles: Handles) -> ControlBlock | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ from streamalloc.core.errors import (
     NotPermittedError,
     NotSupportedError,
     refused,
+    warn,
 )
 from streamalloc.core.internal import Device, HandleEnd, deferred_queue, session_for
 from streamalloc.core.properties import MemHandleType, checked_size, checked_type
@@ -111,7 +111,7 @@ def agree(
     versions = {profile.driver_version for profile in profiles}
     if len(versions) > 1:
         text = f"the ranks run drivers of different versions, {sorted(versions)}: NVIDIA supports equal ones only"
-        warnings.warn(text, DriverVersionWarning, stacklevel=3)
+        warn(text, DriverVersionWarning)
     return make_plan(profiles, one_process=group.communicator is None), chosen
 
 
