@@ -94,7 +94,8 @@ class Graph(Closes):
             raw = self._checked_raw()
             with self.device.current():
                 flags = int(flag) if auto_free_on_launch else 0
-                self._session.create(self._executable, "_raw", "cuGraphInstantiate", raw, flags)
+                hint = "a fill or copy may use memory that was freed after its capture"
+                self._session.create(self._executable, "_raw", "cuGraphInstantiate", raw, flags, hint=hint)
         return self
 
     def launch(self, stream: StreamLike) -> None:

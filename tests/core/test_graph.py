@@ -323,6 +323,12 @@ class TestFailures:
         assert graph.nodes == []
         graph.close()
 
+    def test_of_memory_that_was_freed(self, stream: sa.Stream) -> None:
+        with sa.allocate(64, stream) as buffer, stream.capture() as graph:
+            buffer.fill(1)
+        with graph, pytest.raises(sa.InvalidValueError, match="memory that was freed after its capture"):
+            graph.launch(stream)
+
     def test_a_graph_that_was_closed(self, machine: Any) -> None:
         driver = sd.traced(machine)
         with sa.Device(0, driver=driver).create_stream() as stream:
