@@ -185,6 +185,9 @@ class Listener(Protocol):
     def typed(self, address: int, nbytes: int, dtype: Any, write: bool) -> None:
         """Record that the latest work writes elements of NumPy's type; not ``write``: that it reads them as such."""
 
+    def released(self, address: int, nbytes: int, released: bool) -> None:
+        """Record that mapped memory was released and must not be written, or (not ``released``) is in use again."""
+
     def deferred(self, address: int) -> None:
         """Record that the program has freed shared memory or dropped an import; the driver's free comes later."""
 

@@ -308,6 +308,10 @@ class Checked(Wrapper):
         elif not self._state.unseen_writes():
             self._state.types.read(address, nbytes, dtype, "a copy of a view")
 
+    def released(self, address: int, nbytes: int, released: bool) -> None:
+        """Record that no work may write memory from now on, though it is mapped; not ``released``: that it may."""
+        self._notified(False, self._state.release_mapped, address, nbytes, released)
+
     def deferred(self, address: int) -> None:
         """Record that the program has freed memory, and that the driver's free comes later: it is no leak."""
         self._notified(False, self._state.defer, address)

@@ -246,6 +246,8 @@ class Range:
     """Whether the host has an array of it."""
     held_write: bool = False
     """Whether a stream that waited has had a write of it queued."""
+    released: Stack | None = None
+    """Place where the program released the memory, which stays mapped; None while it may be written."""
 
     @property
     def end(self) -> int:

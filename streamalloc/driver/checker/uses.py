@@ -163,6 +163,11 @@ class Uses(Streams):
                     remedy = "map memory there and grant access before the use (cuMemMap, cuMemSetAccess)."
                     self.judge.report("access without a grant", hole, remedy, range_, stack)
 
+    def release_mapped(self, address: int, nbytes: int, released: bool) -> None:
+        """Record that the program has released memory that stays mapped, or uses it again."""
+        for range_, _, _ in self.addresses.pieces(address, nbytes):
+            range_.released = here() if released else None
+
     def _queue_use(
         self, stream: Stream, handle: Any, node: Node, atomic: bool = False, checks_rights: bool = False
     ) -> None:
@@ -175,6 +180,11 @@ class Uses(Streams):
             if not checks_rights:
                 self.name(handle, node)
             return
+        for (range_, _, _), write in pieces:
+            if write and range_.released is not None:
+                text = f"{what} on {stream.name} writes {range_}, which was released before."
+                remedy = "take the memory into use again before the write: commit the page."
+                self.judge.report("use after free", text, remedy, range_, stack, released=range_.released)
         device = self.devices.get(stream) if checks_rights else None
         self.timeline.submit(stream, lambda stream: self.touch(stream, pieces, what, stack, atomic, kernel, device))
         self.sources.add(stream, pieces, what, stack)

@@ -201,10 +201,18 @@ class Places(MappedBytes):
 
     def set_aside(self, places: Collection[int], parking: Parking) -> None:
         """Park places, also those that hold no page, until somebody has copied contents to them."""
+        self.notify(places, released=False)
         with self.physical.lock:
             for place in places:
                 self._unkeep(place)
             self.park([*places], parking)
+
+    def notify(self, places: Iterable[int], *, released: bool) -> None:
+        """Notify a listener that pages which stay mapped are released, or are in use again."""
+        listener, size = self.physical.session.listener, self.physical.size
+        if listener is not None:
+            for run in adjacent(places):
+                listener.released(int(self.reservation.raw) + run.start * size, len(run) * size, released)
 
     def unpark(self, places: Collection[int]) -> None:
         """Commit parked places again, with the pages that they hold."""
@@ -213,6 +221,7 @@ class Places(MappedBytes):
 
     def _commit(self, places: Collection[int]) -> None:
         backing, numbers, kept, parked = self.backing, self.numbers, self.physical.kept, self.parked
+        self.notify(places, released=False)
         for place in places:
             page = backing[place]
             if page is None:
@@ -418,6 +427,7 @@ class Parking(Deferred):
             with contextlib.suppress(CudaError, ClosedError):
                 owner.clear(alone, stream)
                 ahead.work, ahead._cleared = Work.behind(stream), True
+                owner.notify(alone, released=True)
             physical.used(stream, ahead.work)
             physical.clearing[ahead] = None
         return ahead

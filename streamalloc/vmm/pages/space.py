@@ -61,7 +61,8 @@ class PageSpace(Memory, Closes):
     make the host wait for it, the other operations do.
 
     A page that is released is cleared, and keeps its memory in its place until another place of the arena needs it, so
-    that the next commit of the page makes no call for the mapping. Meanwhile the driver does not refuse writes to it.
+    that the next commit of the page makes no call for the mapping. Meanwhile the driver does not refuse writes
+    to it, which :func:`streamalloc.driver.checked` reports.
 
     Each operation takes an index, a range or an array of indices, and changes all these pages or, after an error, none.
     Pages that are already as they should be are skipped. Thread-safe: operations on one space wait for each other.

@@ -52,6 +52,9 @@ class Recorder:
     def shared(self, address: int, nbytes: int, stream: Any, name: bytes) -> None:
         self.seen.append("shared")
 
+    def released(self, address: int, nbytes: int, released: bool) -> None:
+        self.seen.append("released" if released else "in use again")
+
     def deferred(self, address: int) -> None:
         self.seen.append("deferred")
 

@@ -337,3 +337,27 @@ def test_a_copy_while_another_thread_captures(device: sa.Device) -> None:
         result, graph = other.submit(raw.cuStreamEndCapture, handle).result()
         assert not result and not raw.cuGraphDestroy(graph)[0]
         assert holds(space[PAGE : 2 * PAGE], 1)
+
+
+def test_a_write_to_a_released_page_is_reported(machine: Any) -> None:
+    """The driver accepts it, and whoever commits the page next would find it in place of zeros."""
+    checked = sd.checked(machine)
+    device = sa.Device(0, driver=checked)
+    with (
+        device.create_stream() as stream,
+        vmm.PageArena(device) as arena,
+        arena.space(4 * PAGE, stream=stream) as space,
+    ):
+        space.commit([0, 1])
+        fill(space, [0, 1])
+        space.release([0], after=stream)
+        page(space, 1).fill(1)
+        assert values(space) == [0, 1, 0, 0] and checked.hazards == []
+        page(space, 0).fill(2)
+        (hazard,) = checked.hazards
+        assert hazard.kind == "use after free" and "which was released before" in hazard.what
+        assert "page(space, 0).fill(2)" in str(hazard) and "space.release([0], after=stream)" in str(hazard)
+        space.commit([0])
+        page(space, 0).fill(3)
+        stream.synchronize()
+    assert len(checked.hazards) == 1
