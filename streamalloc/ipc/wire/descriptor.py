@@ -75,7 +75,7 @@ MOST_CHUNKS = 2048
 """Chunks of physical memory in one descriptor, at most."""
 _MOST_PAYLOAD = 256
 _MOST_BYTES = 1 << 48
-_FLAGS = 0x1F
+_FLAGS = 0x1D
 # A type as numpy writes it: byte order, kind, size in bytes.
 _TYPE = re.compile(r"[<>|]([biufcV])([1-9][0-9]{0,3})")
 _MOST_DIMENSIONS = 16
@@ -108,8 +108,6 @@ class Flags:
     HELD = 1
     """The exporter keeps what was shared until the mark :attr:`Descriptor.hold` has changed. If ``hold`` is 0, one more
     handle comes along: a pipe, which keeps it until the pipe is closed."""
-    READ_ONLY = 2
-    """Importers map the memory for reading only."""
     GROWABLE = 4
     """``base_size`` is a capacity, and later descriptors of this origin may have more chunks."""
     LEASED = 8
