@@ -34,9 +34,6 @@ class Claimable:
     _claim: Claim | None
     """Claim of the last call; None before the first."""
 
-    def _stop_growing(self) -> None:
-        """Wait for growth that makes no claim; later growth makes one. Called after each claim."""
-
 
 class Claim:
     """The claims of one call; made by :func:`claiming`."""
@@ -67,7 +64,7 @@ class Claim:
                 if other is None:
                     for thing in things:
                         thing._claim = self
-                    break
+                    return True
             if not wait:
                 return False
             outer = self._outer
@@ -77,9 +74,6 @@ class Claim:
                 raise InUseError(f"{one!r} is in use: this is a call of a hook or a signal handler during another call")
             with other._end:  # in C, so that an exception of a signal handler leaves the lock released
                 pass
-        for thing in things:
-            thing._stop_growing()
-        return True
 
     def _is_before(self, other: Claim) -> bool:
         """Whether another call has not ended; a forked child waits for none of its parent."""
