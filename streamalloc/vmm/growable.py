@@ -139,7 +139,12 @@ class GrowableBuffer(VirtualBuffer):
         ValueError
             ``nbytes`` is more than the capacity.
         """
-        claiming((self,), lambda _: self._grow_directly(nbytes) or self._resize(nbytes, after))
+
+        def grow(_: object) -> None:
+            if not self._grow_directly(nbytes):
+                self._resize(nbytes, after)
+
+        claiming((self,), grow)
 
     def _grow_directly(self, nbytes: int) -> bool:
         """Grow by one chunk if that needs no checks: whether it did."""
