@@ -80,6 +80,5 @@ class Fd(Closes):
         if hasattr(self, "_number"):  # unset in an object whose making has raised
             self.close()
 
-    def __repr__(self) -> str:
-        number = getattr(self, "_number", -1)
-        return f"<Fd {'closed' if number < 0 else number}>"
+    def _text(self) -> str:
+        return f" {'closed' if self._number < 0 else self._number}"

@@ -75,9 +75,11 @@ def code(text: str) -> Html:
 
 
 def gauge(value: int, total: int) -> Html:
-    """A share of a total, as a bar and in words."""
+    """A share of a total, as a bar and in words; in GiB from 10 GiB."""
+    unit, scale = ("GiB", 1 << 30) if total >= 10 << 30 else ("MiB", 1 << 20)
     bar = f"<progress max='{max(total, 1)}' value='{value}'></progress>"
-    return Html(f"<span style='white-space:nowrap'>{bar} {mib(value)} of {mib(total)}</span>")
+    share = f"{value / scale:,.1f} {unit} of {total / scale:,.1f} {unit}"
+    return Html(f"<span style='white-space:nowrap'>{bar} {share}</span>")
 
 
 def strip(nbytes: int, pieces: Iterable[tuple[int, int, MemLocation, str]]) -> Html:

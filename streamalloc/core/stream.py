@@ -228,6 +228,8 @@ class Stream(Closes, Shown):
         stream._open()
         return stream
 
+    # -- fast paths --------------------------------------------------------------------------------------------
+
     def _forbid_direct(self) -> None:
         """Have every call take its slow path; :mod:`streamalloc.core.session` describes the slots."""
         self._handle: Any = None
@@ -288,6 +290,8 @@ class Stream(Closes, Shown):
         is_capturing = self._session.cuStreamIsCapturing
         return None if self.open_check is None and is_capturing(raw)[0] else raw
 
+    # -- streams of other libraries ----------------------------------------------------------------------------
+
     def _outlived(self, destroyed: bool = False) -> None:
         """Close a kept stream whose library's object has died; ``destroyed``: and with it the driver's stream."""
         if self._session.usable:
@@ -321,6 +325,22 @@ class Stream(Closes, Shown):
             self.open_check = check
             self._allow_direct()
             closable_streams(self._session).add(self)
+
+    def _close_by_library(self) -> None:
+        """Close a stream that its library has closed: the end of its work is not known."""
+        self._closed_at = now = moment()
+        latest = latest_closed(self._session)
+        latest[now] = self
+        # Another thread may be here with a later one, which stays.
+        for moment_of_other in [*latest]:
+            other = latest.get(moment_of_other) if moment_of_other < now else None
+            if other is not None and other.device.ordinal == self.device.ordinal:
+                latest.pop(moment_of_other, None)
+        if self._endings:  # They ask the stream for that end.
+            awaited_ends(self._session).add(self)
+        self._end_use()
+
+    # -- properties --------------------------------------------------------------------------------------------
 
     @property
     def handle(self) -> int:
@@ -359,20 +379,6 @@ class Stream(Closes, Shown):
                 self._close_by_library()
         return self._closed
 
-    def _close_by_library(self) -> None:
-        """Close a stream that its library has closed: the end of its work is not known."""
-        self._closed_at = now = moment()
-        latest = latest_closed(self._session)
-        latest[now] = self
-        # Another thread may be here with a later one, which stays.
-        for moment_of_other in [*latest]:
-            other = latest.get(moment_of_other) if moment_of_other < now else None
-            if other is not None and other.device.ordinal == self.device.ordinal:
-                latest.pop(moment_of_other, None)
-        if self._endings:  # They ask the stream for that end.
-            awaited_ends(self._session).add(self)
-        self._end_use()
-
     @property
     def capturing(self) -> bool:
         """Whether the stream is being captured into a graph (``cuStreamIsCapturing``)."""
@@ -400,6 +406,8 @@ class Stream(Closes, Shown):
         if self._capture is not None:
             raise refused(CaptureError, "cuStreamGetFlags", "it would end the capture of the stream; ask afterwards")
         return not int(self._call("cuStreamGetFlags")) & int(cuda.CUstream_flags.CU_STREAM_NON_BLOCKING)
+
+    # -- work --------------------------------------------------------------------------------------------------
 
     def _checked_raw(self) -> Any:
         if self._closed or (self.open_check is not None and self.closed):
@@ -640,6 +648,8 @@ class Stream(Closes, Shown):
 
         return capturing(self, mode)
 
+    # -- end ---------------------------------------------------------------------------------------------------
+
     def close(self) -> None:
         """End the use of the stream, and destroy it if :meth:`Device.create_stream` made it (``cuStreamDestroy``).
 
@@ -739,14 +749,11 @@ class Stream(Closes, Shown):
         with self._session.relaxed():
             yield "state", "capturing" if self._captured() else "idle" if self.query() else "has work to do"
 
-    def __repr__(self) -> str:
-        if getattr(self, "_raw", None) is None:
-            return "<Stream that could not be made>"
-        number = int(self._raw)
-        kind = {0: "legacy default", LEGACY: "legacy default", PER_THREAD: "per-thread default"}.get(number)
+    def _text(self) -> str:
+        kind = {0: "legacy default", LEGACY: "legacy default", PER_THREAD: "per-thread default"}.get(self._number)
         name = f" {self.name!r}" if self.name else ""
         state = " closed" if self._closed else " capturing" if self._capture else ""
-        return f"<Stream{name} {kind or hex(number)} of device {self.device.ordinal}{state}>"
+        return f"{name} {kind or hex(self._number)} of device {self.device.ordinal}{state}"
 
 
 class Threads(threading.local):

@@ -36,7 +36,6 @@ from streamalloc.core.internal import (
     Buffer,
     Deferred,
     Device,
-    GraphBuffer,
     Memory,
     PlainBuffer,
     QueuedWork,
@@ -244,13 +243,9 @@ class Sources:
 
     def hold(self, memory: Memory) -> object:
         """Object that a library keeps as long as it uses memory, and drops to free it in stream order."""
-        kind = type(memory)
-        if kind is CachedBuffer:
-            return memory  # Its finaliser returns the block to the cache, on any thread and without a driver call.
-        if kind is PlainBuffer:
-            return _Held(cast("Buffer", memory), self)
-        # What a capture allocated is its graph's, and virtual memory is unmapped once its users' work is done.
-        return _Held(memory, self) if isinstance(memory, Buffer) and not isinstance(memory, GraphBuffer) else memory
+        # The finalisers of other memory release it: a cached buffer's makes no driver call, memory of a capture is its
+        # graph's, and virtual memory is unmapped once its users' work is done.
+        return _Held(cast("Buffer", memory), self) if type(memory) is PlainBuffer else memory
 
     def stream(self, ordinal: int, handle: int, owner: object = None) -> Stream:
         """A stream of the library as one of ours; ``owner`` is kept as long as memory that was allocated on it."""
@@ -328,35 +323,27 @@ def free_dropped(buffer: Buffer, thread: int | None = None) -> None:
     """Free memory that a library has dropped, on its stream as allocated by ``thread``. Called by finalisers.
 
     Makes driver calls that do not wait, and takes no lock. The free is not deferred in general, as the library's next
-    allocation may need the memory. A free that fails is tried again queue.
+    allocation may need the memory. A free that fails is tried again later.
     """
     session = session_of(buffer)
     if not session.usable or buffer.freed:
         return
     stream = buffer.stream
     if stream.is_default and stream.handle == PER_THREAD and thread not in (None, this_thread.number):
-        free_after_all(buffer)
+        free_after_all(FreeAfterAll(buffer))
         return
-    if stream.is_default and is_captured(stream):
-        deferred_queue(session).submit(FreeAfterAll(buffer))
-        return
-    try:
-        with session.relaxed():
+    if not (stream.is_default and is_captured(stream)):
+        with contextlib.suppress(CudaError), session.relaxed():
             buffer.free()
-    except CudaError:
-        deferred_queue(session).submit(FreeAfterAll(buffer))
+            return
+    deferred_queue(session).submit(FreeAfterAll(buffer))
 
 
-def free_after_all(buffer: Buffer) -> None:
+def free_after_all(item: FreeAfterAll) -> None:
     """Free memory after the work of all streams that its device has now. Called by finalisers.
 
     The host does not wait: the free is queued at once, or deferred while a capture is under way.
     """
-    if session_of(buffer).usable:
-        _end_unless_busy(FreeAfterAll(buffer))
-
-
-def _end_unless_busy(item: FreeAfterAll) -> None:
     queue = deferred_queue(item.session)
     with queue.unless_busy() as free:
         if not free:
@@ -447,7 +434,7 @@ class Dropped:
             deferred_queue(session).submit(FreeAfterAll(buffer))
             return
         if batch.nbytes >= BATCH_BYTES or len(batch.buffers) >= BATCH:
-            _end_unless_busy(batch)
+            free_after_all(batch)
             self.refused = True  # Also one that has ended is in the queue until the next point of work.
 
 

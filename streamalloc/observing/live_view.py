@@ -180,8 +180,8 @@ class LiveView(Closes):
     def __enter__(self) -> LiveView:
         return self.start()
 
-    def __repr__(self) -> str:
-        return f"<LiveView, {'running' if getattr(self, '_thread', None) is not None else 'stopped'}>"
+    def _text(self) -> str:
+        return f", {'stopped' if self._thread is None else 'running'}"
 
 
 def live(*pools: MemoryPool, every: float = 0.5) -> LiveView:

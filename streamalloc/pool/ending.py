@@ -13,7 +13,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from streamalloc.core.errors import CudaError, InvalidValueError
-from streamalloc.core.internal import Deferred, QueuedWork, deferred_queue
+from streamalloc.core.internal import HandleEnd, QueuedWork, deferred_queue
 from streamalloc.core.properties import MemAllocationType, MemLocation, MemLocationType, bindings_member
 from streamalloc.core.session import PerDriver, Session
 from streamalloc.driver.internal import cuda
@@ -55,18 +55,17 @@ class Pools:
 pools_of: PerDriver[Pools] = PerDriver(Pools)
 
 
-class PoolEnd(Deferred):
+class PoolEnd(HandleEnd):
     """The end of a pool that was made here; the item owns the handle of the pool from the start."""
 
-    __slots__ = ("_frees", "_in_vain", "_place", "_raw", "_resigned", "_session", "lent", "readers")
+    __slots__ = ("_frees", "_in_vain", "_place", "_resigned", "lent", "readers")
 
     # The driver answers InvalidValueError for a pool whose context is gone.
-    gone: ClassVar[tuple[type[CudaError], ...]] = (*Deferred.gone, InvalidValueError)
+    gone: ClassVar[tuple[type[CudaError], ...]] = (*HandleEnd.gone, InvalidValueError)
 
     def __init__(self, session: Session, location: MemLocation, allocation_type: MemAllocationType) -> None:
-        self._session = session
+        super().__init__(session, "cuMemPoolDestroy", None)
         self._place = (location, allocation_type)
-        self._raw: Any = None
         self._resigned = False
         self._frees: QueuedWork | None = None
         """Work with the last frees; None where it is not recorded."""
@@ -76,16 +75,6 @@ class PoolEnd(Deferred):
         """True once other code has the handle, or the pool was current: anybody may have an allocation of it."""
         self.readers: int = 0
         """Number of threads that read statistics by the handle, which keeps the pool from being destroyed."""
-
-    @property
-    def session(self) -> Session:
-        """The driver's."""
-        return self._session
-
-    @property
-    def raw(self) -> Any:
-        """The driver's handle; None once the pool is destroyed."""
-        return self._raw
 
     def close(self) -> None:
         """Mark the pool as closed. If it is current, make the default pool of its location current."""
@@ -106,14 +95,10 @@ class PoolEnd(Deferred):
         # Before the call: the driver may give the handle to a new pool at once.
         closed.discard(int(raw))
         try:
-            self._session.release(self, "cuMemPoolDestroy")
+            return super().attempt()
         except CudaError:
             closed.add(int(raw))
             raise
-        return True
-
-    def memory(self) -> int | None:
-        return 0
 
     def forget(self) -> None:
         if self._raw is not None:

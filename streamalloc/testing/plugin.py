@@ -67,7 +67,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -289,66 +289,81 @@ def _settings(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 def _machine(request: pytest.FixtureRequest) -> Iterator[Driver]:
-    with contextlib.ExitStack() as stack:
-        yield from _watched_machine(request, stack)
-
-
-def _watched_machine(request: pytest.FixtureRequest, stack: contextlib.ExitStack) -> Iterator[Driver]:
-    import streamalloc.driver as sd
+    """The machine of a fixture. Fails the test if one of its checks reports something."""
+    from streamalloc.driver import simulated
     from streamalloc.driver.internal import as_asked
-    from streamalloc.testing import machines
+    from streamalloc.testing import Faults, machines
+    from streamalloc.testing.children import inherited
 
     on_cuda = driver_under_test(request.config) == "cuda"
     lasting = on_cuda or _option(request.config, "streamalloc_one_machine")
-    driver = machines.real() if on_cuda else (machines.lasting if lasting else sd.simulated)(**_settings(request))
-    driver = as_asked(driver)  # with a checker if STREAMALLOC_CHECK asks for one
-    from streamalloc.testing.children import Reports, inherited
+    checks = [name for name in ("check", "leaks") if _wanted(request.config, _needs(request.node), name)]
+    with contextlib.ExitStack() as stack:
+        make = machines.lasting if lasting else simulated
+        driver = machines.real() if on_cuda else make(**_settings(request))
+        driver = as_asked(driver)  # with a checker if STREAMALLOC_CHECK asks for one
+        stack.enter_context(inherited(STREAMALLOC_DRIVER="cuda" if on_cuda else driver.settings))  # type: ignore[attr-defined]
+        driver, reports = _watched(request, driver, checks, stack)
+        with machines.by_default(driver):
+            yield driver
+        if isinstance(driver, Faults):
+            driver.stop()
+        # The traceback of a failed test keeps its objects alive.
+        failed = request.node.stash.get(_failed, False)
+        if "leaks" in checks and not failed:
+            _forget_values(request.node)
+        if lasting or (checks and not failed):
+            machines.rest(driver)
+        found = [text for report in reports for text in report(failed)]
+        if found:
+            pytest.fail("\n".join(found), pytrace=False)
 
-    stack.enter_context(inherited(STREAMALLOC_DRIVER="cuda" if on_cuda else driver.settings))  # type: ignore[attr-defined]
-    needs = _needs(request.node)
-    children = None
-    checks = [name for name in ("check", "leaks") if _wanted(request.config, needs, name)]
+
+_Report = Callable[[bool], Iterable[str]]
+"""Texts that a check reports at the end; it is called with True if the test has failed."""
+
+
+def _watched(
+    request: pytest.FixtureRequest, driver: Driver, checks: list[str], stack: contextlib.ExitStack
+) -> tuple[Driver, list[_Report]]:
+    """The driver with the wrappers of these checks, and with that of streamalloc_faults."""
+    reports: list[_Report] = []
     if checks:
+        from streamalloc.testing.children import Reports
+
         children = stack.enter_context(Reports(*checks))
-    checker = accounts = watch = faults = None
     if "check" in checks:
-        driver = checker = sd.checked(driver, uninitialized=True)
+        from streamalloc.driver import checked
+
+        driver = checker = checked(driver, uninitialized=True)
+
+        def hazards(failed: bool) -> Iterable[str]:
+            # The checker reports leaks too; these count with the mark "leaks" only.
+            found = checker.hazards if failed else checker.finish()
+            return [str(hazard) for hazard in found if hazard.kind != "leak"]
+
+        reports.append(hazards)
     if "leaks" in checks:
-        from streamalloc.testing.leaks import Accounts
+        from streamalloc.testing.leaks import Accounts, leak_report
         from streamalloc.testing.objects import Watch
 
         driver = accounts = Accounts(driver)  # type: ignore[abstract]
         watch = stack.enter_context(Watch())
         _watches[request.scope] = watch
         stack.callback(_watches.pop, request.scope)
+
+        def leaks(failed: bool) -> Iterable[str]:
+            found = [] if failed else watch.found(driver, accounts.leaks(), accounts.exported)
+            return [leak_report(found)] if found else []
+
+        reports.append(leaks)
+    if checks:
+        reports.append(lambda failed: children.found("check", *(() if failed else ("leaks",))))
     if request.scope == "function" and "streamalloc_faults" in request.fixturenames:
         from streamalloc.testing import Faults
 
-        driver = faults = Faults(driver)
-    with machines.by_default(driver):
-        yield driver
-    if faults is not None:
-        faults.stop()
-    # The traceback of a failed test keeps its objects alive.
-    failed = request.node.stash.get(_failed, False)
-    if accounts is not None and not failed:
-        _forget_values(request.node)
-    if lasting or ((accounts or checker) is not None and not failed):
-        machines.rest(driver)
-    reports = []
-    if checker is not None:
-        # The checker reports leaks too; these count with the mark "leaks" only.
-        found = checker.hazards if failed else checker.finish()
-        reports += [str(hazard) for hazard in found if hazard.kind != "leak"]
-    if accounts is not None and watch is not None and not failed:
-        from streamalloc.testing.leaks import leak_report
-
-        leaks = watch.found(driver, accounts.leaks(), accounts.exported)
-        reports += [leak_report(leaks)] if leaks else []
-    if children is not None:
-        reports += children.found("check", *(() if failed else ("leaks",)))
-    if reports:
-        pytest.fail("\n".join(reports), pytrace=False)
+        driver = Faults(driver)
+    return driver, reports
 
 
 _SCOPES = ("function", "class", "module", "package", "session")

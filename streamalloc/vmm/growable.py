@@ -139,7 +139,12 @@ class GrowableBuffer(VirtualBuffer):
         ValueError
             ``nbytes`` is more than the capacity.
         """
-        claiming((self,), lambda _: self._resize(nbytes, after))
+
+        def grow(_: object) -> None:
+            if not self._grow_directly(nbytes):
+                self._resize(nbytes, after)
+
+        claiming((self,), grow)
 
     def _grow_directly(self, nbytes: int) -> bool:
         """Grow by one chunk if that needs no checks: whether it did."""
@@ -189,8 +194,6 @@ class GrowableBuffer(VirtualBuffer):
         return True
 
     def _resize(self, nbytes: int, after: After) -> None:
-        if self._grow_directly(nbytes):
-            return
         node, size = self.range._node, nbytes
         if type(nbytes) is not int or not 0 <= nbytes <= node.nbytes:
             size = self._checked("nbytes", nbytes, node.nbytes)

@@ -17,7 +17,7 @@ from streamalloc import vmm
 from streamalloc.core.deferred import work
 from streamalloc.core.event import context_event
 from streamalloc.core.session import session_of
-from streamalloc.interop.bridge import free_after_all
+from streamalloc.interop.bridge import FreeAfterAll, free_after_all
 from streamalloc.interop.loans import Lent
 from streamalloc.ipc.importer.background import OnceIdle
 from streamalloc.pool.internal import collect_dropped
@@ -242,7 +242,7 @@ def _free_after_all_work(device: sa.Device) -> Steps:
     pool = sa.MemoryPool(device)
     with device.create_stream() as stream:
         buffer = pool.allocate(4096, stream)
-        yield lambda: free_after_all(buffer)
+        yield lambda: free_after_all(FreeAfterAll(buffer))
     pool.close()
 
 

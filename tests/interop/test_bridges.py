@@ -433,7 +433,7 @@ class TestOrder:
         device = sa.Device(0, driver=driver)
         with sa.MemoryPool(device) as pool:
             buffer = pool.allocate(N, device.default_stream)
-            interop.bridge.free_after_all(buffer)
+            interop.bridge.free_after_all(FreeAfterAll(buffer))
             assert driver.failed == [refused]
             device.synchronize()
             assert buffer.freed and pool.statistics().used == 0

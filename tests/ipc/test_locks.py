@@ -20,8 +20,9 @@ from streamalloc import ipc, vmm
 from streamalloc.core.buffer import shared_state
 from streamalloc.core.internal import session_of
 from streamalloc.driver.bindings import cuda
-from streamalloc.ipc.exporter import leases
-from streamalloc.ipc.exporter.leases import Exports, Hold, Lease, Leases, exports_of, leases_of
+from streamalloc.ipc.exporter import exports
+from streamalloc.ipc.exporter.exports import Exports, exports_of
+from streamalloc.ipc.exporter.leases import Hold, Lease, Leases, leases_of
 from streamalloc.ipc.exporter.relay import ExporterRelay
 from streamalloc.ipc.importer import imported
 from streamalloc.ipc.importer.open import Importer, importer_of
@@ -75,12 +76,12 @@ class TestExporter:
     @pytest.mark.parametrize("function", [Exports.lease, Leases.add])
     def test_a_buffer_gets_one_lease(self, owner: Owner, function: Any) -> None:
         found: list[Lease | None] = []
-        route = owner.exports.route(owner.pool)
+        known = owner.exports.pool(owner.pool)
 
         def share(buffer: sa.Buffer) -> None:
             pointer = cuda.CUdeviceptr(buffer.address)
             if function is Leases.add:
-                found.append(owner.leases.add(buffer, pointer, route))
+                found.append(owner.leases.add(buffer, pointer, known))
             else:
                 found.append(owner.exports.lease(buffer, pointer))
 
@@ -93,9 +94,9 @@ class TestExporter:
         found: list[object] = []
 
         def share(pool: sa.MemoryPool) -> None:
-            found.append(owner.exports.route(pool))
+            found.append(owner.exports.pool(pool))
 
-        for pool in interleaved(Exports.route, lambda: shared_pool(owner.device), share, share):
+        for pool in interleaved(Exports.pool, lambda: shared_pool(owner.device), share, share):
             assert found[0] is found[1]
             found.clear()
             pool.close()
@@ -108,10 +109,10 @@ class TestExporter:
             return started[-1]
 
         monkeypatch.setattr(handle_server, "serve", serve)
-        monkeypatch.setattr(leases, "_endpoints", {})
+        monkeypatch.setattr(exports, "_endpoints", {})
 
         def make() -> Exports:
-            leases._endpoints.clear()
+            exports._endpoints.clear()
             started.clear()
             return Exports(session_of(owner.device))
 
@@ -175,7 +176,7 @@ class TestExporter:
         def make(*_: object) -> Any:
             return SimpleNamespace(ended=False, hurry=lambda _: None, handle=next(made))
 
-        monkeypatch.setattr(leases, "ExporterRelay", make)
+        monkeypatch.setattr(exports, "ExporterRelay", make)
         block = owner.leases.block()
 
         def share(_: None) -> None:
@@ -186,15 +187,15 @@ class TestExporter:
             found.clear()
         owner.exports._relays.clear()
 
-    def test_pools_are_shared_while_routes_are_looked_through(self, owner: Owner) -> None:
+    def test_pools_are_shared_while_others_are_looked_through(self, owner: Owner) -> None:
         def make() -> list[sa.MemoryPool]:
             return [shared_pool(owner.device) for _ in range(2)]
 
         listed: Any = weakref.WeakKeyDictionary.__iter__
         for pools in interleaved(
-            listed, make, lambda it: owner.exports.route(it[0]), lambda it: owner.exports.route(it[1])
+            listed, make, lambda it: owner.exports.pool(it[0]), lambda it: owner.exports.pool(it[1])
         ):
-            assert {*pools} <= {*owner.exports._routes}
+            assert {*pools} <= {*owner.exports._pools}
             for pool in pools:
                 pool.close()
 

@@ -16,7 +16,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
 from streamalloc.core.session import session_of
-from streamalloc.vmm.claims import Claimable, claiming
+from streamalloc.vmm.claims import Claim, Claimable, claiming
 from streamalloc.vmm.virtual_buffer import VirtualBuffer, evict_all, restore_all
 from tests.interleaving import interleaved
 from tests.interrupting import Interrupt, Interrupted
@@ -120,6 +120,17 @@ def test_each_interleaving(first: str, second: str) -> None:
 
     for world in interleaved(FUNCTIONS[first], make, expecting(act), expecting(second), at="line"):
         world.check()
+
+
+def test_one_of_two_threads_has_the_claim() -> None:
+    found: list[bool] = []
+
+    def take(thing: Thing) -> None:
+        found.append(Claim(None, 0).take((thing,), wait=False))
+
+    for _ in interleaved(Claim.take, Thing, take, take):
+        assert sorted(found) == [False, True]
+        found.clear()
 
 
 @pytest.mark.simulated_only("an interleaving is the same on any driver")
@@ -237,6 +248,24 @@ class TestHooks:
         for group in world.groups:
             group.close()
         world.check()
+
+
+@pytest.mark.simulated_only("an interleaving is the same on any driver")
+def test_a_hook_waits_for_pages() -> None:
+    """A call for pages waits for no group, so the wait ends."""
+    device = sa.Device(0, driver=sd.simulated())
+
+    def body() -> int:
+        one = 1
+        return one + 1
+
+    for arena in interleaved(
+        body,
+        lambda: vmm.PageArena(device),
+        lambda it: it._physical.changing(body),
+        lambda it: Thing().use(lambda: it._physical.changing(lambda: None)),
+    ):
+        arena.close()
 
 
 @pytest.mark.simulated_only("a process with a real driver is not forked")

@@ -180,12 +180,11 @@ class Uses(Streams):
             if not checks_rights:
                 self.name(handle, node)
             return
-        for range_ in (piece[0] for piece, write in pieces if write):
-            if range_.released is None:
-                continue
-            text = f"{what} on {stream.name} writes {range_}, which was released before."
-            remedy = "take the memory into use again before the write: commit the page."
-            self.judge.report("use after free", text, remedy, range_, stack, released=range_.released)
+        for (range_, _, _), write in pieces:
+            if write and range_.released is not None:
+                text = f"{what} on {stream.name} writes {range_}, which was released before."
+                remedy = "take the memory into use again before the write: commit the page."
+                self.judge.report("use after free", text, remedy, range_, stack, released=range_.released)
         device = self.devices.get(stream) if checks_rights else None
         self.timeline.submit(stream, lambda stream: self.touch(stream, pieces, what, stack, atomic, kernel, device))
         self.sources.add(stream, pieces, what, stack)

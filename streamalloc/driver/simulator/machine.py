@@ -68,12 +68,7 @@ class Machine:
         for device in self.devices:
             device.primary = self.create_context(device, primary=True)
         self.allocations: Allocations = Allocations()
-        self.usage: Usage | None = None
-        if spec.given_name:
-            self.usage = Usage(names)
-            host.share(self.usage, HOST_BANK)
-            for number, bank in enumerate(banks.devices[:HOST_BANK]):
-                bank.share(self.usage, number)
+        self.usage: Usage | None = self._share_usage() if spec.given_name else None
         banks.arenas.on_add = self.allocations.forget_registered
         self.managed: Managed = Managed(banks, self.allocations)
         self.arrays: Arrays = Arrays()
@@ -92,6 +87,14 @@ class Machine:
     def _bank(self) -> Bank:
         memory = self.spec.memory
         return Bank(self.profile.total_memory, self.profile.context_overhead) if memory is None else Bank(memory)
+
+    def _share_usage(self) -> Usage:
+        """Count the memory of all processes of the machine in each bank."""
+        usage = Usage(self.names)
+        self.banks.host.share(usage, HOST_BANK)
+        for number, bank in enumerate(self.banks.devices[:HOST_BANK]):
+            bank.share(usage, number)
+        return usage
 
     def _device(self, names: Names, ordinal: int, bank: Bank) -> Device:
         attributes = self.profile.device_attributes(ordinal)

@@ -39,6 +39,16 @@ from streamalloc.driver import Driver
 from streamalloc.driver import default as default_driver
 from streamalloc.driver.internal import cuda, opaque_bytes
 from streamalloc.ipc.exporter import leases
+from streamalloc.ipc.exporter.exports import (
+    NO_FABRIC_POOLS,
+    POSIX,
+    ExportedPool,
+    Exports,
+    exported_pools,
+    exports_for,
+    exports_of,
+    publish,
+)
 from streamalloc.ipc.transport.channel import Channel
 from streamalloc.ipc.wire import descriptor as wire
 from streamalloc.ipc.wire.descriptor import (
@@ -85,7 +95,7 @@ class Shared(Unique, Shown):
         handles: dict[bytes, Fd],
         lease: leases.Lease | None = None,
         hold: leases.Hold | None = None,
-        exports: leases.Exports | None = None,
+        exports: Exports | None = None,
     ) -> None:
         self._data = data
         self.handles = handles
@@ -294,9 +304,7 @@ def send(
     TimeoutError, PeerGoneError, ClosedError
         As ``channel.send``. The memory is shared all the same.
     """
-    names: set[bytes] | None = channel._carried
-    if names is None:
-        names = channel._carried = set()
+    names = channel._carried
     if isinstance(thing, PlainBuffer) and not hold and (timeout is None or timeout >= 0):
         sent = False
 
@@ -344,7 +352,7 @@ def serve(driver: Driver | None = None) -> None:
     driver
         The driver whose memory is shared; default: :func:`streamalloc.driver.default`.
     """
-    leases.exports_of(Session.of(driver if driver is not None else default_driver())).serve()
+    exports_of(Session.of(driver if driver is not None else default_driver())).serve()
 
 
 # -- allocations of pools ------------------------------------------------------------------------------------
@@ -369,22 +377,22 @@ def _first_lease(buffer: Buffer, stream: StreamLike | None) -> _Leased | None:
     ordered: Any
     pool, pointer, nbytes, ordered, *own = plain
     view: Any = own
-    index = leases.routes.get(weakref.ref(pool))
-    route = index and index()
-    if not route or not nbytes or route.exports.session.forked:
+    index = exported_pools.get(weakref.ref(pool))
+    known = index and index()
+    if not known or not nbytes or known.exports.session.forked:
         return None
     if stream is not None:
-        ordered, view = stream, direct_view(stream, route.exports.session)
+        ordered, view = stream, direct_view(stream, known.exports.session)
     if view[0] is None:
         return None
-    lease = route.exports.leases.add(buffer, pointer, route)
+    lease = known.exports.leases.add(buffer, pointer, known)
     return None if lease is None else _Leased(lease, int(pointer), nbytes, ordered, view)
 
 
 def _any_lease(buffer: Buffer, stream: StreamLike | None) -> _Leased:
     """Return the lease of any allocation of a pool, which gets one if it has none; raise if it cannot be shared."""
     session = session_of(buffer)
-    exports = leases.exports_for(session)
+    exports = exports_for(session)
     if isinstance(buffer, GraphBuffer):
         raise ValueError(f"{buffer!r} belongs to a graph and cannot be shared: copy it to memory of a pool")
     nbytes, address = buffer.nbytes, buffer.address
@@ -411,9 +419,9 @@ def _share_buffer(
     """
     holding = leases.Hold() if hold else None
     lease, address, nbytes, ordered, view = _first_lease(buffer, stream) or _any_lease(buffer, stream)
-    route: Any = lease.route
-    exports, block = route.exports, lease.block
-    head, handles = route.heads.get((block, exports.endpoint)) or route.head(block)
+    pool: Any = lease.pool
+    exports, block = pool.exports, lease.block
+    head, handles = pool.heads.get((block, exports.endpoint)) or pool.head(block)
     offset, size = part or (0, nbytes)
     if holding is not None:
         lease.hold(holding, kept=False)
@@ -473,7 +481,7 @@ class _Draft:
     """
 
     def __init__(
-        self, options: _Options, exports: leases.Exports, device: Device, stream: Stream | None, allocation: int = 0
+        self, options: _Options, exports: Exports, device: Device, stream: Stream | None, allocation: int = 0
     ) -> None:
         self.options = options
         self.exports = exports
@@ -493,13 +501,13 @@ class _Draft:
             if self.hold is not None:
                 self.lease.hold(self.hold, kept=False)
 
-    def use_pool(self, route: leases.Route) -> None:
+    def use_pool(self, pool: ExportedPool) -> None:
         """Name the pool that has the memory, and the mark that shows its end."""
         block = self.exports.leases.block() if self.lease is None else self.lease.block
-        self.handles = {route.origin: route.fd, block.id: block.fd}
-        self.fields |= {"origin": route.origin, "handle_type": int(leases.POSIX), "pool_mark": route.mark(block)}
+        self.handles = {pool.origin: pool.fd, block.id: block.fd}
+        self.fields |= {"origin": pool.origin, "handle_type": int(POSIX), "pool_mark": pool.mark(block)}
         self.fields["control_block"] = block.id
-        self.kept = route
+        self.kept = pool
 
     def shared(self, mechanism: Mechanism, memory: tuple[int, int] | None = None, **fields: Any) -> Shared:
         """Announce the contents, and make the descriptor; ``memory``: address and size, if mapped here."""
@@ -513,7 +521,7 @@ class _Draft:
                 fields["ready"] = lease.announce(self.stream)
                 if memory is not None and exports.session.listener is not None:
                     _notify_listener(lease, fields["ready"], *memory, self.stream)
-        leases.publish(self.handles)
+        publish(self.handles)
         uuid = exports.uuid(self.device)
         described = Descriptor(mechanism, uuid, endpoint=exports.endpoint, driver_version=exports.version, **fields)
         shared = Shared(described.to_bytes(), self.handles, lease, self.hold, exports)
@@ -532,16 +540,16 @@ def _notify_listener(lease: leases.Lease, ready: int, address: int, nbytes: int,
 
 
 def _share_pool(pool: MemoryPool, options: _Options) -> Shared:
-    exports = leases.exports_for(session_of(pool))
-    route = exports.route(pool)
-    draft = _Draft(options, exports, route.device, None)
-    draft.use_pool(route)
+    exports = exports_for(session_of(pool))
+    found = exports.pool(pool)
+    draft = _Draft(options, exports, found.device, None)
+    draft.use_pool(found)
     return draft.shared(Mechanism.POOL)
 
 
 def _share_event(event: Event, options: _Options) -> Shared:
     session = session_of(event)
-    exports = leases.exports_for(session)
+    exports = exports_for(session)
     if not event.interprocess:
         raise ValueError(f"{event!r} cannot be shared: make it with interprocess=True, in the process that shares it")
     with event.device.current():
@@ -573,7 +581,7 @@ def _share_range(
         size = thing.nbytes
         if isinstance(thing, GrowableBuffer):
             # From its first byte on, so that importers recognise the chunks that they have mapped.
-            exports = leases.exports_for(session)
+            exports = exports_for(session)
             fields = {"origin": exports.id(thing), "flags": Flags.GROWABLE, "base_size": thing.capacity}
     if not size:
         raise ValueError(f"{thing!r} is empty: there is nothing to share")
@@ -599,7 +607,7 @@ def _share_chunks(
     **fields: Any,
 ) -> Shared:
     """Share chunks of physical memory in the order of the address range; ``addresses``: their addresses here."""
-    exports = leases.exports_for(session)
+    exports = exports_for(session)
     for memory in memories:
         if not isinstance(memory, PhysicalMemory):
             raise ValueError(f"{memory!r} is shared by its own handle: export() it, and share the memory bound to it")
@@ -628,23 +636,23 @@ def _device_of(memory: PhysicalMemory) -> Device:
 
 def _handle_type(memories: Iterable[PhysicalMemory], options: _Options) -> MemHandleType:
     """Choose the handle type of chunks. If they have none, their export raises the error that says so."""
-    common = leases.POSIX | _FABRIC
+    common = POSIX | _FABRIC
     for memory in memories:
         common &= memory.properties.requested_handle_types
-    return options.handle_type or (_FABRIC if common == _FABRIC else leases.POSIX)
+    return options.handle_type or (_FABRIC if common == _FABRIC else POSIX)
 
 
 def _check_handle_type(thing: object, handle_type: object) -> None:
     """Raise if no object of this kind can be shared by handles of this type."""
     if not isinstance(handle_type, MemHandleType):
         raise TypeError(f"handle_type must be a MemHandleType, not {type(handle_type).__name__} ({handle_type!r})")
-    if handle_type not in (leases.POSIX, _FABRIC):
+    if handle_type not in (POSIX, _FABRIC):
         raise ValueError(f"handle_type={handle_type!r}: allowed are POSIX_FILE_DESCRIPTOR and FABRIC")
     if isinstance(thing, Event):
         raise ValueError(f"handle_type={handle_type!r}: events have no handle type, leave it out")
     whole = viewed(thing)[0] if isinstance(thing, BufferView) else thing
     if handle_type == _FABRIC and isinstance(whole, (MemoryPool, Buffer)):
-        raise ValueError(f"handle_type={handle_type!r}: {whole!r} cannot be shared so, {leases.NO_FABRIC_POOLS}")
+        raise ValueError(f"handle_type={handle_type!r}: {whole!r} cannot be shared so, {NO_FABRIC_POOLS}")
 
 
 # -- memory of other libraries -------------------------------------------------------------------------------
@@ -654,7 +662,7 @@ def _share_foreign(thing: Any, options: _Options) -> Shared:
     """Share an array of another library by the mechanism of its memory."""
     driver = default_driver()
     session = Session.of(driver)
-    exports = leases.exports_for(session)
+    exports = exports_for(session)
     span = CopySide.readable(thing, session)
     if not span.nbytes:
         raise ValueError(f"{thing!r} is empty: there is nothing to share")
@@ -676,10 +684,10 @@ def _share_foreign(thing: Any, options: _Options) -> Shared:
         fields: dict[str, Any] = {"offset": span.address - base, "size": span.nbytes, "base_size": size}
         if known.pool is not None:
             _check_pool_array(thing, options, known.handle_types)
-            route = exports.route(known.pool)
+            pool = exports.pool(known.pool)
             fields["payload"] = exports.leases.export_pointer(base)
             draft = _Draft(options, exports, device, ordered, base)
-            draft.use_pool(route)
+            draft.use_pool(pool)
             return draft.shared(Mechanism.POOL_POINTER, **fields)
         if known.legacy_ipc:
             _check_block_array(thing, options, base, size)
@@ -699,8 +707,8 @@ def _stream_of(thing: Any, device: Device) -> Stream:
 
 def _check_pool_array(thing: object, options: _Options, handle_types: MemHandleType) -> None:
     if options.handle_type == _FABRIC:
-        raise ValueError(f"{thing!r} is memory of a pool, and cannot be shared so: {leases.NO_FABRIC_POOLS}")
-    if not handle_types & leases.POSIX:
+        raise ValueError(f"{thing!r} is memory of a pool, and cannot be shared so: {NO_FABRIC_POOLS}")
+    if not handle_types & POSIX:
         raise ValueError(
             f"{thing!r} is memory of a pool that was not made for sharing: have the library allocate from a "
             "pool with handle_types=POSIX_FILE_DESCRIPTOR (MemoryPool.make_current), or copy it to such a pool"

@@ -496,7 +496,7 @@ def _open_pointer(request: _Request) -> ImportedBuffer:
     known = described.origin in importer.pools
     try:
         pool = importer.pool(described, handles)
-        source = PoolSource(Head(data[:HEAD_BYTES]), pool, device, importer.watch(described, handles, pool))
+        source = PoolSource(Head(data), pool, device, importer.watch(described, handles, pool))
         importer.start_thread()
         opened = _open_allocation(source, described.rest, stream)
     except (StaleDescriptorError, CaptureError):

@@ -372,8 +372,8 @@ class Channel(_SocketOwner):
 
     def __init__(self, connection: socket.socket, peer: Peer) -> None:
         self.timeout: float | None = None
-        self._carried: Any = None
-        """Record of the handles that sharing has sent over this channel."""
+        self._carried: set[bytes] = set()
+        """Ids of the handles that sharing has sent over this channel."""
         self._partial: Partial | None = None
         self._misses = 0
         """Waits in a row in which polling found no message."""

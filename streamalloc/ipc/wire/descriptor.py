@@ -75,7 +75,7 @@ MOST_CHUNKS = 2048
 """Chunks of physical memory in one descriptor, at most."""
 _MOST_PAYLOAD = 256
 _MOST_BYTES = 1 << 48
-_FLAGS = 0x1F
+_FLAGS = 0x1D
 # A type as numpy writes it: byte order, kind, size in bytes.
 _TYPE = re.compile(r"[<>|]([biufcV])([1-9][0-9]{0,3})")
 _MOST_DIMENSIONS = 16
@@ -108,8 +108,6 @@ class Flags:
     HELD = 1
     """The exporter keeps what was shared until the mark :attr:`Descriptor.hold` has changed. If ``hold`` is 0, one more
     handle comes along: a pipe, which keeps it until the pipe is closed."""
-    READ_ONLY = 2
-    """Importers map the memory for reading only."""
     GROWABLE = 4
     """``base_size`` is a capacity, and later descriptors of this origin may have more chunks."""
     LEASED = 8
@@ -140,21 +138,15 @@ class Head:
     __slots__ = ("checksum", "data", "driver_version", "flags", "plain")
 
     def __init__(self, data: bytes) -> None:
-        self.data: bytes = data
-        self.checksum: int = zlib.crc32(data)
+        """``data``: a descriptor, which :meth:`Descriptor.from_bytes` accepts."""
+        self.data: bytes = data[:HEAD_BYTES]
+        self.checksum: int = zlib.crc32(self.data)
         """CRC-32 of the head, from which that of a descriptor continues."""
         self.flags: int
         self.driver_version: int
-        _, _, _, total, *_, self.flags, self.driver_version, handle_type, extra, count = _HEAD.unpack(data)
-        lengths = (total, extra, count) == (_ALLOCATION_BYTES, PAYLOAD_BYTES, 0)
-        self.plain: bool = lengths and handle_type in (0, 1) and not self.flags & (~_FLAGS | Flags.ARRAY)
+        _, _, _, total, *_, self.flags, self.driver_version, _, extra, _ = _HEAD.unpack(self.data)
+        self.plain: bool = (total, extra) == (_ALLOCATION_BYTES, PAYLOAD_BYTES) and not self.flags & Flags.ARRAY
         """Whether :meth:`rest` can decode descriptors with this head."""
-
-    @classmethod
-    def of(cls, ids: tuple[bytes, ...], pool_mark: int, flags: int, driver_version: int, handle_type: int) -> Head:
-        """Make a head from its fields; ``ids``: device, origin, control block and endpoint."""
-        fields = (pool_mark, flags, driver_version, handle_type, PAYLOAD_BYTES, 0)
-        return cls(_HEAD.pack(MAGIC, VERSION, Mechanism.POOL_POINTER, _ALLOCATION_BYTES, *ids, *fields))
 
     def rest(self, data: bytes) -> Rest | None:
         """Read the rest of a descriptor with this head, which is :attr:`plain`; None if it is invalid.

@@ -214,10 +214,9 @@ class Places(MappedBytes):
     def notify(self, places: Iterable[int], *, released: bool) -> None:
         """Notify a listener that pages which stay mapped are released, or are in use again."""
         listener, size = self.physical.session.listener, self.physical.size
-        if listener is None:
-            return
-        for run in adjacent(places):
-            listener.released(int(self.reservation.raw) + run.start * size, len(run) * size, released)
+        if listener is not None:
+            for run in adjacent(places):
+                listener.released(int(self.reservation.raw) + run.start * size, len(run) * size, released)
 
     def unpark(self, places: Collection[int]) -> None:
         """Commit parked places again, with the pages that they hold."""

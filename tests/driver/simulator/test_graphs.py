@@ -278,3 +278,27 @@ def test_no_launch_sees_the_memory_of_another(seed: int) -> None:
     assert all(graphs[number].right for number in launched)
     ok(d.cuDeviceGraphMemTrim(0))
     assert reserved(rig) == 0
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_a_launch_waits_for_the_latest_recording_when_it_is_submitted(captured: bool) -> None:
+    """A later recording may wait for the launch itself."""
+    rig = new_rig()
+    d, stream, other, event, gate = rig.raw, rig.stream(), rig.stream(), rig.event(), rig.gate()
+    if captured:
+        begin(rig, stream)
+        ok(d.cuStreamWaitEvent(stream, event, 1))
+        graph = ok(d.cuStreamEndCapture(stream))
+    else:
+        graph = ok(d.cuGraphCreate(0))
+        ok(d.cuGraphAddEventWaitNode(graph, [], 0, event))
+    launch = ok(d.cuGraphInstantiate(graph, 0))
+    ok(d.cuEventRecord(event, other))
+    gate.hold(stream)
+    ok(d.cuGraphLaunch(launch, stream))
+    launched = rig.event()
+    ok(d.cuEventRecord(launched, stream))
+    ok(d.cuStreamWaitEvent(other, launched, 0))
+    ok(d.cuEventRecord(event, other))
+    gate.open()
+    assert rig.executed(stream) and rig.executed(other)

@@ -163,7 +163,7 @@ class StreamCalls(Calls):
         if captured and hEvent.flags & EventFlag.INTERPROCESS:
             hStream.capture.fail(Result.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
         if Flags:
-            hStream.capture.add("WAIT_EVENT", Until(lambda: hEvent.complete), hStream, {"event": hEvent})
+            hStream.capture.add("WAIT_EVENT", None, hStream, {"event": hEvent}).enter = hEvent.hold
             return
         if hEvent.capture is not None:
             hEvent.capture.join(hStream, hEvent)

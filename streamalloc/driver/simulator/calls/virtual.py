@@ -262,5 +262,6 @@ MAPPED_ATTRIBUTES: dict[str, Callable[[Machine, Mapping, int], Any]] = {
 }
 """Pointer attributes whose value differs for mapped memory; the driver refuses those that are None.
 
-DEVICE_ORDINAL is 0 for any device's memory (two H200: test_two_device_mappings).
+DEVICE_ORDINAL is 0 for any device's memory: so read on two H200 (test_two_device_mappings), which does not show the
+driver's answer, as cuda-bindings 13.3 returned 0 for every pointer.
 """

@@ -1,0 +1,208 @@
+"""Handles that this process has exported: of pools, of physical memory, and of relays.
+
+A :class:`ExportedPool` has what the descriptors of one pool's allocations have in common.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, cast
+
+from streamalloc.core.internal import (
+    Buffer,
+    DeferredQueue,
+    Device,
+    Fd,
+    deferred_queue,
+    past_caches,
+    pool_of,
+    shared_state,
+    work,
+)
+from streamalloc.core.properties import MemHandleType, MemLocationType
+from streamalloc.core.session import PerDriver, Session
+from streamalloc.driver.internal import cuda
+from streamalloc.ipc.exporter.leases import NOT_EXPORTABLE, Hold, Lease, Leases, leases_of
+from streamalloc.ipc.exporter.relay import SHARED_LINGER, ExporterRelay
+from streamalloc.ipc.transport import handle_server
+from streamalloc.ipc.wire.control_block import ControlBlock, Mark
+from streamalloc.ipc.wire.descriptor import NOWHERE, PAYLOAD_BYTES, Chunk, Descriptor, Flags, Head, Mechanism
+from streamalloc.pool import MemoryPool
+from streamalloc.pool.internal import raw_pool
+from streamalloc.vmm import PhysicalMemory, VirtualBuffer
+
+POSIX = MemHandleType.POSIX_FILE_DESCRIPTOR
+_POSIX_MEMBER = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+NO_FABRIC_POOLS = "fabric handles of pools are not supported: a refused export as one damages the process's heap"
+
+# Handles by id, for processes that received a descriptor without them.
+_published: weakref.WeakValueDictionary[bytes, Fd] = weakref.WeakValueDictionary()
+publish: Callable[[dict[bytes, Fd]], None] = _published.update
+"""Let the handle server find these handles by their ids."""
+# Endpoint of the handle server, by process: a forked child has none.
+_endpoints: dict[int, bytes] = {}
+_serving = threading.Lock()
+
+
+class ExportedPool:
+    """The handle, the id and the descriptor heads of one pool's allocations.
+
+    It exists as long as the pool is open or a lease needs it. Importers see its end by its marks.
+    """
+
+    __slots__ = ("__weakref__", "_marks", "device", "exports", "fd", "heads", "origin")
+
+    def __init__(self, pool: MemoryPool, exports: Exports, device: Device) -> None:
+        name = "cuMemPoolExportToShareableHandle"
+        self.exports: Exports = exports
+        self.fd: Fd = Fd.made_by(exports.session, name, raw_pool(pool), _POSIX_MEMBER, 0, hint=NOT_EXPORTABLE)
+        self.origin: bytes = secrets.token_bytes(16)
+        self.device: Device = device
+        self.heads: dict[tuple[ControlBlock, bytes], tuple[Head, dict[bytes, Fd]]] = {}
+        """The results of :meth:`head`, by control block and endpoint."""
+        self._marks: dict[bytes, Mark] = {}
+
+    def mark(self, block: ControlBlock) -> int:
+        """Return the number of the mark that keeps its value as long as this object exists."""
+        mark = self._marks.get(block.id)
+        if mark is None:
+            mark = self._marks.setdefault(block.id, block.new_mark("pool"))
+        return mark.number
+
+    def head(self, block: ControlBlock) -> tuple[Head, dict[bytes, Fd]]:
+        """Return the descriptors' head, and the handles by id, of allocations with leases in ``block``."""
+        endpoint = self.exports.endpoint
+        found = self.heads.get((block, endpoint))
+        if found is None:
+            exports = self.exports
+            described = Descriptor(
+                Mechanism.POOL_POINTER, exports.uuid(self.device), self.origin, block.id, endpoint, Flags.LEASED,
+                driver_version=exports.version, handle_type=int(POSIX), payload=bytes(PAYLOAD_BYTES),
+                pool_mark=self.mark(block),
+            )  # fmt: skip
+            head = Head(described.to_bytes())
+            handles = {self.origin: self.fd, block.id: block.fd}
+            publish(handles)
+            found = self.heads[block, endpoint] = (head, handles)
+        return found
+
+
+exported_pools: dict[weakref.ref[Any], weakref.ref[ExportedPool]] = {}
+"""All exported pools of this process, by pool: an index for fast paths. :class:`Exports` keeps them."""
+
+
+class Exports:
+    """The handles that one process has exported through one driver."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.leases: Leases = leases_of(session)
+        self.deferred: DeferredQueue = deferred_queue(session)
+        self.endpoint: bytes = NOWHERE
+        """16 bytes: the address of the handle server; zeros before :meth:`serve`."""
+        self.version: int = int(session.call("cuDriverGetVersion"))
+        self._pools: weakref.WeakKeyDictionary[MemoryPool, ExportedPool] = weakref.WeakKeyDictionary()
+        self._uuids: dict[int, bytes] = {}
+        self._handles: weakref.WeakKeyDictionary[PhysicalMemory, dict[MemHandleType, Fd | bytes]]
+        self._handles = weakref.WeakKeyDictionary()
+        self._ids: weakref.WeakKeyDictionary[PhysicalMemory | VirtualBuffer, bytes] = weakref.WeakKeyDictionary()
+        self._by_address: weakref.WeakValueDictionary[int, Lease] = weakref.WeakValueDictionary()
+        """Leases of other libraries' allocations, by address."""
+        self._relays: dict[ControlBlock, ExporterRelay] = {}
+
+    def serve(self) -> None:
+        """Start the handle server of this process. Descriptors made later carry its address."""
+        if self.endpoint == NOWHERE:
+            with _serving:
+                process = os.getpid()
+                if process not in _endpoints:
+                    _endpoints[process] = handle_server.serve(_published.get)
+                self.endpoint = _endpoints[process]
+
+    def uuid(self, device: Device) -> bytes:
+        """Return the id of a device in descriptors."""
+        uuid = self._uuids.get(device.ordinal)
+        if uuid is None:
+            uuid = self._uuids[device.ordinal] = device.uuid.bytes
+        return uuid
+
+    def lease(self, buffer: Buffer, pointer: Any) -> Lease:
+        """Return the lease of a buffer, which frees it from now on."""
+        buffer = past_caches(buffer)
+        with self.leases.lock:
+            lease = shared_state(buffer)
+            if lease is None:
+                lease = self.leases.add(buffer, pointer, self.pool(cast("MemoryPool", pool_of(buffer))))
+            return cast("Lease", lease)
+
+    def lease_at(self, address: int, hold: Hold) -> Lease:
+        """Return the lease of an allocation of another library, with a hold that keeps it valid."""
+        with self.leases.lock:
+            lease = self._by_address.get(address)
+            if lease is None or not lease.hold(hold, kept=False):
+                lease = self._by_address[address] = self.leases.take()
+                lease.hold(hold, kept=False)
+            return lease
+
+    def pool(self, pool: MemoryPool) -> ExportedPool:
+        """Return an exported pool; export it first if necessary."""
+        found = self._pools.get(pool)
+        if found is None:
+            if pool.properties is not None and not pool.properties.handle_types & POSIX:
+                raise ValueError(
+                    f"{pool!r} cannot be shared: make it with handle_types=MemHandleType.POSIX_FILE_DESCRIPTOR"
+                    + (f"; {NO_FABRIC_POOLS}" if pool.properties.handle_types else "")
+                )
+            on_device = pool.location.type is MemLocationType.DEVICE
+            device = Device(pool.location.id if on_device else 0, driver=self.session.driver)
+            with self.leases.lock:
+                found = self._pools.get(pool)
+                if found is None:
+                    found = self._pools[pool] = ExportedPool(pool, self, device)
+                    forget = exported_pools.pop
+                    exported_pools[weakref.ref(pool, lambda gone: forget(gone, None))] = weakref.ref(found)
+                for known in list(self._pools):
+                    if known.closed:
+                        self._pools.pop(known, None)
+        return found
+
+    def memory(self, memory: PhysicalMemory, handle_type: MemHandleType) -> tuple[Chunk, Fd | None]:
+        """Return the chunk of a descriptor for physical memory, and the file descriptor of its handle, if it is one."""
+        handles = self._handles.setdefault(memory, {})
+        if handle_type not in handles:
+            handles.setdefault(handle_type, memory.export(handle_type))
+        handle = handles[handle_type]
+        file, fabric = (handle, b"") if isinstance(handle, Fd) else (None, handle)
+        return Chunk(self.id(memory), memory.nbytes, fabric), file
+
+    def relay(self, block: ControlBlock, device: Device) -> bytes:
+        """Return the fabric handle of a control block's relay; make that first if necessary, on ``device``."""
+        relay = self._relays.get(block)
+        if relay is None or relay.ended:
+            with self.leases.lock:
+                relay = self._relays.get(block)
+                if relay is None or relay.ended:
+                    with self.session.relaxed():
+                        relay = self._relays[block] = ExporterRelay(block, device)
+        relay.hurry(SHARED_LINGER)
+        return relay.handle
+
+    def id(self, thing: PhysicalMemory | VirtualBuffer) -> bytes:
+        """Return the id, 16 bytes, by which importers recognise memory, or a buffer that may grow."""
+        return self._ids.get(thing) or self._ids.setdefault(thing, secrets.token_bytes(16))
+
+
+exports_of: PerDriver[Exports] = PerDriver(Exports)
+"""The exports of this process through a driver."""
+
+
+def exports_for(session: Session) -> Exports:
+    """Check the process, do deferred work, and return the exports of a driver."""
+    if session.forked:
+        session.check_process()
+    work(session)
+    return exports_of(session)
