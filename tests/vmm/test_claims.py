@@ -88,7 +88,7 @@ FUNCTIONS: dict[str, Callable[..., object]] = {
     "wake": restore_all,
     "evict": VirtualBuffer._evictable,
     "restore": restore_all,
-    "grow": vmm.GrowableBuffer.resize,
+    "grow": vmm.GrowableBuffer._grow_directly,
 }
 """Functions that the first call makes, at each line of which the second call begins."""
 PAIRS = {
