@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import threading
 import warnings
@@ -312,19 +313,32 @@ class TestPhysicalPages:
         physical.close()
         assert future.cancelled() and locked == [True]
 
-    def test_a_forked_child_starts_no_work(self, make: Callable[[], PhysicalPages]) -> None:
-        physical = make()
-        physical._working = True  # on a thread that a child lacks
+    def test_a_forked_child_waits_for_no_thread_of_its_parent(self, make: Callable[[], PhysicalPages]) -> None:
+        physical, locked, end = make(), threading.Event(), threading.Event()
+
+        def lock() -> None:
+            with physical.lock, physical._filling:
+                locked.set()
+                end.wait(20)
+
+        thread = threading.Thread(target=lock)
+        thread.start()
+        locked.wait(20)
+        physical._working = True  # on another thread
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # newer Pythons warn of forks among threads
             child = os.fork()
         if not child:
+            signal.alarm(20)
             try:
-                physical.in_background(int)
-            except sa.ForkedProcessError:
+                with pytest.raises(sa.ForkedProcessError):
+                    physical.take(1)
+                physical.in_background(int).result()
                 os._exit(0)
             finally:
                 os._exit(1)
+        end.set()
+        thread.join(20)
         assert os.waitpid(child, 0)[1] == 0
 
 
