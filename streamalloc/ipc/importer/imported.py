@@ -7,6 +7,7 @@ one pool have in common. A stream waits for the contents of opened memory, or th
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Iterator
@@ -502,8 +503,7 @@ class _DroppedImport(Deferred):
         return True
 
     def _close(self) -> None:
-        with ordered_after(self._stream) as ordered:
-            _release(self, ordered)
+        ordered_after(self._stream, functools.partial(_release, self))
 
 
 class ImportedBuffer(Memory, Closes, Foreign):
