@@ -107,13 +107,14 @@ def read_handle_types(props: Any) -> int:
     return ctypes.c_uint32.from_address(int(props.getPtr()) + _HANDLE_TYPES_OFFSET).value
 
 
-# The opaque structs of inter-process communication have 64 bytes; some versions of the bindings hide them.
+# The opaque structs of inter-process communication and the values of attributes have 64 bytes; some versions of the
+# bindings hide them.
 _OPAQUE_BYTES = 64
 _Opaque = ctypes.c_char * _OPAQUE_BYTES
 
 
 def opaque_bytes(struct: Any) -> bytes:
-    """The bytes of a ``CUmemPoolPtrExportData``, ``CUipcMemHandle``, ``CUipcEventHandle`` or ``CUmemFabricHandle``."""
+    """The bytes of a struct of 64 bytes: a handle to share, the export data of a pointer, the value of an attribute."""
     return _Opaque.from_address(struct.getPtr()).raw
 
 

@@ -7,12 +7,12 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from streamalloc.driver.bindings import cuda
+from streamalloc.driver.bindings import cuda, opaque_bytes, opaque_struct
 
 from .. import arguments, events
 from ..allocations import GraphAllocation, PoolMemory, is_gone
 from ..arguments import Event, HostFunctionHandle, HostPointer, Int, Stream, StreamCallback, UnsignedInt
-from ..constants import LEGACY_STREAM, PER_THREAD_STREAM, READ_WRITE, EventFlag, device_place
+from ..constants import HANDLE_BYTES, LEGACY_STREAM, PER_THREAD_STREAM, READ_WRITE, EventFlag, device_place
 from ..contexts import Context
 from ..errors import Fault, Result, check, need, not_modelled
 from ..timeline import Call, HostFunction, Operation, Until
@@ -32,8 +32,6 @@ _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_
 
 # CUstreamAttrID
 _WINDOW, _POLICY, _PRIORITY, _DOMAIN_MAP, _DOMAIN = 1, 3, 8, 9, 10
-_SIZE = 64
-"""Bytes of a CUstreamAttrValue."""
 _NUMBER = struct.Struct("=i")
 _PAIR = struct.Struct("=BB")
 _ACCESS = struct.Struct("=QQfii")
@@ -267,14 +265,12 @@ class StreamCalls(Calls):
         stream, number = hStream, int(attr)
         check(number in _DEFAULTS or number == _PRIORITY)
         kept = {_PRIORITY: _NUMBER.pack(stream.priority), **_DEFAULTS, **stream.attributes}[number]
-        value = cuda.CUstreamAttrValue()
-        ctypes.memmove(int(value.getPtr()), kept, len(kept))
-        return value
+        return opaque_struct("CUstreamAttrValue", kept.ljust(HANDLE_BYTES, b"\0"))
 
     def cuStreamSetAttribute(self, hStream: Stream, attr: Any, value: Any) -> None:
         stream, number = hStream, int(attr)
         not_modelled(value is None, "cuStreamSetAttribute of None: the real driver crashes")
-        given = ctypes.string_at(int(value.getPtr()), _SIZE)
+        given = opaque_bytes(value)
         if number == _PRIORITY:
             least, greatest = self._machine.profile.stream_priorities
             stream.priority = min(max(_NUMBER.unpack_from(given)[0], greatest), least)
