@@ -312,12 +312,9 @@ class CopyCalls(Calls):
         attributes = arguments.structs("attrs", attrs, cuda.CUmemcpyAttributes, numAttrs)
         begins = [arguments.size_t(one) for one in list(attrsIdxs)[:numAttrs]]
         stream = self._stream_of_batch(hStream, count and all(lengths))
-        check(begins and begins[0] == 0 and begins[-1] < count and begins == sorted(set(begins)))
-        orders = [self._order(one) for one in attributes]
-        order_of = [orders[sum(begin <= number for begin in begins) - 1] for number in range(count)]
-        self._copy_all(
-            stream, list(zip(targets, sources, map(Shape.row, lengths), order_of, strict=True)), _waits_for_row
-        )
+        orders = arguments.by_start(map(self._order, attributes), begins, count)
+        copies = list(zip(targets, sources, map(Shape.row, lengths), orders, strict=True))
+        self._copy_all(stream, copies, _waits_for_row)
 
     def cuMemcpy3DBatchAsync(self, numOps: Size, opList: Any, flags: UnsignedLongLong, hStream: Any) -> None:
         boxes = arguments.structs("opList", opList, cuda.CUDA_MEMCPY3D_BATCH_OP, numOps)

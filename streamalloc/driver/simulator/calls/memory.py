@@ -361,12 +361,9 @@ class MemoryCalls(Calls):
     cuMemDiscardAndPrefetchBatchAsync: Any = call(_TO_PLACES, _managed_batch, "cuMemDiscardAndPrefetchBatchAsync")
 
     def _places_of_batch(self, count: int, locations: Any, indices: Any, number: int) -> list[Place]:
-        """The location of each range: the entry with the greatest start index that is not after the range."""
         given = arguments.structs("prefetchLocs", locations, cuda.CUmemLocation, number)
         begins = arguments.numbers(indices, number)
-        check(begins and begins[0] == 0 and begins[-1] < count and begins == sorted(set(begins)))
-        places = [self._place(one, _ANYWHERE) for one in given]
-        return [places[sum(begin <= at for begin in begins) - 1] for at in range(count)]
+        return arguments.by_start((self._place(one, _ANYWHERE) for one in given), begins, count)
 
     # -- advice ----------------------------------------------------------------------------------------------
 
