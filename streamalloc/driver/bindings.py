@@ -10,6 +10,7 @@ import ctypes
 import functools
 import importlib
 import re
+from collections.abc import Callable
 from typing import Any
 
 from cuda.bindings import __version__ as _version
@@ -67,6 +68,15 @@ def check_name(enum_name: str, prefix: str, name: str) -> None:
 def enum_member(enum_name: str, member: str) -> Any | None:
     """The member of a bindings enum, or None where these bindings lack it."""
     return getattr(getattr(cuda, enum_name, None), member, None)
+
+
+WAIT_COMPARISONS: dict[int, Callable[[int, int, int], bool]] = {
+    0: lambda there, value, bits: (there - value) % (1 << bits) < 1 << (bits - 1),  # GEQ, cyclic
+    1: lambda there, value, bits: there == value,
+    2: lambda there, value, bits: there & value != 0,
+    3: lambda there, value, bits: ~(there | value) % (1 << bits) != 0,
+}
+"""Comparisons of the value in memory with the value that a stream waits for, by CUstreamWaitValue_flags."""
 
 
 @functools.cache

@@ -7,7 +7,7 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from streamalloc.driver.bindings import cuda, opaque_bytes, opaque_struct
+from streamalloc.driver.bindings import WAIT_COMPARISONS, cuda, opaque_bytes, opaque_struct
 
 from .. import arguments, events
 from ..allocations import GraphAllocation, PoolMemory, is_gone
@@ -46,8 +46,6 @@ _DEFAULTS = {
     _DOMAIN_MAP: _PAIR.pack(0, 1),
     _DOMAIN: _NUMBER.pack(0),
 }
-# Comparisons of the value in memory with the given value, by flag.
-_GEQ, _EQ, _AND, _NOR = range(4)
 _FLUSH = 1 << 30
 # CUstreamBatchMemOpType
 _WAIT_32, _WRITE_32, _FLUSH_REMOTE, _WAIT_64, _WRITE_64, _BARRIER = range(1, 7)
@@ -57,18 +55,6 @@ _MOST = 255
 """Operations of a batch (observed on H200: test_stream_words)."""
 
 _WORDS = {32: ctypes.c_uint32, 64: ctypes.c_uint64}
-
-
-def _comparison(flag: int, bits: int) -> Callable[[int, int], bool]:
-    mask = (1 << bits) - 1
-    comparisons: dict[int, Callable[[int, int], bool]] = {
-        _GEQ: lambda word, value: ((word - value) & mask) < 1 << (bits - 1),  # cyclic
-        _EQ: lambda word, value: word == value,
-        _AND: lambda word, value: word & value != 0,
-        _NOR: lambda word, value: ~(word | value) & mask != 0,
-    }
-    check(flag in comparisons)
-    return comparisons[flag]
 
 
 class Batch(Operation):
@@ -354,13 +340,13 @@ class StreamCalls(Calls):
             return Call(write)
         # observed on H200 (test_mapped_words); CAN_FLUSH_REMOTE_WRITES says so
         check(not flags & _FLUSH, Result.CUDA_ERROR_NOT_SUPPORTED)
-        compare = _comparison(flags, bits)
+        compare = need(WAIT_COMPARISONS.get(flags))
 
         def arrived() -> bool:
             if not machine.banks.is_mapped(address, bits // 8):
                 context.error = Result.CUDA_ERROR_ILLEGAL_ADDRESS
                 return True
-            return compare(word.from_address(address).value, value)
+            return compare(word.from_address(address).value, value, bits)
 
         return Until(arrived)
 
