@@ -215,7 +215,7 @@ class CopyCalls(Calls):
         stream.context.check()
 
     def _check_copy(
-        self, target: int, source: int, shape: Shape, device: str, contexts: Contexts, graph: Graph | None = None
+        self, target: int, source: int, shape: Shape, device: str, contexts: Contexts, graph: Graph | None
     ) -> tuple[Allocation | None, Allocation | None]:
         """Both ends of a copy: the allocation of each, or None for memory that only the host uses. Addresses of the
         ``graph`` that the copy is for are none of an allocation yet.
@@ -334,7 +334,7 @@ class CopyCalls(Calls):
         # the capture stays valid (observed on H200: test_batches)
         check(stream.capture is None, Result.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
         context = self._machine.current()
-        ends = [self._check_copy(*copy[:3], "", (context, context)) for copy in copies]
+        ends = [self._check_copy(*copy[:3], "", (context, context), None) for copy in copies]
         waits = False
         for (target, source, shape, order), (destination, origin) in zip(copies, ends, strict=True):
             staged, waits_now = waits_for(order, destination, origin)

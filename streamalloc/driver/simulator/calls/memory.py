@@ -27,7 +27,7 @@ from ..allocations import (
 )
 from ..arguments import DevicePointer, HostPointer, Size, Stream, UnsignedInt
 from ..blocks import round_up
-from ..constants import CHUNK, HOST, LEGACY_STREAM, Location, Place
+from ..constants import CHUNK, HOST, LEGACY_STREAM, NOWHERE, Location, Place
 from ..errors import NotModelled, Result, check, need, need_a, not_modelled
 from ..memory import is_host_memory
 from ..timeline import Operation
@@ -108,7 +108,6 @@ _ABSENT = {
 
 
 _GLOBAL, _HOST, _SINGLE = 1, 2, 4  # CUmemAttach_flags
-_READ_MOSTLY, _PREFERRED, _ACCESSED_BY = (1, 2), (3, 4), (5, 6)  # CUmem_advise: to set, to unset
 _CPU, _NONE = -1, -2  # CU_DEVICE_CPU, CU_DEVICE_INVALID
 _INT = 4
 
@@ -370,26 +369,11 @@ class MemoryCalls(Calls):
     def cuMemAdvise(
         self, devPtr: DevicePointer, count: Size, advice: cuda.CUmem_advise, location: cuda.CUmemLocation
     ) -> None:
-        number = int(advice)
-        places = {
-            _PREFERRED[0]: (Location.HOST, Location.HOST_NUMA, Location.HOST_NUMA_CURRENT),
-            **dict.fromkeys(_ACCESSED_BY, (Location.HOST,)),
-        }
-        place = self._place(location, places[number]) if number in places else None
+        allowed, change = need(_ADVICE.get(int(advice)))
+        place = self._place(location, allowed) if allowed else NOWHERE
         check(count)
         allocation = self._managed(devPtr, count)
-
-        def change(before: Advice) -> Advice:
-            if number in _READ_MOSTLY:
-                return replace(before, read_mostly=number == _READ_MOSTLY[0])
-            if number in _PREFERRED:
-                return replace(before, preferred=place)
-            assert place is not None
-            by = before.accessed_by
-            return replace(before, accessed_by=by | {place} if number == _ACCESSED_BY[0] else by - {place})
-
-        check(number in (*_READ_MOSTLY, *_PREFERRED, *_ACCESSED_BY))
-        pages_of(allocation).change(devPtr, devPtr + count, change)
+        pages_of(allocation).change(devPtr, devPtr + count, lambda before: change(before, place))
 
     if not EDGE_DATA:  # earlier bindings take other arguments
         del cuMemPrefetchAsync, cuMemAdvise
@@ -431,6 +415,15 @@ class MemoryCalls(Calls):
 
 
 _ANYWHERE = (Location.HOST, Location.HOST_NUMA, Location.HOST_NUMA_CURRENT)
+_ADVICE: dict[int, tuple[tuple[int, ...], Callable[[Advice, Place], Advice]]] = {
+    1: ((), lambda before, place: replace(before, read_mostly=True)),
+    2: ((), lambda before, place: replace(before, read_mostly=False)),
+    3: (_ANYWHERE, lambda before, place: replace(before, preferred=place)),
+    4: ((), lambda before, place: replace(before, preferred=None)),
+    5: ((Location.HOST,), lambda before, place: replace(before, accessed_by=before.accessed_by | {place})),
+    6: ((Location.HOST,), lambda before, place: replace(before, accessed_by=before.accessed_by - {place})),
+}
+"""By CUmem_advise: types of locations besides devices, or none for advice without a location; the change."""
 
 
 def _number(place: Place | None) -> int:
