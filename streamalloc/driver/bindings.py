@@ -10,6 +10,7 @@ import ctypes
 import functools
 import importlib
 import re
+from collections.abc import Callable
 from typing import Any
 
 from cuda.bindings import __version__ as _version
@@ -69,6 +70,15 @@ def enum_member(enum_name: str, member: str) -> Any | None:
     return getattr(getattr(cuda, enum_name, None), member, None)
 
 
+WAIT_COMPARISONS: dict[int, Callable[[int, int, int], bool]] = {
+    0: lambda there, value, bits: (there - value) % (1 << bits) < 1 << (bits - 1),  # GEQ, cyclic
+    1: lambda there, value, bits: there == value,
+    2: lambda there, value, bits: there & value != 0,
+    3: lambda there, value, bits: ~(there | value) % (1 << bits) != 0,
+}
+"""Comparisons of the value in memory with the value that a stream waits for, by CUstreamWaitValue_flags."""
+
+
 @functools.cache
 def parameters(name: str) -> tuple[str, ...]:
     """The names of a driver function's parameters in order, from its documentation; empty where it lists none."""
@@ -107,13 +117,14 @@ def read_handle_types(props: Any) -> int:
     return ctypes.c_uint32.from_address(int(props.getPtr()) + _HANDLE_TYPES_OFFSET).value
 
 
-# The opaque structs of inter-process communication have 64 bytes; some versions of the bindings hide them.
+# The opaque structs of inter-process communication and the values of attributes have 64 bytes; some versions of the
+# bindings hide them.
 _OPAQUE_BYTES = 64
 _Opaque = ctypes.c_char * _OPAQUE_BYTES
 
 
 def opaque_bytes(struct: Any) -> bytes:
-    """The bytes of a ``CUmemPoolPtrExportData``, ``CUipcMemHandle``, ``CUipcEventHandle`` or ``CUmemFabricHandle``."""
+    """The bytes of a struct of 64 bytes: a handle to share, the export data of a pointer, the value of an attribute."""
     return _Opaque.from_address(struct.getPtr()).raw
 
 

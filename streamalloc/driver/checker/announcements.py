@@ -28,9 +28,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from streamalloc.driver.processes import alive
+
 _numbers = itertools.count()
-_EXITING = 4
-"""``PF_EXITING`` of the kernel."""
 
 
 def _path() -> str:
@@ -78,22 +78,6 @@ def importers(exported: bytes) -> list[int]:
         else:
             close_import(entry)
     return sorted(set(found))
-
-
-def alive(process: int) -> bool:
-    """Whether a process runs; one that is exiting, or that its parent has not waited for, does not."""
-    try:
-        return runs(Path(f"/proc/{process}/stat").read_bytes())
-    except OSError:
-        return False
-
-
-def runs(stat: bytes) -> bool:
-    """Whether a process with this line in ``/proc/PID/stat`` runs."""
-    # The name before the state may contain anything.
-    state, *_, flags = stat.rpartition(b")")[2].split()[:7]
-    # The kernel closes the files of an exiting process, and so releases its locks, before the state changes.
-    return state not in (b"Z", b"X") and not int(flags) & _EXITING
 
 
 EVENTS, POSTS = 256, 768

@@ -323,15 +323,16 @@ class Timeline:
                     self._enter(stream)
                 action(stream)
 
-    def force(self, stream: Stream, but: Callable[[Obstacle], bool] = lambda obstacle: False) -> None:
+    def force(self, stream: Stream) -> None:
         """Record that the host has seen a stream idle: everything that it waited for has happened."""
-        while stream.obstacle is not None and not but(stream.obstacle):
-            self._force(stream.obstacle)
+        while stream.obstacle is not None:
+            self.force_mark(stream.obstacle)
 
-    def _force(self, obstacle: Obstacle) -> None:
+    def force_mark(self, obstacle: Obstacle) -> None:
+        """Record that the host has seen an obstacle happen."""
         source = obstacle.source
         while source is not None and obstacle.clock is None and source.obstacle is not None:
-            self._force(source.obstacle)
+            self.force_mark(source.obstacle)
         # Its cause is unknown: all work that was queued before may come first.
         self.end(obstacle, self.host if source is not None else self.everything())
 
@@ -341,11 +342,6 @@ class Timeline:
         for stream in self._streams:
             clock.learn(stream.clock)
         return clock
-
-    def force_mark(self, obstacle: Obstacle) -> None:
-        """Record that the host has seen an obstacle happen."""
-        if obstacle.clock is None:
-            self._force(obstacle)
 
     # -- the host --------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from streamalloc.driver.checker.clocks import Stream, Timeline
 from streamalloc.driver.checker.judge import Judge
-from streamalloc.driver.checker.ranges import Addresses, Bytes, Moment, Piece, Range
+from streamalloc.driver.checker.ranges import Addresses, Bytes, Piece, Range
 from streamalloc.driver.checker.reports import Stack, here
 from streamalloc.driver.checker.streams import ForeignStreams, number_of
 
@@ -194,11 +194,8 @@ class QueuedSources:
         of_host = range_.kind in HOST_KINDS or (range_.kind == "allocation" and range_.grants is not None)
         if not of_host or range_.held_write or range_.bytes.shared or range_.ended or high - low > _LARGEST:
             return
-        before: list[Moment] = [] if range_.born is None else [range_.born]
-        for memory, start, end in range_.physical(low, high):
-            before += memory.writes(start, end)
         host = self._timeline.host
-        if all(self._timeline.certain(host, one.actor.number, one.time) for one in before):
+        if all(self._timeline.certain(host, one.actor.number, one.time) for one in range_.written(low, high)):
             self._sources.append(_Source(piece, stream, what, stack, known, _checksum(piece)))
 
     def forget(self, ranges: Iterable[Range]) -> None:

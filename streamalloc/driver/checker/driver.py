@@ -21,7 +21,7 @@ from streamalloc.driver.checker.poison import Poison
 from streamalloc.driver.checker.reports import Hazard, here
 from streamalloc.driver.checker.rules.all_calls import RULES
 from streamalloc.driver.checker.state import HostCall, State
-from streamalloc.driver.checker.uses import Finish
+from streamalloc.driver.checker.uses import Finish, nothing
 from streamalloc.driver.errors import DriverMisuseError
 from streamalloc.driver.parent import ParentTest, from_server
 from streamalloc.driver.protocol import Listener
@@ -191,10 +191,10 @@ class Checked(Wrapper):
                     state.addresses.remove(range_.base)
         rule = RULES.get(name)
         try:
-            return _nothing if rule is None or rule.before is None else rule.before(state, name, args)
+            return nothing if rule is None or rule.before is None else rule.before(state, name, args)
         except _REFUSED:
             # The bindings report wrong arguments.
-            return _nothing
+            return nothing
 
     def _refuse(self, name: str, handle: int) -> None:
         range_ = self._state.addresses.find(handle)
@@ -504,10 +504,6 @@ def _keeps_convention(name: str, answer: tuple[Any, ...]) -> tuple[Any, ...]:
     if not isinstance(answer, tuple) or not answer or not isinstance(answer[0], cuda.CUresult):
         raise DriverMisuseError(f"{name} answered {answer!r}, not a tuple that starts with a CUresult")
     return answer
-
-
-def _nothing(answer: tuple[Any, ...]) -> None:
-    """Do nothing with the answer."""
 
 
 _alive: weakref.WeakSet[Checked] = weakref.WeakSet()

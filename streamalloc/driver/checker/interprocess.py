@@ -146,10 +146,7 @@ class Interprocess:
     def _missing(self, piece: Piece, clock: Clock) -> Moment | None:
         """The allocation or a write of memory that a clock does not contain."""
         range_, low, high = piece
-        moments: list[Moment] = [] if range_.born is None else [range_.born]
-        for memory, start, end in range_.physical(low, high):
-            moments += memory.writes(start, end)
-        certain = self._timeline.certain
+        moments, certain = range_.written(low, high), self._timeline.certain
         return next((one for one in moments if not certain(clock, one.actor.number, one.time)), None)
 
     def export(self, range_: Range, stack: Stack, name: bytes = b"") -> None:

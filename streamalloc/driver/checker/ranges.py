@@ -266,6 +266,13 @@ class Range:
                 found.append((one.bytes, first - one.offset + one.start, last - one.offset + one.start))
         return found
 
+    def written(self, low: int, high: int) -> list[Moment]:
+        """The allocation, and the latest writes of the bytes from ``low`` to ``high``."""
+        found: list[Moment] = [] if self.born is None else [self.born]
+        for memory, start, end in self.physical(low, high):
+            found += memory.writes(start, end)
+        return found
+
     def __str__(self) -> str:
         return f"{self.kind} of {size_text(self.size)} at {self.base:#x}"
 

@@ -6,15 +6,10 @@ import ctypes
 from collections.abc import Callable
 from typing import Any
 
+from streamalloc.driver.bindings import WAIT_COMPARISONS
 from streamalloc.driver.checker.clocks import Clock, Obstacle, Stream, Timeline
 from streamalloc.driver.checker.ranges import Addresses, Bytes, Range
 
-_COMPARISONS: dict[int, Callable[[int, int, int], bool]] = {
-    0: lambda there, value, bits: (there - value) % (1 << bits) < 1 << (bits - 1),  # GEQ, cyclic
-    1: lambda there, value, bits: there == value,
-    2: lambda there, value, bits: there & value != 0,
-    3: lambda there, value, bits: ~(there | value) % (1 << bits) != 0,
-}
 _TYPES: dict[int, Any] = {32: ctypes.c_uint32, 64: ctypes.c_uint64}
 _MOST_WRITES, _MOST_ADDRESSES = 16, 10_000
 """Writes of one address that are kept, and addresses."""
@@ -83,7 +78,7 @@ class WaitValues:
     def wait(self, stream: Stream, address: int, value: int, flag: int, bits: int) -> None:
         """Queue a wait for a value in a stream."""
         key, range_ = self._key(address)
-        compare = _COMPARISONS[flag & 3]
+        compare = WAIT_COMPARISONS[flag & 3]
         wait = _Waiting(key, range_, lambda there: compare(there, value, bits))
         if self._on_host(address) if range_ is None else range_.kind in ("pinned memory", "registered memory"):
             # Host memory can change without a call.

@@ -74,22 +74,17 @@ class Line:
 
     # -- allocating ------------------------------------------------------------------------------------------
 
-    def find(self, size: int, stream: int, ordered: Reach | None, done: Reach) -> Block | None:
-        """The block for an allocation, by rules 1 to 5 above; None if no block is large enough.
-
-        ``ordered``: what the stream comes after, if that counts. ``done``: what is free by now as far as that counts.
-        """
-        block = self.find_at_hand(size, stream)
-        return self.find_further(size, ordered, done) if block is None else block
-
     def find_at_hand(self, size: int, stream: int) -> Block | None:
-        """Rules 1 and 2, which ignore the blocks that other streams left."""
+        """The block by rules 1 and 2, which ignore the blocks that other streams left; None if none is large enough."""
         left = self._left.get(stream)
         own = (self._shelf(stream) if left is None else left).best(size)
         return self._heap.best(size, self._is_backed) if own is None else own
 
     def find_further(self, size: int, ordered: Reach | None, done: Reach) -> Block | None:
-        """Rules 3 to 5."""
+        """The block by rules 3 to 5, after those; None if none is large enough.
+
+        ``ordered``: what the stream comes after, if that counts. ``done``: what is free by now as far as that counts.
+        """
         block = None if ordered is None else self._best_left(size, ordered)
         if block is None:
             block = self._best_left(size, done)
@@ -101,7 +96,7 @@ class Line:
         return block
 
     def find_left(self, size: int) -> Block | None:
-        """The block that :meth:`find` would choose of those that streams left, if all of them were free by now."""
+        """The block that rule 4 would choose of those that streams left, if all of them were free by now."""
         return self._best_left(size, lambda stream: _ALL)
 
     def _best_left(self, size: int, reach: Reach) -> Block | None:

@@ -7,9 +7,10 @@ The annotation of a driver call's parameter says what the call gets: a number (`
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from streamalloc.driver.bindings import cuda
 
@@ -22,6 +23,7 @@ from .memory import view_address
 
 Convert = Callable[[Any], int]
 Find = Callable[[Machine, Any], Any]
+T = TypeVar("T")
 
 
 def _integer(value: Any) -> int:
@@ -264,6 +266,13 @@ def struct(name: str, value: Any, cls: Any, optional: bool = True) -> Any:
 def numbers(values: Any, count: int) -> list[int]:
     """A list of sizes with at least ``count`` entries."""
     return [size_t(one) for one in _enough(list(values), count)[:count]]
+
+
+def by_start(values: Iterable[T], begins: list[int], count: int) -> list[T]:
+    """The value for each of ``count`` entries of a batch: the one whose start index is the last not after the entry."""
+    check(begins and begins[0] == 0 and begins[-1] < count and begins == sorted(set(begins)))
+    given = list(values)
+    return [given[bisect_right(begins, at) - 1] for at in range(count)]
 
 
 def members(name: str, values: Any, cls: Any, count: int) -> list[Any]:

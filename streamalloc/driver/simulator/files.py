@@ -70,16 +70,6 @@ def recognise(fd: int) -> Label | None:
     return label if writable and sealed else None
 
 
-def has_ended(process: int) -> bool:
-    """Whether a process is gone, reaped or not."""
-    try:
-        with open(f"/proc/{process}/stat", "rb") as file:
-            state = file.read().rpartition(b") ")[2][:1]
-    except OSError:
-        return True
-    return state in b"ZX"
-
-
 def reach(process: int, fd: int, fits: Callable[[Label], bool]) -> int | None:
     """A new descriptor for one of another process; None if that was closed, or now names another file."""
     path = f"/proc/{process}/fd/{fd}"

@@ -334,7 +334,9 @@ class MulticastObject(Mappable):
         """The segments of a range on each device of the team, without those that are not bound."""
         found: dict[int, list[Segment]] = {device: [] for device in self.table.devices}
         bindings = self.table.bindings()
-        self._drop_windows({binding.number for binding in bindings})
+        live = {binding.number for binding in bindings}
+        for number in [number for number in self._windows if number not in live]:
+            self._windows.pop(number).close()
         for binding in bindings:
             first, stop = max(offset, binding.offset), min(offset + size, binding.end)
             if first < stop:
@@ -343,10 +345,6 @@ class MulticastObject(Mappable):
                     segment = Segment(window.address + first - binding.offset, first - offset, stop - first)
                     found[binding.device].append(segment)
         return found
-
-    def _drop_windows(self, live: set[int]) -> None:
-        for number in [number for number in self._windows if number not in live]:
-            self._windows.pop(number).close()
 
     def _window(self, binding: Binding) -> Window | None:
         """The bytes of a binding; None after their release."""

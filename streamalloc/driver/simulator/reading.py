@@ -99,7 +99,7 @@ def read_profile(driver: Any, *, multicast: bool = False) -> dict[str, Any]:
             "granularities": _granularities(driver, count, multicast and bool(attributes[0]["MULTICAST_SUPPORTED"])),
             "attributes": attributes[0],
             "limits": {name: _limit(driver, member) for name, member in _members("CUlimit", "CU_LIMIT_")},
-            "devices": [_otherwise(attributes[0], one) for one in attributes],
+            "devices": [{name: own for name, own in one.items() if own != attributes[0][name]} for one in attributes],
             "links": [_link(driver, one, two) for one in range(count) for two in range(count) if one != two],
             "error_strings": dict(_error_strings(driver)),
         }
@@ -128,10 +128,6 @@ def _context(driver: Any) -> Iterator[None]:
 def _attributes(driver: Any, device: int) -> dict[str, int | None]:
     members = _members("CUdevice_attribute", "CU_DEVICE_ATTRIBUTE_")
     return {name: _asked(driver.cuDeviceGetAttribute, member, device) for name, member in members}
-
-
-def _otherwise(first: dict[str, int | None], own: dict[str, int | None]) -> dict[str, int | None]:
-    return {name: number for name, number in own.items() if number != first[name]}
 
 
 def _limit(driver: Any, member: Any) -> list[int] | None:

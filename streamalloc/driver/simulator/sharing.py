@@ -18,6 +18,8 @@ import zlib
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
+from streamalloc.driver.processes import alive
+
 from .allocations import Allocation, Allocations, OpenedMemory, PoolMemory
 from .banks import Banks
 from .blocks import USED, Block
@@ -25,7 +27,7 @@ from .constants import BLOCK, HANDLE_BYTES, HIDDEN, Location, device_place
 from .contexts import Context, Device
 from .errors import Fault, NotModelled, Result, check, need, not_modelled, operating_system
 from .events import TABLE_BYTES, Event, EventTable, SharedEvent
-from .files import Label, Names, has_ended, is_locked, lock, reach, recognise
+from .files import Label, Names, is_locked, lock, reach, recognise
 from .memory import Physical, Reservation
 from .pool import ImportedPool, Pool
 from .timeline import Timeline
@@ -222,7 +224,7 @@ class Sharing:
         """A descriptor for the file with another process's plain memory."""
         own = self.names.reach(process, fd, owner, "heap")
         if own is None:
-            check(not has_ended(process), Result.CUDA_ERROR_INVALID_HANDLE)
+            check(alive(process), Result.CUDA_ERROR_INVALID_HANDLE)
             raise Fault(Result.CUDA_ERROR_INVALID_VALUE)  # all that was in the file is freed
         return own
 

@@ -16,6 +16,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc, vmm
+from streamalloc.driver import processes
 from streamalloc.driver.bindings import cuda, opaque_bytes, opaque_struct
 from streamalloc.driver.checker import announcements
 from streamalloc.driver.checker.announcements import Entry
@@ -211,20 +212,20 @@ def test_the_free_waits_for_importers_that_have_closed(bench: Bench, partner: Pa
 def test_a_process_that_has_ended_has_nothing() -> None:
     """Also before its parent has waited for it."""
     ended = subprocess.Popen([sys.executable, "-c", ""])
-    assert announcements.alive(ended.pid)
+    assert processes.alive(ended.pid)
     os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
-    assert not announcements.alive(ended.pid)
+    assert not processes.alive(ended.pid)
     ended.wait()
-    assert not announcements.alive(ended.pid)
+    assert not processes.alive(ended.pid)
 
 
 def test_a_process_that_is_exiting_has_nothing() -> None:
     """Its locks are released before its state changes (``PF_EXITING`` in proc(5))."""
     stat = Path("/proc/self/stat").read_bytes()
     fields = stat.split()
-    assert announcements.runs(stat)
+    assert processes.runs(stat)
     fields[8] = str(int(fields[8]) | 4).encode()
-    assert not announcements.runs(b" ".join(fields))
+    assert not processes.runs(b" ".join(fields))
 
 
 ARGUMENT = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -22,10 +23,15 @@ def everything(_stream: int) -> int:
     return 1 << 62
 
 
+def find(line: Line, size: int, stream: int, ordered: Any, done: Any) -> Block | None:
+    """The block for an allocation by all rules, as pools find it."""
+    return line.find_at_hand(size, stream) or line.find_further(size, ordered, done)
+
+
 def take(line: Line, size: int, stream: int = 1, done: object = nothing, ordered: object = None) -> Block:
     """Allocate, with memory under it."""
     assert callable(done) and (ordered is None or callable(ordered))
-    block = line.find(size, stream, ordered, done)
+    block = find(line, size, stream, ordered, done)
     assert block is not None
     line.back(line.missing(block, size))
     return line.carve(block, size)
@@ -75,7 +81,7 @@ def test_random_use_keeps_the_line_consistent(seed: int) -> None:
         stream = dice.choice((1, 2, 3))
         action = dice.random()
         if action < 0.45:
-            block = line.find(dice.choice((1, 2, 5, 17, 70, 130)), stream, dice.choice((None, reach)), reach)
+            block = find(line, dice.choice((1, 2, 5, 17, 70, 130)), stream, dice.choice((None, reach)), reach)
             if block is not None:
                 size = min(block.size, dice.choice((1, 2, 5, 17)))
                 line.back(line.missing(block, size))
@@ -120,9 +126,9 @@ def test_the_end_of_the_line_comes_last_however_well_it_fits() -> None:
 def test_left_memory_is_for_its_own_stream_until_seen() -> None:
     line = Line(CHUNK)
     line.free(take(line, 20 * MiB), 1, 1)
-    assert line.find(20 * MiB, 2, None, nothing) is None
+    assert find(line, 20 * MiB, 2, None, nothing) is None
     assert line.settle(nothing) is False
-    assert line.find(20 * MiB, 2, None, nothing) is None
+    assert find(line, 20 * MiB, 2, None, nothing) is None
     assert line.settle(lambda stream: 1) is True
     assert take(line, 20 * MiB, 2).start == 0
 
@@ -140,7 +146,7 @@ def test_what_a_stream_left_side_by_side_is_one() -> None:
     line = Line(1 << 40)
     for seq, block in enumerate(takes(line, 8, 8, 1)[:2], 1):
         line.free(block, 1, seq)
-    assert line.find(16 * MiB, 2, None, lambda stream: 1).start == 17 * MiB  # type: ignore[union-attr]
+    assert find(line, 16 * MiB, 2, None, lambda stream: 1).start == 17 * MiB  # type: ignore[union-attr]
     assert take(line, 16 * MiB, 2, lambda stream: 2).start == 0
 
 
@@ -157,7 +163,7 @@ def test_what_is_done_joins_where_none_of_it_is_large_enough() -> None:
     one, two, _ = takes(line, 8, 8, 16)
     line.free(one, 1, 1)
     line.free(two, 2, 1)
-    assert line.find(16 * MiB, 3, None, nothing) is None
+    assert find(line, 16 * MiB, 3, None, nothing) is None
     assert take(line, 16 * MiB, 3, everything).start == 0
 
 
@@ -176,7 +182,7 @@ def test_spare_chunks_are_whole() -> None:
     _, rest, _ = takes(line, 1, 120, 1)
     line.free(rest)
     assert line.spare() == [1, 2]
-    block = line.find(70 * MiB, 1, None, nothing)
+    block = find(line, 70 * MiB, 1, None, nothing)
     assert block is not None and line.spare_besides(block, 70 * MiB) == []
     line.unback([1, 2])
     assert line.reserved == 64 * MiB and line.spare() == []

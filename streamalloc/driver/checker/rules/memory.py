@@ -11,7 +11,7 @@ from streamalloc.driver.checker.reports import here
 from streamalloc.driver.checker.rules.rule import After, Answer, Arguments, rules
 from streamalloc.driver.checker.state import OPENED, Array, Physical, State
 from streamalloc.driver.checker.streams import number_of, rights_of_process
-from streamalloc.driver.checker.uses import Finish
+from streamalloc.driver.checker.uses import Finish, nothing
 
 _DEVICE = int(cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE)
 _FORMATS = (("INT8", 1), ("INT16", 2), ("HALF", 2), ("INT32", 4), ("FLOAT", 4))
@@ -170,7 +170,7 @@ def granted(descriptors: Any) -> dict[int, int]:
 def _grants_pool(state: State, name: str, args: Arguments) -> Finish:
     grants, rights = state.pools.get(number_of(args[0])), granted(args[1])
     if grants is None:
-        return lambda answer: None
+        return nothing
     state.revoke((one for one in state.addresses.living() if one.grants is grants), grants, rights, name, here())
     return lambda answer: None if answer[0] else grants.update(rights)
 
@@ -272,7 +272,7 @@ def _binds(state: State, name: str, args: Arguments, answer: Answer) -> None:
 def _unbinds(state: State, name: str, args: Arguments) -> Finish:
     target = state.physical.get(number_of(args[0]))
     if target is None or target.bindings is None:
-        return lambda answer: None
+        return nothing
     bindings = target.bindings
     device, start, size = number_of(args[1]), int(args[2]), int(args[3])
     # Uses through the object must have ended; the mappings themselves stay.

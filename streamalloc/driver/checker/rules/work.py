@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from streamalloc.driver.checker.clocks import Stream
@@ -37,15 +38,18 @@ class _Work:
 
     def __call__(self, state: State, name: str, args: Arguments, answer: Answer) -> None:
         """Queue the work after the call has succeeded."""
-        handle = 0 if self.stream_at is None else args[self.stream_at]
         for address, nbytes, write in self.taken(state, args):
             state.use_on_host(number_of(address), nbytes, write, name)
-        self.then(state, state.act(handle, name, self.touched(state, args), here()), args)
+        self.then(state, state.act(self._stream(args), name, self.touched(state, args), here()), args)
+
+    def _stream(self, args: Arguments) -> Any:
+        """The handle of the stream, which a launch configuration has."""
+        given = 0 if self.stream_at is None else args[self.stream_at]
+        return getattr(given, "hStream", given)
 
     def before(self, state: State, name: str, args: Arguments) -> Finish:
         """Check before the call for memory that was freed."""
-        handle = 0 if self.stream_at is None else args[self.stream_at]
-        return state.stale(handle, name, (*self.touched(state, args), *self.named(args)), here())
+        return state.stale(self._stream(args), name, (*self.touched(state, args), *self.named(args)), here())
 
 
 def _touches(stream_at: int | None, touched: Callable[[Arguments], Iterable[Touch]]) -> _Work:
@@ -200,38 +204,31 @@ def _reads(order: int, at_call: bool) -> bool:
     return order in (_AT_CALL, _ANY) if at_call else order != _AT_CALL
 
 
-def _batch(at_call: bool) -> Callable[[State, Arguments], list[Touch]]:
+def _batch(at_call: bool, state: State, args: Arguments) -> list[Touch]:
     """The uses of a batch of copies in stream order; ``at_call``: reads that may come before the call returns."""
-
-    def touched(state: State, args: Arguments) -> list[Touch]:
-        targets, sources, sizes, _, attributes, begins = args[:6]
-        # An attribute holds from its own index on.
-        orders = dict(zip(map(int, begins or ()), map(_order, attributes or ()), strict=False))
-        found, order = [], 0
-        for at, (target, source, size) in enumerate(zip(targets, sources, sizes, strict=False)):
-            order = orders.get(at, order)
-            if _reads(order, at_call):
-                found.append((source, int(size), False))
-            if not at_call:
-                found.append((target, int(size), True))
-        return found
-
-    return touched
+    targets, sources, sizes, _, attributes, begins = args[:6]
+    # An attribute holds from its own index on.
+    orders = dict(zip(map(int, begins or ()), map(_order, attributes or ()), strict=False))
+    found, order = [], 0
+    for at, (target, source, size) in enumerate(zip(targets, sources, sizes, strict=False)):
+        order = orders.get(at, order)
+        if _reads(order, at_call):
+            found.append((source, int(size), False))
+        if not at_call:
+            found.append((target, int(size), True))
+    return found
 
 
-def _one(at_call: bool) -> Callable[[State, Arguments], list[Touch]]:
+def _one(at_call: bool, state: State, args: Arguments) -> list[Touch]:
     """The same for ``cuMemcpyWithAttributesAsync``."""
-    return lambda state, args: _batch(at_call)(state, ((args[0],), (args[1],), (args[2],), 1, (args[3],), (0,)))
-
-
-def _boxes_of(
-    operations: Callable[[Arguments], Iterable[Any]], at_call: bool
-) -> Callable[[State, Arguments], list[Touch]]:
-    return lambda state, args: _boxes(state, operations(args), at_call)
+    return _batch(at_call, state, ((args[0],), (args[1],), (args[2],), 1, (args[3],), (0,)))
 
 
 def _copies_boxes(operations: Callable[[Arguments], Iterable[Any]]) -> _Work:
-    return _Work(-1, _boxes_of(operations, False), taken=_boxes_of(operations, True))
+    def touched(at_call: bool, state: State, args: Arguments) -> list[Touch]:
+        return _boxes(state, operations(args), at_call)
+
+    return _Work(-1, partial(touched, False), taken=partial(touched, True))
 
 
 def _discarded(args: Arguments) -> list[Touch]:
@@ -264,11 +261,11 @@ def _copies_plane(stream_at: int | None) -> _Work:
     return _Work(stream_at, lambda state, args: plane(state, args[0]), then)
 
 
-def _launches(stream_at: int, params_at: int | None = None) -> _Work:
+def _launches(stream_at: int, params_at: int | None = None, function_at: int = 0) -> _Work:
     """A kernel. ``params_at`` is the index of its arguments; without it its uses are unknown."""
 
     def touched(state: State, args: Arguments) -> list[Touch]:
-        return state.kernel_uses(*(() if params_at is None else (args[0], *args[params_at:])))
+        return state.kernel_uses(*(() if params_at is None else (args[function_at], *args[params_at:])))
 
     return _Work(stream_at, touched)
 
@@ -276,14 +273,6 @@ def _launches(stream_at: int, params_at: int | None = None) -> _Work:
 def _work(stream_at: int, named: Callable[[Arguments], Iterable[Touch]] = lambda args: ()) -> _Work:
     """Work in a stream, with unknown uses; ``named``: memory that has to be there."""
     return _Work(stream_at, lambda state, args: (), named=named)
-
-
-def _stale_with_config(state: State, name: str, args: Arguments) -> Finish:
-    return state.stale(args[0].hStream, name, state.kernel_uses(*args[1:]), here())
-
-
-def _launches_with_config(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    state.act(args[0].hStream, name, state.kernel_uses(*args[1:]), here())
 
 
 _WORK = {
@@ -301,8 +290,8 @@ _WORK = {
     "cuMemcpyPeerAsync": _copies(5, size_at=4, source_at=2),
     **{f"cuMemcpy{kind}": _copies_plane(None) for kind in ("2D", "2DUnaligned", "3D", "3DPeer")},
     **{f"cuMemcpy{kind}Async": _copies_plane(1) for kind in ("2D", "3D", "3DPeer")},
-    "cuMemcpyWithAttributesAsync": _Work(-1, _one(False), _copies(-1).then, _one(True)),
-    "cuMemcpyBatchAsync": _Work(-1, _batch(False), taken=_batch(True)),
+    "cuMemcpyWithAttributesAsync": _Work(-1, partial(_one, False), _copies(-1).then, partial(_one, True)),
+    "cuMemcpyBatchAsync": _Work(-1, partial(_batch, False), taken=partial(_batch, True)),
     "cuMemcpy3DBatchAsync": _copies_boxes(lambda args: list(args[1])[: int(args[0])]),
     "cuMemcpy3DWithAttributesAsync": _copies_boxes(lambda args: (args[0],)),
     **dict.fromkeys(("cuMemcpyAtoD", "cuMemcpyAtoH"), _arrays(None, 0, 1, False, True)),
@@ -311,6 +300,7 @@ _WORK = {
     "cuMemcpyAtoHAsync": _arrays(4, 0, 1, False, True),
     "cuMemcpyHtoAAsync": _arrays(4, 0, 2, True, False),
     "cuLaunchKernel": _launches(8, 9),
+    "cuLaunchKernelEx": _launches(0, 2, 1),
     "cuLaunchCooperativeKernel": _launches(8, 9),
     "cuLaunchGridAsync": _launches(3),
     "cuMemBatchDecompressAsync": _launches(-1),
@@ -323,7 +313,4 @@ _WORK = {
     "cuMemPrefetchBatchAsync": _work(-1, _discarded),
     "cuSignalExternalSemaphoresAsync": _work(-1),
 }
-RULES = rules(
-    before={**{name: work.before for name, work in _WORK.items()}, "cuLaunchKernelEx": _stale_with_config},
-    after={**_WORK, "cuLaunchKernelEx": _launches_with_config},
-)
+RULES = rules(before={name: work.before for name, work in _WORK.items()}, after={**_WORK})

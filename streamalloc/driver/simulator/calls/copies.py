@@ -215,7 +215,7 @@ class CopyCalls(Calls):
         stream.context.check()
 
     def _check_copy(
-        self, target: int, source: int, shape: Shape, device: str, contexts: Contexts, graph: Graph | None = None
+        self, target: int, source: int, shape: Shape, device: str, contexts: Contexts, graph: Graph | None
     ) -> tuple[Allocation | None, Allocation | None]:
         """Both ends of a copy: the allocation of each, or None for memory that only the host uses. Addresses of the
         ``graph`` that the copy is for are none of an allocation yet.
@@ -312,12 +312,9 @@ class CopyCalls(Calls):
         attributes = arguments.structs("attrs", attrs, cuda.CUmemcpyAttributes, numAttrs)
         begins = [arguments.size_t(one) for one in list(attrsIdxs)[:numAttrs]]
         stream = self._stream_of_batch(hStream, count and all(lengths))
-        check(begins and begins[0] == 0 and begins[-1] < count and begins == sorted(set(begins)))
-        orders = [self._order(one) for one in attributes]
-        order_of = [orders[sum(begin <= number for begin in begins) - 1] for number in range(count)]
-        self._copy_all(
-            stream, list(zip(targets, sources, map(Shape.row, lengths), order_of, strict=True)), _waits_for_row
-        )
+        orders = arguments.by_start(map(self._order, attributes), begins, count)
+        copies = list(zip(targets, sources, map(Shape.row, lengths), orders, strict=True))
+        self._copy_all(stream, copies, _waits_for_row)
 
     def cuMemcpy3DBatchAsync(self, numOps: Size, opList: Any, flags: UnsignedLongLong, hStream: Any) -> None:
         boxes = arguments.structs("opList", opList, cuda.CUDA_MEMCPY3D_BATCH_OP, numOps)
@@ -337,7 +334,7 @@ class CopyCalls(Calls):
         # the capture stays valid (observed on H200: test_batches)
         check(stream.capture is None, Result.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
         context = self._machine.current()
-        ends = [self._check_copy(*copy[:3], "", (context, context)) for copy in copies]
+        ends = [self._check_copy(*copy[:3], "", (context, context), None) for copy in copies]
         waits = False
         for (target, source, shape, order), (destination, origin) in zip(copies, ends, strict=True):
             staged, waits_now = waits_for(order, destination, origin)

@@ -4,12 +4,11 @@ changes the parameters of nodes, never the set of nodes.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from streamalloc.driver.bindings import cuda, read_handle_types
+from streamalloc.driver.bindings import cuda, opaque_bytes, opaque_struct, read_handle_types
 
 from .. import arguments, graphs
 from ..arguments import Device, Function, Graph, GraphExec, Node, Stream, UnsignedInt, UnsignedLongLong
@@ -56,8 +55,6 @@ _IN_PARAMS: dict[str, Callable[[Any], tuple[Any, ...]]] = {
 }
 """The parameters of a node in a CUgraphNodeParams, as the call for nodes of this kind takes them."""
 
-_ATTRIBUTE_BYTES = 64
-"""Size of a CUkernelNodeAttrValue."""
 _CHANGEABLE = ("MEMSET", "MEMCPY", "KERNEL")
 """Kinds of nodes whose parameters can be changed, and that can be disabled."""
 
@@ -376,15 +373,13 @@ class GraphCalls(CopyCalls, StreamCalls, KernelCalls):
     def cuGraphKernelNodeSetAttribute(self, hNode: Node, attr: Any, value: cuda.CUkernelNodeAttrValue) -> None:
         check(hNode.kind == "KERNEL")
         number = arguments.member("attr", attr, cuda.CUkernelNodeAttrID)
-        hNode.attributes = {**hNode.attributes, number: ctypes.string_at(int(value.getPtr()), _ATTRIBUTE_BYTES)}
+        hNode.attributes = {**hNode.attributes, number: opaque_bytes(value)}
 
     def cuGraphKernelNodeGetAttribute(self, hNode: Node, attr: Any) -> Any:
         check(hNode.kind == "KERNEL")
         number = arguments.member("attr", attr, cuda.CUkernelNodeAttrID)
         kept = need(hNode.attributes.get(number), "an attribute of a kernel node that was not set")
-        made = cuda.CUkernelNodeAttrValue()
-        ctypes.memmove(int(made.getPtr()), kept, len(kept))
-        return made
+        return opaque_struct("CUkernelNodeAttrValue", kept)
 
     def cuGraphKernelNodeCopyAttributes(self, dst: Node, src: Node) -> None:
         check(dst.kind == src.kind == "KERNEL")

@@ -26,7 +26,7 @@ from ..allocations import (
 )
 from ..arguments import DevicePointer, HostPointer, Size, Stream, UnsignedInt
 from ..blocks import round_up
-from ..constants import CHUNK, HOST, LEGACY_STREAM, Location, Place
+from ..constants import CHUNK, HOST, LEGACY_STREAM, NOWHERE, Location, Place
 from ..errors import NotModelled, Result, check, need, need_a, not_modelled
 from ..memory import is_host_memory
 from ..timeline import Operation
@@ -106,7 +106,6 @@ _ABSENT = {
 
 
 _GLOBAL, _HOST, _SINGLE = 1, 2, 4  # CUmemAttach_flags
-_READ_MOSTLY, _PREFERRED, _ACCESSED_BY = (1, 2), (3, 4), (5, 6)  # CUmem_advise: to set, to unset
 _CPU, _NONE = -1, -2  # CU_DEVICE_CPU, CU_DEVICE_INVALID
 _INT = 4
 
@@ -359,38 +358,20 @@ class MemoryCalls(Calls):
     cuMemDiscardAndPrefetchBatchAsync: Any = call(_TO_PLACES, _managed_batch, "cuMemDiscardAndPrefetchBatchAsync")
 
     def _places_of_batch(self, count: int, locations: Any, indices: Any, number: int) -> list[Place]:
-        """The location of each range: the entry with the greatest start index that is not after the range."""
         given = arguments.structs("prefetchLocs", locations, cuda.CUmemLocation, number)
         begins = arguments.numbers(indices, number)
-        check(begins and begins[0] == 0 and begins[-1] < count and begins == sorted(set(begins)))
-        places = [self._place(one, _ANYWHERE) for one in given]
-        return [places[sum(begin <= at for begin in begins) - 1] for at in range(count)]
+        return arguments.by_start((self._place(one, _ANYWHERE) for one in given), begins, count)
 
     # -- advice ----------------------------------------------------------------------------------------------
 
     def cuMemAdvise(
         self, devPtr: DevicePointer, count: Size, advice: cuda.CUmem_advise, location: cuda.CUmemLocation
     ) -> None:
-        number = int(advice)
-        places = {
-            _PREFERRED[0]: (Location.HOST, Location.HOST_NUMA, Location.HOST_NUMA_CURRENT),
-            **dict.fromkeys(_ACCESSED_BY, (Location.HOST,)),
-        }
-        place = self._place(location, places[number]) if number in places else None
+        allowed, change = need(_ADVICE.get(int(advice)))
+        place = self._place(location, allowed) if allowed else NOWHERE
         check(count)
         allocation = self._managed(devPtr, count)
-
-        def change(before: Advice) -> Advice:
-            if number in _READ_MOSTLY:
-                return replace(before, read_mostly=number == _READ_MOSTLY[0])
-            if number in _PREFERRED:
-                return replace(before, preferred=place)
-            assert place is not None
-            by = before.accessed_by
-            return replace(before, accessed_by=by | {place} if number == _ACCESSED_BY[0] else by - {place})
-
-        check(number in (*_READ_MOSTLY, *_PREFERRED, *_ACCESSED_BY))
-        pages_of(allocation).change(devPtr, devPtr + count, change)
+        pages_of(allocation).change(devPtr, devPtr + count, lambda before: change(before, place))
 
     if not EDGE_DATA:  # earlier bindings take other arguments
         del cuMemPrefetchAsync, cuMemAdvise
@@ -432,6 +413,15 @@ class MemoryCalls(Calls):
 
 
 _ANYWHERE = (Location.HOST, Location.HOST_NUMA, Location.HOST_NUMA_CURRENT)
+_ADVICE: dict[int, tuple[tuple[int, ...], Callable[[Advice, Place], Advice]]] = {
+    1: ((), lambda before, place: replace(before, read_mostly=True)),
+    2: ((), lambda before, place: replace(before, read_mostly=False)),
+    3: (_ANYWHERE, lambda before, place: replace(before, preferred=place)),
+    4: ((), lambda before, place: replace(before, preferred=None)),
+    5: ((Location.HOST,), lambda before, place: replace(before, accessed_by=before.accessed_by | {place})),
+    6: ((Location.HOST,), lambda before, place: replace(before, accessed_by=before.accessed_by - {place})),
+}
+"""By CUmem_advise: types of locations besides devices, or none for advice without a location; the change."""
 
 
 def _number(place: Place | None) -> int:

@@ -7,12 +7,12 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from streamalloc.driver.bindings import cuda
+from streamalloc.driver.bindings import WAIT_COMPARISONS, cuda, opaque_bytes, opaque_struct
 
 from .. import arguments, events
 from ..allocations import GraphAllocation, PoolMemory, is_gone
 from ..arguments import Event, HostFunctionHandle, HostPointer, Int, Stream, StreamCallback, UnsignedInt
-from ..constants import LEGACY_STREAM, PER_THREAD_STREAM, READ_WRITE, EventFlag, device_place
+from ..constants import HANDLE_BYTES, LEGACY_STREAM, PER_THREAD_STREAM, READ_WRITE, EventFlag, device_place
 from ..contexts import Context
 from ..errors import Fault, Result, check, need, not_modelled
 from ..timeline import Call, HostFunction, Operation, Until
@@ -32,8 +32,6 @@ _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_
 
 # CUstreamAttrID
 _WINDOW, _POLICY, _PRIORITY, _DOMAIN_MAP, _DOMAIN = 1, 3, 8, 9, 10
-_SIZE = 64
-"""Bytes of a CUstreamAttrValue."""
 _NUMBER = struct.Struct("=i")
 _PAIR = struct.Struct("=BB")
 _ACCESS = struct.Struct("=QQfii")
@@ -48,8 +46,6 @@ _DEFAULTS = {
     _DOMAIN_MAP: _PAIR.pack(0, 1),
     _DOMAIN: _NUMBER.pack(0),
 }
-# Comparisons of the value in memory with the given value, by flag.
-_GEQ, _EQ, _AND, _NOR = range(4)
 _FLUSH = 1 << 30
 # CUstreamBatchMemOpType
 _WAIT_32, _WRITE_32, _FLUSH_REMOTE, _WAIT_64, _WRITE_64, _BARRIER = range(1, 7)
@@ -59,18 +55,6 @@ _MOST = 255
 """Operations of a batch (observed on H200: test_stream_words)."""
 
 _WORDS = {32: ctypes.c_uint32, 64: ctypes.c_uint64}
-
-
-def _comparison(flag: int, bits: int) -> Callable[[int, int], bool]:
-    mask = (1 << bits) - 1
-    comparisons: dict[int, Callable[[int, int], bool]] = {
-        _GEQ: lambda word, value: ((word - value) & mask) < 1 << (bits - 1),  # cyclic
-        _EQ: lambda word, value: word == value,
-        _AND: lambda word, value: word & value != 0,
-        _NOR: lambda word, value: ~(word | value) & mask != 0,
-    }
-    check(flag in comparisons)
-    return comparisons[flag]
 
 
 class Batch(Operation):
@@ -267,14 +251,12 @@ class StreamCalls(Calls):
         stream, number = hStream, int(attr)
         check(number in _DEFAULTS or number == _PRIORITY)
         kept = {_PRIORITY: _NUMBER.pack(stream.priority), **_DEFAULTS, **stream.attributes}[number]
-        value = cuda.CUstreamAttrValue()
-        ctypes.memmove(int(value.getPtr()), kept, len(kept))
-        return value
+        return opaque_struct("CUstreamAttrValue", kept.ljust(HANDLE_BYTES, b"\0"))
 
     def cuStreamSetAttribute(self, hStream: Stream, attr: Any, value: Any) -> None:
         stream, number = hStream, int(attr)
         not_modelled(value is None, "cuStreamSetAttribute of None: the real driver crashes")
-        given = ctypes.string_at(int(value.getPtr()), _SIZE)
+        given = opaque_bytes(value)
         if number == _PRIORITY:
             least, greatest = self._machine.profile.stream_priorities
             stream.priority = min(max(_NUMBER.unpack_from(given)[0], greatest), least)
@@ -358,13 +340,13 @@ class StreamCalls(Calls):
             return Call(write)
         # observed on H200 (test_mapped_words); CAN_FLUSH_REMOTE_WRITES says so
         check(not flags & _FLUSH, Result.CUDA_ERROR_NOT_SUPPORTED)
-        compare = _comparison(flags, bits)
+        compare = need(WAIT_COMPARISONS.get(flags))
 
         def arrived() -> bool:
             if not machine.banks.is_mapped(address, bits // 8):
                 context.error = Result.CUDA_ERROR_ILLEGAL_ADDRESS
                 return True
-            return compare(word.from_address(address).value, value)
+            return compare(word.from_address(address).value, value, bits)
 
         return Until(arrived)
 

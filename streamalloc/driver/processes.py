@@ -1,0 +1,24 @@
+"""Other processes: whether they run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_EXITING = 4
+"""``PF_EXITING`` of the kernel."""
+
+
+def alive(process: int) -> bool:
+    """Whether a process runs; one that is exiting, or that its parent has not waited for, does not."""
+    try:
+        return runs(Path(f"/proc/{process}/stat").read_bytes())
+    except OSError:
+        return False
+
+
+def runs(stat: bytes) -> bool:
+    """Whether a process with this line in ``/proc/PID/stat`` runs."""
+    # The name before the state may contain anything.
+    state, *_, flags = stat.rpartition(b")")[2].split()[:7]
+    # The kernel closes the files of an exiting process, and so releases its locks, before the state changes.
+    return state not in (b"Z", b"X") and not int(flags) & _EXITING
