@@ -156,20 +156,9 @@ class Capture:
         self.streams.clear()
 
 
-class Capturing(contextlib._GeneratorContextManager[Graph]):
-    """The ``with`` block of :func:`capturing`."""
-
-    def __enter__(self) -> Graph:
-        try:
-            return super().__enter__()
-        except BaseException:
-            # A signal handler may raise once the capture has begun, and the traceback would keep it under way.
-            self.gen.close()
-            raise
-
-
+@contextlib.contextmanager
 def capturing(stream: Stream, mode: CaptureMode) -> Iterator[Graph]:
-    """Capture ``stream`` in a block; see :meth:`Stream.capture`.
+    """Capture ``stream`` in a ``with`` block; see :meth:`Stream.capture`.
 
     If the block raises, the capture is ended, its graph is destroyed, and the exception goes on.
     """
