@@ -544,11 +544,12 @@ def test_gates_close_with_their_device(machine: Any) -> None:
 def test_a_thread_with_the_identifier_of_one_that_has_ended(device: sa.Device, gate: Gate) -> None:
     """It has another number, and another per-thread default stream."""
     seen: list[tuple[int, int, bool]] = []
+    held = 8
 
     def use() -> None:
         with device.current():
             idle = device.per_thread_stream.query()
-            if not seen:
+            if len(seen) < held:
                 gate.hold(device.per_thread_stream)
             seen.append((threading.get_ident(), this_thread.number, idle))
 
@@ -557,5 +558,6 @@ def test_a_thread_with_the_identifier_of_one_that_has_ended(device: sa.Device, g
         thread.start()
         thread.join()
     idents, numbers, idle = zip(*seen, strict=True)
-    assert idents.count(idents[0]) > 1, "the system has not used the identifier again"
+    if not set(idents[:held]).intersection(idents[held:]):
+        pytest.skip("the system has not used one of the identifiers again")
     assert len(set(numbers)) == len(seen) and all(idle)

@@ -279,8 +279,8 @@ def test_a_pool_s_buffer_that_another_thread_drops(
 
     if who == "another thread":
         assert drop()
-    else:
-        assert any(on_a_new_thread(drop) for _ in range(50))
+    elif not any(on_a_new_thread(drop) for _ in range(50)):
+        pytest.skip("the system has not used the identifier again")
     pool.statistics()
     with device.create_stream() as other:
         assert later_memory_is_whole(pool, MiB, other, gate)
