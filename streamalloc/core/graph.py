@@ -7,7 +7,7 @@ graph owns its memory, which has the same address at every launch. Building grap
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from streamalloc.core.deferred import HandleEnd, deferred_queue, work
@@ -156,9 +156,20 @@ class Capture:
         self.streams.clear()
 
 
-@contextlib.contextmanager
-def capturing(stream: Stream, mode: CaptureMode) -> Iterator[Graph]:
-    """Capture ``stream`` in a ``with`` block; see :meth:`Stream.capture`.
+class Capturing(contextlib._GeneratorContextManager[Graph]):
+    """The ``with`` block of :func:`capturing`."""
+
+    def __enter__(self) -> Graph:
+        try:
+            return super().__enter__()
+        except BaseException:
+            # A signal handler may raise once the capture has begun, and the traceback would keep it under way.
+            self.gen.close()
+            raise
+
+
+def capturing(stream: Stream, mode: CaptureMode) -> Generator[Graph, None, None]:
+    """Capture ``stream`` in a block; see :meth:`Stream.capture`.
 
     If the block raises, the capture is ended, its graph is destroyed, and the exception goes on.
     """

@@ -41,16 +41,20 @@ class World:
         free_after_all(FreeAfterAll(self.pool.allocate(64, self.streams[0])))
 
     def held(self) -> list[str]:
-        """The locks that another thread would wait for."""
+        """The locks that another thread would wait for, and captures, which would pause its work."""
         locks = {"beginning": deferred_queue(self.session).beginning, "asking": self.work._asking}
         locks |= {repr(stream): stream._in_use for stream in (*self.streams, self.default)}
-        held = []
+        held = ["captures"] * deferred_queue(self.session).paused
         for name, lock in locks.items():
             if lock.acquire(blocking=False):
                 lock.release()
             else:
                 held.append(name)
         return held
+
+    def capture(self) -> None:
+        with self.streams[0].capture():
+            pass
 
 
 CALLS: dict[str, Callable[[World], object]] = {
@@ -62,6 +66,7 @@ CALLS: dict[str, Callable[[World], object]] = {
     "free_after_all": World.free_after_all,
     "context_event": lambda it: context_event(it.device),
     "done": lambda it: it.work.done(),
+    "capture": World.capture,
 }
 
 
