@@ -48,6 +48,7 @@ class Block:
     pointer: Any
     stream: Any
     ask: Callable[[], bool]
+    ask_dropped: Callable[[], bool]
 
     def free(self) -> None:
         pointer = self.pointer
@@ -63,7 +64,7 @@ class Block:
         self.pointer = None
         mode = exchange(RELAXED)[1]
         try:
-            if self.ask():
+            if self.ask_dropped():
                 free(pointer, self.stream)
         finally:
             exchange(mode)
@@ -115,7 +116,8 @@ def asking(*questions: tuple[Callable[[], Any], Any]) -> type[Block]:
         2: lambda: bool(ask() == answer and ask_2() == answer_2),  # type: ignore[misc]
         3: lambda: bool(ask() == answer and ask_2() == answer_2 and ask_3() == answer_3),  # type: ignore[misc]
     }
-    return type("Asking", (Block,), {"__slots__": (), "ask": staticmethod(asks[len(questions)])})
+    ask_all = staticmethod(asks[len(questions)])
+    return type("Asking", (Block,), {"__slots__": (), "ask": ask_all, "ask_dropped": ask_all})
 
 
 def streams(device: sa.Device) -> dict[str, tuple[Any, int, list[Callable[[], Any]]]]:
@@ -189,6 +191,9 @@ def main() -> None:
             if name not in ("own", "default"):  # the legacy default stream is never captured
                 questions.append(partial(capturing, raw))
             kind = asking(*[(ask, ask()) for ask in questions])
+            if name == "default":  # a free would break the capture of a blocking stream, about which this question asks
+                protecting = asking(*[(ask, ask()) for ask in (*questions, partial(capturing, raw))])
+                kind = type("Default", (kind,), {"__slots__": (), "ask_dropped": staticmethod(protecting.ask)})
             make, ours = partial(minimal, kind, raw_pool, raw, stream), partial(pool.allocate, SIZE, stream)
             got = medians(
                 {

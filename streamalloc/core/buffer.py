@@ -223,8 +223,7 @@ class Buffer(Memory, Closes):
         if not self._stream.closed:
             self.free()
             return
-        with ordered_after(self._stream) as ordered:
-            self.free(ordered)
+        ordered_after(self._stream, self.free)
 
     def _free_slowly(self, stream: StreamLike | None, still_imported: StillImported, timeout: float | None) -> None:
         if still_imported not in _POLICIES:
@@ -411,18 +410,17 @@ class _FreeDropped(Deferred):
     def attempt(self) -> bool:
         address = self._raw
         try:
-            with (
-                ordered_after(self._stream) as ordered,
-                ordered._context(),
-                notify_freed(self._session, int(address), ordered._raw),
-            ):
-                self._session.release(self, "cuMemFreeAsync", ordered._raw)
+            ordered_after(self._stream, self._free)
         except CudaError as error:
             if not isinstance(error, (*self.gone, CaptureError, NotReadyError)) and not self._warned:
                 self._warned = True
                 warnings.warn(f"dropped memory at {int(address):#x} could not be freed: {error}", ResourceWarning, 2)
             raise
         return True
+
+    def _free(self, ordered: Stream) -> None:
+        with ordered._context(), notify_freed(self._session, int(self._raw), ordered._raw):
+            self._session.release(self, "cuMemFreeAsync", ordered._raw)
 
     def memory(self) -> int | None:
         return None if self._raw is None else int(self._raw)

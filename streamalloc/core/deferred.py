@@ -26,11 +26,13 @@ capture, a pool that waits for its last free. The rules:
 * A capture may begin on another thread at any moment. Attempts run in the relaxed capture mode, in which calls break no
   capture of streams that they do not name. No thread begins to capture a stream of ours while the stream's lock is held
   (``ordered_after`` and ``may_queue`` of :mod:`streamalloc.core.queued_work`). Work on a default stream is queued while
-  no capture of ours can begin (:meth:`DeferredQueue.no_capture`). No call is made for a whole context: items wait for
+  no capture of ours can begin (:attr:`DeferredQueue.beginning`). No call is made for a whole context: items wait for
   the work of each stream that is known (:class:`~streamalloc.core.queued_work.QueuedWork`).
 
 A signal handler may raise between any two calls, but not between two lines that call nothing. The lines that move an
-item call nothing, so an item is never in no place.
+item call nothing, so an item is never in no place. Work that needs a lock is a function, or the body of the ``with``
+block of a lock: if a handler raises between the start of a block written in Python and its body, the traceback keeps
+the block, and with it the lock.
 """
 
 from __future__ import annotations
@@ -43,12 +45,14 @@ import math
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, cast
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeVar, cast
 
 from streamalloc.core.errors import LOST, CaptureError, CudaError, InvalidHandleError, error_from, refused
 from streamalloc.core.session import PerDriver, Session, members
 from streamalloc.driver.internal import SETTLERS
+
+T = TypeVar("T")
 
 OFTEN = 32
 """Most attempts in vain at a synchronisation of the host, which programs make all the time."""
@@ -99,8 +103,8 @@ class DeferredQueue:
     def __init__(self, guard: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext) -> None:
         self.captures: dict[object, None] = {}
         """Captures of ours that are under way: entered by :meth:`begin_capture`, removed by the code that ends them."""
-        self._beginning = threading.RLock()
-        """Lock held while a capture is entered, and by :meth:`no_capture`."""
+        self.beginning = threading.RLock()
+        """Lock held while a capture is entered, and for calls that would break one: see :meth:`refuse_captures`."""
         _queues.add(self)
         self._guard = guard
         self._lock = threading.Lock()
@@ -146,32 +150,19 @@ class DeferredQueue:
 
     def begin_capture(self, capture: object) -> None:
         """Enter a capture before it begins: from now on no item is attempted."""
-        with self._beginning:
+        with self.beginning:
             self.captures[capture] = None
 
-    @contextlib.contextmanager
-    def no_capture(self, call: str) -> Iterator[None]:
-        """Block in which no capture of ours begins, for one driver call that would break it and waits for nothing.
+    def refuse_captures(self, call: str) -> None:
+        """Check, under the lock :attr:`beginning`, before a call that would break any capture and waits for nothing.
 
         Raises
         ------
         CaptureError
             A capture is under way.
         """
-        with self._beginning:
-            if self.captures:
-                raise refused(CaptureError, call, "a stream is being captured, and the call concerns all streams")
-            yield
-
-    @contextlib.contextmanager
-    def unless_busy(self) -> Iterator[bool]:
-        """Block for finalisers: whether :meth:`no_capture` will not wait for another thread in it."""
-        free = self._beginning.acquire(blocking=False)
-        try:
-            yield free
-        finally:
-            if free:
-                self._beginning.release()
+        if self.captures:
+            raise refused(CaptureError, call, "a stream is being captured, and the call concerns all streams")
 
     def end_with(self, owner: object, item: Deferred) -> None:
         """Submit an item when ``owner`` is dropped, by the callback of a weak reference."""
@@ -316,6 +307,20 @@ class DeferredQueue:
                 del items[item]
                 return True
             return False
+
+
+def unless_busy(act: Callable[[], T], otherwise: T, lock: threading.RLock, *more: threading.RLock) -> T:
+    """Call ``act`` under these locks if no other thread has one of them: for finalisers, which wait for no lock."""
+    free: list[bool] = []
+    try:
+        # Without a point for a signal handler between the call and the storage of its result.
+        free += map(lock.acquire, (False,))
+        if free == [False]:
+            return otherwise
+        return unless_busy(act, otherwise, *more) if more else act()
+    finally:
+        if free == [True]:
+            lock.release()
 
 
 # Queues with items, which must stay alive.

@@ -256,6 +256,8 @@ def context_event(device: Device) -> Event:
     """
     event = Event(device)
     session = device._session
-    with device.current(), deferred_queue(session).no_capture("cuCtxRecordEvent"):
+    queue = deferred_queue(session)
+    with device.current(), queue.beginning:
+        queue.refuse_captures("cuCtxRecordEvent")
         session.call("cuCtxRecordEvent", session.context(device.ordinal), event._raw)
     return event

@@ -26,7 +26,7 @@ from streamalloc.core.buffer import (
 from streamalloc.core.capabilities import address_space_limit, imex_channels, missing_for
 from streamalloc.core.closed_streams import await_device, await_unknown_ends, synchronizing, watching_for_destruction
 from streamalloc.core.copies import CopySide, copy_bytes, queue_batch
-from streamalloc.core.deferred import Deferred, DeferredQueue, HandleEnd, deferred_queue, queues, work
+from streamalloc.core.deferred import Deferred, DeferredQueue, HandleEnd, deferred_queue, queues, unless_busy, work
 from streamalloc.core.device import FABRIC_NEEDS, Device, check_device, check_location, location_of, session_for
 from streamalloc.core.dlpack import tensor_in
 from streamalloc.core.event import Event, Spares, context_event, opened_event
@@ -44,10 +44,10 @@ from streamalloc.core.per_thread_streams import (
 )
 from streamalloc.core.queued_work import (
     QueuedWork,
-    may_queue,
     ordered_after,
     ordered_after_end,
     queue_behind,
+    queue_if_allowed,
     record_uncaptured,
     settle,
     work_since,

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 from streamalloc.core.closed_streams import end_is_known, record_unknown_end, unknown_ends
-from streamalloc.core.deferred import Deferred, deferred_queue
+from streamalloc.core.deferred import Deferred, deferred_queue, unless_busy
 from streamalloc.core.errors import (
     CaptureError,
     ClosedError,
@@ -26,6 +25,8 @@ from streamalloc.core.stream_resolution import _default_streams, default_stream
 if TYPE_CHECKING:
     from streamalloc.core.device import Device
     from streamalloc.core.event import Event
+
+T = TypeVar("T")
 
 
 class QueuedWork:
@@ -83,11 +84,10 @@ class QueuedWork:
 
         False while another thread asks.
         """
-        with contextlib.ExitStack() as held:
-            if not self._asking.acquire(blocking=False):
-                return False
-            held.callback(self._asking.release)
-            held.enter_context(self._session.relaxed())
+        return unless_busy(self._ask, False, self._asking)
+
+    def _ask(self) -> bool:
+        with self._session.relaxed():
             self._record()
             # Up to the first that has not passed: a thousand items may ask.
             while self._events and has_passed(self._events[-1]):
@@ -159,22 +159,22 @@ def settle(stream: Stream, item: Deferred, *others: Stream | None) -> None:
     ``others`` are further streams that the item uses. Nothing is done while another thread closes one of the streams,
     begins a capture, or attempts an item on them: a finaliser waits for no lock.
     """
-    with deferred_queue(stream._session).unless_busy() as free, contextlib.ExitStack() as held:
-        for one in (stream, *others):
-            if one is not None and free and (free := one._in_use.acquire(blocking=False)):
-                held.callback(one._in_use.release)
-        if free and not stream._closed:
+
+    def attempt() -> None:
+        if not stream._closed:
             stream._attempt_before_work(item)
 
+    used = [one._in_use for one in (stream, *others) if one is not None]
+    unless_busy(attempt, None, deferred_queue(stream._session).beginning, *used)
 
-@contextlib.contextmanager
-def ordered_after(stream: Stream) -> Iterator[Stream]:
-    """A block with the stream itself; if it was closed, with a new stream that comes after its work.
+
+def ordered_after(stream: Stream, act: Callable[[Stream], T]) -> T:
+    """Call ``act`` with the stream itself; if it was closed, with a new stream that comes after its work.
 
     For the per-thread default stream, also that of one thread until it ends, it is the legacy stream, which comes after
-    those of all threads: deferred items end on any thread, where the handle stands for another stream. In the block no
-    other thread closes the stream or begins to capture it. For a default stream, on which work breaks captures of other
-    streams, no capture of ours begins at all.
+    those of all threads: deferred items end on any thread, where the handle stands for another stream. During the call
+    no other thread closes the stream or begins to capture it. For a default stream, on which work breaks captures of
+    other streams, no capture of ours begins at all.
 
     Raises
     ------
@@ -187,14 +187,18 @@ def ordered_after(stream: Stream) -> Iterator[Stream]:
         stream = default_stream(stream.device, LEGACY)
     if not stream.closed:
         stream._checked_raw()  # attempts items of queue_behind, which may need the locks of other streams
-    with _held_open(stream):
-        if not stream._closed:
-            refuse_capture(stream, "cuMemFreeAsync", "try again once that has ended")
-            yield stream
-            return
+
+    def use() -> tuple[T] | None:
+        if stream._closed:
+            return None
+        refuse_capture(stream, "cuMemFreeAsync", "try again once that has ended")
+        return (act(stream),)
+
+    used = _held_open(stream, use)
+    if used is not None:
+        return used[0]
     _refuse_unknown_end(stream, "cuMemFreeAsync")
-    with ordered_after_end(stream.device, stream._last) as substitute:
-        yield substitute
+    return ordered_after_end(stream.device, stream._last, act)
 
 
 def _refuse_unknown_end(stream: Stream, call: str) -> None:
@@ -204,53 +208,61 @@ def _refuse_unknown_end(stream: Stream, call: str) -> None:
         raise refused(NotReadyError, call, why)
 
 
-@contextlib.contextmanager
-def ordered_after_end(device: Device, last: Sequence[Event]) -> Iterator[Stream]:
-    """A block with a new stream, which comes after the work of a stream that has ended: see :func:`end_of`."""
+def ordered_after_end(device: Device, last: Sequence[Event], act: Callable[[Stream], T]) -> T:
+    """Call ``act`` with a new stream, which comes after the work of a stream that has ended: see :func:`end_of`."""
     # A new non-blocking stream: a wait on the default stream would hold up all blocking streams.
     with device.create_stream() as substitute:
         if last and not last[0].closed:
             substitute.wait(last[0])
         else:
             QueuedWork(device._session, without=(*unknown_ends(device._session),)).precede(substitute)
-        yield substitute
+        return act(substitute)
 
 
-@contextlib.contextmanager
-def may_queue(stream: Stream, *, mine: bool = False) -> Iterator[bool]:
-    """A block whose value says whether a deferred item may queue a record or a wait on a stream.
+def queue_if_allowed(stream: Stream, act: Callable[[], object], *, mine: bool = False) -> bool:
+    """Call ``act``, which queues a record or a wait of a deferred item, if the stream may take it: whether it may.
 
-    These calls would break a capture of the stream. In the block no other thread closes the stream or begins to capture
+    These calls would break a capture of the stream. Meanwhile no other thread closes the stream or begins to capture
     it through this library. A stream that other code may capture is used by its own thread only: the caller's, if
     ``mine`` is true, or one that is about to queue work on it, see :func:`queue_behind`.
     """
     mine = mine or stream._kind is Kind.MADE or threading.get_ident() in stream._attempting
-    with _held_open(stream):
-        yield mine and not stream.closed and not stream._capture and not stream.capturing
+
+    def use() -> bool:
+        if not mine or stream.closed or stream._capture or stream.capturing:
+            return False
+        act()
+        return True
+
+    return _held_open(stream, use)
 
 
 def record_uncaptured(stream: Stream) -> Event | None:
     """An event after the queued work of a stream of any library; None while the stream is being captured."""
-    with _held_open(stream):
+
+    def record() -> Event | None:
         if stream.capturing:
             return None
         event = stream.record()
         # If other code has begun a capture meanwhile, the record is a node of its graph.
         return None if stream.capturing else event
 
+    return _held_open(stream, record)
 
-@contextlib.contextmanager
-def _held_open(stream: Stream) -> Iterator[None]:
-    """A block in which no other thread closes a stream or begins to capture it through this library.
+
+def _held_open(stream: Stream, act: Callable[[], T]) -> T:
+    """Call ``act`` while no other thread closes a stream or begins to capture it through this library.
 
     For a default stream, on which work breaks captures of blocking streams, no capture of ours begins at all. Items
-    of :func:`queue_behind` are not attempted in the block, as that takes the locks of other streams.
+    of :func:`queue_behind` are not attempted meanwhile, as that takes the locks of other streams.
     """
+    queue, me = deferred_queue(stream._session), threading.get_ident()
     shared = stream._kind is Kind.DEFAULT
-    with deferred_queue(stream._session).no_capture("work on a default stream") if shared else stream._in_use:
-        me = threading.get_ident()
-        stream._attempting.append(me)
+    with queue.beginning if shared else stream._in_use:
+        if shared:
+            queue.refuse_captures("work on a default stream")
         try:
-            yield
+            stream._attempting += (me,)  # without a call, whose return a signal handler could follow
+            return act()
         finally:
             stream._attempting.remove(me)

@@ -419,8 +419,8 @@ class Stream(Closes, Shown):
     def _attempt_before_work(self, *items: Deferred) -> None:
         """Attempt ``items``, by default all of ``_before_work``; allow fast paths again if none is left."""
         me = threading.get_ident()
-        self._attempting.append(me)
         try:
+            self._attempting += (me,)  # without a call, whose return a signal handler could follow
             for item in items or tuple(self._before_work):
                 # If the driver refuses, the item is attempted again.
                 with contextlib.suppress(CudaError), self._session.relaxed():

@@ -45,6 +45,7 @@ from streamalloc.core.internal import (
     ordered_after,
     raw_handle,
     this_thread,
+    unless_busy,
     work,
 )
 from streamalloc.core.properties import MemLocation, MemLocationType
@@ -345,12 +346,14 @@ def free_after_all(item: FreeAfterAll) -> None:
     The host does not wait: the free is queued at once, or deferred while a capture is under way.
     """
     queue = deferred_queue(item.session)
-    with queue.unless_busy() as free:
-        if not free:
-            queue.submit(item)
-            return
+
+    def end() -> bool:
         with contextlib.suppress(CudaError):  # the item stays in the queue
             queue.end(item)
+        return True
+
+    if not unless_busy(end, False, queue.beginning):
+        queue.submit(item)
 
 
 class FreeAfterAll(Deferred):
@@ -399,8 +402,7 @@ class FreeAfterAll(Deferred):
             QueuedWork(self.session, without=(aside, default)).precede(aside)
             if default is not None:
                 # It comes after all blocking streams: those of Numba, which are not known, and those of other threads.
-                with ordered_after(default) as legacy:
-                    aside.wait(legacy)
+                ordered_after(default, aside.wait)
             free_together(buffers, aside)
         dropped.refused = before
         return True

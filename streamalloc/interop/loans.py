@@ -7,6 +7,7 @@ memory, and the streams wait the other way round. The host waits for nothing.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -27,9 +28,9 @@ from streamalloc.core.internal import (
     check_dense,
     cuda_array,
     deferred_queue,
-    may_queue,
     ordered_after,
     queue_behind,
+    queue_if_allowed,
     record_uncaptured,
     session_for,
     settle,
@@ -115,13 +116,9 @@ class _LoanEnd(Deferred):
         if self._use is None:
             known = () if user is None or user.closed else (user,)
             self._use = QueuedWork(session_of(ours), *known)
-        # Also while the library captures its stream.
-        if not self._use.done():
-            with may_queue(ours) as may:
-                # The stream was closed: its memory is freed without an order after other streams.
-                if not may:
-                    return False
-                self._use.precede(ours)
+        # Also while the library captures its stream. Memory of a closed stream is freed without an order after others.
+        if not (self._use.done() or queue_if_allowed(ours, functools.partial(self._use.precede, ours))):
+            return False
         self._memory = None
         return True
 
@@ -248,18 +245,13 @@ class _Return(Deferred):
         if self._array is None:
             return True
         if self._event is None:
-            with ordered_after(self._stream) as ordered:
-                self._event = record_uncaptured(ordered)
+            self._event = ordered_after(self._stream, record_uncaptured)
         event, lender = self._event, self.lender
         if event is None:
             return False
-        if lender is not None:
-            with may_queue(lender, mine=self.thread == this_thread.number) as may:
-                if may:
-                    lender.wait(event)
-                    self._array = None
-                    return True
-        if not event.query():
+        mine = self.thread == this_thread.number
+        queued = lender is not None and queue_if_allowed(lender, lambda: lender.wait(event), mine=mine)
+        if not (queued or event.query()):
             return False
         self._array = None
         return True

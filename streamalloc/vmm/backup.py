@@ -271,8 +271,7 @@ class _Release(Deferred):
         if not copies:
             memory.close()
         elif stream is not None:
-            with ordered_after(stream) as ordered:
-                memory.free(ordered)
+            ordered_after(stream, memory.free)
         else:
             # A separate stream, so that no stream of the user waits for another.
             device = memory.stream.device

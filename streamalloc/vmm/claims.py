@@ -34,9 +34,6 @@ class Claimable:
     _claim: Claim | None
     """Claim of the last call; None before the first."""
 
-    def _stop_growing(self) -> None:
-        """Wait for growth that makes no claim; later growth makes one. Called after each claim."""
-
 
 class Claim:
     """The claims of one call; made by :func:`claiming`."""
@@ -45,7 +42,7 @@ class Claim:
 
     def __init__(self, outer: Claim | None, level: int) -> None:
         self._outer = outer
-        self._level = level
+        self._level: int = level if outer is None else max(level, outer._level)
         self._process = _process
         self._thread = threading.get_ident()
         self._end = threading.Lock()
@@ -67,7 +64,7 @@ class Claim:
                 if other is None:
                     for thing in things:
                         thing._claim = self
-                    break
+                    return True
             if not wait:
                 return False
             outer = self._outer
@@ -77,9 +74,6 @@ class Claim:
                 raise InUseError(f"{one!r} is in use: this is a call of a hook or a signal handler during another call")
             with other._end:  # in C, so that an exception of a signal handler leaves the lock released
                 pass
-        for thing in things:
-            thing._stop_growing()
-        return True
 
     def _is_before(self, other: Claim) -> bool:
         """Whether another call has not ended; a forked child waits for none of its parent."""
@@ -107,7 +101,8 @@ os.register_at_fork(after_in_child=_forget_after_fork)
 def claiming(things: Collection[Claimable], act: Callable[[Claim], T], *, level: int = 0) -> T:
     """Return ``act(claim)`` with a claim of these, which ends with the call.
 
-    ``level``: 0 for groups and buffers, 1 for arenas, whose calls wait for none of the former.
+    ``level``: 0 for groups and buffers, 1 for arenas, whose calls wait for none of the former. A call inside another
+    one has at least its level.
 
     Raises
     ------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Callable, Hashable, Sequence
 
 from streamalloc.core.allocation_properties import MemAllocationProp
@@ -14,8 +13,8 @@ from streamalloc.core.resource import close_all
 from streamalloc.core.session import session_of
 from streamalloc.vmm.access import Access, After, Rights, wait_for_users
 from streamalloc.vmm.allocation_handles import GenericAllocation
-from streamalloc.vmm.claims import claimed
-from streamalloc.vmm.physical_memory import MemorySpec, device_first, properties_for
+from streamalloc.vmm.claims import claimed, claiming
+from streamalloc.vmm.physical_memory import device_first, properties_for
 from streamalloc.vmm.recycler import MemoryRecycler, RecyclingSpec, spec_for
 from streamalloc.vmm.reservation import MappedBytes
 from streamalloc.vmm.virtual_buffer import ChunkSpec, VirtualBuffer, device_rights
@@ -70,7 +69,7 @@ class GrowableBuffer(VirtualBuffer):
         An argument is not allowed; the message names it.
     """
 
-    __slots__ = ("_chunk", "_direct", "_growing", "_largest", "_recycler", "_spec")
+    __slots__ = ("_chunk", "_largest", "_recycler", "_spec")
 
     def __init__(
         self,
@@ -104,10 +103,6 @@ class GrowableBuffer(VirtualBuffer):
         self._chunk = self._spec.round_up(checked_size("chunk", chunk))
         self._largest = self._chunk or self._spec.round_up(most)
         size = self._checked("nbytes", nbytes, most)
-        self._direct: MemorySpec | None = None
-        """Spec of the next chunk if growing needs no checks, and no claim; None otherwise."""
-        self._growing = threading.RLock()
-        """Lock held by such a growth."""
         rights = device_rights(access, session, location=place, devices=(device,))
         if place.on_host:
             rights = {MemLocation.host(): MemAccess.READWRITE} | rights
@@ -144,50 +139,61 @@ class GrowableBuffer(VirtualBuffer):
         ValueError
             ``nbytes`` is more than the capacity.
         """
-        with self._growing:
-            spec, at = self._direct, self._mapped
-            if spec is not None and type(nbytes) is int and nbytes > at:
-                allocations, node = spec.allocations, self.range._node
-                stop = nbytes + -nbytes % spec.granularity
-                step = stop - at
-                if (
-                    stop <= node.nbytes
-                    and step <= self._largest
-                    and not (allocations.deferred.submitted or allocations.watchers)
-                ):
-                    session = spec.session
-                    chunk = MappedBytes(node, at, stop, self._rights)
-                    try:
-                        node.entries.append(chunk)
-                        result, raw = session.cuMemCreate(step, spec.struct, 0)
-                        if not result:
-                            chunk._raw = raw
-                            address = int(node._raw) + at
-                            result = session.cuMemMap(address, step, 0, raw, 0)[0]
-                            if result:
-                                raise error_from(result, "cuMemMap")
-                            structs = self._structs
-                            result = session.cuMemSetAccess(address, step, structs, len(structs))[0]
-                            if result:
-                                raise error_from(result, "cuMemSetAccess")
-                            self._mapped = stop
-                            self._nbytes = nbytes
-                            return
-                        spec.refused(result, step)
-                        chunk.unmapped()
-                    except BaseException as first:
-                        self._direct = None
-                        chunk.undo(first)
-                        raise
-        self._resize_slowly(nbytes, after)
 
-    def _stop_growing(self) -> None:
-        self._direct = None
-        with self._growing:
-            pass
+        def grow(_: object) -> None:
+            if not self._grow_directly(nbytes):
+                self._resize(nbytes, after)
 
-    @claimed
-    def _resize_slowly(self, nbytes: int, after: After) -> None:
+        claiming((self,), grow)
+
+    def _grow_directly(self, nbytes: int) -> bool:
+        """Grow by one chunk if that needs no checks: whether it did."""
+        spec, node, at = self._spec, self.range._node, self._mapped
+        allocations, entries = spec.allocations, node.entries
+        if (
+            type(nbytes) is not int
+            or nbytes <= at
+            or self._recycler is not None
+            or self._evicted is not None
+            or node._raw is None
+            or node.given_up
+            or node.stale
+            or (entries[-1].stop if entries else 0) != at  # a failed call may have left a mapping
+            or not self._structs
+            or allocations.deferred.submitted
+            or allocations.watchers
+        ):
+            return False
+        stop = nbytes + -nbytes % spec.granularity
+        step = stop - at
+        if stop > node.nbytes or step > self._largest:
+            return False
+        session = spec.session
+        chunk = MappedBytes(node, at, stop, self._rights)
+        try:
+            entries.append(chunk)
+            result, raw = session.cuMemCreate(step, spec.struct, 0)
+            if result:
+                spec.refused(result, step)
+                chunk.unmapped()
+                return False
+            chunk._raw = raw
+            address = int(node._raw) + at
+            result = session.cuMemMap(address, step, 0, raw, 0)[0]
+            if result:
+                raise error_from(result, "cuMemMap")
+            structs = self._structs
+            result = session.cuMemSetAccess(address, step, structs, len(structs))[0]
+            if result:
+                raise error_from(result, "cuMemSetAccess")
+        except BaseException as first:
+            chunk.undo(first)
+            raise
+        self._mapped = stop
+        self._nbytes = nbytes
+        return True
+
+    def _resize(self, nbytes: int, after: After) -> None:
         node, size = self.range._node, nbytes
         if type(nbytes) is not int or not 0 <= nbytes <= node.nbytes:
             size = self._checked("nbytes", nbytes, node.nbytes)
@@ -204,10 +210,6 @@ class GrowableBuffer(VirtualBuffer):
         elif needed < self._mapped:
             self._shrink(needed, size, after)
         self._nbytes = size
-        entries = node.table()
-        # A failed call may have left a mapping behind the buffer's end.
-        if self._recycler is None and self._structs and not (entries and entries[-1].stop != self._mapped):
-            self._direct = self._spec
 
     def grow(self, nbytes: int) -> None:
         """Grow by ``nbytes``: ``resize(self.nbytes + nbytes)``."""

@@ -303,7 +303,8 @@ class SleepGroup(Closes, Claimable):
         def evict() -> int:
             claim.take(chosen)
             # What other threads have done meanwhile; what sleeps gets the bytes that are stored already.
-            for buffer in [buffer for buffer in chosen if buffer.closed or (buffer.evicted and not stored)]:
+            staying = self.buffers
+            for buffer in [one for one in chosen if one not in staying or (one.evicted and not stored)]:
                 del chosen[buffer]
             entries = {buffer: buffer._evictable(shared=shared) for buffer in chosen if not buffer.evicted}
             wait_for_users(after, self._session, (entry.rights for several in entries.values() for entry in several))

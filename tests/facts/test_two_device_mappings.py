@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 from typing import Any
 
@@ -62,6 +63,24 @@ def pair(rig: Rig) -> Pair:
 
 def test_no_device_has_access_at_first(pair: Pair) -> None:
     assert pair.flags(1) == [NO_ACCESS, NO_ACCESS]
+
+
+def test_memory_names_its_own_device(pair: Pair, on_cuda: bool) -> None:
+    """Whatever the current context is, and without access. Bindings 13.3 read 0, so that libcuda is asked."""
+    pair.use(1)
+    pinned = int(pair.rig.pinned(64))
+    pair.use(0)
+    ordinal = pair.raw.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+
+    def device_of(address: int) -> int:
+        if not on_cuda:
+            return int(value(pair.raw.cuPointerGetAttribute(ordinal, address)))
+        found, cuda = ctypes.c_int(-1), ctypes.CDLL("libcuda.so.1")
+        assert cuda.cuPointerGetAttribute(ctypes.byref(found), int(ordinal), ctypes.c_uint64(address)) == 0
+        return found.value
+
+    own = (pair.plain[1], pinned, pair.start + PAGE)
+    assert [device_of(address) for address in (*own, pair.plain[0], pair.start)] == [1, 1, 1, 0, 0]
 
 
 def test_memory_is_taken_from_its_own_device(pair: Pair) -> None:
@@ -146,10 +165,8 @@ class TestCopies:
 
     @pytest.mark.parametrize("page", [0, 1])
     def test_pointer(self, pair: Pair, page: int) -> None:
-        """All of the range is said to be device 0's."""
         address = pair.start + page * PAGE
         expected: dict[str, int | str] = {
-            "DEVICE_ORDINAL": 0,
             "MEMORY_TYPE": 2,
             "ACCESS_FLAGS": NO_ACCESS if page else READWRITE,
             "DEVICE_POINTER": "INVALID_VALUE" if page else address,

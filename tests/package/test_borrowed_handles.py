@@ -220,8 +220,7 @@ def _closed(world: World, memory: sa.Memory, stream: int) -> None:
     with sa.Stream.of_handle(world.device, stream, None, direct=True) as borrowed:
         borrowed.record().close()
     sa.Stream.of_handle(world.device, stream, None, direct=True).record().close()
-    with ordered_after(borrowed) as after:
-        after.record()
+    ordered_after(borrowed, sa.Stream.record)
     world.device.default_stream.close()
     queue_behind(sa.Stream.of_handle(world.device, stream, None), interop.bridge.FreeAfterAll(_plain(world)))
 

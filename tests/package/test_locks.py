@@ -19,7 +19,7 @@ from streamalloc import ipc, vmm
 from streamalloc.core import deferred
 from streamalloc.core.allocation_hooks import Watching, tap_of, watching_of
 from streamalloc.core.deferred import Deferred, DeferredQueue
-from streamalloc.core.queued_work import QueuedWork, may_queue, queue_behind, settle
+from streamalloc.core.queued_work import QueuedWork, queue_behind, queue_if_allowed, settle
 from streamalloc.core.session import Session, session_of, sessions
 from streamalloc.driver.checker.driver import Checked
 from streamalloc.interop import torch as torch_bridge
@@ -214,14 +214,14 @@ class TestSessions:
 
 
 class TestStreams:
-    """The answer of a block of :func:`may_queue` holds to the end of the block, whatever another thread does."""
+    """The answer of :func:`queue_if_allowed` holds to the end of the call, whatever another thread does."""
 
     class State(NamedTuple):
         stream: sa.Stream
         other: sa.Stream
         entered: contextlib.ExitStack
         found: list[tuple[bool, bool]]
-        """Whether the block may queue work, and whether the stream could take it at the end of the block."""
+        """Whether the call may queue work, and whether the stream could take it at the end of the call."""
 
     @staticmethod
     def begin(state: State) -> None:
@@ -236,7 +236,7 @@ class TestStreams:
         state.stream.close()
 
     @pytest.mark.parametrize("act", ["begin", "join", "close"])
-    def test_a_block_that_may_queue(self, act: str) -> None:
+    def test_a_call_that_may_queue(self, act: str) -> None:
         device = sa.Device(0, driver=sd.simulated())
 
         def make() -> TestStreams.State:
@@ -246,8 +246,9 @@ class TestStreams:
             return state
 
         def queue(state: TestStreams.State) -> None:
-            with may_queue(state.stream) as may:
-                state.found.append((may, may and not state.stream.capturing))
+            found: list[bool] = []
+            may = queue_if_allowed(state.stream, lambda: found.append(not state.stream.capturing))
+            state.found.append((may, any(found)))
 
         for state in interleaved(queue, make, queue, getattr(self, act)):
             assert state.found in ([(True, True)], [(False, False)])
@@ -420,7 +421,8 @@ class TestDeferred:
         found: list[bool] = []
 
         def call(queue: DeferredQueue) -> None:
-            with contextlib.suppress(sa.CaptureError), queue.no_capture("a call"):
+            with contextlib.suppress(sa.CaptureError), queue.beginning:
+                queue.refuse_captures("a call")
                 found.append(queue.paused)
 
         for queue in interleaved(call, DeferredQueue, call, lambda it: it.begin_capture(it)):

@@ -15,6 +15,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
+from streamalloc.core.session import session_of
 from streamalloc.vmm.claims import Claim, Claimable, claiming
 from streamalloc.vmm.virtual_buffer import VirtualBuffer, evict_all, restore_all
 from tests.interleaving import interleaved
@@ -87,7 +88,7 @@ FUNCTIONS: dict[str, Callable[..., object]] = {
     "wake": restore_all,
     "evict": VirtualBuffer._evictable,
     "restore": restore_all,
-    "grow": vmm.GrowableBuffer.resize,
+    "grow": vmm.GrowableBuffer._grow_directly,
 }
 """Functions that the first call makes, at each line of which the second call begins."""
 PAIRS = {
@@ -164,6 +165,34 @@ def test_an_interrupt_at_any_point_leaves_nothing_claimed() -> None:
         assert not thread.is_alive()
         one.use(two.use)
     assert len(kept) == len(list(points)) > 4
+
+
+def test_a_call_of_a_lower_level_inside_waits_for_none_of_the_higher() -> None:
+    """A thread that has an arena would wait for another one by way of a group."""
+    one, group, other = Thing(), Thing(), Thing()
+    held, end = threading.Event(), threading.Event()
+
+    def hold(_: object) -> None:
+        held.set()
+        end.wait(WAIT)
+
+    def use_other(_: object) -> None:
+        with pytest.raises(sa.InUseError, match="call of a hook"):
+            claiming((other,), lambda _: None, level=1)
+
+    thread = threading.Thread(target=lambda: claiming((other,), hold, level=1), daemon=True)
+    thread.start()
+    held.wait(WAIT)
+    waits = threading.Thread(
+        target=lambda: claiming((one,), lambda _: claiming((group,), use_other), level=1), daemon=True
+    )
+    waits.start()
+    waits.join(1)
+    refused = not waits.is_alive()
+    end.set()
+    thread.join(WAIT)
+    waits.join(WAIT)
+    assert refused
 
 
 class TestHooks:
@@ -260,3 +289,70 @@ def test_a_forked_child_waits_for_no_call_of_its_parent() -> None:
     end.set()
     thread.join(WAIT)
     assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.parametrize("name", ["cuMemCreate", "cuMemMap", "cuMemSetAccess"])
+@pytest.mark.parametrize("act", [vmm.GrowableBuffer.evict, vmm.GrowableBuffer.close, lambda one: one.resize(3 * PAGE)])
+def test_a_handler_does_not_change_a_buffer_that_grows(
+    machine: Any, monkeypatch: pytest.MonkeyPatch, name: str, act: Callable[[Any], None]
+) -> None:
+    with vmm.GrowableBuffer(sa.Device(0, driver=machine), 4 * PAGE, PAGE) as buffer:
+        session = session_of(buffer)
+        call, refused = getattr(session, name), []
+
+        def interrupted(*args: Any) -> Any:
+            answer = call(*args)
+            try:
+                act(buffer)
+            except sa.InUseError as error:
+                refused.append(error)
+            return answer
+
+        with monkeypatch.context() as patch:
+            patch.setattr(session, name, interrupted)
+            buffer.resize(2 * PAGE)
+        assert len(refused) == 1
+        filled(buffer, 1)
+        assert shows(buffer, 1)
+        assert [one.nbytes for one in buffer.mappings] == [PAGE, PAGE]
+
+
+@pytest.mark.simulated_only("a process with a real driver is not forked")
+def test_a_forked_child_waits_for_no_growth_of_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = vmm.GrowableBuffer(sa.Device(0, driver=sd.simulated()), 2 * PAGE, PAGE)
+    session, growing, end = session_of(buffer), threading.Event(), threading.Event()
+    call = session.cuMemMap
+
+    def held(*args: Any) -> Any:
+        growing.set()
+        end.wait(WAIT)
+        return call(*args)
+
+    monkeypatch.setattr(session, "cuMemMap", held)
+    thread = threading.Thread(target=buffer.resize, args=(2 * PAGE,))
+    thread.start()
+    growing.wait(WAIT)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # newer Pythons warn of forks among threads
+        child = os.fork()
+    if not child:
+        signal.alarm(20)
+        try:
+            buffer.close()
+        except sa.ForkedProcessError:
+            os._exit(0)
+        finally:
+            os._exit(1)
+    end.set()
+    thread.join(WAIT)
+    assert os.waitpid(child, 0)[1] == 0
+    assert buffer.nbytes == 2 * PAGE
+    buffer.close()
+
+
+def test_a_buffer_that_was_removed_before_the_group_sleeps_stays_awake(machine: Any) -> None:
+    device = sa.Device(0, driver=machine)
+    with vmm.SleepGroup(device) as group, group.allocate(SIZE) as stays, group.allocate(SIZE) as leaves:
+        group.before_sleep(lambda _: group.remove(leaves))
+        assert group.sleep(keep=False) == PAGE
+        assert stays.evicted and not leaves.evicted

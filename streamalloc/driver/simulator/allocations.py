@@ -157,9 +157,6 @@ class OpenedMemory(Allocation):
     enables peer access (NVIDIA's page on cuIpcOpenMemHandle).
     """
 
-    owner: int
-    """Device that has the memory."""
-
 
 def is_gone(allocation: Allocation, address: int, size: int) -> bool:
     """Whether the host has unmapped registered memory, or a part that is in a range."""

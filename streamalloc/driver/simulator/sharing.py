@@ -215,7 +215,7 @@ class Sharing:
         if address + size > block.reservation.end or self.allocations.overlapping(address, address + size):
             raise NotModelled("opening memory while something is open that was freed by its owner before")
         block.allocations += 1
-        allocation = OpenedMemory(address, size, context.device.ordinal, context, block.owner)
+        allocation = OpenedMemory(address, size, context.device.ordinal, context)
         self.allocations.add(allocation)
         self._opened[words] = Opening(allocation, block)
         return address

@@ -413,14 +413,18 @@ class _DeferredFree(Deferred):
         if lease is not None and self._raw is not None:
             if not lease.end(None, for_good=True):
                 return False
-            with ordered_after(self._stream) as ordered:
-                refuse_capture(ordered, "cuMemFreeAsync", _IN_A_CAPTURE)
-                if not lease.end(ordered, for_good=True):
-                    return False
-                raw = raw_handle(ordered)
-                with ordered.device.current(), notify_freed(self._session, int(self._raw), raw):
-                    self._session.release(self, "cuMemFreeAsync", raw)
+            if not ordered_after(self._stream, lambda ordered: self._free(lease, ordered)):
+                return False
         self.forget()
+        return True
+
+    def _free(self, lease: Lease, ordered: Stream) -> bool:
+        refuse_capture(ordered, "cuMemFreeAsync", _IN_A_CAPTURE)
+        if not lease.end(ordered, for_good=True):
+            return False
+        raw = raw_handle(ordered)
+        with ordered.device.current(), notify_freed(self._session, int(self._raw), raw):
+            self._session.release(self, "cuMemFreeAsync", raw)
         return True
 
     def memory(self) -> int | None:

@@ -1,12 +1,13 @@
 """Imported memory: its import by the driver, its objects in this process, and its release.
 
-The driver returns the same address for a second import of an imported, and does not count imports: so this process
+The driver returns the same address for a second import of an allocation, and does not count imports: so this process
 counts its objects, and releases the import with the last of them. A :class:`PoolSource` holds what all allocations of
 one pool have in common. A stream waits for the contents of opened memory, or the host where no stream can.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Iterator
@@ -502,8 +503,7 @@ class _DroppedImport(Deferred):
         return True
 
     def _close(self) -> None:
-        with ordered_after(self._stream) as ordered:
-            _release(self, ordered)
+        ordered_after(self._stream, functools.partial(_release, self))
 
 
 class ImportedBuffer(Memory, Closes, Foreign):

@@ -296,13 +296,15 @@ class _ConsumerEnding(RingEnding):
             self._channel.shutdown()
             self._channel.close()
             if not self._memory.closed:
-                with ordered_after(self._memory.stream) as stream:
-                    for item in self._items:
-                        self._release(item, stream)
-                    self._memory.close(stream)
+                ordered_after(self._memory.stream, self._release_all)
             return True
         finally:
             self._busy = False
+
+    def _release_all(self, stream: Stream) -> None:
+        for item in self._items:
+            self._release(item, stream)
+        self._memory.close(stream)
 
     def _release(self, item: RingItem, stream: Stream) -> None:
         item.release(stream)

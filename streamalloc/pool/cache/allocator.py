@@ -12,6 +12,7 @@ pool, which serves the request from them, and the factor grows.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import threading
 import weakref
@@ -347,16 +348,20 @@ class CacheState(Deferred):
         if self._queue.paused:
             return False
         frees: list[Event] = []
+
+        def release(one: StreamCache, ordered: Stream) -> None:
+            one.release(ordered)
+            event = ordered.record()
+            # Other code may have begun a capture meanwhile.
+            if not ordered.capturing:
+                frees.append(event)
+
         with self.session.relaxed():
             for one in self.live():
                 if one.free_bytes:
                     # A captured stream keeps its blocks, as does one that its library closed, until the device is idle.
-                    with contextlib.suppress(CaptureError, ClosedError, NotReadyError), one.ordered() as ordered:
-                        one.release(ordered)
-                        event = ordered.record()
-                        # Other code may have begun a capture meanwhile.
-                        if not ordered.capturing:
-                            frees.append(event)
+                    with contextlib.suppress(CaptureError, ClosedError, NotReadyError):
+                        one.ordered(functools.partial(release, one))
             for event in frees:
                 with event:
                     if any(event.query() for _ in range(_QUERIES)):

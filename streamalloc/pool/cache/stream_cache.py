@@ -6,8 +6,8 @@ import contextlib
 import weakref
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Callable
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from streamalloc.core.errors import CaptureError, NotReadyError
 from streamalloc.core.internal import (
@@ -32,6 +32,8 @@ from streamalloc.core.internal import (
 )
 from streamalloc.core.session import Session, session_of
 from streamalloc.pool.cache.blocks import UNIT, Block, SizeClass, class_size
+
+T = TypeVar("T")
 
 _LARGEST_FIT = 5
 """A free block serves a request of at least a fifth of its size. A smaller factor splits memory among more classes."""
@@ -238,11 +240,15 @@ class StreamCache(Deferred):
         CaptureError
             A blocking stream is being captured.
         """
-        with self.session.relaxed(), ordered_after(self.device.per_thread_stream) as ordered:
+
+        def record(ordered: Stream) -> Event:
             for last in self._last:
                 if not last.closed:
                     ordered.wait(last)
             return ordered.record()
+
+        with self.session.relaxed():
+            return ordered_after(self.device.per_thread_stream, record)
 
     @property
     def free_bytes(self) -> int:
@@ -257,8 +263,8 @@ class StreamCache(Deferred):
         self.cache.collect_dropped()
         stream = self.stream()
         if self.free_bytes:
-            with contextlib.suppress(CaptureError, NotReadyError), self.ordered() as ordered:
-                self.release(ordered)
+            with contextlib.suppress(CaptureError, NotReadyError):
+                self.ordered(self.release)
             if self.free_bytes and stream is not None:
                 return False
         if stream is None and self.threads is not None:
@@ -283,16 +289,13 @@ class StreamCache(Deferred):
         """Whether it has no block, free or in a buffer."""
         return not any(one.count for one in list(self.classes.values()))
 
-    @contextlib.contextmanager
-    def ordered(self) -> Iterator[Stream]:
-        """The stream, which no other thread closes meanwhile; after its end a stream that comes after its work."""
+    def ordered(self, act: Callable[[Stream], T]) -> T:
+        """Call ``act`` with the stream, which no other thread closes meanwhile, or one that comes after its work."""
         stream = self.stream()
-        if stream is not None:
-            with watching_for_destruction(stream), ordered_after(stream) as ordered:
-                yield ordered
-            return
-        with ordered_after_end(self.device, self._last) as substitute:
-            yield substitute
+        if stream is None:
+            return ordered_after_end(self.device, self._last, act)
+        with watching_for_destruction(stream):
+            return ordered_after(stream, act)
 
     def _shut_after_fork(self) -> None:
         self.lists.clear()

@@ -114,7 +114,8 @@ class PhysicalPages(Claimable):
         self.budget: Callable[[], PageBudget | None] = _no_budget if budget is None else weakref.ref(budget)
         """Limit that other arenas, and processes, share; None without one, and when it has ended with the arena."""
         self.allocations: Allocations = allocations_of(self.session)
-        self.lock: contextlib.AbstractContextManager[bool] = threading.RLock()
+        self._shut_after_fork()
+        self.session.shut_with_me(self)
         self.spare: list[Page] = []
         self.kept: dict[Page, tuple[Holder, int]] = {}
         """Pages that are released, cleared and still mapped, each with its place, in the order of their release."""
@@ -135,17 +136,21 @@ class PhysicalPages(Claimable):
         """Numbers of pages that were released, for new ones."""
         self.zero: Page = Page(self.session, -1)
         """The page of zeros, at all places that hold no page. It does not count for the limit; the arena is a user."""
-        self._filling = threading.RLock()
         self._claim = None
         self._tasks: deque[tuple[Future[int], Callable[[], int]]] = deque()
         """Functions to call in the background."""
-        self._working = False
-        """Whether a thread calls them."""
         self._streams: dict[Stream, Work] = {}
         """Streams that clear pages, each with its last work."""
         self.allocations.recyclers.add(self)
         if budget is not None:
             budget.join(self)
+
+    def _shut_after_fork(self) -> None:
+        """Set what belongs to threads: a forked child lacks those that have the locks."""
+        self.lock: contextlib.AbstractContextManager[bool] = threading.RLock()
+        self._filling = threading.RLock()
+        self._working = False
+        """Whether a thread calls functions in the background."""
 
     def __repr__(self) -> str:
         return f"<pages of device {self.device.ordinal}>"
@@ -413,8 +418,8 @@ class PhysicalPages(Claimable):
         """Release all pages that no space uses, and keep none from now on; idempotent."""
         with self.lock:
             first, self.closed = not self.closed, True
-            while self._tasks:
-                self._tasks.pop()[0].cancel()
+        for future, _ in list(self._tasks):
+            future.cancel()  # under no lock, as it makes the program's callbacks
         if first:
             self.drop([self.zero])
         self.trim(0)

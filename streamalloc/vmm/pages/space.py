@@ -24,7 +24,7 @@ from streamalloc.core.internal import (
     as_stream,
     copy_bytes,
     deferred_queue,
-    may_queue,
+    queue_if_allowed,
 )
 from streamalloc.core.properties import MemLocation, checked_size
 from streamalloc.core.resource import Closes
@@ -278,9 +278,8 @@ class PageSpace(Memory, Closes):
         places.locked(release)
         if zeros is not None and now:
             # An error of the stream is one of the user's next call; a capture needs no zeros of now.
-            with contextlib.suppress(CudaError), may_queue(self.stream, mine=True) as allowed:
-                if allowed:
-                    zeros.work.precede(self.stream)
+            with contextlib.suppress(CudaError):
+                queue_if_allowed(self.stream, functools.partial(zeros.work.precede, self.stream), mine=True)
         drop_contents(dropped)
         self._physical.announce()
         # More than a release submits, so that the queue does not grow.

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import socket
+import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -289,6 +293,53 @@ class TestPhysicalPages:
         for _ in interleaved(PhysicalPages.in_background, make, submit, submit):
             assert len(started) == 1
             started.clear()
+
+    def test_a_close_makes_callbacks_under_no_lock(self, make: Callable[[], PhysicalPages]) -> None:
+        physical, locked = make(), []
+        physical._working = True  # no thread begins
+
+        def lock_elsewhere(_: object) -> None:
+            def lock() -> None:
+                if physical.lock.acquire(timeout=0.5):  # type: ignore[attr-defined]
+                    physical.lock.release()  # type: ignore[attr-defined]
+                    locked.append(True)
+
+            thread = threading.Thread(target=lock)
+            thread.start()
+            thread.join()
+
+        future = physical.in_background(int)
+        future.add_done_callback(lock_elsewhere)
+        physical.close()
+        assert future.cancelled() and locked == [True]
+
+    def test_a_forked_child_waits_for_no_thread_of_its_parent(self, make: Callable[[], PhysicalPages]) -> None:
+        physical, locked, end = make(), threading.Event(), threading.Event()
+
+        def lock() -> None:
+            with physical.lock, physical._filling:
+                locked.set()
+                end.wait(20)
+
+        thread = threading.Thread(target=lock)
+        thread.start()
+        locked.wait(20)
+        physical._working = True  # on another thread
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # newer Pythons warn of forks among threads
+            child = os.fork()
+        if not child:
+            signal.alarm(20)
+            try:
+                with pytest.raises(sa.ForkedProcessError):
+                    physical.take(1)
+                physical.in_background(int).result()
+                os._exit(0)
+            finally:
+                os._exit(1)
+        end.set()
+        thread.join(20)
+        assert os.waitpid(child, 0)[1] == 0
 
 
 def _commit(world: World) -> None:

@@ -19,7 +19,6 @@ from ..allocations import (
     GraphAllocation,
     HostMemory,
     ManagedMemory,
-    OpenedMemory,
     PoolMemory,
     common,
     pages_of,
@@ -88,13 +87,12 @@ def _range_start(allocation: Allocation) -> int:
 
 
 def _ordinal(allocation: Allocation) -> int:
-    """0 for a device that the process does not see.
+    """The device of the memory, also of mapped memory; 0 for a device that the process does not see.
 
-    cuda-bindings 13.3 returned 0 for every pointer, so no reading on hardware with them shows the driver's answer.
+    For a ``cuIpc*`` import it is the device that opened it. cuda-bindings 13.3 read 0 for every pointer; libcuda itself
+    was asked.
     """
-    if isinstance(allocation, OpenedMemory):
-        return max(allocation.owner, 0)
-    if allocation.device is not None and allocation.mapping is None:
+    if allocation.device is not None:
         return max(allocation.device, 0)
     return 0 if allocation.context is None else allocation.context.device.ordinal
 
