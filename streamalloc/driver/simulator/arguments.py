@@ -275,29 +275,21 @@ def by_start(values: Iterable[T], begins: list[int], count: int) -> list[T]:
     return [given[bisect_right(begins, at) - 1] for at in range(count)]
 
 
-def members(name: str, values: Any, cls: Any, count: int) -> list[Any]:
+def members(name: str, values: Any, cls: Any, count: int, comma: str = "") -> list[Any]:
     """A list of members of an enum of the bindings with at least ``count`` entries."""
-    items = list(values or ())
+    items = [] if values is None else list(values)
     if not all(isinstance(item, cls) for item in items):
-        raise TypeError(
-            f"Argument '{name}' is not instance of type (expected tuple[cydriver.{cls.__name__}] "
-            f"or list[cydriver.{cls.__name__}]"
-        )
+        kind = f"cydriver.{cls.__name__}{comma}"
+        raise TypeError(f"Argument '{name}' is not instance of type (expected tuple[{kind}] or list[{kind}]")
     return _enough(items, count)
+
+
+def structs(name: str, values: Any, cls: Any, count: int) -> list[Any]:
+    """The first ``count`` structs of the bindings in a list."""
+    return members(name, values, cls, count, ",")[:count]
 
 
 def _enough(items: list[Any], count: int) -> list[Any]:
     if count > len(items):
         raise RuntimeError(f"List is too small: {len(items)} < {count}")
     return items
-
-
-def structs(name: str, value: Any, cls: Any, count: int) -> list[Any]:
-    """A list of structs of the bindings with at least ``count`` entries."""
-    items = [] if value is None else list(value)
-    if not all(isinstance(item, cls) for item in items):
-        raise TypeError(
-            f"Argument '{name}' is not instance of type (expected tuple[cydriver.{cls.__name__},] "
-            f"or list[cydriver.{cls.__name__},]"
-        )
-    return _enough(items, count)[:count]

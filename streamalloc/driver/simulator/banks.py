@@ -61,9 +61,9 @@ class Banks:
         for space in self.pools.values():
             if space is not asking and space.bank in banks:
                 space.trim(0)
-        for bank, give_up in self.reserves:
+        for bank, release in self.reserves:
             if bank in banks:
-                give_up()
+                release()
 
     def is_mapped(self, address: int, size: int, write: bool = False) -> bool:
         """Whether a range is mapped and can be read, or written; simulated memory or other memory of the process."""
@@ -113,7 +113,7 @@ class Space(Arena):
             self.line.back(range(first, first + count))
             self.bank.used += count * self.line.chunk
 
-    def give_up(self, chunks: list[int]) -> None:
+    def unback(self, chunks: list[int]) -> None:
         """Unmap and release the memory of chunks of the line."""
         for first, count in _runs(chunks):
             self.unmap_part(first * self.line.chunk, count * self.line.chunk)
@@ -124,7 +124,7 @@ class Space(Arena):
         """Release memory that is free for everybody until at most ``keep`` bytes are left."""
         excess = -(-(self.line.reserved - keep) // self.line.chunk)
         if excess > 0:
-            self.give_up(sorted(self.line.spare()[:excess]))
+            self.unback(sorted(self.line.spare()[:excess]))
 
     def trim(self, keep: int) -> None:
         """Release memory that is free for everybody, but keep at least ``keep`` bytes."""

@@ -47,7 +47,7 @@ class Pieces:
         block.owner = USED
         return block
 
-    def give(self, block: Block) -> int | None:
+    def free(self, block: Block) -> int | None:
         """Free a used piece. Return the start of its range if all of the range is free then."""
         for other in (block.prev, block.next):
             if other is not None and other.owner == HEAP:
@@ -98,13 +98,13 @@ class Regions:
         assert block is not None
         return block
 
-    def give(self, block: Block) -> None:
+    def free(self, block: Block) -> None:
         """Free a block of :meth:`take`, and its region if that was the last block."""
         at = next(at for at, (whole, _) in enumerate(self._regions) if whole.start <= block.start < whole.end)
         whole, pieces = self._regions[at]
-        if pieces.give(block) is not None:
+        if pieces.free(block) is not None:
             del self._regions[at]
-            self._addresses.give(whole)
+            self._addresses.free(whole)
 
     def _new_region(self, size: int) -> Pieces:
         whole, pieces = self._addresses.take(size), Pieces()
@@ -167,12 +167,12 @@ class Heap:
         """Free a piece of :meth:`allocate`."""
         shared = self._blocks.get(piece.start // BLOCK * BLOCK)
         if shared is None:
-            self._give(piece)
+            self._free_block(piece)
             return
         block, kind, _ = shared
-        if self._small[kind].give(piece) is not None:
+        if self._small[kind].free(piece) is not None:
             del self._blocks[block.start]
-            self._give(block)
+            self._free_block(block)
 
     def locate(self, address: int) -> tuple[Physical, int]:
         """File and file offset of the memory at an address."""
@@ -197,16 +197,16 @@ class Heap:
             with operating_system(only_memory=True):
                 reservation.map(reservation.base + block.start, size, self._physical, block.start)
         except Fault:
-            self._regions.give(block)
+            self._regions.free(block)
             raise
         self._used += size
         self._bank.used += size
         return block
 
-    def _give(self, block: Block) -> None:
+    def _free_block(self, block: Block) -> None:
         reservation = self._regions.reservation
         reservation.unmap(reservation.base + block.start, block.size)
         self._physical.discard(block.start, block.size)
         self._used -= block.size
         self._bank.used -= block.size
-        self._regions.give(block)
+        self._regions.free(block)

@@ -188,7 +188,7 @@ class Machine:
                 self.discard(allocation)
             elif isinstance(allocation, OpenedMemory):
                 self.sharing.forget_memory(allocation)
-        self._give_back_freed(lambda stream, seq: stream.context is context)
+        self._release_freed(lambda stream, seq: stream.context is context)
         if context.graph_block is not None:
             context.device.heap.free(context.graph_block)
             context.graph_block = None
@@ -260,7 +260,7 @@ class Machine:
         merge(host, clock)
         self.pools.settle(host, told)
         if self.freed:
-            self._give_back_freed(lambda stream, seq: host.get(stream.id, 0) >= seq or stream.destroyed)
+            self._release_freed(lambda stream, seq: host.get(stream.id, 0) >= seq or stream.destroyed)
         for gone in [number for number in clock if number not in self.timeline.streams]:
             host.pop(gone, None)
 
@@ -275,7 +275,7 @@ class Machine:
 
     # -- plain memory ----------------------------------------------------------------------------------------
 
-    def _give_back_freed(self, known: Callable[[Stream, int], bool]) -> None:
+    def _release_freed(self, known: Callable[[Stream, int], bool]) -> None:
         freed, self.freed = self.freed, []
         for allocation, stream, seq in freed:
             if not (known(stream, seq) and stream.done >= seq):

@@ -472,7 +472,7 @@ class Bank:
         self.addresses: int = 2 * total if addresses is None else addresses
         """Bytes of addresses of a pool without a limit."""
         self._used = overhead
-        self._given_up: list[Physical] = []
+        self._released: list[Physical] = []
         self._shared: tuple[Usage, int] | None = None
 
     def share(self, usage: Usage, number: int) -> None:
@@ -495,29 +495,29 @@ class Bank:
     @property
     def free(self) -> int:
         """Bytes that nobody has taken; processes that take memory at the same time may leave less than none."""
-        if self._given_up:
+        if self._released:
             self._collect()
         if self._shared is None:
             return self.total - self._used
         usage, number = self._shared
         return max(self.total - self._used - usage.others(number), 0)
 
-    def give_up(self, physical: Physical) -> None:
+    def release(self, physical: Physical) -> None:
         """Close a file, all of which was taken from here; it counts until nobody else has it."""
-        self._given_up.append(physical)
+        self._released.append(physical)
         self._collect()
 
     def _collect(self) -> None:
-        over = [physical for physical in self._given_up if not physical.is_elsewhere]
-        self._given_up = [physical for physical in self._given_up if physical not in over]
+        over = [physical for physical in self._released if not physical.is_elsewhere]
+        self._released = [physical for physical in self._released if physical not in over]
         for physical in over:
             self.used -= physical.size
             physical.close()
 
     def close(self) -> None:
-        for physical in self._given_up:
+        for physical in self._released:
             physical.close()
-        self._given_up.clear()
+        self._released.clear()
         self._shared = None
 
 

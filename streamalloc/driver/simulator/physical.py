@@ -109,7 +109,7 @@ class Memory(Mappable):
         if self.bank is None:
             self.physical.close()
         elif self.properties.handle_types:
-            self.bank.give_up(self.physical)
+            self.bank.release(self.physical)
         else:
             self.bank.used -= self.size
             self.physical.discard(self.offset, self.size)

@@ -140,7 +140,7 @@ class Pool(Accessible):
             stream.submit(Taken())
         return block
 
-    def give_back(self, block: Block, size: int, stream: Stream) -> None:
+    def free(self, block: Block, size: int, stream: Stream) -> None:
         """Free in stream order."""
         if stream.id not in self._timeline.ranks:
             self._timeline.rank(stream)
@@ -149,7 +149,7 @@ class Pool(Accessible):
         if not self.destroyed or self._outstanding:
             self.line.free(block, stream.id, seq)
 
-    def give_back_now(self, block: Block) -> None:
+    def free_now(self, block: Block) -> None:
         """Free as cuMemFree does: at once for all streams, even with work queued.
 
         The statistics do not notice (observed on H200: test_pool_sizes; USED_MEM_CURRENT counts on).
@@ -167,7 +167,7 @@ class Pool(Accessible):
         if not missing:
             return True
         spare = self.line.spare_besides(block, size)[-len(missing) :]
-        self.space.give_up(spare)
+        self.space.unback(spare)
         grown = self._grow(missing, len(spare))
         self.reserved_high = max(self.reserved_high, self.reserved)
         return grown
@@ -201,7 +201,7 @@ class Pool(Accessible):
         if other is not None:
             stream.submit(Operation(), ((other, other.last_free),))
 
-    # -- giving memory up ------------------------------------------------------------------------------------
+    # -- releasing memory ------------------------------------------------------------------------------------
 
     def settle(self, clock: Clock) -> bool:
         """Make blocks that were freed up to ``clock`` free for everybody. If there are any, release memory above the
@@ -302,12 +302,12 @@ class ImportedPool(Accessible):
             self._arenas.add(view)
         return next(view for view in self._views if offset + size <= view.size).base + offset
 
-    def give_back(self, block: Block, size: int, stream: Stream) -> None:
+    def free(self, block: Block, size: int, stream: Stream) -> None:
         """Free an imported allocation, in stream order, in this process only."""
         self.imports -= 1
         self.freed[stream.id] = (stream, stream.submit(Operation()))
 
-    def give_back_now(self, block: Block) -> None:
+    def free_now(self, block: Block) -> None:
         """Free an imported allocation at once, as cuMemFree does."""
         self.imports -= 1
 

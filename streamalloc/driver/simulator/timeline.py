@@ -348,12 +348,12 @@ class Timeline:
 
     def _sleep(self, seconds: float) -> None:
         """Release the lock until the next :meth:`announce`, or for this time."""
-        bed = _thread.allocate_lock()
-        bed.acquire()
-        self._asleep.append(bed)
-        call_lock.sleep(bed, seconds)
-        if bed in self._asleep:
-            self._asleep.remove(bed)
+        woken = _thread.allocate_lock()
+        woken.acquire()
+        self._asleep.append(woken)
+        call_lock.sleep(woken, seconds)
+        if woken in self._asleep:
+            self._asleep.remove(woken)
 
     def pump(self, heavy: bool = False) -> bool:
         """Run the operations that can run now. True if there was one."""
@@ -410,7 +410,7 @@ class Timeline:
         call_lock.enter()
         try:
             while not self.closed:
-                progress = self.pump(heavy=True) if self._random is None else self._gamble(self._random)
+                progress = self.pump(heavy=True) if self._random is None else self._run_random(self._random)
                 if progress:
                     quiet_since = time.monotonic()
                     # release the lock for a moment for other threads
@@ -429,15 +429,15 @@ class Timeline:
         finally:
             call_lock.leave()
 
-    def _gamble(self, dice: random.Random) -> bool:
+    def _run_random(self, chance: random.Random) -> bool:
         """Run one operation of a random stream, or none for a while: each is a legal order."""
         ready = [s for _, s in sorted(self._busy.items()) if s.queue and self._may_run(s.queue[0])]
         if not ready:
             return False
-        if dice.random() < 0.3:
-            self._sleep(dice.random() * 0.001)
+        if chance.random() < 0.3:
+            self._sleep(chance.random() * 0.001)
             return False
-        progress = self._advance(dice.choice(ready), heavy=True)
+        progress = self._advance(chance.choice(ready), heavy=True)
         if progress and self._waiters:
             self.announce()
         return progress

@@ -145,7 +145,7 @@ class MemoryCalls(Calls):
         check(isinstance(allocation, (DeviceMemory, ManagedMemory, PoolMemory, GraphAllocation)))
         if isinstance(allocation, PoolMemory):
             self._machine.allocations.remove(allocation)
-            allocation.pool.give_back_now(allocation.block)
+            allocation.pool.free_now(allocation.block)
         elif isinstance(allocation, GraphAllocation):
             self._machine.allocations.remove(allocation)
             allocation.memory.freed(dptr)  # at once, as with pool memory

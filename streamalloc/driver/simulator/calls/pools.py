@@ -251,7 +251,7 @@ class PoolCalls(Calls):
         allocation = machine.allocations.at.get(dptr)
         if isinstance(allocation, PoolMemory):
             machine.allocations.remove(allocation)
-            allocation.pool.give_back(allocation.block, allocation.size, stream)
+            allocation.pool.free(allocation.block, allocation.size, stream)
         elif isinstance(allocation, GraphAllocation):
             machine.allocations.remove(allocation)
             allocation.memory.freed(dptr, stream)
