@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import functools
 import importlib
 import weakref
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
@@ -346,14 +347,9 @@ def free_after_all(item: FreeAfterAll) -> None:
     The host does not wait: the free is queued at once, or deferred while a capture is under way.
     """
     queue = deferred_queue(item.session)
-
-    def end() -> bool:
-        with contextlib.suppress(CudaError):  # the item stays in the queue
-            queue.end(item)
-        return True
-
-    if not unless_busy(end, False, queue.beginning):
-        queue.submit(item)
+    with contextlib.suppress(CudaError):  # the item stays in the queue
+        if unless_busy(functools.partial(queue.end, item), None, queue.beginning) is None:
+            queue.submit(item)
 
 
 class FreeAfterAll(Deferred):

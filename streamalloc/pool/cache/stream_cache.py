@@ -7,7 +7,7 @@ import weakref
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias
 
 from streamalloc.core.errors import CaptureError, NotReadyError
 from streamalloc.core.internal import (
@@ -32,8 +32,6 @@ from streamalloc.core.internal import (
 )
 from streamalloc.core.session import Session, session_of
 from streamalloc.pool.cache.blocks import UNIT, Block, SizeClass, class_size
-
-T = TypeVar("T")
 
 _LARGEST_FIT = 5
 """A free block serves a request of at least a fifth of its size. A smaller factor splits memory among more classes."""
@@ -289,13 +287,14 @@ class StreamCache(Deferred):
         """Whether it has no block, free or in a buffer."""
         return not any(one.count for one in list(self.classes.values()))
 
-    def ordered(self, act: Callable[[Stream], T]) -> T:
+    def ordered(self, act: Callable[[Stream], object]) -> None:
         """Call ``act`` with the stream, which no other thread closes meanwhile, or one that comes after its work."""
         stream = self.stream()
         if stream is None:
-            return ordered_after_end(self.device, self._last, act)
-        with watching_for_destruction(stream):
-            return ordered_after(stream, act)
+            ordered_after_end(self.device, self._last, act)
+        else:
+            with watching_for_destruction(stream):
+                ordered_after(stream, act)
 
     def _shut_after_fork(self) -> None:
         self.lists.clear()
