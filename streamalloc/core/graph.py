@@ -156,19 +156,32 @@ class Capture:
         self.streams.clear()
 
 
-class Capturing(contextlib._GeneratorContextManager[Graph]):
-    """The ``with`` block of :func:`capturing`."""
+class Capturing(contextlib.AbstractContextManager["Graph"]):
+    """The ``with`` block of :meth:`Stream.capture`."""
+
+    def __init__(self, stream: Stream, mode: CaptureMode) -> None:
+        self._steps = _capturing(stream, mode)
 
     def __enter__(self) -> Graph:
         try:
-            return super().__enter__()
+            return next(self._steps)
         except BaseException:
             # A signal handler may raise once the capture has begun, and the traceback would keep it under way.
-            self.gen.close()
+            self._steps.close()
             raise
 
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is None:
+            next(self._steps, None)
+            return
+        try:
+            self._steps.throw(error)
+        except BaseException as raised:
+            if error not in (raised, raised.__cause__):  # the cause: Python replaces a StopIteration
+                raise
 
-def capturing(stream: Stream, mode: CaptureMode) -> Generator[Graph, None, None]:
+
+def _capturing(stream: Stream, mode: CaptureMode) -> Generator[Graph, None, None]:
     """Capture ``stream`` in a block; see :meth:`Stream.capture`.
 
     If the block raises, the capture is ended, its graph is destroyed, and the exception goes on.

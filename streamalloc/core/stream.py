@@ -644,9 +644,9 @@ class Stream(Closes, Shown):
         become nodes of the graph. The driver refuses calls that a graph cannot contain: those of all threads with
         ``mode="global"``, those of this thread with ``"thread_local"``, and none with ``"relaxed"``.
         """
-        from streamalloc.core.graph import Capturing, capturing
+        from streamalloc.core.graph import Capturing
 
-        return Capturing(capturing, (self, mode), {})
+        return Capturing(self, mode)
 
     # -- end ---------------------------------------------------------------------------------------------------
 

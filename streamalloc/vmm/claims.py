@@ -60,8 +60,11 @@ class Claim:
         """
         while True:
             with _lock:
-                other = next((claim for thing in things if (claim := thing._claim) and self._is_before(claim)), None)
-                if other is None:
+                for thing in things:
+                    other = thing._claim
+                    if other is not None and not other.ended and self._is_before(other):
+                        break
+                else:
                     for thing in things:
                         thing._claim = self
                     return True
