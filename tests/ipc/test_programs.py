@@ -72,5 +72,5 @@ def test_least_cost_has_a_line_for_each_kind_of_stream(on_cuda: bool) -> None:
     done = finished([sys.executable, "-W", "error", str(ROOT / "notebooks" / "examples" / "least_cost.py")], on_cuda)
     lines = [re.findall(r"[\w-]+, (?:freed|dropped) \d+\.\d\d|^[\w.-]+", line) for line in done.stdout.splitlines()]
     assert [line[0] for line in lines][:3] == ["own", "default", "per-thread"]
-    assert {len(line) for line in lines} == {5}
+    assert {len(line) for line in lines if line[0] != "cupy.empty"} == {5}
     assert (done.returncode, done.stderr) == (0, "")
