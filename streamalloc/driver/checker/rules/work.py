@@ -201,7 +201,7 @@ def _reads(order: int, at_call: bool) -> bool:
 
 
 def _batch(at_call: bool) -> Callable[[State, Arguments], list[Touch]]:
-    """The uses of a batch of copies in stream order; ``at_call``: reads that may come before the call returns."""
+    """Uses of a batch of copies in stream order; with ``at_call``, only reads that may come before the call returns."""
 
     def touched(state: State, args: Arguments) -> list[Touch]:
         targets, sources, sizes, _, attributes, begins = args[:6]
