@@ -249,7 +249,7 @@ class Allocator(Unique):
 
 
 def read_or_none(ask: Callable[[], T]) -> T | None:
-    """An answer that an error message can do without."""
+    """Result of ``ask``, for an optional part of an error message; None if the driver refuses."""
     try:
         return ask()
     except CudaError:

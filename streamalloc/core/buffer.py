@@ -493,7 +493,7 @@ def free_refused(result: Any, stream: Stream) -> CudaError:
 
 
 def take_pointer(buffer: Buffer) -> Any:
-    """Take the memory of a shared buffer over, which counts as freed: its ``CUdeviceptr``; None where it was freed."""
+    """Take over the ``CUdeviceptr`` of a shared buffer, which then counts as freed; None if it was freed before."""
     shared = buffer._shared
     buffer._shared = None
     return None if shared is None else shared[1]

@@ -75,7 +75,7 @@ def code(text: str) -> Html:
 
 
 def gauge(value: int, total: int) -> Html:
-    """A share of a total, as a bar and in words; in GiB from 10 GiB."""
+    """Bar and text of a value and its total, in MiB; in GiB if the total is 10 GiB or more."""
     unit, scale = ("GiB", 1 << 30) if total >= 10 << 30 else ("MiB", 1 << 20)
     bar = f"<progress max='{max(total, 1)}' value='{value}'></progress>"
     share = f"{value / scale:,.1f} {unit} of {total / scale:,.1f} {unit}"

@@ -191,7 +191,7 @@ def owned_streams(session: Session) -> list[Any]:
 
 
 def only_names(stream: object) -> bool:
-    """Whether a library's object names a stream that other code may destroy, as ``ExternalStream`` of CuPy does."""
+    """Whether a library's object refers to a stream that other code may destroy, such as CuPy's ``ExternalStream``."""
     return type(stream).__name__ == "ExternalStream" or bool(getattr(stream, "external", False))  # Numba's attribute
 
 

@@ -111,9 +111,9 @@ SETTLERS.append(_destroy_spare_events)
 
 
 def direct_handle(stream: StreamLike, session: Session) -> Any | None:
-    """The driver's ``CUstream`` where calls may go straight to the driver of ``session``; None where they may not.
+    """``CUstream`` for direct calls to the driver of ``session``; None if such calls are not allowed.
 
-    That is an open stream of our own that is not being captured.
+    They are allowed for an open stream of this package that is not being captured.
     """
     return stream._handle if type(stream) is Stream and stream._direct is session else None
 

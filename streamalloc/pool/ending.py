@@ -109,7 +109,7 @@ class PoolEnd(HandleEnd):
         """Make the default pool current if this one is.
 
         The driver does so when it destroys the pool, which may be later. For locations other than a device, driver 580
-        was seen to leave neither of the two current.
+        was seen to leave neither this pool nor the default pool current.
         """
         if self._resigned or self._raw is None:
             return

@@ -26,7 +26,7 @@ _POOL = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE
 
 
 def no_collection_is_left() -> bool:
-    """Whether each garbage collection that was under way has ended: it may have had finalisers of buffers to run."""
+    """Whether no garbage collection is under way. One under way may still run finalisers of buffers."""
     young = gc.get_stats()[0]["collections"]
     # If another thread is collecting, this returns at once and the count stays.
     gc.collect(0)

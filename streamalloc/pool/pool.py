@@ -282,7 +282,7 @@ class MemoryPool(Allocator, Closes, Drawn):
     def statistics(self) -> PoolStatistics:
         """Bytes reserved and used, now and at most since the last reset (``cuMemPoolGetAttribute``).
 
-        Deferred frees that can be made by now are made first.
+        Deferred frees that are ready run first.
         """
         session = self._session
         work(session)

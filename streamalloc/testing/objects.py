@@ -328,7 +328,7 @@ def _descriptors() -> dict[tuple[int, int, int], str]:
 
 
 def _interpreters() -> set[int | None]:
-    """Descriptors that multiprocessing keeps for the whole process."""
+    """Descriptors that multiprocessing keeps open until the process ends."""
     tracker, server = operator.attrgetter("_resource_tracker"), operator.attrgetter("_forkserver")
     return {
         getattr(tracker(multiprocessing.resource_tracker), "_fd", None),

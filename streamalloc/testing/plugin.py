@@ -326,7 +326,7 @@ _Report = Callable[[bool], Iterable[str]]
 def _watched(
     request: pytest.FixtureRequest, driver: Driver, checks: list[str], stack: contextlib.ExitStack
 ) -> tuple[Driver, list[_Report]]:
-    """The driver with the wrappers of these checks, and with that of streamalloc_faults."""
+    """Wrap the driver for these checks and for streamalloc_faults; return it with the reports of the checks."""
     reports: list[_Report] = []
     if checks:
         from streamalloc.testing.children import Reports
@@ -373,7 +373,7 @@ _watches: dict[str, Watch] = {}
 
 @pytest.hookimpl(wrapper=True)
 def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> Generator[None, Any, Any]:
-    """Exclude objects that a fixture opens from the leaks of machines of narrower scopes, which end before it."""
+    """Pause the leak watches of narrower scopes during a fixture's setup: they end before its objects."""
     with contextlib.ExitStack() as stack:
         for scope, watch in _watches.items():
             if _SCOPES.index(scope) < _SCOPES.index(fixturedef.scope):

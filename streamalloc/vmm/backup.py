@@ -79,7 +79,7 @@ class Copies:
             del self.work[key]
 
     def abandon(self) -> None:
-        """Stop the host's part of the copies, if an error has come before its end."""
+        """Stop the host's share of the copies if an error comes before it ends."""
         while self.work:
             self.work.popitem()[1].abandon()
 

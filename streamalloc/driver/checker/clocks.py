@@ -173,7 +173,7 @@ class Timeline:
     # -- order -----------------------------------------------------------------------------------------------
 
     def certain(self, clock: Clock, number: int, time: int) -> bool:
-        """Whether an operation always comes before the owner of a clock."""
+        """Whether the operation ``time`` of actor ``number`` always precedes later operations of the clock's owner."""
         # A stream is gone once the host has waited for all its work: later work comes after it.
         return clock.known.get(number, 0) >= time or number in self._gone or self.over.get(number, 0) >= time
 

@@ -103,7 +103,7 @@ class Bytes:
         order: Order,
         forget: Callable[[dict[int, Access]], None] = lambda reads: None,
     ) -> list[tuple[Access, int]]:
-        """Record a use of the bytes from ``start`` to ``end``; the conflicting uses without a certain order before it.
+        """Record a use of the bytes from ``start`` to ``end``; return conflicting earlier uses without a certain order.
 
         Another :class:`Access` of the same actor and time belongs to the same operation and has no order with it.
         ``forget`` removes reads that no longer matter from a long table of them.
@@ -231,7 +231,7 @@ class Range:
     grants: dict[int, int] | None = None
     """Access of devices: 1 read, 3 write; None where all have access."""
     bindings: list[Binding] | None = None
-    """Bound bytes, where this maps a multicast object."""
+    """Bound bytes of a mapped multicast object; None for other memory."""
     opened: int = 1
     """Number of ``cuIpcOpenMemHandle`` calls that gave this range."""
     imports: list[Range] = field(default_factory=list)

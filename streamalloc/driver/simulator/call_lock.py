@@ -155,7 +155,7 @@ _late: list[int] = []  # signals that came during a call
 
 
 def _remember_handlers() -> None:
-    """Note the handlers that the program installed. One that is still replaced stays as noted."""
+    """Record the signal handlers that the program installed. A handler that is still replaced keeps its record."""
     global _handlers, _replaced
     known = _replaced
     pairs = [(number, _get_handler(number)) for number in _SIGNALS]

@@ -115,7 +115,7 @@ class Names:
 
     def __init__(self, identity: str, host: str = "", devices: int = 1) -> None:
         self.numbers: list[int] = list(range(devices))
-        """The machine's number of each device that the process sees."""
+        """Device numbers of the machine, by the ordinal that the process sees."""
         self.domain: str = hashlib.sha256(identity.encode()).hexdigest()[:16]
         self.host: int = int(hashlib.sha256(host.encode()).hexdigest()[:8], 16) if host else 0
         self.machine: str = f"{self.domain}{self.host:08x}"

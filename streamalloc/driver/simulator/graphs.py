@@ -257,7 +257,7 @@ class GraphExec:
 
 
 class Capture:
-    """A capture in progress: which streams take part, and behind which nodes each of them is."""
+    """A capture in progress: its streams, and the nodes that the next node of each depends on."""
 
     def __init__(
         self, graphs: Graphs, origin: Stream, mode: int, graph: Graph | None = None, after: Iterable[Node] = ()

@@ -166,7 +166,7 @@ def _read(check: Check, repr: bool = True) -> Any:
 
 @dataclass(frozen=True)
 class Profile:
-    """A model of GPU and its host. None in a mapping by names: the driver does not know this name."""
+    """Model of a GPU and its host. In a mapping by name, None marks a name that the driver does not know."""
 
     source: str = _read(_text)
     """Machine that was read."""
@@ -252,7 +252,7 @@ _NEEDED = {
         *(f"MAX_{kind}_DIM_{axis}" for kind in ("BLOCK", "GRID") for axis in "XYZ"),
     ),
 }
-"""Entries of tables that a machine cannot be made without. Attributes of them are not negative."""
+"""Table entries that each machine requires. Attributes among them are not negative."""
 
 
 def _no_pair_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -314,7 +314,7 @@ class _ConsumerEnding(RingEnding):
 
 
 def _attached(importer: Importer, names: list[bytes], message: Message) -> list[ControlBlock]:
-    """The control blocks of the slots. The block of the buffer is attached already."""
+    """Attach the control blocks of the slots. The block of the buffer is attached already."""
     blocks = []
     for name, fd in zip(names, message.handles, strict=False):
         block = importer.control_block(name, lambda _, fd=fd: fd)  # type: ignore[misc]

@@ -52,7 +52,7 @@ class Kind(enum.IntEnum):
     WRITE = 4
     """Client: begin an epoch. The connection is the writer's from now on; its end aborts the epoch."""
     RESERVE = 5
-    """Writer: count the memory of the epoch, with what it is about to create."""
+    """Writer: count the memory of the epoch, including memory that the writer creates next."""
     COMMIT = 6
     """Writer: the whole epoch, with manifest and handles; with ``prepare``, it is published by CONFIRM."""
     CONFIRM = 7

@@ -475,7 +475,7 @@ class ControlBlock:
         self._watch(1 + importer)
 
     def expect(self, slot: int, wanted: int) -> None:
-        """Write ``ready`` in the exporter's place if it dies first. Call this before a stream waits for ``ready``.
+        """Write ``ready`` for the exporter if it dies before it does so. Call this before a stream waits for ``ready``.
 
         The duty ends when the announcement has come, whatever is closed meanwhile.
         """

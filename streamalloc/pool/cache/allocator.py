@@ -249,7 +249,7 @@ class CacheState(Deferred):
         return block
 
     def free_past(self, block: Block, raw: Any) -> tuple[Any]:
-        """Free a block past the cache, with an answer like that of ``cuMemFreeAsync``."""
+        """Free a block without caching it. The answer has the form of that of ``cuMemFreeAsync``."""
         return (self.free_block(block, raw, notified=()) or cuda.CUresult.CUDA_SUCCESS,)
 
     def free_block(self, block: Block, raw: Any, notified: tuple[Watcher, ...] | None = None) -> Any:

@@ -361,7 +361,7 @@ def _flock(kind: int, byte: int) -> bytes:
 
 
 def _serve(reference: weakref.ref[PageBudget], server: socket.socket) -> None:
-    """Answer requests until the budget has ended. The thread must not keep it."""
+    """Answer requests until the budget is closed or collected. The thread holds no reference while it waits."""
     number = server.fileno()
     while number >= 0:
         poll = select.poll()

@@ -283,7 +283,7 @@ class Places(MappedBytes):
             self.physical.parked -= 1
 
     def retire(self, places: Collection[int]) -> None:
-        """Map zeros at places that hold a page, and count one user less of each page: of all, or of none."""
+        """Map zeros at places that hold a page, and remove one user of each page. All places change, or none."""
         self.exchange(dict.fromkeys(places, self.physical.zero))
 
     def keep(self, places: Collection[int]) -> None:

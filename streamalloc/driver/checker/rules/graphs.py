@@ -77,7 +77,7 @@ def _ends_graph(state: State, name: str, args: Arguments, answer: Answer) -> Non
 def _adds(
     at: int, make: Callable[[State, Any], list[Node]], state: State, name: str, args: Arguments, answer: Answer
 ) -> None:
-    """A call that adds a node, made of the argument ``at``. Its graph is checked at instantiation: edges may follow."""
+    """Add the nodes made from the argument ``at``. Instantiation checks the graph: edges may follow until then."""
     graph = state.graph(args[0])
     for node in make(state, args[at]):
         node.what, node.stack = node.what or name, node.stack or here()

@@ -113,7 +113,7 @@ def _context_waits(state: State, name: str, args: Arguments, answer: Answer) -> 
 
 
 def _records_elsewhere(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    """``cuGreenCtxRecordEvent``: the streams of the green context are unknown."""
+    """Record an event after the unknown streams of a green context (``cuGreenCtxRecordEvent``)."""
     event = state.event(args[1])
     event.mark, event.captured, event.foreign = None, None, True
     state.interprocess.release(state.timeline.everything())

@@ -205,7 +205,7 @@ def _reads(order: int, at_call: bool) -> bool:
 
 
 def _batch(at_call: bool, state: State, args: Arguments) -> list[Touch]:
-    """The uses of a batch of copies in stream order; ``at_call``: reads that may come before the call returns."""
+    """Uses of a batch of copies in stream order; with ``at_call``, only reads that may come before the call returns."""
     targets, sources, sizes, _, attributes, begins = args[:6]
     # An attribute holds from its own index on.
     orders = dict(zip(map(int, begins or ()), map(_order, attributes or ()), strict=False))

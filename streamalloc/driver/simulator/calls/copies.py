@@ -32,7 +32,7 @@ Contexts = tuple[Context, Context]
 FILL_FIELDS = ("dst", "pitch", "value", "elementSize", "width", "height")
 """Fields of a CUDA_MEMSET_NODE_PARAMS."""
 PROMISED = {(DEVICE, DEVICE): "both", (DEVICE, OF_HOST): "dst", (OF_HOST, DEVICE): "src"}
-"""Ends of a copy that its memory types (target, source) declare as device memory."""
+"""Ends of a copy in device memory, by its memory types (target, source)."""
 
 _OF_SIDE = ("XInBytes", "Y", "Z", "LOD", "MemoryType", "Host", "Device", "Array", "Pitch", "Height")
 COPY_FIELDS = ("WidthInBytes", "Height", "Depth", *(side + name for side in ("src", "dst") for name in _OF_SIDE))
@@ -202,7 +202,7 @@ class CopyCalls(Calls):
             self._finish(stream)
 
     def _quiet(self, stream: Stream, size: int) -> bool:
-        """Whether a small operation submitted now runs before the call returns."""
+        """Whether an operation of ``size`` bytes, submitted now, runs before the call returns."""
         return not stream.catch_up() and stream.idle and size <= STEP and not self._machine.timeline.seeded
 
     def _finish(self, stream: Stream) -> None:
