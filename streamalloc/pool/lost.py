@@ -26,7 +26,7 @@ _POOL = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE
 
 
 def no_collection_is_left() -> bool:
-    """Whether no garbage collection is under way. One under way may still run finalisers of buffers."""
+    """Whether no other thread collects garbage now; finalisers of buffers may be left in such a collection."""
     young = gc.get_stats()[0]["collections"]
     # If another thread is collecting, this returns at once and the count stays.
     gc.collect(0)

@@ -10,7 +10,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
-from streamalloc.core import session
+from streamalloc.core import graph, session
 from streamalloc.core.resource import Leaves
 from streamalloc.driver.bindings import cuda
 from tests.interrupting import Interrupt, Interrupted
@@ -20,7 +20,8 @@ from tests.support import MiB
 WITH_BLOCKS = [
     kind
     for kind in classes()
-    if getattr(getattr(kind, "__exit__", None), "__module__", "").startswith("streamalloc") and kind != session._Current
+    if getattr(getattr(kind, "__exit__", None), "__module__", "").startswith("streamalloc")
+    and kind not in (session._Current, graph.Capturing)
 ]
 
 
@@ -59,6 +60,15 @@ def test_an_interrupt_restores_the_capture_mode(machine: Any) -> None:
         with pytest.raises(Interrupted), Interrupt(nth), behind.relaxed():
             pass
         assert int(machine.cuThreadExchangeStreamCaptureMode(cuda.CUstreamCaptureMode(0))[1]) == 0
+
+
+@pytest.mark.parametrize("failure", [BlockError, StopIteration, KeyboardInterrupt, GeneratorExit])
+def test_the_error_of_a_capture_s_block_stays(device: sa.Device, failure: type[BaseException]) -> None:
+    error = failure("of the block")
+    with device.create_stream() as stream:
+        with pytest.raises(failure) as caught, stream.capture():
+            raise error
+        assert caught.value is error and not stream.capturing
 
 
 @pytest.mark.parametrize("kind", WITH_BLOCKS, ids=lambda kind: kind.__qualname__)
