@@ -101,6 +101,13 @@ def python(code: str, *arguments: object) -> list[str]:
     return [sys.executable, "-W", "error", "-c", code, *map(str, arguments)]
 
 
+def fork() -> int:
+    """``os.fork``, also among threads, of which newer Pythons warn."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return os.fork()
+
+
 def forking(made: str, uses: str, later: str) -> str:
     """A program that makes objects on a machine of two devices, uses and drops them in a forked child, then goes on.
 

@@ -302,7 +302,7 @@ class SleepGroup(Closes, Claimable):
     ) -> int:
         def evict() -> int:
             claim.take(chosen)
-            # What other threads have done meanwhile; what sleeps gets the bytes that are stored already.
+            # Other threads may have removed or evicted some. Evicted buffers take part only if ``stored``.
             staying = self.buffers
             for buffer in [one for one in chosen if one not in staying or (one.evicted and not stored)]:
                 del chosen[buffer]

@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import threading
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +19,7 @@ from streamalloc.vmm.claims import Claim, Claimable, claiming
 from streamalloc.vmm.virtual_buffer import VirtualBuffer, evict_all, restore_all
 from tests.interleaving import interleaved
 from tests.interrupting import Interrupt, Interrupted
+from tests.processes import fork
 from tests.support import KEEP, end_what_was_dropped, filled, shows
 from tests.vmm.support import HOST, PAGE, READWRITE
 
@@ -279,9 +279,7 @@ def test_a_forked_child_waits_for_no_call_of_its_parent() -> None:
     thread = threading.Thread(target=one.use, args=(hold,))
     thread.start()
     held.wait(WAIT)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # newer Pythons warn of forks among threads
-        child = os.fork()
+    child = fork()
     if not child:
         signal.alarm(20)
         one.use()
@@ -332,9 +330,7 @@ def test_a_forked_child_waits_for_no_growth_of_its_parent(monkeypatch: pytest.Mo
     thread = threading.Thread(target=buffer.resize, args=(2 * PAGE,))
     thread.start()
     growing.wait(WAIT)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # newer Pythons warn of forks among threads
-        child = os.fork()
+    child = fork()
     if not child:
         signal.alarm(20)
         try:

@@ -8,7 +8,6 @@ import sys
 import textwrap
 import threading
 import time
-import warnings
 
 import pytest
 
@@ -16,7 +15,7 @@ from streamalloc.driver.simulator import call_lock
 from tests.driver.simulator.support import new_rig
 from tests.facts.support import MiB
 from tests.facts.support import value as ok
-from tests.processes import finished, python
+from tests.processes import finished, fork, python
 from tests.support import KEEP, bytecodes, in_a_thread, open_descriptors
 
 pytestmark = pytest.mark.simulated_only("tests of the simulated driver itself")
@@ -72,9 +71,7 @@ def test_a_child_of_fork_cannot_use_an_initialised_driver() -> None:
     thread = threading.Thread(target=hold)
     thread.start()
     held.wait(10)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # newer Pythons warn of forks among threads
-        child = os.fork()
+    child = fork()
     if child == 0:
         answers = [
             d.cuInit(0),

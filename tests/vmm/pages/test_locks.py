@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -32,6 +31,7 @@ from streamalloc.vmm.pages.places import Parking, Places
 from streamalloc.vmm.pages.tiers import _Contents as Stored
 from streamalloc.vmm.tiers.queued import Work
 from tests.interleaving import interleaved
+from tests.processes import fork
 from tests.support import holds, names, read
 from tests.vmm.pages import support
 from tests.vmm.support import PAGE
@@ -325,9 +325,7 @@ class TestPhysicalPages:
         thread.start()
         locked.wait(20)
         physical._working = True  # on another thread
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # newer Pythons warn of forks among threads
-            child = os.fork()
+        child = fork()
         if not child:
             signal.alarm(20)
             try:
