@@ -126,6 +126,8 @@ class TestRequests:
                 assert raw.recv(100) == b""
 
     def test_descriptors_that_nobody_asked_for(self, channel: ipc.Channel) -> None:
+        channel.send(protocol.pack(Kind.STATUS, {}))
+        channel.receive(timeout=5)  # the server has accepted: its end of the channel is among the files
         files = len(os.listdir("/proc/self/fd"))
         first, second = os.pipe()
         channel.send(protocol.pack(Kind.STATUS, {}), [first, second])
