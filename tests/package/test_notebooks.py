@@ -13,8 +13,6 @@ import pytest
 pytest.importorskip("IPython")
 pytest.importorskip("matplotlib_inline")
 
-import nbformat
-
 from tests.package.notebooks import Outputs, Runner
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
@@ -24,6 +22,8 @@ VARIES = "varies"
 
 
 def _read(path: Path) -> Any:
+    import nbformat  # takes seconds, which only the worker that runs these tests spends
+
     return nbformat.read(path, as_version=4)
 
 
@@ -93,6 +93,8 @@ class TestCommitted:
         assert path.stat().st_size < 1_000_000
 
     def test_is_valid_and_names_no_machine(self, path: Path) -> None:
+        import nbformat
+
         notebook = _read(path)
         nbformat.validate(notebook)
         assert notebook.metadata.kernelspec.name == "python3"
@@ -115,6 +117,8 @@ class TestExecutedAgain:
     @staticmethod
     def settled(text: str, picture: str, *tags: str, measured: bool = False) -> str:
         """The picture that is stored of a cell with the picture "old" and the text "at 0x1"."""
+        import nbformat
+
         sys.path.insert(0, str(FOLDER))
         try:
             from execute import settle  # type: ignore[import-not-found]
