@@ -135,7 +135,9 @@ class StreamCache(Deferred):
     def _find_fitting(self, wanted: SizeClass) -> tuple[list[Block], ...]:
         sizes = sorted(self.classes)
         some = sizes[bisect_left(sizes, wanted.nbytes) : bisect_left(sizes, _LARGEST_FIT * wanted.nbytes + 1)]
-        wanted.fitting = tuple(self.classes[size].free for size in some)
+        # The end of the stream on another thread removes the classes.
+        found = map(self.classes.get, some)
+        wanted.fitting = tuple(one.free for one in found if one is not None)
         return wanted.fitting
 
     def collect(self) -> None:
