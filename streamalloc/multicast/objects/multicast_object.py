@@ -143,6 +143,10 @@ class MulticastObject(GenericAllocation):
         self._node.allocations.order.relate(self._node, self._team)
         self._state.teams[self._team] = None
 
+    def _open_handle(self, session: Session, prop: MulticastObjectProp, step: int, handle: Fd | int | bytes) -> None:
+        self._open(session, prop, step)
+        self._import(handle)
+
     @staticmethod
     def granularity(
         num_devices: int,
@@ -198,8 +202,7 @@ class MulticastObject(GenericAllocation):
             step = _granularity_of(session, prop)
             check_multiple("nbytes", prop.size, step)
             imported = cls.__new__(cls)
-            imported._open(session, prop, step)
-            imported._import(handle)
+            imported._open_handle(session, prop, step, handle)
             return imported
         finally:
             if isinstance(handle, Fd):
