@@ -175,9 +175,6 @@ class SymmetricMemory(Closes, Shown):
         "timeout",
     )
 
-    timeout: float | None
-    """Seconds for :meth:`close`."""
-
     def __init__(
         self,
         nbytes: int,
@@ -200,7 +197,8 @@ class SymmetricMemory(Closes, Shown):
         """Whether all ranks have agreed to close."""
         self._asleep: dict[int, _SavedContents] | None = None
         """Contents by rank while asleep; None while awake."""
-        self.timeout = timeout
+        self.timeout: float | None = timeout
+        """Seconds for :meth:`close`."""
         arguments = steps.Arguments(nbytes, multicast, handle_type, signal_pad_bytes, timeout)
         given = dict(enumerate(devices or ())) if device is None else {self.rank: device}
         deadline = steps.deadline_or_none(timeout)

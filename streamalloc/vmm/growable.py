@@ -360,12 +360,10 @@ class RemappableBuffer(VirtualBuffer):
 
     __slots__ = ("_names", "_offset")
 
-    _names: tuple[Hashable, ...]
-    """Names of the mapped chunks, in the order of addresses."""
-
     def __init__(self, device: Device, capacity: int, rights: Rights, stream: StreamLike | None, offset: int) -> None:
         self._offset = offset
-        self._names = ()
+        self._names: tuple[Hashable, ...] = ()
+        """Names of the mapped chunks, in the order of addresses."""
         self._open(device, capacity, 0, 0, rights, stream)
 
     @property

@@ -86,9 +86,6 @@ class Shared(Unique, Shown):
 
     __slots__ = ("__weakref__", "_again", "_data", "_exports", "_hold", "_lease", "handles")
 
-    handles: dict[bytes, Fd]
-    """The handles by their ids in the descriptor; they stay the exporter's."""
-
     def __init__(
         self,
         data: bytes,
@@ -98,7 +95,8 @@ class Shared(Unique, Shown):
         exports: Exports | None = None,
     ) -> None:
         self._data = data
-        self.handles = handles
+        self.handles: dict[bytes, Fd] = handles
+        """The handles by their ids in the descriptor; they stay the exporter's."""
         self._lease = lease
         """The slot of the allocation or the announcement; dropping this object releases that of an announcement."""
         self._hold = hold

@@ -108,9 +108,6 @@ class SlotWords:
 
     __slots__ = ("announced", "closed", "generation", "last_announced", "lost", "opened", "ready")
 
-    last_announced: int
-    """The exporter's own copy of ``announced``, which importers cannot write."""
-
     def __init__(self, block: ControlBlock, slot: int) -> None:
         self.generation: Word = block.word("generation", slot)
         self.announced: Word = block.word("announced", slot)
@@ -121,7 +118,8 @@ class SlotWords:
         """Bytes of the file: the words ``opened`` of all importers."""
         self.closed: slice = slice(closed + step * slot, closed + step * (slot + 1))
         """Bytes of the file: the words ``closed`` of all importers."""
-        self.last_announced = 0
+        self.last_announced: int = 0
+        """The exporter's own copy of ``announced``, which importers cannot write."""
 
     def was_lost(self, wanted: int) -> bool:
         """Whether ``ready`` came to ``wanted`` only because the exporter died or its driver refused."""
@@ -133,19 +131,16 @@ class ImporterWords:
 
     __slots__ = ("awaited", "closed", "closing", "importer", "opened", "slot_words", "users")
 
-    awaited: int
-    """The last value of ``closed`` that streams of this process wait for."""
-    users: set[object]
-    """Uses of the slot's memory whose closes the host counts; the importer may have several."""
-
     def __init__(self, block: ControlBlock, slot: int, importer: int) -> None:
         self.importer: int = importer
         self.slot_words: SlotWords = block.slot_words(slot)
         self.opened: Word = block.word("opened", slot, importer)
         self.closing: Word = block.word("closing", slot, importer)
         self.closed: Word = block.word("closed", slot, importer)
-        self.awaited = self.closed.value
-        self.users = set()
+        self.awaited: int = self.closed.value
+        """The last value of ``closed`` that streams of this process wait for."""
+        self.users: set[object] = set()
+        """Uses of the slot's memory whose closes the host counts; the importer may have several."""
 
 
 class Mark:
@@ -153,15 +148,13 @@ class Mark:
 
     __slots__ = ("_block", "_free", "_index", "_value", "_word", "number")
 
-    number: int
-    """Index in the lower 32 bits, value in the upper; 0 without a free word."""
-
     def __init__(self, block: ControlBlock, kind: str, free: list[int], value: int) -> None:
         self._block = block
         self._free = free
         self._value = value
         self._word: Word | None = None
-        self.number = 0
+        self.number: int = 0
+        """Index in the lower 32 bits, value in the upper; 0 without a free word."""
         try:
             self._index = free.pop()
         except IndexError:
@@ -188,9 +181,6 @@ class ControlBlock:
 
     id: bytes
     """16 random bytes."""
-    fd: Fd
-    importer: int
-    """Index of this process among the importers; -1 in the exporter."""
     opened: Words
     """Words by slot and importer, like the next two."""
     closing: Words
@@ -203,8 +193,9 @@ class ControlBlock:
 
     def __init__(self, session: Session, fd: Fd, *, for_streams: bool = True) -> None:
         self.session: Session = session
-        self.fd = fd
-        self.importer = -1
+        self.fd: Fd = fd
+        self.importer: int = -1
+        """Index of this process among the importers; -1 in the exporter."""
         self._watched: set[int] = set()
         """Bytes of the file whose locks a thread waits for."""
         self._expected: dict[tuple[int, int], None] = {}
