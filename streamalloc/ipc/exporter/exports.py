@@ -150,25 +150,23 @@ class Exports:
 
     def pool(self, pool: MemoryPool) -> ExportedPool:
         """Return an exported pool; export it first if necessary."""
-        found = self._pools.get(pool)
-        if found is None:
-            if pool.properties is not None and not pool.properties.handle_types & POSIX:
-                raise ValueError(
-                    f"{pool!r} cannot be shared: make it with handle_types=MemHandleType.POSIX_FILE_DESCRIPTOR"
-                    + (f"; {NO_FABRIC_POOLS}" if pool.properties.handle_types else "")
-                )
-            on_device = pool.location.type is MemLocationType.DEVICE
-            device = Device(pool.location.id if on_device else 0, driver=self.session.driver)
-            with self.leases.lock:
-                found = self._pools.get(pool)
-                if found is None:
-                    found = self._pools[pool] = ExportedPool(pool, self, device)
-                    forget = exported_pools.pop
-                    exported_pools[weakref.ref(pool, lambda gone: forget(gone, None))] = weakref.ref(found)
+        with self.leases.lock:
+            found = self._pools.get(pool)
+            if found is None:
+                if pool.properties is not None and not pool.properties.handle_types & POSIX:
+                    raise ValueError(
+                        f"{pool!r} cannot be shared: make it with handle_types=MemHandleType.POSIX_FILE_DESCRIPTOR"
+                        + (f"; {NO_FABRIC_POOLS}" if pool.properties.handle_types else "")
+                    )
+                on_device = pool.location.type is MemLocationType.DEVICE
+                device = Device(pool.location.id if on_device else 0, driver=self.session.driver)
+                found = self._pools[pool] = ExportedPool(pool, self, device)
+                forget = exported_pools.pop
+                exported_pools[weakref.ref(pool, lambda gone: forget(gone, None))] = weakref.ref(found)
                 for known in list(self._pools):
                     if known.closed:
                         self._pools.pop(known, None)
-        return found
+            return found
 
     def memory(self, memory: PhysicalMemory, handle_type: MemHandleType) -> tuple[Chunk, Fd | None]:
         """Return the chunk of a descriptor for physical memory, and the file descriptor of its handle, if it is one."""
@@ -181,13 +179,11 @@ class Exports:
 
     def relay(self, block: ControlBlock, device: Device) -> bytes:
         """Return the fabric handle of a control block's relay; make that first if necessary, on ``device``."""
-        relay = self._relays.get(block)
-        if relay is None or relay.ended:
-            with self.leases.lock:
-                relay = self._relays.get(block)
-                if relay is None or relay.ended:
-                    with self.session.relaxed():
-                        relay = self._relays[block] = ExporterRelay(block, device)
+        with self.leases.lock:
+            relay = self._relays.get(block)
+            if relay is None or relay.ended:
+                with self.session.relaxed():
+                    relay = self._relays[block] = ExporterRelay(block, device)
         relay.hurry(SHARED_LINGER)
         return relay.handle
 

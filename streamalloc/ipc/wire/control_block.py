@@ -179,21 +179,16 @@ class Mark:
 class ControlBlock:
     """A control block, mapped into this process: :meth:`create` it in the exporter, :meth:`attach` it in importers."""
 
-    id: bytes
-    """16 random bytes."""
-    opened: Words
-    """Words by slot and importer, like the next two."""
-    closing: Words
-    closed: Words
-
     relay: Any = None
     """Exchange of the words with another machine, if this is a replica: see :mod:`streamalloc.ipc.wire.relay`."""
     ready_at: int | None = None
     """Device address of the words ``ready`` that streams wait for, by slot; None: those of the block itself."""
 
-    def __init__(self, session: Session, fd: Fd, *, for_streams: bool = True) -> None:
+    def __init__(self, session: Session, fd: Fd, name: bytes, *, for_streams: bool = True) -> None:
         self.session: Session = session
         self.fd: Fd = fd
+        self.id: bytes = name
+        """16 random bytes."""
         self.importer: int = -1
         """Index of this process among the importers; -1 in the exporter."""
         self._watched: set[int] = set()
@@ -208,9 +203,10 @@ class ControlBlock:
         shape = len(EXPORTER_WORDS), SLOTS
         self.exporter_words: Words = np.frombuffer(self._map, np.uint32, shape[0] * SLOTS, _HEADER_BYTES).reshape(shape)
         """Words by kind, as in ``EXPORTER_WORDS``, and by slot or mark."""
-        for name in _IMPORTER_WORDS:
-            words = np.frombuffer(self._map, np.uint32, SLOTS * IMPORTERS, _LAYOUT[name][0])
-            setattr(self, name, words.reshape(SLOTS, IMPORTERS))
+        shape = len(_IMPORTER_WORDS), SLOTS * IMPORTERS
+        words = np.frombuffer(self._map, np.uint32, shape[0] * shape[1], _LAYOUT["opened"][0])
+        # Words by slot and importer.
+        self.opened, self.closing, self.closed = words.reshape(shape[0], SLOTS, IMPORTERS)
         # Locks belong to the open file, which a received descriptor shares with the sender: open it anew.
         self._own = _reopened(fd)
         self.slots: dict[int, SlotWords] = {}
@@ -246,8 +242,7 @@ class ControlBlock:
     def create(cls, session: Session) -> ControlBlock:
         """Make a control block whose exporter is this process."""
         name = secrets.token_bytes(16)
-        block = cls(session, _new_file(name))
-        block.id = name
+        block = cls(session, _new_file(name), name)
         _try_lock(block._own, 0)
         return block
 
@@ -277,8 +272,7 @@ class ControlBlock:
         """
         if not _is_block(fd, name):
             raise ValueError("the file descriptor that came with the message is not its control block")
-        block = cls(session, fd, for_streams=for_streams)
-        block.id = name
+        block = cls(session, fd, name, for_streams=for_streams)
         for importer in range(IMPORTERS):
             if _try_lock(block._own, 1 + importer):
                 # A dead importer may have had the index before, and left allocations open.
