@@ -38,9 +38,7 @@ def end_is_known(stream: Stream) -> bool:
 def unknown_ends(session: Session) -> list[Stream]:
     """Streams that their library has closed, until their end is known: for each device the latest one."""
     _find_closed(session)
-    latest = latest_closed(session)
-    streams = [latest.get(found) for found in [*latest]]
-    return [stream for stream in streams if stream is not None and not end_is_known(stream)]
+    return [stream for stream in [*latest_closed(session).values()] if not end_is_known(stream)]
 
 
 def record_unknown_end(stream: Stream) -> None:

@@ -59,8 +59,6 @@ class Device:
 
     __slots__ = ("_session", "ordinal")
 
-    ordinal: int
-
     def __init__(self, ordinal: int = 0, *, driver: Driver | None = None) -> None:
         ordinal = checked_type("ordinal", ordinal, int)
         self._session = session_for(None, driver)
@@ -69,7 +67,7 @@ class Device:
             raise ValueError(
                 f"ordinal={ordinal}: this driver has {count} device{'' if count == 1 else 's'}, numbered from 0"
             )
-        self.ordinal = ordinal
+        self.ordinal: int = ordinal
 
     @classmethod
     def _of(cls, ordinal: int, session: Session) -> Device:

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any, TypeVar
 
+from streamalloc.driver.internal import cuda
+
 PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 E = TypeVar("E", bound="CudaError")
@@ -253,7 +255,7 @@ LOST = (DeviceLostError, InvalidContextError, NotInitializedError)
 
 A release that answers one may have been made, and a second release crashes the driver."""
 
-# Answers by exception class, without the prefix; CudaError is for all others.
+# Answers by exception class, without the prefix; CudaError is for all others. The first is that of a refused call.
 _ANSWERS: dict[type[CudaError], str] = {
     InvalidValueError: "INVALID_VALUE",
     OutOfMemoryError: "OUT_OF_MEMORY",
@@ -301,16 +303,6 @@ _HINTS_OF_CALLS = {
     ),
 }
 
-# Answers that the driver would give to a call that the package refuses.
-_ANSWER_OF: dict[type[CudaError], tuple[str, int]] = {
-    InvalidValueError: ("CUDA_ERROR_INVALID_VALUE", 1),
-    PeerAccessError: ("CUDA_ERROR_PEER_ACCESS_UNSUPPORTED", 217),
-    NotSupportedError: ("CUDA_ERROR_NOT_SUPPORTED", 801),
-    CaptureError: ("CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", 900),
-    NotReadyError: ("CUDA_ERROR_NOT_READY", 600),
-    OutOfMemoryError: ("CUDA_ERROR_OUT_OF_MEMORY", 2),
-}
-
 # Usual causes by answer, for calls that pass no hint.
 _HINTS = {
     "CUDA_ERROR_NOT_INITIALIZED": "make a Device first; a forked child cannot use its parent's CUDA",
@@ -343,8 +335,8 @@ def refused(kind: type[E], call: str, why: str) -> E:
 
     It has the class of the driver's answer, and ``asked`` is False.
     """
-    name, code = _ANSWER_OF[kind]
-    error = kind(name, code, call, why)
+    answer = getattr(cuda.CUresult, f"CUDA_ERROR_{_ANSWERS[kind].split()[0]}")
+    error = kind(answer.name, int(answer), call, why)
     error.asked = False
     return error
 

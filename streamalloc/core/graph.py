@@ -47,17 +47,14 @@ class Graph(Closes):
 
     __slots__ = ("__weakref__", "_closed", "_executable", "_handle", "_session", "device", "kept")
 
-    device: Device
-    """The device of the stream that was captured."""
-    kept: tuple[object, ...]
-    """Objects whose memory the graph's copies use; they live as long as the graph."""
-
     def __init__(self, device: Device) -> None:
-        self.device = device
+        self.device: Device = device
+        """The device of the stream that was captured."""
         self._session = device._session
         self._handle = HandleEnd(self._session, "cuGraphDestroy", None)
         self._executable = HandleEnd(self._session, "cuGraphExecDestroy", None)
-        self.kept = ()
+        self.kept: tuple[object, ...] = ()
+        """Objects whose memory the graph's copies use; they live as long as the graph."""
         self._closed = False
 
     @property
@@ -263,10 +260,8 @@ class GraphMemory:
 
     __slots__ = ("_session", "device")
 
-    device: Device
-
     def __init__(self, device: Device) -> None:
-        self.device = device
+        self.device: Device = device
         self._session = device._session
 
     def _get(self, name: str) -> int:

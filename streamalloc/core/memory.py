@@ -227,15 +227,12 @@ class TypedView(BufferView, Generic[ScalarT]):
 
     __slots__ = ("dtype", "shape")
 
-    dtype: np.dtype[ScalarT]
-    """The type of the elements."""
-    shape: tuple[int, ...]
-    """The sizes of the dimensions, in C order."""
-
     def __init__(self, parent: Memory, dtype: np.dtype[ScalarT], shape: tuple[int, ...]) -> None:
         super().__init__(parent, 0, parent.nbytes)
-        self.dtype = dtype
-        self.shape = shape
+        self.dtype: np.dtype[ScalarT] = dtype
+        """The type of the elements."""
+        self.shape: tuple[int, ...] = shape
+        """The sizes of the dimensions, in C order."""
 
     @property
     def ndim(self) -> int:

@@ -42,14 +42,12 @@ class QueuedWork:
 
     __slots__ = ("_asking", "_events", "_given", "_session", "_streams", "began")
 
-    began: int
-    """The moment at which its recording began, see :func:`moment`."""
-
     def __init__(self, session: Session, *streams: Stream, without: tuple[Stream | None, ...] = ()) -> None:
         self._session = session
         self._asking = threading.RLock()
         self._given = bool(streams)
-        self.began = moment()
+        self.began: int = moment()
+        """The moment at which its recording began, see :func:`moment`."""
         known = streams or (
             *members(created_streams(session)),
             *_default_streams(session).values(),

@@ -127,27 +127,20 @@ class Session(_Direct):
         "unusable",
     )
 
-    driver: Driver
-    """The driver itself, for code that binds its functions."""
-    forked: bool
-    """True in a forked child, in which all calls are refused."""
-    listener: Listener | None
-    """Listener of a driver that checks stream order; it only records."""
-    unusable: Callable[[], bool]
-    """Whether a finaliser may not call the driver: in a forked child, and while the interpreter shuts down."""
-    library_streams: dict[type, tuple[Callable[[Any], Any], dict[Any, Any], Callable[[Any], Any] | None]]
-    """Kept streams by type of a library's stream, see :mod:`streamalloc.core.library_streams`."""
-    latest_stream: tuple[Any, Callable[[], Any]]
-    """The kept stream that was found last, and the question for its library's object."""
-
     def __init__(self, driver: Driver) -> None:
-        self.driver = driver
+        self.driver: Driver = driver
+        """The driver itself, for code that binds its functions."""
         # Kept here: the globals of this module may be gone when the last finalisers run.
-        self.unusable = sys.is_finalizing
-        self.forked = False
-        self.listener = getattr(driver, "listener", None)
-        self.library_streams = {}
-        self.latest_stream = NO_STREAM
+        self.unusable: Callable[[], bool] = sys.is_finalizing
+        """Whether a finaliser may not call the driver: in a forked child, and while the interpreter shuts down."""
+        self.forked: bool = False
+        """True in a forked child, in which all calls are refused."""
+        self.listener: Listener | None = getattr(driver, "listener", None)
+        """Listener of a driver that checks stream order; it only records."""
+        self.library_streams: dict[type, tuple[Callable[[Any], Any], dict[Any, Any], Callable[[Any], Any] | None]] = {}
+        """Kept streams by type of a library's stream, see :mod:`streamalloc.core.library_streams`."""
+        self.latest_stream: tuple[Any, Callable[[], Any]] = NO_STREAM
+        """The kept stream that was found last, and the question for its library's object."""
         self._contexts: dict[int, Any] = {}
         self._state: dict[object, Any] = {}
         self._bound: weakref.WeakSet[Any] = weakref.WeakSet()

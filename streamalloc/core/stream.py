@@ -450,9 +450,7 @@ class Stream(Closes, Shown):
         ``event`` is recorded again if given; otherwise one is made, which can measure time if ``timing``. Events that
         were made here and closed are used again.
         """
-        handle, spare = self._handle, self._spare
-        if handle is None:
-            handle = self._asked_handle()
+        handle, spare = self._handle or self._asked_handle(), self._spare
         if handle is None or timing:
             return self._record_slowly(event, timing)
         if type(event) is Event and event._session is self._session and event._raw is not None:
@@ -501,9 +499,7 @@ class Stream(Closes, Shown):
 
         Events of cuda.core and of the bindings are taken too. The host does not wait (``cuStreamWaitEvent``).
         """
-        handle, session = self._handle, self._session
-        if handle is None:
-            handle = self._asked_handle()
+        handle, session = self._handle or self._asked_handle(), self._session
         if handle is not None:
             if type(other) is Event:
                 raw = other._raw
@@ -531,9 +527,7 @@ class Stream(Closes, Shown):
         bool
             False if there is no such event, or calls may not go straight to the driver.
         """
-        spare, session, ours = self._spare, self._session, self._handle
-        if ours is None:
-            ours = self._asked_handle()
+        spare, session, ours = self._spare, self._session, self._handle or self._asked_handle()
         if ours is None or not spare:
             return False
         try:
@@ -583,9 +577,7 @@ class Stream(Closes, Shown):
         This is also where the driver sees that frees have run: it makes their memory available to every stream and
         releases what exceeds the release threshold.
         """
-        handle = self._handle
-        if handle is None:
-            handle = self._asked_handle()
+        handle = self._handle or self._asked_handle()
         if handle is not None:
             result = self._session.cuStreamSynchronize(handle)[0]
             if result:
@@ -604,9 +596,7 @@ class Stream(Closes, Shown):
 
     def query(self) -> bool:
         """Whether all work queued so far is done (``cuStreamQuery``)."""
-        handle = self._handle
-        if handle is None:
-            handle = self._asked_handle()
+        handle = self._handle or self._asked_handle()
         if handle is not None:
             return is_done(self._session.cuStreamQuery(handle)[0], "cuStreamQuery")
         try:

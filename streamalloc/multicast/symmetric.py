@@ -166,7 +166,6 @@ class SymmetricMemory(Closes, Shown):
         "_bases",
         "_finalizer",
         "_group",
-        "_layout",
         "_leaving",
         "_owned",
         "_plan",
@@ -174,9 +173,6 @@ class SymmetricMemory(Closes, Shown):
         "_signals",
         "timeout",
     )
-
-    timeout: float | None
-    """Seconds for :meth:`close`."""
 
     def __init__(
         self,
@@ -200,13 +196,13 @@ class SymmetricMemory(Closes, Shown):
         """Whether all ranks have agreed to close."""
         self._asleep: dict[int, _SavedContents] | None = None
         """Contents by rank while asleep; None while awake."""
-        self.timeout = timeout
+        self.timeout: float | None = timeout
+        """Seconds for :meth:`close`."""
         arguments = steps.Arguments(nbytes, multicast, handle_type, signal_pad_bytes, timeout)
         given = dict(enumerate(devices or ())) if device is None else {self.rank: device}
         deadline = steps.deadline_or_none(timeout)
         with undoing(self._close_communicator), undoing(functools.partial(self._group.settle, deadline)):
             plan, chosen = steps.agree(self._group, arguments, given, driver, deadline)
-            self._layout: Layout = plan.layout
             self._resources = resources = RankResources(session_of(chosen[self.rank]), chosen, self.size)
             with undoing(functools.partial(deferred_queue(resources.session).end, resources)):
                 self._bases = steps.set_up(self._group, resources, plan, deadline)
@@ -260,7 +256,7 @@ class SymmetricMemory(Closes, Shown):
     @property
     def nbytes(self) -> int:
         """Size of each rank's memory in bytes, as requested."""
-        return self._layout.nbytes
+        return self._plan.layout.nbytes
 
     @property
     def physical_bytes(self) -> int:
@@ -307,12 +303,12 @@ class SymmetricMemory(Closes, Shown):
     @property
     def buffers(self) -> tuple[SymmetricBuffer, ...]:
         """Memory of every rank, indexed by rank, this rank's own included."""
-        return self._replicas(0, self._layout.nbytes)
+        return self._replicas(0, self._plan.layout.nbytes)
 
     @property
     def signal_pads(self) -> tuple[SymmetricBuffer, ...]:
         """Signal pad of every rank, indexed by rank: initially zero, and written by your kernels only."""
-        return self._replicas(self._layout.signal_pad, self._layout.signal_pad_bytes)
+        return self._replicas(self._plan.layout.signal_pad, self._plan.layout.signal_pad_bytes)
 
     @property
     def multicast_buffer(self) -> SymmetricBuffer | None:
@@ -329,7 +325,7 @@ class SymmetricMemory(Closes, Shown):
         mapping = self._resources.view
         if mapping is None:
             return None
-        return SymmetricBuffer(self, _view_of(mapping), 0, self._layout.nbytes, self.device)
+        return SymmetricBuffer(self, _view_of(mapping), 0, self._plan.layout.nbytes, self.device)
 
     @property
     def addresses(self) -> npt.NDArray[np.uint64]:
@@ -351,17 +347,17 @@ class SymmetricMemory(Closes, Shown):
     def signal_addresses(self) -> npt.NDArray[np.uint64]:
         """Device address of each rank's signal pad in this process, indexed by rank."""
         self._check_open()
-        return np.array([base + self._layout.signal_pad for base in self._bases], np.uint64)
+        return np.array([base + self._plan.layout.signal_pad for base in self._bases], np.uint64)
 
     @property
     def signal_offset(self) -> int:
         """Bytes from the start of a rank's memory to its signal pad."""
-        return self._layout.signal_pad
+        return self._plan.layout.signal_pad
 
     @property
     def signal_pad_bytes(self) -> int:
         """Size of each signal pad in bytes."""
-        return self._layout.signal_pad_bytes
+        return self._plan.layout.signal_pad_bytes
 
     def tables(self, rank: int | None = None) -> Tables:
         """Return the device addresses of the tables in a rank's memory, for use in kernels.
@@ -373,7 +369,7 @@ class SymmetricMemory(Closes, Shown):
         """
         self._check_open()
         base = self._bases[self.rank if rank is None else self._checked_rank(rank)]
-        return Tables(base + self._layout.buffer_table, base + self._layout.signal_table)
+        return Tables(base + self._plan.layout.buffer_table, base + self._plan.layout.signal_table)
 
     @property
     def buffer_table(self) -> int:
@@ -613,7 +609,7 @@ class SymmetricMemory(Closes, Shown):
             self._finish(rank, deadline, failures)
             if failures:
                 raise failures[0]
-            saved[rank] = _SavedContents.of(self._resources, self._layout, rank, backup)
+            saved[rank] = _SavedContents.of(self._resources, self._plan.layout, rank, backup)
 
         with undoing(lambda: [contents.close() for contents in saved.values()]):
             self._finish_together("sleep", save, deadline)
@@ -642,7 +638,7 @@ class SymmetricMemory(Closes, Shown):
         if asleep is None:
             raise EvictedError(f"{self!r} is not asleep")
         steps.check_no_capture(self._resources.session)
-        resources, layout = self._resources, self._layout
+        resources, layout = self._resources, self._plan.layout
         deadline = self._deadline(timeout)
 
         def restore(rank: int) -> None:
@@ -680,13 +676,11 @@ class SymmetricMemory(Closes, Shown):
         )
         yield "memory", table(("rank", "of", "address here"), rows)
 
-    def __repr__(self) -> str:
-        if not hasattr(self, "_resources"):
-            return f"<{type(self).__name__} that could not be made>"
+    def _text(self) -> str:
         who = f"rank {self.rank} of {self.size}" if self.communicator is not None else f"{self.size} devices"
         awake = ", with multicast" if self.multicast else ""
         state = ", closed" if self.closed else ", asleep" if self._asleep is not None else awake
-        return f"<{type(self).__name__} of {size_text(self.nbytes)} for each rank, {who}{state}>"
+        return f" of {size_text(self.nbytes)} for each rank, {who}{state}"
 
 
 def _view_of(mapping: Mapping) -> RangeView:

@@ -160,27 +160,13 @@ class Backup:
         self._ranges.add(offset)
         return held
 
-    def view(self, offset: int, nbytes: int) -> Memory:
-        """Return the bytes of a range."""
-        return self.memory if nbytes == self.memory.nbytes else self.memory[offset : offset + nbytes]
-
-    def save(self, offset: int, source: CopySide, copies: Copies) -> None:
-        """Queue the copy of a buffer's bytes into its range."""
+    def use(self, copies: Copies) -> Stream:
+        """Register copies that use the memory; return their stream."""
         stream = copies.stream
         assert stream is not None
-        self._use(copies)
-        copy_bytes(CopySide.writable(self.view(offset, source.nbytes), session_of(stream)), source, stream)
-
-    def load(self, offset: int, target: CopySide, copies: Copies) -> None:
-        """Queue the copy of a range into a buffer's memory."""
-        stream = copies.stream
-        assert stream is not None
-        self._use(copies)
-        copy_bytes(target, CopySide.readable(self.view(offset, target.nbytes), session_of(stream)), stream)
-
-    def _use(self, copies: Copies) -> None:
         copies.backups.add(self)
         self._copies[copies] = None
+        return stream
 
     def leave(self, offset: int) -> None:
         """Drop the range of a buffer; the last one releases the backup. Idempotent.
@@ -211,7 +197,8 @@ class BackupRange:
     @property
     def memory(self) -> Memory:
         """The bytes."""
-        return self.backup.view(self._offset, self.nbytes)
+        whole = self.backup.memory
+        return whole if self.nbytes == whole.nbytes else whole[self._offset : self._offset + self.nbytes]
 
     @property
     def own(self) -> bool:
@@ -239,12 +226,14 @@ class BackupRange:
     def save(self, source: CopySide, copies: Copies) -> None:
         """Queue the copy of the buffer's bytes into the backup."""
         if self.nbytes:
-            self.backup.save(self._offset, source, copies)
+            stream = self.backup.use(copies)
+            copy_bytes(CopySide.writable(self.memory, session_of(stream)), source, stream)
 
     def load(self, target: CopySide, copies: Copies) -> None:
         """Queue the copy of the bytes into the buffer's memory."""
         if self.nbytes:
-            self.backup.load(self._offset, target, copies)
+            stream = self.backup.use(copies)
+            copy_bytes(target, CopySide.readable(self.memory, session_of(stream)), stream)
 
     def leave(self) -> None:
         """Drop the range, see :meth:`Backup.leave`."""

@@ -95,7 +95,7 @@ class GrowableBuffer(VirtualBuffer):
             check_location(session, location)
         place = device.location if location is None else location
         prop = properties_for(place, handle_types, compressible, gpu_direct_rdma)
-        self._spec = spec_for(recycler, session, prop, asked=bool(handle_types or compressible or gpu_direct_rdma))
+        self._spec = spec_for(recycler, session, prop)
         self._recycler = self._spec if isinstance(self._spec, RecyclingSpec) else None
         most = checked_size("capacity", capacity)
         if not most:
@@ -324,12 +324,7 @@ def stripe(
     if len(given) != len(devices):
         raise ValueError(f"recyclers={recyclers!r}: there must be one for each of {len(devices)} devices")
     specs = [
-        spec_for(
-            recycler,
-            session,
-            properties_for(device, handle_types, compressible, False),
-            asked=bool(handle_types or compressible),
-        )
+        spec_for(recycler, session, properties_for(device, handle_types, compressible, False))
         for device, recycler in zip(devices, given, strict=True)
     ]
     step = max(spec.round_up(-(-size // len(devices))) for spec in specs)
@@ -360,12 +355,10 @@ class RemappableBuffer(VirtualBuffer):
 
     __slots__ = ("_names", "_offset")
 
-    _names: tuple[Hashable, ...]
-    """Names of the mapped chunks, in the order of addresses."""
-
     def __init__(self, device: Device, capacity: int, rights: Rights, stream: StreamLike | None, offset: int) -> None:
         self._offset = offset
-        self._names = ()
+        self._names: tuple[Hashable, ...] = ()
+        """Names of the mapped chunks, in the order of addresses."""
         self._open(device, capacity, 0, 0, rights, stream)
 
     @property

@@ -414,8 +414,8 @@ class RecyclingSpec(MemorySpec):
                 raise
 
 
-def spec_for(recycler: MemoryRecycler | None, session: Session, prop: MemAllocationProp, *, asked: bool) -> MemorySpec:
-    """Return the spec for a buffer's memory. ``asked``: the caller requested properties beside the location.
+def spec_for(recycler: MemoryRecycler | None, session: Session, prop: MemAllocationProp) -> MemorySpec:
+    """Return the spec for a buffer's memory.
 
     Raises
     ------
@@ -430,7 +430,7 @@ def spec_for(recycler: MemoryRecycler | None, session: Session, prop: MemAllocat
         raise ValueError(f"recycler={recycler!r} belongs to another driver")
     if spec.prop.location != prop.location:
         raise ValueError(f"recycler={recycler!r} has memory of {spec.prop.location}, and {prop.location} was asked for")
-    if asked and spec.prop != prop:
+    if prop not in (spec.prop, MemAllocationProp(location=prop.location)):
         raise ValueError(f"recycler={recycler!r} makes memory with {spec.prop}: give the properties to it alone")
     if spec.closed:
         raise ClosedError(f"{recycler!r} was closed")

@@ -46,15 +46,12 @@ class Node:
 
     __slots__ = ("_busy", "_first", "_then", "given_up", "gone", "kind")
 
-    given_up: bool
-    """True once the owner has closed or dropped it: it is released as soon as nothing precedes it."""
-    gone: bool
-    """True once it is released."""
-
     def __init__(self, kind: Kind) -> None:
         self.kind: Kind = kind
-        self.given_up = False
-        self.gone = False
+        self.given_up: bool = False
+        """True once the owner has closed or dropped it: it is released as soon as nothing precedes it."""
+        self.gone: bool = False
+        """True once it is released."""
         self._busy = False
         self._first: dict[Node, None] = NOTHING
         self._then: dict[Node, None] = NOTHING

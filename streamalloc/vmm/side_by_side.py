@@ -6,16 +6,15 @@ A chunk is a driver handle with one owner, without a :class:`PhysicalMemory` obj
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from streamalloc.core.allocation_properties import MemAllocationProp
-from streamalloc.core.internal import Fd, HandleEnd
+from streamalloc.core.internal import Fd
 from streamalloc.core.session import Session
 from streamalloc.driver.internal import cuda
 from streamalloc.vmm.access import Rights
 from streamalloc.vmm.address_range import AddressRange
-from streamalloc.vmm.allocation_handles import allocations_of
 from streamalloc.vmm.physical_memory import PhysicalMemory, spec_of
+from streamalloc.vmm.recycler import UnusedHandle
 from streamalloc.vmm.reservation import MappedBytes
 
 __all__ = ["ImportedChunk", "map_side_by_side"]
@@ -23,28 +22,22 @@ __all__ = ["ImportedChunk", "map_side_by_side"]
 _POSIX = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
 
-class ImportedChunk:
-    """A handle of physical memory that another process exported (``cuMemImportFromShareableHandle``)."""
+class ImportedChunk(UnusedHandle):
+    """A handle of physical memory that another process exported (``cuMemImportFromShareableHandle``).
 
-    __slots__ = ("_raw", "_session", "nbytes")
+    Its size is the exporter's; the driver maps no other.
+    """
+
+    __slots__ = ()
 
     def __init__(self, session: Session, fd: Fd, nbytes: int) -> None:
-        self._raw: Any = None
-        self._session = session
-        self.nbytes: int = nbytes
-        """Size in bytes, as the exporter says; the driver maps no other."""
+        super().__init__(session, nbytes)
         hint = "this file descriptor is no handle that the driver exported"
         self._raw = session.call("cuMemImportFromShareableHandle", fd.fileno(), _POSIX, hint=hint)
 
     def close(self) -> None:
         """Release the handle (``cuMemRelease``); existing mappings stay usable. Idempotent."""
-        self._session.release(self, "cuMemRelease")
-
-    def __del__(self) -> None:
-        raw = getattr(self, "_raw", None)
-        if raw is not None and self._session.usable:
-            self._raw = None
-            allocations_of(self._session).deferred.submit(HandleEnd(self._session, "cuMemRelease", raw))
+        self.attempt()
 
 
 def map_side_by_side(

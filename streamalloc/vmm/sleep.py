@@ -259,34 +259,21 @@ class SleepGroup(Closes, Claimable):
             them.
         """
 
-        def act(agree: Callable[[], object]) -> int:
-            return self._alone(lambda claim: self._sleep(claim, tags, keep, shared, stream, after, backup, agree))
+        def act(claim: Claim, agree: Callable[[], object]) -> int:
+            chosen = self._chosen(tags)
+            ordered = self._copying_stream(stream)
+            tagged = {keep} if isinstance(keep, str) else keep
+            if not isinstance(tagged, bool):
+                self._check_tags(tagged, self.buffers)
 
-        return vote(ranks, "sleep", timeout, act)
+            def hold(tag: str, buffers: Sequence[VirtualBuffer]) -> Sequence[Held]:
+                kept = tagged if isinstance(tagged, bool) else tag in tagged
+                sizes = [buffer.nbytes for buffer in buffers]
+                return self._tier(backup).hold(sizes, ordered, tag) if kept else ()
 
-    def _sleep(
-        self,
-        claim: Claim,
-        tags: Sequence[str],
-        keep: bool | Collection[str],
-        shared: bool,
-        stream: StreamLike | None,
-        after: After,
-        backup: MemoryPool | DiskTier | None,
-        agree: Callable[[], object],
-    ) -> int:
-        chosen = self._chosen(tags)
-        ordered = self._copying_stream(stream)
-        tagged = {keep} if isinstance(keep, str) else keep
-        if not isinstance(tagged, bool):
-            self._check_tags(tagged, self.buffers)
+            return self._evict(claim, chosen, hold, ordered, shared, after, agree)
 
-        def hold(tag: str, buffers: Sequence[VirtualBuffer]) -> Sequence[Held]:
-            kept = tagged if isinstance(tagged, bool) else tag in tagged
-            sizes = [buffer.nbytes for buffer in buffers]
-            return self._tier(backup).hold(sizes, ordered, tag) if kept else ()
-
-        return self._evict(claim, chosen, hold, ordered, shared, after, agree)
+        return vote(ranks, "sleep", timeout, lambda agree: self._alone(lambda claim: act(claim, agree)))
 
     def _evict(
         self,
@@ -408,19 +395,16 @@ class SleepGroup(Closes, Claimable):
             buffers still sleep, with their bytes.
         """
 
-        def act(agree: Callable[[], object]) -> int:
-            return self._alone(lambda claim: self._wake(claim, tags, stream, agree))
+        def act(claim: Claim, agree: Callable[[], object]) -> int:
+            chosen = self._chosen(tags)
+            claim.take(chosen)
+            found = {buffer: buffer.eviction for buffer in chosen}
+            evictions = {buffer: eviction for buffer, eviction in found.items() if eviction is not None}
+            hooks = functools.partial(run_hooks, self._after_wake, list(evictions), agree)
+            restore_all(evictions, self._copying_stream(stream), hooks)
+            return sum(eviction.nbytes for eviction in evictions.values())
 
-        return vote(ranks, "wake", timeout, act)
-
-    def _wake(self, claim: Claim, tags: Sequence[str], stream: StreamLike | None, agree: Callable[[], object]) -> int:
-        chosen = self._chosen(tags)
-        claim.take(chosen)
-        found = {buffer: buffer.eviction for buffer in chosen}
-        evictions = {buffer: eviction for buffer, eviction in found.items() if eviction is not None}
-        hooks = functools.partial(run_hooks, self._after_wake, list(evictions), agree)
-        restore_all(evictions, self._copying_stream(stream), hooks)
-        return sum(eviction.nbytes for eviction in evictions.values())
+        return vote(ranks, "wake", timeout, lambda agree: self._alone(lambda claim: act(claim, agree)))
 
     def before_sleep(self, hook: Hook, undo: Hook | None = None) -> None:
         """Call ``hook(buffers)`` in each :meth:`sleep`, before memory is released; hooks are called in this order.

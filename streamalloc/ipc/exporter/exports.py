@@ -80,7 +80,7 @@ class ExportedPool:
         if found is None:
             exports = self.exports
             described = Descriptor(
-                Mechanism.POOL_POINTER, exports.uuid(self.device), self.origin, block.id, endpoint, Flags.LEASED,
+                Mechanism.POOL_POINTER, self.device.uuid.bytes, self.origin, block.id, endpoint, Flags.LEASED,
                 driver_version=exports.version, handle_type=int(POSIX), payload=bytes(PAYLOAD_BYTES),
                 pool_mark=self.mark(block),
             )  # fmt: skip
@@ -106,7 +106,6 @@ class Exports:
         """16 bytes: the address of the handle server; zeros before :meth:`serve`."""
         self.version: int = int(session.call("cuDriverGetVersion"))
         self._pools: weakref.WeakKeyDictionary[MemoryPool, ExportedPool] = weakref.WeakKeyDictionary()
-        self._uuids: dict[int, bytes] = {}
         self._handles: weakref.WeakKeyDictionary[PhysicalMemory, dict[MemHandleType, Fd | bytes]]
         self._handles = weakref.WeakKeyDictionary()
         self._ids: weakref.WeakKeyDictionary[PhysicalMemory | VirtualBuffer, bytes] = weakref.WeakKeyDictionary()
@@ -122,13 +121,6 @@ class Exports:
                 if process not in _endpoints:
                     _endpoints[process] = handle_server.serve(_published.get)
                 self.endpoint = _endpoints[process]
-
-    def uuid(self, device: Device) -> bytes:
-        """Return the id of a device in descriptors."""
-        uuid = self._uuids.get(device.ordinal)
-        if uuid is None:
-            uuid = self._uuids[device.ordinal] = device.uuid.bytes
-        return uuid
 
     def lease(self, buffer: Buffer, pointer: Any) -> Lease:
         """Return the lease of a buffer, which frees it from now on."""
@@ -150,25 +142,23 @@ class Exports:
 
     def pool(self, pool: MemoryPool) -> ExportedPool:
         """Return an exported pool; export it first if necessary."""
-        found = self._pools.get(pool)
-        if found is None:
-            if pool.properties is not None and not pool.properties.handle_types & POSIX:
-                raise ValueError(
-                    f"{pool!r} cannot be shared: make it with handle_types=MemHandleType.POSIX_FILE_DESCRIPTOR"
-                    + (f"; {NO_FABRIC_POOLS}" if pool.properties.handle_types else "")
-                )
-            on_device = pool.location.type is MemLocationType.DEVICE
-            device = Device(pool.location.id if on_device else 0, driver=self.session.driver)
-            with self.leases.lock:
-                found = self._pools.get(pool)
-                if found is None:
-                    found = self._pools[pool] = ExportedPool(pool, self, device)
-                    forget = exported_pools.pop
-                    exported_pools[weakref.ref(pool, lambda gone: forget(gone, None))] = weakref.ref(found)
+        with self.leases.lock:
+            found = self._pools.get(pool)
+            if found is None:
+                if pool.properties is not None and not pool.properties.handle_types & POSIX:
+                    raise ValueError(
+                        f"{pool!r} cannot be shared: make it with handle_types=MemHandleType.POSIX_FILE_DESCRIPTOR"
+                        + (f"; {NO_FABRIC_POOLS}" if pool.properties.handle_types else "")
+                    )
+                on_device = pool.location.type is MemLocationType.DEVICE
+                device = Device(pool.location.id if on_device else 0, driver=self.session.driver)
+                found = self._pools[pool] = ExportedPool(pool, self, device)
+                forget = exported_pools.pop
+                exported_pools[weakref.ref(pool, lambda gone: forget(gone, None))] = weakref.ref(found)
                 for known in list(self._pools):
                     if known.closed:
                         self._pools.pop(known, None)
-        return found
+            return found
 
     def memory(self, memory: PhysicalMemory, handle_type: MemHandleType) -> tuple[Chunk, Fd | None]:
         """Return the chunk of a descriptor for physical memory, and the file descriptor of its handle, if it is one."""
@@ -181,13 +171,11 @@ class Exports:
 
     def relay(self, block: ControlBlock, device: Device) -> bytes:
         """Return the fabric handle of a control block's relay; make that first if necessary, on ``device``."""
-        relay = self._relays.get(block)
-        if relay is None or relay.ended:
-            with self.leases.lock:
-                relay = self._relays.get(block)
-                if relay is None or relay.ended:
-                    with self.session.relaxed():
-                        relay = self._relays[block] = ExporterRelay(block, device)
+        with self.leases.lock:
+            relay = self._relays.get(block)
+            if relay is None or relay.ended:
+                with self.session.relaxed():
+                    relay = self._relays[block] = ExporterRelay(block, device)
         relay.hurry(SHARED_LINGER)
         return relay.handle
 

@@ -443,19 +443,14 @@ class KeptReferences(Deferred):
     __slots__ = ("_lease", "_ordinal", "_things")
 
     def __init__(self, lease: Lease, ordinal: int, things: object) -> None:
-        self._lease: Lease | None = lease
+        self._lease = lease
         self._ordinal = ordinal
         self._things = things
 
     def attempt(self) -> bool:
-        lease = self._lease
-        if lease is not None:
-            if not lease.unused():
-                return False
-            # Other libraries may free on the default stream of the current device.
-            with lease.block.session.current(self._ordinal):
-                self._things = self._lease = None
+        if not self._lease.unused():
+            return False
+        # Other libraries may free on the default stream of the current device.
+        with self._lease.block.session.current(self._ordinal):
+            self._things = None
         return True
-
-    def forget(self) -> None:
-        self._things = self._lease = None

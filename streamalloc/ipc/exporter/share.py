@@ -86,9 +86,6 @@ class Shared(Unique, Shown):
 
     __slots__ = ("__weakref__", "_again", "_data", "_exports", "_hold", "_lease", "handles")
 
-    handles: dict[bytes, Fd]
-    """The handles by their ids in the descriptor; they stay the exporter's."""
-
     def __init__(
         self,
         data: bytes,
@@ -98,7 +95,8 @@ class Shared(Unique, Shown):
         exports: Exports | None = None,
     ) -> None:
         self._data = data
-        self.handles = handles
+        self.handles: dict[bytes, Fd] = handles
+        """The handles by their ids in the descriptor; they stay the exporter's."""
         self._lease = lease
         """The slot of the allocation or the announcement; dropping this object releases that of an announcement."""
         self._hold = hold
@@ -522,7 +520,7 @@ class _Draft:
                 if memory is not None and exports.session.listener is not None:
                     _notify_listener(lease, fields["ready"], *memory, self.stream)
         publish(self.handles)
-        uuid = exports.uuid(self.device)
+        uuid = self.device.uuid.bytes
         described = Descriptor(mechanism, uuid, endpoint=exports.endpoint, driver_version=exports.version, **fields)
         shared = Shared(described.to_bytes(), self.handles, lease, self.hold, exports)
         shared._again = functools.partial(share, **self.options._replace(hold=True)._asdict())

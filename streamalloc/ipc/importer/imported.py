@@ -193,12 +193,10 @@ class ImportedPool(Foreign):
 
     __slots__ = ("__weakref__", "_pool", "device")
 
-    device: Device
-    """The device that has the memory."""
-
     def __init__(self, pool: PoolHandle, device: Device) -> None:
         self._pool = pool
-        self.device = device
+        self.device: Device = device
+        """The device that has the memory."""
         pool.users.add(self)
 
     @property
@@ -680,17 +678,13 @@ class ImportedRange(RemappableBuffer, Foreign):
 
     __slots__ = ("_announced", "_contents", "_lease")
 
-    _announced: Announcement | None
-    """That of the last open; None without a control block."""
-    _contents: tuple[Announcement, ...]
-    """One for each open without a stream."""
-    _lease: HostLease | None
-    """That of the last open that had one."""
-
     def __init__(self, device: Device, capacity: int, rights: Rights, stream: StreamLike | None, offset: int) -> None:
-        self._announced = None
-        self._contents = ()
-        self._lease = None
+        self._announced: Announcement | None = None
+        """That of the last open; None without a control block."""
+        self._contents: tuple[Announcement, ...] = ()
+        """One for each open without a stream."""
+        self._lease: HostLease | None = None
+        """That of the last open that had one."""
         super().__init__(device, capacity, rights, stream, offset)
 
     @property

@@ -44,15 +44,14 @@ class ImporterRelay(Relay):
 
     block: ControlBlock
     """The replica."""
-    handle: bytes
-    """The fabric handle."""
 
     def __init__(self, session: Session, handle: bytes, name: bytes, device: Device) -> None:
         # The driver reads the handle by its address, so the struct must live until the call returns.
         struct = opaque_struct("CUmemFabricHandle", handle)
         args = "cuMemImportFromShareableHandle", int(struct.getPtr()), _FABRIC
         super().__init__(session, device, *args, hint=f"{_ENDED}; {FABRIC_NEEDS}")
-        self.handle = handle
+        self.handle: bytes = handle
+        """The fabric handle."""
         self._entry = -1
         self._claim = np.zeros(1, CLAIM)
         self._change = self._pulse = 0

@@ -110,11 +110,6 @@ class RingConsumer(RingEnd):
 
     __slots__ = ("_again", "_channel", "_current", "_items", "_memory", "_receive", "taken", "timeout")
 
-    timeout: float | None
-    """Seconds, default for :meth:`next`; None: no limit."""
-    taken: int
-    """Number of items taken so far."""
-
     def __init__(
         self, channel: Channel, stream: StreamLike | None, timeout: float | None, driver: Driver | None
     ) -> None:
@@ -127,8 +122,10 @@ class RingConsumer(RingEnd):
         self._again: bytes | None = None
         """Packet received, whose item is not taken yet."""
         self._current: tuple[RingItem, int] | None = None
-        self.timeout = timeout
-        self.taken = 0
+        self.timeout: float | None = timeout
+        """Seconds, default for :meth:`next`; None: no limit."""
+        self.taken: int = 0
+        """Number of items taken so far."""
         end = end_of(timeout)
         with undoing(channel.close):
             message = channel.receive(timeout=timeout)

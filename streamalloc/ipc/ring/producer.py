@@ -415,9 +415,6 @@ class RingProducer(RingEnd):
 
     __slots__ = ("_blocks", "_deliveries", "_handles", "_hello", "_ordinal", "stream")
 
-    stream: Stream
-    """The stream that fills the slots."""
-
     def __init__(self, pool: MemoryPool, slot_bytes: int, slots: int, stream: StreamLike) -> None:
         checked_type("pool", pool, MemoryPool)
         if not checked_size("slot_bytes", slot_bytes):
@@ -428,7 +425,8 @@ class RingProducer(RingEnd):
         self.slot_bytes = slot_bytes
         self.slots = slots
         stride = -(-slot_bytes // _ALIGNMENT) * _ALIGNMENT
-        self.stream = as_stream(stream, self._session)
+        self.stream: Stream = as_stream(stream, self._session)
+        """The stream that fills the slots."""
         refuse_capture(self.stream, "cuMemAllocFromPoolAsync", "a ring is not made in a capture")
         self._ordinal = pool.location.id if pool.location.type is MemLocationType.DEVICE else None
         buffer = pool.allocate(slots * stride, self.stream)

@@ -114,13 +114,12 @@ class SlotMemory(BufferView, Leaves):
     __slots__ = ("_base", "_held", "_stream", "index")
 
     _ptr = None  # Sends every use to the slow path, which checks that the slot is held.
-    index: int
-    """Number of the slot in the ring."""
 
     def __init__(self, memory: Memory, stream: Stream, index: int, offset: int, nbytes: int) -> None:
         super().__init__(memory, offset, nbytes)
         self._stream = stream  # type: ignore[misc]
-        self.index = index
+        self.index: int = index
+        """Number of the slot in the ring."""
         self._base = memory._at + offset
         self._held = False
 

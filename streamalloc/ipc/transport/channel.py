@@ -367,9 +367,6 @@ class Channel(_SocketOwner):
 
     __slots__ = ("_carried", "_misses", "_partial", "_ready", "_receive", "_send", "_send_with", "peer", "timeout")
 
-    peer: Peer
-    """The process that made the other end."""
-
     def __init__(self, connection: socket.socket, peer: Peer) -> None:
         self.timeout: float | None = None
         self._carried: set[bytes] = set()
@@ -378,7 +375,8 @@ class Channel(_SocketOwner):
         self._misses = 0
         """Waits in a row in which polling found no message."""
         self._socket = connection = _Socket(connection.family, connection.type, 0, connection.detach())
-        self.peer = peer
+        self.peer: Peer = peer
+        """The process that made the other end."""
         # Bound once: looking a method up at each call costs a tenth of a hand-off.
         self._send = connection.send
         self._receive = connection.recvmsg
@@ -676,15 +674,13 @@ class Listener(_SocketOwner):
 
     __slots__ = ("_file", "_process", "address")
 
-    address: str
-
     def __init__(self, name: Address | None = None) -> None:
         if name is None:
             name = f"@streamalloc-{os.geteuid()}-{token_hex(16)}"
         name = shown(name)
         self._process = os.getpid()
         self._file: tuple[int, int] | None = None
-        self.address = name if name.startswith("@") else os.path.abspath(name)
+        self.address: str = name if name.startswith("@") else os.path.abspath(name)
         self._socket = _Socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with undoing(self.close):
             bound = to_kernel(self.address)

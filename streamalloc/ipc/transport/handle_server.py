@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +16,6 @@ from streamalloc.core.errors import ClosedError
 from streamalloc.core.internal import Fd
 from streamalloc.core.resource import close_all
 from streamalloc.ipc.transport.channel import Channel, Listener
-from streamalloc.ipc.transport.deadlines import now
 
 # A client that is silent for so long is dropped, and a request that takes longer fails.
 _SECONDS = 10.0
@@ -33,73 +31,50 @@ def address_of(endpoint: bytes) -> str:
 def serve(find: Callable[[bytes], Fd | None]) -> bytes:
     """Start the thread that sends handles; the endpoint, which is the 16 bytes that :func:`fetch` takes.
 
-    ``find`` returns the handle of a name, or None. The thread calls it.
+    ``find`` returns the handle of a name, or None. Threads call it.
     """
     endpoint = os.urandom(_ID_BYTES)
-    server = _Server(Channel.listen(address_of(endpoint)), find)
-    threading.Thread(target=server.run, name="streamalloc handles", daemon=True).start()
+    arguments = Channel.listen(address_of(endpoint)), find
+    threading.Thread(target=_serve, args=arguments, name="streamalloc handles", daemon=True).start()
     return endpoint
 
 
-class _Server:
-    """Serves all clients on one thread and blocks for none; drops a client that is silent or takes no answer."""
+def _serve(listener: Listener, find: Callable[[bytes], Fd | None]) -> None:
+    """Answer each client on a thread of its own, and drop the oldest if there are too many."""
+    clients: list[Channel] = []
+    closing = threading.Lock()  # a descriptor that is shut down is not closed meanwhile, and its number reused
+    while True:
+        full = False
+        try:
+            client = listener.accept()
+            clients = [one for one in (*clients, client) if not one.closed]
+            full = len(clients) > _MOST_CLIENTS
+            arguments = client, find, closing
+            threading.Thread(target=_answer, args=arguments, name="streamalloc handle", daemon=True).start()
+        except PermissionError:
+            pass  # a client of another user
+        except Exception:
+            # For example no descriptor is left: a client that waits in the queue is accepted later.
+            full = bool(clients)
+            time.sleep(0.01)
+        if full:
+            with closing:
+                clients.pop(0).shutdown()
 
-    def __init__(self, listener: Listener, find: Callable[[bytes], Fd | None]) -> None:
-        self._listener = listener
-        self._find = find
-        self._clients: dict[int, tuple[Channel, float]] = {}
-        """Client and its deadline, by descriptor; the earliest deadline first."""
 
-    def run(self) -> None:
-        poll = select.poll()
-        poll.register(self._listener, select.POLLIN)
-        while True:
-            try:
-                for number, _ in poll.poll(1000 if self._clients else None):
-                    if number in self._clients:
-                        self._answer(self._clients[number][0], poll)
-                    else:
-                        self._admit(poll)
-                while self._clients and next(iter(self._clients.values()))[1] < now():
-                    self._drop(poll)
-            except Exception:
-                # For example no descriptor is left: a client that waits in the queue is accepted later.
-                self._drop(poll)
-                time.sleep(0.01)
-
-    def _admit(self, poll: select.poll) -> None:
-        with contextlib.suppress(PermissionError, TimeoutError):
-            client = self._listener.accept(timeout=0)
-            if len(self._clients) >= _MOST_CLIENTS:
-                self._drop(poll)
-            self._clients[client.fileno()] = client, now() + _SECONDS
-            poll.register(client, select.POLLIN)
-            self._answer(client, poll)
-
-    def _answer(self, client: Channel, poll: select.poll) -> None:
-        """Answer a client's request, if it has come, and drop the client."""
-        number = client.fileno()
-        with contextlib.suppress(Exception):
-            try:
-                name, given = client.receive(timeout=0)
-            except TimeoutError:
-                return  # It has until its deadline.
-            close_all(given)
-            found = self._find(name)
-            try:
-                client.send(b"" if found is None else name, () if found is None else (found,), timeout=0)
-            except ClosedError:
-                # Closed since find(), by its owner or by a user of it.
-                client.send(b"", timeout=0)
-        self._drop(poll, number)
-
-    def _drop(self, poll: select.poll, number: int = -1) -> None:
-        """Close a client; default: the one with the earliest deadline."""
-        if self._clients:
-            if number < 0:
-                number = next(iter(self._clients))
-            poll.unregister(number)
-            self._clients.pop(number)[0].close()
+def _answer(client: Channel, find: Callable[[bytes], Fd | None], closing: threading.Lock) -> None:
+    """Answer a client's request, and close the connection."""
+    with contextlib.suppress(Exception):
+        name, given = client.receive(timeout=_SECONDS)
+        close_all(given)
+        found = find(name)
+        try:
+            client.send(b"" if found is None else name, () if found is None else (found,), timeout=0)
+        except ClosedError:
+            # Closed since find(), by its owner or by a user of it.
+            client.send(b"", timeout=0)
+    with closing:
+        client.close()
 
 
 def fetch(endpoint: bytes, name: bytes) -> Fd:

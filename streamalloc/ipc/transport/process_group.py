@@ -74,11 +74,9 @@ class GroupError(Exception):
         The calls of the ranks at fault, by rank; ``""`` if unknown. If two ranks made different calls, both are here.
     """
 
-    calls: Mapping[int, str]
-
     def __init__(self, text: str, calls: Mapping[int, str] | None = None) -> None:
         super().__init__(text)
-        self.calls = dict(calls or {})
+        self.calls: Mapping[int, str] = dict(calls or {})
 
     @property
     def ranks(self) -> tuple[int, ...]:

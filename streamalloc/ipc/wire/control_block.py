@@ -108,9 +108,6 @@ class SlotWords:
 
     __slots__ = ("announced", "closed", "generation", "last_announced", "lost", "opened", "ready")
 
-    last_announced: int
-    """The exporter's own copy of ``announced``, which importers cannot write."""
-
     def __init__(self, block: ControlBlock, slot: int) -> None:
         self.generation: Word = block.word("generation", slot)
         self.announced: Word = block.word("announced", slot)
@@ -121,7 +118,8 @@ class SlotWords:
         """Bytes of the file: the words ``opened`` of all importers."""
         self.closed: slice = slice(closed + step * slot, closed + step * (slot + 1))
         """Bytes of the file: the words ``closed`` of all importers."""
-        self.last_announced = 0
+        self.last_announced: int = 0
+        """The exporter's own copy of ``announced``, which importers cannot write."""
 
     def was_lost(self, wanted: int) -> bool:
         """Whether ``ready`` came to ``wanted`` only because the exporter died or its driver refused."""
@@ -133,19 +131,16 @@ class ImporterWords:
 
     __slots__ = ("awaited", "closed", "closing", "importer", "opened", "slot_words", "users")
 
-    awaited: int
-    """The last value of ``closed`` that streams of this process wait for."""
-    users: set[object]
-    """Uses of the slot's memory whose closes the host counts; the importer may have several."""
-
     def __init__(self, block: ControlBlock, slot: int, importer: int) -> None:
         self.importer: int = importer
         self.slot_words: SlotWords = block.slot_words(slot)
         self.opened: Word = block.word("opened", slot, importer)
         self.closing: Word = block.word("closing", slot, importer)
         self.closed: Word = block.word("closed", slot, importer)
-        self.awaited = self.closed.value
-        self.users = set()
+        self.awaited: int = self.closed.value
+        """The last value of ``closed`` that streams of this process wait for."""
+        self.users: set[object] = set()
+        """Uses of the slot's memory whose closes the host counts; the importer may have several."""
 
 
 class Mark:
@@ -153,15 +148,13 @@ class Mark:
 
     __slots__ = ("_block", "_free", "_index", "_value", "_word", "number")
 
-    number: int
-    """Index in the lower 32 bits, value in the upper; 0 without a free word."""
-
     def __init__(self, block: ControlBlock, kind: str, free: list[int], value: int) -> None:
         self._block = block
         self._free = free
         self._value = value
         self._word: Word | None = None
-        self.number = 0
+        self.number: int = 0
+        """Index in the lower 32 bits, value in the upper; 0 without a free word."""
         try:
             self._index = free.pop()
         except IndexError:
@@ -186,25 +179,18 @@ class Mark:
 class ControlBlock:
     """A control block, mapped into this process: :meth:`create` it in the exporter, :meth:`attach` it in importers."""
 
-    id: bytes
-    """16 random bytes."""
-    fd: Fd
-    importer: int
-    """Index of this process among the importers; -1 in the exporter."""
-    opened: Words
-    """Words by slot and importer, like the next two."""
-    closing: Words
-    closed: Words
-
     relay: Any = None
     """Exchange of the words with another machine, if this is a replica: see :mod:`streamalloc.ipc.wire.relay`."""
     ready_at: int | None = None
     """Device address of the words ``ready`` that streams wait for, by slot; None: those of the block itself."""
 
-    def __init__(self, session: Session, fd: Fd, *, for_streams: bool = True) -> None:
+    def __init__(self, session: Session, fd: Fd, name: bytes, *, for_streams: bool = True) -> None:
         self.session: Session = session
-        self.fd = fd
-        self.importer = -1
+        self.fd: Fd = fd
+        self.id: bytes = name
+        """16 random bytes."""
+        self.importer: int = -1
+        """Index of this process among the importers; -1 in the exporter."""
         self._watched: set[int] = set()
         """Bytes of the file whose locks a thread waits for."""
         self._expected: dict[tuple[int, int], None] = {}
@@ -217,9 +203,10 @@ class ControlBlock:
         shape = len(EXPORTER_WORDS), SLOTS
         self.exporter_words: Words = np.frombuffer(self._map, np.uint32, shape[0] * SLOTS, _HEADER_BYTES).reshape(shape)
         """Words by kind, as in ``EXPORTER_WORDS``, and by slot or mark."""
-        for name in _IMPORTER_WORDS:
-            words = np.frombuffer(self._map, np.uint32, SLOTS * IMPORTERS, _LAYOUT[name][0])
-            setattr(self, name, words.reshape(SLOTS, IMPORTERS))
+        shape = len(_IMPORTER_WORDS), SLOTS * IMPORTERS
+        words = np.frombuffer(self._map, np.uint32, shape[0] * shape[1], _LAYOUT["opened"][0])
+        # Words by slot and importer.
+        self.opened, self.closing, self.closed = words.reshape(shape[0], SLOTS, IMPORTERS)
         # Locks belong to the open file, which a received descriptor shares with the sender: open it anew.
         self._own = _reopened(fd)
         self.slots: dict[int, SlotWords] = {}
@@ -255,8 +242,7 @@ class ControlBlock:
     def create(cls, session: Session) -> ControlBlock:
         """Make a control block whose exporter is this process."""
         name = secrets.token_bytes(16)
-        block = cls(session, _new_file(name))
-        block.id = name
+        block = cls(session, _new_file(name), name)
         _try_lock(block._own, 0)
         return block
 
@@ -286,8 +272,7 @@ class ControlBlock:
         """
         if not _is_block(fd, name):
             raise ValueError("the file descriptor that came with the message is not its control block")
-        block = cls(session, fd, for_streams=for_streams)
-        block.id = name
+        block = cls(session, fd, name, for_streams=for_streams)
         for importer in range(IMPORTERS):
             if _try_lock(block._own, 1 + importer):
                 # A dead importer may have had the index before, and left allocations open.

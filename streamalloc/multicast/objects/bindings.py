@@ -166,42 +166,46 @@ class _MemoryNode(Node):
 class BindingNode(HandleNode):
     """One binding as a node of the release order. :attr:`raw` is the object's handle while it is bound."""
 
-    __slots__ = ("confirmed", "device", "memory_node", "nbytes", "object", "offset", "state")
+    __slots__ = ("confirmed", "device", "memory_node", "object", "offset", "source")
 
     def __init__(self, object: AllocationHandle, source: BindSource, device: int, offset: int) -> None:
         super().__init__(object.allocations, Kind.BINDING)
         self.confirmed: bool = False
         """Whether the bind call returned success."""
         self.object: AllocationHandle = object
-        self.state: AllocationState | None = source.state
         self.memory_node: _MemoryNode = _MemoryNode()
         self.device: int = device
         self.offset: int = offset
-        self.nbytes: int = source.nbytes
+        self.source: BindSource = source
 
-    def link(self, team: Node, memory: object) -> None:
+    @property
+    def stop(self) -> int:
+        """Bytes from the start of the object to the end of the binding."""
+        return self.offset + self.source.nbytes
+
+    def link(self, team: Node) -> None:
         """Order the release: this binding, the object's mappings, the object, the memory."""
-        order = self.allocations.order
+        state, order = self.source.state, self.allocations.order
         self._raw = self.object.raw
         # The relation comes first: an interrupt between the two lines then leaks nothing in the table.
         order.relate(self, self.memory_node)
-        _bound_memory[self.memory_node] = memory
+        _bound_memory[self.memory_node] = self.source.memory
         for node in (*order.before(self.object, Kind.OBJECT_MAPPING), self.object):
             order.relate(self, node)
         order.relate(self.object, self.memory_node)
-        if self.state is not None:
-            self.state.bindings[self] = None
-            self.state.teams[team] = None
-            for handle in list(self.state.handles):
+        if state is not None:
+            state.bindings[self] = None
+            state.teams[team] = None
+            for handle in list(state.handles):
                 order.relate(self, handle)
                 order.relate(self.object, handle)
                 order.relate(handle, team)
-            for mapping in list(self.state.mappings):
+            for mapping in list(state.mappings):
                 order.relate(self.object, mapping)
 
     def unlink(self, team: Node) -> None:
         """Remove the order between object and memory, unless another binding still joins them."""
-        state, order = self.state, self.allocations.order
+        state, order = self.source.state, self.allocations.order
         order.unrelate(self.object, self.memory_node)
         if state is not None and all(other.object is not self.object for other in list(state.bindings)):
             state.teams.pop(team, None)
@@ -213,7 +217,7 @@ class BindingNode(HandleNode):
     def release(self) -> None:
         """Call ``cuMulticastUnbind``."""
         try:
-            self.give_back("cuMulticastUnbind", self.device, self.offset, self.nbytes)
+            self.give_back("cuMulticastUnbind", self.device, self.offset, self.source.nbytes)
         except InvalidValueError:
             if self.confirmed:
                 raise
@@ -226,22 +230,5 @@ class BindingNode(HandleNode):
 
     def forget(self) -> None:
         """Remove the binding from the state of its memory."""
-        if self.state is not None:
-            self.state.bindings.pop(self, None)
-
-
-class BindingRecord(NamedTuple):
-    """An entry in the object's list of bindings."""
-
-    source: BindSource
-    node: BindingNode
-
-    @property
-    def live(self) -> bool:
-        """Whether the memory is still bound."""
-        return not self.node.gone
-
-    @property
-    def stop(self) -> int:
-        """Bytes from the start of the object to the end of the binding."""
-        return self.node.offset + self.node.nbytes
+        if self.source.state is not None:
+            self.source.state.bindings.pop(self, None)

@@ -23,7 +23,7 @@ from streamalloc.core.resource import Closes
 from streamalloc.core.session import Session
 from streamalloc.driver import Driver
 from streamalloc.driver.internal import cuda
-from streamalloc.multicast.objects.bindings import BindingNode, BindingRecord, BindSource, check_multiple
+from streamalloc.multicast.objects.bindings import BindingNode, BindSource, check_multiple
 from streamalloc.vmm import PhysicalMemory
 from streamalloc.vmm.internal import (
     GRANULARITY,
@@ -130,7 +130,7 @@ class MulticastObject(GenericAllocation):
         self._create("cuMulticastCreate", prop.to_driver())
 
     def _open(self, session: Session, prop: MulticastObjectProp, step: int) -> None:
-        self._bound: list[BindingRecord] = []
+        self._bound: list[BindingNode] = []
         self._complete = False
         """Whether :meth:`mark_complete` was called."""
         self._devices: list[Device] = []
@@ -231,7 +231,7 @@ class MulticastObject(GenericAllocation):
     @property
     def bindings(self) -> tuple[Binding, ...]:
         """Bindings that this process made and that are not closed."""
-        return tuple(Binding(self, record) for record in self._live_bindings())
+        return tuple(Binding(self, node) for node in self._live_bindings())
 
     @property
     def location(self) -> MemLocation:
@@ -328,25 +328,23 @@ class MulticastObject(GenericAllocation):
         if self._all_here and ordinal not in [one.ordinal for one in self._devices]:
             raise self._outside_team(f"{memory!r}: device {ordinal}")
         for other in self._live_bindings():
-            node = other.node
-            if node.device == ordinal and node.offset < stop and start < other.stop:
-                taken = f"bytes {node.offset} to {other.stop} of device {ordinal}"
+            if other.device == ordinal and other.offset < stop and start < other.stop:
+                taken = f"bytes {other.offset} to {other.stop} of device {ordinal}"
                 raise ValueError(f"offset={offset}: {taken} are bound already")
         node = BindingNode(self._node, source, ordinal, start)
-        record = BindingRecord(source, node)
         name, arguments = source.bind_call(raw, ordinal, start, device)
         try:
             # Recorded before the call: an interrupt after the call then leaves a binding that is undone.
-            self._bound.append(record)
-            node.link(self._team, source.memory)
+            self._bound.append(node)
+            node.link(self._team)
             self._session.call(name, *arguments)
             node.confirmed = True
         except BaseException as first:
             if isinstance(first, CudaError) and first.call == name:
                 node.was_refused()
-            self._unbind(record, ())
+            self._unbind(node, ())
             raise
-        return Binding(self, record)
+        return Binding(self, node)
 
     def map(self, *, access: Access = None) -> MulticastView:
         """Map the whole object at new addresses (``cuMemAddressReserve``, ``cuMemMap``, ``cuMemSetAccess``).
@@ -425,8 +423,8 @@ class MulticastObject(GenericAllocation):
 
     # -- release ---------------------------------------------------------------------------------------------
 
-    def _live_bindings(self) -> list[BindingRecord]:
-        self._bound = [record for record in self._bound if record.live]
+    def _live_bindings(self) -> list[BindingNode]:
+        self._bound = [node for node in self._bound if not node.gone]
         return self._bound
 
     def _wait(self, after: After) -> None:
@@ -436,9 +434,8 @@ class MulticastObject(GenericAllocation):
     def _mapping_nodes(self) -> list[Any]:
         return self._node.allocations.order.before(self._node, Kind.OBJECT_MAPPING)
 
-    def _unbind(self, record: BindingRecord, after: After) -> None:
+    def _unbind(self, node: BindingNode, after: After) -> None:
         self._wait(after)
-        node = record.node
         try:
             self._node.allocations.end(node)
         finally:
@@ -450,9 +447,9 @@ class MulticastObject(GenericAllocation):
     def _end(self, after: After) -> None:
         self._wait(after)
         allocations = self._node.allocations
-        states = [record.node.state for record in self._live_bindings()]
-        for record in list(self._bound):
-            allocations.end(record.node)
+        states = [node.source.state for node in self._live_bindings()]
+        for node in list(self._bound):
+            allocations.end(node)
         for mapping in self._mapping_nodes():
             # _wait() has waited for this work already.
             for work in allocations.order.before(mapping, Kind.QUEUED_WORK):
@@ -513,42 +510,42 @@ class Binding(Closes):
     :meth:`close` unbinds the memory. Dropping this object does not, because the multicast object owns the binding.
     """
 
-    __slots__ = ("_record", "multicast")
+    __slots__ = ("_node", "multicast")
 
-    def __init__(self, multicast: MulticastObject, record: BindingRecord) -> None:
+    def __init__(self, multicast: MulticastObject, node: BindingNode) -> None:
         self.multicast: MulticastObject = multicast
         """The object that the memory is bound to."""
-        self._record = record
+        self._node = node
 
     @property
     def memory(self) -> PhysicalMemory | Memory:
         """The bound memory; for a mapping, the physical memory behind it."""
-        return self._record.source.memory
+        return self._node.source.memory
 
     @property
     def device(self) -> Device:
         """The device that the memory is bound for."""
-        return Device(self._record.node.device, driver=self.multicast.driver)
+        return Device(self._node.device, driver=self.multicast.driver)
 
     @property
     def offset(self) -> int:
         """Bytes from the start of the multicast object to the binding."""
-        return self._record.node.offset
+        return self._node.offset
 
     @property
     def memory_offset(self) -> int:
         """Bytes from the start of :attr:`memory` to the bound range."""
-        return self._record.source.offset
+        return self._node.source.offset
 
     @property
     def nbytes(self) -> int:
         """Size of the bound range in bytes."""
-        return self._record.node.nbytes
+        return self._node.source.nbytes
 
     @property
     def closed(self) -> bool:
         """Whether the memory was unbound."""
-        return not self._record.live
+        return self._node.gone
 
     def close(self, after: After = None) -> None:
         """Unbind the memory (``cuMulticastUnbind``); idempotent.
@@ -556,18 +553,18 @@ class Binding(Closes):
         Unbinding is not stream-ordered: it blocks until ``after`` has passed, see :class:`AddressRange`. Default: all
         work of the devices with access to a mapping of the object.
         """
-        if self._record.live:
-            self.multicast._unbind(self._record, after)
+        if not self._node.gone:
+            self.multicast._unbind(self._node, after)
 
     def __eq__(self, other: object) -> bool:
-        return self._record is other._record if isinstance(other, Binding) else NotImplemented
+        return self._node is other._node if isinstance(other, Binding) else NotImplemented
 
     def __hash__(self) -> int:
-        return hash(id(self._record))
+        return hash(id(self._node))
 
     def __repr__(self) -> str:
-        state = "" if self._record.live else ", unbound"
-        part = f"{size_text(self.nbytes)} of device {self._record.node.device} at offset {self.offset}"
+        state = ", unbound" if self._node.gone else ""
+        part = f"{size_text(self.nbytes)} of device {self._node.device} at offset {self.offset}"
         return f"<Binding of {part} of {self.multicast!r}{state}>"
 
 

@@ -16,6 +16,7 @@ from streamalloc.core.errors import (
     NotPermittedError,
     NotSupportedError,
     refused,
+    undoing,
     warn,
 )
 from streamalloc.core.internal import Device, HandleEnd, deferred_queue, session_for
@@ -238,21 +239,17 @@ def _clear(resources: RankResources, layout: Layout, rank: int) -> None:
     start, first = int(bases[rank]), layout.signal_pad
     # A bare handle, because a Stream object costs more and orders nothing here.
     later, stream = deferred_queue(session), HandleEnd(session, "cuStreamDestroy", None)
-    try:
-        with device.current():
-            session.create(stream, "_raw", "cuStreamCreateWithPriority", _NON_BLOCKING, 0)
-            if layout.total - first > _HOST_IMAGE:
-                session.call("cuMemsetD8Async", start + first, 0, layout.counters - first, stream.raw)
-                first = layout.counters
-            image = np.zeros(layout.total - first, np.uint8)
-            signal_pads = bases + np.uint64(layout.signal_pad)
-            for table, addresses in ((layout.buffer_table, bases), (layout.signal_table, signal_pads)):
-                image[table - first :][: addresses.nbytes] = addresses.view(np.uint8)
-            session.call("cuMemcpyHtoDAsync", start + first, image.ctypes.data, image.nbytes, stream.raw)
-            session.call("cuStreamSynchronize", stream.raw)
-    except BaseException:
-        later.submit(stream)
-        raise
+    with undoing(lambda: later.submit(stream)), device.current():
+        session.create(stream, "_raw", "cuStreamCreateWithPriority", _NON_BLOCKING, 0)
+        if layout.total - first > _HOST_IMAGE:
+            session.call("cuMemsetD8Async", start + first, 0, layout.counters - first, stream.raw)
+            first = layout.counters
+        image = np.zeros(layout.total - first, np.uint8)
+        signal_pads = bases + np.uint64(layout.signal_pad)
+        for table, addresses in ((layout.buffer_table, bases), (layout.signal_table, signal_pads)):
+            image[table - first :][: addresses.nbytes] = addresses.view(np.uint8)
+        session.call("cuMemcpyHtoDAsync", start + first, image.ctypes.data, image.nbytes, stream.raw)
+        session.call("cuStreamSynchronize", stream.raw)
     later.end(stream)
 
 
