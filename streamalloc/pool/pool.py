@@ -239,8 +239,7 @@ class MemoryPool(Allocator, Closes, Drawn):
 
     @staticmethod
     def _known(session: Session, raw: Any) -> MemoryPool | None:
-        """Return the live object for a driver handle. An object of an earlier pool with the same handle does not count.
-        """
+        """Return the live object for a driver handle, not one of an earlier pool with the same handle."""
         pools = pools_of(session)
         known = pools.alive.get(int(raw))
         return known if isinstance(known, MemoryPool) and known.closed == (int(raw) in pools.closed) else None

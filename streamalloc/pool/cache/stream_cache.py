@@ -113,8 +113,7 @@ class StreamCache(Deferred):
         return found
 
     def take(self, wanted: SizeClass, nbytes: int) -> Block | None:
-        """Remove the smallest free block that fits. The fast path then takes from the same free list until it is empty.
-        """
+        """Remove the smallest free block that fits. The fast path then takes from that free list until it is empty."""
         if self.returning:
             self.collect()
         for free in wanted.fitting or self._find_fitting(wanted):
