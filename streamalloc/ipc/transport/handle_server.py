@@ -1,7 +1,7 @@
-"""A thread that sends file descriptors to processes that have received a descriptor's bytes only.
+"""A thread that sends file descriptors to processes that received only a descriptor's bytes.
 
-Queues and pipes of :mod:`multiprocessing` carry bytes and no file descriptors. A process that opens such bytes requests
-the file descriptor from the process that shared them, once for each pool, control block and chunk of physical memory.
+Queues and pipes of :mod:`multiprocessing` carry only bytes. A process that opens them requests the file descriptor from
+the exporter, once for each pool, control block and chunk of physical memory.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from streamalloc.core.resource import close_all
 from streamalloc.ipc.transport.channel import Channel, Listener
 from streamalloc.ipc.transport.deadlines import now
 
-# A client that is silent for so long is dropped, and a request that takes longer fails.
+# Seconds until a silent client is dropped, or a request fails.
 _SECONDS = 10.0
 _MOST_CLIENTS = 64
 _ID_BYTES = 16
 
 
 def address_of(endpoint: bytes) -> str:
-    """The name of the server's abstract socket, which leaves no file."""
+    """The name of the server's abstract socket, which is not a file."""
     return f"@streamalloc-{os.getuid()}-{endpoint.hex()}"
 
 
 def serve(find: Callable[[bytes], Fd | None]) -> bytes:
-    """Start the thread that sends handles; the endpoint, which is the 16 bytes that :func:`fetch` takes.
+    """Start the server thread. Returns its endpoint, the 16 bytes that :func:`fetch` takes.
 
-    ``find`` returns the handle of a name, or None. The thread calls it.
+    ``find`` returns the handle of a name, or None. It is called on the thread.
     """
     endpoint = os.urandom(_ID_BYTES)
     server = _Server(Channel.listen(address_of(endpoint)), find)
@@ -42,13 +42,13 @@ def serve(find: Callable[[bytes], Fd | None]) -> bytes:
 
 
 class _Server:
-    """Serves all clients on one thread and blocks for none; drops a client that is silent or takes no answer."""
+    """Serves all clients on one thread without blocking. Drops clients that are silent or do not read the answer."""
 
     def __init__(self, listener: Listener, find: Callable[[bytes], Fd | None]) -> None:
         self._listener = listener
         self._find = find
         self._clients: dict[int, tuple[Channel, float]] = {}
-        """Client and its deadline, by descriptor; the earliest deadline first."""
+        """Client and deadline by file descriptor, earliest deadline first."""
 
     def run(self) -> None:
         poll = select.poll()
@@ -63,7 +63,7 @@ class _Server:
                 while self._clients and next(iter(self._clients.values()))[1] < now():
                     self._drop(poll)
             except Exception:
-                # For example no descriptor is left: a client that waits in the queue is accepted later.
+                # For example, no file descriptor is left: waiting clients are accepted later.
                 self._drop(poll)
                 time.sleep(0.01)
 
@@ -77,7 +77,7 @@ class _Server:
             self._answer(client, poll)
 
     def _answer(self, client: Channel, poll: select.poll) -> None:
-        """Answer a client's request, if it has come, and drop the client."""
+        """Answer a client's request if it has come, and drop the client."""
         number = client.fileno()
         with contextlib.suppress(Exception):
             try:
@@ -89,7 +89,7 @@ class _Server:
             try:
                 client.send(b"" if found is None else name, () if found is None else (found,), timeout=0)
             except ClosedError:
-                # Closed since find(), by its owner or by a user of it.
+                # The handle was closed after find().
                 client.send(b"", timeout=0)
         self._drop(poll, number)
 
@@ -108,7 +108,7 @@ def fetch(endpoint: bytes, name: bytes) -> Fd:
     Raises
     ------
     ValueError
-        The process has closed the memory, pool or event that the handle belongs to.
+        The process has closed the memory, pool or event of the handle.
     ConnectionError
         The process has ended.
     TimeoutError
