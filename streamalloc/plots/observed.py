@@ -22,7 +22,7 @@ def memory(of: Observer) -> Figure:
 
     :meth:`observing.Observer.plot` draws it, too; :doc:`/05-one-pool` shows such a picture.
 
-    The observer must keep its history, which is the default.
+    It begins with the first entry of the history, see ``history=`` of :func:`streamalloc.observing.observe`.
     """
     happened, phases = of.history, [one for one in of.phases if one.ended is not None]
     starts = [one.time for one in happened] + [one.began for one in phases]
@@ -36,7 +36,7 @@ def memory(of: Observer) -> Figure:
     )  # fmt: skip
     ax = axes[-1, 0]
     with style.drawing(ax):
-        times, amounts, highest = _by_name(happened)
+        times, amounts, highest = _by_name(happened, of.live)
         unit, scale = style.unit_of(highest)
         x = [(at - zero) / tick for at in times] + [end / tick]
         stacked = [[value / scale for value in (*values, values[-1])] for values in amounts.values()]
@@ -64,11 +64,16 @@ def memory(of: Observer) -> Figure:
     return made
 
 
-def _by_name(happened: Sequence[Happening]) -> tuple[list[int], dict[str, list[int]], int]:
+def _by_name(happened: Sequence[Happening], live: Iterable[Allocation]) -> tuple[list[int], dict[str, list[int]], int]:
     """Times of the changes; the bytes from then on by tag, else pool, most bytes first; and the most bytes in all."""
     sign = {"allocate": 1, "free": -1}
     changes = [(one.time, _name(one.allocation), sign[one.action] * one.allocation.nbytes)
                for one in happened if one.action in sign]  # fmt: skip
+    first = {one.allocation.address: one for one in reversed(happened)}
+    before = [one.allocation for one in first.values() if one.action == "free"]
+    before += [one for one in live if one.address not in first]
+    if changes:
+        changes[:0] = [(happened[0].time, _name(one), one.nbytes) for one in before]
     peaks: Counter[str] = Counter()
     now: Counter[str] = Counter()
     highest = 0

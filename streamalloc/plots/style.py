@@ -40,6 +40,7 @@ STYLE: dict[str, Any] = {
     "figure.dpi": 80,
     "font.size": 10,
     "hatch.linewidth": 1.2,
+    "text.parse_math": False,  # names may have dollar signs
 }
 """``rcParams`` of matplotlib while a figure is drawn."""
 
