@@ -203,7 +203,7 @@ class TestRun:
     def test_a_program_and_its_child(self, tmp_path: Path) -> None:
         self.write(
             tmp_path,
-            "kernels.py",
+            "ker:nels.py",
             """
             import numpy as np
             from streamalloc import testing
@@ -236,7 +236,7 @@ class TestRun:
                 sys.exit(child.exitcode + 3)
             """,
         )
-        arguments = ("--driver", "simulated:2", "--kernels", "kernels.py", "program.py", "--driver")
+        arguments = ("--driver", "simulated:2", "--kernels", "ker:nels.py", "program.py", "--driver")
         done = self.run(*arguments, cwd=tmp_path)
         assert done.returncode == 3, done.stderr
         parent, child = done.stdout.splitlines()
