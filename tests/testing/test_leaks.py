@@ -103,7 +103,7 @@ def test_an_open_object_is_named_once_with_its_line(world: World, name: str) -> 
 
 def test_objects_that_disguise_themselves(world: World) -> None:
     class Hook:
-        __module__ = property(lambda hook: "program")  # type: ignore[assignment]
+        __module__ = property(lambda hook: "program")
 
         def __call__(self, _: object) -> None:
             pass
