@@ -56,7 +56,7 @@ def memory(of: Observer) -> Figure:
         ax.set_title(f"Allocated, in {unit}")
         ax.set_title(f"at most {size_text(highest)}", loc="right", color=style.GREY, weight="normal")
         if failures or any(amounts):
-            made.legend(loc="outside lower left", ncols=6)
+            style.legend(made, ncols=6)
     if phases:
         axes[0, 0].set_xlim(0, end / tick or 1)
         with style.drawing(axes[0, 0]):
@@ -272,7 +272,7 @@ def reuse(of: Observer | Iterable[Call], *, ax: Axes | None = None) -> Figure:
         seen = [why for why in WHY if any(one.why == why for one in found)]
         handles += [Line2D([], [], color=WHY[why][0], ls=WHY[why][1], lw=3, label=f"reused, {why}") for why in seen]
         if handles:
-            made.legend(handles=handles, loc="outside lower left", ncols=3)
+            style.legend(made, handles=handles, ncols=3)
         style.inside(made, axes, texts, heights)
     return made
 
