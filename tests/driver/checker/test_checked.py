@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import mmap
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
+import numpy as np
 import pytest
 
 import streamalloc as sa
@@ -619,3 +623,12 @@ class TestQuestions:
         assert driver._observing == (0 if taken else other)
         with ThreadPoolExecutor(1) as pool:
             assert pool.submit(driver._lock.lock.acquire, False).result(SECONDS)
+
+
+def test_a_mapped_file_whose_name_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / os.fsdecode(b"\xff")).write_bytes(bytes(mmap.PAGESIZE))
+    device = sa.Device(0, driver=sd.checked(sd.simulated()))
+    array = np.zeros(64)
+    with open(tmp_path / os.fsdecode(b"\xff"), "r+b") as file, mmap.mmap(file.fileno(), 0), device.current():
+        assert not device.driver.cuMemHostRegister(array.ctypes.data, array.nbytes, 0)[0]
+        assert not device.driver.cuMemHostUnregister(array.ctypes.data)[0]
