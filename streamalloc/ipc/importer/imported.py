@@ -188,7 +188,8 @@ class PoolHandle(Deferred):
 class ImportedPool(Foreign):
     """A pool of another process: its allocations can be opened here, but nothing can be allocated from it.
 
-    :func:`open` returns it.
+    :func:`open` returns it. It needs no ``close``: the driver's handle is destroyed (``cuMemPoolDestroy``) when the
+    owner has closed the pool or has ended, and nothing here uses the pool.
     """
 
     __slots__ = ("__weakref__", "_pool", "device")
