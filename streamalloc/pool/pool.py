@@ -504,6 +504,7 @@ class CurrentPool(Allocator):
 
     def __init__(self, device: Device) -> None:
         session = session_for(device, None)
+        session.check_process()  # a forked child shuts only the allocators that its parent has made
         function = session.driver.cuMemAllocAsync
 
         self.location: MemLocation = device.location

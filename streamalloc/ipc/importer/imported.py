@@ -189,7 +189,8 @@ class PoolHandle(Deferred):
 class ImportedPool(Foreign):
     """A pool of another process. Its allocations can be opened here, but this process cannot allocate from it.
 
-    :func:`open` returns it.
+    :func:`open` returns it. It needs no ``close``: the driver's handle is destroyed (``cuMemPoolDestroy``) when the
+    owner has closed the pool or has ended, and nothing here uses the pool.
     """
 
     __slots__ = ("__weakref__", "_pool", "device")

@@ -19,6 +19,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
+from streamalloc.driver.account import MAKERS
 from streamalloc.driver.account import Account as AllocationAccount
 from streamalloc.driver.bindings import cuda
 from streamalloc.driver.checker import driver as checker_driver
@@ -44,20 +45,20 @@ def race(bench: Bench) -> None:
 
 
 class _Interrupting(Wrapper):
-    """A driver whose answer to an allocation a signal handler's exception can lose."""
+    """A driver whose answer to a call that makes a handle a signal handler's exception can lose."""
 
     def __init__(self, driver: Any) -> None:
         super().__init__(driver)
-        self.interrupts = False
+        self.error: type[BaseException] | None = None
         self.made: list[int] = []
-        """Addresses of the allocations."""
+        """Handles and addresses."""
 
     def _observe(self, name: str, function: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         answer: tuple[Any, ...] = function(*args)
-        if name in ("cuMemAllocAsync", "cuMemAllocFromPoolAsync"):
+        if name in MAKERS:
             self.made.append(int(answer[1]))
-            if self.interrupts:
-                raise Interrupted
+            if self.error is not None:
+                raise self.error
         return answer
 
 
@@ -138,14 +139,14 @@ class TestModes:
             bench.a.synchronize()
             # The driver gives the address again, in a call whose record is lost.
             if lost == "answer":
-                inner.interrupts = True
+                inner.error = Interrupted
             else:
                 owner, name = (AllocationAccount, "note") if lost == "account" else (State, "allocate")
                 monkeypatch.setattr(owner, name, _interrupted)
             with pytest.raises(Interrupted):
                 bench.new(bench.a)
             monkeypatch.undo()
-            inner.interrupts = False
+            inner.error = None
             assert inner.made[-1] == address
             assert driver.cuMemFreeAsync(address, stream)[0] == cuda.CUresult.CUDA_SUCCESS
             assert driver.hazards == []
@@ -153,6 +154,28 @@ class TestModes:
             assert answer == (cuda.CUresult.CUDA_ERROR_INVALID_VALUE,)
             if lost != "range":  # its account was complete: one more free is accepted
                 assert [one.kind for one in driver.hazards] == ["double free"]
+
+    @pytest.mark.parametrize(
+        ("error", "answer"), [(Interrupted, "CUDA_SUCCESS"), (NotImplementedError, "CUDA_ERROR_INVALID_VALUE")]
+    )
+    def test_an_interrupt_loses_the_record_of_physical_memory(
+        self, machine: Any, error: type[BaseException], answer: str
+    ) -> None:
+        """A call that is not modelled has made nothing."""
+        make: Any = _Interrupting  # abstract for type checkers
+        inner = make(machine)
+        driver = sd.checked(inner)
+        memory = vmm.PhysicalMemory(sa.Device(0, driver=driver), PAGE)
+        inner.error = error
+        with pytest.raises(error):
+            vmm.PhysicalMemory(sa.Device(0, driver=driver), PAGE)
+        inner.error = None
+        memory.close()
+        assert driver.leaks() == []
+        lost = cuda.CUmemGenericAllocationHandle(inner.made[-1])
+        assert driver.cuMemRelease(lost)[0].name == answer
+        if answer != "CUDA_SUCCESS":
+            machine.cuMemRelease(lost)
 
     def test_what_the_driver_refuses_has_not_happened(self, machine: Any) -> None:
         driver = sd.checked(sd.faulty(machine, "cuMemFreeAsync", result="CUDA_ERROR_UNKNOWN"))
