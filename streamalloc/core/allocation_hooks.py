@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-import threading
 import weakref
 from collections.abc import Iterator
 from types import FrameType
@@ -22,6 +21,7 @@ from typing import Any, Protocol
 from streamalloc.core.errors import PACKAGE
 from streamalloc.core.properties import MemLocation
 from streamalloc.core.session import NOT_CALLED, PerDriver, Session
+from streamalloc.driver.internal import RLock
 
 
 class Watcher(Protocol):
@@ -169,7 +169,7 @@ class Watching:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._lock = threading.RLock()
+        self._lock = RLock()
         self.watchers: tuple[Watcher, ...] = ()
 
     def add(self, watcher: Watcher) -> None:

@@ -50,7 +50,7 @@ from typing import Any, ClassVar, TypeVar, cast
 
 from streamalloc.core.errors import LOST, CaptureError, CudaError, InvalidHandleError, error_from, refused
 from streamalloc.core.session import PerDriver, Session, members
-from streamalloc.driver.internal import SETTLERS
+from streamalloc.driver.internal import SETTLERS, Lock, RLock
 
 T = TypeVar("T")
 
@@ -104,11 +104,11 @@ class DeferredQueue:
     def __init__(self, guard: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext) -> None:
         self.captures: dict[object, None] = {}
         """Captures by this package, from :meth:`begin_capture` until their end."""
-        self.beginning = threading.RLock()
+        self.beginning = RLock()
         """Held to enter a capture, and for calls that would invalidate one."""
         _queues.add(self)
         self._guard = guard
-        self._lock = threading.Lock()
+        self._lock = Lock()
         """Held to move items, never during another call. No finaliser takes it."""
         self._rounds = itertools.count(1)
         self.submitted: deque[Deferred] = deque()

@@ -21,6 +21,7 @@ from streamalloc.core.session import PerDriver, Session, members
 from streamalloc.core.stream import LEGACY, PER_THREAD, Kind, Stream, created_streams, moment, refuse_capture
 from streamalloc.core.stream_ends import has_passed, pending_ends
 from streamalloc.core.stream_resolution import _default_streams, default_stream
+from streamalloc.driver.internal import RLock
 
 if TYPE_CHECKING:
     from streamalloc.core.device import Device
@@ -44,7 +45,7 @@ class QueuedWork:
 
     def __init__(self, session: Session, *streams: Stream, without: tuple[Stream | None, ...] = ()) -> None:
         self._session = session
-        self._asking = threading.RLock()
+        self._asking = RLock()
         self._given = bool(streams)
         self.began: int = moment()
         """The moment at which its recording began, see :func:`moment`."""

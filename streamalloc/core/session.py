@@ -35,7 +35,6 @@ import contextlib
 import functools
 import os
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from types import ModuleType, TracebackType
@@ -43,7 +42,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar
 
 from streamalloc.core.errors import LOST, attach, error_from, undoing, unsupported
 from streamalloc.driver import DriverMisuseError, ForkedProcessError
-from streamalloc.driver.internal import BINDINGS_VERSION, as_asked, cuda, version_that_added
+from streamalloc.driver.internal import BINDINGS_VERSION, RLock, as_asked, cuda, version_that_added
 
 if TYPE_CHECKING:
     from streamalloc.driver import Driver
@@ -144,7 +143,7 @@ class Session(_Direct):
         self._contexts: dict[int, Any] = {}
         self._state: dict[object, Any] = {}
         self._bound: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._lock = threading.RLock()
+        self._lock = RLock()
         for name in DIRECT:
             setattr(self, name, getattr(driver, name))
         self.call("cuInit", 0)
@@ -296,7 +295,7 @@ class Session(_Direct):
     def _shut_after_fork(self) -> None:
         self.forked = True
         self.unusable = _always
-        self._lock = threading.RLock()
+        self._lock = RLock()
         for name in DIRECT:
             setattr(self, name, refuse_after_fork)
         for holder in tuple(self._bound):
@@ -380,7 +379,7 @@ _FORKED = (
 _sessions: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
 # Sessions of drivers that are modules, such as the real one, kept until the process ends.
 _kept: list[Session] = []
-_sessions_lock = threading.RLock()
+_sessions_lock = RLock()
 
 
 def sessions() -> tuple[Session, ...]:
@@ -414,7 +413,7 @@ def _is_unusable(pid: int, process: Callable[[], int], exiting: Callable[[], boo
 
 def _shut_sessions_after_fork() -> None:
     global _sessions_lock
-    _sessions_lock = threading.RLock()
+    _sessions_lock = RLock()
     for session in tuple(_sessions.values()):
         session._shut_after_fork()
 

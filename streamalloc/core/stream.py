@@ -40,7 +40,7 @@ from streamalloc.core.library_streams import (
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import PerDriver, Session
 from streamalloc.core.stream_ends import LateEnd, defer_end
-from streamalloc.driver.internal import cuda
+from streamalloc.driver.internal import RLock, cuda
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -148,7 +148,7 @@ class Stream(Closes, Shown):
         self._last: list[Event] = []
         """After close or drop: an event after all work, see :func:`end_of`."""
         self._spare = Spares()
-        self._in_use = threading.RLock()
+        self._in_use = RLock()
         """Held while the stream is closed, a capture begins, or another thread uses it."""
         self._forbid_direct()
         self._asks: Callable[[], Any] = int

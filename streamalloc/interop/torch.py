@@ -26,6 +26,7 @@ import numpy as np
 
 from streamalloc.core.errors import InUseError, OutOfMemoryError
 from streamalloc.core.internal import BufferView, Memory, StreamLike
+from streamalloc.driver.internal import RLock
 from streamalloc.interop.bridge import Bridge, Ledger, Source, Sources, library
 from streamalloc.interop.loans import Borrowed, Lent, borrow, form
 from streamalloc.interop.rmm import RMMBridge
@@ -215,7 +216,7 @@ _active: set[_Route] = set()
 _ended: list[Any] = []
 _made: list[Callbacks] = []
 # Lock held for a snapshot and what follows from it, and the number of the latest: an older one lacks new segments.
-_snapshots = threading.RLock()
+_snapshots = RLock()
 _latest = [0]
 
 

@@ -23,6 +23,7 @@ from streamalloc.core.errors import OutOfMemoryError, refused, size_text, warn
 from streamalloc.core.internal import Allocator, Device, name_of_stream, watching_of, work
 from streamalloc.core.properties import MemLocation
 from streamalloc.core.session import Session, session_of
+from streamalloc.driver.internal import RLock
 from streamalloc.multicast import SymmetricMemory
 from streamalloc.observing.export import Log
 from streamalloc.observing.profiler import Profiler
@@ -75,7 +76,7 @@ class Account:
         self.phase: ContextVar[Phase | None] = ContextVar("phase", default=None)
         """Innermost phase of the thread or task."""
         self.tag: ContextVar[str] = ContextVar("tag", default="")
-        self._phases = threading.RLock()
+        self._phases = RLock()
         self._unwritten: deque[Happening] = deque()
         self._allocators = [target for target in targets if isinstance(target, Allocator)]
         self._allocators += [target.pool for target in targets if isinstance(target, CachingAllocator)]
@@ -134,7 +135,7 @@ class Account:
 
     def _shut_after_fork(self) -> None:
         """Forget the other threads, and the file of the log, which is the parent's."""
-        self.started, self._entering, self._phases = False, None, threading.RLock()
+        self.started, self._entering, self._phases = False, None, RLock()
         self._close_log()
 
     def begin(self, phase: Phase) -> None:

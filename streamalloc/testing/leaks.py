@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from streamalloc.driver import Driver
-from streamalloc.driver.internal import COUNTED, Account, Stack, Wrapper, here, lines
+from streamalloc.driver.internal import COUNTED, Account, RLock, Stack, Wrapper, here, lines
 
 
 class Leak(NamedTuple):
@@ -59,7 +58,7 @@ class Accounts(Wrapper):
     def __init__(self, driver: Driver) -> None:
         super().__init__(driver)
         # Reentrant: a finaliser may call the driver while its thread holds the lock.
-        self._lock = threading.RLock()
+        self._lock = RLock()
         self._account = Account()
         self._made: dict[int, tuple[str, Stack]] = {}
         self.exported: dict[tuple[int, int, int], Stack] = {}

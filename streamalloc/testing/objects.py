@@ -24,7 +24,7 @@ from streamalloc.core.internal import Event, Fd, Graph, Stream, spare_events
 from streamalloc.core.resource import Closes, Leaves
 from streamalloc.core.session import Session, session_of
 from streamalloc.driver import Driver
-from streamalloc.driver.internal import Stack, here, lines
+from streamalloc.driver.internal import Lock, Stack, here, lines
 from streamalloc.ipc import RingConsumer, RingProducer, Shared
 from streamalloc.multicast import SymmetricMemory
 from streamalloc.pool import MemoryPool
@@ -70,7 +70,7 @@ class _Places:
     """Stacks of the calls that make objects, recorded during a watch."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._watches = 0
         self._functions: list[tuple[type, str, Any]] = []
         self._found: dict[int, _Made] = {}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import abc
 import functools
-import threading
 import weakref
 from bisect import bisect_right
 from collections.abc import Iterable
@@ -34,7 +33,7 @@ from streamalloc.core.properties import MemHandleType, MemLocation
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import PerDriver, Session
 from streamalloc.driver import Driver
-from streamalloc.driver.internal import cuda, opaque_struct
+from streamalloc.driver.internal import RLock, cuda, opaque_struct
 from streamalloc.vmm.access import Rights
 from streamalloc.vmm.release_order import Kind, Node, ReleaseOrder
 
@@ -230,7 +229,7 @@ class Allocations:
         """States by driver handle. Handles that only a mapping holds are not listed."""
         self.reservations: dict[Any, None] = {}
         """All reserved address ranges."""
-        self.lock: AbstractContextManager[bool] = threading.RLock()
+        self.lock: AbstractContextManager[bool] = RLock()
         """Held to move a handle from a mapping to an object, and to change watchers."""
 
     def mapped_at(self, address: int, nbytes: int) -> list[AllocationState]:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection
 from typing import Concatenate, ParamSpec, TypeVar
 
 from streamalloc.core.errors import InUseError
+from streamalloc.driver.internal import Lock, RLock
 
 __all__ = ["Claim", "Claimable", "claimed", "claiming"]
 
@@ -45,7 +46,7 @@ class Claim:
         self._level: int = level if outer is None else max(level, outer._level)
         self._process = _process
         self._thread = threading.get_ident()
-        self._end = threading.Lock()
+        self._end = Lock()
         """Locked until the end of the call."""
         self._end.acquire()
         self.ended: bool = False
@@ -91,13 +92,13 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-_lock = threading.RLock()  # reentrant: a signal handler may claim while its thread claims
+_lock = RLock()  # reentrant: a signal handler may claim while its thread claims
 _process = object()
 
 
 def _forget_after_fork() -> None:
     global _lock, _process
-    _lock, _process = threading.RLock(), object()
+    _lock, _process = RLock(), object()
 
 
 os.register_at_fork(after_in_child=_forget_after_fork)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar, NamedTuple
 
@@ -15,6 +14,7 @@ from streamalloc.core.properties import MemHandleType, MemLocation, checked_size
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import OwnsHandle, Session
 from streamalloc.driver import Driver
+from streamalloc.driver.internal import RLock
 from streamalloc.vmm.allocation_handles import AllocationHandle
 from streamalloc.vmm.physical_memory import MemorySpec, PhysicalMemory, properties_for
 from streamalloc.vmm.release_order import Kind
@@ -251,8 +251,8 @@ class RecyclingSpec(MemorySpec):
         """Handles of mapped spares by size in bytes."""
         self.order: dict[UnusedHandle | RecycledHandle, None] = {}
         """All kept handles and spares, the oldest first."""
-        self._tables = threading.RLock()
-        self._unmapping = threading.RLock()
+        self._tables = RLock()
+        self._unmapping = RLock()
         self.recycled: int = 0
         self.made: int = 0
         self.released: int = 0

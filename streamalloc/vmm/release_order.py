@@ -11,10 +11,11 @@ bound to it, free the addresses.
 from __future__ import annotations
 
 import enum
-import threading
 from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any, Final
+
+from streamalloc.driver.internal import Lock
 
 NOTHING: Final[Any] = MappingProxyType({})
 """Empty set of links. A node gets its own dictionaries with its first link."""
@@ -77,7 +78,7 @@ class ReleaseOrder:
     __slots__ = ("_lock", "_ready")
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._ready: dict[Node, None] = {}
         """Nodes that can be released now, because no node precedes them."""
 

@@ -23,6 +23,7 @@ from streamalloc.driver.checker.rules.all_calls import RULES
 from streamalloc.driver.checker.state import HostCall, State
 from streamalloc.driver.checker.uses import Finish, nothing
 from streamalloc.driver.errors import DriverMisuseError
+from streamalloc.driver.locks import RLock
 from streamalloc.driver.parent import ParentTest, from_server
 from streamalloc.driver.protocol import Listener
 from streamalloc.driver.wrappers import Function, Wrapper
@@ -73,7 +74,7 @@ class Checked(Wrapper):
         """All hazards so far in order, each place once. It may be cleared."""
         self._on = on
         # Guards the state. It is reentrant: a finaliser may run in the middle of a record of its own thread.
-        self._lock = threading.RLock()
+        self._lock = RLock()
         self._observing = 0
         """Identifier of the thread that changes the state."""
         self._postponed: deque[Callable[[], None]] = deque()
@@ -511,7 +512,7 @@ _alive: weakref.WeakSet[Checked] = weakref.WeakSet()
 
 def _after_fork() -> None:
     for one in tuple(_alive):
-        one._lock = threading.RLock()
+        one._lock = RLock()
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, cast
@@ -25,7 +24,7 @@ from streamalloc.core.internal import (
 )
 from streamalloc.core.properties import MemHandleType, MemLocationType
 from streamalloc.core.session import PerDriver, Session
-from streamalloc.driver.internal import cuda
+from streamalloc.driver.internal import Lock, cuda
 from streamalloc.ipc.exporter.leases import NOT_EXPORTABLE, Hold, Lease, Leases, leases_of
 from streamalloc.ipc.exporter.relay import SHARED_LINGER, ExporterRelay
 from streamalloc.ipc.transport import handle_server
@@ -45,7 +44,7 @@ publish: Callable[[dict[bytes, Fd]], None] = _published.update
 """Publish handles by id, for the handle server."""
 # Endpoint of the handle server by process id, because a forked child has none.
 _endpoints: dict[int, bytes] = {}
-_serving = threading.Lock()
+_serving = Lock()
 
 
 class ExportedPool:

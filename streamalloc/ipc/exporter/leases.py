@@ -7,7 +7,6 @@ take none of the locks here: a dropped lease only releases its slot.
 from __future__ import annotations
 
 import select
-import threading
 import time
 import weakref
 from collections import deque
@@ -36,7 +35,7 @@ from streamalloc.core.internal import (
     take_pointer,
 )
 from streamalloc.core.session import PerDriver, Session
-from streamalloc.driver.internal import opaque_bytes
+from streamalloc.driver.internal import RLock, opaque_bytes
 from streamalloc.ipc.transport.channel import Channel
 from streamalloc.ipc.wire.control_block import SLOTS, WORD, ControlBlock, Mark, SlotWords, fence, reached
 
@@ -116,7 +115,7 @@ class Lease(SharedState):
         self.pool: object = None
         """The exported pool; its mark stays while descriptors are valid."""
         self._announcer: Stream | None = None
-        self.lock: AbstractContextManager[bool] = threading.RLock()
+        self.lock: AbstractContextManager[bool] = RLock()
         """Held to announce, and to decide whether the memory can be freed."""
         self._holds: list[Callable[[], Hold | None]] = []
 
@@ -321,7 +320,7 @@ class Leases:
         self.blocks: list[ControlBlock] = []
         self.leaving: deque[Lease] = deque()
         """Released leases whose slots may have queued work."""
-        self.lock: AbstractContextManager[bool] = threading.RLock()
+        self.lock: AbstractContextManager[bool] = RLock()
         """Held while a buffer gets its lease, or a pool its handle."""
         self.with_memory: set[Lease] = set()
         """Leases with memory that is not freed, kept alive here. If the collector finds a buffer and its lease in one
@@ -330,7 +329,7 @@ class Leases:
         self._free: list[tuple[ControlBlock, int]] = []
         self._prepared: list[Lease] = []
         """Leases that :meth:`take` returns next."""
-        self._lock = threading.RLock()
+        self._lock = RLock()
 
     def add(self, buffer: Buffer, pointer: Any, pool: object) -> Lease | None:
         """Give a buffer its lease, which will free it. Returns None if another thread has done so.

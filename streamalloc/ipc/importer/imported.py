@@ -48,7 +48,7 @@ from streamalloc.core.internal import (
 from streamalloc.core.properties import MemAccess, MemAccessDesc, MemLocation
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import Session
-from streamalloc.driver.internal import OpaqueStruct, cuda, opaque_struct
+from streamalloc.driver.internal import OpaqueStruct, RLock, cuda, opaque_struct
 from streamalloc.ipc.importer.announcement import Announcement
 from streamalloc.ipc.importer.background import OnceIdle, release_dropped
 from streamalloc.ipc.wire.control_block import WORD, ControlBlock, ImporterWords, fence, reached
@@ -67,7 +67,7 @@ class Imports:
 
     def __init__(self, session: Session) -> None:
         self.session: Session = session
-        self.lock: AbstractContextManager[bool] = threading.RLock()
+        self.lock: AbstractContextManager[bool] = RLock()
         """Held to count imports. Code under it waits for no stream or process."""
         self.deferred: DeferredQueue = deferred_queue(session)
         self.handles: dict[int, PoolHandle] = {}
@@ -336,7 +336,7 @@ class LegacySource(_Source):
     def __init__(self, imports: Imports, device: Device, block: ControlBlock | None, flags: int) -> None:
         super().__init__(imports, device, block, flags)
         # A separate lock, because the release waits for a stream.
-        self.lock, self.allocations = threading.RLock(), {}
+        self.lock, self.allocations = RLock(), {}
         self._lease: HostLease | None = None
 
     def acquire(self, imported: Import) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -24,6 +23,7 @@ from streamalloc.core.internal import (
 )
 from streamalloc.core.properties import MemLocationType, checked_size, checked_type
 from streamalloc.core.session import Session, session_of
+from streamalloc.driver.internal import Lock
 from streamalloc.ipc.exporter.leases import Lease, hung_up, leases_of
 from streamalloc.ipc.exporter.share import Shared, share
 from streamalloc.ipc.ring.protocol import (
@@ -195,7 +195,7 @@ class Deliveries(RingEnding):
         self.session: Session = session
         self.buffer: Buffer = buffer
         self.stream: Stream = stream
-        self.lock: contextlib.AbstractContextManager[bool] = threading.Lock()
+        self.lock: contextlib.AbstractContextManager[bool] = Lock()
         self.slots: list[Slot] = []
         self.free: deque[Slot] = deque()
         self.returned: deque[Slot] = deque()
@@ -375,7 +375,7 @@ class Deliveries(RingEnding):
 
     def _shut_after_fork(self) -> None:
         # The parent owns the consumers, and one of its threads may have held the lock at the fork.
-        self.lock = threading.Lock()
+        self.lock = Lock()
         self.consumers, self.leaving = {}, {}
 
 

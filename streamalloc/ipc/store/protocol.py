@@ -15,7 +15,6 @@ import os
 import re
 import select
 import struct
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -25,6 +24,7 @@ from streamalloc.core.internal import Fd
 from streamalloc.core.properties import checked_type
 from streamalloc.core.resource import Closes, close_all
 from streamalloc.driver import ForkedProcessError
+from streamalloc.driver.internal import Lock
 from streamalloc.ipc.store.errors import KINDS, StoreError, StoreGoneError
 from streamalloc.ipc.transport.channel import PACKET_HANDLES, Channel, PeerGoneError, ProtocolError
 
@@ -212,7 +212,7 @@ class Connection(Closes):
         self.name: str = name
         self._process = os.getpid()
         path = socket_path(name)
-        self._lock = threading.Lock()
+        self._lock = Lock()
         try:
             self._channel = Channel.connect(path, timeout=_SECONDS)
         except (ConnectionRefusedError, FileNotFoundError):

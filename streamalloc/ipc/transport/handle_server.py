@@ -15,6 +15,7 @@ from collections.abc import Callable
 from streamalloc.core.errors import ClosedError
 from streamalloc.core.internal import Fd
 from streamalloc.core.resource import close_all
+from streamalloc.driver.internal import Lock
 from streamalloc.ipc.transport.channel import Channel, Listener
 
 # Seconds until a silent client is dropped, or a request fails.
@@ -42,7 +43,7 @@ def serve(find: Callable[[bytes], Fd | None]) -> bytes:
 def _serve(listener: Listener, find: Callable[[bytes], Fd | None]) -> None:
     """Answer each client on a thread of its own, and drop the oldest if there are too many."""
     clients: list[Channel] = []
-    closing = threading.Lock()  # a descriptor that is shut down is not closed meanwhile, and its number reused
+    closing = Lock()  # a descriptor that is shut down is not closed meanwhile, and its number reused
     while True:
         full = False
         try:

@@ -56,7 +56,7 @@ from streamalloc.core.errors import CudaError, undo_all, undoing
 from streamalloc.core.internal import Device, members, work
 from streamalloc.core.properties import MemAccess, MemAccessDesc
 from streamalloc.core.session import Session
-from streamalloc.driver.internal import SETTLERS
+from streamalloc.driver.internal import SETTLERS, Lock
 from streamalloc.ipc.wire.control_block import EXPORTER_WORDS, SLOTS
 
 SILENCE = 30.0
@@ -112,7 +112,7 @@ class Relay:
         self.wake: threading.Event = threading.Event()
         """Set to make the thread exchange at once."""
         self.ended: bool = False
-        self.lock = threading.Lock()
+        self.lock = Lock()
         """Held during an exchange, which is short: its copies wait for no stream."""
         self.changed: bool = False
         """Whether an importer changed words since the last deferred work."""

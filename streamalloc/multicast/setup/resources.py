@@ -13,6 +13,7 @@ from streamalloc.core.internal import Deferred, Device, Fd, QueuedWork
 from streamalloc.core.properties import MemHandleType
 from streamalloc.core.resource import close_all
 from streamalloc.core.session import Session, session_of
+from streamalloc.driver.internal import RLock
 from streamalloc.ipc.internal import left
 from streamalloc.multicast.objects.multicast_object import MulticastObject
 from streamalloc.vmm import AddressRange, Mapping, PhysicalMemory
@@ -39,7 +40,7 @@ class RankResources(Deferred):
         """Physical memory by rank."""
         self.replicas: dict[int, Mapping] = {}
         """Mappings of :attr:`memories`, by rank."""
-        self._lock = threading.RLock()
+        self._lock = RLock()
         """Two threads may close the memory. A finaliser may run in the middle of that."""
         self.releasing: bool = False
         """Whether a release of the memory has begun and not yet succeeded."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -65,7 +64,7 @@ from streamalloc.core.internal import (
 from streamalloc.core.properties import MemLocation, checked_size, checked_type
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import Session, session_of
-from streamalloc.driver.internal import cuda
+from streamalloc.driver.internal import RLock, cuda
 from streamalloc.pool.cache.blocks import UNIT, Block, CachedBuffer, SharedBehind, SizeClass, filled
 from streamalloc.pool.cache.stream_cache import MAX_RETURNING, StreamCache
 from streamalloc.pool.ending import pools_of
@@ -138,7 +137,7 @@ class CacheState(Deferred):
         """Blocks of dropped buffers that only the slow path may free."""
         self.closed: bool = False
         self.misses: int = 0
-        self._opening = threading.RLock()
+        self._opening = RLock()
         """Held while a stream is opened. No finaliser takes it."""
         self._reserved = 0
         """Bytes that the pool would reserve, computed at the last query."""

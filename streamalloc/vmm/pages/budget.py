@@ -30,6 +30,7 @@ from streamalloc.core.errors import ClosedError, size_text
 from streamalloc.core.internal import Fd, members
 from streamalloc.core.properties import checked_size
 from streamalloc.core.resource import Closes
+from streamalloc.driver.internal import RLock
 
 T = TypeVar("T")
 MEMBERS = 256
@@ -119,7 +120,7 @@ class PageBudget(Closes):
         """Whether it was closed."""
         self._on_ask = on_ask
         self._users: weakref.WeakSet[User] = weakref.WeakSet()
-        self._lock = threading.RLock()
+        self._lock = RLock()
         self._socket: socket.socket | None = None
         most = None if limit is None else checked_size("limit", limit)
         self._file = Fd(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))

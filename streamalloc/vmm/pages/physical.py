@@ -5,7 +5,6 @@ from __future__ import annotations
 import _thread
 import contextlib
 import functools
-import threading
 import time
 import weakref
 from collections import deque
@@ -27,6 +26,7 @@ from streamalloc.core.errors import (
 from streamalloc.core.internal import Device, HandleEnd, Stream, await_device, deferred_queue, raw_handle
 from streamalloc.core.properties import MemAccess, MemHandleType, MemLocation, checked_size
 from streamalloc.core.session import Session, session_of
+from streamalloc.driver.internal import RLock
 from streamalloc.vmm.access import structs_of
 from streamalloc.vmm.address_range import AddressRange
 from streamalloc.vmm.allocation_handles import Allocations, allocations_of
@@ -150,8 +150,8 @@ class PhysicalPages(Claimable):
 
     def _shut_after_fork(self) -> None:
         """Create locks and flags anew, because a forked child lacks the threads that held the old ones."""
-        self.lock: contextlib.AbstractContextManager[bool] = threading.RLock()
-        self._filling = threading.RLock()
+        self.lock: contextlib.AbstractContextManager[bool] = RLock()
+        self._filling = RLock()
         self._working = False
         """Whether the background thread is running."""
 

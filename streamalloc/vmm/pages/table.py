@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ from streamalloc.core.errors import undoing
 from streamalloc.core.internal import Stream, StreamLike, TypedView, as_stream
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import session_of
+from streamalloc.driver.internal import RLock
 from streamalloc.pool import MemoryPool
 from streamalloc.vmm.pages.space import PageSpace
 
@@ -56,7 +56,7 @@ class PageTable(Closes):
         """The space."""
         self.stream: Stream = space.stream if stream is None else as_stream(stream, session_of(space))
         """Stream of the table."""
-        self._lock = threading.RLock()
+        self._lock = RLock()
         self._sent: npt.NDArray[Any] = np.full(space.page_count, -2, kind)
         self._buffer = MemoryPool.current(space.device).allocate(self._sent.nbytes, self.stream)
         with undoing(self._buffer.close):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -16,6 +15,7 @@ from streamalloc.core.internal import CopySide, Device, Memory, Stream, StreamLi
 from streamalloc.core.properties import checked_size
 from streamalloc.core.resource import Closes, Unique
 from streamalloc.core.session import session_of
+from streamalloc.driver.internal import RLock
 from streamalloc.vmm.access import copying_stream
 from streamalloc.vmm.tiers.queued import Work
 
@@ -236,7 +236,7 @@ class BlockTier(Closes):
         """Whether it was closed."""
         self._limit = None if limit is None else checked_size("limit", limit)
         self._chunks: list[Chunk] = []
-        self._lock = threading.RLock()
+        self._lock = RLock()
 
     @abc.abstractmethod
     def _chunk(self, nbytes: int, count: int) -> Chunk:

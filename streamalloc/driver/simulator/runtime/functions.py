@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from streamalloc.driver.bindings import cuda, runtime
+from streamalloc.driver.locks import Lock
 
 from ..errors import NotModelled
 from .tables import OTHER_LAYOUT, PURE, WITHOUT_CONTEXT, driver_call, function_attributes, properties
@@ -45,7 +46,7 @@ class Functions:
     def __init__(self, driver: Any) -> None:
         self._driver = driver
         self._retained: dict[int, Any] = {}
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self.thread: threading.local = threading.local()
         """``device`` and ``last``, the last error."""
 

@@ -1,0 +1,39 @@
+"""Locks for ``with`` blocks in which a signal handler may raise."""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+__all__ = ["Lock", "RLock"]
+
+if sys.version_info < (3, 14):
+    Lock, RLock = threading.Lock, threading.RLock
+else:
+    import _thread
+
+    # Since Python 3.14 a signal handler may raise after `__enter__` of a lock, which is C, and before the block: the
+    # lock stays held for ever (CPython issue 148874). After a method in Python no handler runs before the block.
+    # `__exit__` must be C: a handler may raise at the begin of a method in Python.
+
+    def _enter(self: Lock | RLock) -> bool:
+        # Unpacking calls `acquire`, since a handler may run after a call in Python code.
+        (acquired,) = map(self.acquire, (True,))
+        return acquired
+
+    class Lock:
+        """A lock that its block always releases."""
+
+        __slots__ = ("__exit__", "acquire", "locked", "release")
+        __enter__ = _enter
+
+        def __init__(self) -> None:
+            lock = threading.Lock()
+            self.acquire, self.locked, self.release = lock.acquire, lock.locked, lock.release
+            self.__exit__ = lock.__exit__
+
+    class RLock(_thread.RLock):
+        """A reentrant lock that its block always releases."""
+
+        __slots__ = ()
+        __enter__ = _enter
