@@ -279,6 +279,14 @@ class TestMappedMemory:
             with observer:
                 assert observer.live == ()
 
+    @pytest.mark.simulated_only("only there addresses are used again at once")
+    def test_addresses_of_another(self, device: sa.Device) -> None:
+        with vmm.GrowableBuffer(device, 64 * MiB, 2 * MiB) as first, sa.observe(first) as observer:
+            address = first.address
+            first.close()
+            with vmm.GrowableBuffer(device, 64 * MiB, 2 * MiB) as second:
+                assert second.address == address and observer.live == ()
+
     def test_evicted(self, device: sa.Device) -> None:
         with vmm.GrowableBuffer(device, 8 * MiB, 2 * MiB) as buffer, sa.observe(buffer) as observer:
             buffer.evict()
