@@ -70,6 +70,10 @@ class TestLive:
                 "test_keeps_as_many_frames_as_asked",
             ]
 
+    def test_without_frames(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        with sa.observe(pool, depth=0) as observer, pool.allocate(1, stream):
+            assert str(observer.leaks().places[0]) == "1 byte in 1 allocation from an unknown line"
+
     def test_sees_what_finalisers_free(self, observer: sa.Observer, pool: sa.MemoryPool, stream: sa.Stream) -> None:
         first, second = pool.allocate(8, stream), pool.allocate(16, stream)
         del first
