@@ -308,7 +308,7 @@ class _Held:
         except Exception:
             free_dropped(self._buffer)
         finally:
-            exchange(mode)
+            exchange(mode or GLOBAL)  # None: the driver refused
 
 
 def is_captured(stream: Stream) -> bool:

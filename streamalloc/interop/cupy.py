@@ -100,7 +100,7 @@ def _in_relaxed_mode(sources: Sources, first: Callable[[int], Any], then: Callab
                     raise
                 return then(nbytes)
         finally:
-            exchange(mode)
+            exchange(mode or GLOBAL)  # None: the driver refused
 
     return allocate
 

@@ -81,7 +81,7 @@ class Account:
         self._allocators = [target for target in targets if isinstance(target, Allocator)]
         self._allocators += [target.pool for target in targets if isinstance(target, CachingAllocator)]
         self._devices = [target for target in targets if isinstance(target, Device)]
-        self._spans = [span for target in targets for span in _spans(target)]
+        self._spans = [(weakref.ref(target), *span) for target in targets for span in _spans(target)]
         self._everything = not targets
         self._targets = targets
         """Those whose mappings the start records."""
@@ -223,7 +223,8 @@ class Account:
         self._note(_FREED, address, 0)
 
     def _spanned(self, address: int) -> bool:
-        return any(start <= address < stop for start, stop in self._spans)
+        # Another object may have the addresses of one that was closed.
+        return any(start <= address < stop and not getattr(of(), "closed", True) for of, start, stop in self._spans)
 
     def _from(self, allocator: Allocator, address: int, nbytes: int, stream: int) -> Allocation:
         name = name_of_stream(session_of(allocator), stream)

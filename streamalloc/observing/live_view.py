@@ -86,7 +86,9 @@ def _html(figures: list[PoolFigures]) -> str:
 
 def _terminal() -> _Screen:
     try:
-        rich_live, rich_table = (importlib.import_module(f"rich.{name}") for name in ("live", "table"))
+        rich_live, rich_table, rich_text = (
+            importlib.import_module(f"rich.{name}") for name in ("live", "table", "text")
+        )
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "rich":
             raise
@@ -95,7 +97,7 @@ def _terminal() -> _Screen:
     def renderable(figures: list[PoolFigures]) -> Any:
         made = rich_table.Table(*_HEAD)
         for row in _rows(figures, _bar):
-            made.add_row(*row)
+            made.add_row(*map(rich_text.Text, row))  # in plain text, brackets would be markup
         return made
 
     view = rich_live.Live(renderable([]), auto_refresh=False)

@@ -205,7 +205,7 @@ def observe(
         Bytes that may be allocated at once; 0: no limit. A larger allocation raises :class:`OutOfMemoryError` before
         the driver is called. Threads that allocate at the same moment may together exceed the limit.
     depth
-        Stack frames to record of each allocation; 1: only the line that called the library.
+        Stack frames to record of each allocation; 1: only the line that called the library; 0: none.
     history
         Number of allocations and frees to keep; None: all.
     on_allocate, on_free

@@ -86,7 +86,7 @@ class Allocation(NamedTuple):
     time: int
     """Nanoseconds (``time.time_ns``)."""
     sites: tuple[Site, ...]
-    """Lines that allocated it, innermost first; empty if it was allocated before."""
+    """Lines that allocated it, innermost first; empty if it was allocated before, or with ``depth=0``."""
     source: Source
     stream_name: str = ""
     """Name of the stream (``Device.create_stream(name=)``); ``""`` without one."""

@@ -28,7 +28,7 @@ class Place(NamedTuple):
     """
 
     site: Site | None
-    """The line; None for memory allocated before the observer started."""
+    """The line; None if none was recorded: of memory from before the observer started, or with ``depth=0``."""
     tag: str
     phase: str
     allocations: tuple[Allocation, ...]
@@ -45,7 +45,7 @@ class Place(NamedTuple):
 
     def __str__(self) -> str:
         words = "".join(f", {name} {word!r}" for name, word in self.names)
-        return f"{_amount(self.allocations)} from {self.site or 'before the observer'}{words}"
+        return f"{_amount(self.allocations)} from {self.site or 'an unknown line'}{words}"
 
 
 def places(allocations: Iterable[Allocation]) -> list[Place]:
@@ -112,5 +112,5 @@ class LeakReport:
         rows = []
         for one in self.places:
             words = (dict(one.names).get(name, "") for name in named)
-            rows.append((mib(one.nbytes), len(one.allocations), code(str(one.site or "before the observer")), *words))
+            rows.append((mib(one.nbytes), len(one.allocations), code(str(one.site or "an unknown line")), *words))
         return table(("still allocated", "allocations", "from", *named), rows)

@@ -398,7 +398,7 @@ def _forget_values(node: Any) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
     report = yield
-    if report.failed:
+    if report.failed or (call.excinfo and hasattr(report, "wasxfail")):
         for node in item.listchain():
             node.stash[_failed] = True
     return report

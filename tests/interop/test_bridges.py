@@ -20,8 +20,9 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import interop, vmm
 from streamalloc.driver.bindings import cuda
-from streamalloc.interop.bridge import BATCH, FreeAfterAll
-from streamalloc.testing import Gate
+from streamalloc.interop.bridge import BATCH, FreeAfterAll, Sources
+from streamalloc.interop.cupy import _in_relaxed_mode
+from streamalloc.testing import Faults, Gate
 from tests.interop.conftest import Get
 from tests.interop.libraries import Library
 from tests.support import GROWTH, KEEP, MiB, holds
@@ -799,3 +800,22 @@ def test_a_process_ends_with_live_arrays(get: Get, python: Callable[..., Any], n
     get(name)  # or the test is skipped
     done = python(LIVE.format(name=name))
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_capture_mode_that_the_driver_refuses(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a finaliser or the library raises then is what it would raise."""
+    raised: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", raised.append)
+    faults = Faults(machine)
+    device = sa.Device(0, driver=faults)
+    with device.create_stream() as stream, sa.MemoryPool(device) as pool:
+        sources = Sources([pool])
+        held = sources.hold(sources.allocate(512, 0, stream.handle))
+        faults.fail("cuThreadExchangeStreamCaptureMode", result="CUDA_ERROR_UNKNOWN")
+        del held
+        stream.synchronize()
+        assert used(pool) == 0 and raised == []
+        faults.fail("cuThreadExchangeStreamCaptureMode", result="CUDA_ERROR_UNKNOWN")
+        allocate = _in_relaxed_mode(sources, lambda nbytes: nbytes // 0, lambda nbytes: nbytes // 0)
+        with pytest.raises(ZeroDivisionError):
+            allocate(512)

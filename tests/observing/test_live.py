@@ -43,11 +43,15 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Screen:
     """A stand-in for rich."""
     screen = Screen()
 
+    class Text(str):
+        """Text of rich; a plain string would be markup, in which brackets have a meaning."""
+
     class Table:
         def __init__(self, *head: str) -> None:
             self.rows: list[tuple[str, ...]] = []
 
-        def add_row(self, *cells: str) -> None:
+        def add_row(self, *cells: Text) -> None:
+            assert {type(cell) for cell in cells} == {Text}
             self.rows.append(cells)
 
     class Live:
@@ -62,7 +66,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Screen:
         def stop(self) -> None:
             screen.ended += 1
 
-    for name, made in (("live", {"Live": Live}), ("table", {"Table": Table})):
+    for name, made in (("live", {"Live": Live}), ("table", {"Table": Table}), ("text", {"Text": Text})):
         module: Any = types.ModuleType(f"rich.{name}")
         vars(module).update(made)
         monkeypatch.setitem(sys.modules, f"rich.{name}", module)

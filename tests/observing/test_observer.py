@@ -70,6 +70,10 @@ class TestLive:
                 "test_keeps_as_many_frames_as_asked",
             ]
 
+    def test_without_frames(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        with sa.observe(pool, depth=0) as observer, pool.allocate(1, stream):
+            assert str(observer.leaks().places[0]) == "1 byte in 1 allocation from an unknown line"
+
     def test_sees_what_finalisers_free(self, observer: sa.Observer, pool: sa.MemoryPool, stream: sa.Stream) -> None:
         first, second = pool.allocate(8, stream), pool.allocate(16, stream)
         del first
@@ -278,6 +282,14 @@ class TestMappedMemory:
             buffer.resize(0)
             with observer:
                 assert observer.live == ()
+
+    @pytest.mark.simulated_only("only there addresses are used again at once")
+    def test_addresses_of_another(self, device: sa.Device) -> None:
+        with vmm.GrowableBuffer(device, 64 * MiB, 2 * MiB) as first, sa.observe(first) as observer:
+            address = first.address
+            first.close()
+            with vmm.GrowableBuffer(device, 64 * MiB, 2 * MiB) as second:
+                assert second.address == address and observer.live == ()
 
     def test_evicted(self, device: sa.Device) -> None:
         with vmm.GrowableBuffer(device, 8 * MiB, 2 * MiB) as buffer, sa.observe(buffer) as observer:

@@ -142,10 +142,11 @@ with testing.install(sd.simulated(devices=3)):
     def test_libraries_with_cuda_of_their_own(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "cupy.py").touch()
         monkeypatch.syspath_prepend(tmp_path)
-        monkeypatch.delitem(sys.modules, "cupy", raising=False)
+        monkeypatch.setitem(sys.modules, "cupy", None)  # so that it is as before at the end
+        del sys.modules["cupy"]
         with testing.install(), pytest.warns(RuntimeWarning, match="CuPy calls CUDA's C libraries, not cuda.bindings"):
             import cupy
-        monkeypatch.delitem(sys.modules, "cupy")
+        del sys.modules["cupy"]
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             import cupy  # noqa: F401

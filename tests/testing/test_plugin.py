@@ -357,6 +357,18 @@ class TestLeaks:
             result.stdout.fnmatch_lines([f"*ERROR at teardown of {name}*"])
         assert result.stdout.str().count("1 thing was made here and not released") == 2
 
+    def test_of_tests_that_are_expected_to_fail(self, run: Run) -> None:
+        result = run(
+            """
+            @pytest.mark.xfail(raises=ZeroDivisionError)
+            def test_it(streamalloc_machine):
+                stream = sa.Device(0).create_stream()
+                1 / 0
+            """,
+            "--streamalloc-leaks",
+        )
+        result.assert_outcomes(xfailed=1)
+
     def test_of_a_run_inside_of_a_test(self, run: Run) -> None:
         result = run(
             """
