@@ -251,7 +251,8 @@ class PageBudget(Closes):
     def wait(self, nbytes: int, timeout: float = 1.0) -> bool:
         """Block until so many bytes are free, which other processes are asked for: whether they are.
 
-        Another process may take them before this one does.
+        Another process may take them before this one does. Pages that arenas of this process keep count as used:
+        :meth:`PageArena.trim` releases them first.
 
         Parameters
         ----------
