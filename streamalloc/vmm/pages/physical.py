@@ -26,7 +26,7 @@ from streamalloc.core.errors import (
 )
 from streamalloc.core.internal import Device, HandleEnd, Stream, await_device, deferred_queue, raw_handle
 from streamalloc.core.properties import MemAccess, MemHandleType, MemLocation, checked_size
-from streamalloc.core.session import Session, session_of
+from streamalloc.core.session import Session, members, session_of
 from streamalloc.vmm.access import structs_of
 from streamalloc.vmm.address_range import AddressRange
 from streamalloc.vmm.allocation_handles import Allocations, allocations_of
@@ -127,8 +127,8 @@ class PhysicalPages(Claimable):
         """Number of pages that exist, or are being created."""
         self._unborn: int = 0
         """Number of pages that the budget has granted and that are about to be created."""
-        self.parked: int = 0
-        """Number of places that wait for the work that uses them."""
+        self.spaces: weakref.WeakSet[Any] = weakref.WeakSet()
+        """The places of each space."""
         self.closed: bool = False
         self.writable: list[Any] = structs_of({device.location: MemAccess.READWRITE})
         self.readable: list[Any] = structs_of({device.location: MemAccess.READ})
@@ -154,6 +154,11 @@ class PhysicalPages(Claimable):
 
     def __repr__(self) -> str:
         return f"<pages of device {self.device.ordinal}>"
+
+    @property
+    def parked(self) -> int:
+        """Number of places that wait for the work that uses them."""
+        return sum(len(places.parked) for places in members(self.spaces))
 
     @property
     def nbytes(self) -> int:

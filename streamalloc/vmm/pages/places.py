@@ -31,6 +31,7 @@ class Places(MappedBytes):
     """The places of a space. As a node, all mappings in them: one ``cuMemUnmap`` ends them."""
 
     __slots__ = (
+        "__weakref__",
         "_broken",
         "backing",
         "failed",
@@ -59,6 +60,7 @@ class Places(MappedBytes):
         """Places that may not have the page, or the permission, that they should; empty outside of :meth:`locked`."""
         self.failed: bool = False
         """True if a call and its undo have failed, and left such places."""
+        physical.spaces.add(self)
 
     @property
     def mark(self) -> str:
@@ -199,7 +201,6 @@ class Places(MappedBytes):
         self.numbers[places] = -1
         for place in places:
             self._unseat(place)
-        self.physical.parked += len([place for place in places if place not in self.parked])
         self.parked.update(dict.fromkeys(places, parking))
         parking.places = places
 
@@ -237,7 +238,7 @@ class Places(MappedBytes):
                 if not page.seat:
                     self._seat(page, place)
             if place in parked:
-                self._unpark(place)
+                self.parked.pop(place, None)
 
     # Observers count a page once, at the address of one of the committed places that hold it: its seat.
 
@@ -278,10 +279,6 @@ class Places(MappedBytes):
         if page is not None and self.physical.kept.get(page) == (self, place):
             del self.physical.kept[page]
 
-    def _unpark(self, place: int) -> None:
-        if self.parked.pop(place, None) is not None:
-            self.physical.parked -= 1
-
     def retire(self, places: Collection[int]) -> None:
         """Map zeros at places that hold a page, and remove one user of each page. All places change, or none."""
         self.exchange(dict.fromkeys(places, self.physical.zero))
@@ -293,7 +290,7 @@ class Places(MappedBytes):
                 page = self.backing[place]
                 assert page is not None
                 self.physical.kept[page] = self, place
-                self._unpark(place)
+                self.parked.pop(place, None)
 
     def clear(self, places: Collection[int], stream: Stream) -> None:
         """Queue zeros for places, one call for each run of adjacent ones."""
@@ -342,7 +339,6 @@ class Places(MappedBytes):
                         self._unkeep(place)
                         self._unseat(place)
                 self.backing, self.mapped = [], []
-                self.physical.parked -= len(self.parked)
                 for parking in self.parked.values():
                     self.physical.clearing.pop(parking, None)
                 self.parked.clear()

@@ -651,7 +651,7 @@ class PageSpace(Memory, Closes):
         while True:
             for parking in parkings():
                 parking.synchronize()
-            short = physical.parked > 0 and physical.available < needed
+            short = physical.available < needed and physical.parked > 0
             if short:
                 # Pages of other places, whose work has completed, become available. No lock may be held here.
                 physical.allocations.work()
