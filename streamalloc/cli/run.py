@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import os
 import runpy
@@ -12,6 +13,9 @@ from streamalloc.cli.choice import Chosen, UsageError
 from streamalloc.cli.terminal import Terminal
 from streamalloc.driver.internal import as_asked
 from streamalloc.testing import install
+
+_for_good = contextlib.ExitStack()
+"""The machine, which the program's threads and exit functions use after its last line, too."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,8 +37,8 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
     if not chosen.is_simulated:
         _run(options)
         return 0
-    with install(as_asked(chosen.driver), kernels=options.kernels):
-        _run(options)
+    _for_good.enter_context(install(as_asked(chosen.driver), kernels=options.kernels))
+    _run(options)
     return 0
 
 

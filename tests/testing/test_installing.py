@@ -17,7 +17,6 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import testing
-from streamalloc.cli import main
 from streamalloc.driver.bindings import cuda, runtime
 from tests.processes import finished, python
 from tests.testing.conftest import Run
@@ -244,14 +243,27 @@ class TestRun:
         assert parent.startswith("the parent ['--driver'] 1 ")
         assert child == parent.replace("parent", "child")
 
-    def test_a_module(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_a_module(self, tmp_path: Path) -> None:
         self.write(
             tmp_path, "prog.py", "import sys; from cuda.bindings import driver; print(driver.cuInit(0), sys.argv[1:])"
         )
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "path", [*sys.path])
-        monkeypatch.setattr(sys, "argv", ["streamalloc"])
-        assert main(["run", "--driver=simulated", "-m", "prog", "-x"]) == 0
-        assert capsys.readouterr().out == "(<CUresult.CUDA_SUCCESS: 0>,) ['-x']\n"
+        done = self.run("--driver=simulated", "-m", "prog", "-x", cwd=tmp_path)
+        assert (done.returncode, done.stdout) == (0, "(<CUresult.CUDA_SUCCESS: 0>,) ['-x']\n")
+
+    def test_the_end_of_a_program(self, tmp_path: Path) -> None:
+        """Its threads and exit functions use the machine; the checker reports after them."""
+        self.write(
+            tmp_path,
+            "program.py",
+            """
+            import atexit, threading
+            from cuda.bindings import runtime
+            kept, freed, used = (runtime.cudaMalloc(4096)[1] for _ in range(3))
+            atexit.register(lambda: print(runtime.cudaFree(freed)[0].name))
+            main = threading.main_thread()
+            threading.Thread(target=lambda: (main.join(), print(runtime.cudaFree(used)[0].name))).start()
+            """,
+        )
+        done = self.run("--driver=simulated", "program.py", cwd=tmp_path, STREAMALLOC_CHECK="1")
+        assert (done.returncode, done.stdout) == (0, "cudaSuccess\n" * 2)
+        assert done.stderr.startswith("leak: device memory of 4 KiB") and done.stderr.count("leak") == 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import operator
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -92,8 +93,8 @@ def _read(path: Path) -> _File:
 
 
 def _tensor(start: int, size: int, dtype: str, shape: list[int], data_offsets: list[int]) -> Tensor:
-    begin, end = data_offsets
-    tensor = Tensor(_DTYPES[dtype], tuple(map(int, shape)), None, start + begin)
+    begin, end = map(operator.index, data_offsets)
+    tensor = Tensor(_DTYPES[dtype], tuple(map(operator.index, shape)), None, start + begin)
     if min(tensor.shape, default=0) < 0 or not 0 <= begin <= end <= size - start or tensor.nbytes != end - begin:
         where = f"bytes {begin} to {end}"
         raise ValueError(f"{size - start} bytes follow its header, which has a tensor {tensor} at {where}")

@@ -255,7 +255,8 @@ class PageBudget(Closes):
         """Request bytes from other processes and block until so many are free, or the time is over. Returns whether
         they are free.
 
-        Another process may take them before this one does.
+        Another process may take them before this one does. Pages that arenas of this process keep count as used:
+        :meth:`PageArena.trim` releases them first.
 
         Parameters
         ----------

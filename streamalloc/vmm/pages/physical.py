@@ -25,7 +25,7 @@ from streamalloc.core.errors import (
 )
 from streamalloc.core.internal import Device, HandleEnd, Stream, await_device, deferred_queue, raw_handle
 from streamalloc.core.properties import MemAccess, MemHandleType, MemLocation, checked_size
-from streamalloc.core.session import Session, session_of
+from streamalloc.core.session import Session, members, session_of
 from streamalloc.driver.internal import RLock
 from streamalloc.vmm.access import structs_of
 from streamalloc.vmm.address_range import AddressRange
@@ -130,8 +130,8 @@ class PhysicalPages(Claimable):
         """Number of pages that exist or are being created."""
         self._unborn: int = 0
         """Number of pages granted by the budget and not yet created."""
-        self.parked: int = 0
-        """Number of places that wait for work using them."""
+        self.spaces: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Places of each space."""
         self.closed: bool = False
         self.writable: list[Any] = structs_of({device.location: MemAccess.READWRITE})
         self.readable: list[Any] = structs_of({device.location: MemAccess.READ})
@@ -157,6 +157,11 @@ class PhysicalPages(Claimable):
 
     def __repr__(self) -> str:
         return f"<pages of device {self.device.ordinal}>"
+
+    @property
+    def parked(self) -> int:
+        """Number of places that wait for the work that uses them."""
+        return sum(len(places.parked) for places in members(self.spaces))
 
     @property
     def nbytes(self) -> int:

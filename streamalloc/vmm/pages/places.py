@@ -31,6 +31,7 @@ class Places(MappedBytes):
     """The places of a space. As a node it stands for all their mappings, which one ``cuMemUnmap`` ends."""
 
     __slots__ = (
+        "__weakref__",
         "_broken",
         "backing",
         "failed",
@@ -59,6 +60,7 @@ class Places(MappedBytes):
         """Places with a wrong page or permission; empty outside of :meth:`locked`."""
         self.failed: bool = False
         """True if a call and its undo failed, leaving such places."""
+        physical.spaces.add(self)
 
     @property
     def mark(self) -> str:
@@ -200,7 +202,6 @@ class Places(MappedBytes):
         self.numbers[places] = -1
         for place in places:
             self._unseat(place)
-        self.physical.parked += len([place for place in places if place not in self.parked])
         self.parked.update(dict.fromkeys(places, parking))
         parking.places = places
 
@@ -238,7 +239,7 @@ class Places(MappedBytes):
                 if not page.seat:
                     self._seat(page, place)
             if place in parked:
-                self._unpark(place)
+                self.parked.pop(place, None)
 
     # Observers count a page once, at the address of one committed place that holds it: its seat.
 
@@ -279,10 +280,6 @@ class Places(MappedBytes):
         if page is not None and self.physical.kept.get(page) == (self, place):
             del self.physical.kept[page]
 
-    def _unpark(self, place: int) -> None:
-        if self.parked.pop(place, None) is not None:
-            self.physical.parked -= 1
-
     def retire(self, places: Collection[int]) -> None:
         """Map zeros at places that hold a page, and remove one user of each page. Either all places change or none."""
         self.exchange(dict.fromkeys(places, self.physical.zero))
@@ -294,7 +291,7 @@ class Places(MappedBytes):
                 page = self.backing[place]
                 assert page is not None
                 self.physical.kept[page] = self, place
-                self._unpark(place)
+                self.parked.pop(place, None)
 
     def clear(self, places: Collection[int], stream: Stream) -> None:
         """Queue zeros for places, one call for each run of adjacent ones."""
@@ -343,7 +340,6 @@ class Places(MappedBytes):
                         self._unkeep(place)
                         self._unseat(place)
                 self.backing, self.mapped = [], []
-                self.physical.parked -= len(self.parked)
                 for parking in self.parked.values():
                     self.physical.clearing.pop(parking, None)
                 self.parked.clear()

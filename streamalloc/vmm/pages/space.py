@@ -655,7 +655,7 @@ class PageSpace(Memory, Closes):
         while True:
             for parking in parkings():
                 parking.synchronize()
-            short = physical.parked > 0 and physical.available < needed
+            short = physical.available < needed and physical.parked > 0
             if short:
                 # Makes pages of other places available once their work has completed. No lock may be held here.
                 physical.allocations.work()

@@ -68,10 +68,12 @@ class TestFiles:
             _header({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, -4]}}),
             _header({"a": {"dtype": "F32", "shape": [1], "data_offsets": [2, 6]}}),
             _header({"a": {"dtype": "Q4", "shape": [1], "data_offsets": [0, 4]}}),
+            _header({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0.0, 4.0]}}),
+            _header({"a": {"dtype": "F32", "shape": ["1"], "data_offsets": [0, 4]}}),
             _header({"a": {"dtype": "F32", "shape": [1]}}),
             _header({"a": []}),
         ],
-        ids=range(10),
+        ids=range(12),
     )
     def test_of_what_is_none(self, store: ipc.Store, tmp_path: Path, data: bytes) -> None:
         path = tmp_path / "bad.safetensors"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 import streamalloc as sa
 from streamalloc import vmm
 from streamalloc.testing import Gate
+from tests.interrupting import Interrupt, Interrupted
 from tests.support import executed, pending
 from tests.vmm.pages.conftest import PAGES
 from tests.vmm.pages.support import fill, opening, page, settled, values
@@ -175,3 +178,19 @@ class TestEnd:
             gate.open()
             stream.synchronize()
             assert settled(arena) == (3, 3, 0)
+
+
+@pytest.mark.simulated_only("where a signal may come is the same on any driver")
+def test_an_interrupted_release_leaves_no_page_parked(arena: vmm.PageArena, space: vmm.PageSpace) -> None:
+    for nth in itertools.count(1):
+        space.commit([0, 1])
+        block = Interrupt(nth)
+        with contextlib.suppress(Interrupted), block:
+            space.release([0, 1], after=space.stream)
+            space.commit([0, 1])
+        if not block.came:
+            break
+        space.release([0, 1])
+        space.device.synchronize()
+    space.release([0, 1])
+    settled(arena)
