@@ -286,14 +286,10 @@ class AddressRange(OwnsNode):
             raise ValueError(f"offset={offset}: {other.memory!r} is mapped there, in {self!r}")
         kind = MappedObject if memory._node.kind is Kind.OBJECT else MappedBytes
         entry = kind(node, offset, stop, {})
-        try:
-            node.add(entry)
+        with node.adding(entry):
             entry.hold(memory)
             entry.map(raw)
             node.grant((entry,), rights or {})
-        except BaseException as first:
-            entry.undo(first)
-            raise
         return entry
 
     def _covering(self, start: int, stop: int) -> list[MappedBytes]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -209,6 +209,16 @@ class Reservation(HandleNode):
         if entries and entries[-1].stop > entry.offset:
             at = bisect_left(entries, entry.offset, key=_START)
         entries.insert(at, entry)
+
+    @contextlib.contextmanager
+    def adding(self, entry: MappedBytes) -> Iterator[None]:
+        """Add a mapping to the table, for a block that maps it; an error of the block undoes both."""
+        try:
+            self.add(entry)
+            yield
+        except BaseException as first:
+            entry.undo(first)
+            raise
 
     def touching(self, start: int, stop: int) -> list[MappedBytes]:
         """Return the mappings that overlap a part of the range."""

@@ -412,13 +412,9 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
             with undoing(memory.close):
                 return self.range._map(memory, chunk.offset)
         entry = MappedBytes(node, chunk.offset, chunk.offset + chunk.nbytes, {})
-        try:
-            node.add(entry)
+        with node.adding(entry):
             spec.obtain(entry, chunk.nbytes)
             entry.map(entry._raw)
-        except BaseException as first:
-            entry.undo(first)
-            raise
         return entry
 
     def _map_all(self, at: int, memories: Iterable[GenericAllocation]) -> list[MappedBytes]:
