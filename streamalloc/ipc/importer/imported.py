@@ -82,12 +82,9 @@ class Imports:
         """Start the thread, before something is imported that may be dropped. Idempotent."""
         if self._thread is None:
             args = (self._dropped, weakref.ref(self.session))
-            self._thread = threading.Thread(target=release_dropped, args=args, name="streamalloc drops", daemon=True)
-            try:
-                self._thread.start()
-            except BaseException:
-                self._thread = None
-                raise
+            thread = threading.Thread(target=release_dropped, args=args, name="streamalloc drops", daemon=True)
+            thread.start()
+            self._thread = thread
             weakref.finalize(self, self._dropped.put, False).atexit = False
 
     def drop(self, item: Deferred) -> None:
