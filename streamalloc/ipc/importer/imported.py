@@ -362,9 +362,6 @@ class Import:
 
     __slots__ = ("_raw", "address", "count", "generation", "key", "number", "passed", "source", "words")
 
-    _raw: Any
-    """``CUdeviceptr``; None before the import and after its release."""
-
     def __init__(self, source: PoolSource | LegacySource, key: bytes) -> None:
         self.source: PoolSource | LegacySource = source
         self.key: bytes = key
@@ -376,6 +373,7 @@ class Import:
         self.number: int = 0
         """Value of ``opened`` that counts this import."""
         self._raw: Any = None
+        """``CUdeviceptr``; None before the import and after its release."""
         self.address: int = 0
         self.count: int = 1
         """Open objects."""
