@@ -492,7 +492,7 @@ class Mapping(RangeView, Closes):
     @property
     def closed(self) -> bool:
         """Whether it was unmapped."""
-        return not self._mapped.live
+        return self._mapped.gone
 
     @property
     def rights(self) -> Rights:
@@ -528,7 +528,7 @@ class Mapping(RangeView, Closes):
 
     def close(self, after: After = None) -> None:
         """Wait for ``after``, see :class:`AddressRange`, and unmap it (``cuMemUnmap``); idempotent."""
-        if self._mapped.live:
+        if not self._mapped.gone:
             self._check_own()
             wait_for_users(after, self._session, (self._mapped.rights,))
             self.range._node.unmap((self._mapped,))
@@ -537,7 +537,7 @@ class Mapping(RangeView, Closes):
         self.range._check_own()
 
     def _entries(self) -> Sequence[MappedBytes]:
-        if not self._mapped.live:
+        if self._mapped.gone:
             raise ClosedError(f"{self!r} was unmapped")
         return (self._mapped,)
 
@@ -551,7 +551,7 @@ class Mapping(RangeView, Closes):
         return hash(id(self._mapped))
 
     def _text(self) -> str:
-        state = "" if self._mapped.live else ", unmapped"
+        state = ", unmapped" if self._mapped.gone else ""
         return f" of {self._mapped.memory!r} at offset {self._start}{state}"
 
 

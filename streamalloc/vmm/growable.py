@@ -245,7 +245,7 @@ class GrowableBuffer(VirtualBuffer):
             return entries
         for entry in entries:
             self._recycler.claim(entry.memory._node)
-        return [entry for entry in entries if entry.live]
+        return [entry for entry in entries if not entry.gone]
 
     def _checked(self, name: str, value: int, most: int) -> int:
         size = checked_size(name, value)

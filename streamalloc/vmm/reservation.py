@@ -55,11 +55,6 @@ class MappedBytes(Node):
         return self.stop - self.offset
 
     @property
-    def live(self) -> bool:
-        """Whether it is mapped, or is being mapped."""
-        return not self.gone
-
-    @property
     def memory(self) -> GenericAllocation:
         """The memory as an object, which holds the handle from now on. It may have been closed."""
         return self.reservation.maker.adopt(self) if self._memory is None else self._memory
@@ -311,7 +306,7 @@ class Reservation(HandleNode):
         except BaseException:
             # An exception of a signal handler: the driver may or may not have unmapped the run.
             for entry in run:
-                (entry.release if entry.live else entry.unmapped)()
+                (entry.unmapped if entry.gone else entry.release)()
             raise
         finally:
             # Recycled memory that was closed returns to its recycler once it is unmapped.
