@@ -73,11 +73,6 @@ class Tap:
         self._free = free
         self.watchers: tuple[Watcher, ...] = ()
 
-    @property
-    def functions(self) -> tuple[Any, Any]:
-        """The two functions that it replaces."""
-        return self._alloc, self._free
-
     def _without(self, besides: tuple[Watcher, ...]) -> tuple[Watcher, ...]:
         if not besides:
             return self.watchers
@@ -153,7 +148,7 @@ def besides(function: Any, watchers: tuple[Watcher, ...]) -> Any:
 def bare(alloc: Any) -> Any:
     """The driver's own function for allocations: for memory that belongs to graphs."""
     tap = tap_of(alloc)
-    return alloc if tap is None else tap.functions[0]
+    return alloc if tap is None else tap._alloc
 
 
 class Watching:
@@ -232,8 +227,7 @@ def watch(allocator: Watched, watchers: tuple[Watcher, ...]) -> None:
         return
     tap.watchers = watchers
     if not watchers:
-        alloc, free = tap.functions
         # The replacements of a closed pool and of a forked child stay.
         if tap_of(allocator._alloc) is tap:
-            allocator._alloc = alloc
-        allocator._free = free
+            allocator._alloc = tap._alloc
+        allocator._free = tap._free
