@@ -99,12 +99,12 @@ class HostLease(Deferred):
     That is a range, or an allocation of ``cuMemAlloc``. As an item, it counts the close once the work so far has ended.
     """
 
-    __slots__ = ("_imports", "_words", "_work")
+    __slots__ = ("_words", "_work", "imports")
 
     def __init__(
         self, imports: Imports, block: ControlBlock, words: ImporterWords, generation: int, device: Device
     ) -> None:
-        self._imports = imports
+        self.imports = imports
         self._work: QueuedWork | None = None
         self._words: ImporterWords | None = words
         # Without the lock: once this lease is in ``users``, no other one counts a close.
@@ -120,7 +120,7 @@ class HostLease(Deferred):
         """Count the close; all work on the memory has ended. Idempotent."""
         words, self._words = self._words, None
         if words is not None:
-            with self._imports.lock:
+            with self.imports.lock:
                 # The number is read first: what is opened meanwhile has a later one.
                 number = words.opened.value
                 words.users.discard(self)
@@ -128,13 +128,9 @@ class HostLease(Deferred):
                     words.closing.value = number
                     words.closed.value = number
 
-    def drop(self) -> None:
-        """Count the close once the work so far has ended."""
-        self._imports.drop(self)
-
     def attempt(self) -> bool:
         if self._work is None:
-            self._work = QueuedWork(self._imports.session)
+            self._work = QueuedWork(self.imports.session)
         if not self._work.done():
             return False
         self.end()
@@ -723,7 +719,7 @@ class ImportedRange(RemappableBuffer, Foreign):
     def __del__(self) -> None:
         lease = getattr(self, "_lease", None)
         if lease is not None and self._session.usable:
-            lease.drop()
+            lease.imports.drop(lease)
 
     def evict(self, *_: Any, **__: Any) -> None:
         """Refused: the memory belongs to another process."""
