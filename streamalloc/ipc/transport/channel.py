@@ -761,10 +761,6 @@ def _handles_in(extra: list[tuple[int, int, bytes]]) -> tuple[Fd, ...]:
 # -- multiprocessing -----------------------------------------------------------------------------------------
 
 
-def _reduce(channel: Channel) -> tuple[Any, tuple[Any, float | None]]:
-    return _rebuild, (DupFd(channel.fileno()), channel.timeout)
-
-
 def _rebuild(duplicate: Any, timeout: float | None) -> Channel:
     channel = Channel.from_fd(Fd(duplicate.detach()))
     channel.timeout = timeout
@@ -772,4 +768,4 @@ def _rebuild(duplicate: Any, timeout: float | None) -> Channel:
 
 
 # pickle.dumps() still refuses a channel: without the descriptor its bytes mean nothing.
-ForkingPickler.register(Channel, _reduce)
+ForkingPickler.register(Channel, lambda channel: (_rebuild, (DupFd(channel.fileno()), channel.timeout)))
