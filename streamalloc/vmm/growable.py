@@ -194,11 +194,8 @@ class GrowableBuffer(VirtualBuffer):
         return True
 
     def _resize(self, nbytes: int, after: After) -> None:
-        node, size = self.range._node, nbytes
-        if type(nbytes) is not int or not 0 <= nbytes <= node.nbytes:
-            size = self._checked("nbytes", nbytes, node.nbytes)
-        if self._evicted is not None or node._raw is None or node.given_up:
-            self._check_usable()
+        size = self._checked("nbytes", nbytes, self.capacity)
+        self._check_usable()
         needed = self._spec.round_up(size)
         if self._recycler is not None and needed > self._mapped:
             self._claim_spares(needed, self._recycler)
@@ -213,9 +210,7 @@ class GrowableBuffer(VirtualBuffer):
 
     def grow(self, nbytes: int) -> None:
         """Grow by ``nbytes``: ``resize(self.nbytes + nbytes)``."""
-        if type(nbytes) is not int or nbytes < 0:
-            nbytes = checked_size("nbytes", nbytes)
-        self.resize(self._nbytes + nbytes)
+        self.resize(self._nbytes + checked_size("nbytes", nbytes))
 
     def _shrink(self, needed: int, size: int, after: After) -> None:
         # The driver unmaps whole chunks only.
