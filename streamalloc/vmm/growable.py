@@ -210,7 +210,9 @@ class GrowableBuffer(VirtualBuffer):
 
     def grow(self, nbytes: int) -> None:
         """Grow by ``nbytes``: ``resize(self.nbytes + nbytes)``."""
-        self.resize(self._nbytes + checked_size("nbytes", nbytes))
+        if type(nbytes) is not int or nbytes < 0:
+            nbytes = checked_size("nbytes", nbytes)
+        self.resize(self._nbytes + nbytes)
 
     def _shrink(self, needed: int, size: int, after: After) -> None:
         # The driver unmaps whole chunks only.
