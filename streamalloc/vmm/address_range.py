@@ -203,8 +203,7 @@ class AddressRange(OwnsNode):
         rights = rights_of(who, self._session, access)
         entries = self._node.within(start, stop)
         self._covering(start, self.nbytes if stop is None else stop)
-        if rights and entries:
-            self._node.set_rights(entries, rights, after)
+        self._node.set_rights(entries, rights, after)
 
     def view(self, start: int = 0, stop: int | None = None, *, holes: bool = False) -> RangeView:
         """Return the bytes from ``start`` to ``stop`` as :class:`Memory`; they may be in several adjacent mappings.
@@ -518,9 +517,7 @@ class Mapping(RangeView, Closes):
         """Set permissions (``cuMemSetAccess``); see :meth:`AddressRange.set_access`."""
         self._check_own()
         rights = rights_of(who, self._session, access)
-        entries = self._entries()
-        if rights:
-            self.range._node.set_rights(entries, rights, after)
+        self.range._node.set_rights(self._entries(), rights, after)
 
     def revoke(self, who: Access, *, after: After = None) -> None:
         """Revoke permissions: ``set_access(who, MemAccess.NONE)``."""

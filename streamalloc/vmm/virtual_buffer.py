@@ -209,9 +209,7 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         self._check_open()
         rights = device_rights(who, self._session, access, location=self._location)
         self._trim(self._mapped)
-        entries = self.range._node.table()
-        if rights and entries:
-            self.range._node.set_rights(entries, rights, after)
+        self.range._node.set_rights(self.range._node.table(), rights, after)
         kept = {where: allowed for where, allowed in {**self._rights, **rights}.items() if allowed}
         self._structs, self._rights = structs_of(kept), kept
 
@@ -452,11 +450,10 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
 
     def _discard(self, entries: Sequence[MappedBytes]) -> None:
         """Unmap memory and release it; memory that the driver refuses to release is released later."""
-        if entries:
-            entries = self._reclaim(entries)
-            self.range._node.unmap(entries)
-            for entry in entries:
-                entry.close()
+        entries = self._reclaim(entries)
+        self.range._node.unmap(entries)
+        for entry in entries:
+            entry.close()
 
     def _reclaim(self, entries: Sequence[MappedBytes]) -> Sequence[MappedBytes]:
         """Return the mappings that no recycler has taken from the buffer."""
