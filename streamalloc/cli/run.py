@@ -15,7 +15,7 @@ from streamalloc.driver.internal import as_asked
 from streamalloc.testing import install
 
 _for_good = contextlib.ExitStack()
-"""The machine, which the program's threads and exit functions use after its last line, too."""
+"""The installed machine: threads and exit functions of the program use it after the last line."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

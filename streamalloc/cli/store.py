@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import time
+from collections.abc import Callable
 from typing import Any
 
 from streamalloc.cli.choice import UsageError, plural
@@ -70,14 +71,16 @@ def _show(terminal: Terminal, options: argparse.Namespace) -> dict[str, Any]:
     entry = _entry(options)
     report = dataclasses.asdict(entry)
     for name, value in report.items():
-        if name in ("created", "used"):
-            value = f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(value))}" if value else "never"
-        elif name == "nbytes":
-            value = size_text(value)
-        elif name == "address":
-            value = f"{value:#x}"
-        terminal.line(f"{name:10} {value}")
+        terminal.line(f"{name:10} {_SHOWN.get(name, str)(value)}")
     return report
+
+
+def _moment(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds)) if seconds else "never"
+
+
+_SHOWN: dict[str, Callable[[Any], str]] = {"created": _moment, "used": _moment, "nbytes": size_text, "address": hex}
+"""Functions that write fields of an entry as text."""
 
 
 def _remove(terminal: Terminal, options: argparse.Namespace) -> dict[str, Any]:

@@ -48,100 +48,79 @@ def _on_several(show: Callable[[Tour, Any], None]) -> Callable[[Tour, sa.Stream]
     return run
 
 
-class _Team:
-    """A multicast object with memory of each device of its team, and a stream for each."""
-
-    def __init__(self, tour: Tour, driver: Any, resources: contextlib.ExitStack) -> None:
-        # Checked first: without permission no multicast call reaches real hardware.
-        need(_may_make_objects(driver), f"multicast objects are created on real GPUs only with {_PERMISSION}=1")
-        self.devices = [device for device in sa.Device.all(driver) if device.supports.multicast]
-        need(len(self.devices) > 1, "this machine has no two GPUs that support multicast objects")
-        self.tour = tour
-        self.names = [f"GPU {device.ordinal}" for device in self.devices]
-        count = len(self.devices)
-        self.size: int = 2 * MulticastObject.granularity(count, driver=driver)
-        keep = resources.enter_context
-        self.streams = [keep(device.create_stream()) for device in self.devices]
-        self.memories = [keep(vmm.PhysicalMemory(device, self.size)) for device in self.devices]
-        self.addresses: vmm.AddressRange = keep(vmm.AddressRange(count * self.size, driver=driver))
-        self.own: list[vmm.Mapping] = []
-        """Mappings of the memories, by device."""
-        self.object: MulticastObject = keep(MulticastObject(self.size, count, driver=driver))
-
-    def complete(self) -> None:
-        """Add all devices, the last one after an attempt to bind memory."""
-        team, (*first, last) = self.object, self.devices
-        for device in first:
-            team.add_device(device)
-        self.tour.step(
-            f"a team of {plural(len(self.devices), 'GPU')}, one still missing: binding raises an error",
-            raised("binding", sa.IncompleteTeamError, lambda: team.bind(self.memories[0])),
-            equal("bound", len(team.bindings), 0),
-        )
-        team.add_device(last)
-        refused = raised("adding it", ValueError, lambda: team.add_device(first[0]))
-        self.tour.step(
-            "all added; a GPU cannot be added twice", refused, equal("team is complete", team.complete, True)
-        )
-
-    def map(self) -> vmm.Mapping:
-        """Bind the memories, and map them and the object."""
-        for memory in self.memories:
-            self.object.bind(memory)
-        view = self.object.map(access=self.devices)
-        for at, memory in enumerate(self.memories):
-            self.own.append(self.addresses.map(memory, at * self.size, access=self.devices))
-        self.tour.step(
-            "memory of each GPU bound, and the object mapped",
-            equal("bound for", [binding.device for binding in self.object.bindings], self.devices),
-            equal("size", view.nbytes, self.size, size_text),
-            figures=f"{len(self.devices)} x {size_text(self.size)} at {view.address:#x}",
-        )
-        return view
-
-    def replicas(self) -> list[tuple[str, np.ndarray[Any, Any]]]:
-        """Return each device's name and both halves of its memory, read by its own address."""
-        for stream in self.streams[1:]:
-            stream.wait(self.streams[0])
-        halves = [read(replica, stream).reshape(2, -1) for replica, stream in zip(self.own, self.streams, strict=True)]
-        return list(zip(self.names, halves, strict=True))
-
-    def write(self, view: vmm.Mapping) -> None:
-        """Write by the object's mapping and by a GPU's own; compare the memory of all GPUs."""
-        first, half = self.streams[0], self.size // 2
-        view.fill(0x2D, first)
-        filled = [every_byte(f"on {name}", halves, 0x2D) for name, halves in self.replicas()]
-        self.tour.step(f"{self.names[0]} fills the mapping: the memory of every GPU is filled", *filled)
-        self.own[1][:half].fill(0x3E, first)
-        view[half:].fill(0x4F, first)
-        found, changed = self.replicas(), self.names[1]
-        self.tour.step(
-            "a write to one GPU's own memory changes that GPU's memory only",
-            *(every_byte(f"first half on {at}", one, 0x3E if at == changed else 0x2D) for at, (one, _) in found),
-            *(every_byte(f"second half on {at}", one, 0x4F) for at, (_, one) in found),
-        )
-        host = np.empty(self.size, np.uint8)
-        refused = raised("the copy", ValueError, lambda: view.copy_to(host, first))
-        self.tour.step("ordinary reads of the mapping are undefined, so a copy from it raises an error", refused)
-
-
 @part("Multicast", "One address for memory on several GPUs: the switches between them copy a store to all of them.")
 @_on_several
 def multicast(tour: Tour, driver: Any) -> None:
+    # Checked first: without permission no multicast call reaches real hardware.
+    need(_may_make_objects(driver), f"multicast objects are created on real GPUs only with {_PERMISSION}=1")
+    devices = [device for device in sa.Device.all(driver) if device.supports.multicast]
+    need(len(devices) > 1, "this machine has no two GPUs that support multicast objects")
+    count, (*first, last) = len(devices), devices
+    size = 2 * MulticastObject.granularity(count, driver=driver)
     with contextlib.ExitStack() as resources:
-        team = _Team(tour, driver, resources)
-        stream = team.streams[0]
-        with team.object:
-            team.complete()
-            view = team.map()
-            team.write(view)
-            for one in (*team.own, *team.memories):
+        keep = resources.enter_context
+        streams = [keep(device.create_stream()) for device in devices]
+        memories = [keep(vmm.PhysicalMemory(device, size)) for device in devices]
+        addresses = keep(vmm.AddressRange(count * size, driver=driver))
+        with MulticastObject(size, count, driver=driver) as team:
+            for device in first:
+                team.add_device(device)
+            tour.step(
+                f"a team of {plural(count, 'GPU')}, one still missing: binding raises an error",
+                raised("binding", sa.IncompleteTeamError, lambda: team.bind(memories[0])),
+                equal("bound", len(team.bindings), 0),
+            )
+            team.add_device(last)
+            refused = raised("adding it", ValueError, lambda: team.add_device(first[0]))
+            complete = equal("team is complete", team.complete, True)
+            tour.step("all added; a GPU cannot be added twice", refused, complete)
+
+            for memory in memories:
+                team.bind(memory)
+            view = team.map(access=devices)
+            own = [addresses.map(memory, at * size, access=devices) for at, memory in enumerate(memories)]
+            tour.step(
+                "memory of each GPU bound, and the object mapped",
+                equal("bound for", [binding.device for binding in team.bindings], devices),
+                equal("size", view.nbytes, size, size_text),
+                figures=f"{count} x {size_text(size)} at {view.address:#x}",
+            )
+
+            _write(tour, view, own, streams)
+            for one in (*own, *memories):
                 one.close()
-            view.fill(0x5A, stream)
-            bound = equal("bound", len(team.object.bindings), len(team.devices))
-            tour.step("closed memory is usable as long as it is bound", bound)
-        refused = raised("a fill", sa.ClosedError, lambda: view.fill(0, stream))
+            view.fill(0x5A, streams[0])
+            tour.step("closed memory is usable as long as it is bound", equal("bound", len(team.bindings), count))
+        refused = raised("a fill", sa.ClosedError, lambda: view.fill(0, streams[0]))
         tour.step("left the `with` block: unbound, unmapped and released", refused)
+
+
+def _write(tour: Tour, view: vmm.Mapping, own: list[vmm.Mapping], streams: list[sa.Stream]) -> None:
+    """Write by the object's mapping and by a GPU's own; compare the memory of all GPUs."""
+    names = [f"GPU {stream.device.ordinal}" for stream in streams]
+    first, half = streams[0], view.nbytes // 2
+
+    def replicas() -> list[tuple[str, np.ndarray[Any, Any]]]:
+        """Return each device's name and both halves of its memory, read by its own address."""
+        for stream in streams[1:]:
+            stream.wait(first)
+        halves = [read(replica, stream).reshape(2, -1) for replica, stream in zip(own, streams, strict=True)]
+        return list(zip(names, halves, strict=True))
+
+    view.fill(0x2D, first)
+    filled = [every_byte(f"on {name}", halves, 0x2D) for name, halves in replicas()]
+    tour.step(f"{names[0]} fills the mapping: the memory of every GPU is filled", *filled)
+    own[1][:half].fill(0x3E, first)
+    view[half:].fill(0x4F, first)
+    found = replicas()
+    tour.step(
+        "a write to one GPU's own memory changes that GPU's memory only",
+        *(every_byte(f"first half on {at}", one, 0x3E if at == names[1] else 0x2D) for at, (one, _) in found),
+        *(every_byte(f"second half on {at}", one, 0x4F) for at, (_, one) in found),
+    )
+    host = np.empty(view.nbytes, np.uint8)
+    refused = raised("the copy", ValueError, lambda: view.copy_to(host, first))
+    tour.step("ordinary reads of the mapping are undefined, so a copy from it raises an error", refused)
 
 
 @part(

@@ -23,7 +23,6 @@ from streamalloc.core.errors import size_text
 from streamalloc.multicast import MulticastObject
 
 Row = dict[str, Any]
-_Verify = Callable[[vmm.PhysicalMemory], str]
 
 _MOST_ADDRESSES = 1 << 47
 """Bytes of a process's address space: 128 TiB."""
@@ -67,43 +66,34 @@ def try_virtual_memory(device: sa.Device) -> list[Row]:
     if not device.supports.virtual_memory_management:
         return []
     node = max(device.supports.host_numa_id or 0, 0)
-    here, rdma = device.location, "gpu_direct_rdma_capable"
-    kinds: tuple[tuple[str, sa.MemLocation, dict[str, Any], _Verify], ...] = (
-        ("device memory", here, {}, lambda memory: "allocated"),
-        ("compressible", here, {"compression_type": 1}, lambda memory: _confirmed(memory.compressible, "compressible")),
-        ("GPUDirect RDMA", here, {rdma: True}, lambda memory: _confirmed(_flag(memory, rdma), "for RDMA")),
-        ("host memory", sa.MemLocation.host(), {}, _node),
-        (f"host NUMA node {node}", sa.MemLocation.host_numa(node), {}, _node),
+    here = device.location
+    kinds: tuple[tuple[str, sa.MemLocation, dict[str, Any], str], ...] = (
+        ("device memory", here, {}, ""),
+        ("compressible", here, {"compression_type": 1}, "compressible"),
+        ("GPUDirect RDMA", here, {"gpu_direct_rdma_capable": True}, "for RDMA"),
+        ("host memory", sa.MemLocation.host(), {}, ""),
+        (f"host NUMA node {node}", sa.MemLocation.host_numa(node), {}, ""),
     )
     trials: dict[str, Callable[[Row], str]] = {
-        what: functools.partial(_memory, device, location, flags, verify) for what, location, flags, verify in kinds
+        what: functools.partial(_memory, device, location, flags, about) for what, location, flags, about in kinds
     }
     trials |= {"DMA-BUF": lambda row: _dma_buf(device), "address range": lambda row: _addresses(device)}
     rows: list[Row] = [{"what": what, "granularity": None, "recommended": None} for what in trials]
     return [_tried(row, trials[row["what"]], row) for row in rows]
 
 
-def _flag(memory: vmm.PhysicalMemory, name: str) -> bool:
-    return bool(getattr(memory.query().alloc_flags, name))
-
-
-def _memory(device: sa.Device, location: sa.MemLocation, flags: dict[str, Any], verify: _Verify, row: Row) -> str:
+def _memory(device: sa.Device, location: sa.MemLocation, flags: dict[str, Any], about: str, row: Row) -> str:
     prop = sa.MemAllocationProp(location=location, alloc_flags=MemAllocFlags(**flags))
     row["granularity"] = vmm.PhysicalMemory.granularity(prop, driver=device.driver)
     row["recommended"] = vmm.PhysicalMemory.granularity(prop, recommended=True, driver=device.driver)
     with vmm.PhysicalMemory(prop, row["granularity"], driver=device.driver) as memory:
-        return verify(memory)
-
-
-def _confirmed(has_flag: bool, flag: str) -> str:
-    if not has_flag:
-        raise _Differs(f"allocated, but not {flag}")
-    return "allocated; the handle confirms it"
-
-
-def _node(memory: vmm.PhysicalMemory) -> str:
-    location = memory.query().location
-    return f"allocated on NUMA node {location.id}" if location.type is sa.MemLocationType.HOST_NUMA else "allocated"
+        found = memory.query()
+    if any(getattr(found.alloc_flags, name) != value for name, value in flags.items()):
+        raise _Differs(f"allocated, but not {about}")
+    if flags:
+        return "allocated; the handle confirms it"
+    on_node = found.location.type is sa.MemLocationType.HOST_NUMA
+    return f"allocated on NUMA node {found.location.id}" if on_node else "allocated"
 
 
 def _dma_buf(device: sa.Device) -> str:

@@ -77,11 +77,6 @@ class Tap:
         self._free = free
         self.watchers: tuple[Watcher, ...] = ()
 
-    @property
-    def functions(self) -> tuple[Any, Any]:
-        """The two functions that it replaces."""
-        return self._alloc, self._free
-
     def _without(self, besides: tuple[Watcher, ...]) -> tuple[Watcher, ...]:
         if not besides:
             return self.watchers
@@ -159,7 +154,7 @@ def besides(function: Any, watchers: tuple[Watcher, ...]) -> Any:
 def bare(alloc: Any) -> Any:
     """Return the driver's own allocation function, for memory that belongs to graphs."""
     tap = tap_of(alloc)
-    return alloc if tap is None else tap.functions[0]
+    return alloc if tap is None else tap._alloc
 
 
 class Watching:
@@ -240,8 +235,7 @@ def watch(allocator: Watched, watchers: tuple[Watcher, ...]) -> None:
         return
     tap.watchers = watchers
     if not watchers:
-        alloc, free = tap.functions
         # Do not overwrite the functions that a closed pool or a forked child has set.
         if tap_of(allocator._alloc) is tap:
-            allocator._alloc = alloc
-        allocator._free = free
+            allocator._alloc = tap._alloc
+        allocator._free = tap._free

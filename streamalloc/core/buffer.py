@@ -286,8 +286,7 @@ class Buffer(Memory, Closes):
     def _check_usable(self) -> None:
         self._live()
 
-    def _check_open(self) -> None:
-        self._live()
+    _check_open = _check_usable
 
     def _text(self) -> str:
         where = "freed" if self.freed else f"at {int(self._live()):#x}"

@@ -218,20 +218,12 @@ class DeferredQueue:
         me = threading.get_ident()
         if me in self._working:
             return 0
+        total, left = 0, [math.inf if most is None else most]  # left: attempts that may still be made in vain
         with self._guard():
-            total = self._work_until_none_ends(me, [math.inf if most is None else most])
+            # As long as some items end: another one, such as a pool, may have waited for them.
+            while ended := self._work(me, left):
+                total += ended
         self._leave_if_empty()
-        return total
-
-    def _work_until_none_ends(self, me: int, left: list[float]) -> int:
-        """Attempt all items, and repeat while some end: the end of one item, such as a free, may allow that of another,
-        such as a pool.
-
-        ``left``: the number of failed attempts still allowed.
-        """
-        total = 0
-        while ended := self._work(me, left):
-            total += ended
         return total
 
     def _disown(self, item: Deferred) -> None:

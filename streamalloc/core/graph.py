@@ -209,20 +209,16 @@ def _capturing(stream: Stream, mode: CaptureMode) -> Generator[Graph, None, None
         _end(capture)
     except BaseException:
         if begun:
-            _abort(capture)
+            # The driver answers an error if the block broke the capture; the block's own error says more.
+            with contextlib.suppress(CudaError):
+                _end(capture)
+            capture.graph.close()
         raise
     finally:
         if capture in queue.captures:
             del queue.captures[capture]
         captures_changed(session)
         work(session)
-
-
-def _abort(capture: Capture) -> None:
-    # If the block invalidated the capture, the driver returns an error. The block's own error says more.
-    with contextlib.suppress(CudaError):
-        _end(capture)
-    capture.graph.close()
 
 
 def _end(capture: Capture) -> None:

@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Callable
 from typing import Any
 
+from streamalloc.core.errors import undoing
 from streamalloc.driver.internal import cuda
 
 _HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -25,8 +26,5 @@ def queue_host_function(function: Callable[[], object], queue: Callable[[cuda.CU
     callback = _HOST_FUNCTION(run)
     pointer = ctypes.cast(callback, ctypes.c_void_p).value or 0
     _host_functions[pointer] = callback
-    try:
+    with undoing(lambda: _host_functions.pop(pointer, None)):
         queue(cuda.CUhostFn(pointer), pointer)
-    except BaseException:
-        _host_functions.pop(pointer, None)
-        raise

@@ -294,7 +294,7 @@ class Session(_Direct):
 
     def _shut_after_fork(self) -> None:
         self.forked = True
-        self.unusable = _always
+        self.unusable = lambda: True
         self._lock = RLock()
         for name in DIRECT:
             setattr(self, name, refuse_after_fork)
@@ -386,10 +386,6 @@ def sessions() -> tuple[Session, ...]:
     """The sessions of all drivers that are in use."""
     with _sessions_lock:
         return tuple(_sessions.values())
-
-
-def _always() -> bool:
-    return True
 
 
 def refuse_after_fork(*_args: Any, **_kwargs: Any) -> Any:

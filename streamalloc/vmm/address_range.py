@@ -203,8 +203,7 @@ class AddressRange(OwnsNode):
         rights = rights_of(who, self._session, access)
         entries = self._node.within(start, stop)
         self._covering(start, self.nbytes if stop is None else stop)
-        if rights and entries:
-            self._node.set_rights(entries, rights, after)
+        self._node.set_rights(entries, rights, after)
 
     def view(self, start: int = 0, stop: int | None = None, *, holes: bool = False) -> RangeView:
         """Return the bytes from ``start`` to ``stop`` as :class:`Memory`; they may be in several adjacent mappings.
@@ -286,14 +285,10 @@ class AddressRange(OwnsNode):
             raise ValueError(f"offset={offset}: {other.memory!r} is mapped there, in {self!r}")
         kind = MappedObject if memory._node.kind is Kind.OBJECT else MappedBytes
         entry = kind(node, offset, stop, {})
-        try:
-            node.add(entry)
+        with node.adding(entry):
             entry.hold(memory)
             entry.map(raw)
             node.grant((entry,), rights or {})
-        except BaseException as first:
-            entry.undo(first)
-            raise
         return entry
 
     def _covering(self, start: int, stop: int) -> list[MappedBytes]:
@@ -496,7 +491,7 @@ class Mapping(RangeView, Closes):
     @property
     def closed(self) -> bool:
         """Whether it was unmapped."""
-        return not self._mapped.live
+        return self._mapped.gone
 
     @property
     def rights(self) -> Rights:
@@ -522,9 +517,7 @@ class Mapping(RangeView, Closes):
         """Set permissions (``cuMemSetAccess``); see :meth:`AddressRange.set_access`."""
         self._check_own()
         rights = rights_of(who, self._session, access)
-        entries = self._entries()
-        if rights:
-            self.range._node.set_rights(entries, rights, after)
+        self.range._node.set_rights(self._entries(), rights, after)
 
     def revoke(self, who: Access, *, after: After = None) -> None:
         """Revoke permissions: ``set_access(who, MemAccess.NONE)``."""
@@ -532,7 +525,7 @@ class Mapping(RangeView, Closes):
 
     def close(self, after: After = None) -> None:
         """Wait for ``after`` (see :class:`AddressRange`), then unmap the memory (``cuMemUnmap``); idempotent."""
-        if self._mapped.live:
+        if not self._mapped.gone:
             self._check_own()
             wait_for_users(after, self._session, (self._mapped.rights,))
             self.range._node.unmap((self._mapped,))
@@ -541,7 +534,7 @@ class Mapping(RangeView, Closes):
         self.range._check_own()
 
     def _entries(self) -> Sequence[MappedBytes]:
-        if not self._mapped.live:
+        if self._mapped.gone:
             raise ClosedError(f"{self!r} was unmapped")
         return (self._mapped,)
 
@@ -555,7 +548,7 @@ class Mapping(RangeView, Closes):
         return hash(id(self._mapped))
 
     def _text(self) -> str:
-        state = "" if self._mapped.live else ", unmapped"
+        state = ", unmapped" if self._mapped.gone else ""
         return f" of {self._mapped.memory!r} at offset {self._start}{state}"
 
 

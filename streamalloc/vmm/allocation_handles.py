@@ -343,7 +343,7 @@ class GenericAllocation(OwnsNode):
     The subclasses are :class:`PhysicalMemory` and :class:`~streamalloc.multicast.MulticastObject`.
     """
 
-    __slots__ = ("_granularity", "_handle_types", "_session", "nbytes")
+    __slots__ = ("_granularity", "_handle_types", "_mark", "_session", "nbytes")
 
     _session: Session
     _node: AllocationHandle
@@ -353,6 +353,10 @@ class GenericAllocation(OwnsNode):
     """Bytes; mapping offsets are multiples of it."""
     _handle_types: MemHandleType
     """Handle types for :meth:`export`."""
+    _mark: str
+    """One character for the memory in drawings of an address range."""
+    _unreadable: str = ""
+    """Reason why ordinary reads of its mappings are undefined; empty if they are defined."""
 
     def _prepare(self, session: Session, nbytes: int, kind: Kind) -> None:
         """Make the node that will own the handle."""
@@ -453,11 +457,6 @@ class GenericAllocation(OwnsNode):
 
     # -- for this package and its neighbours -----------------------------------------------------------------
 
-    @property
-    @abc.abstractmethod
-    def _mark(self) -> str:
-        """One character for the memory in drawings of an address range."""
-
     @abc.abstractmethod
     def _check_mappable(self) -> None:
         """Raise if it cannot be mapped."""
@@ -465,11 +464,6 @@ class GenericAllocation(OwnsNode):
     @abc.abstractmethod
     def _check_access(self, rights: Rights) -> None:
         """Raise if the driver does not grant these permissions on this memory."""
-
-    @property
-    def _unreadable(self) -> str:
-        """The reason why ordinary reads of its mappings are undefined; empty if they are defined."""
-        return ""
 
     @property
     def _state(self) -> AllocationState:

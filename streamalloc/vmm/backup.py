@@ -188,12 +188,14 @@ class Backup:
 class BackupRange:
     """The range of one buffer in a backup."""
 
-    __slots__ = ("_offset", "backup", "nbytes")
+    __slots__ = ("_offset", "backup", "nbytes", "own")
 
     def __init__(self, backup: Backup, offset: int, nbytes: int) -> None:
         self.backup: Backup = backup
         self.nbytes: int = nbytes
         """Size in bytes, that of the buffer."""
+        self.own: bool = backup.own
+        """Whether the memory is freed with the backup."""
         self._offset = offset
 
     @property
@@ -201,11 +203,6 @@ class BackupRange:
         """The bytes."""
         whole = self.backup.memory
         return whole if self.nbytes == whole.nbytes else whole[self._offset : self._offset + self.nbytes]
-
-    @property
-    def own(self) -> bool:
-        """Whether the memory is freed with the backup."""
-        return self.backup.own
 
     def read(self, offset: int, target: Any) -> None:
         """Copy bytes from ``offset`` on to a host array. Blocks the host."""

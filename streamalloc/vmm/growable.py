@@ -193,11 +193,8 @@ class GrowableBuffer(VirtualBuffer):
         return True
 
     def _resize(self, nbytes: int, after: After) -> None:
-        node, size = self.range._node, nbytes
-        if type(nbytes) is not int or not 0 <= nbytes <= node.nbytes:
-            size = self._checked("nbytes", nbytes, node.nbytes)
-        if self._evicted is not None or node._raw is None or node.given_up:
-            self._check_usable()
+        size = self._checked("nbytes", nbytes, self.capacity)
+        self._check_usable()
         needed = self._spec.round_up(size)
         if self._recycler is not None and needed > self._mapped:
             self._claim_spares(needed, self._recycler)
@@ -244,7 +241,7 @@ class GrowableBuffer(VirtualBuffer):
             return entries
         for entry in entries:
             self._recycler.claim(entry.memory._node)
-        return [entry for entry in entries if entry.live]
+        return [entry for entry in entries if not entry.gone]
 
     def _checked(self, name: str, value: int, most: int) -> int:
         size = checked_size(name, value)

@@ -358,6 +358,7 @@ class PhysicalMemory(GenericAllocation):
         self._spec = spec
         self._granularity = spec.granularity
         self._handle_types = spec.handle_types
+        self._mark = spec.mark
 
     @property
     def location(self) -> MemLocation:
@@ -382,10 +383,6 @@ class PhysicalMemory(GenericAllocation):
     def compressible(self) -> bool:
         """Whether the driver reports the memory as compressible."""
         return self.query().alloc_flags.compression_type == _COMPRESSION
-
-    @property
-    def _mark(self) -> str:
-        return self._spec.mark
 
     def _check_mappable(self) -> None:
         if self.properties.alloc_flags.usage & _TILE_POOL:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar, NamedTuple
 
 from streamalloc.core.allocation_properties import MemAllocationProp
-from streamalloc.core.errors import ClosedError, CudaError, size_text, undo_all
+from streamalloc.core.errors import ClosedError, CudaError, size_text, undo_all, undoing
 from streamalloc.core.internal import Device, HandleEnd, deferred_queue, session_for
 from streamalloc.core.properties import MemHandleType, MemLocation, checked_size, checked_type
 from streamalloc.core.resource import Closes
@@ -407,11 +407,8 @@ class RecyclingSpec(MemorySpec):
         allocations = self.allocations
         allocations.end(mapping)
         if mapping.gone:
-            try:
+            with undoing(lambda: allocations.drop(handle)):
                 allocations.end(handle)
-            except CudaError:
-                allocations.drop(handle)
-                raise
 
 
 def spec_for(recycler: MemoryRecycler | None, session: Session, prop: MemAllocationProp) -> MemorySpec:

@@ -75,11 +75,11 @@ class Node:
 class ReleaseOrder:
     """The links between the nodes of one driver. Its lock protects the links and is held for nothing else."""
 
-    __slots__ = ("_lock", "_ready")
+    __slots__ = ("_lock", "ready")
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._ready: dict[Node, None] = {}
+        self.ready: dict[Node, None] = {}
         """Nodes that can be released now, because no node precedes them."""
 
     def relate(self, one: Node, other: Node) -> None:
@@ -145,22 +145,17 @@ class ReleaseOrder:
                 for first in list(node._first):
                     self._unlink(first, node)
 
-    @property
-    def ready(self) -> bool:
-        """Whether :meth:`pass_on` has nodes to pass on."""
-        return bool(self._ready)
-
     def pass_on(self, take: Callable[[Node], object]) -> None:
         """Call ``take`` for each ready node. ``take`` must not use this object."""
         with self._lock:
-            for node in list(self._ready):
+            for node in list(self.ready):
                 take(node)
-                del self._ready[node]
+                del self.ready[node]
 
     def _unlink(self, first: Node, then: Node) -> None:
         if first in then._first:
             del then._first[first]
         if then.given_up and not then._first and not then.gone:
-            self._ready[then] = None
+            self.ready[then] = None
         if then in first._then:
             del first._then[then]

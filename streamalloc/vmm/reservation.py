@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -53,11 +53,6 @@ class MappedBytes(Node):
     def nbytes(self) -> int:
         """Size in bytes."""
         return self.stop - self.offset
-
-    @property
-    def live(self) -> bool:
-        """Whether it is mapped, or is being mapped."""
-        return not self.gone
 
     @property
     def memory(self) -> GenericAllocation:
@@ -211,6 +206,16 @@ class Reservation(HandleNode):
             at = bisect_left(entries, entry.offset, key=_START)
         entries.insert(at, entry)
 
+    @contextlib.contextmanager
+    def adding(self, entry: MappedBytes) -> Iterator[None]:
+        """Add a mapping to the table, for a block that maps it; an error of the block undoes both."""
+        try:
+            self.add(entry)
+            yield
+        except BaseException as first:
+            entry.undo(first)
+            raise
+
     def touching(self, start: int, stop: int) -> list[MappedBytes]:
         """Return the mappings that overlap a part of the range."""
         entries = self.table()
@@ -306,7 +311,7 @@ class Reservation(HandleNode):
         except BaseException:
             # A signal handler raised: the driver may or may not have unmapped the run.
             for entry in run:
-                (entry.release if entry.live else entry.unmapped)()
+                (entry.unmapped if entry.gone else entry.release)()
             raise
         finally:
             # Closed memory returns to its recycler once it is unmapped.

@@ -55,12 +55,8 @@ def map_side_by_side(
             entry = range._map(chunk, offset)
         else:
             entry = MappedBytes(node, offset, offset + chunk.nbytes, {})
-            try:
-                node.add(entry)
+            with node.adding(entry):
                 entry.map(chunk._raw)
-            except BaseException as first:
-                entry.undo(first)
-                raise
         entries.append(entry)
         offset = entry.stop
     node.grant(entries, rights)

@@ -213,9 +213,7 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         self._check_open()
         rights = device_rights(who, self._session, access, location=self._location)
         self._trim(self._mapped)
-        entries = self.range._node.table()
-        if rights and entries:
-            self.range._node.set_rights(entries, rights, after)
+        self.range._node.set_rights(self.range._node.table(), rights, after)
         kept = {where: allowed for where, allowed in {**self._rights, **rights}.items() if allowed}
         self._structs, self._rights = structs_of(kept), kept
 
@@ -416,13 +414,9 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
             with undoing(memory.close):
                 return self.range._map(memory, chunk.offset)
         entry = MappedBytes(node, chunk.offset, chunk.offset + chunk.nbytes, {})
-        try:
-            node.add(entry)
+        with node.adding(entry):
             spec.obtain(entry, chunk.nbytes)
             entry.map(entry._raw)
-        except BaseException as first:
-            entry.undo(first)
-            raise
         return entry
 
     def _map_all(self, at: int, memories: Iterable[GenericAllocation]) -> list[MappedBytes]:
@@ -462,11 +456,10 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
 
     def _discard(self, entries: Sequence[MappedBytes]) -> None:
         """Unmap and release memory. If the driver refuses a release, it is made later."""
-        if entries:
-            entries = self._reclaim(entries)
-            self.range._node.unmap(entries)
-            for entry in entries:
-                entry.close()
+        entries = self._reclaim(entries)
+        self.range._node.unmap(entries)
+        for entry in entries:
+            entry.close()
 
     def _reclaim(self, entries: Sequence[MappedBytes]) -> Sequence[MappedBytes]:
         """Return the mappings whose memory no recycler has taken."""

@@ -85,7 +85,7 @@ class TestReleaseOrder:
 
         def make() -> ReleaseOrder:
             order = ReleaseOrder()
-            order._ready[Node(Kind.MEMORY)] = None
+            order.ready[Node(Kind.MEMORY)] = None
             return order
 
         for order in interleaved(

@@ -9,6 +9,7 @@ import sys
 import textwrap
 import types
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import testing
+from streamalloc.cli import main
+from streamalloc.cli import run as run_command
 from streamalloc.driver.bindings import cuda, runtime
 from tests.processes import finished, python
 from tests.testing.conftest import Run
@@ -175,6 +178,14 @@ class TestRun:
     def write(self, folder: Path, name: str, source: str) -> None:
         (folder / name).write_text(textwrap.dedent(source))
 
+    @pytest.fixture
+    def in_this_process(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        """Ends the machine of a command, which otherwise stays until the end of the process."""
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        monkeypatch.setattr(sys, "argv", ["streamalloc"])
+        yield
+        run_command._for_good.close()
+
     @pytest.mark.parametrize(
         ("arguments", "absent"),
         [
@@ -184,18 +195,14 @@ class TestRun:
         ],
     )
     def test_a_program_that_is_not_there(
-        self, arguments: list[str], absent: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+        self, arguments: list[str], absent: str, capsys: pytest.CaptureFixture[str], in_this_process: None
     ) -> None:
-        monkeypatch.setattr(sys, "path", [*sys.path])
-        monkeypatch.setattr(sys, "argv", ["streamalloc"])
         assert main(["run", "--driver=simulated", *arguments]) == 2
         assert capsys.readouterr().err == f"streamalloc run: there is no {absent}\n"
 
     @pytest.mark.parametrize("error", ["BrokenPipeError", "KeyboardInterrupt"])
-    def test_exceptions_are_the_program_s(self, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_exceptions_are_the_program_s(self, error: str, tmp_path: Path, in_this_process: None) -> None:
         self.write(tmp_path, "program.py", f"raise {error}")
-        monkeypatch.setattr(sys, "path", [*sys.path])
-        monkeypatch.setattr(sys, "argv", ["streamalloc"])
         with pytest.raises((BrokenPipeError, KeyboardInterrupt)) as caught:
             main(["run", "--driver=simulated", str(tmp_path / "program.py")])
         assert caught.typename == error

@@ -189,7 +189,6 @@ exports_of: PerDriver[Exports] = PerDriver(Exports)
 
 def exports_for(session: Session) -> Exports:
     """Check the process, do deferred work, and return the exports of a driver."""
-    if session.forked:
-        session.check_process()
+    session.check_process()
     work(session)
     return exports_of(session)

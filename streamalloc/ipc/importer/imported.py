@@ -82,12 +82,9 @@ class Imports:
         """Start the thread, before the first import that may be dropped. Idempotent."""
         if self._thread is None:
             args = (self._dropped, weakref.ref(self.session))
-            self._thread = threading.Thread(target=release_dropped, args=args, name="streamalloc drops", daemon=True)
-            try:
-                self._thread.start()
-            except BaseException:
-                self._thread = None
-                raise
+            thread = threading.Thread(target=release_dropped, args=args, name="streamalloc drops", daemon=True)
+            thread.start()
+            self._thread = thread
             weakref.finalize(self, self._dropped.put, False).atexit = False
 
     def drop(self, item: Deferred) -> None:
@@ -103,12 +100,12 @@ class HostLease(Deferred):
     the present work has ended.
     """
 
-    __slots__ = ("_imports", "_words", "_work")
+    __slots__ = ("_words", "_work", "imports")
 
     def __init__(
         self, imports: Imports, block: ControlBlock, words: ImporterWords, generation: int, device: Device
     ) -> None:
-        self._imports = imports
+        self.imports = imports
         self._work: QueuedWork | None = None
         self._words: ImporterWords | None = words
         # No lock needed: once this lease is in ``users``, no other lease counts a close.
@@ -124,7 +121,7 @@ class HostLease(Deferred):
         """Count the close. All work on the memory must have ended. Idempotent."""
         words, self._words = self._words, None
         if words is not None:
-            with self._imports.lock:
+            with self.imports.lock:
                 # Read the number first: later opens have a higher one.
                 number = words.opened.value
                 words.users.discard(self)
@@ -132,13 +129,9 @@ class HostLease(Deferred):
                     words.closing.value = number
                     words.closed.value = number
 
-    def drop(self) -> None:
-        """Count the close once the present work has ended."""
-        self._imports.drop(self)
-
     def attempt(self) -> bool:
         if self._work is None:
-            self._work = QueuedWork(self._imports.session)
+            self._work = QueuedWork(self.imports.session)
         if not self._work.done():
             return False
         self.end()
@@ -369,9 +362,6 @@ class Import:
 
     __slots__ = ("_raw", "address", "count", "generation", "key", "number", "passed", "source", "words")
 
-    _raw: Any
-    """``CUdeviceptr``; None before the import and after its release."""
-
     def __init__(self, source: PoolSource | LegacySource, key: bytes) -> None:
         self.source: PoolSource | LegacySource = source
         self.key: bytes = key
@@ -383,6 +373,7 @@ class Import:
         self.number: int = 0
         """Value of ``opened`` that counts this import."""
         self._raw: Any = None
+        """``CUdeviceptr``; None before the import and after its release."""
         self.address: int = 0
         self.count: int = 1
         """Open objects."""
@@ -734,7 +725,7 @@ class ImportedRange(RemappableBuffer, Foreign):
     def __del__(self) -> None:
         lease = getattr(self, "_lease", None)
         if lease is not None and self._session.usable:
-            lease.drop()
+            lease.imports.drop(lease)
 
     def evict(self, *_: Any, **__: Any) -> None:
         """Not allowed: only the owning process can evict the memory."""

@@ -301,14 +301,11 @@ class _ConsumerEnding(RingEnding):
 
     def _release_all(self, stream: Stream) -> None:
         for item in self._items:
-            self._release(item, stream)
+            item.release(stream)
+            if not reached(item._mine.closed.value, item._value):
+                # Released on another stream: the memory is closed after that stream's work too.
+                item._block.wait(stream, item._mine.closed, item._value)
         self._memory.close(stream)
-
-    def _release(self, item: RingItem, stream: Stream) -> None:
-        item.release(stream)
-        if not reached(item._mine.closed.value, item._value):
-            # If it was released on another stream, close the memory after that stream's work too.
-            item._block.wait(stream, item._mine.closed, item._value)
 
 
 def _attached(importer: Importer, names: list[bytes], message: Message) -> list[ControlBlock]:

@@ -764,10 +764,6 @@ def _handles_in(extra: list[tuple[int, int, bytes]]) -> tuple[Fd, ...]:
 # -- multiprocessing -----------------------------------------------------------------------------------------
 
 
-def _reduce(channel: Channel) -> tuple[Any, tuple[Any, float | None]]:
-    return _rebuild, (DupFd(channel.fileno()), channel.timeout)
-
-
 def _rebuild(duplicate: Any, timeout: float | None) -> Channel:
     channel = Channel.from_fd(Fd(duplicate.detach()))
     channel.timeout = timeout
@@ -775,4 +771,4 @@ def _rebuild(duplicate: Any, timeout: float | None) -> Channel:
 
 
 # pickle.dumps() still refuses a channel, because its bytes are useless without the descriptor.
-ForkingPickler.register(Channel, _reduce)
+ForkingPickler.register(Channel, lambda channel: (_rebuild, (DupFd(channel.fileno()), channel.timeout)))

@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from typing_extensions import Buffer as BytesLike
 
-from streamalloc.core.errors import ClosedError
+from streamalloc.core.errors import ClosedError, undoing
 from streamalloc.core.internal import Fd
 from streamalloc.core.properties import checked_type
 from streamalloc.core.resource import Closes
@@ -388,14 +388,11 @@ class MPICommunicator(_Group):
         from mpi4py import MPI
 
         pending: list[Any] = []
-        try:
+        # Keep the buffers: MPI still writes to the memory of requests that did not complete.
+        with undoing(lambda: _abandoned.append(pending)):
             if self._own is None:
                 self._own = self._duplicate(call, limit, pending)
             return self._all_to_all(MPI, call, packet, limit, pending)
-        except BaseException:
-            # Keep the buffers: MPI may still write to those of unfinished requests.
-            _abandoned.append(pending)
-            raise
 
     # Blocking MPI calls have no deadline, so requests are polled.
 

@@ -275,7 +275,7 @@ class Mesh(Closes):
                 raise _why_gone(link) from None
             link.handles += handles
             if len(data) < _HEAD.size:
-                raise _wrong(link, f"sent a packet of {len(data)} bytes")
+                raise GroupProtocolError(f"rank {link.rank} sent a packet of {len(data)} bytes", {link.rank: ""})
             theirs, count, nbytes, total = _HEAD.unpack_from(data)
             if theirs == Call.FAILED:
                 raise _reason(data)
@@ -289,7 +289,7 @@ class Mesh(Closes):
             link.data.append(data[_HEAD.size :])
             link.nbytes += len(link.data[-1])
             if link.nbytes > nbytes or len(link.handles) > total:
-                raise _wrong(link, "sent more than its header says")
+                raise GroupProtocolError(f"rank {link.rank} sent more than its header says", {link.rank: ""})
             link.received = link.nbytes == nbytes and len(link.handles) == total
 
     def _notify_failure(self, error: BaseException) -> None:
@@ -367,7 +367,3 @@ def _reason(packet: bytes) -> Exception:
     calls = {rank: name_of(did) for rank, did in found}
     text = packet[end:].decode(errors="replace")
     return GroupTimeoutError(text, calls) if kind == _LATE else GroupGoneError(text, calls)
-
-
-def _wrong(link: _Link, how: str) -> GroupProtocolError:
-    return GroupProtocolError(f"rank {link.rank} {how}", {link.rank: ""})

@@ -472,12 +472,9 @@ class ControlBlock:
         if byte in self._watched:
             return
         self._watched.add(byte)
-        try:
+        with undoing(lambda: self._watched.discard(byte)):
             # The thread runs until the other process ends, so it must not keep the block or the driver alive.
             _thread.start_new_thread(_wait_for_death, (weakref.ref(self), _reopened(self.fd), byte))
-        except BaseException:
-            self._watched.discard(byte)
-            raise
 
     def _died(self, byte: int) -> None:
         self._watched.discard(byte)

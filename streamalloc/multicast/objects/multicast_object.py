@@ -106,6 +106,11 @@ class MulticastObject(GenericAllocation):
 
     __slots__ = ("_bound", "_complete", "_devices", "_prop", "_team")
 
+    _mark = "M"
+    _unreadable = (
+        "ordinary reads of a multicast object are undefined: read the bound memory, or reduce with multimem.ld_reduce"
+    )
+
     def __init__(
         self,
         nbytes: int,
@@ -399,10 +404,6 @@ class MulticastObject(GenericAllocation):
 
     # -- hooks of GenericAllocation --------------------------------------------------------------------------
 
-    @property
-    def _mark(self) -> str:
-        return "M"
-
     def _check_mappable(self) -> None:
         self._checked_raw()
         self._check_complete("map it")
@@ -413,13 +414,6 @@ class MulticastObject(GenericAllocation):
                 raise refused(NotSupportedError, "cuMemSetAccess", "the host cannot use a multicast object")
             if flags and self._all_here and location not in [device.location for device in self._devices]:
                 raise self._outside_team(f"access: {location}")
-
-    @property
-    def _unreadable(self) -> str:
-        return (
-            "ordinary reads of a multicast object are undefined: read the bound memory, or reduce with "
-            "multimem.ld_reduce"
-        )
 
     # -- release ---------------------------------------------------------------------------------------------
 
