@@ -1,4 +1,4 @@
-"""Counts of driver handles and addresses, to find those released twice or never."""
+"""Counts of driver handles and addresses, to find double releases and leaks."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 SETTLERS: list[Callable[[], int | None]] = []
-"""Functions of the facade that attempt deferred releases; called before leaks are reported. A number: of those left."""
+"""Functions of the facade that attempt deferred releases before leaks are reported. A number is that of the remaining
+items.
+"""
 
-# Calls that create each kind (the handle is the first value of the answer) and calls that end it (first argument).
+# For each kind, the calls that create it (handle: first value of the answer) and those that end it (first argument).
 _RESOURCES = {
     "device memory": ("cuMemAlloc cuMemAllocManaged cuMemAllocPitch", "cuMemFree cuMemFreeAsync"),
     "pool allocation": ("cuMemAllocAsync cuMemAllocFromPoolAsync cuMemPoolImportPointer", "cuMemFreeAsync cuMemFree"),
@@ -48,10 +50,11 @@ class Account:
     def __init__(self) -> None:
         self._live: Counter[tuple[str, int]] = Counter()
         self._uncounted: set[int] = set()
-        """Handles that may but need not be ended: memory of graphs, imported pools, levels of mipmapped arrays."""
+        """Handles that need not be released: graph memory, imported pools, mipmap levels."""
         self.interrupted: Counter[str] = Counter()
-        """Calls by kind that an exception of a signal handler interrupted: each may have made a handle that is not
-        recorded, so one unknown handle of the kind may be ended for each."""
+        """Interrupted calls by kind. Each may have made an unrecorded handle, so for each one unknown handle of the
+        kind may be released.
+        """
 
     def may_end(self, name: str, handle: int) -> bool:
         """Whether a call may end this handle."""
@@ -64,7 +67,7 @@ class Account:
         return any(self._live[kind, handle] > 0 for kind in ENDERS[name])
 
     def note(self, name: str, args: tuple[Any, ...], answer: tuple[Any, ...], captured: bool) -> None:
-        """Record a call that has succeeded; ``captured``: it was added to a graph."""
+        """Record a successful call. ``captured``: it was added to a graph."""
         if name in MAKERS:
             handle = int(answer[1])
             if handle and captured:
@@ -72,7 +75,7 @@ class Account:
             elif name == "cuStreamEndCapture" and self._live["graph", handle]:
                 pass  # captured into an existing graph
             elif handle:
-                # The driver may reuse an address that a graph owned.
+                # The driver may reuse an address that belonged to a graph.
                 self._uncounted.discard(handle)
                 self._live[MAKERS[name], handle] += 1
         elif name in ENDERS:

@@ -34,8 +34,8 @@ _ADDED = {
         CU_MEM_LOCATION_TYPE_DEVICE_LOCALITY_DOMAIN
         """,
 }
-# First version of the bindings with a name that the oldest supported version (12.9) lacks, or where it returns
-# something else (cuMemcpyBatchAsync). For error messages only.
+# First version of the bindings that has a name which the oldest supported version (12.9) lacks, or that changed its
+# result (cuMemcpyBatchAsync). For error messages only.
 _ADDED_IN = {name: version for version, names in _ADDED.items() for name in names.split()}
 
 # Both property structs begin with the allocation type and the handle types, each a C int.
@@ -44,17 +44,17 @@ _HANDLE_TYPES_OFFSET = 4
 
 @functools.cache
 def runtime() -> Any:
-    """The module ``cuda.bindings.runtime``, which is imported at the first call."""
+    """The module ``cuda.bindings.runtime``, imported at the first call."""
     return importlib.import_module("cuda.bindings.runtime")
 
 
 def version_that_added(name: str) -> str:
-    """The first version of cuda-bindings with ``name``, for error messages ("a newer version" where unknown)."""
+    """The first version of cuda-bindings with ``name``, or "a newer version". For error messages."""
     return _ADDED_IN.get(name, "a newer version")
 
 
 def check_name(enum_name: str, prefix: str, name: str) -> None:
-    """Raise a ``ValueError`` with near matches, unless some version of the bindings has a member of this name."""
+    """Raise ``ValueError`` with similar names unless some version of the bindings has this member."""
     if prefix + name in _ADDED_IN:
         return
     import difflib  # slow to import, and only for the message
@@ -66,7 +66,7 @@ def check_name(enum_name: str, prefix: str, name: str) -> None:
 
 
 def enum_member(enum_name: str, member: str) -> Any | None:
-    """The member of a bindings enum, or None where these bindings lack it."""
+    """A member of a bindings enum; None if these bindings lack it."""
     return getattr(getattr(cuda, enum_name, None), member, None)
 
 
@@ -76,12 +76,12 @@ WAIT_COMPARISONS: dict[int, Callable[[int, int, int], bool]] = {
     2: lambda there, value, bits: there & value != 0,
     3: lambda there, value, bits: ~(there | value) % (1 << bits) != 0,
 }
-"""Comparisons of the value in memory with the value that a stream waits for, by CUstreamWaitValue_flags."""
+"""Comparisons of memory with the waited-for value, by CUstreamWaitValue_flags."""
 
 
 @functools.cache
 def parameters(name: str) -> tuple[str, ...]:
-    """The names of a driver function's parameters in order, from its documentation; empty where it lists none."""
+    """The parameter names of a driver function in order, from its documentation; empty if undocumented."""
     head = (getattr(getattr(cuda, name, None), "__doc__", None) or "").split("\n")[0]
     inside = re.sub(r"\[[^]]*\]", "", head.partition("(")[2].rpartition(")")[0])
     return tuple(re.split("[:=]", one)[0].split()[-1].lstrip("*") for one in inside.split(",") if one.strip())
@@ -100,8 +100,8 @@ def value_count(name: str) -> int:
 def handle_types_member(value: int) -> Any:
     """A ``CUmemAllocationHandleType`` for any combination of flags.
 
-    The driver accepts several handle types at once (``POSIX_FILE_DESCRIPTOR | FABRIC``), but the bindings' enum has no
-    member for a combination. Their setter accepts an instance that is made without the enum's look-up.
+    The driver accepts combined handle types (``POSIX_FILE_DESCRIPTOR | FABRIC``), but the bindings' enum has no such
+    member. Their setter accepts an instance made without the enum's look-up.
     """
     try:
         return cuda.CUmemAllocationHandleType(value)
@@ -110,26 +110,25 @@ def handle_types_member(value: int) -> Any:
 
 
 def read_handle_types(props: Any) -> int:
-    """The handle-type flags of a ``CUmemPoolProps`` or ``CUmemAllocationProp``, also of a combination.
+    """The handle-type flags of a ``CUmemPoolProps`` or ``CUmemAllocationProp``, even if combined.
 
     The bindings' getter raises on a combination, so the field is read from the struct's memory.
     """
     return ctypes.c_uint32.from_address(int(props.getPtr()) + _HANDLE_TYPES_OFFSET).value
 
 
-# The opaque structs of inter-process communication and the values of attributes have 64 bytes; some versions of the
-# bindings hide them.
+# Opaque structs for sharing, and attribute values, have 64 bytes. Some versions of the bindings hide them.
 _OPAQUE_BYTES = 64
 _Opaque = ctypes.c_char * _OPAQUE_BYTES
 
 
 def opaque_bytes(struct: Any) -> bytes:
-    """The bytes of a struct of 64 bytes: a handle to share, the export data of a pointer, the value of an attribute."""
+    """The bytes of a 64-byte struct: a shareable handle, a pointer's export data, an attribute's value."""
     return _Opaque.from_address(struct.getPtr()).raw
 
 
 class OpaqueStruct:
-    """An opaque struct whose bytes can be set again and again."""
+    """An opaque struct whose bytes can be set repeatedly."""
 
     __slots__ = ("_bytes", "struct")
 

@@ -9,9 +9,9 @@ if TYPE_CHECKING:
 
 
 class DriverMisuseError(AssertionError):
-    """A hazard, a double release, a leak, or a broken return convention, found by :func:`checked`.
+    """A hazard, double release, leak, or broken return convention, found by :func:`checked`.
 
-    ``hazard`` is the :class:`Hazard`; None for the other causes.
+    ``hazard`` is the :class:`Hazard`; None for other causes.
     """
 
     def __init__(self, message: str, hazard: Hazard | None = None) -> None:
@@ -20,7 +20,7 @@ class DriverMisuseError(AssertionError):
 
 
 class DriverNotFoundError(RuntimeError):
-    """No usable CUDA driver was found on this machine, and the simulated one was not chosen.
+    """No usable CUDA driver was found, and the simulated driver was not chosen.
 
     :func:`real` and :func:`default` raise it.
     """

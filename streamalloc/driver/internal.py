@@ -1,4 +1,4 @@
-"""Names of this area that other areas of the package use."""
+"""Names of ``driver``, beside the public ones, that other areas use."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from streamalloc.driver.simulator.visibility import VISIBLE, inherited
     from streamalloc.driver.wrappers import Wrapper
 
-# Modules that are imported on first use, to keep the import of the package fast.
+# Imported on first use, to keep the package's import fast.
 _LATER = {
     "Listener": "protocol",
     "Runtime": "simulator.runtime",

@@ -1,7 +1,7 @@
 """Checks that a test requests from its child processes, and the directory for their reports.
 
-The test sets both in an environment variable and in the configuration of :mod:`multiprocessing`. Processes of
-:mod:`multiprocessing` receive its configuration by pickle, also from a server that was started earlier.
+The test sets them in an environment variable and in the configuration of :mod:`multiprocessing`. That configuration is
+pickled, so it reaches even processes of a fork server that was started earlier.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 from typing import Any, NamedTuple
 
 VARIABLE = "STREAMALLOC_TEST"
-"""The environment variable, and the key in the configuration of multiprocessing."""
+"""Name of the environment variable and of the multiprocessing configuration key."""
 
 _AT_START = os.environ.get(VARIABLE, "")
 
@@ -35,12 +35,12 @@ class ParentTest(NamedTuple):
 
     @classmethod
     def from_text(cls, text: str) -> ParentTest:
-        """The reverse of :meth:`to_text`. Raises ``ValueError`` for any other text."""
+        """The reverse of :meth:`to_text`. Raises ``ValueError`` for invalid text."""
         process, checks, directory = text.split(":", 2)
         return cls(int(process), tuple(checks.split("+")), directory)
 
     def report(self, kind: str, text: str) -> None:
-        """Add a report if the test requests its kind; the test may have ended."""
+        """Add a report if the test requested its kind. The test may have ended."""
         if kind in self.checks:
             path = os.path.join(self.directory, f"{os.getpid()}.{kind}")
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -49,7 +49,7 @@ class ParentTest(NamedTuple):
 
 
 def configuration() -> dict[str, Any]:
-    """The configuration that multiprocessing passes to child processes; empty until it is imported."""
+    """The configuration that multiprocessing passes to child processes; empty if multiprocessing is not imported."""
     module = sys.modules.get("multiprocessing.process")
     found: dict[str, Any] = {} if module is None else getattr(module.current_process(), "_config", {})
     return found
@@ -64,14 +64,14 @@ def from_server() -> bool:
 def parent_test() -> ParentTest | None:
     """The test that started this process; None in the test's own process and without a test.
 
-    The answer stays the same for the life of the process, which may outlive the test.
+    The answer is constant for the life of the process, even if the test ends.
     """
     return _find(os.getpid())  # by process, as a fork copies the cache
 
 
 @functools.cache
 def _find(process: int) -> ParentTest | None:
-    # The environment of a multiprocessing server may be that of an earlier test.
+    # A multiprocessing server may have the environment of an earlier test.
     text = configuration().get(VARIABLE) or ("" if from_server() else _AT_START)
     if not text:
         return None

@@ -10,7 +10,7 @@ _EXITING = 4
 
 
 def alive(process: int) -> bool:
-    """Whether a process runs; one that is exiting, or that its parent has not waited for, does not."""
+    """Whether a process runs. Exiting processes and zombies do not count."""
     try:
         return runs(Path(f"/proc/{process}/stat").read_bytes())
     except OSError:
@@ -19,9 +19,9 @@ def alive(process: int) -> bool:
 
 def runs(stat: bytes) -> bool:
     """Whether a process with this line in ``/proc/PID/stat`` runs."""
-    # The name before the state may contain anything.
+    # The name before the state may contain any characters.
     state, *_, flags = stat.rpartition(b")")[2].split()[:7]
-    # The kernel closes the files of an exiting process, and so releases its locks, before the state changes.
+    # An exiting process's files are closed, and so its locks released, before its state changes.
     return state not in (b"Z", b"X") and not int(flags) & _EXITING
 
 

@@ -1,8 +1,8 @@
 """The driver functions that streamalloc calls, and the interface between the facade and a checker, as typed Protocols.
 
 The names, the order of the arguments and the return convention are those of ``cuda.bindings.driver``: every function
-answers a tuple whose first item is a ``CUresult``, followed by what the function returns. Functions that only newer
-bindings have are not listed: the facade asks for those by name (:meth:`streamalloc.core.session.Session.call`) and says
+answers a tuple whose first item is a ``CUresult``, followed by what the function returns. Functions of newer bindings
+only are not listed: the facade calls them by name (:meth:`streamalloc.core.session.Session.call`), and an error says
 which version is needed.
 """
 
@@ -166,33 +166,33 @@ FUNCTIONS = frozenset(name for name in vars(Driver) if name.startswith("cu"))
 
 
 class Listener(Protocol):
-    """An object that the facade notifies of memory uses which are no driver calls.
+    """Receiver of notifications by the facade, about memory uses that are not driver calls.
 
-    A driver with an attribute ``listener`` has one; :func:`streamalloc.driver.checked` makes such a driver. The facade
-    makes the same driver calls with and without a listener. Streams are driver handles (``CUstream``); the context of a
-    default stream is current in each notification.
+    It is the driver's attribute ``listener``, if there is one, as in a driver of :func:`streamalloc.driver.checked`.
+    The facade makes the same driver calls with and without a listener. Streams are driver handles (``CUstream``). For a
+    default stream, its context is current.
     """
 
     def used(self, address: int, nbytes: int, stream: Any, write: bool) -> None:
-        """Record that a kernel in ``stream`` uses ``nbytes`` bytes; None for the stream: the host uses them now."""
+        """Record that a kernel in ``stream`` uses ``nbytes`` bytes. Without a stream, the host uses them now."""
 
     def lent(self, stream: Any, used: bool) -> None:
-        """Record that code outside this package has the handle of ``stream``; ``used``: it queues work there."""
+        """Record that other code has the handle of ``stream``. ``used``: it queues work there."""
 
     def named(self, stream: Any, name: str) -> None:
         """Record the name of a new stream."""
 
     def typed(self, address: int, nbytes: int, dtype: Any, write: bool) -> None:
-        """Record that the latest work writes elements of NumPy's type; not ``write``: that it reads them as such."""
+        """Record elements of a NumPy type: written by the latest work, or read if not ``write``."""
 
     def released(self, address: int, nbytes: int, released: bool) -> None:
-        """Record that mapped memory was released and must not be written, or (not ``released``) is in use again."""
+        """Record that mapped memory was released and must not be written, or is in use again if not ``released``."""
 
     def deferred(self, address: int) -> None:
-        """Record that the program has freed shared memory or dropped an import; the driver's free comes later."""
+        """Record that the program has freed shared memory or dropped an import. The driver's free comes later."""
 
     def shared(self, address: int, nbytes: int, stream: Any, name: bytes) -> None:
-        """Record that importers may use ``nbytes`` bytes after the work queued in ``stream`` so far.
+        """Record that importers may use ``nbytes`` bytes after the queued work of ``stream``.
 
         ``name`` identifies the announcement in both processes.
         """
@@ -200,5 +200,5 @@ class Listener(Protocol):
     def opened(self, address: int, nbytes: int, stream: Any, name: bytes, word: int) -> None:
         """Record that ``stream`` waits for the announcement ``name`` before it uses ``nbytes`` bytes of an import.
 
-        ``word`` is the address of the 32-bit word that the stream waits for. None for the stream: the host has waited.
+        ``word``: the address of the 32-bit word that the stream waits for. Without a stream, the host has waited.
         """

@@ -1,5 +1,5 @@
-"""The real driver, after a check for libcuda; selection of the default driver: ``use`` block, ``set_default``,
-environment, or the real driver.
+"""The real driver, and the selection of the default driver: ``use`` block, ``set_default``, environment, real
+driver.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def real() -> Driver:
     """The CUDA driver of this machine: the module ``cuda.bindings.driver``.
 
-    :func:`default` returns it where nothing else was chosen.
+    :func:`default` returns it if no other driver was chosen.
 
     Raises
     ------
@@ -33,8 +33,8 @@ def real() -> Driver:
     """
     try:
         (result,) = cuda.cuInit(0)
-    except Exception as reason:  # the types of the bindings' loader differ between versions
-        # The message has the reason; its traceback is that of the bindings' loader.
+    except Exception as reason:  # the exception types of the bindings' loader differ by version
+        # The message contains the reason; the traceback would be the loader's.
         raise DriverNotFoundError(_not_found(f"libcuda.so.1 could not be loaded: {str(reason).rstrip('.')}")) from None
     if result:
         raise DriverNotFoundError(_not_found(f"cuInit answered {result.name} ({int(result)})"))
@@ -83,29 +83,29 @@ def simulated(
         written.
     profile
         Simulated GPU and host: ``"h200"``, ``"h100"``, or the ``.json`` file that ``streamalloc profile -o FILE`` wrote
-        on another machine. Where its devices lack something, calls are refused as their driver refuses them. A call
-        whose answer on such a device is unknown raises :class:`NotImplementedError`.
+        on another machine. If its devices lack a capability, calls are refused as on these devices. A call whose answer
+        on such a device is unknown raises :class:`NotImplementedError`.
     multicast, fabric
         Support for multicast objects and fabric handles (None: as on a real machine with this many GPUs).
     seed
         None runs work as soon as its stream allows. A number delays and interleaves work of different streams within
         stream order, in the same way for the same number, so that a missing dependency shows.
     name
-        Machines of one name (default: ``STREAMALLOC_MACHINE``, else the other arguments) have the same device UUIDs.
-        Where ``name`` or the variable names it, its processes also share the memory of the devices: ``cuMemGetInfo``
-        counts all of them, until they end.
+        Machines of one name (default: ``STREAMALLOC_MACHINE``, else the other arguments) have the same device UUIDs. If
+        the machine is named by ``name`` or the variable, its processes also share the devices' memory: ``cuMemGetInfo``
+        counts all of them until they end.
     multicast_slots
         Number of multicast objects that the simulated switch supports (128 on machines with eight H200).
     patience
         Seconds that binding or mapping a multicast object waits for other processes and threads to add their devices.
-        Then, or at once where there are none, a ``DeadlockError`` names the missing devices.
+        Then, or at once if there are no others, a ``DeadlockError`` names the missing devices.
     kernels
         Launch of a kernel that has no Python function (:func:`streamalloc.testing.kernel`): ``"refuse"`` raises
         :class:`NotImplementedError`, ``"ignore"`` does nothing.
     host
         Name of this machine among several in one IMEX domain (default: ``STREAMALLOC_HOST``, else the only machine).
-        Machines that differ in this name alone have different devices, and share fabric handles of physical memory and
-        of multicast objects: nothing else that one exports can be imported by another.
+        Machines that differ only in this name have different devices. They can import each other's fabric handles of
+        physical memory and multicast objects, and nothing else.
 
     Raises
     ------
@@ -128,8 +128,8 @@ _READERS: dict[str, Callable[[str], object]] = {
 _SETTINGS = {
     name: _READERS[kind.removesuffix(" | None")] for name, kind in simulated.__annotations__.items() if name != "return"
 }
-"""Functions that read the arguments of :func:`simulated` from text."""
-# One machine in a process for each text: all objects with the default driver share it.
+"""Functions that parse the arguments of :func:`simulated` from text."""
+# One machine per text in a process, shared by all objects with the default driver.
 _simulated_by_default: dict[str, Driver] = {}
 
 
@@ -158,7 +158,7 @@ def _from_environment(text: str) -> Driver:
     kind, settings = read_choice(text, "STREAMALLOC_DRIVER")
     if kind == "cuda":
         return real()
-    # Two threads may be here at once; both get the machine of the first.
+    # If two threads get here, both use the first one's machine.
     return _simulated_by_default.setdefault(text, simulated(**settings))
 
 
@@ -166,7 +166,7 @@ _FORMS = "simulated:4 (devices), simulated:devices=4,seed=7"
 
 
 def default() -> Driver:
-    """The driver of objects that are made now without ``driver=``.
+    """Return the driver of objects that are made now without ``driver=``.
 
     In this order: the driver of the innermost ``with use(...)`` block, that of :func:`set_default`, the one that
     ``STREAMALLOC_DRIVER`` names, the driver of this machine. ``STREAMALLOC_DRIVER`` is ``cuda``, ``simulated``,
@@ -200,18 +200,18 @@ def _chosen() -> Driver:
     chosen = _in_use.get() or _for_all_threads
     if chosen is not None:
         return chosen
-    # The environment of a multiprocessing server may be that of an earlier test.
+    # A multiprocessing server may have the environment of an earlier test.
     text = configuration().get("STREAMALLOC_DRIVER") or os.environ.get("STREAMALLOC_DRIVER") or "cuda"
     return _simulated_by_default.get(text) or _from_environment(text)
 
 
-# Action for hazards where all drivers are checked; "1" is the same as "report".
+# Action for hazards if all drivers are checked. "1" means "report".
 _CHECK = os.environ.get("STREAMALLOC_CHECK", "")
 _checked: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def as_asked(driver: Driver) -> Driver:
-    """The driver, wrapped by :func:`streamalloc.driver.checked` if ``STREAMALLOC_CHECK`` requests that.
+    """Return the driver, wrapped by :func:`streamalloc.driver.checked` if ``STREAMALLOC_CHECK`` requests that.
 
     ``STREAMALLOC_CHECK`` is ``1`` or ``report``, ``warn``, ``raise``, or ``0``. Hazards are printed as they are found,
     and leaks at the end of the process. In a child process of a test that requests checks
@@ -260,7 +260,7 @@ def default_of_threads() -> Driver | None:
 def use(driver: Driver) -> Iterator[Driver]:
     """Make ``driver`` the default inside a ``with`` block, for this thread or task only.
 
-    Other threads, also those started within the block, use the default of :func:`set_default` or of the process.
+    Other threads, even those started within the block, use the default of :func:`set_default` or of the process.
     """
     token = _in_use.set(driver)
     try:

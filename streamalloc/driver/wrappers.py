@@ -1,7 +1,7 @@
-"""Wrappers of a driver, which record calls or make them fail. Wrappers can be wrapped again.
+"""Wrappers of a driver: they record calls or make them fail. Wrappers can be nested.
 
-A wrapper looks each function up once in the wrapped driver. Other names, such as enum and struct classes, come from the
-wrapped driver directly.
+A wrapper looks up each function once in the wrapped driver. Other names, such as enum and struct classes, come directly
+from the wrapped driver.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Function = Callable[..., tuple[Any, ...]]
 class Wrapper(_Interface):
     """The base of wrappers: each call of a driver function becomes a call of :meth:`_observe`.
 
-    It is a driver for type checkers; at run time its functions are looked up in the wrapped driver.
+    For type checkers it is a driver. At run time its functions are looked up in the wrapped driver.
     """
 
     def __init__(self, driver: _Interface) -> None:
@@ -35,7 +35,7 @@ class Wrapper(_Interface):
         if name.startswith("__"):
             raise AttributeError(name)
         target = getattr(self._wrapped, name)
-        # Capital letters after "cu" tell a function (cuMemAlloc) from the module's other names (cuuint64_t, CUstream).
+        # A capital after "cu" marks a function (cuMemAlloc), unlike other names (cuuint64_t, CUstream).
         if not (name.startswith("cu") and name[2:3].isupper()):
             return target
 
@@ -71,7 +71,7 @@ class Call:
     thread: int = field(default=0, compare=False)
     """Thread of the call (``threading.get_ident``)."""
     time: int = field(default=0, compare=False)
-    """Time of the call in nanoseconds (``time.perf_counter_ns``)."""
+    """Time of the call in ns (``time.perf_counter_ns``)."""
 
     def __str__(self) -> str:
         result, *values = self.answer
@@ -81,7 +81,7 @@ class Call:
 
 
 def _plain(value: Any) -> str:
-    """The name of an enum member, the number of a handle, the repr of other values."""
+    """Text of a value: an enum member's name, a handle's number, or the repr."""
     if hasattr(value, "name"):
         return str(value.name)
     if type(value).__module__.startswith("cuda.") and hasattr(value, "__int__"):
@@ -109,7 +109,7 @@ class Traced(Wrapper):
 
 
 def traced(driver: _Interface, to: TextIO | None = None) -> Traced:
-    """Wrap a driver so that it records each call in its list ``calls``, and prints it to ``to`` if that is given.
+    """Wrap a driver to record each call in the list ``calls``, and to print it to ``to`` if given.
 
     Examples
     --------
@@ -161,7 +161,7 @@ class Faulty(Wrapper):
 def faulty(
     driver: _Interface, call: str | int, nth: int = 1, times: int = 1, result: str = "CUDA_ERROR_OUT_OF_MEMORY"
 ) -> Faulty:
-    """Wrap a driver so that it refuses some calls without making them.
+    """Wrap a driver to refuse some calls without making them.
 
     Parameters
     ----------
@@ -172,7 +172,7 @@ def faulty(
     times
         Number of calls that fail from there on.
     result
-        Name of the ``CUresult`` that they answer.
+        Name of the ``CUresult`` that they return.
 
     Raises
     ------

@@ -1,7 +1,8 @@
-"""Finds what stream order does not allow: :func:`streamalloc.driver.checked`.
+"""Checks of stream order: :func:`streamalloc.driver.checked`.
 
-``driver`` is the wrapper. ``rules`` says what each call means for the state: ``streams``, ``uses`` and ``state``, each
-a subclass of the one before. ``clocks`` (order), ``ranges`` (bytes) and ``judge`` (reports) are plain Python.
+``driver`` is the wrapper. ``rules`` defines the effect of each call on the state. The state is in ``streams``, ``uses``
+and ``state``; each has a subclass of the one before. ``clocks`` (order), ``ranges`` (bytes) and ``judge`` (reports) are
+plain Python.
 """
 
 from streamalloc.driver.checker.driver import Checked, checked

@@ -1,15 +1,16 @@
-"""Open imports of all processes, and announcements of a process to the checkers of other processes about memory that it
-exports while work is under way. Both are in a directory that all checkers of a user share.
+"""Announcements between the checkers of several processes: open imports, and work on exported memory that is not
+complete. All checkers of a user share one directory.
 
-Each open import of an allocation is a file there, named by its export data and the importing process. The next reader
-removes the files of processes that have ended.
+Each open import of an allocation is a file, named by the export data and the importing process. The next reader removes
+the files of ended processes.
 
-Each process that announces something has a *board*: a file of fixed entries that all checkers of a user can read. An
-entry holds either a shared *event*, with the number of its recordings, or a *post*: an export that is not complete, or
-a part of shared memory that was used since, by the exporter or an importer.
+Each announcing process has a *board*: a file of fixed entries that all checkers of a user can read. An entry is either
+an *event*, with the number of its recordings, or a *post*. A post announces an export that is not complete, or a later
+use of a part of shared memory by the exporter or an importer.
 
-A post names the recordings that other processes may wait for. It is removed once the host has waited for the work: the
-host may then notify others in ways that no checker sees. A value that a stream writes behind the work removes it too.
+A post names the event recordings that other processes may wait for. It is removed once the host has waited for the
+work, because the host may then notify others in ways that no checker sees. It is also removed when a stream writes a
+value after the work.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def digest(exported: bytes) -> bytes:
 
 
 def open_import(exported: bytes) -> Path | None:
-    """Add an entry for an import of this process; None where the directory cannot be written."""
+    """Add a file for an import by this process; returns None if the directory is not writable."""
     path = directory() / f"{digest(exported).decode()}-{os.getpid()}-{next(_numbers)}"
     try:
         path.touch()
@@ -88,7 +89,8 @@ _ENTRY = np.dtype(
     [("name", "S32"), ("number", "u8"), ("part", "u8", 2), ("events", "u4", COVERS), ("numbers", "u8", COVERS)]
 )
 """Name; recordings of an event, or number of recordings that a post names; offsets of the part of the memory (0, 0 for
-all); indices of the events and numbers of their recordings."""
+all); indices of the events, with their numbers of recordings.
+"""
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ class Entry:
 
     @property
     def number(self) -> int:
-        """Recordings of the event; 0 where the entry belongs to another event by now."""
+        """Recordings of the event; 0 if the entry now belongs to another event."""
         return int(self.board["number"][self.at]) if self.is_there else 0
 
 
@@ -122,16 +124,16 @@ class Board:
         weakref.finalize(self, _unlink, self._path, os.getpid())
 
     def add_event(self) -> int | None:
-        """The index of a new event; None where the board is full."""
+        """Return the index of a new event; None if the board is full."""
         return self._free.pop() if self._free else None
 
     def drop_event(self, index: int) -> None:
-        """Remove the name of a destroyed event; the next event at this index counts on from its number."""
+        """Remove the name of a destroyed event. The next event at this index continues its number."""
         self._entries["name"][index] = b""
         self._free.insert(0, index)
 
     def name_event(self, index: int, name: bytes) -> None:
-        """Set the name by which other processes find an event."""
+        """Set the name by which other processes look up an event."""
         self._entries["name"][index] = digest(name)
 
     def record(self, index: int) -> int:
@@ -146,9 +148,10 @@ class Board:
     def post(
         self, name: bytes, covers: list[tuple[int, int]], part: tuple[int, int] = (0, 0), index: int | None = None
     ) -> int:
-        """Post that memory is not complete, with the event recordings that come after the work; its index.
+        """Post that memory is not complete, with the event recordings that come after the work. Returns the post's
+        index.
 
-        ``index`` is that of an earlier post, which this one replaces.
+        ``index``: index of an earlier post to replace.
         """
         if index is None:
             index = EVENTS + self._posts % POSTS
@@ -158,7 +161,7 @@ class Board:
         entry["number"], entry["part"] = len(covers[:COVERS]), part
         for at, (event, number) in enumerate(covers[:COVERS]):
             entry["events"][at], entry["numbers"][at] = event, number
-        # The name comes last: readers find the post by it.
+        # Write the name last, because readers look for it.
         entry["name"] = digest(name)
         return index
 
@@ -179,13 +182,13 @@ def _unlink(path: Path, process: int) -> None:
 
 
 class Announced(NamedTuple):
-    """A post of another process, as this process reads it."""
+    """A post of another process, as read by this process."""
 
     post: Entry
     covers: tuple[tuple[Entry, int], ...]
-    """Recordings, of which one must be waited for; none where the facade waits for a value."""
+    """Recordings of which one must be waited for; none for values."""
     part: tuple[int, int] = (0, 0)
-    """Offsets of the written part; both 0 for all of the memory."""
+    """Offsets of the written part; both 0 for all memory."""
 
     @property
     def over(self) -> bool:
@@ -204,7 +207,7 @@ def _folder() -> Path:
 
 
 def _look() -> None:
-    """Map the boards of other processes that live; remove those of processes that have ended."""
+    """Map the boards of other live processes, and remove those of ended processes."""
     folder, there = os.path.join(_path(), "boards"), set()
     for name in os.listdir(folder):
         if name in _boards:
@@ -220,12 +223,12 @@ def _look() -> None:
                 _boards[name] = np.asarray(np.memmap(path, _ENTRY, "r"))
                 there.add(name)
     for gone in _boards.keys() - there:
-        # An entry may still refer to the mapping, which lives as long.
+        # An entry may still refer to the mapping, and keeps it alive.
         del _boards[gone]
 
 
 def _find(names: Iterable[bytes], posts: bool) -> Iterator[tuple[bytes, Entry]]:
-    """The entries of each name on the boards of other processes."""
+    """Yield the entries with these names on the boards of other processes."""
     with contextlib.suppress(OSError):
         _look()
     first, last = (EVENTS, EVENTS + POSTS) if posts else (0, EVENTS)
@@ -238,17 +241,17 @@ def _find(names: Iterable[bytes], posts: bool) -> Iterator[tuple[bytes, Entry]]:
 
 
 def events_of(name: bytes) -> list[Entry]:
-    """The entries of other processes for an event, by its export data."""
+    """Entries of other processes for an event, found by its export data."""
     return [found for _, found in _find((name,), posts=False)]
 
 
 def posts_of(*names: bytes) -> list[tuple[bytes, Announced]]:
-    """The posts about memory of other processes, each with its name: export data, or what is derived from it."""
+    """Posts of other processes with these names. A name is export data, or derived from it."""
     return [(name, _read(found)) for name, found in _find(names, posts=True)]
 
 
 def post_of(name: bytes) -> Announced | None:
-    """The post about all of the memory; None where there is none."""
+    """The post about the whole memory; None if there is none."""
     return next((one for _, one in posts_of(name) if one.part == (0, 0)), None)
 
 

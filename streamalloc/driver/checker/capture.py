@@ -1,5 +1,5 @@
-"""Captured and explicitly built graphs: checked once by themselves, and again at each launch. Events, which can belong
-to a capture.
+"""Graphs, captured or built explicitly: each is checked once by itself, and again at each launch. Also events, which
+can belong to a capture.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Node:
     """One operation of a graph at each launch."""
 
     kind: str
-    """``"use"``, ``"allocate"``, ``"free"``, or ``"step"`` for an operation that orders streams."""
+    """``"use"``, ``"allocate"``, ``"free"``, or ``"step"`` (orders streams)."""
     what: str = ""
     stack: Stack = ()
     pieces: list[tuple[Piece, bool]] = field(default_factory=list)
@@ -29,16 +29,16 @@ class Node:
     handle: int = 0
     """Handle of the driver's node; 0 where unknown."""
     nested: bool = False
-    """Whether it is in a child graph, where it has another handle."""
+    """Whether it is in a child graph, under another handle."""
     enabled: bool = True
     step: Callable[[Any], object] = lambda handle: None
-    """Called with the handle of the stream of a launch."""
+    """Called with the stream handle of a launch."""
     calls: Any = None
     """Host function that the step calls."""
 
 
 class _Inside:
-    """A timeline and ranges of a graph's own, to check its operations against each other."""
+    """A timeline and ranges only for one graph, to check its operations against each other."""
 
     def __init__(self, found: Callable[[Hazard], None]) -> None:
         self.timeline: Timeline = Timeline()
@@ -55,7 +55,7 @@ class _Inside:
         return found
 
     def judge(self, stream: Stream, node: Node) -> Callable[[], None]:
-        """Check a node in a stream; the result undoes a free."""
+        """Check a node in a stream. The returned function undoes a free."""
         self.timeline.submit(stream, lambda stream: self._judge_now(stream, node))
         return lambda: setattr(self._shadow(node.range), "ended", None)
 
@@ -70,14 +70,14 @@ class _Inside:
 
 
 class Graph:
-    """A graph: its nodes in a possible order, unless edges were added later."""
+    """A graph, with its nodes in a valid order, unless edges were added later."""
 
     def __init__(self, nodes: list[Node] | None = None) -> None:
         self.nodes: list[Node] = [] if nodes is None else nodes
         self.handles: dict[int, list[Node]] = {}
         """Explicitly added nodes by handle."""
         self.after: dict[int, list[int]] = {}
-        """Handles of the nodes that each of them depends on."""
+        """Handles of the nodes that each node depends on."""
 
     def add(self, handle: int, node: Node, after: list[int]) -> None:
         """Add a node that a call has added explicitly."""
@@ -87,11 +87,11 @@ class Graph:
         self.after.setdefault(handle, []).extend(after)
 
     def judge(self, found: Callable[[Hazard], None]) -> None:
-        """Check the explicitly added nodes in the order of their edges."""
+        """Check the explicitly added nodes, in the order of their edges."""
         self.play(_Inside(found))
 
     def play(self, inside: _Inside) -> dict[int, Stream]:
-        """Run the explicitly added nodes, each in a stream of its own; the streams by handle."""
+        """Run the explicitly added nodes, each in a separate stream. Returns the streams by node handle."""
         done: dict[int, Stream] = {}
         waiting = list(self.handles)
         while waiting:
@@ -133,7 +133,7 @@ class Capture:
                 self.join_all(stream)
 
     def join(self, stream: Stream, clock: Clock | None = None) -> None:
-        """Add a stream to the capture, after the clock of a captured event."""
+        """Add a stream to the capture, ordered after the clock of a captured event."""
         inside = self._streams.get(stream)
         if inside is None:
             inside = self._streams[stream] = self._inside.timeline.stream(stream.name)
@@ -141,9 +141,9 @@ class Capture:
             inside.clock.learn(clock)
 
     def reorder(self, stream: Stream, after: list[int], anew: bool) -> None:
-        """Have a stream come after some nodes as well; ``anew``: after these alone."""
+        """Order a stream after some nodes. ``anew``: only after these, without its earlier order."""
         if anew:
-            # A new stream of the timeline, which comes after none of the earlier operations.
+            # A new stream of the timeline, so it is ordered after no earlier operation.
             self._streams[stream] = self._inside.timeline.stream(stream.name)
         for handle in after:
             if handle in self._done:
@@ -162,18 +162,18 @@ class Capture:
         return inside.clock.copy()
 
     def step(self, step: Callable[[Any], object], calls: object = None) -> Node:
-        """Add an operation that orders streams at each launch; ``calls`` is its host function."""
+        """Add an operation that orders streams at each launch. ``calls``: its host function."""
         node = Node("step", step=step, calls=calls)
         self.graph.nodes.append(node)
         return node
 
     def add(self, stream: Stream, node: Node) -> Callable[[], None]:
-        """Add a captured node; the result undoes a free."""
+        """Add a captured node. The returned function undoes a free."""
         self.graph.nodes.append(node)
         return self._inside.judge(self._streams[stream], node)
 
     def name(self, stream: Stream, handle: int, nodes: Iterable[Node]) -> None:
-        """Set the handle of the driver's node that the latest nodes of a stream belong to."""
+        """Set the handle of the driver's node for the latest recorded nodes of a stream."""
         for node in nodes:
             node.handle = handle
         if handle:
@@ -187,15 +187,15 @@ class Event:
 
     def __init__(self, shared: bool = False, foreign: bool = False) -> None:
         self.mark: Obstacle | None = None
-        """End of the recorded work; None where no recording was seen."""
+        """End of the recorded work; None if no recording was seen."""
         self.captured: tuple[Capture, Clock] | None = None
         self.shared: bool = shared
         """Whether the event is an interprocess event."""
         self.elsewhere: bool = False
-        """Whether another process has it and may record it."""
+        """Whether another process has it, and may record it."""
         self.foreign: bool = foreign
-        """Whether another library has it and may record it."""
+        """Whether another library has it, and may record it."""
         self.index: int | None = None
         """Entry on the board of this process."""
         self.name: bytes = b""
-        """Export data, by which the boards of other processes name it."""
+        """Export data; the event's name on boards of other processes."""

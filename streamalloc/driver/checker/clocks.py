@@ -1,14 +1,15 @@
 """The order of operations: vector clocks with one component for each stream and host thread. Pure Python, no driver.
 
-A stream *enters* an operation when everything before the operation is known, usually during the call. Where a stream
-waits for something that has not happened yet (a value in memory, an event behind such a wait, a host function), its
-later operations are kept until then. So operations are checked in an order that is possible.
+A stream *enters* an operation once everything before the operation is known, usually during the call. If a stream waits
+for something that has not happened yet (a value in memory, an event behind such a wait, a host function), its later
+operations are queued until then. So operations are checked in a possible order.
 
 All host threads share one clock: threads order each other in many ways that the checker does not see. Work that one
 thread has synchronised with comes before everything that any thread does later.
 
-The driver orders more than a program asks for: an allocation runs after the free whose memory it reuses. Clocks do not
-contain these choices. The latest choices are kept apart and searched where an order is missing.
+The driver may order more than the program requests: an allocation runs after the free whose memory it reuses. Clocks do
+not contain these choices of the driver. The latest choices are kept in a list, which is searched if an order is
+missing.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from collections import deque
 from collections.abc import Callable
 
 UNORDERED, BY_CHOICE, CERTAIN = range(3)
-"""Order of two operations: none; by the driver's choice in this run; always."""
+"""Order of two operations: none; by the driver's choice; always."""
 
 _CHOICES = 256
-"""Maximum number of recorded choices of the driver."""
+"""Most recorded choices of the driver."""
 _SEARCHES = 2000
-"""Searches through the choices in one run; a program that needs more has other faults to fix first."""
+"""Most searches through the choices in one run."""
 
 
 class Clock:
-    """Everything before a point: the time of the last operation of each actor, by actor number."""
+    """A vector clock: the time of the last preceding operation of each actor, by actor number."""
 
     __slots__ = ("known",)
 
@@ -56,7 +57,7 @@ class Clock:
 
 
 class Actor:
-    """A host thread or a stream: its operations have an order."""
+    """A host thread or a stream, whose operations are ordered."""
 
     __slots__ = ("name", "number", "time", "within")
     is_host: bool = True
@@ -66,13 +67,13 @@ class Actor:
         self.name: str = name
         self.time: int = 0
         self.within: Stream | None = None
-        """Stream that called the host function in which a thread is."""
+        """Stream whose host function is running on this thread."""
 
 
 class Obstacle:
-    """An event that streams wait for and that has not been seen.
+    """An event that streams wait for and that has not happened, as far as is known.
 
-    ``source`` is the stream in which it will happen; None where the host causes it.
+    ``source``: the stream in which it will happen; None if the host causes it.
     """
 
     __slots__ = ("clock", "source", "waiters")
@@ -80,7 +81,7 @@ class Obstacle:
     def __init__(self, source: Stream | None = None) -> None:
         self.source: Stream | None = source
         self.clock: Clock | None = None
-        """Everything before it; None until it has happened."""
+        """Clock of its happening; None until then."""
         self.waiters: list[Stream] = []
 
 
@@ -101,13 +102,13 @@ class Stream(Actor):
         self.seen_host: int = -1
         """Version of the host clock that it has merged."""
         self.legacy: Stream | None = None
-        """Legacy stream of its context, where the two wait for each other."""
+        """Legacy stream of its context, if the two synchronise."""
         self.seen_legacy: int = 0
         self.peers: dict[Stream, int] | None = None
-        """For a legacy stream: the blocking streams, and the time of each that it has merged."""
+        """For a legacy stream: its blocking streams, with the last merged times."""
         self.obstacle: Obstacle | None = None
         self.queue: deque[tuple[Clock | None, Action]] = deque()
-        """Operations behind the obstacle, each with the host clock of its call."""
+        """Operations behind the obstacle, with host clocks of their calls."""
 
 
 class Timeline:
@@ -122,21 +123,21 @@ class Timeline:
         self._numbers = 0
         self._streams: dict[Stream, None] = {}
         self.retired: list[Stream] = []
-        """Destroyed streams whose work the host has not waited for."""
+        """Destroyed streams whose work may still run."""
         self.foreign: dict[Stream, None] = {}
         """Streams that other libraries may have ordered."""
         self.over: dict[int, int] = {}
-        """Time by actor number up to which the host may have waited for such streams."""
+        """Times, by actor number, that the host may have waited for."""
         self.ended_threads: deque[int] = deque()
-        """Numbers of host threads that have ended; finalisers append to it."""
+        """Numbers of ended host threads; finalisers append."""
         self.published: Clock = Clock()
-        """Clock of all work that other processes can wait for."""
+        """Clock of all work other processes can wait for."""
         self.ready: Clock = Clock()
         """Clock of all announcements of other processes."""
         self._gone: set[int] = set()
-        """Numbers of streams and threads that have ended, whose work comes before all later work."""
+        """Numbers of ended streams and threads, which precede all later work."""
         self._choices: deque[tuple[Clock, int, int]] = deque(maxlen=_CHOICES)
-        """The driver's choices: a clock, and the actor number and time that come after it."""
+        """Choices of the driver: a clock, and the later actor and time."""
         self._searches = 0
         self._ready: deque[Stream] = deque()
         self._draining = False
@@ -148,11 +149,11 @@ class Timeline:
         return self._numbers
 
     def thread(self, name: str) -> Actor:
-        """A new host thread, or the work of another process."""
+        """Add a host thread, or an actor for the work of another process."""
         return Actor(self._number(), name)
 
     def stream(self, name: str, context: object = None, legacy: Stream | None = None) -> Stream:
-        """A new stream. ``legacy``: the legacy stream, where the two wait for each other."""
+        """Add a stream. ``legacy``: its legacy stream, if the two synchronise."""
         made = Stream(self._number(), name, context)
         self._streams[made] = None
         made.legacy = legacy
@@ -165,7 +166,7 @@ class Timeline:
     def retire(self, stream: Stream) -> None:
         """Record that a stream was destroyed."""
         if stream.legacy is not None and stream.legacy.peers is not None and stream.obstacle is None:
-            # The next operation of the legacy stream comes after all its work.
+            # The legacy stream's next operation comes after all work of this stream.
             stream.legacy.clock.learn(stream.clock)
             del stream.legacy.peers[stream]
         self.retired.append(stream)
@@ -173,16 +174,16 @@ class Timeline:
     # -- order -----------------------------------------------------------------------------------------------
 
     def certain(self, clock: Clock, number: int, time: int) -> bool:
-        """Whether the operation ``time`` of actor ``number`` always precedes later operations of the clock's owner."""
-        # A stream is gone once the host has waited for all its work: later work comes after it.
+        """Whether the operation ``time`` of actor ``number`` always precedes later operations with this clock."""
+        # A stream is gone once the host has waited for all its work, so later work comes after it.
         return clock.known.get(number, 0) >= time or number in self._gone or self.over.get(number, 0) >= time
 
     def is_known(self, number: int, time: int) -> bool:
-        """Whether the host has waited for an operation in a way that was seen."""
+        """Whether the host has waited for an operation, as far as was seen."""
         return self.host.after(number, time) or number in self._gone
 
     def order(self, clock: Clock, number: int, time: int) -> int:
-        """Order of an operation before the owner of a clock: a constant of this module."""
+        """The order of an operation before the owner of a clock, as a constant of this module."""
         if self.certain(clock, number, time):
             return CERTAIN
         if not self._choices or self._searches == _SEARCHES:
@@ -191,7 +192,7 @@ class Timeline:
         return BY_CHOICE if self._is_chosen(clock, number, time) else UNORDERED
 
     def before_next(self, stream: Stream) -> Clock:
-        """Clock of the next operation of a stream that waits for nothing."""
+        """Clock of the next operation of a stream that is not waiting."""
         clock = stream.clock.copy()
         clock.learn(self.host)
         for other in (stream.legacy, *(stream.peers or ()), *(self.foreign if stream in self.foreign else ())):
@@ -221,7 +222,7 @@ class Timeline:
         self._choices.append((before, stream.number, stream.time))
 
     def submit(self, stream: Stream, action: Action) -> None:
-        """Queue an operation: ``action(stream)`` is called when the stream's clock is complete for it."""
+        """Queue an operation: ``action(stream)`` is called once everything before it is in the stream's clock."""
         legacy = stream.legacy
         if self.held:
             if legacy is not None and legacy.obstacle is not None:
@@ -275,13 +276,13 @@ class Timeline:
             self.held[stream] = None
 
     def _mark(self, stream: Stream) -> Obstacle:
-        """An obstacle that ends with the queue of a held stream."""
+        """Return an obstacle that ends when the present queue of a waiting stream has run."""
         mark = Obstacle(stream)
         stream.queue.append((None, lambda stream: self.end(mark, stream.clock)))
         return mark
 
     def record(self, stream: Stream) -> Obstacle:
-        """An obstacle that ends when the queued work of a stream has run."""
+        """Return an obstacle that ends when the queued work of a stream has run."""
         mark = Obstacle(stream)
         self.submit(stream, lambda stream: self.end(mark, stream.clock))
         return mark
@@ -293,7 +294,7 @@ class Timeline:
     # -- obstacles -------------------------------------------------------------------------------------------
 
     def end(self, obstacle: Obstacle, clock: Clock) -> None:
-        """Record that an obstacle has happened; its waiters come after ``clock``."""
+        """Record that an obstacle has happened. Its waiters are ordered after ``clock``."""
         if obstacle.clock is not None:
             return
         obstacle.clock = clock.copy()
@@ -324,7 +325,7 @@ class Timeline:
                 action(stream)
 
     def force(self, stream: Stream) -> None:
-        """Record that the host has seen a stream idle: everything that it waited for has happened."""
+        """Record that the host has seen a stream idle: all its waits are over."""
         while stream.obstacle is not None:
             self.force_mark(stream.obstacle)
 
@@ -333,7 +334,7 @@ class Timeline:
         source = obstacle.source
         while source is not None and obstacle.clock is None and source.obstacle is not None:
             self.force_mark(source.obstacle)
-        # Its cause is unknown: all work that was queued before may come first.
+        # The cause is unknown: all work queued earlier may have come first.
         self.end(obstacle, self.host if source is not None else self.everything())
 
     def everything(self) -> Clock:
@@ -352,7 +353,7 @@ class Timeline:
         self.version += 1
 
     def host_observes(self, clock: Clock) -> None:
-        """Record that the host has waited for everything in ``clock``."""
+        """Record that the host has waited for all operations in ``clock``."""
         self.host.learn(clock)
         self.version += 1
         if len(self.retired) + len(self.ended_threads) > 32:
@@ -369,11 +370,11 @@ class Timeline:
         for stream in over:
             del self._streams[stream]
             self.foreign.pop(stream, None)
-        # Remove all again: clocks of earlier records have brought some back.
+        # Remove earlier ones again: clocks of older records may have re-added them.
         self.forget(self._gone)
 
     def forget(self, numbers: set[int]) -> None:
-        """Remove actors, by number, from all clocks but those of records."""
+        """Remove actors, by number, from all clocks except those of recordings."""
         for clock in (self.host, self.published, self.ready, *(stream.clock for stream in self._streams)):
             for number in [one for one in clock.known if one in numbers]:
                 del clock.known[number]

@@ -1,12 +1,12 @@
-"""Contents of memory: types of the elements that the host has written, and host memory that queued copies read.
+"""Contents of memory: types of elements that the host has written, and host memory that queued copies read.
 
 A copy to the host that reads elements as another type is reported. Types are recorded when work is queued. Work without
-a type, such as a fill or a kernel, makes the memory bytes again.
+a type, such as a fill or a kernel, removes the type.
 
-A host write to memory is reported before the copy that reads it has run. The checker does not see a write through an
-array. It compares a checksum of the source at the copy with one right before the next wait of the host. It compares
-only copies on streams that no other library has: another library may wait for its streams in ways that the checker does
-not see.
+A host write is reported if it changes memory that a queued copy has still to read. The checker cannot see writes
+through arrays. So it compares a checksum of the source at the call with one right before the next wait of the host. It
+does so only for streams that no other library has: another library may wait for its streams in ways that the checker
+does not see.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class Typed(NamedTuple):
 
 
 class ElementTypes:
-    """The types of the elements in the memory of a driver."""
+    """The types of the elements in a driver's memory."""
 
     def __init__(self, addresses: Addresses, judge: Judge) -> None:
         self._addresses = addresses
         self._judge = judge
 
     def copied(self, target: Any, source: Any, nbytes: int, what: str) -> None:
-        """Record a copy, whose array of the host, if it has one, says the type."""
+        """Record a copy. A host array on one side gives the type."""
         if isinstance(source, np.ndarray):
             self.wrote(number_of(target), nbytes, source.dtype, here())
         elif isinstance(target, np.ndarray):
@@ -56,14 +56,14 @@ class ElementTypes:
                     self.wrote(first, min(one.end, end) - max(one.start, start), one.dtype, one.stack)
 
     def wrote(self, address: int, nbytes: int, dtype: np.dtype[Any], stack: Stack) -> None:
-        """Record a write of elements. Single bytes are no type."""
+        """Record a write of elements. Bytes have no type."""
         if _is_type(dtype):
             for _, memory, start, end in self._places(address, nbytes):
                 _cut(memory, start, end)
                 memory.types = (*memory.types, Typed(start, end, dtype, stack))
 
     def read(self, address: int, nbytes: int, dtype: np.dtype[Any], what: str) -> None:
-        """Report a read of elements that were written as others."""
+        """Report a read of elements that were written as another type."""
         if not _is_type(dtype):
             return
         for (range_, *_), memory, start, end in self._places(address, nbytes):
@@ -108,7 +108,9 @@ def _is_type(dtype: np.dtype[Any]) -> bool:
 
 
 def _fit(one: np.dtype[Any], other: np.dtype[Any]) -> bool:
-    """Whether elements of a type may be read as another: unsigned integers as patterns, complex numbers as pairs."""
+    """Whether elements of one type may be read as another: unsigned integers as bit patterns, complex numbers as
+    pairs.
+    """
     kinds = {one.kind, other.kind}
     if one.itemsize == other.itemsize:
         return one.newbyteorder("=") == other.newbyteorder("=") or "u" in kinds or kinds <= {"i", "m", "M"}
@@ -117,7 +119,7 @@ def _fit(one: np.dtype[Any], other: np.dtype[Any]) -> bool:
 
 HOST_KINDS = ("pinned memory", "registered memory")
 _LARGEST = 16 << 20
-"""Bytes of the largest source that is compared: a checksum of it takes about 10 ms."""
+"""Largest compared source in bytes; its checksum takes about 10 ms."""
 
 
 @dataclass(eq=False)
@@ -143,11 +145,11 @@ class QueuedSources:
         self._foreign = foreign
         self._judge = judge
         self._unseen_kernels = unseen_kernels
-        """Whether kernels were launched, which may have written anything."""
+        """Whether kernels, which may write anything, were launched."""
         self._sources: list[_Source] = []
 
     def add(self, stream: Stream, pieces: Iterable[tuple[Piece, bool]], what: str, stack: Stack) -> None:
-        """Record the host memory that the latest operation of a stream reads."""
+        """Record the host memory that a stream's latest operation reads."""
         viewed = self.followed(pieces)
         if all(write for _, write in viewed) or not self._has_all_writes(stream):
             return
@@ -164,11 +166,11 @@ class QueuedSources:
     @staticmethod
     def followed(pieces: Iterable[tuple[Piece, bool]]) -> list[tuple[Piece, bool]]:
         """The pieces that the host may write unseen."""
-        # Code that allocates pinned memory by a call, or registers some, has its address.
+        # Code that allocated or registered pinned memory by a driver call has its address.
         return [(piece, write) for piece, write in pieces if piece[0].viewed or piece[0].kind in HOST_KINDS]
 
     def view(self, pieces: Iterable[Piece]) -> None:
-        """Record that the host has an array of memory, and the operations that still read it."""
+        """Record that the host has an array of memory, and the operations that still read the memory."""
         for piece in pieces:
             range_, low, high = piece
             range_.viewed = True
@@ -183,7 +185,7 @@ class QueuedSources:
                         self._watch(piece, actor, read.what, read.stack, known)
 
     def _has_all_writes(self, stream: Stream) -> bool:
-        """Whether the checker sees all waits for a stream and all writes by devices."""
+        """Whether the checker sees all waits for a stream and all device writes."""
         return self._foreign.is_ours(stream) and not self._unseen_kernels()
 
     def _is_known(self, stream: Stream, time: int) -> bool:
@@ -205,7 +207,7 @@ class QueuedSources:
             self._sources = [one for one in self._sources if id(one.piece[0].bytes) not in gone]
 
     def clear(self) -> None:
-        """Forget all sources, as the host may learn of the copies in a way that the checker does not see."""
+        """Forget all sources: the host may have waited for the copies unseen."""
         self._sources.clear()
 
     def check(self) -> None:

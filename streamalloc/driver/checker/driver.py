@@ -1,4 +1,4 @@
-"""The checked driver: it passes calls on and records them by the rules of :mod:`.rules`."""
+"""The checked driver: it forwards calls and records them by the rules of :mod:`.rules`."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ On: TypeAlias = Literal["raise", "report", "warn"]
 _ON = ("raise", "report", "warn")
 _MOST_HAZARDS = 1000
 _PATIENCE = 1.0
-"""Seconds for queued work to end before memory whose release waits for it is reported as a leak."""
+"""Seconds to wait for queued work before leaks are reported."""
 _EXIT_PRIORITY = -100
-"""Priority in multiprocessing's exit functions: after those of programs."""
+"""Priority among multiprocessing's exit functions: after those of programs."""
 _INVALID = (cuda.CUresult.CUDA_ERROR_INVALID_VALUE,)
 _REFUSED = (AttributeError, NotImplementedError, TypeError, ValueError)
 """Errors of the bindings for wrong arguments, and of a simulated machine for what it does not model."""
@@ -51,7 +51,7 @@ _QUEUES_HOST_FUNCTION: dict[str, tuple[Any, str]] = {
     "cuLaunchHostFunc_v2": (_HOST_FUNCTION, "CUhostFn"),
     "cuStreamAddCallback": (_CALLBACK, "CUstreamCallback"),
 }
-"""C type and pointer class of the host function that a call queues."""
+"""C type and pointer class of the host function in a call."""
 _NODE_OF_HOST_FUNCTION = {
     "cuGraphAddHostNode": 3,
     "cuGraphHostNodeSetParams": 1,
@@ -59,21 +59,21 @@ _NODE_OF_HOST_FUNCTION = {
     **dict.fromkeys(("cuGraphAddNode", "cuGraphAddNode_v2", "cuGraphAddNode_v3"), -1),
     **dict.fromkeys(("cuGraphNodeSetParams", "cuGraphExecNodeSetParams"), -1),
 }
-"""Index of the node parameters, which may contain a host function."""
+"""Argument index of node parameters, which may contain a host function."""
 
 
 class Checked(Wrapper):
     """A driver that finds missing stream order: :func:`checked`."""
 
     show: Callable[[Hazard], None] | None = None
-    """Function that is called with each hazard, also at the end of the process."""
+    """Function called with each hazard, also at process exit."""
 
     def __init__(self, driver: _Interface, on: On, poison: bool, uninitialized: bool = False) -> None:
         super().__init__(driver)
         self.hazards: list[Hazard] = []
-        """All hazards so far in order, each place once. It may be cleared."""
+        """All hazards in order, each place once. The list may be cleared."""
         self._on = on
-        # Guards the state. It is reentrant: a finaliser may run in the middle of a record of its own thread.
+        # Guards the state. Reentrant, because a finaliser may run while its own thread records.
         self._lock = RLock()
         self._observing = 0
         """Identifier of the thread that changes the state."""
@@ -85,7 +85,7 @@ class Checked(Wrapper):
         self._poison = Poison(driver, self._state) if poison else None
         self._host_functions: dict[int, Any] = {}
         self.process: int = os.getpid()
-        """Process that made it; a forked child reports nothing at its end."""
+        """The creating process; a forked child reports nothing at exit."""
         _alive.add(self)
 
     # -- calls -----------------------------------------------------------------------------------------------
@@ -128,10 +128,10 @@ class Checked(Wrapper):
             self._alone(self._after, name, args, answer, finish)
         except BaseException as error:
             if not isinstance(error, _REFUSED) and name in MAKERS and not (answer and answer[0]):
-                # A signal handler raised after the driver's call and before the end of its record.
+                # A signal handler raised after the driver's call, before the record was complete.
                 self._alone(self._state.account.interrupted.update, (MAKERS[name],))
             if finish is not None and not answer:
-                # No call was made, such as with arguments that the bindings refuse.
+                # The bindings refused the arguments, so the driver was not called.
                 self._alone(finish, _INVALID)
                 self._collect()
             raise
@@ -142,24 +142,25 @@ class Checked(Wrapper):
         return answer
 
     def _inside(self) -> bool:
-        """Whether this is a finaliser in the middle of a record of the same thread."""
+        """Whether a finaliser runs now while its own thread records."""
         return self._observing == threading.get_ident()
 
     def _alone(self, step: Callable[..., Any], *args: Any) -> Any:
-        """Call a function under the lock, and record the calls of finalisers that ran meanwhile.
+        """Call a function under the lock. Also record the calls of finalisers that ran meanwhile.
 
-        One that ran at the very end of the record before this one is recorded first: it came before this call.
+        A call of a finaliser that ran at the end of the previous record is recorded first, because it came before this
+        call.
         """
         with self._lock:
             self._observing = threading.get_ident()
             try:
                 self._record_postponed()
                 result = step(*args)
-                # No loop in this block: Python 3.12 and 3.13 can leave a loop in a block without its finally clause.
+                # No loop here: on Python 3.12 and 3.13 an interrupted loop can skip the finally clause.
                 self._record_postponed()
                 return result
             finally:
-                if self._inside():  # not where a signal handler raised while `_ask` waited for the lock
+                if self._inside():  # False if a signal handler raised while `_ask` waited for the lock
                     self._observing = 0
 
     def _record_postponed(self) -> None:
@@ -167,7 +168,7 @@ class Checked(Wrapper):
             self._postponed.popleft()()
 
     def _ask(self, function: Function, args: tuple[Any, ...]) -> Any:
-        """Call a driver function without the lock: a finaliser of another thread may need it during the call."""
+        """Call a driver function without the lock, which another thread's finaliser may need meanwhile."""
         self._observing = 0
         self._lock.release()
         try:
@@ -177,7 +178,7 @@ class Checked(Wrapper):
             self._observing = threading.get_ident()
 
     def _before(self, name: str, args: tuple[Any, ...]) -> Finish | None:
-        """Apply a rule before its call; the result is called with the answer. None: the call must not be made."""
+        """Apply a rule before its call. Returns a function for the answer, or None if the call must not be made."""
         state = self._state
         state.look()
         if name in ENDERS:
@@ -186,7 +187,7 @@ class Checked(Wrapper):
                 self._refuse(name, handle)
                 return None
             if handle and state.account.interrupted:
-                # The range of a lost allocation was not recorded: an earlier one, which was freed, is at its address.
+                # The allocation at this address was lost and not recorded: the recorded range is an older, freed one.
                 range_ = state.addresses.find(handle)
                 if range_ is not None and range_.ended is not None:
                     state.addresses.remove(range_.base)
@@ -233,7 +234,7 @@ class Checked(Wrapper):
     # -- hazards ---------------------------------------------------------------------------------------------
 
     def _collect(self) -> list[Hazard]:
-        """Move the hazards of the state to :attr:`hazards`; the new ones."""
+        """Move the hazards of the state to :attr:`hazards`. Returns the new ones."""
         with self._lock:
             return self._move_found()
 
@@ -249,7 +250,7 @@ class Checked(Wrapper):
         return fresh
 
     def _deliver(self, undo: Callable[[], object] | None = None) -> None:
-        """Show, warn about or raise new hazards; ``undo`` is called before it raises."""
+        """Show, warn about or raise new hazards. ``undo`` is called before a raise."""
         if not self._found:
             return
         fresh, show = self._collect(), self.show
@@ -271,11 +272,11 @@ class Checked(Wrapper):
 
     @staticmethod
     def reporter(test: ParentTest) -> Callable[[Hazard], None]:
-        """A function for :attr:`show` that reports to the test which started this process, also at its end."""
+        """Return a function for :attr:`show` that reports to the parent test, even at process exit."""
         from multiprocessing.util import Finalize
 
-        # Before Python 3.13 forked processes end without the functions of atexit. From 3.13 on, spawned processes run
-        # them before the finalizers of programs.
+        # Before Python 3.13 forked processes do not run atexit functions. From 3.13 on, spawned processes run them
+        # before the program's finalizers.
         Finalize(None, _at_exit, exitpriority=_EXIT_PRIORITY)
         atexit.unregister(_at_exit)
         return lambda hazard: test.report("leaks" if hazard.kind == "leak" else "check", str(hazard))
@@ -288,11 +289,11 @@ class Checked(Wrapper):
         return self
 
     def used(self, address: int, nbytes: int, stream: Any, write: bool) -> None:
-        """Record a use of ``nbytes`` bytes by a kernel in ``stream``, a driver handle; None: the host uses them now."""
+        """Record that a kernel in ``stream``, a driver handle, uses ``nbytes`` bytes. None: the host uses them now."""
         self._notified(True, self._use, address, nbytes, stream, write)
 
     def lent(self, stream: Any, used: bool) -> None:
-        """Record that code outside this package has the handle of ``stream``; ``used``: that it queues work there."""
+        """Record that other code has the handle of ``stream``. ``used``: it queues work there."""
         self._notified(False, self._lend, stream, used)
 
     def named(self, stream: Any, name: str) -> None:
@@ -300,7 +301,7 @@ class Checked(Wrapper):
         self._notified(False, self._state.rename, stream, name)
 
     def typed(self, address: int, nbytes: int, dtype: Any, write: bool) -> None:
-        """Record that queued work writes elements of a type; not ``write``: that it reads them."""
+        """Record elements of a type: written by queued work, or read if not ``write``."""
         self._notified(False, self._type, address, nbytes, dtype, write)
 
     def _type(self, address: int, nbytes: int, dtype: Any, write: bool) -> None:
@@ -310,19 +311,21 @@ class Checked(Wrapper):
             self._state.types.read(address, nbytes, dtype, "a copy of a view")
 
     def released(self, address: int, nbytes: int, released: bool) -> None:
-        """Record that no work may write memory from now on, though it is mapped; not ``released``: that it may."""
+        """Record that mapped memory was released and must not be written, or is usable again if not ``released``."""
         self._notified(False, self._state.release_mapped, address, nbytes, released)
 
     def deferred(self, address: int) -> None:
-        """Record that the program has freed memory, and that the driver's free comes later: it is no leak."""
+        """Record that the program has freed memory whose driver call comes later. It is not a leak."""
         self._notified(False, self._state.defer, address)
 
     def shared(self, address: int, nbytes: int, stream: Any, name: bytes) -> None:
-        """Record that importers may use memory after the queued work of ``stream``; ``name`` is for :meth:`opened`."""
+        """Record that importers may use memory after the queued work of ``stream``. ``name``: see :meth:`opened`."""
         self._notified(True, self._share, address, nbytes, stream, name)
 
     def opened(self, address: int, nbytes: int, stream: Any, name: bytes, word: int) -> None:
-        """Record that ``stream`` waits at the address ``word`` for what :meth:`shared` announced; None: the host."""
+        """Record that ``stream`` waits at the address ``word`` for the announcement of :meth:`shared`. None: the host
+        has waited.
+        """
         self._notified(False, self._open, address, nbytes, stream, name, word)
 
     def _notified(self, delivers: bool, step: Callable[..., None], *args: Any) -> None:
@@ -357,11 +360,11 @@ class Checked(Wrapper):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """The kinds of checks that were given up in this run, in words."""
+        """Texts on the kinds of checks that were given up in this run."""
         return tuple(self._state.notes)
 
     def outstanding(self) -> dict[str, list[int]]:
-        """Handles or addresses that were made through this driver and not released, by kind.
+        """Handles or addresses that were created by this driver and not released, by kind.
 
         A ``"mapping"`` lasts from ``cuMemMap`` to ``cuMemUnmap``, by its address.
         """
@@ -369,7 +372,7 @@ class Checked(Wrapper):
         return live
 
     def leaks(self) -> list[Hazard]:
-        """One hazard for each place that allocated memory which is not freed."""
+        """One hazard per place in the program that allocated memory which is not freed."""
         leaks: list[Hazard] = self._alone(self._state.leaks)
         return leaks
 
@@ -381,12 +384,12 @@ class Checked(Wrapper):
             raise DriverMisuseError(f"not released: {shown} ({left})")
 
     def finish(self) -> list[Hazard]:
-        """Attempt deferred releases, check the work of streams that still wait, and add leaks; all hazards.
+        """Attempt deferred releases, check the work of waiting streams, and add leaks. Returns all hazards.
 
-        It runs at the end of the process as well and prints what it finds, unless hazards raise.
+        It also runs at the end of the process, and then prints the hazards, unless they raise.
         """
         end = monotonic() + _PATIENCE
-        # Dropped objects are released when their queued work is done.
+        # Dropped objects are released after their queued work.
         while any([settle() for settle in SETTLERS]) and monotonic() < end and self.leaks():
             sleep(0.002)
         self._alone(self._state.close)
@@ -397,7 +400,7 @@ class Checked(Wrapper):
     # -- functions with host functions or kernels as arguments -----------------------------------------------
 
     def _stand_in(self, kind: Any, theirs: int, call: HostCall) -> int:
-        """A pointer to a host function that calls ``theirs`` and records its begin and end."""
+        """Return a pointer to a host function that calls ``theirs`` and records its begin and end."""
         function = kind(theirs)
 
         def run(*args: Any) -> None:
@@ -466,10 +469,10 @@ class Checked(Wrapper):
 
 
 class _Asked:
-    """The wrapped driver for the checker's own questions, which it asks without the lock."""
+    """The wrapped driver for the checker's own queries, which it makes without the lock."""
 
     def __init__(self, owner: Checked) -> None:
-        # A weak reference: a cycle of the two would keep the driver beyond its last user.
+        # Weak: a cycle would keep the driver alive after its last user.
         self._owner = weakref.ref(owner)
 
     def __getattr__(self, name: str) -> Any:
@@ -484,7 +487,7 @@ class _Asked:
 
 
 class _WatchedLaunch:
-    """The argument of a simulated multimem kernel, which records the memory that the kernel uses."""
+    """Argument of a simulated multimem kernel. It records the memory that the kernel uses."""
 
     def __init__(self, there: Any, watched: dict[bool, list[tuple[int, int, bool]]]) -> None:
         self._there = there
@@ -520,12 +523,12 @@ os.register_at_fork(after_in_child=_after_fork)
 
 @atexit.register
 def _at_exit() -> None:
-    """Report what is found at the end of the process, after its own arguments are dropped."""
+    """Report the hazards found at the end of the process, after dropping the process's arguments."""
     if from_server():
         process: Any = sys.modules["multiprocessing.process"].current_process()
         process._args, process._kwargs = (), {}
     if _alive:
-        gc.collect()  # memory in garbage is no leak: an exception keeps it in its traceback
+        gc.collect()  # memory in garbage is not a leak: a traceback may keep it
     for one in tuple(_alive):
         shown = len(one.hazards)
         if one._on != "raise" and one.process == os.getpid():
@@ -538,15 +541,15 @@ def checked(driver: _Interface, on: On = "report", poison: bool = False, *, unin
 
     The checker records the order of operations (streams, events, synchronisation, host functions, waits for values,
     captures and graphs), the memory that each call uses, and the life of that memory. It reports a missing dependency
-    also where the run happened to go well. It does not see kernels: report their uses with ``buffer.used(stream)``.
+    even if the run happened to go well. It does not see kernels: report their uses with ``buffer.used(stream)``.
 
     **Found**, each as a :class:`Hazard`: uses before the allocation and after the free, frees that race a use, races of
     two uses, unmaps and releases while in use, access without a grant, kernels that go beyond their allocation, exports
     of incomplete memory, double frees and leaks. A host write to memory that a queued copy still reads is found in
-    pinned and registered memory, and where the host has the memory from ``as_array()``, reports the write by ``used``,
-    or copies to it; and where the copy's stream is neither a default stream nor one that another library has.
+    pinned and registered memory, and in memory that the host has by ``as_array()``, reports by ``used``, or copies to.
+    The copy's stream must be neither a default stream nor one that another library has.
 
-    **Trusted**, where the checker cannot see an order:
+    **Assumed**, if the checker cannot see an order:
 
     * All host threads share the order of their waits, host functions included.
     * Streams of other libraries, streams of ours that such a library uses, and default streams come after each other.
@@ -559,7 +562,7 @@ def checked(driver: _Interface, on: On = "report", poison: bool = False, *, unin
     * Copies from pageable host memory end before the call returns.
     * Memory that is read was written before, unless ``uninitialized`` asks for that check.
 
-    **Not followed**:
+    **Not checked**:
 
     * Uses by kernels that are not reported, bodies of conditional nodes, and nodes of a graph that were changed by an
       unknown handle; ``notes`` lists what was given up.
@@ -586,11 +589,11 @@ def checked(driver: _Interface, on: On = "report", poison: bool = False, *, unin
         answers ``CUDA_ERROR_INVALID_VALUE``.
     poison
         Fill memory with 0xCB when it is allocated and with 0xDB when it is freed: memory of pools in stream order,
-        device and pinned memory at once, mapped memory when access is first granted. Managed memory, memory of graphs
+        device and pinned memory at once, mapped memory at its first grant of access. Managed memory, memory of graphs
         and of other processes is not filled.
     uninitialized
-        Report copies from memory of a pool, or mapped memory, of which nothing has written any byte. This check ends
-        once a kernel was launched through this driver or a stream of another library was seen.
+        Report copies from pool memory or mapped memory that was never written. This check ends once a kernel is
+        launched through this driver or a stream of another library is seen.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""Memory and events that this process shares with others, and announcements in both directions."""
+"""Memory and events shared with other processes, and announcements in both directions."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from streamalloc.driver.checker.reports import Stack, here
 from streamalloc.driver.checker.wait_values import WaitValues
 
 _MOST_FREES = 64
-"""Queued frees of imports that are followed at a time."""
+"""Most queued frees of imports that are followed."""
 _MOST_POSTS = 64
-"""Incomplete exports that other processes can see at a time."""
+"""Most incomplete exports that other processes can see."""
 _MOST_ANNOUNCEMENTS = 256
 """Announcements of the facade that are kept."""
 _MOST_ACTORS = 4096
-"""Actors from which on those are forgotten whose event or post no board has any more."""
+"""Number of actors from which those without a board entry are removed."""
 
 
 def _nothing() -> None:
@@ -30,12 +30,12 @@ def _nothing() -> None:
 
 
 def _named(name: bytes, write: bool) -> bytes:
-    """The name of posts about writes, or about reads, of memory."""
+    """The name of posts about writes of memory, or else about reads."""
     return name if write else name + b"reads"
 
 
 class _Use:
-    """A use of a part of shared memory, and the event recordings that come after."""
+    """A use of a part of shared memory, with the event recordings after it."""
 
     __slots__ = ("covers", "high", "low", "number", "post", "time", "write")
 
@@ -51,7 +51,7 @@ class _Use:
         """Board index of its post."""
 
     def replaces(self, other: _Use) -> bool:
-        """Whether who comes after this use comes after the other one as well."""
+        """Whether an operation that is ordered after this use is also ordered after the other one."""
         return (
             self.low <= other.low
             and other.high <= self.high
@@ -60,7 +60,7 @@ class _Use:
 
 
 class Interprocess:
-    """Exports, imports, and announcements between this process and others."""
+    """Exports, imports, and announcements between processes."""
 
     def __init__(
         self, timeline: Timeline, addresses: Addresses, values: WaitValues, events: dict[int, Event], judge: Judge
@@ -73,27 +73,27 @@ class Interprocess:
         self.exports: dict[bytes, Range] = {}
         self.exported: dict[Range, bytes] = {}
         self.entries: dict[Range, Path] = {}
-        """Entry of each open import in the directory of open imports."""
+        """File of each open import, see :func:`announcements.open_import`."""
         self.leaving: dict[Range, tuple[Path, Stream]] = {}
-        """Entries of imports whose free is queued and not known to have run, with the stream of the free."""
+        """Files of imports with a pending free, and the free's stream."""
         self.uses: dict[Range, list[_Use]] = {}
-        """Uses since the export or import that others may have to wait for, by range."""
+        """Uses that others may have to wait for, by range."""
         self._unposted: list[tuple[Range, _Use]] = []
         """Uses that the present call has queued."""
         self.imported: dict[Range, bytes] = {}
         """Export data of each import."""
         self.events: dict[bytes, Event] = {}
         self.board: Board | None = None
-        """Announcements to other processes; made for the first one."""
+        """Announcements to other processes; created for the first one."""
         self.posted: dict[int, tuple[bytes, Callable[[], bool]]] = {}
-        """Name of each incomplete export and a test for its completion, by board index."""
+        """Name and completion test of incomplete exports, by board index."""
         self._settled = 0
         self.announced: dict[bytes, Obstacle] = {}
         """Latest announcements of the facade, by name."""
         self._actors: dict[Entry, Actor] = {}
-        """Actors that stand for the events and posts of other processes."""
+        """Actors for the events and posts of other processes."""
         self._room = _MOST_ACTORS
-        """Number of them at which those are forgotten that have left the boards."""
+        """Number of actors that starts the next clean-up."""
 
     # -- exports and imports ---------------------------------------------------------------------------------
 
@@ -104,21 +104,21 @@ class Interprocess:
             announcements.close_import(entry)
 
     def notifies(self, stream: Stream) -> None:
-        """Record that a stream notifies other processes of its queued work, the frees of imports included."""
+        """Record that a stream notifies other processes of its queued work, including frees of imports."""
         for range_ in [one for one, (_, on) in self.leaving.items() if on is stream]:
             self.import_ended(range_)
 
     def close(self) -> None:
-        """Remove everything that other processes can see."""
+        """Remove everything that is visible to other processes."""
         for range_ in (*self.entries, *self.leaving):
             self.import_ended(range_)
         if self.board is not None:
             self.board.close()
 
     def frees(self, range_: Range, what: str, stack: Stack, stream: Stream | None = None) -> Callable[[], None]:
-        """Begin a free of memory that may be exported or imported; None for the stream: by the host.
+        """Begin a free of memory that may be exported or imported. Without a stream the host frees.
 
-        The result checks, when the free runs, that no other process has an import of the memory.
+        The returned function is called when the free runs. It checks that no other process has an import of the memory.
         """
         if stream is None:
             self.import_ended(range_)
@@ -144,13 +144,13 @@ class Interprocess:
             self._judge.report("free before the importer's", what, remedy, range_, stack)
 
     def _missing(self, piece: Piece, clock: Clock) -> Moment | None:
-        """The allocation or a write of memory that a clock does not contain."""
+        """The allocation or a write of memory that is missing in a clock."""
         range_, low, high = piece
         moments, certain = range_.written(low, high), self._timeline.certain
         return next((one for one in moments if not certain(clock, one.actor.number, one.time)), None)
 
     def export(self, range_: Range, stack: Stack, name: bytes = b"") -> None:
-        """Check an export: importers can only wait for recorded interprocess events. ``name``: the export data."""
+        """Check an export: importers can only wait for recorded interprocess events. ``name``: export data."""
         piece = (range_, range_.base, range_.end)
         missing = self._missing(piece, self._timeline.host)
         if missing is None:
@@ -176,7 +176,7 @@ class Interprocess:
         return 0 if event.index is None or self.board is None else self.board.record(event.index)
 
     def index(self, event: Event) -> int | None:
-        """The board index of an event's recordings; None where the board is full or missing."""
+        """The board index of an event's recordings; None if the board is full or missing."""
         board = self._board()
         if event.index is None and board is not None:
             event.index = board.add_event()
@@ -212,7 +212,7 @@ class Interprocess:
     # -- uses after the export and the import ------------------------------------------------------------------
 
     def follow(self, range_: Range) -> None:
-        """Announce uses of exported or imported memory from now on."""
+        """Announce later uses of exported or imported memory."""
         self.uses.setdefault(range_, [])
 
     def used(self, piece: Piece, actor: Stream, write: bool) -> None:
@@ -226,7 +226,7 @@ class Interprocess:
         self._unposted.append((range_, made))
 
     def _keep(self, range_: Range, kept: list[_Use]) -> None:
-        """Remove the posts of all uses of a range but some."""
+        """Remove the posts of a range's uses, except those of ``kept``."""
         for one in self.uses[range_]:
             if one not in kept and one.post is not None and self.board is not None:
                 self.board.remove_post(one.post)
@@ -239,7 +239,7 @@ class Interprocess:
             one.post = board.post(_named(name, one.write), latest, part, one.post)
 
     def covers(self, event: Event, clock: Clock, number: int) -> None:
-        """Announce the uses that a recording of an event comes after."""
+        """Announce that a recording of an event comes after earlier uses."""
         index = event.index
         if index is None:
             return
@@ -250,7 +250,7 @@ class Interprocess:
                     self._announce(range_, one)
 
     def release(self, clock: Clock) -> None:
-        """Record that other processes may wait for a clock by a value: its uses are announced no longer."""
+        """Record that other processes may wait for a clock by a value. Its uses need no announcement any more."""
         for range_, uses in self.uses.items():
             kept = [one for one in uses if not clock.after(one.number, one.time)]
             if len(kept) < len(uses):
@@ -264,7 +264,7 @@ class Interprocess:
                 self._keep(range_, kept)
 
     def refresh(self, range_: Range, write: bool) -> None:
-        """Read what other processes have announced about shared memory before its use."""
+        """Before a use of shared memory, read the other processes' announcements about it."""
         name = self.imported.get(range_) or self.exported.get(range_)
         if name is None:
             return
@@ -280,12 +280,12 @@ class Interprocess:
         after = [(self._actor(entry).number, number) for entry, number in found.covers]
         whose = f"process {found.post.process}"
         remedy = f"an event that {whose} {'has recorded' if after else 'records after them'} (cuIpcOpenEventHandle)"
-        # A third process may have waited for this one before the recording that was waited for here.
+        # A third process may have waited for this process before it made the recording.
         after += [(actor.number, 1) for one, actor in self._actors.items() if one.process != found.post.process]
         return Contents(low, high, after, lambda: found.over, whose, remedy, found.part != (0, 0), written)
 
     def settle(self) -> None:
-        """Announce the uses of this call, and remove announcements about work that has ended."""
+        """Announce the uses of this call, and remove announcements of completed work."""
         for range_ in [one for one in self.leaving if one.ended is not None and self._may_be_known(one.ended)]:
             self.import_ended(range_)
         if self._settled != self._timeline.version:
@@ -299,12 +299,12 @@ class Interprocess:
                 self._announce(range_, one)
 
     def _may_be_known(self, moment: Moment) -> bool:
-        """Whether the host or other processes may have waited for an operation."""
+        """Whether the host or another process may have waited for an operation."""
         number, time = moment.actor.number, moment.time
         return self._timeline.published.after(number, time) or self._timeline.is_known(number, time)
 
     def awaited(self, range_: Range, name: bytes) -> None:
-        """Record an import by its export data, and the events that its exporter has announced."""
+        """Record an import by its export data, with the events that its exporter announced."""
         found = announcements.post_of(name)
         if found is not None and found.covers:
             range_.awaited = (self._contents(range_.base, range_.end, found),)
@@ -313,7 +313,7 @@ class Interprocess:
     # -- announcements of the facade -------------------------------------------------------------------------
 
     def opened(self, stream: Stream | None, address: int, nbytes: int, name: bytes, word: int) -> None:
-        """Record that a stream waits for an announcement by its name; None: the host has waited."""
+        """Record that a stream waits for an announcement with a name. None: the host has waited."""
         self._values.ignore(word)
         ours = self.announced.get(name)
         if ours is not None and stream is not None:
@@ -368,7 +368,7 @@ class Interprocess:
     # -- recordings of other processes -----------------------------------------------------------------------
 
     def recorded_elsewhere(self, event: Event) -> Clock | None:
-        """Clock of work that may come before an unseen recording of an event; None where there is none."""
+        """Clock of the work that may precede an unseen recording of an event; None if there is none."""
         if event.foreign and event.mark is None:
             return self._timeline.everything()
         if not event.elsewhere:
@@ -381,7 +381,9 @@ class Interprocess:
         return clock
 
     def _actor(self, entry: Entry) -> Actor:
-        """The actor of an event (its time is the number of recordings) or of a post (time 1) of another process."""
+        """The actor of another process's event or post. Its time is the event's number of recordings, or 1 for a
+        post.
+        """
         found = self._actors.get(entry)
         if found is None:
             if len(self._actors) >= self._room:
@@ -391,7 +393,7 @@ class Interprocess:
         return found
 
     def _ready(self, post: Entry) -> int:
-        """The number of the actor that stands for a post; the oldest ones are forgotten."""
+        """The number of the actor for a post. The oldest such actors are removed."""
         number, ready = self._actor(post).number, self._timeline.ready
         ready.known[number] = 1
         if len(ready.known) > 2 * _MOST_ANNOUNCEMENTS:

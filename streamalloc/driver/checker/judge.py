@@ -1,4 +1,4 @@
-"""Checks of each allocation, use and free against the order of earlier ones. Pure Python, no driver."""
+"""Checks of each allocation, use and free against the order of earlier operations. Pure Python, no driver."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Judge:
         self.timeline = timeline
         self._found = found
         self._published = Clock() if published is None else published
-        """Work that other processes can wait for; they may have notified this one since."""
+        """Work that other processes can wait for, and may have."""
 
     def _is_open(self, range_: Range, before: Moment) -> bool:
-        """Whether other processes may have given an order that the checker does not see."""
+        """Whether another process may have ordered the operation, unseen by the checker."""
         return range_.bytes.shared and self._published.after(before.actor.number, before.time)
 
     # -- allocation and free ---------------------------------------------------------------------------------
@@ -39,7 +39,9 @@ class Judge:
                 self.timeline.chosen(previous.freed_after or Clock({ended.actor.number: ended.time}), stream)
 
     def free(self, range_: Range, actor: Actor, clock: Clock, what: str, stack: Stack, ending: str = "") -> None:
-        """Record a free or, where ``ending`` says so, an unmap or release; report what may still use the memory."""
+        """Record a free, or an unmap or release if ``ending`` says so. Report operations that may still use the
+        memory.
+        """
         order = self.timeline.order
         born, free = range_.born, Moment(actor, what, stack)
         if range_.ended is not None:
@@ -81,9 +83,9 @@ class Judge:
     def use(
         self, pieces: Iterable[Piece], access: Access, clock: Clock, device: int | None = None, races: bool = True
     ) -> None:
-        """Record a read or write of addresses; ``device`` is given where only the checker checks its rights.
+        """Record a read or write of addresses. ``device``: check its access rights, which the driver does not.
 
-        ``races`` is False for a use that has an order with other uses by its value.
+        ``races`` is False for a use that the waited-for value orders with other uses.
         """
         actor, number, order = access.actor, access.actor.number, self.timeline.order
         for range_, low, high in pieces:
@@ -115,7 +117,7 @@ class Judge:
                         self._race(range_, before, access, ordered)
 
     def beyond(self, piece: Piece, end: int, access: str, stack: Stack) -> None:
-        """Report a use that begins in a range and goes on until the address ``end``, beyond it."""
+        """Report a use that begins inside a range and extends beyond it, to ``end``."""
         range_, start, last = piece
         if range_.ended is None:
             what = f"{access} uses {end - start:,} bytes from offset {start - range_.base:,} of {range_}"
@@ -124,7 +126,7 @@ class Judge:
             self.report("out of bounds", what, remedy, range_, stack)
 
     def reads_unwritten(self, piece: Piece, access: Access) -> None:
-        """Report a copy of bytes that nothing has written."""
+        """Report a copy of bytes that were never written."""
         range_, low, high = piece
         # The host writes through arrays, unseen.
         if range_.ended is not None or range_.awaited or not range_.grants or range_.viewed:
@@ -150,7 +152,7 @@ class Judge:
         self.report("race", what, f"{access.actor.name} must wait for {contents.remedy}.", range_, access.stack)
 
     def _forget(self, uses: dict[int, Access]) -> None:
-        """Remove uses that the host has waited for: all later work comes after them."""
+        """Remove uses that the host has waited for, because all later work comes after them."""
         host = self.timeline.host
         for number, use in tuple(uses.items()):
             if self.timeline.order(host, number, use.time) == CERTAIN:
@@ -202,7 +204,7 @@ class Judge:
     def report(
         self, kind: str, what: str, remedy: str, range_: Range, call: Stack, *, ordered: int = 0, **places: Stack
     ) -> None:
-        """Report a hazard of a range; ``ordered`` is the order that there is all the same."""
+        """Report a hazard of a range. ``ordered``: the order that exists in this run."""
         made = "imported" if range_.kind.startswith("import") else "allocated"
         shown: list[tuple[str, Stack]] = []
         for name, stack in {"this call": call, **places, made: range_.stack}.items():
@@ -213,7 +215,7 @@ class Judge:
 
 
 def _formerly(range_: Range) -> tuple[str, dict[str, Stack]]:
-    """The earlier owner of a range's addresses, as text and places."""
+    """The previous owner of a range's addresses, as text and places."""
     for one in range_.previous:
         if one.ended is not None:
             text = f"; before that {one} was there, until {one.ended} freed it"
@@ -222,7 +224,7 @@ def _formerly(range_: Range) -> tuple[str, dict[str, Stack]]:
 
 
 def missing_order(before: Moment, later: Actor) -> str:
-    """The advice that orders an actor after an operation."""
+    """The advice how to order an actor after an operation."""
     its = before.what.removeprefix("a ").removeprefix("an ")
     actor = before.actor.name
     if later.is_host and later.within is not None and not before.actor.is_host:

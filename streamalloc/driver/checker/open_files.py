@@ -1,7 +1,7 @@
-"""Identity of open files by descriptor, without keeping any file open.
+"""Identity of open files by descriptor, without keeping files open.
 
-All handles that a real driver exports are files of one device without names. An epoll refers to an open file without
-holding it, and ``kcmp`` says whether a descriptor refers to a file in an epoll.
+All handles that a real driver exports are unnamed files of one device, so ``fstat`` cannot tell them apart. An epoll
+refers to an open file without keeping it open, and ``kcmp`` compares a descriptor with a file in an epoll.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _syscall = ctypes.CDLL(None).syscall
 _EPOLL_TARGET = 7  # KCMP_EPOLL_TFD
 _SLOT = struct.Struct("<III")
 _MOST_FILES = 256
-"""Files that are recorded at a time, of each of the two sorts."""
+"""Most recorded files of each of the two sorts."""
 
 
 class OpenFiles(Generic[T]):
-    """A table with one value for each open file; files that cannot be identified have none."""
+    """A table with a value per open file. Files that cannot be identified have no value."""
 
     def __init__(self) -> None:
         self._by_inode: dict[tuple[int, int], T] = {}
         self._epoll: select.epoll | None = None
         self._noted: dict[int, T | None] = {}
-        """Value by descriptor; None where several files may have had the descriptor."""
+        """Value by descriptor; None if several files had the descriptor."""
 
     def find(self, number: int) -> T | None:
         """The value of the file of a descriptor."""
@@ -52,7 +52,7 @@ class OpenFiles(Generic[T]):
         with contextlib.suppress(OSError, ValueError):
             if self._epoll is None:
                 self._epoll = select.epoll()
-            # Another file that is still open has the same descriptor number in the epoll.
+            # Another open file is in the epoll under the same descriptor number.
             taken = number in self._noted and f"tfd: {number:8d}" in self._targets()
             self._epoll.register(number, 0)
             self._noted.pop(number, None)

@@ -1,4 +1,4 @@
-"""Poison: fills unwritten and freed memory with values that stand out."""
+"""Poison: fills unwritten and freed memory with conspicuous values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _Step: TypeAlias = "Callable[[Poison, tuple[Any, ...], Any], None]"
 
 
 class Poison:
-    """Fills memory by calls of the wrapped driver, which the checker does not record."""
+    """Fills memory by calls of the wrapped driver, which are not recorded."""
 
     def __init__(self, driver: Any, state: State) -> None:
         self._driver = driver
@@ -50,7 +50,7 @@ class Poison:
             self._queue(found.base, found.size, args[1], FREED)
 
     def _queue(self, address: int, size: int, stream: Any, value: int) -> None:
-        # The stream of the allocation or free gives the fill its order.
+        # The fill is ordered by the stream of the allocation or free.
         found = self._state.streams.get(number_of(stream))
         if found is None or found not in self._state.captures:
             context: Any = None if found is None else found.context
@@ -98,7 +98,7 @@ class Poison:
     # -- fills -----------------------------------------------------------------------------------------------
 
     def _fill(self, address: int, size: int, value: int) -> None:
-        """Fill memory in a stream of its own and wait for it."""
+        """Fill memory on a separate stream and wait for it."""
         if self._state.captures:
             return
         failed, stream = self._driver.cuStreamCreate(_NON_BLOCKING)

@@ -2,7 +2,8 @@
 
 A :class:`Range` is an allocation, a mapping or an import, from its allocation to its free. It refers to physical
 :class:`Bytes`. Several ranges can refer to the same bytes: mappings of one handle, imports in the exporting process,
-and replicas of a multicast object. The bytes record their uses as intervals, so that uses by all ranges meet there.
+and replicas of a multicast object. The bytes record their uses as intervals, so that uses by different ranges are
+compared.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from streamalloc.driver.checker.clocks import CERTAIN, UNORDERED, Actor, Clock
 from streamalloc.driver.checker.reports import Stack
 
 NEVER = 1 << 62
-"""Time of an operation that is queued and has no time yet."""
+"""Time of an operation that has not run yet."""
 MANY_USERS = 64
-"""Actors recorded for one interval before those that the host has waited for are removed."""
+"""Actors per interval before those already waited for are removed."""
 _MANY_RANGES = 20_000
-"""Ranges recorded before those that were freed are removed."""
+"""Recorded ranges before freed ones are removed."""
 
 
 class Moment:
@@ -54,11 +55,11 @@ class Access(Moment):
             self.time = time
         self.write: bool = write
         self.atomic: bool = atomic
-        """Whether any order with other atomic operations is correct."""
+        """True if it does not race with other atomic operations."""
 
 
 class _Segment:
-    """An interval of bytes with the same uses: the last write, and the reads since by actor number."""
+    """An interval of bytes with equal uses: the last write, and later reads by actor number."""
 
     __slots__ = ("end", "reads", "start", "write")
 
@@ -80,7 +81,7 @@ Order = Callable[[Clock, int, int], int]
 
 
 class Bytes:
-    """Physical memory, and the latest uses of each interval of it."""
+    """Physical memory, with the latest uses of each interval."""
 
     __slots__ = ("_segments", "fresh", "shared", "types")
 
@@ -90,8 +91,8 @@ class Bytes:
         self.fresh: tuple[tuple[int, int], ...] = ()
         """Intervals to which no device has had access."""
         self.types: tuple[Any, ...] = ()
-        """Intervals whose elements have a type, see :mod:`streamalloc.driver.checker.contents`."""
-        # One list alone: an interrupt cannot leave two that differ.
+        """Intervals with element types, see :mod:`streamalloc.driver.checker.contents`."""
+        # A single list: after an interrupt, two lists might differ.
         self._segments: list[_Segment] = []
 
     def touch(
@@ -103,10 +104,11 @@ class Bytes:
         order: Order,
         forget: Callable[[dict[int, Access]], None] = lambda reads: None,
     ) -> list[tuple[Access, int]]:
-        """Record a use of the bytes from ``start`` to ``end``; return conflicting earlier uses without a certain order.
+        """Record a use of the bytes from ``start`` to ``end``. Returns earlier conflicting uses without a certain
+        order.
 
-        Another :class:`Access` of the same actor and time belongs to the same operation and has no order with it.
-        ``forget`` removes reads that no longer matter from a long table of them.
+        Several :class:`Access` objects of one actor and time belong to one operation, and are not ordered. ``forget``
+        removes obsolete reads from a long table.
         """
         segments = self._segments
         if len(segments) == 1 and segments[0].start == start and segments[0].end == end:
@@ -152,7 +154,7 @@ class Bytes:
         return [one for one in self._segments if one.start < end and start < one.end]
 
     def _between(self, start: int, end: int) -> list[_Segment]:
-        """The segments from ``start`` to ``end``, cut there, with new ones in the gaps."""
+        """The segments from ``start`` to ``end``: cut at both ends, with new ones in gaps."""
         segments = self._segments
         at = bisect_right(segments, start, key=_start) - 1
         if at < 0 or segments[at].end <= start:
@@ -174,32 +176,32 @@ class Bytes:
 
 @dataclass
 class Binding:
-    """Bytes that are bound to a part of a multicast object."""
+    """Bytes bound to a part of a multicast object."""
 
     offset: int
     size: int
     bytes: Bytes
     start: int
     device: int | None = None
-    """Device of the replica; None where it is unknown."""
+    """Device of the replica; None if unknown."""
 
 
 @dataclass
 class Contents:
-    """A part of shared memory that another process may still be using."""
+    """A part of shared memory that another process may still use."""
 
     low: int
     high: int
     after: list[tuple[int, int]]
-    """Actors and times, of which one must come before a use."""
+    """Actors and times; one of them must precede a use."""
     over: Callable[[], bool]
-    """Whether the other process's work may have ended."""
+    """Returns whether the other process's work may have ended."""
     whose: str
     remedy: str
     step: bool = False
     """Whether it was used after the export."""
     written: bool = True
-    """Whether the other process writes it; otherwise it reads it."""
+    """True for writes of the other process, False for reads."""
 
 
 @dataclass(eq=False)
@@ -215,13 +217,13 @@ class Range:
     """Offset of the first address in the bytes."""
     stack: Stack = ()
     born: Moment | None = None
-    """Allocation in stream order; None for a synchronous one."""
+    """Stream-ordered allocation; None for a synchronous one."""
     ended: Moment | None = None
     """Free, unmap or release."""
     freed_after: Clock | None = None
     """Clock of a free in stream order."""
     vacated: bool = False
-    """Whether other memory may have these addresses by now."""
+    """Whether other memory may now have these addresses."""
     pending: bool = False
     """Whether the allocation is queued and has not run."""
     last: dict[int, Access] = field(default_factory=dict)
@@ -229,15 +231,15 @@ class Range:
     previous: tuple[Range, ...] = ()
     """Ranges that had the same addresses before."""
     grants: dict[int, int] | None = None
-    """Access of devices: 1 read, 3 write; None where all have access."""
+    """Access of devices: 1 read, 3 write; None: all have access."""
     bindings: list[Binding] | None = None
     """Bound bytes of a mapped multicast object; None for other memory."""
     opened: int = 1
-    """Number of ``cuIpcOpenMemHandle`` calls that gave this range."""
+    """Number of ``cuIpcOpenMemHandle`` calls that returned this range."""
     imports: list[Range] = field(default_factory=list)
     """Imports of this memory in the same process."""
     context: int = 0
-    """Context that ends with the range's owner; 0 for none."""
+    """Context whose end frees the range; 0 for none."""
     awaited: tuple[Contents, ...] = ()
     """Parts of an import that may not be complete."""
     deferred: bool = False
@@ -245,9 +247,9 @@ class Range:
     viewed: bool = False
     """Whether the host has an array of it."""
     held_write: bool = False
-    """Whether a stream that waited has had a write of it queued."""
+    """Whether a write was queued on a stream that was waiting."""
     released: Stack | None = None
-    """Place where the program released the memory, which stays mapped; None while it may be written."""
+    """Place of the release; None while memory may be written."""
 
     @property
     def end(self) -> int:
@@ -278,7 +280,7 @@ class Range:
 
 
 Piece = tuple[Range, int, int]
-"""A range, with the first address of a part and the first address after the part."""
+"""A range, and the first and end address of a part."""
 Pieces = list[tuple[Piece, bool]]
 """Parts of ranges, and whether they are written."""
 
@@ -286,7 +288,7 @@ Pieces = list[tuple[Piece, bool]]
 def accesses(
     actor: Actor, pieces: Pieces, what: str, stack: Stack, atomic: bool = False, kernel: bool = False
 ) -> Iterator[tuple[Access, Piece]]:
-    """One access for each piece; a kernel has one access for all its reads and one for all its writes."""
+    """Make one access per piece; for a kernel, one for all its reads and one for all its writes."""
     made: dict[bool, Access] = {}
     for piece, write in pieces:
         access = made.get(write)
@@ -304,7 +306,7 @@ def size_text(nbytes: int) -> str:
 
 
 class Addresses:
-    """The ranges of an address space by address. A freed range stays until another one takes its addresses."""
+    """The ranges of an address space. A freed range stays until another range takes its addresses."""
 
     def __init__(self) -> None:
         self._at: dict[int, Range] = {}
@@ -312,7 +314,7 @@ class Addresses:
         self._most = _MANY_RANGES
 
     def add(self, made: Range) -> None:
-        """Add a range in place of those it overlaps; the rest of a freed one stays."""
+        """Add a range in place of those it overlaps. Other parts of freed ranges stay."""
         same = self._at.get(made.base)
         if same is not None and same.size == made.size and same.ended is not None:
             made.previous, same.previous = (same,), ()
@@ -342,7 +344,7 @@ class Addresses:
 
     def remove(self, base: int) -> None:
         """Remove the range that begins at an address."""
-        # An interrupt between the two leaves a base without a range, which look-ups skip.
+        # An interrupt between these lines leaves a base without a range, which look-ups skip.
         self._at.pop(base, None)
         at = bisect_left(self._bases, base)
         if self._bases[at : at + 1] == [base]:
@@ -363,7 +365,7 @@ class Addresses:
         return [one for base in bases if (one := self._at.get(base)) is not None and one.end > start]
 
     def pieces(self, start: int, size: int) -> list[Piece]:
-        """The parts of ranges at ``size`` addresses from ``start`` on."""
+        """The parts of ranges within ``size`` addresses from ``start`` on."""
         if not size:
             return []
         found = self._at.get(start)
@@ -373,7 +375,7 @@ class Addresses:
         return [(one, max(start, one.base), min(end, one.end)) for one in self.overlapping(start, end)]
 
     def vacate(self, which: Callable[[Range], bool]) -> None:
-        """Mark freed ranges whose addresses the driver may give to other memory."""
+        """Mark freed ranges whose addresses the driver may now give to other memory."""
         for one in self._at.values():
             if one.ended is not None and which(one):
                 one.vacated = True

@@ -1,4 +1,6 @@
-"""Reports of hazards, and places in a user's program: cheap to take, and turned into text only where they are shown."""
+"""Reports of hazards, and places in the user's program. Places are recorded cheaply and converted to text only for
+display.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,11 @@ from types import CodeType
 from typing import TypeAlias
 
 Stack: TypeAlias = "tuple[tuple[CodeType, int], ...]"
-"""Code and instruction offset of each frame, the innermost first."""
+"""Code and instruction offset per frame, innermost first."""
 
 
 class Launched(tuple[tuple[CodeType, int], ...]):
-    """The place of a capture or of a node, with the place of its launch."""
+    """The place of a capture or of a node, together with that of its launch."""
 
     launch: Stack
 
@@ -29,8 +31,8 @@ class Launched(tuple[tuple[CodeType, int], ...]):
 _DEPTH = 8
 _PACKAGE = str(Path(__file__).resolve().parents[2]) + "/"
 _BETWEEN = 3
-"""Frames that a user's own driver adds between this package and the checker, at most."""
-# Frames of a test runner or process starter end a stack.
+"""Most frames of a user's driver between package and checker."""
+# A stack ends at frames of a test runner or process starter.
 _RUNNERS = ("/_pytest/", "/pluggy/", f"{Path(linecache.__file__).parent}/multiprocessing/")
 _THEIRS, _OWN, _RUNNER = range(3)
 _kinds: dict[str, int] = {}
@@ -38,7 +40,7 @@ _kinds: dict[str, int] = {}
 
 
 def here(depth: int = _DEPTH) -> Stack:
-    """The innermost ``depth`` frames of the caller, without those of this package and of a test runner."""
+    """The innermost ``depth`` frames of the caller, without frames of this package and of test runners."""
     frame = sys._getframe(1)
     found: list[tuple[CodeType, int]] = []
     while frame is not None and len(found) < depth:
@@ -62,9 +64,9 @@ def _kind(file: str) -> int:
 
 
 def from_package(area: str = "") -> bool:
-    """Whether the call comes from this package, except its drivers, perhaps through a user's driver.
+    """Whether this package makes the call, perhaps through a user's driver. Its own drivers do not count.
 
-    With ``area``: whether it comes from that folder of the package, such as ``"ipc/"``.
+    ``area``: only this folder of the package counts, such as ``"ipc/"``.
     """
     frame = sys._getframe(1)
     others = 0
@@ -79,7 +81,7 @@ def from_package(area: str = "") -> bool:
 
 
 def lines(stack: Stack) -> list[str]:
-    """The lines of a traceback of a stack, the innermost call last."""
+    """The traceback lines of a stack, innermost call last."""
     shown = []
     for code, at in reversed(stack):
         number = line_of(code, at)
@@ -108,7 +110,7 @@ def line_of(code: CodeType, at: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Hazard:
-    """Something that stream order does not allow, found by :func:`streamalloc.driver.checked`."""
+    """A violation of stream order, found by :func:`streamalloc.driver.checked`."""
 
     kind: str
     """One of: ``"use before allocation"``, ``"use after free"``, ``"free before allocation"``, ``"double free"``,
@@ -118,7 +120,7 @@ class Hazard:
     ``"free before the importer's"``, ``"uninitialized"`` (a copy of bytes that nothing has written), ``"another type"``
     (a copy to an array whose elements have another type than those that were written), ``"leak"``."""
     what: str
-    """The operations in conflict and the order that is missing, in one sentence."""
+    """The conflicting operations and the missing order, in one sentence."""
     remedy: str
     """Advice, in one sentence."""
     address: int = 0
@@ -126,14 +128,16 @@ class Hazard:
     nbytes: int = 0
     """Size of the memory in bytes."""
     portable: bool = True
-    """False where a choice of the driver gives the order in this run. The program does not ask for that order: another
-    driver, pool setting or run need not give it."""
+    """False if only a choice of the driver gives the order in this run. With another driver, pool setting or run the
+    order may be missing.
+    """
     places: tuple[tuple[str, Stack], ...] = ()
 
     @property
     def stacks(self) -> dict[str, list[str]]:
-        """Places in the program, by operation (``"this call"``, ``"allocated"``, ``"freed"``, ``"used"``): lines of a
-        traceback without the frames of this package."""
+        """Places in the program, as traceback lines without frames of this package, by operation (``"this call"``,
+        ``"allocated"``, ``"freed"``, ``"used"``).
+        """
         return {name: lines(stack) for name, stack in self.places}
 
     def _repr_html_(self) -> str:

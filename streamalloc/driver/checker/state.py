@@ -1,4 +1,4 @@
-"""The recorded state of a driver: events, values and memory, above its graphs, uses of memory, and streams."""
+"""The recorded state of a driver: events, values and memory. Base classes add graphs, uses of memory, and streams."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from streamalloc.driver.checker.uses import Finish, Uses, nothing
 
 
 class HostCall:
-    """A host function that a stream calls: once, or at each launch of a graph."""
+    """A host function in a stream, called once or at each launch of a graph."""
 
     __slots__ = ("_queued", "_running", "_stream", "_thread", "_timeline", "cancelled", "node", "stays")
 
@@ -32,12 +32,12 @@ class HostCall:
         self._thread = thread
         """Finds the calling host thread."""
         self._queued: deque[tuple[Stream, Obstacle, Obstacle]] = deque()
-        """For each queued call: its stream, the end of the work before it, and its own end."""
+        """Queued calls: stream, end of the preceding work, and end of the call."""
         self._running: list[Obstacle] = []
         self.node: Node | None = None
         """Node of a capture."""
         self.stays: bool = stays
-        """Whether a graph has it, which may be launched again."""
+        """Whether a graph contains it, so that it may be called again."""
         self.cancelled: bool = False
 
     def queue(self, handle: Any) -> None:
@@ -50,7 +50,7 @@ class HostCall:
         self._queued.append((stream, before, ended))
 
     def begins(self) -> None:
-        """Begin the oldest queued call: the earlier work of its stream has ended."""
+        """Begin the oldest queued call. The earlier work of its stream has ended."""
         timeline = self._timeline
         if not self._queued:
             # Another library has launched the graph.
@@ -70,14 +70,14 @@ class HostCall:
         self._thread().within = None
 
     def refused(self) -> None:
-        """Undo the queueing where the driver has refused it."""
+        """Undo the queueing, because the driver refused the call."""
         if self.stays:
             self.cancelled = True
         else:
             self.skip()
 
     def skip(self) -> None:
-        """Remove the latest queued call."""
+        """Cancel the latest queued call, because the driver refused it or its launch."""
         if self._queued:
             self._timeline.end(self._queued.pop()[2], self._timeline.host)
 
@@ -85,9 +85,9 @@ class HostCall:
 OPENED = "memory of another process"
 """Kind of a range from ``cuIpcOpenMemHandle``."""
 _ARRAYS = 1 << 64
-"""First of the addresses that stand for arrays, beyond those of memory."""
+"""First of the artificial addresses for arrays, beyond those of memory."""
 _KEEP_ADDRESSES = ("allocation", "import", "mapping", "array")
-"""Kinds whose addresses stay reserved after the free."""
+"""Kinds whose addresses stay reserved after a free."""
 
 
 @dataclass(eq=False)
@@ -119,7 +119,7 @@ class Physical:
 
 
 class State(Uses):
-    """Everything that calls have shown; guarded by the lock of its owner."""
+    """All state known from calls, guarded by the lock of its owner."""
 
     def __init__(self, driver: Any, found: Callable[[Hazard], None]) -> None:
         super().__init__(driver, found)
@@ -128,35 +128,35 @@ class State(Uses):
         self.launched: dict[int, Obstacle] = {}
         """End of the latest launch of each executable graph."""
         self.host_calls: dict[int, HostCall] = {}
-        """Host functions by the pointer that the driver has."""
+        """Host functions by the pointer passed to the driver."""
         self.account: Account = Account()
         self.physical: dict[int, Physical] = {}
         self.arrays: dict[int, Array] = {}
         self.mipmapped: dict[int, tuple[Any, dict[int, None]]] = {}
-        """Descriptor of each mipmapped array, and the handles of its known levels."""
+        """Descriptor and known levels' handles of each mipmapped array."""
         self.array_end: int = _ARRAYS
         self.primary: dict[int, int] = {}
         """Primary context by device."""
         self.pools: dict[int, dict[int, int] | None] = {}
-        """Access of devices by pool handle; None where all have access."""
+        """Access of devices by pool handle; None: all have access."""
         self.current_pools: dict[int, int] = {}
         self.notes: dict[str, None] = {}
-        """Notes on checks that were given up, each once."""
+        """Texts on checks that were given up, each once."""
         self.files: OpenFiles[Physical] = OpenFiles()
-        """Exported and imported physical memory by open file."""
+        """Exported and imported physical memory, by open file."""
 
     def note(self, text: str) -> None:
-        """Record, once, that the checker no longer makes a check."""
+        """Record once that a check was given up."""
         self.notes[text] = None
 
     # -- graphs and their launches -----------------------------------------------------------------------------
 
     def host_call(self, stays: bool) -> HostCall:
-        """A new host function; ``stays``: a graph has it."""
+        """Make a host function. ``stays``: a graph contains it."""
         return HostCall(self.timeline, self.stream, self.thread, stays)
 
     def host_function(self, handle: Any) -> HostCall:
-        """Queue a call of a host function in a stream; a captured stream calls it at each launch."""
+        """Queue a call of a host function in a stream. If the stream is captured, each launch calls it."""
         capture = self.capture_of(self.stream(handle))
         made = self.host_call(stays=capture is not None)
         if capture is None:
@@ -170,7 +170,7 @@ class State(Uses):
         return self.graphs.setdefault(number_of(handle), Graph())
 
     def launch(self, executable: int, handle: Any, stack: Stack) -> None:
-        """Queue a launch of a graph, which runs after earlier launches of the same."""
+        """Queue a launch of a graph. It runs after earlier launches of the same graph."""
         stream = self.stream(handle)
         nodes = self.executables.get(executable, [])
         capture = self.capture_of(stream)
@@ -197,7 +197,7 @@ class State(Uses):
                 if self.addresses.find(node.range.base) is not node.range:
                     self.addresses.add(node.range)
             elif any(piece[0].kind == "mapping" and piece[0].ended for piece, _ in node.pieces):
-                # The addresses were mapped anew after the capture: the launch uses the memory that is mapped there now.
+                # The addresses may be mapped differently since the capture: the launch uses the present mapping.
                 node.pieces = self._pieces((low, high - low, write) for (_, low, high), write in node.pieces)
         self._run(stream, together, stack)
         if stream.obstacle is not None:
@@ -227,7 +227,7 @@ class State(Uses):
                 else:
                     made = node.range
                     if not made.pending and made.ended is None:
-                        # The graph was instantiated with a free at each launch.
+                        # The graph was instantiated with automatic frees at each launch.
                         self.judge.free(made, stream, stream.clock, "cuGraphLaunch", stack)
                     made.ended = None
                     made.last.clear()
@@ -247,7 +247,7 @@ class State(Uses):
         return found
 
     def record(self, event: Event, handle: Any, external: bool = False) -> None:
-        """Record an event in a stream; ``external``: in a capture, at each launch."""
+        """Record an event in a stream. ``external``: if it is captured, record at each launch."""
         stream = self.stream(handle)
         capture = self.capture_of(stream)
         if capture is not None and external:
@@ -271,7 +271,7 @@ class State(Uses):
         self.interprocess.covers(event, stream.clock, number)
 
     def wait(self, stream: Stream, event: Event, external: bool = False) -> None:
-        """Have a stream wait for an event; ``external``: in a capture, at each launch for an event outside."""
+        """Make a stream wait for an event. ``external``: if it is captured, each launch waits for the outside event."""
         capture = self.capture_of(stream)
         if event.captured is not None:
             of, clock = event.captured
@@ -308,7 +308,7 @@ class State(Uses):
         return made
 
     def free(self, address: int, handle: Any, what: str, stack: Stack) -> Finish:
-        """Queue a free in a stream before its call; the result is to be called with the answer."""
+        """Before a free call, queue the free in a stream. Call the result with the driver's answer."""
         found = self.addresses.find(address)
         stream = self.stream(handle)
         if found is None or found.base != address:
@@ -350,7 +350,7 @@ class State(Uses):
         return finish
 
     def end(self, ranges: Iterable[Range], what: str, stack: Stack, ending: str = "") -> Finish:
-        """Free ranges by the host before its call; the result is to be called with the answer."""
+        """Before a call, free ranges by the host. Call the result with the driver's answer."""
         thread = self.thread()
         self.timeline.host_acts(thread)
         ended = [one for one in ranges if one.ended is None]
@@ -414,19 +414,19 @@ class State(Uses):
             self.values.write(stream, address, value)
 
     def _is_shared(self, address: int) -> bool:
-        """Whether other processes may have the memory at an address."""
+        """Whether other processes may have the memory at an address open."""
         found = self.addresses.find(address)
         return found is None or found.bytes.shared
 
     def announces(self, handle: Any, address: int) -> None:
-        """Record that other processes may see a value before its call returns."""
+        """Record that other processes may see a value before the writing call returns."""
         stream = self.stream(handle)
         self.interprocess.notifies(stream)
         if stream.obstacle is None and self._is_shared(address):
             self.interprocess.release(self.timeline.before_next(stream))
 
     def _use_word(self, stream: Stream, what: str, address: int, nbytes: int) -> None:
-        """Queue a use of a value in device memory, which has to be allocated; it races with no other use."""
+        """Queue a use of a value in device memory. The memory must be allocated; the use races with no other."""
         found = self.addresses.find(address)
         if found is None or found.kind in HOST_KINDS:
             return
@@ -451,7 +451,7 @@ class State(Uses):
                 self._holds(stream, f"cuStreamWaitValue{bits}", address, bits // 8)
 
     def _holds(self, stream: Stream, what: str, address: int, nbytes: int) -> None:
-        """Record the memory of a value that a stream waits for: it is in use until the wait is over."""
+        """Record that a waited-for value's memory is in use until the wait is over."""
         last = next((range_.last for range_, _, _ in self.addresses.pieces(address, nbytes)), {})
         before, waiting = last.get(stream.number), Access(stream, what, here(), False, time=NEVER)
         last[stream.number] = waiting
@@ -467,13 +467,13 @@ class State(Uses):
     # -- the end -----------------------------------------------------------------------------------------------
 
     def defer(self, address: int) -> None:
-        """Record that the free of a range waits for importers."""
+        """Record that a free was deferred until importers have closed."""
         found = self.addresses.find(address)
         if found is not None:
             found.deferred = True
 
     def leaks(self) -> list[Hazard]:
-        """A hazard for each place that allocated memory which is not freed."""
+        """A hazard for each place in the program that allocated memory which is not freed."""
         resources: list[Range | Physical] = [
             one
             for one in self.addresses.living()
@@ -493,7 +493,7 @@ class State(Uses):
         return found
 
     def close(self) -> None:
-        """Check the operations of waiting streams as if they had run, and remove the entries for other processes."""
+        """Check the operations of waiting streams as if they had run, and remove entries that other processes read."""
         self.sources.check()
         for stream in tuple(self.timeline.held):
             self.timeline.force(stream)

@@ -1,9 +1,8 @@
 """Host threads, streams and captures by the handles of a driver.
 
-Streams that other libraries may use are their own and those whose handles they can reach. Another library may order any
-of these streams after another one, which the checker does not see: they count as ordered among themselves. It may wait
-for them on the host as well. The checker records an event after each operation in them: once the event has happened,
-the host may have waited for the operation.
+Other libraries may use their own streams and those whose handles they can get. They may order these streams, or wait
+for them on the host, without the checker seeing it. So these streams count as ordered among each other. The checker
+records an event after each operation in them. Once the event has completed, the host may have waited for the operation.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from streamalloc.driver.processes import mapped_ranges
 _NO_TIMING = int(cuda.CUevent_flags.CU_EVENT_DISABLE_TIMING)
 _RELAXED = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 _MOST_EVENTS = 64
-"""Operations of one stream that are followed at a time."""
+"""Most operations per stream that are followed."""
 
 
 class ForeignStreams:
-    """The streams that other libraries may use; none until one of them has used a stream."""
+    """Streams that other libraries may use; empty until one of them has used a stream."""
 
     def __init__(self, driver: Any, timeline: Timeline) -> None:
         self._driver = driver
@@ -38,27 +37,27 @@ class ForeignStreams:
         self.is_there: bool = False
         """Whether another library has used a stream."""
         self.may_write: bool = False
-        """Whether other code has asked for a stream's handle, by which it can launch kernels unseen."""
+        """Whether other code got a stream's handle and may launch kernels unseen."""
         self.pending: dict[Stream, deque[tuple[int, Any]]] = {}
-        """Operations that have not ended: the time of each, and an event after it."""
+        """Pending operations: time of each, and an event after it."""
         self._over: list[Any] = []
-        """Events of ended operations. They are destroyed once no thread queries them."""
+        """Events of ended operations, destroyed once no thread queries them."""
         self._querying = 0
-        """Number of threads that query events, which they do without the lock."""
+        """Number of threads querying events, without the lock."""
 
     def is_ours(self, stream: Stream) -> bool:
         """Whether no other library can use a stream."""
         return not self.is_there and stream not in self._reachable
 
     def can_use(self, stream: Stream) -> None:
-        """Record that other libraries can reach a stream, as they can a default stream."""
+        """Record that other libraries can get a stream, such as a default stream."""
         if self.is_there:
             self._timeline.foreign[stream] = None
         else:
             self._reachable[stream] = None
 
     def uses(self, stream: Stream) -> None:
-        """Record that another library uses a stream: it may use all streams that it can reach."""
+        """Record that another library uses a stream. From now on it may use all streams that it can get."""
         self.is_there = self.may_write = True
         self._timeline.foreign.update((*self._reachable.items(), (stream, None)))
         self._reachable.clear()
@@ -68,11 +67,11 @@ class ForeignStreams:
         self._reachable.pop(stream, None)
 
     def did(self, stream: Stream, handle: int) -> None:
-        """Record an event after the latest operation of a stream; handles 0 to 2 are default streams."""
+        """Record an event after the latest operation of a stream. Handles 0 to 2 are default streams."""
         if stream not in self._timeline.foreign or stream.obstacle is not None:
             return
         time = stream.time  # The event is recorded without the lock: another thread may queue more meanwhile.
-        # An event on a default stream could break the captures of other threads.
+        # Read first: another thread may queue more work while the event is recorded without the lock.
         event = None if handle <= 2 else self._record(handle)
         if event is None or len(self.pending.get(stream, ())) >= _MOST_EVENTS:
             self._end(stream, time)
@@ -96,7 +95,7 @@ class ForeignStreams:
             self._driver.cuThreadExchangeStreamCaptureMode(mode)
 
     def _end(self, stream: Stream, time: int) -> None:
-        """Record that the host may have waited for a stream's operations up to a time."""
+        """Record that the host may have waited for a stream's operations, up to a time."""
         over = self._timeline.over
         over[stream.number] = max(over.get(stream.number, 0), time)
         waiting = self.pending.get(stream, deque())
@@ -110,7 +109,7 @@ class ForeignStreams:
             self._driver.cuEventDestroy(self._over.pop())
 
     def _record(self, handle: int) -> Any:
-        """An event after the queued work of a stream; None where it cannot be recorded."""
+        """Record an event after the queued work of a stream; None if that is not possible."""
         driver, stream = self._driver, cuda.CUstream(handle)
         failed, capturing = driver.cuStreamIsCapturing(stream)
         if failed or int(capturing):
@@ -137,7 +136,7 @@ _HOST = int(cuda.CUmemorytype.CU_MEMORYTYPE_HOST)
 
 
 def number_of(value: Any) -> int:
-    """The number of a handle or address; 0 for None, and the address of the bytes for a host object that has some."""
+    """The number of a handle or address; 0 for None. For a host object with bytes, their address."""
     if value is None:
         return 0
     if isinstance(value, np.ndarray):
@@ -148,7 +147,7 @@ def number_of(value: Any) -> int:
 
 
 def rights_of_process(low: int, high: int) -> list[str]:
-    """The rights of the mappings of this process between two addresses, see :func:`mapped_ranges`."""
+    """The permissions of this process's mappings between two addresses, such as ``"rw-p"``."""
     return [rights for start, end, rights in mapped_ranges() if start < high and low < end]
 
 
@@ -159,17 +158,17 @@ class _Thread:
         self.actor = actor
         self.streams: dict[int, Stream] = {}
         me = threading.get_ident()
-        # Not threading.current_thread, which adds an object for a thread that Python has not started.
+        # Not threading.current_thread, which would register a thread that Python has not started.
         self._known = next((one for one in threading.enumerate() if one.ident == me), None)
 
     @property
     def name(self) -> str:
-        """Name of the thread; its number where Python has not started it."""
+        """Name of the thread, or its number if Python has not started it."""
         return f"{threading.get_ident():#x}" if self._known is None else self._known.name
 
 
 class Streams:
-    """The threads and streams of a driver, and queries of it."""
+    """The threads and streams of a driver, and queries of the driver."""
 
     def __init__(self, driver: Any) -> None:
         self.driver = driver
@@ -182,21 +181,21 @@ class Streams:
         self._per_thread: list[Stream] = []
         self._here = threading.local()
         self._over: deque[dict[int, Stream]] = deque()
-        """Per-thread streams of threads that have ended."""
-        # With this variable the bindings take 0 for the per-thread default stream.
+        """Per-thread streams of ended threads."""
+        # With this variable set, the bindings treat 0 as the per-thread default stream.
         per_thread = os.environ.get("CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM") == "1"
         self._zero = _PER_THREAD if per_thread else _LEGACY
 
     # -- queries of the driver ---------------------------------------------------------------------------------
 
     def answer(self, name: str, *args: Any) -> tuple[Any, ...]:
-        """Call a driver function; return its values, or an empty tuple if it is missing or answers an error."""
+        """Call a driver function and return its values. Returns an empty tuple if it is missing or fails."""
         function = getattr(self.driver, name, None)
         answer: tuple[Any, ...] = (1,) if function is None else function(*args)
         return () if answer[0] else answer[1:]
 
     def ask(self, name: str, *args: Any) -> int | None:
-        """Call a driver function; return its first value as a number, or None if there is none."""
+        """Call a driver function and return its first value as a number; None if there is none."""
         values = self.answer(name, *args)
         return int(values[0]) if values else None
 
@@ -205,11 +204,11 @@ class Streams:
         return self.ask("cuCtxGetCurrent") or 0
 
     def is_of_host(self, address: int) -> bool:
-        """Whether the driver takes an address for host memory."""
+        """Whether the driver reports an address as host memory."""
         return self.ask("cuPointerGetAttribute", MEMORY_TYPE, address) == _HOST
 
     def is_managed(self, address: int) -> bool:
-        """Whether the driver takes an address for managed memory."""
+        """Whether the driver reports an address as managed memory."""
         return bool(self.ask("cuPointerGetAttribute", _IS_MANAGED, address))
 
     # -- threads and streams -----------------------------------------------------------------------------------
@@ -247,11 +246,11 @@ class Streams:
             return self.legacy(self.context())
         if kind == _PER_THREAD:
             return self._own(self.context())
-        # A query of the flags of a captured stream would break the capture.
+        # Querying the flags of a captured stream would invalidate the capture.
         flags = 1 if self.ask("cuStreamIsCapturing", number) else self.ask("cuStreamGetFlags", number) or 0
         where = self.ask("cuStreamGetCtx", number) or 0
         self.legacy(where)
-        # The driver was asked without the lock: another thread may have added the stream.
+        # The driver was queried without the lock, so another thread may have added the stream.
         found = self.streams.get(number)
         return self.add_stream(number, not flags & 1, where) if found is None else found
 
@@ -278,7 +277,7 @@ class Streams:
         """The legacy default stream of a context."""
         if context not in self._legacy:
             device = self.ask("cuCtxGetDevice")
-            if context not in self._legacy:  # another thread may have added it during the question
+            if context not in self._legacy:  # another thread may have added it during the query
                 found = self.timeline.stream("the legacy default stream", context)
                 self.devices[found] = device
                 self.foreign.can_use(found)
@@ -305,7 +304,7 @@ class Streams:
         stream.name = f"stream {name!r} ({stream.name.partition('(')[2]}"
 
     def all_streams(self, context: int | None = None) -> list[Stream]:
-        """The streams of a context or of all; destroyed streams may still have work."""
+        """The streams of one context, or of all. Destroyed streams may still have work."""
         found = [*self.streams.values(), *self._legacy.values(), *self._per_thread, *self.timeline.retired]
         return [one for one in found if context is None or one.context == context]
 
@@ -317,7 +316,7 @@ class Streams:
         self.timeline.retire(stream)
 
     def name(self, handle: Any, *nodes: Node) -> None:
-        """Ask the driver for the node that a call has added to the capture of a stream."""
+        """Query the graph node that a call has added to the capture of a stream."""
         stream = handle if isinstance(handle, Stream) else self.stream(handle)
         capture = self.captures.get(stream)
         if capture is None:

@@ -16,14 +16,14 @@ from streamalloc.driver.checker.streams import MEMORY_TYPE, Streams, number_of, 
 from streamalloc.driver.checker.wait_values import WaitValues
 
 Touch = tuple[int, int, bool]
-"""Address, number of bytes, and whether they are written."""
+"""Address, size in bytes, and whether the bytes are written."""
 Finish = Callable[[tuple[Any, ...]], object]
-"""A function that is called with the driver's answer."""
+"""Called with the driver's answer."""
 
 KERNEL = "a kernel"
-"""Name of a use that the program reports by ``used``."""
+"""Name of a use reported by ``used``."""
 _ONE_ALLOCATION = ("allocation", "device memory", "pinned memory")
-"""Kinds of ranges that end where their allocation does."""
+"""Kinds of ranges with exactly one allocation."""
 
 
 def nothing(answer: tuple[Any, ...]) -> None:
@@ -50,27 +50,27 @@ class Uses(Streams):
         )
         self.types: ElementTypes = ElementTypes(self.addresses, self.judge)
         self.uninitialized: bool = False
-        """Whether copies of unwritten memory are reported."""
+        """Whether to report copies of unwritten memory."""
         self.unseen_kernels: bool = False
-        """Whether kernels were launched, which may have written anything."""
+        """Whether kernels, which may write anything, were launched."""
 
     def unseen_writes(self) -> bool:
-        """Whether kernels that the checker does not see may have written anything."""
+        """Whether unseen kernels may have written anything."""
         return self.unseen_kernels or self.foreign.may_write
 
     def look(self) -> None:
-        """Check for changes that no call shows: values in memory, and work of other libraries."""
+        """Check for changes without a call: values in memory, and work of other libraries."""
         if self.timeline.held:
             self.values.look()
         if self.foreign.pending:
             self.foreign.look()
 
     def is_pageable(self, address: int) -> bool:
-        """Whether the driver does not know an address: it copies to such memory before the call returns."""
+        """Whether an address is unknown to the driver. Copies to such memory end before the call returns."""
         return self.addresses.find(address) is None and self.ask("cuPointerGetAttribute", MEMORY_TYPE, address) is None
 
     def kernel_uses(self, *launch: Any) -> list[Touch]:
-        """The uses that a simulated kernel declares, by its function and arguments; none are known of other kernels."""
+        """The uses that a simulated kernel declares for its arguments. For other kernels none are known."""
         ask = getattr(self.driver, "kernel_uses", None) if launch else None
         found = None if ask is None else ask(*launch)
         self.unseen_kernels |= found is None
@@ -79,7 +79,7 @@ class Uses(Streams):
     # -- waits of the host -------------------------------------------------------------------------------------
 
     def synchronising(self, streams: Iterable[Stream]) -> Callable[[], None]:
-        """Begin a wait of the host for the queued work of streams; call the result when it has succeeded."""
+        """Begin a wait of the host for the queued work of streams. Call the result after the wait has succeeded."""
         self.sources.check()
         goals: list[tuple[Obstacle | None, Clock]] = []
         for stream in streams:
@@ -100,7 +100,7 @@ class Uses(Streams):
         self.synchronising((stream,))()
 
     def wait_for_device(self) -> None:
-        """Record that the driver waits for all streams, as it does in a synchronous free."""
+        """Record that the driver waits for all streams, as in a synchronous free."""
         synchronised = self.synchronising(self.all_streams())
         for stream in self.all_streams():
             self.timeline.force(stream)
@@ -114,11 +114,11 @@ class Uses(Streams):
         ]
 
     def pieces(self, touched: Iterable[Touch]) -> Pieces:
-        """The ranges behind addresses, without freed ones whose addresses other memory may have."""
+        """The ranges behind addresses, without freed ones whose addresses other memory may have now."""
         return [one for one in self._pieces(touched) if not one[0][0].vacated]
 
     def _prepare(self, pieces: Pieces) -> None:
-        """Update what other processes have announced about memory before its use."""
+        """Before a use, update the other processes' announcements about the memory."""
         if self.interprocess.uses or self.interprocess.imported:
             written = {piece[0] for piece, write in pieces if write}
             for range_ in {piece[0] for piece, _ in pieces}:
@@ -136,7 +136,7 @@ class Uses(Streams):
         return stream
 
     def use_on_device(self, handle: Any, address: int, nbytes: int, write: bool) -> None:
-        """Queue a kernel that the program reports; the access rights of its device are checked."""
+        """Queue a kernel that the program reports. Checks the access rights of its device."""
         stream, stack = self.stream(handle), here()
         touched = [(address, nbytes, write)]
         self._queue_use(
@@ -145,9 +145,9 @@ class Uses(Streams):
         self.check_extent(f"{KERNEL} on {stream.name}", touched, stack, stream not in self.captures)
 
     def check_extent(self, kernel: str, touched: Iterable[Touch], stack: Stack, runs: bool) -> None:
-        """Report a kernel that goes beyond its memory; the driver refuses copies and fills that do.
+        """Report a kernel that goes beyond its memory. For copies and fills, the driver refuses this itself.
 
-        ``runs`` is False for a kernel of a graph: memory may be mapped before its launch.
+        ``runs`` is False for a kernel in a graph, because memory may be mapped before the launch.
         """
         for address, size, _ in touched:
             nbytes = int(size)
@@ -192,7 +192,7 @@ class Uses(Streams):
             for (range_, _, _), write in pieces:
                 range_.held_write |= write
                 if not self.values.may_be_over(stream):
-                    # A synchronous free before the stream goes on is a hazard.
+                    # A synchronous free before the stream continues would be a hazard.
                     range_.last[stream.number] = Access(stream, what, stack, write, time=NEVER)
         self.foreign.did(stream, number_of(handle))
 
@@ -206,7 +206,7 @@ class Uses(Streams):
         kernel: bool = False,
         device: int | None = None,
     ) -> None:
-        """Check the reads and writes of an operation when its stream runs it."""
+        """Check the reads and writes of an operation at the time when its stream runs it."""
         shared = self.interprocess.uses
         for access, piece in accesses(stream, pieces, what, stack, atomic, kernel):
             if self.uninitialized and not (access.write or kernel or self.unseen_writes()):
@@ -218,7 +218,7 @@ class Uses(Streams):
     def use_on_host(
         self, address: int, nbytes: int, write: bool, what: str = "an access", *, seen: bool = False
     ) -> None:
-        """Check a read or write by a host thread; ``seen``: the program reports it."""
+        """Check a read or write by a host thread. ``seen``: the program reports the use."""
         thread = self.thread()
         self.timeline.host_acts(thread)
         access = Access(thread, what, here(), write)
@@ -233,7 +233,7 @@ class Uses(Streams):
     def revoke(
         self, ranges: Iterable[Range], old: dict[int, int], new: dict[int, int], what: str, stack: Stack
     ) -> None:
-        """Report uses that may still run on devices that are about to lose access."""
+        """Report uses that may still run on devices that lose access."""
         lost = {device for device, rights in new.items() if old.get(device, 0) & ~rights}
         for range_ in ranges if lost else ():
             for use in range_.last.values():
@@ -248,10 +248,10 @@ class Uses(Streams):
     # -- uses of freed memory ----------------------------------------------------------------------------------
 
     def stale(self, handle: Any, what: str, touched: Iterable[Touch], stack: Stack, *, in_order: bool = True) -> Finish:
-        """Report a use of memory that was certainly freed before; and of freed memory that the driver refuses.
+        """Report a use of memory that was certainly freed before. If that is uncertain, report it only if the driver
+        refuses the call.
 
-        ``in_order`` is False for a call that names the memory, in no stream order. The result is to be called with the
-        answer.
+        ``in_order`` is False for a call outside of stream order. Call the result with the driver's answer.
         """
         gone = [one for one in self._pieces(touched) if one[0][0].ended is not None]
         if not gone:
@@ -266,7 +266,9 @@ class Uses(Streams):
         return nothing
 
     def stale_at_launch(self, what: str, touched: Iterable[Touch], stack: Stack) -> Finish:
-        """Report that a graph gets an operation on memory that was freed; a pool or a mapping may have it again."""
+        """Report an operation on freed memory that is added to a graph. A pool or a mapping may get the addresses
+        again, so only vacated ranges count.
+        """
         gone = [one for one in self._pieces(touched) if one[0][0].vacated]
         return self._stale(gone, self.thread(), self.timeline.everything(), what, stack) if gone else nothing
 
@@ -277,7 +279,7 @@ class Uses(Streams):
             assert ended is not None
             known = ended.actor is actor or self.timeline.certain(clock, ended.actor.number, ended.time)
             if not known or (range_.vacated and self._is_there(low, what)):
-                # The use may come before the free, or other memory may have the addresses by now.
+                # The use may precede the free, or other memory may have the addresses now.
                 late.append((pieces, access))
             else:
                 self.judge.use(pieces, access, clock)
@@ -289,10 +291,10 @@ class Uses(Streams):
         return finish
 
     def _is_there(self, address: int, what: str) -> bool:
-        """Whether memory that an operation can use lies at an address of a freed range."""
+        """Whether there is usable memory at an address of a freed range."""
         if self.ask("cuPointerGetAttribute", MEMORY_TYPE, address) is not None:
             return True
         if what.startswith(("cuLaunch", "cuMemset")):
             return False
-        # Host memory may have the addresses of any freed memory; addresses that a driver keeps are not readable.
+        # Host memory may reuse the addresses of freed memory. Addresses that a driver keeps are not readable.
         return any(rights[0] == "r" for rights in rights_of_process(address, address + 1))

@@ -12,7 +12,7 @@ from streamalloc.driver.checker.ranges import Addresses, Bytes, Range
 
 _TYPES: dict[int, Any] = {32: ctypes.c_uint32, 64: ctypes.c_uint64}
 _MOST_WRITES, _MOST_ADDRESSES = 16, 10_000
-"""Writes of one address that are kept, and addresses."""
+"""Most writes kept per address, and most addresses."""
 
 _Key = tuple[Bytes | None, int]
 
@@ -34,15 +34,15 @@ class _Waiting(Obstacle):
 class WaitValues:
     """The latest values that streams wrote, and the waits for values.
 
-    A wait for a value that the checker does not see written, such as by a kernel, lasts until the host sees the waiting
-    stream idle. Then all earlier work counts as ordered before it.
+    The checker may not see the write of a value, for example by a kernel. Then the wait lasts until the host sees the
+    waiting stream idle, and all earlier work counts as ordered before it.
     """
 
     def __init__(self, timeline: Timeline, addresses: Addresses, on_host: Callable[[int], bool]) -> None:
         self._timeline = timeline
         self._addresses = addresses
         self._on_host = on_host
-        """Whether the host can read memory at an address without a range."""
+        """Whether the host can read an address outside of all ranges."""
         self._writes: dict[_Key, list[tuple[int, Clock]]] = {}
         self._ignored: set[_Key] = set()
 
@@ -52,7 +52,7 @@ class WaitValues:
         return (places[0][0], places[0][1]) if places else (None, address), pieces[0][0] if pieces else None
 
     def ignore(self, address: int) -> None:
-        """Ignore the value at an address: the facade announces its meaning."""
+        """Give the value at an address no meaning: the facade announces it separately."""
         self._ignored.add(self._key(address)[0])
 
     def write(self, stream: Stream, address: int, value: int) -> None:
@@ -100,7 +100,7 @@ class WaitValues:
         self._timeline.wait(stream, wait)
 
     def may_be_over(self, stream: Stream) -> bool:
-        """Whether a stream waits, perhaps through other streams, for a value that the host cannot read."""
+        """Whether a stream waits, directly or through other streams, for a value that the host cannot read."""
         obstacle = stream.obstacle
         while obstacle is not None and obstacle.source is not None and obstacle.source.obstacle is not None:
             obstacle = obstacle.source.obstacle

@@ -5,16 +5,14 @@ the state. The parts of the state do not refer to the machine:
 
 * :mod:`.timeline` runs operations in stream order; :mod:`.contexts` and :mod:`.events` have the objects of a device.
 * :mod:`.memory` maps real memory at simulated addresses; :mod:`.banks` counts it by device. :mod:`.allocator` chooses
-  addresses in a :mod:`.pool`, :mod:`.heap` for cuMemAlloc; :mod:`.allocations` lists the live ones.
+  addresses in a :mod:`.pool`, :mod:`.heap` for cuMemAlloc; :mod:`.allocations` lists the live allocations, and has
+  managed memory.
 * :mod:`.copy_operations` has copies and fills, :mod:`.graphs` and :mod:`.graph_memory` graphs.
-* :mod:`.managed` has managed memory, and :mod:`.advice` what was said about its pages.
 * :mod:`.virtual` maps :mod:`.physical` memory; :mod:`.arrays` has arrays.
-* :mod:`.profiles` describes the machine, from files that :mod:`.reading` makes of others.
-* :mod:`.usage` counts the memory of all processes of a machine.
-* :mod:`.files` and :mod:`.sharing` have the objects of several processes; :mod:`.multicast` and
-  :mod:`.multicast_table` those of several devices.
+* :mod:`.profiles` describes the machine by files; :mod:`.reading` makes such files from other machines.
+* :mod:`.files` and :mod:`.sharing` have the objects of several processes; :mod:`.multicast` those of several devices.
 
-A comment that says ``observed on H200`` names the test of ``tests/facts`` that holds the reading.
+A comment with ``observed on H200`` names the test in ``tests/facts`` that contains the reading.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Live ranges of memory, one small class for each kind; managed memory and the advice for its pages."""
+"""Live ranges of memory, with a small class per kind; managed memory and the advice on its pages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .pool import ImportedPool, Pool
 from .timeline import Operation
 
 PAGE = 4096
-"""Bytes: advice and prefetches are rounded to pages of the host."""
+"""Page size in bytes; advice and prefetches are rounded to it."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Advice:
 
 
 class Pages:
-    """The advice for each page of an allocation, as runs of equal pages."""
+    """The advice on each page of an allocation, as runs of pages with equal advice."""
 
     def __init__(self, start: int, end: int) -> None:
         self._starts = [start]
@@ -43,7 +43,7 @@ class Pages:
         self._end = end
 
     def _split(self, at: int) -> int:
-        """The number of the run that begins at an address, which is made if need be."""
+        """The number of the run that begins at an address. If there is none, a run is split."""
         if at >= self._end:
             return len(self._starts)
         number = bisect_left(self._starts, at)
@@ -70,7 +70,7 @@ _numbers = itertools.count(1)
 
 
 class _Defaults:
-    """Attributes that most allocations never set, so that making an allocation costs less."""
+    """Rarely set attributes, as class attributes, so that making an allocation is cheap."""
 
     pool: Pool | ImportedPool | None = None
     mapping: Mapping | None = None
@@ -93,7 +93,7 @@ class Allocation(_Defaults):
 
     @property
     def managed(self) -> bool:
-        """Whether host and devices use it at one address; the driver counts it as device memory."""
+        """Whether host and devices use the memory at one address. The driver counts it as device memory."""
         return self.pool is not None and self.pool.managed
 
     @property
@@ -102,7 +102,7 @@ class Allocation(_Defaults):
 
     @property
     def known(self) -> bool:
-        """Whether the driver recognises the address. It recognises host pool memory only if a device has access."""
+        """Whether the driver recognises the address. Host pool memory is recognised only if a device has access."""
         return self.pool is None or self.pool.device is not None or self.pool.granted
 
 
@@ -115,7 +115,7 @@ class DeviceMemory(Allocation):
 
 @dataclass(eq=False)
 class ManagedMemory(Allocation):
-    """Memory of cuMemAllocManaged, at the beginning of a reservation."""
+    """Memory of cuMemAllocManaged, at the start of a reservation."""
 
     reservation: Reservation
     managed = True
@@ -123,7 +123,7 @@ class ManagedMemory(Allocation):
 
 @dataclass(eq=False)
 class HostMemory(Allocation):
-    """Pinned host memory; ``block`` is None where it was registered and is the user's."""
+    """Pinned host memory. ``block`` is None for registered memory of the user."""
 
     block: Block | None
     flags: int
@@ -153,20 +153,20 @@ class MappedMemory(Allocation):
 
 @dataclass(eq=False)
 class OpenedMemory(Allocation):
-    """Another process's plain memory. ``device`` is that of the context which has opened it and may use it: opening it
+    """Another process's cuMemAlloc memory. ``device``: the device of the context that opened it and may use it. Opening
     enables peer access (NVIDIA's page on cuIpcOpenMemHandle).
     """
 
 
 def is_gone(allocation: Allocation, address: int, size: int) -> bool:
-    """Whether the host has unmapped registered memory, or a part that is in a range."""
+    """Whether the host has unmapped registered memory, or a part of it within a range."""
     registered = isinstance(allocation, HostMemory) and allocation.block is None
     return registered and not is_accessible(address, size)
 
 
 def is_reachable(allocation: Allocation, context: Context) -> bool:
-    """Whether work in ``context`` may touch the memory directly: its own, the host's, a peer's that was
-    enabled.
+    """Whether work in ``context`` may use the memory directly: its own memory, host memory, or that of an enabled
+    peer.
     """
     ordinal = context.device.ordinal
     if allocation.pool is not None:
@@ -179,7 +179,7 @@ class Allocations(AddressMap[Allocation]):
     """The allocations of a machine by their addresses."""
 
     def forget_registered(self, start: int, end: int) -> None:
-        """Remove registrations of host memory that the program unmapped, because the range has another use now."""
+        """Remove registrations of unmapped host memory in a range that gets a new use."""
         for allocation in self.overlapping(start, end):
             if isinstance(allocation, HostMemory) and allocation.block is None:
                 self.remove(allocation)
@@ -195,18 +195,18 @@ def pages_of(allocation: Allocation) -> Pages:
 
 
 def prefetch(place: Place) -> Callable[[Advice], Advice]:
-    """The change of a prefetch. It is seen at once, also while the work is queued, as documented."""
+    """The effect of a prefetch on an advice. It is visible at once, even before the work runs, as documented."""
     return lambda advice: replace(advice, prefetched=place)
 
 
 def common(places: Iterable[Place | None]) -> Place | None:
-    """The place of all pages; None if they have several, or one has none."""
+    """The location that all pages have; None if they differ or have none."""
     found = set(places)
     return found.pop() if len(found) == 1 else None
 
 
 class Discard(Operation):
-    """Makes bytes indeterminate: they read as :data:`FREED` until they are written."""
+    """Makes bytes indeterminate: until they are written they read as :data:`FREED`."""
 
     def __init__(self, banks: Banks, ranges: list[tuple[int, int]]) -> None:
         self._banks = banks
@@ -221,10 +221,10 @@ class Discard(Operation):
 
 @dataclass(eq=False)
 class Managed:
-    """The memory of cuMemAllocManaged of a machine, from the driver API's documentation: no reading is from hardware.
+    """Memory of cuMemAllocManaged, modelled after the driver API's documentation without readings from hardware.
 
-    Its bytes are at one address for the host and all devices. Which of them holds a page is not simulated: the memory
-    is none of any device, and ``cuMemGetInfo`` does not show it. What was advised and prefetched is kept for each page.
+    Its bytes are at one address for the host and all devices. The residence of pages is not simulated: the memory
+    belongs to no device, and ``cuMemGetInfo`` does not count it. Advice and prefetches are recorded for each page.
     """
 
     banks: Banks
@@ -243,7 +243,7 @@ class Managed:
         return reservation.base
 
     def free(self, memory: ManagedMemory) -> None:
-        """Release memory; arrays of the host that refer to it read :data:`FREED`."""
+        """Release memory. Host arrays that refer to it then read :data:`FREED`."""
         self.allocations.remove(memory)
         self._close(memory)
 

@@ -1,28 +1,34 @@
 """The stream-ordered allocator as pure bookkeeping: no memory, no threads, no driver.
 
-A pool is a line of addresses, cut into blocks that follow one another without a hole. A block is used, or free for
-everybody, or *left*: freed in a stream, and nobody has seen yet that this has happened. Neighbours that are free for
-everybody are one block, and so are neighbours that the same stream left.
+A pool has a line of addresses, divided into adjacent blocks without gaps. A block is in one of three states:
 
-Under the addresses lie *chunks* of memory. There is one under each address of blocks that are used or left; blocks
-that are free for everybody may lack some, or all.
+* used;
+* *left* by a stream: freed in that stream, and no part of the driver has seen yet that the free has run;
+* free for all streams.
 
-Where an allocation goes was found from recordings of random programs on H200s. It takes the first block that is large
-enough of
+Adjacent blocks that are free for all streams are merged. So are adjacent blocks that the same stream left.
 
-1. those that its own stream left;
-2. those free for everybody that have memory under all of them, without the end of the line;
-3. those that other streams left before something that the allocating stream comes after, where the policy
-   FOLLOW_EVENT_DEPENDENCIES says so;
-4. those that other streams left and that are free by now, where ALLOW_OPPORTUNISTIC says so. All of these are then free
-   for everybody if none is large enough;
-5. those free for everybody, whether there is memory under them or not, and last the end of the line.
+Physical memory lies under the addresses in *chunks*. Each address of a used or left block has a chunk. Blocks that are
+free for all streams may lack some or all of their chunks. The *end of the line* is the last block, if that is free for
+all streams.
 
-Within each the best fit comes first, and of equal ones that which has been free longest; 3 and 4 go from stream to
-stream, in the order of their places (:meth:`.timeline.Timeline.rank`). What memory is missing then is first taken from
-under other addresses that are free for everybody.
+The rules for the address of an allocation were found from recordings of random programs on H200s. It takes the first
+block that is large enough from
 
-Memory is given up from block to block, from that which has been free longest on; the end of the line is one of them.
+1. the blocks that its own stream left;
+2. the blocks that are free for all streams and have all their chunks, except the end of the line;
+3. with the policy FOLLOW_EVENT_DEPENDENCIES: the blocks that other streams left before an operation which the
+   allocating stream is ordered after;
+4. with the policy ALLOW_OPPORTUNISTIC: the blocks that other streams left and whose free has run. If none is large
+   enough, all of them become free for all streams;
+5. the blocks that are free for all streams, with or without chunks, and last the end of the line.
+
+Within each group the smallest sufficient block is taken; of equal sizes, the one that has been free longest. Rules 3
+and 4 visit the streams in the order of their ranks (:meth:`.timeline.Timeline.rank`). Missing chunks are first taken
+from other blocks that are free for all streams.
+
+Memory is released block by block, beginning with the block that has been free longest. The end of the line counts as
+one of these blocks.
 """
 
 from __future__ import annotations
@@ -40,7 +46,7 @@ def _when_left(block: Block) -> tuple[int, int]:
 
 
 Reach = Callable[[int], int]
-"""Maps a stream to a sequence number: blocks that it left up to there can be taken."""
+"""Maps a stream to the sequence number up to which blocks it left can be taken."""
 
 
 class Line:
@@ -75,15 +81,16 @@ class Line:
     # -- allocating ------------------------------------------------------------------------------------------
 
     def find_at_hand(self, size: int, stream: int) -> Block | None:
-        """The block by rules 1 and 2, which ignore the blocks that other streams left; None if none is large enough."""
+        """Find a block by rules 1 and 2; None if none is large enough."""
         left = self._left.get(stream)
         own = (self._shelf(stream) if left is None else left).best(size)
         return self._heap.best(size, self._is_backed) if own is None else own
 
     def find_further(self, size: int, ordered: Reach | None, done: Reach) -> Block | None:
-        """The block by rules 3 to 5, after those; None if none is large enough.
+        """Find a block by rules 3 to 5; None if none is large enough.
 
-        ``ordered``: what the stream comes after, if that counts. ``done``: what is free by now as far as that counts.
+        ``ordered``, for rule 3: up to which operation of each other stream the allocating stream is ordered; None to
+        skip the rule. ``done``, for rule 4: up to which operation the frees of each stream have run.
         """
         block = None if ordered is None else self._best_left(size, ordered)
         if block is None:
@@ -96,7 +103,7 @@ class Line:
         return block
 
     def find_left(self, size: int) -> Block | None:
-        """The block that rule 4 would choose of those that streams left, if all of them were free by now."""
+        """Find the block that rule 4 would take if all frees had run."""
         return self._best_left(size, lambda stream: _ALL)
 
     def _best_left(self, size: int, reach: Reach) -> Block | None:
@@ -109,7 +116,7 @@ class Line:
         return None
 
     def carve(self, block: Block, size: int) -> Block:
-        """A used block: the first ``size`` bytes of a free one."""
+        """Make the first ``size`` bytes of a free block a used block. Returns it."""
         self._take_off(block)
         if block.size > size:
             rest = Block(block.start + size, block.size - size, block.owner, block.seq)
@@ -123,8 +130,8 @@ class Line:
     # -- freeing ---------------------------------------------------------------------------------------------
 
     def free(self, block: Block, owner: int = HEAP, seq: int = 0) -> None:
-        """Free a block that is on no shelf: for everybody, or once operation ``seq`` of stream ``owner`` is done. It
-        becomes one with neighbours of the same owner.
+        """Free a block that is on no shelf: for all streams, or once operation ``seq`` of stream ``owner`` has run.
+        Merges it with neighbours of the same owner.
         """
         block.owner, block.seq = owner, seq
         before, after = block.prev, block.next
@@ -138,7 +145,7 @@ class Line:
         self._put(block)
 
     def settle(self, reach: Reach) -> bool:
-        """Make the blocks that streams left up to ``reach`` free for everybody. True if there was one."""
+        """Make the blocks that streams left up to ``reach`` free for all streams. Returns whether there were any."""
         changed = False
         for stream, shelf in self._shelves():
             if shelf:
@@ -153,12 +160,12 @@ class Line:
     # -- memory ----------------------------------------------------------------------------------------------
 
     def missing(self, block: Block, size: int) -> list[int]:
-        """The chunks without memory under the first ``size`` bytes of a block."""
+        """The missing chunks under the first ``size`` bytes of a block."""
         last = (block.start + size - 1) // self.chunk
         return [chunk for chunk in range(block.start // self.chunk, last + 1) if chunk not in self._backed]
 
     def spare(self) -> list[int]:
-        """The chunks of memory that are free for everybody, in the order of their release."""
+        """The chunks under blocks that are free for all streams, in the order of their release."""
         found = [(block.stamp, at) for block in self._heap for at in self._inner(block) if at in self._backed]
         if self._last.owner == HEAP:
             low = -(-self._last.start // self.chunk)
@@ -166,7 +173,7 @@ class Line:
         return [at for _, at in sorted(found)]
 
     def spare_besides(self, block: Block, size: int) -> list[int]:
-        """The spare chunks that are not under the first ``size`` bytes of a block, lowest first."""
+        """The spare chunks outside of the first ``size`` bytes of a block, lowest first."""
         low, high = block.start // self.chunk, (block.start + size - 1) // self.chunk
         return sorted(at for at in self.spare() if not low <= at <= high)
 
@@ -192,7 +199,7 @@ class Line:
     # -- shelves and links -----------------------------------------------------------------------------------
 
     def _shelf(self, stream: int) -> Shelf:
-        """A shelf for a stream that has none. Those of streams that are gone and left nothing are dropped."""
+        """Add a shelf for a stream. Empty shelves of destroyed streams are removed."""
         ranks = self._ranks
         if ranks is not None and len(self._left) > 2 * len(ranks) + 8:
             for gone in [number for number, shelf in self._left.items() if not shelf and number not in ranks]:
@@ -229,7 +236,7 @@ class Line:
         self._link(block, following.next)
 
     def _link(self, before: Block, after: Block | None) -> None:
-        """Make ``after`` the successor of ``before``; None marks the end of the line."""
+        """Make ``after`` the successor of ``before``; None if ``before`` is the last block."""
         before.next = after
         if after is None:
             self._last = before

@@ -1,6 +1,6 @@
 """Arguments as the bindings take them: the same conversions, the same Python exceptions.
 
-The annotation of a driver call's parameter says what the call gets: a number (``Size``), the object of a handle
+The annotation of a driver call's parameter determines what the call gets: a number (``Size``), the object of a handle
 (``Stream``), or a struct or an enum member of the bindings (``cuda.CUmemPoolProps``).
 """
 
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 def _integer(value: Any) -> int:
-    """An int of anything with ``__index__`` or ``__int__`` except strings; floats lose their fraction."""
+    """Convert anything with ``__index__`` or ``__int__`` except strings to int. Floats are truncated."""
     if isinstance(value, int):
         return int(value)
     try:
@@ -71,7 +71,7 @@ def signed_int(value: Any) -> int:
 
 @dataclass(frozen=True)
 class Handle:
-    """Number of a handle: of the bindings' class for it, of anything that this class takes, or None."""
+    """Number of a handle: from the bindings' handle class, anything that this class accepts, or None."""
 
     cls: Any
 
@@ -90,7 +90,7 @@ def _word(cls: Any, convert: Convert) -> Convert:
 
 
 def host_pointer(value: Any) -> int:
-    """An address: an int, None, or an object with the buffer protocol."""
+    """The number of an address: from an int, None, or an object with the buffer protocol."""
     if value is None:
         return 0
     if isinstance(value, int):
@@ -123,7 +123,7 @@ def _given_or_current(machine: Machine, handle: int) -> contexts.Context:
 
 
 def _found_in(table: str, code: Any = Result.CUDA_ERROR_INVALID_VALUE, of_null: Any = None) -> Find:
-    """The look-up of a handle in a table of the machine. ``of_null``: result code for a null handle, if it differs."""
+    """The look-up of a handle in a table of the machine. ``of_null``: result code for a null handle, if different."""
     get = operator.attrgetter(table)
     return lambda machine, handle: need(get(machine).get(handle), code if handle else of_null or code)
 
@@ -147,12 +147,12 @@ DeviceNumber = Annotated[int, Handle(cuda.CUdevice)]
 HostFunctionHandle = Annotated[int, Handle(cuda.CUhostFn)]
 StreamCallback = Annotated[int, Handle(cuda.CUstreamCallback)]
 
-# Kinds of parameters that are objects: how the handle is read, and how the object is found.
+# Parameter kinds that are objects: reader of the handle, and look-up of the object.
 Device = Annotated[contexts.Device, Handle(cuda.CUdevice), _device]
 Context = Annotated[contexts.Context, context, _context]
 ContextOrCurrent = Annotated[contexts.Context, context, _given_or_current]
 Stream = Annotated[timeline.Stream, stream, Machine.stream]
-# The code was seen once on H200, where a destroyed handle can also end the process.
+# The code was seen once on H200. A destroyed handle can also kill the process there.
 Event = Annotated[events.Event, event, _found_in("events", Result.CUDA_ERROR_CONTEXT_IS_DESTROYED)]
 Graph = Annotated[graphs.Graph, Handle(cuda.CUgraph), _found_in("graphs.graphs")]
 Node = Annotated[graphs.Node, Handle(cuda.CUgraphNode), _found_in("graphs.nodes")]
@@ -160,7 +160,7 @@ GraphExec = Annotated[graphs.GraphExec, Handle(cuda.CUgraphExec), _found_in("gra
 _no_array = "using an array that does not exist"
 _no_mipmap = "using a mipmapped array that does not exist"
 Array = Annotated[arrays.Array, Handle(cuda.CUarray), _found_in("arrays.arrays", _no_array)]
-# Calls that destroy the object (a null handle on H200: test_modules).
+# For calls that destroy the object (a null handle on H200: test_modules).
 EndedArray = Annotated[
     arrays.Array,
     Handle(cuda.CUarray),
@@ -187,7 +187,7 @@ Module = Annotated[modules.Module, Handle(cuda.CUmodule), _found_in("modules.mod
 Library = Annotated[modules.Module, Handle(cuda.CUlibrary), _found_in("modules.modules", _gone)]
 Function = Annotated[modules.Function, Handle(cuda.CUfunction), _found_in("modules.functions", _gone)]
 Kernel = Annotated[modules.Function, Handle(cuda.CUkernel), _found_in("modules.functions", _gone)]
-# Calls that query its name, module or parameters (a null handle on H200: test_modules).
+# For calls that query its name, module or parameters (a null handle on H200: test_modules).
 _named = _found_in("modules.functions", _gone, Result.CUDA_ERROR_INVALID_VALUE)
 NamedFunction = Annotated[modules.Function, Handle(cuda.CUfunction), _named]
 NamedKernel = Annotated[modules.Function, Handle(cuda.CUkernel), _named]
@@ -202,23 +202,23 @@ BY_NAME = {
     **dict.fromkeys(["f", "func", "function", "hfunc"], "Function"),
     **{"hmod": "Module", "mod": "Module", "library": "Library", "lib": "Library", "kernel": "Kernel"},
 }
-"""Kinds of parameters by name, for calls that share one implementation."""
+"""Parameter kinds by name, for calls with a shared implementation."""
 
 
 def kind(name: str, annotation: str) -> tuple[Convert | None, Find | None]:
-    """Conversion of a parameter with this annotation before the call, and its look-up or check in the call."""
+    """The conversion of a parameter with this annotation before the call, and its look-up or check within the call."""
     if annotation.startswith("cuda."):
         cls = getattr(cuda, annotation.removeprefix("cuda."), None)
         check_argument = number if isinstance(cls, type) and issubclass(cls, int) else struct
         return None, lambda machine, value: check_argument(name, value, cls)
-    # looked up by name: typing.get_type_hints takes a tenth of a second for all calls
+    # not typing.get_type_hints, which takes 0.1 s for all calls
     found: tuple[Any, ...] = getattr(globals().get(annotation), "__metadata__", ())
     convert, find, *_ = (*found, None, None)
     return convert, find
 
 
 def member(name: str, value: Any, cls: Any) -> int:
-    """The number of an enum member given as argument ``name``; bindings read its ``value``."""
+    """The number of an enum member for argument ``name``; the bindings read its ``value``."""
     if value is None:
         raise TypeError(f"Argument '{name}' must not be None")
     if not isinstance(value, cls):
@@ -229,16 +229,16 @@ def member(name: str, value: Any, cls: Any) -> int:
 
 
 def number(name: str, value: Any, cls: Any) -> int:
-    """The number of an enum member, for calls whose bindings accept plain numbers as well (from CUDA 13 on)."""
+    """The number of an enum member, for calls whose bindings also accept plain numbers (CUDA 13 and newer)."""
     if value is None or isinstance(value, cls) or not hasattr(cuda, "cuMemGetDefaultMemPool"):  # before CUDA 13
         return member(name, value, cls)
     return int(value)
 
 
 def number_in(struct: Any, name: str, otherwise: int | None = 0) -> int:
-    """The number of an enum member in a field of a struct.
+    """The number of an enum member in a struct's field.
 
-    If the field holds no member of its enum, return ``otherwise``; if that is None, raise ``NotImplementedError``.
+    If the field's number is not in its enum, return ``otherwise``; if that is None, raise ``NotImplementedError``.
     """
     try:
         return int(getattr(struct, name))
@@ -252,7 +252,7 @@ def place(location: Any) -> Place:
 
 
 def struct(name: str, value: Any, cls: Any, optional: bool = True) -> Any:
-    """A struct of the bindings. ``optional``: the bindings accept None, and the driver refuses it."""
+    """Check a struct of the bindings. ``optional``: the bindings accept None, which the driver refuses."""
     if optional and value is None:
         raise Fault(Result.CUDA_ERROR_INVALID_VALUE)
     if not isinstance(value, cls):
@@ -269,14 +269,14 @@ def numbers(values: Any, count: int) -> list[int]:
 
 
 def by_start(values: Iterable[T], begins: list[int], count: int) -> list[T]:
-    """The value for each of ``count`` entries of a batch: the one whose start index is the last not after the entry."""
+    """The value for each of ``count`` entries of a batch. Value ``i`` applies from entry ``begins[i]`` on."""
     check(begins and begins[0] == 0 and begins[-1] < count and begins == sorted(set(begins)))
     given = list(values)
     return [given[bisect_right(begins, at) - 1] for at in range(count)]
 
 
 def members(name: str, values: Any, cls: Any, count: int, comma: str = "") -> list[Any]:
-    """A list of members of an enum of the bindings with at least ``count`` entries."""
+    """Check a list with at least ``count`` members of an enum of the bindings."""
     items = [] if values is None else list(values)
     if not all(isinstance(item, cls) for item in items):
         kind = f"cydriver.{cls.__name__}{comma}"

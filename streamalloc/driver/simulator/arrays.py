@@ -1,8 +1,8 @@
-"""Arrays, and moving bytes between them and ordinary memory.
+"""Arrays, and copies between them and ordinary memory.
 
-An ordinary array has all of its memory from the start, in rows, as the documentation describes it. Of a sparse one,
-some tiles have memory. A tile is 64 KiB of the memory it is mapped to, its elements in rows. A tile without memory
-reads as zero and drops what is written. Mip levels smaller than a tile share one block of 64 KiB, the tail.
+An ordinary array has all its memory from the start, in rows, as documented. In a sparse array only some tiles have
+memory. A mapped tile is 64 KiB of memory, with its elements in rows. An unmapped tile reads as zero and discards
+writes. Mip levels smaller than a tile share one block of 64 KiB, the tail.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from .memory import view_address
 from .physical import Memory
 from .timeline import Operation
 
-# Elements of a tile in each dimension, by the bytes of an element (observed on H200: test_sparse_arrays).
+# Elements of a tile per dimension, by bytes of an element (observed on H200: test_sparse_arrays).
 _TILES_2D = {1: (256, 256, 1), 2: (256, 128, 1), 4: (128, 128, 1), 8: (128, 64, 1), 16: (64, 64, 1)}
 _TILES_3D = {1: (64, 32, 32), 2: (32, 32, 32), 4: (32, 32, 16), 8: (32, 16, 16), 16: (16, 16, 16)}
 
 Extent = tuple[int, int, int]
 """Elements in x, y and z."""
 Tile = tuple[int, int, int, int, int, int]
-"""Tile: device, level (or TAIL), layer, then x, y and z in tiles."""
+"""Device, level (or TAIL), layer, then x, y and z in tiles."""
 Bytes = npt.NDArray[np.uint8]
 TAIL = -1
 _MAP_NORESERVE = 0x4000
@@ -47,7 +47,7 @@ def _rows(address: int, pitch: int, shape: tuple[int, int]) -> Bytes:
 
 @dataclass(frozen=True)
 class Layout:
-    """Description of an array. ``layers`` is 0 without layers; ``extent`` is that of one layer."""
+    """Description of an array. ``layers``: 0 if not layered. ``extent``: that of one layer."""
 
     extent: Extent
     layers: int
@@ -86,7 +86,7 @@ class Layout:
 
     @property
     def tail_first(self) -> int:
-        """The first level that is smaller than a tile; as many as there are levels where none is."""
+        """The first level that is smaller than a tile; the number of levels if there is none."""
         if not self.sparse:
             return self.levels
         for level in range(self.levels):
@@ -99,7 +99,7 @@ class Layout:
         return self.tail_first < self.levels
 
     def check_tail(self) -> None:
-        """Refuse a mip tail of a shape that was not observed: larger than a tile, or before levels of whole tiles."""
+        """Refuse mip tails that were not observed: larger than a tile, or without a level of whole tiles before."""
         first = self.tail_first
         size = sum(self.bytes_of(level) for level in range(first, self.levels))
         if self.mipmapped and not 0 < first < self.levels:
@@ -113,7 +113,7 @@ class Layout:
 
 @dataclass(eq=False)
 class Storage:
-    """The memory of an array, or of all levels of a mipmapped one: one block, or that of its tiles."""
+    """The memory of an array, or of all levels of a mipmapped one: one block, or tiles."""
 
     context: Context
     layout: Layout
@@ -124,7 +124,7 @@ class Storage:
     """Operations on it that are not done yet."""
 
     def put(self, tile: Tile, backing: tuple[Memory, int] | None) -> None:
-        """Put memory behind a tile, or take it away. The new memory counts the tile already."""
+        """Set or remove the memory of a tile. The caller has already counted the tile in the new memory."""
         before = self.tiles.pop(tile, None)
         if before is not None:
             before[0].tiles -= 1
@@ -132,7 +132,7 @@ class Storage:
             self.tiles[tile] = backing
 
     def allocate(self) -> None:
-        """Get the memory of an ordinary array, which counts as whole blocks."""
+        """Allocate the memory of an ordinary array, counted in whole blocks."""
         self.memory = mmap.mmap(-1, self.layout.size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
         self.context.device.bank.used += round_up(self.layout.size, BLOCK)
 
@@ -144,8 +144,8 @@ class Storage:
             self.put(tile, None)
 
     def rows(self, level: int, z: int, box: Box) -> Iterator[tuple[Bytes | None, int, int, tuple[int, int]]]:
-        """A slice of a box, part by part: the bytes that the array has there, or None; where in the slice the part
-        begins (row and byte), and its shape.
+        """Yield the parts of a slice of a box: the array's bytes or None, the row and byte in the slice where the part
+        begins, and its shape.
         """
         layout = self.layout
         if self.memory is not None:
@@ -164,8 +164,8 @@ class Storage:
                 yield _rows(memory.window.address + start + offset, pitch, shape), y, x, shape
 
     def _segments(self, level: int, z: int, box: Box) -> Iterator[tuple[Tile, int, int, tuple[int, int], int, int]]:
-        """A slice of the box, tile by tile: the tile, where in the slice its part begins (row and byte), the shape
-        of the part, where in the tile it begins, and the tile's pitch.
+        """Yield the parts of a slice of a box by tile: the tile, the row and byte in the slice, the shape, the offset
+        in the tile, and the tile's pitch.
         """
         layout, device = self.layout, self.context.device.ordinal
         layer, z = (z, 0) if layout.layers else (0, z)
@@ -201,12 +201,12 @@ class Array:
     handle: int = field(default_factory=new_handle)
 
     def load(self, box: Box, z: int, rows: Bytes) -> None:
-        """Read a slice of a box. Tiles without memory read as zero."""
+        """Read a slice of a box. Unmapped tiles read as zero."""
         for stored, y, x, shape in self.storage.rows(self.level, z, box):
             rows[y : y + shape[0], x : x + shape[1]] = 0 if stored is None else stored
 
     def store(self, box: Box, z: int, rows: Bytes) -> None:
-        """Write a slice of a box; tiles without memory drop it."""
+        """Write a slice of a box. Unmapped tiles discard it."""
         for stored, y, x, shape in self.storage.rows(self.level, z, box):
             if stored is not None:
                 stored[:] = rows[y : y + shape[0], x : x + shape[1]]
@@ -227,7 +227,7 @@ class Arrays:
     mipmapped: dict[int, MipmappedArray] = field(default_factory=dict)
 
     def destroy(self, array: Array) -> None:
-        """Destroy an array. For a level of a mipmapped array, only the handle ends."""
+        """Destroy an array. For a level of a mipmapped array, only its handle ends."""
         del self.arrays[array.handle]
         if array.mipmap is not None:
             del array.mipmap.levels[array.level]
@@ -279,7 +279,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Linear:
-    """Ordinary memory as rows of a box; ``keep`` keeps it alive."""
+    """Ordinary memory as rows of a box. ``keep`` keeps the memory alive."""
 
     address: int
     pitch: int
@@ -292,7 +292,7 @@ class Linear:
 
 
 class BoxCopy(Operation):
-    """Moves a box between an array and ordinary memory, some slices at a time."""
+    """Copies a box between an array and ordinary memory, a few slices per step."""
 
     def __init__(self, banks: Banks, context: Context, array: Array, box: Box, linear: Linear, into: bool) -> None:
         self._banks = banks
@@ -328,7 +328,7 @@ class BoxCopy(Operation):
 
 
 class ArrayCopy(Operation):
-    """Moves a box between two arrays, some slices at a time."""
+    """Copies a box between two arrays, a few slices per step."""
 
     def __init__(self, target: Array, source: Array, to: Box, of: Box) -> None:
         self._target = target

@@ -1,4 +1,4 @@
-"""The memory of all devices and of the host: sizes, reserved addresses, and the pools that can release some."""
+"""Memory of all devices and the host: sizes, reserved addresses, and the pools that can release memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .memory import AddressMap, Arena, Bank, Reservation, is_accessible
 
 
 class Arenas(AddressMap[Reservation]):
-    """The reservations of a machine; ``on_add`` is called with the first address and the end of a new one."""
+    """The reservations of a machine. ``on_add`` is called with the start and end of a new one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,15 +31,15 @@ class Banks:
     host: Bank
     devices: list[Bank]
     alone: bool = False
-    """Whether the host has one device; a process that sees one of several is answered as if it saw all."""
+    """Whether the machine has only one device, visible or not."""
     arenas: Arenas = field(default_factory=Arenas)
     pools: dict[int, Space] = field(default_factory=dict)
-    """Memory of each pool by pool handle: its chunks, used and unused."""
+    """Memory of each pool, by pool handle."""
     reserves: list[tuple[Bank, Callable[[], None]]] = field(default_factory=list)
-    """Functions that release the unused graph memory of a bank."""
+    """A bank, and a function that releases its unused graph memory."""
 
     def bank(self, device: int | None) -> Bank:
-        """The bank of a device; None stands for the host."""
+        """The bank of a device; None: the host."""
         return self.host if device is None else self.devices[device]
 
     def make_room(self, bank: Bank, needed: int, asking: Space | None = None) -> None:
@@ -51,10 +51,10 @@ class Banks:
                 space.trim(0)
 
     def trim(self, asking: Space) -> None:
-        """Release unused memory of other pools and of graphs: that of the device of the asking pool, the host's for a
-        pool of a NUMA node, and that of all devices for another pool of the host.
+        """Release unused memory of other pools and of graphs. Which: for a device's pool that device's; for a pool of a
+        NUMA node the host's; for another host pool that of all devices.
 
-        Observed on H200 (test_placements); the last on a machine of one device.
+        Observed on H200 (test_placements); the last case on a machine of one device.
         """
         of_host = asking.bank is self.host and not asking.of_node
         banks = self.devices if of_host else [asking.bank]
@@ -66,15 +66,17 @@ class Banks:
                 release()
 
     def is_mapped(self, address: int, size: int, write: bool = False) -> bool:
-        """Whether a range is mapped and can be read, or written; simulated memory or other memory of the process."""
+        """Whether a range is mapped and readable, or with ``write`` writable. It may be simulated or other memory of
+        the process.
+        """
         return self.is_there(address, size, self.arenas.find(address) is not None, write)
 
     def is_there(self, address: int, size: int, simulated: bool, write: bool = False) -> bool:
-        """As :meth:`is_mapped`, for a caller that has checked whether the memory is simulated."""
+        """As :meth:`is_mapped`, if the caller has checked whether the memory is simulated."""
         return self.is_backed(address, size) if simulated else is_accessible(address, size, write)
 
     def is_backed(self, address: int, size: int) -> bool:
-        """Whether all of a range is simulated memory with mapped chunks. It may span adjacent reservations."""
+        """Whether a whole range is simulated memory with mapped chunks. It may span adjacent reservations."""
         end = address + size
         while address < end:
             reservation = self.arenas.find(address)
@@ -85,7 +87,7 @@ class Banks:
 
 
 class Space(Arena):
-    """An arena with a line of addresses and chunks of memory under it, and the bank that memory is taken from."""
+    """An arena with an address line, the chunks under it, and the bank that provides the memory."""
 
     def __init__(
         self,
@@ -121,13 +123,13 @@ class Space(Arena):
             self.bank.used -= count * self.line.chunk
 
     def release(self, keep: int) -> None:
-        """Release memory that is free for everybody until at most ``keep`` bytes are left."""
+        """Release memory that is free for all streams until at most ``keep`` bytes are left."""
         excess = -(-(self.line.reserved - keep) // self.line.chunk)
         if excess > 0:
             self.unback(sorted(self.line.spare()[:excess]))
 
     def trim(self, keep: int) -> None:
-        """Release memory that is free for everybody, but keep at least ``keep`` bytes."""
+        """Release memory that is free for all streams, but keep at least ``keep`` bytes."""
         self.release(keep + self.line.chunk - 1)
 
     def close(self) -> None:
@@ -138,7 +140,7 @@ class Space(Arena):
 
 
 def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
-    """The runs of ascending numbers, each as its first and its length."""
+    """Yield the first number and the length of each run of consecutive numbers."""
     start = 0
     for at in range(1, len(numbers) + 1):
         if at == len(numbers) or numbers[at] != numbers[at - 1] + 1:

@@ -1,4 +1,4 @@
-"""Blocks of a pool's address line, and shelves that hold the free blocks."""
+"""Blocks of a pool's address line, and shelves of free blocks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ def round_up(size: int, unit: int) -> int:
 USED = -1
 """The owner of a block that is not free."""
 HEAP = 0
-"""The owner of a block that is free for everybody. Any other owner is a stream, by its number."""
+"""Owner of a block free for all streams; other owners are stream numbers."""
 
 
 class Block:
-    """A range of the line. A block that a stream left is free once operation ``seq`` of the stream is done."""
+    """A range of the line. If a stream left the block, it is free once operation ``seq`` of the stream has run."""
 
     __slots__ = ("next", "owner", "prev", "seq", "size", "stamp", "start")
 
@@ -37,11 +37,11 @@ class Block:
 
 
 class Shelf:
-    """Free blocks of one owner, by size, then by time on the shelf, the oldest first."""
+    """Free blocks of one owner, ordered by size, then by time on the shelf, oldest first."""
 
     def __init__(self) -> None:
         self._sorted: list[tuple[int, int, Block]] = []
-        """Size, stamp and block; of these no two have the same stamp."""
+        """Size, stamp and block; stamps are unique."""
 
     def __len__(self) -> int:
         return len(self._sorted)
@@ -57,7 +57,7 @@ class Shelf:
         del self._sorted[bisect_left(self._sorted, (block.size, block.stamp))]
 
     def best(self, size: int, usable: Callable[[Block], bool] | None = None) -> Block | None:
-        """The first block of at least ``size`` bytes that is ``usable``."""
+        """The first block of at least ``size`` bytes for which ``usable`` is true."""
         found = self._sorted
         at = bisect_left(found, (size,))
         if usable is None:

@@ -1,13 +1,14 @@
-"""The lock that a thread holds during a simulated call. Collections and signal handlers wait for the end of the call.
+"""The lock that a thread holds during a simulated call. Garbage collections and signal handlers wait for the end of the
+call.
 
-A call of the real driver is C: no Python code runs in it. A simulated call is Python. Three things must not run in it:
+A call of the real driver runs no Python code. A simulated call is Python code, so three things must be kept out of it:
 
 * Calls of other threads. One lock serves all machines, because collections and signals belong to the process.
 * The garbage collector, since finalisers make driver calls. Automatic collections are off while a thread holds the
   lock. Another thread can turn them on; a collection that then starts in a call finds no objects.
 * Signal handlers, since a handler can raise. During a call of the main thread, :func:`_record` replaces each handler of
-  :data:`_SIGNALS`. The handler runs after the call. While a call waits, the handlers are in place, and what a handler
-  raises ends the wait.
+  :data:`_SIGNALS`. The handler runs after the call. While a call waits, the original handlers are in place, and an
+  exception of a handler ends the wait.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _SIGNALS = [int(getattr(signal, name)) for name in ["SIGHUP", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGTERM"]]
-"""The signals whose handlers wait. A handler of another signal that raises in a call breaks the machine."""
+"""Signals whose handlers are delayed. A raising handler of another signal breaks the machine."""
 
 
 def is_main_thread() -> bool:
-    """Whether the main thread calls.
+    """Whether the calling thread is the main thread.
 
-    ``threading.current_thread`` adds an object for a thread that Python has not started, and for a finaliser that runs
-    after its thread has ended.
+    ``threading.current_thread`` is not used: it registers threads that Python has not started, and ended threads whose
+    finalisers run.
     """
     return threading.get_ident() == threading.main_thread().ident
 
@@ -48,7 +49,7 @@ class Caller:
 
 
 class WaitEnded(BaseException):
-    """A signal handler raised ``error`` while a call waited."""
+    """A signal handler raised ``error`` while a call was waiting."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(error)
@@ -59,16 +60,16 @@ _lock = threading.RLock()  # finalisers can make calls at each bytecode of enter
 _acquire, _release = _lock.acquire, _lock.release
 _is_owned: Callable[[], bool] = _lock._is_owned  # type: ignore[attr-defined]
 _collection_is_on, _collect, _collect_not = gc.isenabled, gc.enable, gc.disable
-_held = 0  # how often the thread that holds the lock has acquired it
-_depth = 0  # of the calls, one in the other, of that thread
-_collects = True  # whether automatic collections were on before these calls
+_held = 0  # number of acquisitions by the holding thread
+_depth = 0  # nesting depth of that thread's calls
+_collects = True  # whether automatic collections were enabled before these calls
 
 
 def enter(is_main: bool = False) -> None:
-    """Wait for the lock and begin a call, which may be inside another call of the thread."""
+    """Wait for the lock and begin a call. It may be nested in another call of the thread."""
     global _depth, _collects, _held, _holding
     if is_main:
-        if not _holding:  # a handler can raise here before it is replaced
+        if not _holding:  # a handler that is not yet replaced can raise here
             if [*map(_get_handler, _SIGNALS)] != _handlers:
                 _remember_handlers()
             for number in _replaced:
@@ -79,12 +80,12 @@ def enter(is_main: bool = False) -> None:
     if _held == 1:
         _collects = _collection_is_on()
         _collect_not()
-    # A collection that Python 3.12 or newer has scheduled runs before this line, where it is in no call.
+    # A collection scheduled by Python 3.12 or newer runs before this line, outside of the call.
     _depth += 1
 
 
 def leave(is_main: bool = False) -> None:
-    """End the call that :func:`enter` began with the same argument."""
+    """End the call that :func:`enter` began. ``is_main`` must be the same."""
     global _depth, _held, _holding
     _depth -= 1
     if _held == 1 and _collects:
@@ -102,18 +103,18 @@ def leave(is_main: bool = False) -> None:
 
 def is_mine() -> bool:
     """Whether the calling thread holds the lock."""
-    return _is_owned() and _depth > 0  # without acquiring it: a handler may raise in between
+    return _is_owned() and _depth > 0  # not by acquiring it, because a handler may raise in between
 
 
 def sleep(until: _thread.LockType, seconds: float) -> None:
-    """Release the lock until another thread releases ``until``, or for this time; a call of the main thread ends with
-    :class:`WaitEnded` when a signal handler raises.
+    """Release the lock until another thread releases ``until``, or until the time is over. If a signal handler raises,
+    a call of the main thread ends with :class:`WaitEnded`.
     """
     global _holding
     is_main = _holding > 0 and is_main_thread()
     depth, holding, error = _depth, _holding, None
     if is_main:
-        _holding = depth  # more in a finaliser that runs where a call begins
+        _holding = depth  # higher in a finaliser that runs where a call begins
     try:
         for _ in range(depth):
             leave(is_main)
@@ -155,25 +156,25 @@ _late: list[int] = []  # signals that came during a call
 
 
 def _remember_handlers() -> None:
-    """Record the signal handlers that the program installed. A handler that is still replaced keeps its record."""
+    """Record the program's signal handlers. A handler that is replaced now keeps its record."""
     global _handlers, _replaced
     known = _replaced
     pairs = [(number, _get_handler(number)) for number in _SIGNALS]
     found = [known.get(number, signal.SIG_DFL) if handler is _record else handler for number, handler in pairs]
     _replaced = {number: handler for number, handler in zip(_SIGNALS, found, strict=True) if callable(handler)}
-    _handlers = found  # last: a handler can raise at any point before, and the next call begins anew
+    _handlers = found  # last: if a handler raises earlier, the next call begins anew
 
 
 def _record(number: int, _frame: object) -> None:
     if _holding:
         _late.append(number)
-    else:  # a handler raised while the handlers were exchanged
+    else:  # a handler raised while the handlers were being replaced
         _set_handler(number, _replaced.get(number, signal.SIG_DFL))
         signal.raise_signal(number)
 
 
 def _after_fork() -> None:
-    """Free the lock, which another thread of the parent may have held."""
+    """Replace the lock, because another thread of the parent may have held it."""
     global _acquire, _collects, _depth, _held, _holding, _is_owned, _release
     lock = threading.RLock()
     _acquire, _release = lock.acquire, lock.release

@@ -1,4 +1,4 @@
-"""Values of the driver's enums (equal in every version of the bindings), locations, and sizes."""
+"""Values of the driver's enums (equal in every version of the bindings), locations and sizes."""
 
 from __future__ import annotations
 
@@ -34,19 +34,18 @@ ALIGNMENT = 512
 CHUNK = 32 << 20
 """Bytes; pools grow by multiples of this."""
 BLOCK = 2 << 20
-"""Bytes; cuMemAlloc takes blocks of this size, which smaller allocations share (observed on H200: test_plain_memory).
-"""
+"""Block size of cuMemAlloc in bytes; smaller allocations share blocks (observed on H200: test_plain_memory)."""
 TILE_SIZE = 64 << 10
 """Bytes of a tile of a sparse array."""
 STEP = 4 << 20
-"""Bytes that a copy moves in one step, about 1 ms; other streams and threads run between steps."""
+"""Bytes per step of a copy, about 1 ms. Other streams and threads run between steps."""
 HANDLE_BYTES = 64
-"""Bytes of pointer export data, of IPC handles and of fabric handles."""
+"""Bytes of pointer export data, IPC handles and fabric handles."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """A CUmemLocation: the location type as an int, and the id."""
+    """A CUmemLocation: location type (int) and id."""
 
     type: int
     id: int
@@ -58,11 +57,10 @@ class Place:
 
 
 HIDDEN = -2
-"""CU_DEVICE_INVALID: ordinal of a device that CUDA_VISIBLE_DEVICES hides."""
+"""CU_DEVICE_INVALID: ordinal of a device hidden by CUDA_VISIBLE_DEVICES."""
 NOWHERE = Place(Location.NONE, 0)
 HOST = Place(Location.HOST, 0)
-"""Location that holds the host's access rights; HOST and HOST_NUMA 0 share them (observed on H200: test_host_mappings).
-"""
+"""Location of the host's access rights, shared by HOST and HOST_NUMA 0 (observed on H200: test_host_mappings)."""
 
 
 def device_place(ordinal: int) -> Place:
@@ -73,5 +71,5 @@ _handles: Iterator[int] = itertools.count(0x5EED_0000_1000, 0x40)
 
 
 def new_handle() -> int:
-    """A handle for any object, unique among all machines of the process."""
+    """A new handle, unique among all machines of the process."""
     return next(_handles)

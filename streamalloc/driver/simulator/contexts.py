@@ -27,7 +27,7 @@ class Device:
     regions: Regions
     heap: Heap
     pinned: Heap
-    """Heap of pinned host memory that this device's contexts allocate."""
+    """Heap of pinned host memory of this device's contexts."""
     graphs: DeviceGraphMemory
     primary: Context = field(init=False)
 
@@ -37,7 +37,7 @@ class Device:
 
 
 class Context:
-    """A context. ``alive`` of a primary context can change several times."""
+    """A context. ``alive`` of a primary context can change repeatedly."""
 
     def __init__(
         self, device: Device, timeline: Timeline, by_handle: dict[int, Stream], number: int, primary: bool, flags: int
@@ -46,9 +46,9 @@ class Context:
         self.primary = primary
         self.flags = flags
         self.graph_block: Block | None = None
-        """Device memory that the first graph instantiation allocates (H200: test_plain_memory)."""
+        """Device memory allocated at the first graph instantiation (H200: test_plain_memory)."""
         self.implied_flags = 0
-        """Flags that cuCtxGetFlags adds to those that were set."""
+        """Flags that cuCtxGetFlags returns beside those that were set."""
         self.id: int = number
         self.handle: int = new_handle()
         self.alive: bool = not primary
@@ -58,7 +58,7 @@ class Context:
         self.limits: dict[str, int] = {}
         """Limits that were set, by name."""
         self.stacks: int = 0
-        """Bytes of device memory for stacks, beyond the initial ones."""
+        """Bytes of device memory for stacks beyond the initial ones."""
         self.awaited: list[tuple[Stream, int]] = []
         """Operations that each later stream waits for."""
         self.streams: dict[int, Stream] = {}  # by handle
@@ -67,7 +67,7 @@ class Context:
         self._by_handle = by_handle  # the streams of all contexts
         self._legacy: Stream | None = None
         self._per_thread: dict[int, tuple[weakref.ref[Caller], Stream]] = {}
-        """By the number of the thread, which a later thread can have, too."""
+        """By thread number, which a later thread may reuse."""
         self._marks: Stream | None = None
 
     def check(self) -> None:
@@ -85,7 +85,7 @@ class Context:
 
     @property
     def per_thread(self) -> Stream:
-        """The per-thread default stream of the calling thread, which ends with the thread."""
+        """The per-thread default stream of the calling thread. It ends with the thread."""
         caller = self._timeline.caller
         found = self._per_thread.get(caller.ident)
         if found is not None:
@@ -122,7 +122,7 @@ class Context:
         return stream
 
     def forget(self, stream: Stream) -> None:
-        """Forget a destroyed stream. Its queued work still runs."""
+        """Remove a destroyed stream. Its queued work still runs."""
         del self.streams[stream.handle], self._by_handle[stream.handle]
         self._leave(stream)
 
@@ -133,7 +133,7 @@ class Context:
         if stream.legacy is not None and stream.legacy.peers is not None:
             learn(stream.legacy.clock, stream)
             if stream.queue:
-                # the legacy stream is still ordered after the queued work
+                # the legacy stream stays ordered after the queued work
                 stream.legacy.submit(Operation(), ((stream, stream.seq),))
             del stream.legacy.peers[stream]
 
@@ -142,7 +142,7 @@ class Context:
         return [*own, *(stream for _, stream in self._per_thread.values()), *self.streams.values()]
 
     def clock(self) -> Clock:
-        """The clock of all work that was ever submitted in the context."""
+        """Clock of all work ever submitted in the context."""
         clock = dict(self.retired)
         for stream in self.all_streams():
             merge(clock, stream.clock)
@@ -150,14 +150,14 @@ class Context:
         return clock
 
     def unfinished(self) -> tuple[tuple[Stream, int], ...]:
-        """The streams that have something left to do, destroyed ones included, and the last of it."""
+        """The streams with unfinished work, destroyed ones included, with their last operations."""
         live = self._timeline.streams
         gone = [(live[number], seq) for number, seq in self.retired.items() if number in live]
         streams = [(stream, stream.seq) for stream in self.all_streams()]
         return tuple((stream, seq) for stream, seq in (*gone, *streams) if stream.done < seq)
 
     def end(self) -> None:
-        """The context is destroyed. Its own streams were destroyed before."""
+        """Destroy the context. Its streams must be destroyed already."""
         self.alive = False
         self.error = None
         self.peers.clear()

@@ -1,4 +1,4 @@
-"""Copies and fills as stream operations, which move bytes step by step."""
+"""Copies and fills as stream operations that move bytes step by step."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .multicast import Segment
 from .timeline import Operation
 
 Put = Callable[[int, int, int], object]
-"""Writes bytes of an operation: to an address, from an offset in the operation on, and how many."""
+"""Writes bytes: target address, offset in the operation, size."""
 
 
 class Move(Operation):
-    """Writes bytes step by step. Memory that was unmapped meanwhile breaks the context, not the process."""
+    """Writes bytes step by step. If memory was unmapped meanwhile, the context fails, not the process."""
 
     def __init__(
         self, machine: Machine, context: Context, target: int, size: int, put: Put, source: int | None = None
@@ -51,7 +51,7 @@ class Move(Operation):
         return True
 
     def _targets(self, size: int) -> list[Segment] | None:
-        """Targets of the next bytes: one address, or that of each replica of multicast memory."""
+        """Targets of the next bytes: one address, or one per replica of multicast memory."""
         target = self._target + self._done
         if self._machine.banks.is_there(target, size, self._into_simulated, write=True):
             return [Segment(target, 0, size)]
@@ -63,7 +63,7 @@ class Move(Operation):
 
 
 def _copy_row(machine: Machine, context: Context, target: int, source: int | bytes, size: int) -> Move:
-    """A copy from an address, or from bytes that were taken when the call was made."""
+    """A copy from an address, or from bytes that were read at the call."""
     taken = isinstance(source, bytes)
     start = view_address(source) if isinstance(source, bytes) else source
 
@@ -84,7 +84,7 @@ def _fill_row(machine: Machine, context: Context, target: int, pattern: bytes, c
 
 
 class Rows(Operation):
-    """Copies or fills the rows of a plane or of a box, one after the other."""
+    """Copies or fills the rows of a plane or a box, one after another."""
 
     def __init__(self, count: int, size: int, row: Callable[[int], Move]) -> None:
         self._count = count
@@ -109,7 +109,7 @@ class Rows(Operation):
 
 
 class Shape(NamedTuple):
-    """The shape of a copy: a row, a plane or a box of bytes, and the pitches at both ends."""
+    """The shape of a copy (a row, a plane or a box of bytes), with the pitches of both sides."""
 
     width: int
     height: int
@@ -119,9 +119,9 @@ class Shape(NamedTuple):
     source_pitch: int
     source_slice: int
     fits: tuple[bool, bool] = (True, True)
-    """Whether the rows of target and source lie within their pitch, and the slices within their height."""
+    """For target and source: whether rows fit the pitch, and slices the height."""
     left_out: tuple[int, int] = (0, 0)
-    """Bytes before the first that is written, and before the first that is read."""
+    """Bytes skipped before the first written, and before the first read."""
 
     @classmethod
     def row(cls, size: int) -> Shape:
@@ -133,7 +133,7 @@ class Shape(NamedTuple):
 
     @property
     def target_span(self) -> int:
-        """Bytes from the first that is written to behind the last."""
+        """Bytes from the first written to the last."""
         return (self.depth - 1) * self.target_slice + (self.height - 1) * self.target_pitch + self.width
 
     @property
@@ -141,7 +141,7 @@ class Shape(NamedTuple):
         return (self.depth - 1) * self.source_slice + (self.height - 1) * self.source_pitch + self.width
 
     def copy(self, machine: Machine, context: Context, target: int, source: int | bytes) -> Operation:
-        """The copy between two addresses, or from bytes that were taken when the call was made."""
+        """The copy between two addresses, or from bytes that were read at the call."""
         if self.height * self.depth == 1:
             return _copy_row(machine, context, target, source, self.width)
         start = view_address(source) if isinstance(source, bytes) else source

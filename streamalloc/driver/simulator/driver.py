@@ -1,4 +1,4 @@
-"""The simulated driver: the calls of all areas over one machine, and the bindings' own names for the rest."""
+"""The simulated driver: all calls on one machine, and the other names of the bindings."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ class SimulatedDriver(
 ):
     """A simulated machine with the interface of ``cuda.bindings.driver``.
 
-    Enums, structs and handle classes are those of the bindings. A function of the bindings that is not
-    modelled raises :class:`NotImplementedError` when it is called.
+    Enums, structs and handle classes are the bindings' own. Functions that are not modelled raise
+    :class:`NotImplementedError` when called.
     """
 
     is_simulated = True
 
     def __init__(self, spec: MachineSpec) -> None:
         self._machine = machine = Machine(spec)
-        # when nobody refers to the driver any more its mappings, files and thread go; not at interpreter
-        # exit, when the system takes all of them anyway
+        # Releases the machine's mappings, files and thread when the driver is collected. Not at interpreter exit, when
+        # the system releases them.
         weakref.finalize(self, machine.close).atexit = False
 
     @property
     def settings(self) -> str:
-        """Value of STREAMALLOC_DRIVER with which another process makes the same machine."""
+        """Value of STREAMALLOC_DRIVER for the same machine in another process."""
         spec = self._machine.spec
         changed = [one for one in fields(spec) if one.init and getattr(spec, one.name) != one.default]
         pairs = ((one.name.removesuffix("_name"), getattr(spec, one.name)) for one in changed)
@@ -71,7 +71,7 @@ class SimulatedDriver(
         return f"<SimulatedDriver {machine.identity!r}: {devices}{seeded}>"
 
 
-# A call is there only where the bindings in use have it.
+# Remove calls that the installed bindings lack.
 for _area in SimulatedDriver.__mro__:
     for _name in [name for name in vars(_area) if name.startswith("cu") and not hasattr(cuda, name)]:
         delattr(_area, _name)

@@ -1,4 +1,4 @@
-"""Exceptions of simulated calls. A :class:`Fault` carries the result code that the call returns."""
+"""Exceptions of simulated calls. A :class:`Fault` has the result code that the call returns."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class Fault(Exception):
 
 
 class NotModelled(NotImplementedError):
-    """The behaviour of the real driver is unknown, or the process would end there: "the real driver crashes"."""
+    """The behaviour of the real driver is unknown, or is a crash ("the real driver crashes")."""
 
     def __init__(self, what: str) -> None:
         super().__init__(f"not modelled: {what}")
 
 
 class BrokenMachineError(RuntimeError):
-    """A call of this machine was interrupted in the middle, so its state may be inconsistent."""
+    """A call of this machine was interrupted midway, so its state may be inconsistent."""
 
 
 class DeadlockError(RuntimeError):
-    """The real driver would block for ever in this call."""
+    """The real driver would block forever in this call."""
 
 
 def check(condition: object, code: Any = Result.CUDA_ERROR_INVALID_VALUE) -> None:
@@ -49,20 +49,20 @@ def not_modelled(condition: object, what: str) -> None:
 
 
 def need(value: T | None, code: Any = Result.CUDA_ERROR_INVALID_VALUE) -> T:
-    """The value. None raises a :class:`Fault` with ``code``, or :class:`NotModelled` if ``code`` is a text."""
+    """Return the value. None raises a :class:`Fault` with ``code``, or :class:`NotModelled` if ``code`` is text."""
     if value is None:
         raise NotModelled(code) if isinstance(code, str) else Fault(code)
     return value
 
 
 def need_a(cls: type[T], value: object, code: Any = Result.CUDA_ERROR_INVALID_VALUE) -> T:
-    """The value, as :func:`need` does it, where it has this class."""
+    """Return the value if it has this class; otherwise as :func:`need` for None."""
     return need(value if isinstance(value, cls) else None, code)
 
 
 @contextlib.contextmanager
 def operating_system(only_memory: bool = False) -> Iterator[None]:
-    """Turn an OSError in the block into a :class:`Fault`; with ``only_memory``, only ENOMEM."""
+    """Turn an OSError in a ``with`` block into a :class:`Fault`; with ``only_memory``, only ENOMEM."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Events, also those that several processes share."""
+"""Events, including those shared by several processes."""
 
 from __future__ import annotations
 
@@ -18,22 +18,24 @@ from .timeline import Clock, Operation, Stream, Until, Wait, merge
 
 # -- events of several processes -------------------------------------------------------------------------------
 
-# A process that shares events keeps them on a *table*, an anonymous file; processes that open such an event map its
-# table. Each recording of an event, by whichever process, takes the event's next number when the call is made, and
-# marks that number as done when it happens in its stream. Waiting is waiting for one number, so recording the event
-# again does not move a wait that was made before. A number that its process did not live to mark is never done
-# (observed on H200, test_sharing: whoever waits for a process that was killed waits for ever).
+# A process that shares events keeps them in a *table*, an anonymous file. Processes that open such an event map its
+# table. Each recording of an event, by any process, takes the event's next number at the call, and marks that number as
+# done when it runs in its stream. A wait is for one number, so a later recording does not affect it. If a process dies
+# before it marks a number, that number is never done (observed on H200, test_sharing: a waiter for a killed process
+# waits forever).
 
 _WORD = 8
 _SLOT_WORDS = 16
 _RING = _SLOT_WORDS - 1
-"""Recordings of an event that have a slot. An older one counts as done once the recording in its slot is done."""
+"""Recordings per event with a slot. An older one counts as done once its slot's newer recording is done."""
 TABLE_EVENTS = 8192
 TABLE_BYTES = TABLE_EVENTS * _SLOT_WORDS * _WORD
 
 
 class EventTable:
-    """The events of one process. Owns ``fd``, a descriptor of its own of the file, until ``close()`` or its end."""
+    """The events of one process. Owns ``fd``, a separate descriptor of the file, until ``close()`` or the object's
+    end.
+    """
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -45,8 +47,8 @@ class EventTable:
         finalizer.atexit = False
 
     def take(self) -> SharedEvent | None:
-        """A new event; None if the table is full. A slot is never reused: a handle of a destroyed event still opens
-        (H200: test_sharing).
+        """A new event; None if the table is full. Slots are never reused, because a handle of a destroyed event still
+        opens (H200: test_sharing).
         """
         if self.taken == TABLE_EVENTS:
             return None
@@ -55,7 +57,9 @@ class EventTable:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Keeps other processes from changing anything; the lock of one that is killed is gone."""
+        """A ``with`` block in which no other process changes the table. The kernel releases the lock of a killed
+        process.
+        """
         fcntl.flock(self.fd, fcntl.LOCK_EX)
         try:
             yield
@@ -70,7 +74,9 @@ def _close(words: memoryview, memory: mmap.mmap, fd: int) -> None:
 
 
 class SharedEvent:
-    """One event on a table: the number of its latest recording, and for the last few which of them are done."""
+    """One event in a table: the number of its latest recording, and for the last few recordings whether they are
+    done.
+    """
 
     def __init__(self, table: EventTable, index: int) -> None:
         self.table = table
@@ -79,7 +85,7 @@ class SharedEvent:
 
     @property
     def latest(self) -> int:
-        """The number of the latest recording, 0 where there is none."""
+        """The number of the latest recording; 0 if there is none."""
         return self.table.words[self._first]
 
     def begin(self) -> int:
@@ -102,7 +108,7 @@ class SharedEvent:
         return self._first + 1 + number % _RING
 
     def arrival(self) -> Callable[[], bool]:
-        """Whether the recording that is the latest now has happened, for asking later."""
+        """Return a function that tells whether the present latest recording has run."""
         number = self.latest
         return lambda: self.happened(number)
 
@@ -111,14 +117,16 @@ class SharedEvent:
 
 
 class Record(Operation):
-    """One recording of an event: where in which stream and when, for other processes too where they share it."""
+    """One recording of an event: its stream, its position there, and its time; for a shared event visible to other
+    processes.
+    """
 
     def __init__(self, stream: Stream, shared: SharedEvent | None) -> None:
         self.stream = stream
         self.clock: Clock = {}
         """The clock of the record."""
         self.others: tuple[tuple[Stream, int], ...] = ()
-        """Operations of other streams that a record without work waits for."""
+        """Operations of other streams to wait for, in a recording without work."""
         self.when: float = 0.0
         self.shared = shared
         self.number: int = shared.begin() if shared is not None else 0
@@ -137,7 +145,7 @@ class Record(Operation):
 
 @dataclass(eq=False)
 class Event:
-    """An event, and its latest recording: in a stream, or in a graph that is being captured."""
+    """An event with its latest recording, in a stream or in a graph under capture."""
 
     context: Context
     flags: int
@@ -156,13 +164,13 @@ class Event:
 
     @property
     def elsewhere(self) -> SharedEvent | None:
-        """The shared event, if its latest recording is not ``record`` but one by another process or handle."""
+        """The shared event if another process or handle made its latest recording; otherwise None."""
         if self.shared is None or self.shared.latest == (0 if self.record is None else self.record.number):
             return None
         return self.shared
 
     def share(self, shared: SharedEvent) -> SharedEvent:
-        """Move the event, with its records so far, to memory that other processes can map."""
+        """Move the event and its recordings to memory that other processes can map."""
         self.shared = shared
         if self.record is not None:
             self.record.number = shared.begin()
@@ -178,23 +186,23 @@ class Event:
         if elsewhere is not None:
             stream.submit(Until(elsewhere.arrival()))
         elif self.flags & EventFlag.INTERPROCESS:
-            # work of its stream even where the event has happened or was never recorded, but pools ignore the order
-            # (observed on H200: test_events, test_placements)
+            # This counts as work of the stream even if the event has completed or was never recorded, but pools ignore
+            # the order (observed on H200: test_events, test_placements).
             stream.submit(Operation(), () if record is None else ((record.stream, record.seq), *record.others))
         elif record is not None and (record.stream is not stream or record.others):
-            # a wait for finished work is no work (observed on H200: test_events)
+            # a wait for completed work is no work (observed on H200: test_events)
             joins = stream.peers is not None or not record.complete
             stream.submit(Wait(), ((record.stream, record.seq), *record.others), joins=joins)
             live = stream.timeline.streams
             merge(stream.clock, {number: seq for number, seq in record.clock.items() if number in live})
 
     def record_in(self, stream: Stream, after: tuple[tuple[Stream, int], ...] = ()) -> None:
-        """Record after all that is in ``stream`` now, and after ``after``."""
+        """Record after all present work of ``stream``, and after ``after``."""
         earlier, record = self.record, Record(stream, self.shared)
         shared = self.flags & EventFlag.INTERPROCESS
         if shared and earlier is not None and earlier.stream is not stream:
-            after += ((earlier.stream, earlier.seq),)  # its records happen in turn (observed on H200: test_events)
-        # of those of several processes the stream learns the legacy stream's order (observed on H200: test_placements)
+            after += ((earlier.stream, earlier.seq),)  # recordings run in sequence (observed on H200: test_events)
+        # an interprocess recording also gives the stream the legacy stream's order (observed on H200: test_placements)
         clock = stream.clock if shared or stream.peers is not None else dict(stream.clock)
         untimed = not shared and self.flags & EventFlag.DISABLE_TIMING
         record.counts = record.is_command = not untimed

@@ -1,5 +1,5 @@
-"""Anonymous files that processes share: their names, locks on them, access to the files of another process, and the
-memory that the processes of a named machine use together.
+"""Anonymous files shared by processes: names, locks, access to another process's files, and the memory usage of all
+processes of a named machine.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ _NAME = re.compile(r"/memfd:streamalloc:(\w+):([0-9a-f]{24}):([0-9a-f]{16}):(\d+
 
 
 class Label(NamedTuple):
-    """The parts of a file's name. ``kind`` is pool, memory, multicast, heap or events."""
+    """The parts of a file's name. ``kind``: pool, memory, multicast, heap or events."""
 
     kind: str
     machine: str
-    """Name of the machine, equal in all processes that simulate it: 16 digits for the domain, 8 for the host."""
+    """Name of the machine in all its processes: 16 digits domain, 8 host."""
     serial: str
-    """Random number, unique for the files of this machine object."""
+    """Random number, unique to the files of this machine object."""
     place: Place
     compression: int = 0
-    """Compression type of memory; an importer reads it."""
+    """Compression type of memory, read by importers."""
 
     @property
     def domain(self) -> str:
-        """Part of the machine's name that all hosts of an IMEX domain share."""
+        """The machine's name without the host: common to an IMEX domain."""
         return self.machine[:16]
 
     def __str__(self) -> str:
@@ -45,7 +45,7 @@ class Label(NamedTuple):
 
     @classmethod
     def of(cls, path: str) -> Label | None:
-        """The label of the file behind a link under /proc; None for a file of another kind."""
+        """The label of the file behind a /proc link; None for other files."""
         try:
             found = _NAME.fullmatch(os.readlink(path))
         except OSError:
@@ -58,7 +58,7 @@ class Label(NamedTuple):
 
 
 def recognise(fd: int) -> Label | None:
-    """The label of a descriptor; None unless its file can be mapped safely."""
+    """The label of a descriptor; None if its file cannot be mapped safely."""
     label = Label.of(f"/proc/self/fd/{fd}")
     if label is None:
         return None
@@ -71,7 +71,7 @@ def recognise(fd: int) -> Label | None:
 
 
 def reach(process: int, fd: int, fits: Callable[[Label], bool]) -> int | None:
-    """A new descriptor for one of another process; None if that was closed, or now names another file."""
+    """Open a file of another process by its descriptor; None if that is closed or now names another file."""
     path = f"/proc/{process}/fd/{fd}"
     label = Label.of(path)
     if label is None or not fits(label):
@@ -89,8 +89,8 @@ def reach(process: int, fd: int, fits: Callable[[Label], bool]) -> int | None:
 
 # -- locks on bytes of a file, which show whether a process lives ----------------------------------------------
 
-# The kernel releases the locks of a process that ends. They belong to the open file description (F_OFD_SETLK), and can
-# be beyond the end of the file.
+# The kernel releases the locks of a process that ends. They belong to the open file description (F_OFD_SETLK), and may
+# lie beyond the end of the file.
 
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock: type, whence, start, length, process
 
@@ -102,7 +102,7 @@ def lock(fd: int, byte: int, kind: int, *, wait: bool = False) -> None:
 
 
 def is_locked(fd: int, first: int, count: int = 1) -> bool:
-    """Whether another holder has locked a byte of the range; ``count`` 0 stands for all bytes from ``first`` on."""
+    """Whether another holder has locked a byte of the range. ``count`` 0: all bytes from ``first`` on."""
     answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, first, count, 0))
     return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
@@ -111,16 +111,16 @@ def is_locked(fd: int, first: int, count: int = 1) -> bool:
 
 
 class Names:
-    """Factory of labels for a machine's files. ``host``: its name in the IMEX domain; "" if it is in none."""
+    """Factory of labels for a machine's files. ``host``: its name in the IMEX domain; "" without a domain."""
 
     def __init__(self, identity: str, host: str = "", devices: int = 1) -> None:
         self.numbers: list[int] = list(range(devices))
-        """Device numbers of the machine, by the ordinal that the process sees."""
+        """Device numbers of the machine, by the process's ordinals."""
         self.domain: str = hashlib.sha256(identity.encode()).hexdigest()[:16]
         self.host: int = int(hashlib.sha256(host.encode()).hexdigest()[:8], 16) if host else 0
         self.machine: str = f"{self.domain}{self.host:08x}"
         self.owner: int = int.from_bytes(os.urandom(8), "little")
-        """Random number of this machine object, part of its 64-byte handles."""
+        """Random number of this machine object, part of IPC handles."""
 
     def new(self, kind: str, place: Place, compression: int = 0) -> Label:
         """The label of a new file that can be shared."""
@@ -128,7 +128,7 @@ class Names:
         return Label(kind, self.machine, os.urandom(8).hex(), there, compression)
 
     def own(self, kind: str, place: Place = NOWHERE) -> Label:
-        """The label of a file with device memory or events, which others find by process and descriptor."""
+        """The label of a file with device memory or events. Others find it by process and descriptor."""
         return Label(kind, self.machine, f"{self.owner:016x}", place)
 
     def number(self, ordinal: int) -> int:
@@ -140,23 +140,23 @@ class Names:
         return HIDDEN if ordinal == HIDDEN else self.numbers[ordinal]
 
     def seen(self, number: int) -> int:
-        """The ordinal of a device of the machine; :data:`HIDDEN` for one that the process does not see."""
+        """The ordinal of a device of the machine; :data:`HIDDEN` if it is not visible to the process."""
         return self.numbers.index(number) if number in self.numbers else HIDDEN
 
     def is_own(self, process: int, owner: int) -> bool:
         return owner == self.owner and process == os.getpid()
 
     def reach(self, process: int, fd: int, owner: int, kind: str) -> int | None:
-        """A new descriptor for a file of another process of this machine; None if that process has closed it."""
+        """Open a file of another process of this machine; None if that process has closed it."""
         expected = (kind, self.machine, f"{owner:016x}")
         return reach(process, fd, lambda label: label[:3] == expected)
 
 
 HOST_BANK = 63
-"""Number of the host's memory in a slot; devices have their ordinals."""
+"""Number of the host's memory in a slot; devices have ordinals."""
 _BANKS, _SLOTS, _WORD = 64, 1024, 8
 _HIGHEST = _SLOTS * _BANKS
-"""Word with the number of slots that were ever taken."""
+"""Word with the number of slots ever taken."""
 _BYTES = (_HIGHEST + 1) * _WORD
 _PATIENCE = 10.0
 _LIST = "/proc/net/unix"
@@ -165,9 +165,9 @@ _LIST = "/proc/net/unix"
 class Usage:
     """The slot of a machine object in the table of its machine, an anonymous file.
 
-    A slot has the bytes that the object uses of each device and of the host. A process locks its slot, so that the slot
-    of one that has ended is free again. Others find the table by the name of an abstract socket, which has the process
-    and the descriptor and ends with the process.
+    A slot has the bytes that the object uses of each device and of the host. A process locks its slot, so that its end
+    frees the slot. Others find the table by the name of an abstract socket. The name contains the process and the
+    descriptor, and ends with the process.
     """
 
     def __init__(self, names: Names) -> None:
@@ -222,7 +222,7 @@ def _bound(name: str) -> socket.socket:
 
 @contextlib.contextmanager
 def _alone(machine: str) -> Iterator[None]:
-    """Block in which no other process creates the table."""
+    """A ``with`` block in which no other process creates the table."""
     end = time.monotonic() + _PATIENCE
     while True:
         try:
@@ -239,7 +239,7 @@ def _alone(machine: str) -> Iterator[None]:
 
 
 def _table_of_others(names: Names) -> int | None:
-    """A descriptor of the table, from another process or object of the machine; None if no other one has it."""
+    """Open the table of another process or object of the machine; None if there is none."""
     with open(_LIST, encoding="utf-8", errors="replace") as lines:
         found = re.findall(rf"@streamalloc:usage:{names.machine}:(\d+):(\d+)$", lines.read(), re.MULTILINE)
     for process, fd in found:

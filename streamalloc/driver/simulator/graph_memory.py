@@ -1,9 +1,9 @@
-"""Memory of graphs: each graph has its own addresses; the graphs of a device share physical memory.
+"""Memory of graphs: each graph has its own addresses, and the graphs of a device share physical memory.
 
-A graph that frees all it allocates needs memory only while a launch runs. Such launches take turns on one slab
-of physical memory as long as each is ordered after the one before, or finds it done; a launch that could run at
-the same time as another gets a different slab. A graph whose allocations outlive a launch has a slab to itself as
-long as they live. Slabs stay until cuDeviceGraphMemTrim, whatever becomes of the graphs.
+A graph that frees all its allocations needs memory only while a launch runs. Such launches share one slab of physical
+memory if each is ordered after the previous one, or that is done. A launch that could run concurrently with another
+gets a different slab. If allocations outlive a launch, their graph has a slab of its own while they live. Slabs stay
+until cuDeviceGraphMemTrim, even after the graphs are destroyed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .timeline import Clock, Operation, Stream
 
 
 class Uses:
-    """The last use of memory, as a position in each stream."""
+    """The last use of memory, as an operation number per stream."""
 
     def __init__(self) -> None:
         self._last: dict[int, tuple[Stream, int]] = {}
@@ -41,8 +41,8 @@ class Uses:
 
 @dataclass(eq=False)
 class DeviceGraphMemory:
-    """Graph memory of a device, with high-water marks. All memory that has addresses counts as used (observed on H200:
-    test_graph_memory, test_graph_nodes).
+    """Graph memory of a device, with high-water marks. All memory that is mapped at addresses counts as used (observed
+    on H200: test_graph_memory, test_graph_nodes).
     """
 
     banks: Banks
@@ -56,7 +56,7 @@ class DeviceGraphMemory:
     _set_aside: Reservation | None = None
 
     def set_aside(self) -> None:
-        """Reserve the addresses for all graphs: as many as a pool has (observed on H200: test_address_ranges)."""
+        """Reserve the addresses for all graphs, as many as a pool has (observed on H200: test_address_ranges)."""
         if self._set_aside is None:
             self._set_aside = Reservation(round_up(self.bank.addresses, CHUNK), CHUNK, low=True)
 
@@ -71,12 +71,12 @@ class DeviceGraphMemory:
         self.reserved_high = max(self.reserved_high, self.size)
 
     def collect(self) -> None:
-        """Release the addresses of graphs that were destroyed while a launch was still queued."""
+        """Release the addresses of graphs that were destroyed while a launch was queued."""
         for memory in list(self.memories):
             memory.close_unless_needed()
 
     def trim(self) -> None:
-        """Release unused slabs, and the unused ends of slabs."""
+        """Release unused slabs, and unused ends of slabs."""
         for slab in list(self.slabs):
             if slab.idle:
                 for memory in self.memories:
@@ -101,7 +101,7 @@ class Slab:
     def __init__(self, shared: DeviceGraphMemory) -> None:
         self._shared = shared
         self.owner: GraphMemory | None = None
-        """The one graph that may use it as long as it has live allocations, because these outlive its launches."""
+        """The graph with exclusive use while its allocations outlive launches."""
         self.size: int = 0
         self.used: int = 0
         self.uses: Uses = Uses()
@@ -109,7 +109,7 @@ class Slab:
         shared.slabs.append(self)
 
     def grow(self, size: int, used: int) -> None:
-        """Grow to ``size`` bytes, of which ``used`` have addresses. Bytes of other slabs without addresses are taken
+        """Grow to ``size`` bytes, ``used`` of them with addresses. Bytes of other slabs without addresses are taken
         first.
         """
         missing, more = max(size - self.size, 0), max(used - self.used, 0)
@@ -128,7 +128,7 @@ class Slab:
         self.used += more
 
     def split(self, size: int, used: int) -> None:
-        """Release the bytes beyond ``size`` and the addresses beyond ``used`` for other graphs."""
+        """Release bytes beyond ``size``, and addresses beyond ``used``, for other graphs."""
         if self.size > size:
             rest = Slab(self._shared)
             rest.size, rest.used = self.size - size, max(self.used - used, 0)
@@ -165,7 +165,7 @@ class Hole(NamedTuple):
 
 
 class GraphMemory:
-    """The addresses of one graph's allocations on one device, and the slab that its latest launch has there."""
+    """The addresses of a graph's allocations on one device, and the slab of its latest launch there."""
 
     def __init__(self, shared: DeviceGraphMemory) -> None:
         shared.collect()
@@ -181,7 +181,7 @@ class GraphMemory:
         self._mapped: tuple[Slab, int] | None = None  # in stream order, for launches that are queued
         self.uses: Uses = Uses()
         self.live: dict[int, int] = {}
-        """The allocations that outlived a launch: their sizes by address."""
+        """Sizes of the allocations that outlived a launch, by address."""
         self.owners: int = 1
         shared.memories.add(self)
 
@@ -191,8 +191,8 @@ class GraphMemory:
         return 0 <= address - self._reservation.base < self._size
 
     def place(self, size: int, earlier: Container[object]) -> int:
-        """An address for an allocation node: the smallest hole that ``earlier`` nodes left, if any will do; of equal
-        ones that which has been there longest (observed on H200: test_graph_memory, test_graph_nodes).
+        """Choose the address of an allocation node: the smallest sufficient hole left by ``earlier`` nodes, of equal
+        ones the oldest, else new addresses (observed on H200: test_graph_memory, test_graph_nodes).
         """
         rounded = round_up(size, ALIGNMENT)
         fitting = (hole for hole in self.holes if hole.size >= rounded and hole.freed_by in earlier)
@@ -202,20 +202,20 @@ class GraphMemory:
             at = self.holes.index(hole)
             self.holes[at : at + 1] = [rest] if rest.size else []
             return hole.address
-        # the graphs of a device share as many addresses as a pool has; whether there is memory for what a graph
-        # allocates shows when it is launched (observed on H200: test_graph_nodes)
+        # The graphs of a device share as many addresses as a pool has. A lack of memory shows only at the launch
+        # (observed on H200: test_graph_nodes).
         taken = sum(memory._size for memory in self._shared.memories)
         check(taken + rounded <= self._reservation.size, Result.CUDA_ERROR_OUT_OF_MEMORY)
         address = self._reservation.base + self._size
         self._size += rounded
         if self._size > self._reserved:
-            # by the size of the whole allocation, not only of its excess (observed on H200: test_graph_nodes)
+            # grows by the whole allocation, not only by its excess (observed on H200: test_graph_nodes)
             self._reserved += round_up(rounded, CHUNK)
         return address
 
     def leave(self, address: int, size: int, freed_by: object, earlier: Container[object]) -> None:
-        """Free the range of a node. It joins the holes that ``earlier`` nodes left beside it, and only nodes after this
-        one can reuse the joined hole (observed on H200: test_graph_nodes).
+        """Free the range of a node. It is merged with adjacent holes that ``earlier`` nodes left, and only later nodes
+        can reuse the merged hole (observed on H200: test_graph_nodes).
         """
         start, end = address, address + round_up(size, ALIGNMENT)
         kept = []
@@ -231,7 +231,7 @@ class GraphMemory:
     # -- launches --------------------------------------------------------------------------------------------
 
     def prepare(self, clock: Clock, outlives: bool) -> Slab:
-        """The slab for a launch that is ordered after ``clock``. ``outlives``: it leaves allocations behind."""
+        """Choose the slab for a launch that is ordered after ``clock``. ``outlives``: its allocations outlive it."""
         slabs = [slab for slab in self._shared.slabs if slab.owner in (None, self) or not slab.owner.live]
         usable = [slab for slab in slabs if slab.uses.over_for(clock)]
         slab = self._slab if self._slab in usable else max(usable, key=lambda one: one.size, default=None)
@@ -245,14 +245,14 @@ class GraphMemory:
         return slab
 
     def map(self, slab: Slab) -> None:
-        """Map the slab at the addresses. Done in stream order: earlier launches may use another slab."""
+        """Map the slab at the addresses. Runs in stream order, because earlier launches may use another slab."""
         size = round_up(self._size, CHUNK)
         if self._mapped != (slab, size):
             self._reservation.map(self._reservation.base, size, slab.physical, 0)
             self._mapped = (slab, size)
 
     def in_use(self, stream: Stream, seq: int) -> None:
-        """Record that a stream may use the memory until its operation ``seq`` is done."""
+        """Record that a stream may use the memory until its operation ``seq`` has run."""
         self.uses.add(stream, seq)
         if self._slab is not None:
             self._slab.uses.add(stream, seq)
@@ -264,7 +264,7 @@ class GraphMemory:
             self.in_use(stream, stream.submit(Operation()))
 
     def chunks_in_use(self) -> int:
-        """The number of chunks that hold a part of a live allocation."""
+        """The number of chunks with a part of a live allocation."""
         base = self._reservation.base
         touched = (
             range((address - base) // CHUNK, (address - base + size - 1) // CHUNK + 1)
@@ -283,7 +283,7 @@ class GraphMemory:
             self._slab = None
 
     def disown(self) -> None:
-        """Drop the reference of a destroyed graph or executable graph to the addresses."""
+        """Drop a reference to the addresses, as its graph or executable graph was destroyed."""
         self.owners -= 1
         self.close_unless_needed()
 
@@ -292,7 +292,7 @@ class GraphMemory:
             self.close()
 
     def close(self) -> None:
-        """Release the addresses, and the slab for other graphs."""
+        """Release the addresses, and give the slab to other graphs."""
         self._shared.memories.discard(self)
         self._shared.banks.arenas.remove(self._reservation)
         self._reservation.close()

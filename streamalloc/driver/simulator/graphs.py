@@ -23,7 +23,7 @@ AUTO_FREE_ON_LAUNCH = 1
 
 
 Values = dict[str, Any]
-"""The parameters of a node: fields of the struct that describes it."""
+"""Parameters of a node: fields of its struct."""
 Work = dict[str, Any]
 """Fields of a :class:`Node`: ``operation`` or ``enter``, and ``values``."""
 
@@ -42,12 +42,12 @@ class Node:
     values: Values | None = None
     """The parameters it was made with."""
     attributes: dict[int, bytes] = field(default_factory=dict)
-    """Attributes of a kernel node that were set, by number."""
+    """Attributes set on a kernel node, by number."""
     enabled: bool = True
     """A launch runs the node."""
     child: Graph | None = None
     origin: Node | None = None
-    """In a graph that was cloned, the node it was cloned from."""
+    """In a cloned graph, the original node."""
     address: int = 0
     size: int = 0
     device: int = 0
@@ -61,7 +61,7 @@ class Node:
 
 @dataclass(eq=False)
 class Graph:
-    """A graph, in the order its nodes were captured or added."""
+    """A graph, with its nodes in the order of capture or addition."""
 
     graphs: Graphs
     handle: int = field(default_factory=new_handle)
@@ -69,7 +69,7 @@ class Graph:
     memories: dict[int, GraphMemory] = field(default_factory=dict)  # by device
     instances: int = 0
     frees: bool = False
-    """A free was tried during the capture, with success or not."""
+    """Whether a free was attempted during the capture."""
     open: dict[int, Node] = field(default_factory=dict)
     """Allocations that no node frees, by address."""
 
@@ -91,7 +91,7 @@ class Graph:
             other.after = [one for one in other.after if one is not node]
 
     def clone(self) -> Graph:
-        """A graph of the same nodes. There is none of a graph with memory of its own."""
+        """Copy the graph and its nodes. Graphs with allocations cannot be copied."""
         made = self.graphs.create()
         copies: dict[Node, Node] = {}
         for node in self.ordered():
@@ -103,7 +103,7 @@ class Graph:
         return made
 
     def ordered(self) -> list[Node]:
-        """The nodes in dependency order, and in the order of their addition where that leaves a choice."""
+        """The nodes in dependency order; ties in the order of their addition."""
         order: dict[Node, None] = {}
         todo = self.nodes
         while todo:
@@ -111,7 +111,7 @@ class Graph:
                 if all(one in order for one in node.after):
                     order[node] = None
             left = [node for node in todo if node not in order]
-            check(len(left) < len(todo))  # only here a circle is refused (observed on H200: test_graph_nodes)
+            check(len(left) < len(todo))  # a cycle is refused only here (observed on H200: test_graph_nodes)
             todo = left
         return list(order)
 
@@ -123,11 +123,13 @@ class Graph:
         return found
 
     def holds(self, address: int) -> bool:
-        """Whether an address is one of its own allocations'."""
+        """Whether an address belongs to one of the graph's allocations."""
         return any(memory.holds(address) for memory in self.memories.values())
 
     def covers(self, address: int, size: int, freed: bool = False) -> bool:
-        """Whether an allocation of this graph that no node frees, or any at all, contains a range."""
+        """Whether an allocation of this graph contains a range. Allocations with a free node count only if
+        ``freed``.
+        """
         own = (node for node in self.nodes if node.kind == "MEM_ALLOC" and (freed or not node.freed))
         return any(one.address <= address and address + size <= one.address + one.size for one in own)
 
@@ -142,7 +144,7 @@ class Graph:
         return node
 
     def free(self, address: int, after: list[Node]) -> Node:
-        """Add a free node, for memory that this graph or another one allocates and does not free."""
+        """Add a free node, for memory that this or another graph allocates without freeing it."""
         self.frees = True
         allocation = self.open.pop(address, None)
         if allocation is None:
@@ -159,7 +161,7 @@ class Graph:
         return node
 
     def unfreed(self) -> list[Node]:
-        """Allocation nodes without a free node: these allocations outlive a launch."""
+        """Allocation nodes without a free node; these allocations outlive a launch."""
         return [node for node in self.nodes if node.kind == "MEM_ALLOC" and not node.freed]
 
 
@@ -172,7 +174,7 @@ class GraphExec:
     handle: int = field(default_factory=new_handle)
     last: tuple[Stream, int] | None = None  # the end of the latest launch
     nodes: list[Node] = field(init=False)
-    """Copies of the nodes in launch order. Later changes of the graph have no effect on them."""
+    """Copies of the nodes in launch order, unaffected by later graph changes."""
     unfreed: list[Node] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -180,8 +182,8 @@ class GraphExec:
         self.unfreed = self.graph.unfreed()
 
     def adopt(self, graph: Graph) -> None:
-        """Be an instance of another graph with memory of its own, which counts for that graph from now on (observed on
-        H200: test_graph_nodes).
+        """Become an instance of another graph with allocations. From now on it counts for that graph (observed on H200:
+        test_graph_nodes).
         """
         self.release()
         self.graph, self.unfreed = graph, graph.unfreed()
@@ -199,7 +201,7 @@ class GraphExec:
             memory.disown()
 
     def launch(self, allocations: Allocations, stream: Stream) -> None:
-        """Submit all nodes, one after the other: a stricter order than the graph asks for."""
+        """Submit all nodes one after another, which is stricter than the graph's order."""
         live = [(memory, address) for memory in self.graph.memories.values() for address in memory.live]
         check(not live or self.flags & AUTO_FREE_ON_LAUNCH)
         others = [allocations.at.get(node.address) for node in self.nodes if node.is_other]
@@ -208,7 +210,7 @@ class GraphExec:
             allocations.remove(allocations.at[address])
             memory.freed(address)
         carried_out = [node for node in self.nodes if node.enabled and node.kind != "EMPTY"]
-        if not carried_out:  # then it waits for no earlier launch (observed on H200: test_graph_nodes)
+        if not carried_out:  # then it does not wait for earlier launches (observed on H200: test_graph_nodes)
             stream.submit(Operation(), clock={})
             return
         self.upload(stream)
@@ -229,7 +231,7 @@ class GraphExec:
             memory.live[node.address] = node.size
 
     def upload(self, stream: Stream) -> None:
-        """Have memory under the allocations, after all earlier launches: no two of them run at a time."""
+        """Map memory for the allocations after all earlier launches, since launches of a graph do not overlap."""
         earlier = [use for memory in self.graph.memories.values() for use in memory.uses.unfinished()]
         if self.last is not None:
             earlier.append(self.last)
@@ -247,7 +249,7 @@ class GraphExec:
             for memory, slab in slabs:
                 memory.map(slab)
 
-        # pools ignore the order that waits of launches make (observed on H200: test_placements)
+        # pools ignore the order from waits of launches (observed on H200: test_placements)
         self._in_use(stream, stream.submit(Call(map_memory), tuple(earlier), {}))
 
     def _in_use(self, stream: Stream, seq: int) -> None:
@@ -257,7 +259,7 @@ class GraphExec:
 
 
 class Capture:
-    """A capture in progress: its streams, and the nodes that the next node of each depends on."""
+    """A running capture: its streams, and for each the nodes that its next node depends on."""
 
     def __init__(
         self, graphs: Graphs, origin: Stream, mode: int, graph: Graph | None = None, after: Iterable[Node] = ()
@@ -275,7 +277,7 @@ class Capture:
         graphs.captures.append(self)
 
     def forbids(self, caller: Caller) -> bool:
-        """Whether a thread, in the capture mode it is in, may make no unsafe call because of this capture."""
+        """Whether this capture forbids unsafe calls of a thread, given the thread's capture mode."""
         if caller.capture_mode == RELAXED:
             return False
         if self._caller is caller and self.mode != RELAXED:
@@ -292,11 +294,11 @@ class Capture:
         return self in self._graphs.captures
 
     def behind(self, stream: Stream) -> list[Node]:
-        """The nodes that the next one of ``stream`` will depend on."""
+        """The nodes that the next node of ``stream`` will depend on."""
         return self._frontier.get(stream, [])
 
     def put_behind(self, stream: Stream, nodes: list[Node], instead: bool) -> None:
-        """Have the next node of ``stream`` depend on these, too or ``instead``."""
+        """Make the next node of ``stream`` depend on these nodes; ``instead``: only on these."""
         before = [] if instead else self._frontier[stream]
         self._frontier[stream] = before + [node for node in nodes if node not in before]
 
@@ -325,7 +327,7 @@ class Capture:
         event.nodes = list(self._frontier[stream])
 
     def join(self, stream: Stream, event: Event) -> None:
-        """``stream`` waits for an event that was recorded in this capture: it takes part from now on."""
+        """Add ``stream`` to the capture, because it waits for an event recorded there."""
         check(self.valid or stream.capture is self)
         check(self.valid, Result.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED)
         if stream.capture is not None and stream.capture is not self:
@@ -347,7 +349,7 @@ class Capture:
             stream.capture = None
 
     def end(self) -> Graph:
-        """The graph; fails where the capture was spoilt or left work behind in another stream."""
+        """End the capture and return the graph. Fails if the capture is invalid or another stream has unjoined work."""
         if self.mode != RELAXED:
             check(self._caller is self.origin.timeline.caller, Result.CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD)
         joined = ancestors(self._frontier[self.origin])
@@ -382,7 +384,7 @@ def ancestors(nodes: Iterable[Node]) -> set[Node]:
 
 @dataclass(eq=False)
 class Graphs:
-    """The graphs and the running captures of a machine."""
+    """The graphs and running captures of a machine."""
 
     devices: list[Device]
     graphs: dict[int, Graph] = field(default_factory=dict)
@@ -392,7 +394,7 @@ class Graphs:
     capture_count: int = 0
 
     def is_left(self, address: int) -> bool:
-        """Whether a graph, or an instance of one that is gone, allocates this address and does not free it."""
+        """Whether a graph, or an instance of a destroyed one, allocates this address without freeing it."""
         nodes = [graph.unfreed() for graph in self.graphs.values()] + [one.unfreed for one in self.executables.values()]
         return any(node.address == address for node in itertools.chain(*nodes))
 
@@ -402,7 +404,7 @@ class Graphs:
         return graph
 
     def destroy(self, graph: Graph) -> None:
-        """Remove a graph. Executable graphs made from it stay."""
+        """Remove a graph. Its executable graphs stay."""
         self.graphs.pop(graph.handle, None)
         for node in graph.nodes:
             self.nodes.pop(node.handle, None)

@@ -1,10 +1,10 @@
-"""Memory that is allocated and freed at once, out of stream order: cuMemAlloc and pinned host memory.
+"""Memory that is allocated and freed outside of stream order: cuMemAlloc and pinned host memory.
 
-Where an allocation goes was found from recordings of random programs on an H200 (test_plain_memory), and is the same on
-two levels. Large allocations, and *blocks* of 2 MiB that small ones share, lie in *regions* of 32 MiB, or a multiple
-where one allocation needs it, memory of the device and of the host next to each other; the newest region that has room
-is taken. Within a region, and within all blocks of one kind together, the best fit is taken, and of equal ones that
-which has been free longest. Blocks and regions of which nothing is used any more are given up.
+The rules for addresses were found from recordings of random programs on an H200 (test_plain_memory). They are the same
+on two levels. *Regions* of 32 MiB, or a multiple for a larger allocation, contain large allocations and *blocks* of 2
+MiB. Small allocations share blocks. Device and host memory lie side by side in regions. The newest region with room is
+used. Within a region, and within all blocks of one kind, the smallest sufficient piece is taken; of equal ones, the one
+that has been free longest. Unused blocks and regions are released.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _REGION = 32 << 20
 
 
 class Pieces:
-    """Ranges of addresses, cut into pieces: used ones, and free ones by size."""
+    """Ranges of addresses, divided into used pieces, and free ones by size."""
 
     def __init__(self) -> None:
         self._free = Shelf()
@@ -48,7 +48,7 @@ class Pieces:
         return block
 
     def free(self, block: Block) -> int | None:
-        """Free a used piece. Return the start of its range if all of the range is free then."""
+        """Free a used piece. Returns the start of its range if the whole range is then free."""
         for other in (block.prev, block.next):
             if other is not None and other.owner == HEAP:
                 self._free.remove(other)
@@ -73,7 +73,7 @@ class Pieces:
 
 
 class Regions:
-    """Addresses of the memory of cuMemAlloc of a device, and of the pinned memory that its contexts allocate."""
+    """Addresses for cuMemAlloc on a device, and for the pinned memory of its contexts."""
 
     def __init__(self, banks: Banks, size: int, left_by_context: tuple[int, ...]) -> None:
         self._banks = banks
@@ -99,7 +99,7 @@ class Regions:
         return block
 
     def free(self, block: Block) -> None:
-        """Free a block of :meth:`take`, and its region if that was the last block."""
+        """Free a block of :meth:`take`, and its region if it is then empty."""
         at = next(at for at, (whole, _) in enumerate(self._regions) if whole.start <= block.start < whole.end)
         whole, pieces = self._regions[at]
         if pieces.free(block) is not None:
@@ -121,7 +121,7 @@ class Regions:
 
 
 class Heap:
-    """The memory of cuMemAlloc, or pinned memory. Offsets in its file are those in the reservation of the regions."""
+    """Memory of cuMemAlloc, or pinned memory. File offsets equal offsets in the regions' reservation."""
 
     def __init__(self, name: str, banks: Banks, bank: Bank, regions: Regions) -> None:
         self._name = name
@@ -132,16 +132,16 @@ class Heap:
         self._small: dict[int, Pieces] = {}
         """Allocations that share blocks, by kind."""
         self._blocks: dict[int, tuple[Block, int, int]] = {}
-        """The blocks that are shared, by their beginnings: with their kind, and the flags of their first allocation."""
+        """Shared blocks by start: block, kind, flags of its first allocation."""
 
     @functools.cached_property
     def _physical(self) -> Physical:
         return Physical(self._name, self._regions.size)
 
     def allocate(self, size: int, kind: int = 0, flags: int = 0) -> tuple[int, Block, int] | None:
-        """Allocate, and return the address, the piece to free and the flags; None without enough memory.
+        """Allocate. Returns the address, the piece to free and the flags; None if there is not enough memory.
 
-        Only allocations of one kind share blocks. All allocations in a block have the flags of the first one.
+        Only allocations of one kind share a block. All allocations in a block have the flags of its first one.
         """
         rounded = round_up(size, ALIGNMENT)
         if rounded >= BLOCK:

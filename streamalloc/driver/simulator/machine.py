@@ -1,4 +1,4 @@
-"""The state of a simulated machine, put together from its parts."""
+"""The state of a simulated machine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .virtual import VirtualMemory
 
 
 class Machine:
-    """The state of a simulated driver, in parts. No part refers to the machine."""
+    """The state of a simulated driver. Its parts do not refer to the machine."""
 
     def __init__(self, spec: MachineSpec) -> None:
         self.spec: MachineSpec = spec
@@ -44,18 +44,18 @@ class Machine:
         self.ready: bool = False
         self.forked: bool = False
         self.cut_call: str | None = None
-        """Driver function that was interrupted in the middle; None: no one was."""
+        """Driver function that was interrupted midway; None: none was."""
         self.timeline: Timeline = Timeline(spec.seed)
         self.timeline.on_close = self._release
         self.contexts: dict[int, Context] = {}
         self.streams: dict[int, Stream] = {}
         self.events: dict[int, Event] = {}
         self.freed: list[tuple[Allocation, Stream, int]] = []
-        """Memory of cuMemAlloc that was freed in a stream. It stays allocated until the host synchronises with the free
+        """cuMemAlloc memory that was freed in a stream. It stays allocated until the host synchronises with the free
         (observed on H200: test_plain_memory).
         """
         self.thread: threading.local = threading.local()
-        """``caller``: the :class:`Caller` of the thread, from its first call on."""
+        """``caller``: the thread's :class:`Caller`, set at its first call."""
         self._context_numbers = itertools.count(1)
         self.names: Names = Names(spec.identity, spec.host_name, spec.devices)
         names, timeline = self.names, self.timeline
@@ -89,7 +89,7 @@ class Machine:
         return Bank(self.profile.total_memory, self.profile.context_overhead) if memory is None else Bank(memory)
 
     def _share_usage(self) -> Usage:
-        """Count the memory of all processes of the machine in each bank."""
+        """Share the memory counts of each bank between all processes of the machine."""
         usage = Usage(self.names)
         self.banks.host.share(usage, HOST_BANK)
         for number, bank in enumerate(self.banks.devices[:HOST_BANK]):
@@ -99,7 +99,7 @@ class Machine:
     def _device(self, names: Names, ordinal: int, bank: Bank) -> Device:
         attributes = self.profile.device_attributes(ordinal)
         wanted = self.spec.multicast
-        if wanted is None:  # it needs two devices; one that was read alone has the others hidden (H200: test_device)
+        if wanted is None:  # it needs two devices; a profile of one device may hide others (H200: test_device)
             enough = self.spec.devices > 1 or len(self.profile.devices) == 1
             wanted = enough and bool(attributes.get("MULTICAST_SUPPORTED"))
         attributes["MULTICAST_SUPPORTED"] = int(wanted)
@@ -115,7 +115,7 @@ class Machine:
         return Device(ordinal, bank, digest, attributes, regions, heap, pinned, graphs)
 
     def see_devices(self) -> None:
-        """Find the devices of this process. Files, links and attributes have the machine's numbers of devices."""
+        """Find the devices visible to this process. Files, links and attributes use the machine's device numbers."""
         found = visibility.visible(visibility.chosen(), [device.uuid for device in self._all_devices])
         check(found, Result.CUDA_ERROR_NO_DEVICE)
         self.names.numbers[:] = found
@@ -132,7 +132,7 @@ class Machine:
     def close(self) -> None:
         """Release all memory, files and threads. The machine cannot be used again."""
         if not self.forked and not sys.is_finalizing():
-            self.ready = False  # finalisers of objects that became garbage together with the driver can still call it
+            self.ready = False  # the driver's garbage cycle may contain finalisers that still call it
             is_main = call_lock.is_main_thread()
             call_lock.enter(is_main)
             try:
@@ -154,19 +154,19 @@ class Machine:
             self.usage.close()
 
     def cut_short(self, call: str, error: BaseException) -> None:
-        """Refuse further calls if a signal handler, not the call, raised ``error``: the state may be half changed."""
+        """If a signal handler raised ``error``, refuse further calls: the state may be half changed."""
         if not isinstance(error, Exception):
             self.cut_call, self.ready = call, False
 
     def check_whole(self) -> None:
-        """Raise :class:`BrokenMachineError` after a call that was cut short."""
+        """Raise :class:`BrokenMachineError` if an earlier call was interrupted."""
         if self.cut_call is not None:
             raise BrokenMachineError(
                 f"{self.cut_call} was interrupted in the middle; make another machine with driver.simulated()"
             )
 
     def after_fork(self) -> None:
-        """Refuse all calls in the child if the driver was initialised, as on hardware."""
+        """In the child, refuse all calls if the driver was initialised, as on hardware."""
         if self.ready:
             self.forked, self.ready = True, False
 
@@ -178,7 +178,7 @@ class Machine:
         return context
 
     def close_context(self, context: Context) -> None:
-        """Destroy a context with its streams, events, modules and memory of cuMemAlloc."""
+        """Destroy a context with its streams, events, modules and cuMemAlloc memory."""
         for stream in list(context.streams.values()):
             self.destroy_stream(stream)
         for event in [event for event in self.events.values() if event.context is context]:
@@ -201,7 +201,7 @@ class Machine:
         return stack[-1] if stack else None
 
     def current(self) -> Context:
-        """The current context of the calling thread; fails without one, or if it is broken."""
+        """The current context of the calling thread. Fails if there is none or it is broken."""
         context = need(self.current_or_none(), Result.CUDA_ERROR_INVALID_CONTEXT)
         if not context.alive:
             raise Fault(Result.CUDA_ERROR_CONTEXT_IS_DESTROYED)
@@ -216,18 +216,18 @@ class Machine:
         return need(found, f"the link of devices {source} and {target}, which this profile does not have")
 
     def has_access(self, source: int, target: int) -> bool:
-        """Whether a device can have access to the memory of another, or of its own."""
+        """Whether a device can access the memory of another device, or its own."""
         return source == target or self.link(source, target).access
 
     def supports(self, name: str, device: int | None = None) -> bool:
-        """Whether a device, or all devices, have an attribute that is not 0."""
+        """Whether a device, or all devices, have a nonzero attribute."""
         devices = self.devices if device is None else [self.devices[device]]
         return all(one.attributes.get(name) for one in devices)
 
     # -- streams ---------------------------------------------------------------------------------------------
 
     def stream(self, handle: int) -> Stream:
-        """The stream of a handle, the three special ones included."""
+        """The stream of a handle, including the three special handles."""
         found = self.streams.get(handle)
         if found is not None:
             if found.context.error is not None:
@@ -240,20 +240,20 @@ class Machine:
         raise Fault(Result.CUDA_ERROR_INVALID_CONTEXT)  # seen once on H200; a destroyed handle can end a process
 
     def destroy_stream(self, stream: Stream) -> None:
-        """Destroy a stream: its handle is invalid, its queued work still runs."""
+        """Destroy a stream. Its handle becomes invalid, and its queued work still runs."""
         context: Context = stream.context
         context.forget(stream)
         if not stream.queue:
-            # Destroying a stream that has nothing left to do shows its frees, as synchronising would (test_reuse).
+            # Destroying an idle stream shows its frees to pools, like a synchronisation (test_reuse).
             self.synchronize(stream.done_with(), lambda: True, told=False)
         self.timeline.retire(stream)
         if len(context.retired) > len(self.timeline.streams) + 8:
-            # Streams that have something left to do, or frees that the host has not seen: others need no clock.
+            # Only streams with unfinished work, or with frees that the host has not seen, need a clock.
             awaited = {*self.timeline.streams, *self.pools.pending_streams()}
             context.retired = {number: seq for number, seq in context.retired.items() if number in awaited}
 
     def synchronize(self, clock: Clock, finished: Callable[[], bool], told: bool = True) -> None:
-        """Wait until ``finished()``. Then merge ``clock`` into the host's clock, and release memory of pools."""
+        """Wait until ``finished()`` is true, then merge ``clock`` into the host's clock and release memory of pools."""
         if not finished():
             self.timeline.wait(finished)
         host = self.timeline.host
@@ -265,7 +265,7 @@ class Machine:
             host.pop(gone, None)
 
     def drain(self, device: int | None = None) -> None:
-        """Wait for the submitted work of all streams (of ``device``). The host's clock stays."""
+        """Wait for the submitted work of all streams (of ``device``), without changing the host's clock."""
         goals = [
             (stream, stream.seq)
             for stream in self.timeline.streams.values()
@@ -284,7 +284,7 @@ class Machine:
                 self.discard(allocation)
 
     def discard(self, allocation: Allocation) -> None:
-        """Release memory of cuMemAlloc, pinned or managed memory at once."""
+        """Release cuMemAlloc, pinned or managed memory at once."""
         if isinstance(allocation, ManagedMemory):
             self.managed.free(allocation)
             return

@@ -1,8 +1,8 @@
-"""Real memory at simulated addresses: anonymous files, address reservations, look-up by address.
+"""Real memory at simulated addresses: anonymous files, address reservations, look-ups by address.
 
-Physical memory is a ``memfd``: it can be mapped several times, in several processes, and costs nothing until
-it is touched. An address range is reserved as an inaccessible mapping; backing a segment of it maps the file
-over it, and releasing the segment puts the inaccessible mapping back and punches a hole into the file.
+Physical memory is a ``memfd``: it can be mapped several times, in several processes, and uses no memory until it is
+written. An address range is reserved as an inaccessible mapping. To back a segment, the file is mapped over it. To
+release the segment, the inaccessible mapping is restored and a hole is punched into the file.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Physical:
     """Memory without an address: a sparse anonymous file."""
 
     kept: bool = False
-    """Discarded contents stay, for other processes that may map them."""
+    """Whether discarded contents stay, for other processes' mappings."""
     lent: bool = False
     """Another process may have a descriptor of it."""
 
@@ -72,7 +72,7 @@ class Physical:
 
     @classmethod
     def adopt(cls, fd: int) -> Physical:
-        """A file that exists; the descriptor is this object's from now on."""
+        """Wrap an existing file. The object owns the descriptor."""
         physical = cls.__new__(cls)
         physical.fd = fd
         physical.size = os.fstat(fd).st_size
@@ -83,10 +83,10 @@ class Physical:
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
 
     def lend(self) -> int:
-        """A descriptor for another process.
+        """Return a descriptor for another process.
 
-        It is opened anew and carries a lock, which is there until its last duplicate is closed and nothing mapped
-        through it, in whatever process: that is how the lender can tell whether anybody has it.
+        The file is opened again and locked. The lock lasts until the last duplicate of the descriptor is closed and all
+        its mappings are gone, in any process. So the lender can test whether the descriptor is still in use.
         """
         self.seal()
         fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR)
@@ -96,7 +96,7 @@ class Physical:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether somebody has a descriptor that was lent."""
+        """Whether a lent descriptor is still in use."""
         if not self.lent:
             return False
         try:
@@ -107,7 +107,7 @@ class Physical:
         return False
 
     def extend(self, size: int) -> int:
-        """Make it longer; the offset where the new part starts."""
+        """Extend the file. Returns the offset of the new part."""
         offset = self.size
         os.ftruncate(self.fd, offset + size)
         self.size += size
@@ -126,7 +126,7 @@ class Physical:
 
 
 class Window:
-    """A mapping of physical memory at an address outside the simulated ones."""
+    """A mapping of physical memory outside of simulated addresses."""
 
     def __init__(self, physical: Physical, offset: int, size: int) -> None:
         self.size: int = size
@@ -174,8 +174,8 @@ class Intervals:
 
 
 class Addresses:
-    """Addresses of large ranges. Each range gets the lowest free addresses (observed on H200: test_address_ranges). All
-    machines of the process share this object.
+    """Addresses of large ranges, shared by all machines of the process. Each range gets the lowest free addresses
+    (observed on H200: test_address_ranges).
     """
 
     def __init__(self) -> None:
@@ -184,7 +184,9 @@ class Addresses:
         self._taken.add(*_KEPT_BY_DRIVER)
 
     def take(self, size: int, alignment: int) -> int:
-        """Reserve the lowest free range; 0 if there is none. It is inaccessible, except for freed memory kept there."""
+        """Reserve the lowest free range; returns 0 if there is none. The range is inaccessible, except for kept freed
+        memory.
+        """
         taken, looked = self._taken, False
         while True:
             base = _lowest(taken, size, alignment)
@@ -223,7 +225,7 @@ def _lowest(taken: Intervals, size: int, alignment: int) -> int:
 
 
 def _claim(base: int, size: int) -> bool:
-    """Reserve a range; False if another mapping overlaps it. Freed memory that is kept there stays readable."""
+    """Reserve a range; returns False if another mapping overlaps it. Kept freed memory in the range stays readable."""
     end = base + size
     gaps: list[tuple[int, int]] = []
     at = base
@@ -241,7 +243,7 @@ def _claim(base: int, size: int) -> bool:
 
 
 def _place(base: int, size: int) -> bool:
-    """Reserve these addresses; return False if one of them is taken."""
+    """Reserve these addresses; returns False if one of them is taken."""
     try:
         got = _mmap(base, size, _PROT_NONE, _RESERVED | _MAP_FIXED_NOREPLACE)
     except OSError:
@@ -252,7 +254,7 @@ def _place(base: int, size: int) -> bool:
 
 
 def _mapped_now(taken: Intervals) -> Intervals:
-    """Ranges that are taken, and all other mappings of this process."""
+    """Taken ranges, and all other mappings of this process."""
     found = _process_maps()
     for base, size, _ in _kept:
         found.remove(base, base + size)
@@ -268,7 +270,7 @@ _USER_END = 1 << 63
 
 
 def _process_maps(rights: str = "") -> Intervals:
-    """The ranges that are mapped in this process with some rights: "r", "rw", "x", or any."""
+    """The ranges mapped in this process with these permissions: "r", "rw", "x", or any."""
     found = Intervals()
     for start, end, given in mapped_ranges():
         if rights in given:
@@ -277,14 +279,14 @@ def _process_maps(rights: str = "") -> Intervals:
 
 
 def is_host_memory(address: int, size: int) -> bool:
-    """Whether the host may read and write a range, none of which is kept of freed memory."""
+    """Whether the host may read and write a range. False if the range contains kept freed memory."""
     end = address + size
     kept = any(start < end and address < start + length for start, length, _ in _kept)
     return not kept and _process_maps("rw").covers(address, end)
 
 
 def is_accessible(address: int, size: int, write: bool = False) -> bool:
-    """Whether this process may read, or write, each page of a range now."""
+    """Whether this process may now read, or with ``write`` write, each page of a range."""
     first, end = address // mmap.PAGESIZE * mmap.PAGESIZE, address + size
     if end > _USER_END:
         return False
@@ -292,7 +294,7 @@ def is_accessible(address: int, size: int, write: bool = False) -> bool:
         return True
     if ctypes.get_errno() in (errno.ENOMEM, errno.EFAULT):
         return False
-    # rights that are missing, or a system before Linux 5.14
+    # permissions are missing, or Linux is older than 5.14
     return _process_maps("rw" if write else "r").covers(address, end)
 
 
@@ -309,8 +311,8 @@ _code = Intervals()
 
 
 class Reservation:
-    """A range of reserved addresses, parts of which can be mapped: at ``hint`` if that is free, at the lowest free
-    addresses if ``low``, else where the system chooses.
+    """A range of reserved addresses, parts of which can be mapped. It is placed at ``hint`` if that is free, at the
+    lowest free addresses with ``low``, else by the system.
     """
 
     def __init__(self, size: int, alignment: int, low: bool = False, hint: int = 0) -> None:
@@ -325,10 +327,10 @@ class Reservation:
             try:
                 raw = _mmap(None, size + alignment, _PROT_NONE, _RESERVED)
             except OSError:
-                # Machines that nobody uses any more hold terabytes of addresses until they are collected.
+                # Unused machines hold terabytes of addresses until they are collected.
                 gc.collect()
                 raw = _mmap(None, size + alignment, _PROT_NONE, _RESERVED)
-            # at the highest address: the next range that the system places ends here
+            # at the high end: the system places its next range right below
             self.base = (raw + alignment) // alignment * alignment
             _unmap(raw, self.base - raw)
             _unmap(self.base + size, raw + alignment - self.base)
@@ -339,13 +341,13 @@ class Reservation:
         return self.base + self.size
 
     def map(self, start: int, size: int, physical: Physical, offset: int) -> None:
-        """Put ``physical`` at address ``start``, readable and writable."""
+        """Map ``physical`` at address ``start``, readable and writable."""
         _mmap(start, size, _PROT_READ_WRITE, _MAP_FIXED | _MAP_SHARED | _MAP_NORESERVE, physical.fd, offset)
         self.mapped.add(start, start + size)
 
     def map_again(self, other: Reservation) -> None:
-        """Put the file that ``other`` begins with at the beginning, up to the size of this one."""
-        # From 0 bytes of a shared mapping, mremap(2) makes another of the same file.
+        """Map the start of this reservation to the file at the start of ``other``."""
+        # mremap(2) of 0 bytes of a shared mapping makes a second mapping of the same file.
         got = _libc.mremap(other.base, 0, self.size, _MREMAP_MAYMOVE | _MREMAP_FIXED, self.base)
         if got == _MAP_FAILED:
             self.close()
@@ -357,7 +359,7 @@ class Reservation:
         self.mapped.remove(start, start + size)
 
     def close(self, readable: int = 0) -> None:
-        """Release the addresses. The first ``readable`` bytes stay readable, as :data:`FREED`."""
+        """Release the addresses. The first ``readable`` bytes stay readable and read as :data:`FREED`."""
         if not self._open:
             return
         self._open = False
@@ -381,13 +383,13 @@ class AddressRange(Reservation):
 
 
 FREED = 0xDB
-"""Byte that freed host memory reads as, for arrays that still refer to it. Writes to it are lost."""
+"""Byte value of freed host memory in arrays; writes are lost."""
 _FREED_BYTES = 4 << 20
 _FREED_KEPT = 64 << 30
 _FREED_RANGES = 256
 _FREED_RESERVED = 8 << 40
-"""Limits on the freed ranges that stay readable, the latest ones: bytes, ranges, bytes once reserved. High ranges of
-the same size cannot be reserved where the beginning of one is kept.
+"""Limits on the kept freed ranges, the latest ones: bytes, number of ranges, bytes once reserved. The last limit exists
+because a kept start prevents the reservation of equally large ranges at high addresses.
 """
 
 
@@ -399,7 +401,7 @@ def _freed_file() -> Physical:
 
 
 def _keep_readable(start: int, end: int) -> None:
-    """Have addresses without memory read as :data:`FREED` instead of ending the process."""
+    """Let addresses without memory read as :data:`FREED`, so that reads do not kill the process."""
     while start < end:
         size = min(end - start, _FREED_BYTES)
         _mmap(start, size, _PROT_READ_WRITE, _MAP_FIXED | _MAP_PRIVATE | _MAP_NORESERVE, _freed_file().fd)
@@ -407,11 +409,11 @@ def _keep_readable(start: int, end: int) -> None:
 
 
 _kept: deque[tuple[int, int, int]] = deque()
-"""Ranges of freed memory that stay readable: address, size, bytes that were reserved."""
+"""Freed ranges that stay readable: address, size, bytes once reserved."""
 
 
 def _forget_kept(start: int, end: int) -> None:
-    """Remove a range that was reserved again from the kept ranges."""
+    """Remove a range from the kept ranges, because it was reserved again."""
     for _ in range(len(_kept)):
         base, size, reserved = _kept.popleft()
         for low, high in ((base, min(base + size, start)), (max(base, end), base + size)):
@@ -423,8 +425,8 @@ _addresses = Addresses()
 
 
 class Arena:
-    """A reservation with its own physical memory at equal offsets. Its file is created at the first use. ``on_host``:
-    host arrays can refer to it, also after the free. See :data:`FREED`.
+    """A reservation with its own file at equal offsets, which is created at the first use. ``on_host``: host arrays can
+    refer to it, even after the free. See :data:`FREED`.
     """
 
     def __init__(self, name: str, size: int, alignment: int, on_host: bool = False, low: bool = False) -> None:
@@ -456,7 +458,7 @@ class Arena:
 
 
 class Usage(Protocol):
-    """Bytes that all processes of a machine use (:mod:`.usage`)."""
+    """Bytes used by all processes of a machine (:class:`.files.Usage`)."""
 
     def put(self, bank: int, used: int) -> None: ...
 
@@ -464,7 +466,7 @@ class Usage(Protocol):
 
 
 class Bank:
-    """The physical memory of one device, or of the host: how much there is and how much is taken."""
+    """The physical memory of one device or the host: its size and the bytes taken."""
 
     def __init__(self, total: int, overhead: int = 0, addresses: int | None = None) -> None:
         self.total = total
@@ -475,7 +477,7 @@ class Bank:
         self._shared: tuple[Usage, int] | None = None
 
     def share(self, usage: Usage, number: int) -> None:
-        """Count what other processes use, and have them count what is used here."""
+        """Count the memory that other processes use, and publish the memory used here."""
         self._shared = (usage, number)
         self.used = self._used
 
@@ -493,7 +495,7 @@ class Bank:
 
     @property
     def free(self) -> int:
-        """Bytes that nobody has taken; processes that take memory at the same time may leave less than none."""
+        """Bytes not taken. May be negative if processes take memory concurrently."""
         if self._released:
             self._collect()
         if self._shared is None:
@@ -502,7 +504,7 @@ class Bank:
         return max(self.total - self._used - usage.others(number), 0)
 
     def release(self, physical: Physical) -> None:
-        """Close a file, all of which was taken from here; it counts until nobody else has it."""
+        """Close a file whose memory came from this bank. Its bytes count until no process has it."""
         self._released.append(physical)
         self._collect()
 
@@ -531,8 +533,8 @@ E = TypeVar("E", bound=Extent)
 
 
 class AddressMap(Generic[E]):
-    """Finds the extent that contains an address. Most look-ups use the first byte of an extent; only the others need
-    the sorted list, which is updated then.
+    """Finds the extent that contains an address. Most look-ups use the first byte of an extent. Only other look-ups
+    need the sorted list, which is then updated.
     """
 
     def __init__(self) -> None:
@@ -553,7 +555,7 @@ class AddressMap(Generic[E]):
             del self._sorted[bisect_left(self._sorted, base)]
 
     def find(self, address: int) -> E | None:
-        """The extent with ``base <= address < base + size``."""
+        """The extent that contains an address."""
         found = self.at.get(address)
         if found is not None:
             return found
@@ -565,7 +567,7 @@ class AddressMap(Generic[E]):
         return found if address < found.base + found.size else None
 
     def overlapping(self, start: int, end: int) -> list[E]:
-        """The extents that have a byte in a range, in order."""
+        """The extents that overlap a range, in order."""
         self._sort()
         first = bisect_right(self._sorted, start) - 1
         if first < 0 or self._end(first) <= start:
@@ -587,5 +589,5 @@ class AddressMap(Generic[E]):
 
 
 def view_address(source: Any) -> int:
-    """The address of a contiguous buffer, which can be read-only and of any shape."""
+    """The address of a contiguous buffer of any shape, which may be read-only."""
     return int(np.frombuffer(source, np.uint8).ctypes.data)

@@ -1,9 +1,9 @@
 """Multicast objects: memory that is written on every device of a team at once.
 
-An object has no bytes of its own, and a mapping of it stays inaccessible to the host: work on such an address is
-carried out on the bytes that each device has bound there, those of other processes included. There is no reading of
-multicast from hardware. What is modelled is what NVIDIA documents; where that is silent, what the source of their
-kernel module says (open-gpu-kernel-modules, mem_multicast_fabric.c), and what users of these calls have reported.
+An object has no bytes of its own, and its mappings are inaccessible to the host. Work on such an address is done on the
+bytes that each device has bound there, including those of other processes. Multicast was never read from hardware. The
+model follows NVIDIA's documentation, then the source of their kernel module (open-gpu-kernel-modules,
+mem_multicast_fabric.c), then reports of users.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .timeline import Timeline
 from .virtual import VirtualMemory
 
 WAITING, FORMED, NO_SLOT = 0, 1, 2
-"""States of a team: devices are missing; complete; complete, but the switch has no free slot."""
+"""Team states: devices missing; complete; complete without a free switch slot."""
 
 _DEVICES, _SIZE, _HANDLE_TYPES, _STATE, _CHANGES, _HOLDERS, _RECORDS, _NUMBERS, _ADDED = range(9)
 _FIRST_ADDED = 16
@@ -43,7 +43,7 @@ _CHANGING, _EXPORTED, _FIRST_HOLDER = 0, 1, 2  # bytes to lock
 
 
 class Binding(NamedTuple):
-    """Memory of one device at one offset of a multicast object."""
+    """Memory of one device, bound at one offset of a multicast object."""
 
     number: int
     """Unique number; 0 in a free record."""
@@ -52,7 +52,7 @@ class Binding(NamedTuple):
     fd: int
     """Descriptor of the memory file in that process."""
     serial: int
-    """Serial number of that file; 0 for a file without a label."""
+    """Serial number of that file; 0 without a label."""
     device: int
     offset: int
     """In the object."""
@@ -70,8 +70,12 @@ def _word(number: int) -> Any:
 
 
 class MulticastTable:
-    """A holder's view of the table of a multicast object, an anonymous file that all processes with the object map.
-    Owns ``physical``, a file description that nobody else has.
+    """A holder's view of a multicast object's table, an anonymous file that all processes with the object map. Owns
+    ``physical``, a file description of its own. Every handle of an object, in any process, is a *holder* of its table,
+    and opens the file again. Holders lock bytes of the file. The bytes have no contents, and most lie beyond the end.
+    One byte is the lock for changes. Each holder has a byte, which is free again when the holder is gone for any
+    reason. One byte is shared by all exported descriptors. So the table shows whether the process of a binding was
+    killed, and whether another process may still add a device.
 
     Every handle of an object, in whatever process, is a *holder* of its table, and opens the file anew: holders lock
     bytes of it that way (the bytes stand for nothing, and most lie beyond the end). One byte is the lock around
@@ -81,7 +85,7 @@ class MulticastTable:
     """
 
     has_fabric_handle = False
-    """True if a fabric handle was exported: another process can become a holder at any time."""
+    """Whether a fabric handle was exported: new holders may appear any time."""
 
     def __init__(self, physical: Physical) -> None:
         self.physical = physical
@@ -105,14 +109,16 @@ class MulticastTable:
 
     @classmethod
     def open(cls, fd: int) -> MulticastTable:
-        """Add a holder, from a descriptor of any holder. The caller keeps and closes the descriptor."""
+        """Add a holder, from any holder's descriptor. The caller keeps the descriptor."""
         return cls(Physical.adopt(os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)))
 
     # -- locks -----------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Block in which no other holder changes the table. Reentrant; the death of a holder releases its lock."""
+        """A ``with`` block in which no other holder changes the table. Reentrant. The death of a holder releases its
+        lock.
+        """
         if not self._locked:
             lock(self.physical.fd, _CHANGING, fcntl.F_WRLCK, wait=True)
         self._locked += 1
@@ -125,7 +131,7 @@ class MulticastTable:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether another holder exists, or a descriptor from which one can still be made."""
+        """Whether another holder exists, or a descriptor that can make one."""
         return is_locked(self.physical.fd, _EXPORTED, 0)
 
     def is_alive(self, holder: int) -> bool:
@@ -147,12 +153,12 @@ class MulticastTable:
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """The devices that were added, by whichever process, in that order."""
+        """The added devices, by any process, in the order of their addition."""
         return tuple(self._words[_FIRST_ADDED : _FIRST_ADDED + self._words[_ADDED]])
 
     def add(self, device: int, has_slot: bool) -> bool:
-        """Add a device; False for one that was added before, or too many. The last one forms the team, if the switch
-        has room for another.
+        """Add a device. Returns False if it was added before or is one too many. The last device completes the team, if
+        the switch has a free slot.
         """
         with self.locked():
             added = self.devices
@@ -222,11 +228,11 @@ class MulticastTable:
 
 
 _OF_A_TEAM = Place(Location.DEVICE, -1)
-"""Location of a multicast object: a device, with ordinal -1 as it has no single one."""
+"""Location of a multicast object: ordinal -1, since it has several devices."""
 
 
 class Segment(NamedTuple):
-    """A range of bytes that one step of an operation reads or writes."""
+    """A range of bytes that a step of an operation reads or writes."""
 
     address: int
     at: int
@@ -234,7 +240,7 @@ class Segment(NamedTuple):
 
 
 class Backing(NamedTuple):
-    """Memory that can be bound: bytes of a file, from ``start`` on."""
+    """Memory that can be bound: a file's bytes from ``start`` on."""
 
     physical: Physical
     start: int
@@ -245,10 +251,10 @@ class Backing(NamedTuple):
 
 
 class MulticastObject(Mappable):
-    """A multicast object as one handle names it.
+    """One handle's view of a multicast object.
 
-    It is there, with what it has bound, until its handle was released as often as it was given out, and nothing is
-    mapped; a handle of another process, or from another import, goes on.
+    The object and its bindings exist until each returned handle is released and nothing is mapped. Handles of other
+    processes or other imports are independent.
     """
 
     def __init__(self, owner: Multicast, table: MulticastTable, imported: bool) -> None:
@@ -282,12 +288,12 @@ class MulticastObject(Mappable):
     # -- as something that is mapped -------------------------------------------------------------------------
 
     def check_part(self, offset: int, size: int) -> None:
-        """A mapping can be smaller than the object; it always starts at offset 0 (mscclpp does so)."""
+        """A mapping can be smaller than the object, but must start at offset 0 (mscclpp does so)."""
         check(self._owner.fits(size, offset) and offset + size <= self.size)
         not_modelled(offset, "mapping a multicast object from another offset than 0")
 
     def map_at(self, found: AddressRange, start: int, size: int, offset: int) -> None:
-        """Do nothing: the host has no address for memory of several devices."""
+        """No effect: the host has no address for memory of several devices."""
 
     # -- bindings --------------------------------------------------------------------------------------------
 
@@ -309,8 +315,8 @@ class MulticastObject(Mappable):
             backing.memory.bindings += 1
 
     def unbind(self, device: int, offset: int, size: int) -> None:
-        """Remove the binding at an offset. The documentation leaves a size other than that of the binding undefined;
-        the kernel module ignores the size.
+        """Remove the binding at an offset. The documentation leaves other sizes than that of the binding undefined; the
+        kernel module ignores the size.
         """
         there = need(next((one for one in self.table.bindings() if (one.device, one.offset) == (device, offset)), None))
         not_modelled(there.size != size, "cuMulticastUnbind of another size than was bound")
@@ -331,7 +337,7 @@ class MulticastObject(Mappable):
     # -- what work is done on --------------------------------------------------------------------------------
 
     def replicas(self, offset: int, size: int) -> dict[int, list[Segment]]:
-        """The segments of a range on each device of the team, without those that are not bound."""
+        """The bound segments of a range on each device of the team."""
         found: dict[int, list[Segment]] = {device: [] for device in self.table.devices}
         bindings = self.table.bindings()
         live = {binding.number for binding in bindings}
@@ -364,7 +370,7 @@ class MulticastObject(Mappable):
 
 
 def _window_elsewhere(binding: Binding) -> Window | None:
-    """A mapping of memory that another holder bound; None if its process has released the memory."""
+    """Map memory that another holder bound; None if its process has released the memory."""
     fd = reach(binding.process, binding.fd, lambda label: int(label.serial, 16) == binding.serial)
     if fd is None:
         return None
@@ -402,7 +408,7 @@ class Multicast:
         return self._adopt(MulticastTable.create(str(label), devices, size, handle_types), imported=False)
 
     def open(self, fd: int) -> MulticastObject:
-        """The object that a descriptor names. The caller keeps and closes the descriptor."""
+        """The object of a descriptor. The caller keeps the descriptor."""
         return self._adopt(MulticastTable.open(fd), imported=True)
 
     def _adopt(self, table: MulticastTable, imported: bool) -> MulticastObject:
@@ -418,11 +424,11 @@ class Multicast:
     # -- waiting for the team --------------------------------------------------------------------------------
 
     def formed(self, wanted: MulticastObject, call: str) -> None:
-        """Block until all devices were added, as the real driver does; for good if nobody adds them."""
+        """Block until all devices are added, as the real driver does; forever if nobody adds them."""
         with self._pinned(wanted):
             if wanted.table.state == WAITING:
                 self._wait(wanted.table, call)
-            # without a free slot this call fails, not the one that adds the last device (NVIDIA/nccl#2077)
+            # without a free slot this call fails, not the addition of the last device (NVIDIA/nccl#2077)
             check(wanted.table.state != NO_SLOT, Result.CUDA_ERROR_OUT_OF_MEMORY)
 
     def _wait(self, table: MulticastTable, call: str) -> None:
@@ -446,7 +452,7 @@ class Multicast:
         raise DeadlockError(f"{call} blocks until all devices of the team were added: {names}, and {why}")
 
     def _may_come(self, table: MulticastTable) -> bool:
-        """Whether another process, or another thread of this one, may still add devices."""
+        """Whether another process, or another thread of this process, may still add devices."""
         if table.is_elsewhere or table.has_fabric_handle:
             return True
         here = self.timeline.caller.ident
@@ -454,7 +460,9 @@ class Multicast:
 
     @contextlib.contextmanager
     def _pinned(self, wanted: MulticastObject) -> Iterator[None]:
-        """Block that keeps the object while this thread waits: other threads may release its last handle meanwhile."""
+        """A ``with`` block that keeps the object alive during a wait, because other threads may release its last
+        handle.
+        """
         wanted.mappings += 1
         try:
             yield
@@ -465,7 +473,7 @@ class Multicast:
     # -- memory by its address -------------------------------------------------------------------------------
 
     def locate(self, address: int, size: int) -> Backing:
-        """Return the memory behind a range of addresses, which is in one mapping or in one allocation of a pool."""
+        """Return the memory behind an address range, which must lie in one mapping or one pool allocation."""
         allocation = need(self.allocations.find(address))
         mapping, pool = allocation.mapping, allocation.pool
         if mapping is not None:
@@ -474,7 +482,7 @@ class Multicast:
             start = memory.offset + address - mapping.base
             return Backing(memory.physical, start, memory.properties.device, memory)
         check(address + size <= allocation.base + allocation.size)
-        check(pool is not None)  # the documentation wants memory of cuMemCreate or of a pool
+        check(pool is not None)  # as documented: memory of cuMemCreate or of a pool
         pool = need_a(Pool, pool, "cuMulticastBindAddr of another process's pool memory")
         return Backing(pool.space.physical, address - pool.space.base, pool.device, allocation=allocation)
 
@@ -487,7 +495,7 @@ class Multicast:
         return mapping, mapping.memory
 
     def replicas(self, address: int, size: int) -> dict[int, list[Segment]] | None:
-        """The segments of a range of one mapping on each device; None unless every device has all of it."""
+        """The segments of a range of one mapping on each device; None unless every device has bound all of it."""
         found = self.mapping_at(address)
         if found is None or address + size > found[0].end:
             return None
@@ -496,9 +504,9 @@ class Multicast:
         return None if _incomplete(replicas, size) else replicas
 
     def targets(self, address: int, size: int) -> list[Segment] | None:
-        """The segments that a write to a range reaches, in mappings of multicast objects and of memory.
+        """The segments that a write to a range reaches, in multicast mappings and ordinary mappings.
 
-        None if a part of the range is not mapped or has no memory.
+        None if a part of the range is unmapped or has no memory.
         """
         targets: list[Segment] = []
         end = address + size
@@ -520,9 +528,9 @@ class Multicast:
         return targets
 
     def check_bound(self, address: int, size: int) -> None:
-        """Every device of the team has memory under a range of one mapping, when work on it is submitted.
+        """Check, when work is submitted, that every device of the team has memory under a range of one mapping.
 
-        Where one has none, users report memory errors, but not which (NVIDIA developer forum, 356726).
+        If one has none, users report memory errors, but not which ones (NVIDIA developer forum, 356726).
         """
         found = self.mapping_at(address)
         assert found is not None

@@ -1,4 +1,4 @@
-"""Physical memory, its mappings, and their access rights."""
+"""Physical memory, its mappings and their access rights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Properties:
     compression: int = 0
     rdma: int = 0
     tile_pool: bool = False
-    """Memory for the tiles of sparse arrays; this does not read back (observed on H200: test_sparse_arrays)."""
+    """Memory for tiles of sparse arrays; not reported back (observed on H200: test_sparse_arrays)."""
 
     @property
     def device(self) -> int | None:
@@ -30,7 +30,7 @@ class Properties:
 
 
 class Mappable:
-    """The object of a CUmemGenericAllocationHandle, with counts of its handles and mappings."""
+    """The object of a CUmemGenericAllocationHandle, with counts of handles and mappings."""
 
     def __init__(self, size: int, properties: Properties) -> None:
         self.handle: int = new_handle()
@@ -39,14 +39,14 @@ class Mappable:
         self.handles = 1
         self.mappings = 0
         self.leader: Mapping | None = None
-        """Mapping of RDMA memory that decides about access: the first one. Once that is unmapped it is the next that is
-        made. Until then it is the one that gets access first, as long as it has: nothing else can be mapped or get
-        access meanwhile (observed on H200: test_mappings).
+        """The mapping of RDMA memory that controls access. It is the first mapping. After its unmapping it is the next
+        new mapping, or the existing mapping that next gets access. In the last case, while that mapping has access,
+        nothing else can be mapped or get access (observed on H200: test_mappings).
         """
         self.leads_by_access: bool = False
 
     def lead(self, mapping: Mapping, by_access: bool) -> None:
-        """Record a new mapping, or one that was given access."""
+        """Record a mapping that is new or was given access."""
         if self.properties.rdma:
             check(not self.leads_by_access or self.leader is mapping, Result.CUDA_ERROR_UNKNOWN)
             if self.leader is None:
@@ -70,10 +70,10 @@ class Mappable:
 
 
 class Memory(Mappable):
-    """Physical memory, as one handle names it: ``size`` bytes of a file, from ``offset`` on.
+    """One handle's view of physical memory: ``size`` bytes of a file, from ``offset`` on.
 
-    It exists until its handle was released once for each time that it was returned, and no mapping and no binding to a
-    multicast object is left. Its bytes then return to ``bank``; None if another process has taken them from its bank.
+    The memory exists until each returned handle is released, and no mapping or multicast binding is left. Then its
+    bytes return to ``bank``; None if they came from another process's bank.
     """
 
     def __init__(self, physical: Physical, offset: int, size: int, properties: Properties, bank: Bank | None) -> None:
@@ -84,11 +84,11 @@ class Memory(Mappable):
         self.bindings = 0
         """Number of bindings to multicast objects."""
         self.tiles = 0
-        """Number of array tiles mapped to this memory, now or by queued work."""
+        """Number of array tiles mapped now or by queued work."""
 
     @functools.cached_property
     def window(self) -> Window:
-        """A mapping of the whole memory, for work without addresses."""
+        """Map the whole memory, for work without addresses."""
         return Window(self.physical, self.offset, self.size)
 
     def close_window(self) -> None:
@@ -123,7 +123,7 @@ class Mapping:
     size: int
     memory: Mappable
     rights: dict[Place, int] = field(default_factory=dict)
-    """By device, and of the host; in the order in which they were set, without those that were taken away."""
+    """By location, in the order of setting; revoked rights are removed."""
 
     @property
     def end(self) -> int:
@@ -148,7 +148,7 @@ class Mapping:
     def right_of_host(self) -> int:
         """The access that a query of HOST returns: that of device 0 or of the host, whichever was set last.
 
-        Observed on H200 (test_host_mappings), also for device memory, which the host can never use.
+        Observed on H200 (test_host_mappings), even for device memory, which the host can never use.
         """
         if any(place.type == Location.DEVICE and place.id for place in self.rights):
             raise NotModelled("cuMemGetAccess for HOST where a device other than 0 has access")
@@ -156,7 +156,7 @@ class Mapping:
 
 
 def connected(mappings: list[Mapping]) -> list[Mapping]:
-    """The first mappings up to a hole: no others get access, and that is no error (observed on H200:
+    """The mappings before the first hole. Only these get access, without an error (observed on H200:
     test_mapping_access).
     """
     hole = (at for at, (one, two) in enumerate(itertools.pairwise(mappings), 1) if one.end != two.base)
@@ -164,5 +164,5 @@ def connected(mappings: list[Mapping]) -> list[Mapping]:
 
 
 def least_right(mappings: Iterable[Mapping], place: Place) -> int:
-    """The access that a location has to every one of some mappings."""
+    """The access that a location has to all of some mappings."""
     return min(mapping.right(place) for mapping in mappings)

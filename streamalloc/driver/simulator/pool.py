@@ -1,6 +1,4 @@
-"""A memory pool: the allocator's line over real memory, with its limits, policies, statistics and access
-rights.
-"""
+"""A memory pool: the allocator's address line with real memory, limits, policies, statistics and access rights."""
 
 from __future__ import annotations
 
@@ -20,17 +18,17 @@ from .timeline import Clock, Operation, Stream, Timeline
 
 _MOST_KEPT = (1 << 64) - CHUNK
 _VIEW = 16 << 30
-"""Bytes of another process's pool that get addresses at first."""
+"""Bytes of an imported pool that get addresses at first."""
 
 
 class Taken(Operation):
-    """The point in a stream from which on the stream can use an allocation."""
+    """The operation in a stream after which the stream can use an allocation."""
 
     counts = is_command = False
 
 
 class Freed(Operation):
-    """The point in a stream where a pool allocation is free."""
+    """The operation in a stream after which a pool allocation is free."""
 
     is_command = False
 
@@ -54,15 +52,15 @@ class Accessible:
         return device == self.device or self.access.get(device, 0) == READ_WRITE or self.managed
 
     def usable(self, device: int) -> bool:
-        """Whether work of ``device`` may touch this memory: any of a device that the process does not see (observed on
-        H200: test_visible_devices).
+        """Whether work of ``device`` may use this memory. Any device may use memory of a device that is not visible to
+        the process (observed on H200: test_visible_devices).
         """
         return self.accessible(device) or self.device == HIDDEN
 
 
 @dataclass(eq=False)
 class Pool(Accessible):
-    """One memory pool. ``device`` is None where the memory is the host's."""
+    """One memory pool. ``device``: None for host memory."""
 
     owner: Pools
     place: Place
@@ -76,7 +74,7 @@ class Pool(Accessible):
     reserved_high: int = 0
     destroyed: bool = False
     follow_events: int = 1
-    """The reuse policies, of which memory freed in other streams an allocation can take."""
+    """The three reuse policies, for memory freed in other streams."""
     opportunistic: int = 1
     internal_dependencies: int = 1
     access: dict[int, int] = field(default_factory=dict)
@@ -91,8 +89,8 @@ class Pool(Accessible):
         self._timeline = self.owner.timeline
         self.label: Label = self.owner.names.new("pool", self.place)
         bank = banks.bank(self.device)
-        # a pool has addresses for twice its maximum size, and more on a machine of several devices
-        # (observed on H200: test_placements)
+        # A pool has addresses for twice its maximum size; with several devices more (observed on H200:
+        # test_placements).
         few = self.device is None or banks.alone
         capacity = 2 * self.max_size if few and self.max_size else bank.addresses
         of_node = self.place.type == Location.HOST_NUMA
@@ -108,7 +106,7 @@ class Pool(Accessible):
     # -- allocation ------------------------------------------------------------------------------------------
 
     def take(self, size: int, stream: Stream) -> tuple[int, Block]:
-        """Memory for ``size`` bytes, first used in ``stream``: its address and its block."""
+        """Allocate ``size`` bytes, first used in ``stream``. Returns address and block."""
         line, number = self.line, stream.id
         if number not in self._timeline.ranks:
             self._timeline.rank(stream)
@@ -124,9 +122,11 @@ class Pool(Accessible):
         return self.space.base + block.start, block
 
     def _find_further(self, size: int, stream: Stream) -> Block:
-        """A block with memory under its first ``size`` bytes, where the stream finds none at hand."""
+        """Find a block by rules 3 to 5 or by a wait for another stream's free, with memory under its first ``size``
+        bytes.
+        """
         line, timeline, ordered = self.line, self._timeline, None
-        if self.follow_events:  # this alone shows the stream their order (observed on H200: test_placements)
+        if self.follow_events:  # only this shows the stream its order (observed on H200: test_placements)
             stream.look()
             ordered = stream.comes_after
         done = timeline.executed if self.opportunistic else timeline.outlived
@@ -136,7 +136,7 @@ class Pool(Accessible):
             left = line.find_left(size) if self.internal_dependencies else None
             block = need(left, Result.CUDA_ERROR_OUT_OF_MEMORY)
             self._wait_for(block, stream)
-        if self.follow_events:  # no other allocation is work (observed on H200: test_events)
+        if self.follow_events:  # other allocations are no work (observed on H200: test_events)
             stream.submit(Taken())
         return block
 
@@ -150,18 +150,18 @@ class Pool(Accessible):
             self.line.free(block, stream.id, seq)
 
     def free_now(self, block: Block) -> None:
-        """Free as cuMemFree does: at once for all streams, even with work queued.
+        """Free as cuMemFree does: at once for all streams, even with queued work.
 
-        The statistics do not notice (observed on H200: test_pool_sizes; USED_MEM_CURRENT counts on).
+        The statistics do not change (observed on H200: test_pool_sizes; USED_MEM_CURRENT still counts it).
         """
         self.line.free(block)
         self.release()
         self.returned()
 
     def _back(self, block: Block, size: int) -> bool:
-        """Put memory under the first ``size`` bytes of a block: free chunks of the pool first, then new ones.
+        """Put memory under the first ``size`` bytes of a block: first free chunks of the pool, then new ones.
 
-        A growth that fails keeps of the chunks it got what the release threshold allows (H200: test_pool_sizes).
+        A failed growth keeps as many of its chunks as the release threshold allows (H200: test_pool_sizes).
         """
         missing = self.line.missing(block, size)
         if not missing:
@@ -173,7 +173,9 @@ class Pool(Accessible):
         return grown
 
     def _grow(self, missing: list[int], had: int) -> bool:
-        """Put memory under these chunks, for so many of which the pool ``had`` it; False if not under all of them."""
+        """Put memory under these chunks; False if not under all. The pool already ``had`` memory for so many of
+        them.
+        """
         bank = self.space.bank
         needed = len(missing) * CHUNK
         if needed > bank.free:
@@ -192,11 +194,11 @@ class Pool(Accessible):
         if needed <= room:
             return len(missing) * CHUNK == needed
         if self.max_size:
-            self._banks.trim(self.space)  # the driver trims although it cannot help (H200: test_placements)
+            self._banks.trim(self.space)  # the driver trims even though that cannot help (H200: test_placements)
         return False
 
     def _wait_for(self, block: Block, stream: Stream) -> None:
-        """Have a stream wait for the last free of the stream that left a block. Clocks do not record this wait."""
+        """Make a stream wait for the last free of the stream that left a block. Clocks do not record this wait."""
         other = self._timeline.streams.get(block.owner)
         if other is not None:
             stream.submit(Operation(), ((other, other.last_free),))
@@ -204,7 +206,7 @@ class Pool(Accessible):
     # -- releasing memory ------------------------------------------------------------------------------------
 
     def settle(self, clock: Clock) -> bool:
-        """Make blocks that were freed up to ``clock`` free for everybody. If there are any, release memory above the
+        """Make blocks freed up to ``clock`` free for all streams. If there are any, release memory above the
         threshold.
         """
         news = self.line.settle(lambda stream: clock.get(stream, 0))
@@ -218,11 +220,11 @@ class Pool(Accessible):
             self.owner.to_release = True
 
     def release(self) -> None:
-        """Release memory that is free for everybody and above the threshold."""
+        """Release memory that is free for all streams and above the threshold."""
         self.space.release(self.threshold)
 
     def trim(self, keep: int) -> None:
-        """Release memory that is free for everybody, but keep at least ``keep`` bytes; if that overflows, none."""
+        """Release memory that is free for all streams, but keep at least ``keep`` bytes; 0 if that overflows."""
         self.space.trim(keep if keep <= _MOST_KEPT else 0)
 
     def destroy(self) -> None:
@@ -230,7 +232,7 @@ class Pool(Accessible):
         self._dispose()
 
     def returned(self) -> None:
-        """Count a free whose point in the stream was reached."""
+        """Count a free that has run in its stream."""
         self._outstanding -= 1
         if self.destroyed:
             self._dispose()
@@ -248,7 +250,7 @@ class Pool(Accessible):
     # -- sharing ---------------------------------------------------------------------------------------------
 
     def export(self) -> Physical:
-        """The file of the pool, for other processes. From now on, released memory keeps its contents for them."""
+        """Return the pool's file for other processes. From now on released memory keeps its contents for them."""
         physical = self.space.physical
         physical.kept = True
         physical.seal()
@@ -256,14 +258,12 @@ class Pool(Accessible):
 
     @property
     def granted(self) -> bool:
-        """Whether any device was given access; ungranted host memory is to the driver like any other host
-        memory.
-        """
+        """Whether any device has access. Without, the driver treats host pool memory like any other host memory."""
         return self.managed or READ_WRITE in self.access.values()
 
 
 class ImportedPool(Accessible):
-    """A pool of another process. Its allocations have the same offsets here, at addresses of this process."""
+    """A pool of another process. Its allocations have the same offsets here, at this process's addresses."""
 
     managed = False
     granted = True  # it is device memory
@@ -283,8 +283,8 @@ class ImportedPool(Accessible):
         physical = Physical.adopt(os.dup(fd))
         self._whole = physical.size
         try:
-            # The file is sparse, and what the owner's pool grows by is there. Most pools are far smaller than their
-            # device, and a process has addresses for some hundred of these only.
+            # The file is sparse and already contains the owner's later growth. Most pools are far smaller than their
+            # device, and a process has addresses for only some hundred ranges of full size.
             self._views = [Reservation(min(self._whole, _VIEW), CHUNK)]
             self._views[0].map(self._views[0].base, self._views[0].size, physical, 0)
         finally:
@@ -303,7 +303,7 @@ class ImportedPool(Accessible):
         return next(view for view in self._views if offset + size <= view.size).base + offset
 
     def free(self, block: Block, size: int, stream: Stream) -> None:
-        """Free an imported allocation, in stream order, in this process only."""
+        """Free an imported allocation in stream order. This affects only this process."""
         self.imports -= 1
         self.freed[stream.id] = (stream, stream.submit(Operation()))
 
@@ -329,13 +329,13 @@ class Pools:
     pools: dict[int, Pool] = field(default_factory=dict)
     current: dict[tuple[int, int, int], Pool] = field(default_factory=dict)
     to_release: bool = False
-    """The next synchronisation releases memory of all pools even if it shows no new free: a threshold was set below the
-    reserved size of its pool, or a pool with reserved memory was destroyed.
+    """Whether the next synchronisation releases memory of all pools even without new frees: a threshold was set below a
+    pool's reserved size, or a pool with reserved memory was destroyed.
     """
     _defaults: dict[tuple[int, int, int], Pool] = field(default_factory=dict)
 
     def create(self, place: Place, *description: Any, **more: Any) -> Pool:
-        """Create a pool with the fields of :class:`Pool`. The code of a refusal is that of devices without pools
+        """Create a pool with the fields of :class:`Pool`. The result code of a refusal is that of devices without pools
         (openvdb#2255, rapidsai/cuvs#2528).
         """
         able = not self.poolless if place.device is None else place.device not in self.poolless
@@ -351,7 +351,7 @@ class Pools:
         return found
 
     def key(self, place: Place, allocation_type: int) -> tuple[int, int, int]:
-        """The key of a location: locations that share their default and current pool have the same key."""
+        """The key of a location. Locations with the same default and current pool have the same key."""
         return (place.type, 0 if place.type not in (Location.DEVICE, Location.HOST_NUMA) else place.id, allocation_type)
 
     def default(self, place: Place, allocation_type: int = PINNED) -> Pool:
@@ -366,8 +366,9 @@ class Pools:
         return self.default(place, allocation_type) if pool is None else pool
 
     def settle(self, clock: Clock, told: bool) -> None:
-        """The host now knows that all in ``clock`` happened; ``told``: because it synchronised. Where that is news to
-        any pool, or :attr:`to_release`, all release what exceeds their thresholds (observed on H200: test_placements).
+        """Record that the host has seen all operations in ``clock``. ``told``: it synchronised. If that is news to any
+        pool, or :attr:`to_release` is set, all pools release memory above their thresholds (observed on H200:
+        test_placements).
         """
         pools = list(self.pools.values())
         news = [pool.settle(clock) for pool in pools]

@@ -1,7 +1,7 @@
-"""Profiles of machines: what was read from a real one, as JSON, and the description of a simulated machine.
+"""Profiles of machines: readings of real machines as JSON, and the description of a simulated machine.
 
-A profile is a file that ``streamalloc profile`` writes. A field that it leaves out is that of its ``base``, a profile
-of the package, so that what could not be read stays as on one machine that was read. ``h200.json`` has every field.
+``streamalloc profile`` writes a profile. Fields that it leaves out come from its ``base``, a profile of the package, so
+unreadable values are those of a machine that was read. ``h200.json`` has every field.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from .constants import ALIGNMENT, BLOCK, CHUNK
 from .reading import BASE, FORMAT, HANDLE_TYPES, VERSION
 
 _MOST_BYTES = 1 << 18
-"""Bytes of a file; one of eight devices has 30 KiB."""
+"""Most bytes of a file; eight devices need 30 KiB."""
 _KiB, _GiB, _TiB = 1 << 10, 1 << 30, 1 << 40
 
 
 class Limit(NamedTuple):
-    """A context limit: default, minimum, maximum and step. A minimum of None: the range was not read."""
+    """A context limit: default, minimum, maximum and step. A minimum of None means that the range was not read."""
 
     default: int
     least: int | None = None
@@ -34,7 +34,7 @@ class Limit(NamedTuple):
 
 
 class Granularity(NamedTuple):
-    """Bytes: sizes and addresses are multiples of ``minimum``."""
+    """Granularities in bytes: sizes and addresses are multiples of ``minimum``."""
 
     minimum: int
     recommended: int
@@ -42,7 +42,7 @@ class Granularity(NamedTuple):
 
 @dataclass(frozen=True)
 class Link:
-    """Access of one device to the memory of another."""
+    """Access of a device to another device's memory."""
 
     access: bool
     attributes: Mapping[str, int | None]
@@ -57,7 +57,7 @@ class ProfileError(ValueError):
 
 
 Check = Callable[[str, Any], Any]
-"""Returns the value of a field; raises :class:`ProfileError` with the field's name for one that is none."""
+"""Checks and returns a field's value; raises :class:`ProfileError` if it is invalid."""
 
 
 def _shown(value: object) -> str:
@@ -92,7 +92,7 @@ def _list(one: Check, least: int = 0, most: int = 64) -> Check:
 
 
 def _table(one: Check) -> Check:
-    """A mapping by names of the driver; null stands for something that this driver does not know."""
+    """A mapping by driver names. null marks names that this driver does not know."""
 
     def check(at: str, value: Any) -> dict[str, Any]:
         if not isinstance(value, dict) or len(value) > 1024:
@@ -166,7 +166,7 @@ def _read(check: Check, repr: bool = True) -> Any:
 
 @dataclass(frozen=True)
 class Profile:
-    """Model of a GPU and its host. In a mapping by name, None marks a name that the driver does not know."""
+    """Model of a GPU and its host. None in a mapping marks a name that the driver does not know."""
 
     source: str = _read(_text)
     """Machine that was read."""
@@ -174,43 +174,43 @@ class Profile:
     driver_version: int = _read(_whole(11000, 99990))
     total_memory: int = _read(_whole(_GiB, 4 * _TiB))
     context_overhead: int = _read(_whole(0, 64 * _GiB))
-    """Bytes of the device's memory that the driver keeps for itself."""
+    """Bytes of device memory that the driver uses itself."""
     context_free: tuple[int, ...] = _read(_list(_whole(0, 32 << 20), 0, 4))
-    """Free bytes in each address region that the context takes for its own memory."""
+    """Free bytes in each address region of the context's own memory."""
     host_memory: int = _read(_whole(_GiB, 16 * _TiB))
     host_pool_addresses: int = _read(_whole(CHUNK, 16 * _TiB))
-    """Bytes of addresses that a host pool without ``max_size`` reserves. The driver's value varies: 9 to 60 GiB."""
+    """Bytes of addresses of a host pool without ``max_size``; really 9 to 60 GiB."""
     numa_nodes: int = _read(_whole(1, 64))
     imex_channel: int = _read(_whole(0, 1))
-    """Whether the user may open an IMEX channel: without one, fabric handles are not permitted."""
+    """Whether the user may open an IMEX channel, for fabric handles."""
     context_api_version: int = _read(_whole(0, 99999))
     context_flags: int = _read(_whole(0, 255))
     stream_priorities: tuple[int, int] = _read(_priorities)
     """Least and greatest."""
     pitch: int = _read(_whole(1, 1 << 20))
-    """Bytes; row pitches of cuMemAllocPitch are multiples of this."""
+    """Alignment of row pitches of cuMemAllocPitch, in bytes."""
     pool_chunk: int = _read(_whole(CHUNK, CHUNK))
-    """Bytes; pools grow by multiples of this. All profiles so far agree in this and the next two."""
+    """Growth step of pools in bytes. This and the next two are equal in all profiles."""
     pool_alignment: int = _read(_whole(ALIGNMENT, ALIGNMENT))
     plain_block: int = _read(_whole(BLOCK, BLOCK))
-    """Size in bytes of the blocks that small allocations of cuMemAlloc share."""
+    """Block size of small cuMemAlloc allocations, in bytes."""
     granularities: Mapping[str, Mapping[str, Granularity | None]] = _read(_table(_table(_granularity)), repr=False)
     """By location type (DEVICE, HOST, HOST_NUMA) or MULTICAST, then by handle type."""
     attributes: Mapping[str, int | None] = _read(_numbers, repr=False)
     """Device attributes by enum name without CU_DEVICE_ATTRIBUTE_."""
     limits: Mapping[str, Limit | None] = _read(_table(_limit), repr=False)
-    """Limits of contexts by enum name without CU_LIMIT_; those that are not here are not supported."""
+    """Context limits by enum name without CU_LIMIT_; others are not supported."""
     devices: tuple[Mapping[str, int | None], ...] = _read(_list(_numbers, 1), repr=False)
-    """For each device that was read, the attributes whose values differ from ``attributes``."""
+    """For each read device, the attributes that differ from ``attributes``."""
     links: Mapping[tuple[int, int], Link] = _read(_links, repr=False)
-    """Links by the pair of devices: the one that has access, and the owner of the memory."""
+    """Links by pair of devices: accessing device, owner of the memory."""
     error_strings: Mapping[str, str | None] = _read(_table(_text), repr=False)
-    """Answers of cuGetErrorString, by enum name; the driver refuses other errors."""
+    """Results of cuGetErrorString by enum name; other errors are refused."""
     identity: str = ""
-    """Built-in name, or digest of the file: the same for processes that simulate the same machine."""
+    """Built-in name, or digest of the file; equal for equal machines."""
 
     def granularity(self, place: str = "DEVICE", handle_types: int = 0) -> Granularity | None:
-        """The granularity of memory that can be shared in all of these ways; None where the driver refuses."""
+        """The granularity of memory that can be shared in all of these ways; None if the driver refuses."""
         table = self.granularities[place]
         kinds = [name for name, bit in HANDLE_TYPES.items() if handle_types & bit]
         found = [table.get(name) for name in kinds or ["NONE"]]
@@ -219,19 +219,19 @@ class Profile:
 
     @functools.cached_property
     def page(self) -> int:
-        """Bytes: the minimum granularity of device memory, of which address ranges and mappings are multiples."""
+        """Minimum granularity of device memory in bytes, for address ranges and mappings."""
         return min((one.minimum for one in self.granularities["DEVICE"].values() if one), default=BLOCK)
 
     def device_attributes(self, ordinal: int) -> dict[str, int]:
-        """The attributes of a device that its driver knows."""
+        """The attributes of a device that its driver supports."""
         read = self.devices[min(ordinal, len(self.devices) - 1)]
         found = {name: number for name, number in {**self.attributes, **read}.items() if number is not None}
         found["PCI_DEVICE_ID"] += max(ordinal - len(self.devices) + 1, 0)
         return found
 
     def link(self, source: int, target: int) -> Link | None:
-        """The link between two devices. Devices beyond those that were read have the same link as all others; None
-        where these differ.
+        """The link between two devices. Devices that were not read have the common link of all others; None if these
+        differ.
         """
         found = self.links.get((source, target))
         others = list(self.links.values())
@@ -241,7 +241,7 @@ class Profile:
 
 _FIELDS: dict[str, Check] = {one.name: one.metadata["check"] for one in fields(Profile) if one.metadata}
 _MERGED = ("granularities", "attributes", "limits", "error_strings")
-"""Tables that replace single entries of the base's."""
+"""Tables merged with the base's by entry."""
 _NEEDED = {
     "granularities": ("DEVICE", "HOST", "HOST_NUMA", "MULTICAST"),
     "attributes": (
@@ -252,7 +252,7 @@ _NEEDED = {
         *(f"MAX_{kind}_DIM_{axis}" for kind in ("BLOCK", "GRID") for axis in "XYZ"),
     ),
 }
-"""Table entries that each machine requires. Attributes among them are not negative."""
+"""Required table entries; attributes among them are not negative."""
 
 
 def _no_pair_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -282,7 +282,7 @@ def _parsed(data: bytes) -> dict[str, Any]:
 
 
 def parse(data: bytes, identity: str) -> Profile:
-    """The profile in the bytes of a file.
+    """Parse the bytes of a profile file.
 
     Raises
     ------
@@ -307,7 +307,7 @@ def parse(data: bytes, identity: str) -> Profile:
 
 
 def _merged(base: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries of ``base`` and ``given``; an entry of ``given`` replaces that of ``base``."""
+    """Merge two mappings; entries of ``given`` replace those of ``base``."""
     found = dict(base)
     for name, one in given.items():
         there = base.get(name)
@@ -336,9 +336,9 @@ def _check_together(values: dict[str, Any]) -> None:
 
 
 BUILT_IN = ("h100", "h200")
-"""Profiles of the package: readings, except the recommended granularity of multicast objects. 512 MiB is what H100s
-told users (microsoft/mscclpp, DefaultNvlsBufferSize), and the page size in NVIDIA's kernel module. 2 MiB do:
-NCCL binds as little (NVIDIA/nccl#2077).
+"""Profiles of the package. All values are readings, except the recommended granularity of multicast objects: 512 MiB as
+reported for H100 (microsoft/mscclpp, DefaultNvlsBufferSize), which is the page size in NVIDIA's kernel module. 2 MiB
+are enough: NCCL binds as little (NVIDIA/nccl#2077).
 """
 
 
@@ -348,7 +348,7 @@ def built_in(name: str) -> Profile:
 
 
 def load(name: str) -> Profile:
-    """The profile of this name, or in this file.
+    """Load the profile with this name or file.
 
     Raises
     ------
@@ -380,7 +380,7 @@ def load(name: str) -> Profile:
 
 @dataclass(frozen=True)
 class MachineSpec:
-    """The arguments of :func:`streamalloc.driver.simulated`, which documents them."""
+    """The arguments of :func:`streamalloc.driver.simulated`, documented there."""
 
     devices: int = 1
     memory: int | None = None
@@ -406,17 +406,17 @@ class MachineSpec:
 
     @functools.cached_property
     def given_name(self) -> str:
-        """Name that the user gave; "" where there is none."""
+        """Name given by the user; "" if none."""
         return self.name or os.environ.get("STREAMALLOC_MACHINE", "")
 
     @property
     def host_name(self) -> str:
-        """Name of the machine in its IMEX domain; "" if it is the only one."""
+        """Name of the machine in its IMEX domain; "" if it is alone."""
         return self.host or os.environ.get("STREAMALLOC_HOST", "")
 
     @property
     def identity(self) -> str:
-        """Identity of the machine: its name, or its arguments if it has none. Equal ones are one machine."""
+        """Identity of the machine: its name, or its arguments without a name. Equal identities mean one machine."""
         return self.given_name or (
             f"{self.profile.identity} x{self.devices} memory={self.memory} multicast={self.multicast} "
             f"fabric={self.fabric}"

@@ -1,4 +1,4 @@
-"""Reads the profile of a machine through its driver, real or simulated; :mod:`.profiles` says what is in it."""
+"""Reads the profile of a machine through its driver, real or simulated; :mod:`.profiles` describes the contents."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from streamalloc.driver.bindings import BINDINGS_VERSION, cuda
 
 FORMAT, VERSION = "streamalloc profile", 1
 BASE = "h200"
-"""Profile of the package with every field, which a reading completes where it could not read."""
+"""Complete profile of the package, for values that a reading lacks."""
 HANDLE_TYPES = {"NONE": 0, "POSIX_FILE_DESCRIPTOR": 1, "FABRIC": 8}
 """CUmemAllocationHandleType: those of Linux."""
 _PLACES = {"DEVICE": 1, "HOST": 2, "HOST_NUMA": 3}  # CUmemLocationType
@@ -19,7 +19,7 @@ _NODES = 64
 
 
 class UnreadableMachineError(RuntimeError):
-    """There is no device, the devices are of several kinds, or a call that every driver has failed."""
+    """There is no device, the devices differ, or a call that every driver has failed."""
 
 
 def _succeeded(answer: Any) -> Any:
@@ -30,7 +30,7 @@ def _succeeded(answer: Any) -> Any:
 
 
 def _asked(call: Callable[..., Any], *arguments: Any) -> Any:
-    """The value of a call; None where the driver refuses it, or the simulated one does not model it."""
+    """The value of a call; None if the driver refuses it, or the simulated driver does not model it."""
     try:
         answer = call(*arguments)
     except NotImplementedError:
@@ -39,7 +39,7 @@ def _asked(call: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _members(enum: str, prefix: str) -> Iterator[tuple[str, Any]]:
-    """The members of an enum of the bindings, aliases included, without the prefix and those that only count."""
+    """The members of an enum of the bindings by name without prefix, including aliases, without pure counters."""
     for name, member in getattr(cuda, enum).__members__.items():
         short = name.removeprefix(prefix)
         if short not in ("MAX", "INVALID", "FORCE_UINT"):
@@ -49,15 +49,15 @@ def _members(enum: str, prefix: str) -> Iterator[tuple[str, Any]]:
 def read_profile(driver: Any, *, multicast: bool = False) -> dict[str, Any]:
     """Read the machine of a driver as plain data.
 
-    It makes the primary context of each device, one pool and one allocation, and undoes all that. What other processes
-    use on device 0 meanwhile counts as overhead of the context.
+    It makes the primary context of each device, one pool and one allocation, and releases all of them. Memory that
+    other processes use on device 0 meanwhile counts as overhead of the context.
 
     Parameters
     ----------
     driver
         ``cuda.bindings.driver``, or a driver of this package.
     multicast
-        Query the granularities of multicast objects, too, where device 0 supports these. No object is made.
+        Also query the granularities of multicast objects, if device 0 supports these. No object is made.
 
     Raises
     ------
@@ -113,7 +113,7 @@ def _name(driver: Any, device: int) -> str:
 
 @contextlib.contextmanager
 def _context(driver: Any) -> Iterator[None]:
-    """Device 0's primary context, current in the block."""
+    """A ``with`` block with device 0's primary context current."""
     context = _succeeded(driver.cuDevicePrimaryCtxRetain(0))
     try:
         _succeeded(driver.cuCtxPushCurrent(context))
@@ -131,7 +131,7 @@ def _attributes(driver: Any, device: int) -> dict[str, int | None]:
 
 
 def _limit(driver: Any, member: Any) -> list[int] | None:
-    """The default alone: its range would have to be tried out. None: not supported."""
+    """Only the default: the range could only be found by trials. None: not supported."""
     found = _asked(driver.cuCtxGetLimit, member)
     return None if found is None else [int(found)]
 
@@ -150,7 +150,7 @@ def _pool_properties(place: str, number: int = 0) -> Any:
 
 
 def _nodes(driver: Any) -> int | None:
-    """The number of NUMA nodes of the host from 0 on that pools can be made on; None where there are no such pools."""
+    """The number of consecutive NUMA nodes, from 0, that support pools; None if there are no such pools."""
     for node in range(_NODES):
         pool = _asked(driver.cuMemPoolCreate, _pool_properties("HOST_NUMA", node))
         if pool is None:
@@ -160,7 +160,7 @@ def _nodes(driver: Any) -> int | None:
 
 
 def _imex_channel(driver: Any) -> int | None:
-    """Whether the driver permits fabric handles, tried with a granule of memory; None where its answer is another."""
+    """Whether the driver permits fabric handles, found by a small allocation; None for any other answer."""
     properties = _memory_properties("DEVICE", HANDLE_TYPES["FABRIC"])
     minimum = cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
     size = _asked(driver.cuMemGetAllocationGranularity, properties, minimum)
@@ -174,7 +174,7 @@ def _imex_channel(driver: Any) -> int | None:
 
 
 def _placement(driver: Any) -> dict[str, int]:
-    """The size by which a pool grows, and the distance of its allocations; nothing where there are no pools."""
+    """The growth step of a pool, and the distance of its allocations; empty without pools."""
     with contextlib.ExitStack() as stack:
         pool = _asked(driver.cuMemPoolCreate, _pool_properties("DEVICE"))
         if pool is None:
@@ -230,7 +230,7 @@ def _link(driver: Any, source: int, target: int) -> dict[str, Any]:
 
 
 def _error_strings(driver: Any) -> Iterator[tuple[str, str | None]]:
-    """Texts of errors; None for an error that the driver does not know."""
+    """Error texts; None for errors that the driver does not know."""
     for name, member in cuda.CUresult.__members__.items():
         text = _asked(driver.cuGetErrorString, member)
         yield name, None if text is None else text.decode("ascii", "replace")

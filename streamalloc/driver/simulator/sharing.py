@@ -1,12 +1,12 @@
-"""Pools, allocations, physical memory and events that processes of the same machine share.
+"""Pools, allocations, physical memory and events shared between processes of a machine.
 
-All of it is memory in anonymous files. A file's name says what it is and of which machine, so a descriptor is all that
-an importer needs; it travels by whatever means its users have, and the memory is there as long as anybody has it.
-Handles of 64 bytes name a file by process and descriptor number instead, and open for processes of the same user while
-that process lives. Nothing is kept in a file system, so nothing can stay behind.
+All shared memory is in anonymous files. A file's name contains its kind and machine, so an importer needs only a
+descriptor. The memory exists while any process has the descriptor. Handles of 64 bytes name a file by process and
+descriptor number. Processes of the same user can open them while that process lives. No file has a path, so nothing
+remains on disk.
 
-Machines with the name of a host form one IMEX domain if they are otherwise the same. They share fabric handles of
-physical memory and of multicast objects, and nothing else.
+Machines with a host name that are otherwise equal form one IMEX domain. They share only fabric handles of physical
+memory and multicast objects.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from .timeline import Timeline
 
 
 def pack(kind: str, *words: int) -> bytes:
-    """Integers, their checksum, and zeros up to 64 bytes."""
+    """Pack integers and their checksum, with zeros up to 64 bytes."""
     data = struct.pack(f"<{len(words)}Q", *words)
     return (data + struct.pack("<Q", zlib.crc32(data, zlib.crc32(kind.encode())))).ljust(HANDLE_BYTES, b"\0")
 
 
 def unpack(kind: str, data: bytes, count: int) -> tuple[int, ...] | None:
-    """The integers of such data; None if it was damaged or is of another kind."""
+    """Unpack such data; None if it is damaged or of another kind."""
     words: tuple[int, ...] = struct.unpack_from(f"<{count}Q", data)
     return words if pack(kind, *words) == data else None
 
 
 def pack_memory(serial: int, *words: int) -> bytes:
-    """Five integers as an IPC memory handle. The driver ignores its bytes 0-7 and 32-39 (observed on H200: damaged
-    there, it opens).
+    """Pack five integers as an IPC memory handle. The driver ignores bytes 0-7 and 32-39 of such a handle (observed on
+    H200: it opens even if they are damaged).
     """
     data = pack("memory", *words)
     unread = struct.pack("<Q", serial)
@@ -58,7 +58,7 @@ def pack_memory(serial: int, *words: int) -> bytes:
 
 @dataclass(eq=False)
 class OpenedBlock:
-    """A block of another process's plain memory, and how many allocations in it are open here."""
+    """A block of another process's cuMemAlloc memory, with its number of open allocations."""
 
     reservation: Reservation
     owner: int
@@ -68,7 +68,7 @@ class OpenedBlock:
 
 @dataclass(eq=False)
 class Opening:
-    """An allocation of another process. ``times`` it was opened, and not closed."""
+    """An allocation of another process. ``times``: number of opens without a close."""
 
     allocation: Allocation
     block: OpenedBlock
@@ -80,7 +80,7 @@ class Opening:
 
 @dataclass(eq=False)
 class Sharing:
-    """Objects that a machine shares with other processes, and objects of other processes."""
+    """Objects shared with other processes, in both directions."""
 
     names: Names
     banks: Banks
@@ -90,7 +90,7 @@ class Sharing:
     pools: dict[int, ImportedPool] = field(default_factory=dict)
     """By handle."""
     _handed_out: dict[int, int] = field(default_factory=dict)
-    """Descriptors of plain memory with handles, by the allocations' numbers."""
+    """Descriptors of plain memory with handles, by allocation number."""
     _blocks: dict[tuple[int, ...], OpenedBlock] = field(default_factory=dict)
     """By process and descriptor, owner, offset."""
     _opened: dict[tuple[int, ...], Opening] = field(default_factory=dict)
@@ -99,8 +99,8 @@ class Sharing:
     _tables: WeakValueDictionary[tuple[int, ...], EventTable] = field(default_factory=WeakValueDictionary)
 
     def recognise(self, fd: int, kind: str, *, fabric: bool = False) -> Label:
-        """The label of a descriptor of a pool or of memory of this machine, or with ``fabric`` of its domain; a
-        multicast object counts as memory.
+        """The label of a descriptor of a pool or memory of this machine, or with ``fabric`` of its domain. Multicast
+        objects count as memory.
         """
         label = recognise(fd)
         if label is None or label.kind not in ("pool", "memory", "multicast"):
@@ -119,24 +119,24 @@ class Sharing:
     # -- fabric handles --------------------------------------------------------------------------------------
 
     def fabric_handle(self, kind: str, physical: Physical) -> bytes:
-        """``kind`` is pool or memory, the latter for multicast objects too."""
+        """A fabric handle. ``kind``: pool or memory; memory for multicast objects too."""
         label = need(Label.of(f"/proc/self/fd/{physical.fd}"))
         return pack(f"fabric {kind}", os.getpid(), physical.fd, int(label.serial, 16))
 
     def open_fabric(self, kind: str, data: bytes) -> int:
-        """Open a descriptor of an export of this or another process of the domain."""
+        """Open a descriptor of an export, of this or another process of the domain."""
         words = need(unpack(f"fabric {kind}", data, 3))
         kinds = ("memory", "multicast") if kind == "memory" else (kind,)
         wanted = (self.names.domain, f"{words[2]:016x}")
         fd = reach(words[0], words[1], lambda label: label.kind in kinds and (label.domain, label.serial) == wanted)
         own = need(fd, "importing from a fabric handle of a process that has given the memory up")
-        fcntl.flock(own, fcntl.LOCK_SH)  # as a descriptor that was exported: see Physical.lend
+        fcntl.flock(own, fcntl.LOCK_SH)  # as for an exported descriptor: see Physical.lend
         return own
 
     # -- pools -----------------------------------------------------------------------------------------------
 
     def import_pool(self, fd: int, fabric: bool) -> ImportedPool:
-        """The same pool every time (observed on H200: test_sharing)."""
+        """Import a pool. Each import gives the same pool (observed on H200: test_sharing)."""
         label = self.recognise(fd, "pool", fabric=fabric)
         serial = int(label.serial, 16)
         pool = next((pool for pool in self.pools.values() if pool.serial == serial), None)
@@ -147,7 +147,7 @@ class Sharing:
         return pool
 
     def destroy_pool(self, pool: ImportedPool) -> None:
-        """Waits for the work before the last frees of imported allocations."""
+        """Destroy an imported pool, after the work before the last frees of imported allocations."""
         check(not pool.imports)
         self.timeline.wait(lambda: all(stream.done >= seq for stream, seq in pool.freed.values()))
         check(not pool.imports and self.pools.pop(pool.handle, None))  # other threads may have been here meanwhile
@@ -157,7 +157,9 @@ class Sharing:
         return pack("pointer", os.getpid(), 1, int(pool.label.serial, 16), offset, size)
 
     def import_pointer(self, pool: ImportedPool, data: bytes) -> int:
-        """Always the same address for the same memory, however often; one free ends the import (H200: test_sharing)."""
+        """Import an allocation. Repeated imports give the same address, and one free ends them all (H200:
+        test_sharing).
+        """
         words = need(unpack("pointer", data, 5))
         check(words[2] == pool.serial)
         offset, size = words[3:]
@@ -173,11 +175,11 @@ class Sharing:
     # -- plain memory ----------------------------------------------------------------------------------------
 
     def memory_handle(self, allocation: Allocation) -> bytes:
-        """The same for every address within an allocation."""
+        """The IPC handle of an allocation, equal for all addresses in it."""
         assert allocation.device is not None
         physical, offset = self.devices[allocation.device].heap.locate(allocation.base)
         physical.seal()
-        physical.kept = True  # importers can still read memory that the owner frees (observed on H200: test_sharing)
+        physical.kept = True  # importers can still read memory freed by the owner (observed on H200: test_sharing)
         if allocation.id not in self._handed_out:
             lock(physical.fd, allocation.id, fcntl.F_WRLCK)
             self._handed_out[allocation.id] = physical.fd
@@ -185,13 +187,13 @@ class Sharing:
         return pack_memory(allocation.id, where, allocation.size, offset, self.names.owner, allocation.id)
 
     def withdraw(self, allocation: Allocation) -> None:
-        """Plain memory is freed: its handle opens nothing any more, unless it is open already."""
+        """Record a free of plain memory. Its handle can no longer be opened, unless it is open already."""
         fd = self._handed_out.pop(allocation.id, None)
         if fd is not None:
             lock(fd, allocation.id, fcntl.F_UNLCK)
 
     def open_memory(self, data: bytes, context: Context) -> int:
-        """Open memory of another process, with a count. The whole block is mapped. Memory in an open block can be
+        """Open memory of another process, and count the open. The whole block is mapped. Memory in an open block can be
         opened even after its owner has freed it (H200: test_sharing).
         """
         words = need(unpack("memory", (data[8:32] + data[40:64]).ljust(HANDLE_BYTES, b"\0"), 5))
@@ -221,7 +223,7 @@ class Sharing:
         return address
 
     def _reach_heap(self, process: int, fd: int, owner: int) -> int:
-        """A descriptor for the file with another process's plain memory."""
+        """Open the file with another process's plain memory."""
         own = self.names.reach(process, fd, owner, "heap")
         if own is None:
             check(alive(process), Result.CUDA_ERROR_INVALID_HANDLE)
@@ -253,7 +255,7 @@ class Sharing:
             self.forget_memory(opened.allocation)
 
     def forget_memory(self, allocation: Allocation) -> None:
-        """Unmap opened memory, however often it was opened."""
+        """Unmap opened memory, regardless of the number of opens."""
         words, opened = next((words, one) for words, one in self._opened.items() if one.allocation is allocation)
         del self._opened[words]
         self.allocations.remove(allocation)

@@ -1,12 +1,11 @@
-"""Streams, their clocks, and the worker thread that runs their operations.
+"""Streams, their clocks, and the worker thread that runs operations.
 
-Every stream numbers its operations. What a stream is ordered after is kept as a vector clock: for each other
-stream the highest number that certainly comes first. The host has such a clock too, raised by synchronising
-calls only.
+Every stream numbers its operations. Each stream has a vector clock: for each other stream, the highest operation number
+that certainly precedes. The host also has such a clock, which only synchronising calls advance.
 
-An operation runs in the thread that submits it when nothing holds its stream; otherwise it is queued, and a
-daemon thread carries it out as soon as it may, whether or not the host makes further calls. All state here is
-guarded by the lock of :mod:`.call_lock`, which a host function never holds.
+If nothing delays its stream, an operation runs on the submitting thread. Otherwise it is queued, and a daemon thread
+runs it as soon as possible, even if the host makes no further calls. All state here is guarded by the lock of
+:mod:`.call_lock`, which host functions never hold.
 """
 
 from __future__ import annotations
@@ -29,39 +28,39 @@ Clock = dict[int, int]
 """Stream id -> sequence number."""
 
 POLL_SECONDS = 0.0003
-"""Seconds between reads of a value in memory that a stream waits for."""
+"""Seconds between reads of a value that a stream waits for."""
 _IDLE_SECONDS = 1.0
-"""Seconds without work after which the worker thread ends."""
+"""Seconds without work until the worker thread ends."""
 _NAP_SECONDS = 0.05
-"""Seconds; longest sleep before a condition is checked again."""
+"""Longest sleep in seconds before a condition is checked again."""
 
 
 def merge(clock: Clock, other: Clock) -> None:
-    """Raise each entry of ``clock`` to that of ``other``."""
+    """Raise each entry of ``clock`` to at least that of ``other``."""
     for stream, seq in other.items():
         if clock.get(stream, 0) < seq:
             clock[stream] = seq
 
 
 class Operation:
-    """Work in a stream. Subclasses say when it may start, and do it in one or several steps."""
+    """Work in a stream. Subclasses define when it may start, and do it in one or several steps."""
 
     heavy = False
-    """Too long for the thread that submits it: the worker does it, with turns for other streams."""
+    """Too long for the submitting thread: the worker runs it, alternating with other streams."""
     counts = True
-    """The stream counts as busy while this is queued."""
+    """Whether the stream counts as busy while this is queued."""
     is_command = True
-    """It goes to the device when it is submitted; other operations go together with the next command."""
+    """Whether it goes to the device at once; others go with the next command."""
     polled = False
-    """Its condition is polled, because no call announces it."""
+    """Whether its condition is polled, because no call announces it."""
     runs = False
     """It uses memory now, on a thread of its own."""
     seq = 0
     after: tuple[tuple[Stream, int], ...] = ()
-    """Operations of other streams that must be done first."""
+    """Operations of other streams that must finish first."""
 
     def held(self) -> bool:
-        """Whether a reason other than earlier operations keeps it from running."""
+        """Whether something other than earlier operations delays it."""
         return False
 
     def step(self) -> bool:
@@ -69,7 +68,7 @@ class Operation:
         return True
 
     def touches(self, start: int, end: int) -> bool:
-        """Whether it has a byte of a range of simulated addresses to read or write."""
+        """Whether it still has to read or write a part of a simulated address range."""
         return False
 
 
@@ -91,7 +90,7 @@ class Wait(Operation):
 
 
 class Until(Operation):
-    """Holds its stream until a polled condition is true."""
+    """Delays its stream until a polled condition is true."""
 
     polled = True
 
@@ -103,7 +102,7 @@ class Until(Operation):
 
 
 class HostFunction(Operation):
-    """Runs a function in a thread of its own, and holds its stream until it returns."""
+    """Runs a function on a separate thread, and delays its stream until the function returns."""
 
     def __init__(self, timeline: Timeline, function: Callable[[], object]) -> None:
         self._timeline = timeline
@@ -130,7 +129,7 @@ class HostFunction(Operation):
 
 
 class Stream:
-    """A queue of operations. ``context`` is the owner, which the timeline does not use."""
+    """A queue of operations. ``context``: the owner, which the timeline does not use."""
 
     def __init__(self, timeline: Timeline, handle: int, context: Any, blocking: bool, priority: int) -> None:
         self.timeline = timeline
@@ -139,8 +138,8 @@ class Stream:
         self.context = context
         self.blocking = blocking
         self.priority = priority
-        self.legacy: Stream | None = None  # the legacy stream that a blocking one takes turns with
-        self.peers: dict[Stream, None] | None = None  # of a legacy stream: the blocking streams of its context
+        self.legacy: Stream | None = None  # the legacy stream with which a blocking stream synchronises
+        self.peers: dict[Stream, None] | None = None  # for a legacy stream: the blocking streams of its context
         self.queue: deque[Operation] = deque()
         self.seq: int = 0
         self.done: int = 0
@@ -150,22 +149,22 @@ class Stream:
         self.clock: Clock = {}
         self.capture: Any = None
         self.barrier: tuple[tuple[Stream, int], ...] = ()
-        """Operations of other streams that the next operation waits for."""
+        """Operations of other streams that precede the next operation."""
         self.attributes: dict[int, bytes] = {}
-        """Bytes of stream attributes without effect here, by number."""
+        """Bytes of stream attributes without effect, by number."""
         self.destroyed = False
 
     @property
     def idle(self) -> bool:
-        """Whether all work is done. For the legacy stream, that of blocking streams counts too."""
+        """Whether all work is done. For the legacy stream this includes blocking streams."""
         if self.done < self.seq:
             return False
         return self.peers is None or all(peer.done >= peer.seq for peer in self.peers)
 
     @property
     def known(self) -> int:
-        """Up to which of its operations others know that these have happened. A mark tells; it goes out with the next
-        command, behind what that waits for. A stream that has nothing left to do needs none (observed on H200:
+        """The number up to which others see this stream's operations as done. A mark shows it, which is sent with the
+        next command, after the operations that the command waits for. An idle stream needs no mark (observed on H200:
         test_reuse).
         """
         queue = self.queue
@@ -176,12 +175,12 @@ class Stream:
         return self.done if reached else self.marked
 
     def comes_after(self, other: int) -> int:
-        """Sequence number of another stream up to which this stream is ordered after it."""
+        """The number up to which this stream is ordered after another stream."""
         return self.clock.get(other, 0)
 
     def done_with(self) -> Clock:
-        """The clock once all work of the stream is done. Other preceding work counts from the next submission on only,
-        except in the legacy stream (observed on H200: test_placements).
+        """The clock after all work of the stream. Other preceding work counts only from the next submission on, except
+        in the legacy stream (observed on H200: test_placements).
         """
         if self.peers is not None:
             self.catch_up()
@@ -190,8 +189,8 @@ class Stream:
         return clock
 
     def catch_up(self, clock: Clock | None = None) -> tuple[tuple[Stream, int], ...]:
-        """Merge the order that the legacy stream implies into ``clock``, by default the own clock. Returns its
-        unfinished operations.
+        """Merge the order that the legacy stream implies into ``clock``, by default the own clock. Returns the
+        unfinished operations of the streams concerned.
         """
         if clock is None:
             clock = self.clock
@@ -227,8 +226,8 @@ class Stream:
         clock: Clock | None = None,
         joins: bool = True,
     ) -> int:
-        """Append an operation, which also waits for ``after``; it can run before this returns. The order of the legacy
-        stream goes into ``clock`` if given, and applies only with ``joins``.
+        """Append an operation, which also waits for ``after``. It may run before this returns. ``clock``: gets the
+        order of the legacy stream instead of the own clock. ``joins``: whether that order applies.
         """
         if joins and (self.legacy is not None or self.peers is not None):
             works = operation.is_command or bool(after)
@@ -272,14 +271,15 @@ class Timeline:
         self.caller: call_lock.Caller = call_lock.Caller()
         """Thread that makes the current call."""
         self._asleep: list[_thread.LockType] = []
-        """One lock for each thread that waits for a change; released to wake it."""
+        """A lock per waiting thread, released to wake it."""
         self._waiters = 0
         self._busy: dict[int, Stream] = {}
         self.streams: dict[int, Stream] = {}
         self.ranks: dict[int, int] = {}
-        """The places of streams, by their numbers: in this order pools look at them. A stream gets the first free place
-        when it first uses any pool, also in a capture; one that takes turns with the legacy stream already with its
-        first work or wait, where that has a place (observed on H200: test_placements)."""
+        """Ranks of streams by number: the order in which pools search them. A stream gets the first free rank at its
+        first use of any pool, even in a capture. If the legacy stream has a rank, a blocking stream gets one already
+        with its first work or wait (observed on H200: test_placements).
+        """
         self._free_ranks: list[int] = []
         self.ids: Iterator[int] = itertools.count(1)
         self._worker: threading.Thread | None = None
@@ -297,30 +297,30 @@ class Timeline:
             self.ranks[stream.id] = heapq.heappop(self._free_ranks) if self._free_ranks else len(self.ranks)
 
     def executed(self, stream: int) -> int:
-        """Sequence number up to which a stream is done; all of it for a destroyed stream."""
+        """The number up to which a stream is known to be done; the maximum for a destroyed stream."""
         found = self.streams.get(stream)
         return 1 << 62 if found is None else found.known
 
     def outlived(self, stream: int) -> int:
-        """All of a destroyed stream, nothing of a live one: frees of a destroyed stream have happened (H200:
+        """The maximum for a destroyed stream, 0 for a live one: frees of a destroyed stream have run (H200:
         test_reuse).
         """
         return 0 if stream in self.streams else 1 << 62
 
     def retire(self, stream: Stream) -> None:
-        """Forget a destroyed stream as soon as it has nothing left to do."""
+        """Remove a destroyed stream once it is idle."""
         stream.destroyed = True
         if not stream.queue:
             self._forget(stream)
 
     def _forget(self, stream: Stream) -> None:
-        """Remove a stream whose work is done, also from clocks (:meth:`executed`)."""
+        """Remove an idle stream, also from clocks (:meth:`executed`)."""
         self.streams.pop(stream.id, None)
         rank = self.ranks.pop(stream.id, None)
         if rank is not None:
             heapq.heappush(self._free_ranks, rank)
         self._gone.add(stream.id)
-        if len(self._gone) > len(self.streams) + 8:  # now and then: it takes as long as there are streams
+        if len(self._gone) > len(self.streams) + 8:  # only occasionally: the time grows with the number of streams
             for clock in (self.host, *(other.clock for other in self.streams.values())):
                 for number in [number for number in clock if number in self._gone]:
                     del clock[number]
@@ -332,7 +332,7 @@ class Timeline:
         """Register a stream with queued work for the worker."""
         self._busy[stream.id] = stream
         if self._worker is None and not self.closed:
-            # the thread refers to the timeline only, so it does not keep the driver alive
+            # the thread refers only to the timeline, so it does not keep the driver alive
             worker = threading.Thread(target=self._work, name="streamalloc simulated device", daemon=True)
             with contextlib.suppress(RuntimeError):  # no new threads while the interpreter exits
                 worker.start()
@@ -347,7 +347,7 @@ class Timeline:
             one.release()
 
     def _sleep(self, seconds: float) -> None:
-        """Release the lock until the next :meth:`announce`, or for this time."""
+        """Release the lock until the next :meth:`announce`, or until the time is over."""
         woken = _thread.allocate_lock()
         woken.acquire()
         self._asleep.append(woken)
@@ -356,7 +356,7 @@ class Timeline:
             self._asleep.remove(woken)
 
     def pump(self, heavy: bool = False) -> bool:
-        """Run the operations that can run now. True if there was one."""
+        """Run the operations that can run now. Returns whether there were any."""
         progress = False
         again = True
         while again:
@@ -370,7 +370,7 @@ class Timeline:
         return progress
 
     def run_down(self) -> None:
-        """Release the lock and wait until each unfinished operation is held; with a seed, only for those that run."""
+        """Release the lock and wait until no operation can run. With a seed, only wait for running operations."""
 
         def is_down() -> bool:
             heads = [one.queue[0] for one in self._busy.values() if one.queue]
@@ -413,7 +413,7 @@ class Timeline:
                 progress = self.pump(heavy=True) if self._random is None else self._run_random(self._random)
                 if progress:
                     quiet_since = time.monotonic()
-                    # release the lock for a moment for other threads
+                    # release the lock briefly for other threads
                     self._sleep(0.00002)
                 elif any(stream.queue and stream.queue[0].polled for stream in self._busy.values()):
                     self._sleep(POLL_SECONDS)
@@ -430,7 +430,7 @@ class Timeline:
             call_lock.leave()
 
     def _run_random(self, chance: random.Random) -> bool:
-        """Run one operation of a random stream, or none for a while: each is a legal order."""
+        """Run an operation of a random stream, or none for a short time. Either is a legal order."""
         ready = [s for _, s in sorted(self._busy.items()) if s.queue and self._may_run(s.queue[0])]
         if not ready:
             return False
@@ -443,9 +443,7 @@ class Timeline:
         return progress
 
     def wait(self, finished: Callable[[], bool], polled: bool = False) -> None:
-        """Block the calling thread, with the lock released, until ``finished()``; ``polled``: nobody here announces
-        that.
-        """
+        """Block the calling thread without the lock until ``finished()``. ``polled``: nothing announces the change."""
         caller = self.caller
         self._waiters += 1
         try:
@@ -463,7 +461,7 @@ class Timeline:
             self._waiters -= 1
 
     def close(self) -> None:
-        """Stop; ``on_close`` is called once no operation can run any more."""
+        """Stop. ``on_close`` is called once no operation can run any more."""
         if self.closed:
             return
         self.closed = True

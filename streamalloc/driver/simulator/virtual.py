@@ -1,7 +1,7 @@
 """Virtual memory management: physical memory, reserved addresses, mappings and their access rights.
 
-Memory that can be exported is a file of its own. All other memory shares one sparse file, however many segments there
-are: a process may have a thousand files, and a growing buffer has more segments.
+Exportable memory is a separate file. All other memory shares one sparse file, because a process may open only about a
+thousand files, and a growing buffer has more segments.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from .timeline import Timeline
 
 _LARGEST_ADDRESS = 1 << 47
 _LARGE, _ALIGNED = 32 << 20, 64 << 20
-"""Bytes; ranges of at least this size or alignment get low addresses (observed on H200: test_address_ranges)."""
+"""Bytes: ranges of this size or alignment get low addresses (observed on H200: test_address_ranges)."""
 _TOO_LARGE, _HIGH = 1 << 40, 1 << 45
-"""No range so large lies so high. The driver looks for a place from the hint on (observed on H200:
-test_address_ranges)."""
+"""Ranges this large are never placed this high. The driver searches from the hint on (observed on H200:
+test_address_ranges).
+"""
 _LARGEST_ALIGNMENT = 1 << 46  # from here on OUT_OF_MEMORY (observed on H200: test_address_ranges)
 
 
@@ -39,7 +40,7 @@ class VirtualMemory:
     mappings: AddressMap[Mapping] = field(default_factory=AddressMap)
     _named: dict[int, Mappable] = field(default_factory=dict)
     _released: dict[int, Mappable] = field(default_factory=dict)
-    """Memory without handles that is still mapped, so it can be mapped again."""
+    """Mapped memory without handles, which can be mapped again."""
     _ranges: dict[int, AddressRange] = field(default_factory=dict)
     _shared: Physical | None = None
 
@@ -81,7 +82,9 @@ class VirtualMemory:
         return need(self._named.get(handle), "using a memory handle that does not exist: the real driver crashes")
 
     def named_or_mapped(self, handle: int) -> Mappable:
-        """The memory that a handle can map. Released memory counts while it is mapped (H200: test_mappings)."""
+        """The memory that can be mapped by a handle. Released memory counts while it is mapped (H200:
+        test_mappings).
+        """
         return self._released.get(handle) or self.named(handle)
 
     def release(self, handle: int) -> None:
@@ -96,7 +99,7 @@ class VirtualMemory:
             found.leave()
 
     def retain(self, found: Mappable) -> int:
-        """Another reference by the same handle, also where all before were released (H200: test_physical_memory)."""
+        """Add a reference by the same handle, even if all earlier ones were released (H200: test_physical_memory)."""
         found.handles += 1
         self._released.pop(found.handle, None)
         self._named[found.handle] = found
@@ -133,8 +136,8 @@ class VirtualMemory:
         return found if isinstance(found, AddressRange) else None
 
     def _segments(self, start: int, end: int) -> list[tuple[AddressRange, int, int]]:
-        """The reservations that follow each other from ``start``: each with what it has of the range, up to ``end``
-        or to the first address that is not reserved.
+        """The adjacent reservations from ``start`` on, each with its part of the range, up to ``end`` or the first
+        unreserved address.
         """
         segments = []
         while start < end:
@@ -150,7 +153,7 @@ class VirtualMemory:
 
     def map(self, address: int, size: int, offset: int, memory: Mappable) -> None:
         check(address and size)
-        memory.check_part(offset, size)  # before the alignment (observed on H200: test_mappings)
+        memory.check_part(offset, size)  # checked before the alignment (observed on H200: test_mappings)
         check(address % self.page == 0)
         end = address + size
         segments = self._segments(address, end)
@@ -173,12 +176,12 @@ class VirtualMemory:
         self.allocations.add(MappedMemory(address, size, memory.properties.device, None, mapping))
 
     def unmap(self, address: int, size: int) -> None:
-        """Whole mappings and the holes between them. Work that is running ends first; work that is still queued then
-        is not waited for, and fails when it gets there (observed on H200: test_mappings).
+        """Unmap whole mappings; holes between them are allowed. Running work ends first. Work that is still queued is
+        not waited for, and fails later (observed on H200: test_mappings).
         """
         end = address + size
-        check(size)  # nothing has to be aligned (observed on H200: test_mappings)
-        self.timeline.run_down()  # first of all: other threads may map and unmap meanwhile
+        check(size)  # no alignment needed (observed on H200: test_mappings)
+        self.timeline.run_down()  # first: other threads may map and unmap meanwhile
         segments = self._segments(address, end)
         check(segments and segments[-1][2] == end)
         mappings = self.mappings.overlapping(address, end)
@@ -198,14 +201,14 @@ class VirtualMemory:
         return need(self.mappings.find(address))
 
     def span(self, address: int, size: int) -> list[Mapping]:
-        """The mappings under a range, which has no hole; it may begin and end inside one."""
+        """The mappings under a range without holes. The range may begin and end inside a mapping."""
         mappings = self.mappings.overlapping(address, address + size)
         check(mappings and mappings[0].base <= address and address + size <= mappings[-1].end)
         check(all(one.end == two.base for one, two in itertools.pairwise(mappings)))
         return mappings
 
     def whole_span(self, address: int, size: int) -> list[Mapping]:
-        """The mappings of a range that begins with one and ends with one; between them may be holes."""
+        """The mappings of a range that begins and ends with a mapping. Holes between are allowed."""
         mappings = self.mappings.overlapping(address, address + size)
         check(mappings and mappings[0].base == address and mappings[-1].end == address + size)
         return mappings

@@ -1,4 +1,4 @@
-"""The devices that ``CUDA_VISIBLE_DEVICES`` names."""
+"""The devices selected by ``CUDA_VISIBLE_DEVICES``."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _LARGEST = (1 << 63) - 1
 
 
 def inherited() -> str | None:
-    """Value with which this process began; None where it had none."""
+    """Value with which this process began; None without one."""
     with open("/proc/self/environ", "rb") as file:
         pairs = (one.partition(b"=") for one in file.read().split(b"\0"))
     return next((os.fsdecode(value) for name, _, value in pairs if name == VISIBLE.encode()), None)
 
 
 def chosen() -> str | None:
-    """The value that counts: see :func:`streamalloc.testing.install`."""
+    """The value that applies: see :func:`streamalloc.testing.install`."""
     given, environ = os.environ.get(VISIBLE), os.environ
     if environ.get("STREAMALLOC_INSTALL"):
         return given
@@ -31,10 +31,10 @@ def chosen() -> str | None:
 
 
 def visible(text: str | None, uuids: Sequence[bytes]) -> list[int]:
-    """The numbers of the devices that a value names, in its order. None names all.
+    """The numbers of the selected devices, in order. None selects all.
 
-    The first name that fits no device ends the list, and one that names a device again fails. The first name decides
-    whether all are numbers or ids (observed on H200: test_visible_devices).
+    The first name without a device ends the list. A repeated device is an error. The first name decides whether all
+    names are numbers or ids (observed on H200: test_visible_devices).
     """
     if text is None:
         return list(range(len(uuids)))
@@ -50,7 +50,7 @@ def visible(text: str | None, uuids: Sequence[bytes]) -> list[int]:
 
 
 def _with_number(name: str, uuids: Sequence[bytes]) -> int | None:
-    """As the C library's strtol reads it, and cut to 32 bits. Anything can follow the digits."""
+    """Parse a number like strtol, cut to 32 bits. Any characters may follow the digits."""
     read = re.match(r"\s*([+-]?)0*(\d*)", name, re.ASCII)
     if read is None or not read[0].strip("+-" + string.whitespace):
         return None
@@ -59,7 +59,7 @@ def _with_number(name: str, uuids: Sequence[bytes]) -> int | None:
 
 
 def _with_id(name: str, uuids: Sequence[bytes]) -> int | None:
-    """By the first digits of an id that no other device has. Anything can follow them."""
+    """Find the only device whose id begins with these digits. Any characters may follow."""
     digits = re.match(r"[0-9a-f-]*", name[4:].lower())
     assert digits is not None
     wanted = digits[0].replace("-", "")[:32]

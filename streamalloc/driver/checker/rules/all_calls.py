@@ -22,7 +22,7 @@ _NEED_MEMORY = {
     "cuMulticastBindAddr_v2": 3,
     "cuPointerSetAttribute": 2,
 }
-"""Index of the address argument of calls that need memory there, in no stream order."""
+"""Index of an address argument that must name memory."""
 
 
 def _checked(before: Before | None, at: int) -> Before:

@@ -77,7 +77,9 @@ def _ends_graph(state: State, name: str, args: Arguments, answer: Answer) -> Non
 def _adds(
     at: int, make: Callable[[State, Any], list[Node]], state: State, name: str, args: Arguments, answer: Answer
 ) -> None:
-    """Add the nodes made from the argument ``at``. Instantiation checks the graph: edges may follow until then."""
+    """Add the nodes made from argument ``at``. The graph is checked at its instantiation, because edges may be added
+    until then.
+    """
     graph = state.graph(args[0])
     for node in make(state, args[at]):
         node.what, node.stack = node.what or name, node.stack or here()
@@ -89,7 +91,7 @@ def _use(state: State, touched: Iterable[Touch]) -> list[Node]:
 
 
 def _checks(touched: Callable[[State, Any], Iterable[Touch]], state: State, name: str, args: Arguments) -> Finish:
-    """Before a call that adds a node: find the freed memory that it names, which the driver may refuse."""
+    """Before a call that adds a node: find freed memory in its arguments. The driver may refuse the call."""
     return state.stale_at_launch(name, touched(state, args[3]), here())
 
 
@@ -137,7 +139,7 @@ def _value_node(state: State, params: Any) -> list[Node]:
 
 def _child(state: State, handle: Any) -> list[Node]:
     graph = state.graph(handle)
-    graph.judge(state.found)  # the driver takes a copy of the graph as it is now
+    graph.judge(state.found)  # the driver copies the graph as it is now
     return [replace(one, nested=True) for one in graph.nodes]
 
 
@@ -147,14 +149,14 @@ def _host_node(state: State, params: Any) -> list[Node]:
 
 
 class _Kind(NamedTuple):
-    """A kind of node: its name in names of calls and in CUgraphNodeType, and its field in CUgraphNodeParams."""
+    """A kind of node: its name in call names and in CUgraphNodeType, and its field in CUgraphNodeParams."""
 
     call: str
     type: str
     field: str
     make: Callable[[State, Any], list[Node]]
     sets: str = "Params"
-    """The call that changes a node of the kind sets this; empty where there is none."""
+    """End of the name of the call that changes such a node; may be empty."""
 
 
 _KINDS = (
@@ -200,7 +202,7 @@ def _ends_node(state: State, name: str, args: Arguments, answer: Answer) -> None
 
 
 def _sets(make: Callable[[State, Any], list[Node]], state: State, name: str, args: Arguments, answer: Answer) -> None:
-    """A call that changes a node of a graph or of an executable graph."""
+    """A call that changes a node of a graph or an executable graph."""
     executable = name.startswith("cuGraphExec")
     handle, params = number_of(args[1 if executable else 0]), args[2 if executable else 1]
     made = make(state, params)
@@ -222,7 +224,7 @@ def _sets(make: Callable[[State, Any], list[Node]], state: State, name: str, arg
 
 
 def _without_kernels(state: State, nodes: list[Node]) -> list[Node]:
-    """Nodes without the reported kernels: one of them uses other memory now."""
+    """Remove reported kernels from nodes, after one of them got other arguments."""
     if any(one.what == KERNEL for one in nodes):
         state.note("a kernel of a graph was given other arguments: its reported uses are not checked")
     return [one for one in nodes if one.what != KERNEL]
@@ -238,7 +240,7 @@ def _replaced(state: State, nodes: list[Node], handle: int, made: list[Node]) ->
 
 
 def _known(nodes: list[Node]) -> list[Node]:
-    """The nodes with a known operation, after an unknown node was changed."""
+    """The nodes whose operation is still known, after an unknown node was changed."""
     return [one for one in nodes if one.kind != "use" or (one.handle and not one.nested)]
 
 
@@ -276,7 +278,7 @@ def _updates_executable(state: State, name: str, args: Arguments, answer: Answer
     number, nodes = number_of(args[0]), state.graph(args[1]).nodes
     old = state.executables.get(number, [])
     if len(old) == len(nodes):
-        # Its nodes keep the handles of the graph that it was instantiated from.
+        # The nodes keep the handles of the graph that was instantiated.
         pairs = zip(nodes, old, strict=True)
         nodes = [replace(one, handle=was.handle, enabled=was.enabled) for one, was in pairs]
     state.executables[number] = list(nodes)
@@ -286,7 +288,7 @@ def _launches(state: State, name: str, args: Arguments) -> Callable[[Answer], No
     executable, stack = number_of(args[0]), here()
     calls = [node.calls for node in state.executables.get(executable, ()) if node.calls is not None]
     if calls:
-        # Its host functions may begin before the call returns.
+        # Host functions of the graph may begin before the call returns.
         state.launch(executable, args[1], stack)
 
     def finish(answer: Answer) -> None:

@@ -1,4 +1,4 @@
-"""Memory that is allocated and freed, pools, memory of the host, physical memory and its mappings."""
+"""Allocations and frees, pools, host memory, physical memory and its mappings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from streamalloc.driver.checker.uses import Finish, nothing
 
 _DEVICE = int(cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE)
 _FORMATS = (("INT8", 1), ("INT16", 2), ("HALF", 2), ("INT32", 4), ("FLOAT", 4))
-"""Bytes of a channel by the end of the format's name; 16 for other formats."""
+"""Bytes per channel by the last part of the format's name; 16 otherwise."""
 _PINNED = int(cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED)
 
 
@@ -41,13 +41,13 @@ def _frees(state: State, name: str, args: Arguments) -> Finish:
 
 
 def frees_at_once(state: State, name: str, args: Arguments) -> Finish:
-    """A synchronous free, or the close of imported memory."""
+    """A synchronous free, or a close of imported memory."""
     found = state.addresses.find(number_of(args[0]))
     ranges = [found] if found is not None and found.base == number_of(args[0]) else []
     if found is not None and found.opened > 1:
         return lambda answer: setattr(found, "opened", found.opened - (not answer[0]))
     if ranges and ranges[0].kind in ("device memory", OPENED):
-        # The driver waits for the device, unless the memory is a pool's.
+        # The driver waits for the device, unless it is pool memory.
         state.wait_for_device()
     stack, ending = here(), "release" if "Host" in name else ""
     again = bool(ranges) and ranges[0].ended is not None
@@ -56,7 +56,7 @@ def frees_at_once(state: State, name: str, args: Arguments) -> Finish:
     def finish(answer: Answer) -> None:
         ended(answer)
         if again and answer[0]:
-            # Registered memory alone: others are refused before the call.
+            # Only for registered memory: other addresses are refused before the call.
             state.judge.free(ranges[0], state.thread(), state.timeline.host, name, stack, ending)
 
     return finish
@@ -94,7 +94,7 @@ def _add_array(state: State, handle: int, descriptor: Any, level: int) -> Array:
     width, lines, planes = (max(one >> level, 1) for one in sizes)
     bits = getattr(descriptor.Format, "name", "")
     element = next((bytes_ for name, bytes_ in _FORMATS if bits.endswith(name)), 16) * int(descriptor.NumChannels)
-    # Layers count as planes; all levels have the same number of layers.
+    # Layers count as planes. All levels have the same number of layers.
     pitch, planes = width * element, max(planes, sizes[2])
     made = Array(state.array_end, max(pitch * lines * planes, 1), "array", stack=here(), context=state.context())
     made.pitch, made.lines, made.element = pitch, lines, element
@@ -154,7 +154,7 @@ def _sets_pool(state: State, name: str, args: Arguments, answer: Answer) -> None
 
 
 def _device(args: Arguments) -> int | None:
-    """The device of a pool call: an ordinal, or a location and an allocation type; None for other pools."""
+    """The device in a pool call's arguments: an ordinal, or a location and an allocation type. None for other pools."""
     location = getattr(args[0], "type", None)
     if location is None:
         return int(args[0])
@@ -208,7 +208,7 @@ def _retains(state: State, name: str, args: Arguments, answer: Answer) -> None:
         if found in memory.mappings:
             state.physical[int(answer[1])] = memory
             return
-    # The handle was released; the mapping keeps the memory.
+    # The handle was released, but the mapping keeps the memory.
     memory = Physical(found.size, found.stack, None)
     memory.bytes, memory.bindings = found.bytes, found.bindings
     state.physical[int(answer[1])] = memory
@@ -247,7 +247,7 @@ def _creates_multicast(state: State, name: str, args: Arguments, answer: Answer)
 
 
 def _binds(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    # The device comes before the other arguments of the second version.
+    # In the second version the device precedes the other arguments.
     shift = int(name.endswith("_v2"))
     target = state.physical.get(number_of(args[0]))
     if target is None or target.bindings is None:
@@ -275,7 +275,7 @@ def _unbinds(state: State, name: str, args: Arguments) -> Finish:
         return nothing
     bindings = target.bindings
     device, start, size = number_of(args[1]), int(args[2]), int(args[3])
-    # Uses through the object must have ended; the mappings themselves stay.
+    # Uses through the object must have ended. The mappings themselves stay.
     state.end(target.mappings, name, here(), "unmap")((1,))
 
     def finish(answer: Answer) -> None:

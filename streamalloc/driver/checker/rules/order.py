@@ -1,4 +1,4 @@
-"""Streams, events and values in memory: calls that order operations. The life of contexts."""
+"""Calls that order operations: streams, events and values in memory. Also the life of contexts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def _ends(table: Callable[[State], dict[int, T]], ended: Callable[[State, T], object]) -> Before:
-    """A call that destroys the owner of its first argument; the handle is free for others during the call."""
+    """A call that destroys the owner of its first argument. During the call others may already get the handle."""
 
     def rule(state: State, name: str, args: Arguments) -> Finish:
         number, live = number_of(args[0]), table(state)
@@ -66,8 +66,8 @@ def _queries(state: State, name: str, args: Arguments) -> Finish:
         if answer[0]:
             return
         if from_package("ipc/"):
-            # The facade writes a shared value by the host where the stream is idle. Reports must not depend on that:
-            # the query counts as a write of the value in stream order.
+            # If a stream is idle, the facade's host writes a shared value instead of the stream. Reports must not
+            # depend on that, so this query counts as a stream-ordered write of the value.
             state.sources.clear()
             state.timeline.published.learn(stream.clock if clock is None else clock)
             state.interprocess.release(stream.clock if clock is None else clock)
@@ -93,7 +93,7 @@ def _records(state: State, name: str, args: Arguments, answer: Answer) -> None:
 
 def _records_context(state: State, name: str, args: Arguments, answer: Answer) -> None:
     event, context = state.event(args[1]), number_of(args[0])
-    # A stream without other work joins all streams.
+    # An auxiliary stream that waits for all streams.
     meeting = state.timeline.stream("the context")
     for stream in state.all_streams(context):
         state.timeline.wait(meeting, state.timeline.record(stream))
@@ -107,25 +107,25 @@ def _waits(state: State, name: str, args: Arguments, answer: Answer) -> None:
 
 
 def _context_waits(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    """The streams of a green context are unknown: all wait."""
+    """A context waits for an event. The streams of a green context are unknown, so all streams wait."""
     for stream in state.all_streams(None if "Green" in name else number_of(args[0])):
         state.wait(stream, state.event(args[1]))
 
 
 def _records_elsewhere(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    """Record an event after the unknown streams of a green context (``cuGreenCtxRecordEvent``)."""
+    """Record an event after unknown streams of a green context (``cuGreenCtxRecordEvent``)."""
     event = state.event(args[1])
     event.mark, event.captured, event.foreign = None, None, True
     state.interprocess.release(state.timeline.everything())
 
 
 def _waits_for_others(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    """A wait for a semaphore of another library, which comes after all work so far."""
+    """A wait for another library's semaphore. It counts as ordered after all earlier work."""
     state.wait(state.stream(args[-1]), Event(foreign=True))
 
 
 def _happened(state: State, name: str, args: Arguments) -> Finish:
-    """A call by which the host sees that its arguments, events, have happened."""
+    """A call that shows the host that its arguments, which are events, have happened."""
     state.sources.check()
     events = [state.event(handle) for handle in args[:2]]
     marks = [one.mark for one in events if one.mark is not None]
@@ -149,7 +149,7 @@ def _happened(state: State, name: str, args: Arguments) -> Finish:
 
 
 def _names_value(state: State, name: str, args: Arguments) -> Finish:
-    """Check the memory of a value before its call; other processes may see a written value during the call."""
+    """Before a call, check the memory of its value. Other processes may see a written value during the call."""
     if (state.interprocess.leaving or state.interprocess.uses) and "Write" in name:
         state.announces(args[0], number_of(args[1]))
     found = state.addresses.find(number_of(args[1]))
@@ -194,7 +194,7 @@ def _retains_context(state: State, name: str, args: Arguments, answer: Answer) -
 
 
 def _ends_context(context: Callable[[State, Arguments], int], last: bool = False) -> Before:
-    """A call that ends a context after its work; ``last``: only if it released the last reference."""
+    """A call that ends a context after its work. ``last``: only if it released the last reference."""
 
     def rule(state: State, name: str, args: Arguments) -> Finish:
         ended, stack = context(state, args), here()

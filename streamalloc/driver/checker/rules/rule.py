@@ -1,4 +1,4 @@
-"""Rules: the meaning of driver calls for the checker."""
+"""Rules: the effect of driver calls on the checker's state."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from streamalloc.driver.checker.uses import Finish
 Arguments: TypeAlias = "tuple[Any, ...]"
 Answer: TypeAlias = "tuple[Any, ...]"
 After: TypeAlias = Callable[[State, str, Arguments, Answer], object]
-"""A function that is called after a call has succeeded."""
+"""Called after a successful call."""
 Before: TypeAlias = Callable[[State, str, Arguments], Finish]
-"""A function that is called before a call; its result is called with the answer, also where the driver refuses.
+"""Called before a call. Its result is called with the answer, even if the driver refuses.
 
-A free has one: after the call the driver may give the memory to another thread.
+For example frees: after the call another thread may already get the memory.
 """
 
 

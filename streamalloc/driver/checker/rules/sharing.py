@@ -35,13 +35,13 @@ def _exports_pointer(state: State, name: str, args: Arguments, answer: Answer) -
 
 def _export(state: State, range_: Range, name: bytes = b"") -> None:
     range_.bytes.shared = True
-    # The facade may export early: it notifies the listener when memory is ready (Listener.shared).
+    # The facade may export before the memory is complete; it notifies the listener later (Listener.shared).
     if not from_package():
         state.interprocess.export(range_, here(), name)
 
 
 def _size_at(state: State, address: Any) -> int:
-    """The size of the allocation at an address; one byte where the driver does not know it."""
+    """The size of the allocation at an address; 1 if unknown to the driver."""
     return state.ask("cuPointerGetAttribute", _RANGE_SIZE, int(address)) or 1
 
 
@@ -71,7 +71,7 @@ def _imports_pointer(state: State, name: str, args: Arguments, answer: Answer) -
 def _opens_plain(state: State, name: str, args: Arguments, answer: Answer) -> None:
     there = state.addresses.find(int(answer[1]))
     if there is not None and there.ended is None and there.kind == OPENED:
-        # The driver counts openings of the same address.
+        # The driver counts opens of one address.
         there.opened += 1
         return
     made = Range(int(answer[1]), _size_at(state, answer[1]), OPENED, stack=here(), context=state.context())
@@ -90,7 +90,7 @@ def _exports_event(state: State, name: str, args: Arguments, answer: Answer) -> 
 
 
 def _names_event(state: State, event: Event, data: bytes) -> None:
-    """Announce the recordings of an event by its export data, on the board of each process that has it."""
+    """Announce the recordings of an event under its export data, on this process's board."""
     event.elsewhere, event.name = True, data
     index, board = state.interprocess.index(event), state.interprocess.board
     if index is not None and board is not None:

@@ -15,8 +15,8 @@ from streamalloc.driver.checker.state import State
 from streamalloc.driver.checker.streams import number_of
 from streamalloc.driver.checker.uses import Finish, Touch
 
-# CU_MEMCPY_SRC_ACCESS_ORDER_DURING_API_CALL and _ANY, which older bindings lack. The second one allows a copy to read
-# its source at once or later.
+# CU_MEMCPY_SRC_ACCESS_ORDER_DURING_API_CALL and _ANY, which older bindings lack. With _ANY a copy may read its source
+# during the call or later.
 _AT_CALL, _ANY = 2, 3
 _ROWS = 1 << 15
 """Rows of a plane that are checked at most."""
@@ -24,17 +24,17 @@ _ROWS = 1 << 15
 
 @dataclass(frozen=True)
 class _Work:
-    """A call that reads and writes memory in a stream."""
+    """A call that uses memory in a stream."""
 
     stream_at: int | None
-    """Index of the stream argument; None for a synchronous call, which uses the legacy stream."""
+    """Index of the stream argument; None for synchronous calls, on the legacy stream."""
     touched: Callable[[State, Arguments], Iterable[Touch]]
     then: Callable[[State, Stream, Arguments], object] = lambda state, stream, args: None
     """Called after the work is queued."""
     taken: Callable[[State, Arguments], Iterable[Touch]] = lambda state, args: ()
-    """Reads that end before the call returns, in no stream order."""
+    """Reads that end before the call returns, outside stream order."""
     named: Callable[[Arguments], Iterable[Touch]] = lambda args: ()
-    """Memory that has to be there, but that the call neither reads nor writes."""
+    """Memory that must exist, but is neither read nor written."""
 
     def __call__(self, state: State, name: str, args: Arguments, answer: Answer) -> None:
         """Queue the work after the call has succeeded."""
@@ -43,12 +43,12 @@ class _Work:
         self.then(state, state.act(self._stream(args), name, self.touched(state, args), here()), args)
 
     def _stream(self, args: Arguments) -> Any:
-        """The handle of the stream, which a launch configuration has."""
+        """The handle of the stream, also from a launch configuration."""
         given = 0 if self.stream_at is None else args[self.stream_at]
         return getattr(given, "hStream", given)
 
     def before(self, state: State, name: str, args: Arguments) -> Finish:
-        """Check before the call for memory that was freed."""
+        """Before the call, check for freed memory."""
         return state.stale(self._stream(args), name, (*self.touched(state, args), *self.named(args)), here())
 
 
@@ -58,7 +58,7 @@ def _touches(stream_at: int | None, touched: Callable[[Arguments], Iterable[Touc
 
 
 def _fills(stream_at: int | None, width: int) -> _Work:
-    """A fill; a small one is also a write of values that streams may wait for."""
+    """A fill. A small fill is also a write of values that streams may wait for."""
 
     def then(state: State, stream: Stream, args: Arguments) -> None:
         address, nbytes = number_of(args[0]), int(args[2]) * width
@@ -72,13 +72,13 @@ def _fills(stream_at: int | None, width: int) -> _Work:
 
 
 def _waits_for_fill(state: State, stream: Stream, stream_at: int | None, address: int) -> None:
-    """Record that a synchronous fill of host or managed memory waits for its end."""
+    """Record that the host waits for a synchronous fill of host or managed memory."""
     if stream_at is None and (state.is_of_host(address) or state.is_managed(address)):
         state.host_waited_for(stream)
 
 
 def _copies(stream_at: int | None, size_at: int = 2, source_at: int = 1) -> _Work:
-    """A copy. The host waits for a synchronous one with a side in host memory, and for any to pageable memory."""
+    """A copy. The host waits for synchronous copies with host memory, and for all copies to pageable memory."""
 
     def touched(state: State, args: Arguments) -> list[Touch]:
         size, source, target = int(args[size_at]), args[source_at], args[0]
@@ -95,9 +95,10 @@ def _copies(stream_at: int | None, size_at: int = 2, source_at: int = 1) -> _Wor
 
 
 def _waits_for_copy(state: State, stream: Stream, stream_at: int | None, target: Any, source: Any = None) -> None:
-    """Record that the host waits for a copy: for each to pageable memory, and a synchronous one with host memory.
+    """Record that the host waits for a copy: if it writes pageable memory, or is synchronous and has a side in host
+    memory.
 
-    None stands for an array.
+    None: an array.
     """
     sides = (target,) if stream_at is not None else (target, source)
     for one in (number_of(it) for it in sides if it is not None and stream not in state.captures):
@@ -107,7 +108,7 @@ def _waits_for_copy(state: State, stream: Stream, stream_at: int | None, target:
 
 
 def rows(start: int, pitch: int, width: int, height: int, write: bool) -> list[Touch]:
-    """The rows of a plane; one piece where they are contiguous."""
+    """The rows of a plane; a single piece if they are contiguous."""
     if pitch in (0, width) or height <= 1:
         return [(start, width * height, write)]
     return [(start + row * pitch, width, write) for row in range(min(height, _ROWS))]
@@ -120,7 +121,7 @@ def plane(state: State, copy: Any) -> list[Touch]:
     for side, write in (("src", False), ("dst", True)):
         kind = getattr(getattr(copy, f"{side}MemoryType"), "name", "")
         x, y, z = (int(getattr(copy, f"{side}{name}", 0)) for name in ("XInBytes", "Y", "Z"))
-        # Zero stands for the smallest pitch and height.
+        # Zero means the smallest pitch or height.
         pitch = int(getattr(copy, f"{side}Pitch", 0)) or x + width
         lines = int(getattr(copy, f"{side}Height", 0)) or y + height
         if "ARRAY" in kind:
@@ -143,7 +144,9 @@ def _box(start: int, pitch: int, lines: int, width: int, height: int, depth: int
 
 
 def _boxes(state: State, operations: Iterable[Any], at_call: bool) -> list[Touch]:
-    """Both sides of each ``CUDA_MEMCPY3D_BATCH_OP``; ``at_call``: sources that may be read before the call returns."""
+    """Both sides of each ``CUDA_MEMCPY3D_BATCH_OP``. ``at_call``: only sources that may be read before the call
+    returns.
+    """
     found: list[Touch] = []
     for one in operations:
         width, height, depth = (int(getattr(one.extent, name)) for name in ("width", "height", "depth"))
@@ -172,7 +175,7 @@ def _of_array(state: State, array: Any, offset: Any, size: Any, write: bool) -> 
 
 
 def _arrays(stream_at: int | None, target: int, source: int, array_to: bool, array_from: bool) -> _Work:
-    """A copy of a row from or to an array; ``target`` and ``source`` are argument indices (an array has two)."""
+    """A copy of a row to or from an array. ``target`` and ``source``: argument indices (an array has two)."""
 
     def touched(state: State, args: Arguments) -> list[Touch]:
         size = args[source + 1 + array_from]
@@ -194,18 +197,18 @@ def _arrays(stream_at: int | None, target: int, source: int, array_to: bool, arr
 
 def _order(one: Any) -> int:
     """The source access order of a copy in a batch."""
-    with contextlib.suppress(ValueError):  # the bindings' getter raises for an unknown number
+    with contextlib.suppress(ValueError):  # the bindings' getter raises for unknown numbers
         return int(getattr(one, "srcAccessOrder", 0) or 0)
     return 0
 
 
 def _reads(order: int, at_call: bool) -> bool:
-    """Whether a source of an access order may be read at the call, or in stream order."""
+    """Whether a source with an access order may be read at the call, or else in stream order."""
     return order in (_AT_CALL, _ANY) if at_call else order != _AT_CALL
 
 
 def _batch(at_call: bool, state: State, args: Arguments) -> list[Touch]:
-    """Uses of a batch of copies in stream order; with ``at_call``, only reads that may come before the call returns."""
+    """Stream-ordered uses of a batch of copies. ``at_call``: only reads that may come before the call returns."""
     targets, sources, sizes, _, attributes, begins = args[:6]
     # An attribute holds from its own index on.
     orders = dict(zip(map(int, begins or ()), map(_order, attributes or ()), strict=False))
@@ -247,7 +250,7 @@ def _fills_rows(stream_at: int | None, width: int) -> _Work:
 
 
 def _side(copy: Any, side: str) -> Any:
-    """The address of a side (``"src"``, ``"dst"``) of a ``CUDA_MEMCPY2D`` or ``CUDA_MEMCPY3D``; None for an array."""
+    """The address of one side (``"src"``, ``"dst"``) of a ``CUDA_MEMCPY2D`` or ``CUDA_MEMCPY3D``; None for an array."""
     kind = getattr(getattr(copy, f"{side}MemoryType"), "name", "")
     return None if "ARRAY" in kind else getattr(copy, side + ("Host" if "HOST" in kind else "Device"))
 
@@ -262,7 +265,7 @@ def _copies_plane(stream_at: int | None) -> _Work:
 
 
 def _launches(stream_at: int, params_at: int | None = None, function_at: int = 0) -> _Work:
-    """A kernel. ``params_at`` is the index of its arguments; without it its uses are unknown."""
+    """A kernel. ``params_at``: index of its arguments; without it the uses are unknown."""
 
     def touched(state: State, args: Arguments) -> list[Touch]:
         return state.kernel_uses(*(() if params_at is None else (args[function_at], *args[params_at:])))
@@ -271,7 +274,7 @@ def _launches(stream_at: int, params_at: int | None = None, function_at: int = 0
 
 
 def _work(stream_at: int, named: Callable[[Arguments], Iterable[Touch]] = lambda args: ()) -> _Work:
-    """Work in a stream, with unknown uses; ``named``: memory that has to be there."""
+    """Work in a stream, with unknown uses. ``named``: memory that must exist."""
     return _Work(stream_at, lambda state, args: (), named=named)
 
 

@@ -1,1 +1,1 @@
-"""The driver calls, one module for each area; :class:`~..driver.SimulatedDriver` puts them together."""
+"""The driver calls, one module per area. :class:`~..driver.SimulatedDriver` combines them."""

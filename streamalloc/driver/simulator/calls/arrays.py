@@ -1,4 +1,4 @@
-"""Arrays. Those that are not sparse are as the documentation describes them."""
+"""Array calls. Arrays that are not sparse follow the documentation."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _ENDS = {"A": ("Array", ARRAY), "D": ("Device", DEVICE), "H": ("Host", OF_HOST)}
 
 
 def _field(copy: Any, name: str) -> Any:
-    """A field of a copy of boxes. Copies of planes and lines have one slice."""
+    """A field of a box copy. Copies of planes and lines have one slice."""
     return getattr(copy, name, name == "Depth")
 
 
@@ -90,13 +90,13 @@ class ArrayCalls(CopyCalls):
         return self._machine.current()
 
     def _largest(self, kind: str, third: str) -> list[int]:
-        """The largest width, height and depth or layers of a kind of texture."""
+        """The largest width, height, and depth or layers of a texture kind."""
         attributes = self._array_context().device.attributes
         names = [f"MAXIMUM_TEXTURE{kind}_{part}" if part else "" for part in ("WIDTH", "HEIGHT", third)]
         return [attributes.get(name, 0) for name in names]
 
     def _layout(self, descriptor: Any) -> Layout:
-        """The layout of an array; a CUDA_ARRAY_DESCRIPTOR has neither depth nor flags."""
+        """The layout of an array. A CUDA_ARRAY_DESCRIPTOR has neither depth nor flags."""
         width, height, depth = (int(getattr(descriptor, name, 0)) for name in ("Width", "Height", "Depth"))
         check(width or getattr(descriptor, "Flags", 0) & _SPARSE)  # also where the format is none
         number, channels = arguments.number_in(descriptor, "Format", None), int(descriptor.NumChannels)
@@ -213,7 +213,7 @@ class ArrayCalls(CopyCalls):
         stream.submit(Remap([change for info in wanted for change in self._changes(info, stream)]))
 
     def _changes(self, info: Any, stream: Stream) -> list[Change]:
-        """The changes that one entry asks for, tile by tile: x first, then y, then z."""
+        """The requested changes of one entry, by tile: x first, then y, then z."""
         device = stream.context.device.ordinal
         storage = self._resource(info)
         not_modelled(not storage.layout.sparse, "cuMemMapArrayAsync with an array that is not sparse")
@@ -326,7 +326,7 @@ class ArrayCalls(CopyCalls):
     def _copy_line(
         self, target: str, source: str, first: Any, second: Any, third: Any, fourth: Any = None, fifth: Any = None
     ) -> None:
-        """A copy with arrays of one dimension: A is an array and an offset, D and H are addresses."""
+        """A copy between one-dimensional arrays (A: array and offset) and addresses (D and H)."""
         given = iter((first, second, third, fourth, fifth))
         values: dict[str, Any] = {"Height": 1, "Depth": 1}
         for side, kind in (("dst", target), ("src", source)):

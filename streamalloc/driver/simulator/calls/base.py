@@ -1,4 +1,4 @@
-"""Base of all calls: the lock, the result tuple, the rules during stream capture."""
+"""Base of all calls: the lock, the result tuple, and the rules during stream capture."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ Method = Callable[..., Any]
 
 
 EDGE_DATA: bool = hasattr(cuda, "cuMemGetDefaultMemPool")
-"""Bindings for CUDA 13, which return edge data in more calls."""
+"""Whether the bindings are for CUDA 13, with edge data in more results."""
 GONE = "using registered memory that the host has unmapped"
 _HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _BEFORE_INIT = {"cuInit", "cuDriverGetVersion", "cuGetErrorName", "cuGetErrorString"}
 
 
 def call(parameters: str, body: Method, *first: Any) -> Any:
-    """One of several driver calls that have a body in common, which gets ``first`` before the arguments.
+    """Make one of several driver calls that share a body. The body gets ``first`` before the arguments.
 
-    ``parameters`` are names of :data:`.arguments.BY_NAME`, or names with kinds: ``"pCopy:cuda.CUDA_MEMCPY2D hStream"``.
+    ``parameters``: names of :data:`.arguments.BY_NAME`, or names with kinds, such as ``"pCopy:cuda.CUDA_MEMCPY2D
+    hStream"``.
     """
 
     def method(self: Calls, *given: Any) -> Any:
@@ -69,15 +70,15 @@ def {name}(self{parameters}):
         leave(caller.is_main)
     return (success, {value})
 """
-"""A driver call. Its parameters keep the objects whose addresses the conversions take."""
+"""Source of a driver call. Its parameters keep converted objects alive."""
 
 
 def driver_call(name: str, method: Method) -> Method:
-    """Make a driver call of a method that returns its results and raises :class:`Fault`.
+    """Make a driver call from a method that returns its results and raises :class:`Fault`.
 
-    The call returns a tuple of the result code and as many values as the bindings document; after a failure each value
-    is None. Arguments are converted, and objects found, as their annotations say. The call is compiled, since a general
-    one would take arguments apart each time.
+    The call returns a tuple of the result code and as many values as the bindings document; after a failure the values
+    are None. Arguments are converted, and objects looked up, by their annotations. The call is compiled, because a
+    general function would parse its arguments each time.
     """
     space: dict[str, Any] = {"method": method, **_NAMES}
     parameters, given, convert, find = [], [], [], []
@@ -116,7 +117,7 @@ def driver_call(name: str, method: Method) -> Method:
 
 
 def _refusal(machine: Machine, before_init: bool) -> Any:
-    """The code of a call that a machine refuses that is not ready; None where it may be made."""
+    """The result code if the machine is not ready; None if the call may be made."""
     machine.check_whole()
     if before_init and not machine.forked:
         return None
@@ -134,11 +135,11 @@ _NAMES = {
     "refusal": _refusal,
     "success": Result.CUDA_SUCCESS,
 }
-"""Kept here: while the interpreter exits, a module's own names may be gone."""
+"""Stored here because a module's names may be gone at interpreter exit."""
 
 
 class _Uncompiled:
-    """A driver call that is compiled when it is first looked up."""
+    """A driver call that is compiled at its first look-up."""
 
     def __init__(self, owner: type[Calls], name: str) -> None:
         self._owner, self._name = owner, name
@@ -154,9 +155,9 @@ class _Uncompiled:
 
 
 class Calls:
-    """Base class of the driver's groups of calls: the machine, and look-ups that several groups need.
+    """Base class of the groups of driver calls: the machine, and common look-ups.
 
-    Methods with the names of driver functions become driver calls.
+    Methods named like driver functions become driver calls.
     """
 
     _machine: Machine
@@ -166,7 +167,7 @@ class Calls:
             setattr(cls, name, _Uncompiled(cls, name))
 
     def _find(self, kind: Any, handle: Any) -> Any:
-        """The object of a handle that is no parameter of the call."""
+        """Look up the object of a handle that is not a parameter of the call."""
         convert, find = kind.__metadata__
         return find(self._machine, convert(handle))
 
@@ -183,8 +184,8 @@ class Calls:
     def _submit(
         self, stream: Stream, operation: Operation, kind: str, values: Callable[[], dict[str, Any]] | None = None
     ) -> None:
-        """Put work into a stream, or into the graph that is being captured from it; ``values`` makes the parameters of
-        its node.
+        """Submit work to a stream, or to the graph that is being captured from it. ``values`` returns the parameters of
+        the node.
         """
         if self._captured(stream):
             stream.capture.add(kind, operation, stream, None if values is None else values())
@@ -192,7 +193,7 @@ class Calls:
             stream.submit(operation)
 
     def _captured(self, stream: Stream) -> bool:
-        """Whether ``stream`` is being captured; fails if work can go neither into the stream nor into the graph."""
+        """Whether ``stream`` is being captured. Raises if the work is not allowed in the stream or in the graph."""
         if not self._machine.graphs.captures:
             return False
         capture = stream.capture
@@ -203,19 +204,21 @@ class Calls:
         return True
 
     def _not_behind_captures(self, stream: Stream) -> None:
-        """The legacy stream would wait for blocking streams that are being captured; that spoils their captures."""
+        """Invalidate captures of blocking streams, which the legacy stream would have to wait for."""
         if self._machine.graphs.captures:
             self._spoil([peer.capture for peer in stream.peers or ()], Result.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT)
 
     def _not_captured(self, stream: Stream) -> None:
-        """A call that tells of the work of ``stream``: not while that is being captured."""
+        """For a call that reports on the work of ``stream``: fail and invalidate the capture if the stream is
+        captured.
+        """
         if self._machine.graphs.captures:
             self._spoil([stream.capture])
             self._not_behind_captures(stream)
             self._unsafe_during_capture()
 
     def _unsafe_during_capture(self) -> None:
-        """A call that may not be made while a capture runs that forbids it; it spoils that capture."""
+        """For a call that is unsafe during captures: fail, and invalidate each running capture that forbids it."""
         captures = self._machine.graphs.captures
         if captures:
             caller = self._machine.timeline.caller
@@ -223,7 +226,7 @@ class Calls:
 
     @staticmethod
     def _spoil(captures: Iterable[Any], code: Any = Result.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED) -> None:
-        """End captures that a call may not be made during; the call fails where there is any."""
+        """Invalidate these captures. The call fails if there are any."""
         running = [capture for capture in captures if capture is not None]
         for capture in running:
             capture.valid = False

@@ -1,6 +1,4 @@
-"""Devices, driver version and names of errors; contexts: primary ones, made ones, which is current, and peer access
-between them.
-"""
+"""Devices, driver version, error names; contexts: primary and created ones, the current one, and peer access."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from .base import Calls, call
 
 
 def _names(enum: Any, prefix: str) -> dict[int, str]:
-    """Names by the driver's numbers: some have two names in the bindings."""
+    """Names by driver number. Some numbers have two names in the bindings."""
     return {int(value): name.removeprefix(prefix) for name, value in enum.__members__.items()}
 
 
@@ -52,7 +50,7 @@ _KNOWN_FLAGS = 0x1F
 _NAMES = {int(limit): limit.name.removeprefix("CU_LIMIT_") for limit in cuda.CUlimit}
 _FIXED = ("SHMEM_SIZE", "CIG_ENABLED")
 _REFUSED = ("MAX_L2_FETCH_GRANULARITY", "PERSISTING_L2_CACHE_SIZE")
-"""Limits that refuse a value above the maximum; the others are set to the maximum."""
+"""Limits that refuse values above the maximum; others are clamped."""
 _TOO_LARGE_STACK = 512 << 10
 _CACHE_CONFIGS = range(4)
 _FOUR_BYTE_BANKS = cuda.CUsharedconfig.CU_SHARED_MEM_CONFIG_FOUR_BYTE_BANK_SIZE
@@ -77,7 +75,7 @@ class ContextCalls(Calls):
         return self._error(error)[1].encode()
 
     def _error(self, error: Any) -> tuple[str, str]:
-        """The name and the text of an error; newer bindings name more errors than the driver knows."""
+        """The name and text of an error. Newer bindings name errors that the driver lacks."""
         try:
             name = str(Result(int(error)).name)
         except ValueError:
@@ -124,12 +122,12 @@ class ContextCalls(Calls):
     def cuDeviceGetPCIBusId(self, length: Int, dev: Device) -> bytes:
         name = _pci(dev).encode()
         check(length > len(name))
-        # observed on H200 (test_device): one terminating zero, and the rest of the buffer as it was
+        # observed on H200 (test_device): one terminating zero; the rest of the buffer is unchanged
         return (name + b"\0").ljust(length, b" ")
 
     def cuDeviceGetByPCIBusId(self, pciBusId: Any) -> Any:
-        """By the name that cuDeviceGetPCIBusId returns, or a shorter one of the documentation: the domain or the
-        function can be missing.
+        """Accepts the name that cuDeviceGetPCIBusId returns, or a documented shorter form without the domain or the
+        function.
         """
         read = need(_PCI.match(bytes(pciBusId).partition(b"\0")[0].lower()))
         wanted = [int(part or b"0", 16) for part in read.groups()]
@@ -243,7 +241,7 @@ class ContextCalls(Calls):
     cuCtxSynchronize_v2: Any = call("ctx:ContextOrCurrent", _synchronize)
 
     def _no_stream_captures(self, context: Context) -> None:
-        """Refuse a call on all streams of a context while one is captured, and invalidate each capture there."""
+        """Refuse a call on all streams of a context while one is captured, and invalidate these captures."""
         self._spoil(stream.capture for stream in context.all_streams())
 
     def cuCtxGetFlags(self) -> int:
@@ -264,7 +262,8 @@ class ContextCalls(Calls):
     def cuCtxRecordEvent(self, hCtx: ContextOrCurrent, hEvent: Event) -> None:
         check(hEvent.context is hCtx, Result.CUDA_ERROR_INVALID_HANDLE)
         self._no_stream_captures(hCtx)
-        # Synchronising with it shows no frees (observed on H200: test_reuse), so the record knows of no other stream.
+        # No order with other streams is recorded: synchronising with the event shows no frees (observed on H200:
+        # test_reuse).
         hEvent.record_in(hCtx.marks, hCtx.unfinished())
 
     # -- peers -----------------------------------------------------------------------------------------------
@@ -310,7 +309,7 @@ class ContextCalls(Calls):
         context.limits[name] = value
 
     def _resize_stacks(self, context: Context, before: int, after: int) -> None:
-        """Every thread that can run at a time has a stack (observed on H200: test_limits)."""
+        """Each thread that can run concurrently has a stack (observed on H200: test_limits)."""
         machine, device = self._machine, context.device
         streams = context.all_streams()
         machine.timeline.wait(lambda: all(stream.done >= stream.seq for stream in streams))
@@ -335,7 +334,7 @@ class ContextCalls(Calls):
         return _FOUR_BYTE_BANKS
 
     def _nothing(self, *unused: Any) -> None:
-        """A call without effect here: no cache, no other device's writes and no profiler are simulated."""
+        """A call without effect in the simulation, which has no cache, no writes of other devices and no profiler."""
         self._machine.current()
 
     cuCtxResetPersistingL2Cache = cuProfilerStart = cuProfilerStop = call("", _nothing)
@@ -344,8 +343,8 @@ class ContextCalls(Calls):
     # -- events of all streams -------------------------------------------------------------------------------
 
     def cuCtxWaitEvent(self, hCtx: Context, hEvent: Event) -> None:
-        """All work from now on waits, that of streams that are made later included; a stream without any does not
-        (observed on H200: test_limits).
+        """All later work waits, including that of streams created later. Streams without work do not wait (observed on
+        H200: test_limits).
         """
         context, event = hCtx, hEvent
         self._no_stream_captures(context)

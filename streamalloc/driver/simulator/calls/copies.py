@@ -1,7 +1,6 @@
 """Fills and copies: of rows, planes and boxes, one at a time and in batches.
 
-Ranges, alignment and access are checked when the call is made; whether the memory is still there, when it is
-touched.
+Ranges, alignment and access are checked at the call. The existence of the memory is checked when the bytes are moved.
 """
 
 from __future__ import annotations
@@ -32,20 +31,20 @@ Contexts = tuple[Context, Context]
 FILL_FIELDS = ("dst", "pitch", "value", "elementSize", "width", "height")
 """Fields of a CUDA_MEMSET_NODE_PARAMS."""
 PROMISED = {(DEVICE, DEVICE): "both", (DEVICE, OF_HOST): "dst", (OF_HOST, DEVICE): "src"}
-"""Ends of a copy in device memory, by its memory types (target, source)."""
+"""Device sides of a copy by memory types (target, source)."""
 
 _OF_SIDE = ("XInBytes", "Y", "Z", "LOD", "MemoryType", "Host", "Device", "Array", "Pitch", "Height")
 COPY_FIELDS = ("WidthInBytes", "Height", "Depth", *(side + name for side in ("src", "dst") for name in _OF_SIDE))
-"""Fields of a CUDA_MEMCPY3D; a CUDA_MEMCPY2D has some of them."""
+"""Fields of a CUDA_MEMCPY3D. A CUDA_MEMCPY2D has some of them."""
 
-# CUmemcpySrcAccessOrder: sources are read in stream order, before the call returns, or whenever it is best.
+# CUmemcpySrcAccessOrder: sources are read in stream order, before the call returns, or at any time.
 _IN_STREAM, _AT_CALL, _ANY = _ORDERS = 1, 2, 3
 _POINTER = 1  # CUmemcpy3DOperandType
 _OVERLAP = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
 
 
 class CopyCalls(Calls):
-    """cuMemset*, cuMemcpy*; those of arrays are in :mod:`.arrays`."""
+    """cuMemset*, cuMemcpy*. Array copies are in :mod:`.arrays`."""
 
     # -- fills -----------------------------------------------------------------------------------------------
 
@@ -59,8 +58,8 @@ class CopyCalls(Calls):
         rows: int = 1,
         pitch: int = 0,
     ) -> None:
-        # without a stream: in the legacy stream; the host waits only for a copy of host memory
-        # (observed on H200: test_copies, test_planes)
+        # Without a stream: the legacy stream. The host waits only for copies with host memory (observed on H200:
+        # test_copies, test_planes).
         stream = self._machine.stream(hStream or 0)
         captured = self._captured(stream)
         if not count or not rows:
@@ -69,7 +68,7 @@ class CopyCalls(Calls):
         pattern = number.to_bytes(width, "little")
         operation = fill(self._machine, stream.context, address, pattern, count, rows, pitch)
         check(address % width == 0)
-        if captured:  # the location is checked later (observed on H200: test_capture)
+        if captured:  # location checked later (observed on H200: test_capture)
             values = (address, pitch, number, width, count, rows)
             stream.capture.add("MEMSET", operation, stream, dict(zip(FILL_FIELDS, values, strict=True)))
             return
@@ -143,7 +142,7 @@ class CopyCalls(Calls):
         self._copy(target, source, shape, hStream, PROMISED.get(kinds, ""), contexts, values)
 
     def _rows_of(self, copy: Any, height: int, depth: int) -> tuple[int, int, tuple[int, int], Shape]:
-        """Addresses, memory types and rows of a copy between two ends that are no arrays."""
+        """Addresses, memory types and rows of a copy between two sides that are not arrays."""
         kinds = arguments.number_in(copy, "dstMemoryType"), arguments.number_in(copy, "srcMemoryType")
         not_modelled(ARRAY in kinds, "a copy of a plane of an array")
         width = int(copy.WidthInBytes)
@@ -154,7 +153,7 @@ class CopyCalls(Calls):
 
     @staticmethod
     def _side(copy: Any, side: str, kind: int, width: int, height: int) -> tuple[int, int, bool, int, int]:
-        """Address of the first byte of an end, bytes left out before it, whether the rows fit, row and slice pitch."""
+        """Address of a side's first byte, bytes skipped before it, whether the rows fit, row pitch and slice pitch."""
         x, y, z = (int(getattr(copy, side + name, 0)) for name in ("XInBytes", "Y", "Z"))
         check(kind in (OF_HOST, DEVICE, UNIFIED))
         pitch = int(getattr(copy, side + "Pitch")) or x + width
@@ -174,11 +173,11 @@ class CopyCalls(Calls):
         contexts: Contexts | None = None,
         values: Values | None = None,
     ) -> None:
-        """Make a copy. ``device`` names the ends that the caller declared as device memory. ``hStream`` None stands for
-        a call that waits. ``values`` are those of a graph node, for a copy of several rows.
+        """Make a copy. ``device``: the sides that the caller declared as device memory. ``hStream``: None for a
+        synchronous call. ``values``: graph node parameters, for a copy of several rows.
 
-        Pool memory must be accessible from the device of the current context, plain memory from anywhere
-        (observed on H200: test_two_devices; the driver stages such copies).
+        Pool memory must be accessible from the device of the current context. Plain memory can be copied from any
+        context (observed on H200: test_two_devices; the driver stages such copies).
         """
         machine = self._machine
         waits = hStream is None
@@ -202,13 +201,11 @@ class CopyCalls(Calls):
             self._finish(stream)
 
     def _quiet(self, stream: Stream, size: int) -> bool:
-        """Whether an operation of ``size`` bytes, submitted now, runs before the call returns."""
+        """Whether an operation of ``size`` bytes, submitted now, would run before the call returns."""
         return not stream.catch_up() and stream.idle and size <= STEP and not self._machine.timeline.seeded
 
     def _finish(self, stream: Stream) -> None:
-        """Wait for the submitted copy. Pools do not see its frees, unlike those before a synchronising call (observed
-        on H200).
-        """
+        """Wait for the submitted copy. This shows pools no frees, unlike a synchronising call (observed on H200)."""
         seq = stream.seq
         if stream.done < seq:
             self._machine.timeline.wait(lambda: stream.done >= seq)
@@ -217,8 +214,8 @@ class CopyCalls(Calls):
     def _check_copy(
         self, target: int, source: int, shape: Shape, device: str, contexts: Contexts, graph: Graph | None
     ) -> tuple[Allocation | None, Allocation | None]:
-        """Both ends of a copy: the allocation of each, or None for memory that only the host uses. Addresses of the
-        ``graph`` that the copy is for are none of an allocation yet.
+        """Check both sides of a copy. Returns the allocation of each, or None for memory that only the host uses.
+        ``graph``: the graph that gets the copy; its own addresses have no allocation yet.
         """
         found: list[Allocation | None] = []
         lost = ""
@@ -245,21 +242,21 @@ class CopyCalls(Calls):
     def _copy_end(
         self, address: int, size: int, must_be_device: bool, no_host_pool: bool, context: Context, skipped: int = 0
     ) -> Allocation | None:
-        """The allocation of one end of a copy; None for pageable host memory. ``skipped``: bytes left out before
+        """The allocation of one side of a copy; None for pageable host memory. ``skipped``: bytes left out before
         ``address``.
         """
         start = address - skipped
         allocation = self._machine.allocations.find(start)
         if allocation is None or not allocation.known:
-            # host pool memory that no device has access to is like any other host memory
+            # host pool memory without device access is treated like any other host memory
             check(start and not must_be_device)
             return None
         if allocation.mapping is not None:
             return allocation  # the range can continue in the next mapping
-        # memory of a host pool is no device memory, whatever its access (observed on H200: test_copies)
+        # host pool memory never counts as device memory, whatever its access (observed on H200: test_copies)
         check(not (must_be_device and allocation.pool is not None and allocation.on_host))
-        # of pool memory the driver checks as many bytes as the rows span, from its beginning on, wherever they lie
-        # (observed on H200: test_planes)
+        # For pool memory the driver checks the span of the rows from the allocation's start, even if the rows begin
+        # elsewhere (observed on H200: test_planes).
         check((address if allocation.pool is None else start) + size <= allocation.base + allocation.size)
         check(not (no_host_pool and allocation.pool is not None and allocation.on_host))
         check(allocation.pool is None or allocation.pool.usable(context.device.ordinal))
@@ -268,7 +265,9 @@ class CopyCalls(Calls):
         return allocation
 
     def _lost(self, address: int, size: int, end: Allocation | None, write: bool, now: bool = True) -> str:
-        """The reason why memory of the host cannot be used, or "". A copy in a graph uses it later, not ``now``."""
+        """The reason why host memory cannot be used, or "". ``now``: False for a copy in a graph, which uses it
+        later.
+        """
         machine = self._machine
         if end is None:
             freed = machine.banks.arenas.find(address) is not None and machine.allocations.find(address) is None
@@ -276,8 +275,8 @@ class CopyCalls(Calls):
         return GONE if is_gone(end, address, size) else ""
 
     def _check_mapped(self, address: int, size: int, end: Allocation | None, needed: int, context: Context) -> bool:
-        """Check that a copy in ``context`` can access mapped memory. False if the host copies, as with memory unknown
-        to the driver (observed on H200: test_planes).
+        """Check that a copy in ``context`` can access mapped memory. Returns False if the host makes the copy, as for
+        memory unknown to the driver (observed on H200: test_planes).
         """
         if end is None or end.mapping is None:
             return True
@@ -292,9 +291,8 @@ class CopyCalls(Calls):
         return False
 
     def _check_team(self, address: int, size: int) -> None:
-        """Check that all devices of the teams have memory under a range of mappings of multicast objects. The PTX
-        manual defines only writes of multimem instructions; users report that copies reach every device
-        (NVIDIA/Fuser#5620).
+        """Check that all devices of the teams have memory under a range of multicast mappings. The PTX manual defines
+        only writes by multimem instructions; users report that copies reach every device (NVIDIA/Fuser#5620).
         """
         for mapping in self._machine.virtual.span(address, size):
             if mapping.is_multicast:
@@ -330,7 +328,7 @@ class CopyCalls(Calls):
         return self._machine.stream(handle)
 
     def _copy_all(self, stream: Stream, copies: list[tuple[int, int, Shape, int]], waits_for: WaitsFor) -> None:
-        """Make copies, each with its target, source, shape and order."""
+        """Make copies, each given by target, source, shape and order."""
         # the capture stays valid (observed on H200: test_batches)
         check(stream.capture is None, Result.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
         context = self._machine.current()
@@ -369,12 +367,13 @@ class CopyCalls(Calls):
 
 
 WaitsFor = Callable[[int, "Allocation | None", "Allocation | None"], tuple[bool, bool]]
-"""Whether the call reads the source of a copy before it submits the copy, and whether it waits for the copy."""
+"""Whether the call reads a source first, and whether it waits for the copy."""
 
 
 def _waits_for_row(order: int, destination: Allocation | None, origin: Allocation | None) -> tuple[bool, bool]:
-    """The call waits for pageable memory that a device reads in stream order, and for memory that is to be read before
-    the call returns, unless the host does that (observed on H200: test_batches).
+    """Whether the call reads the source first, and whether it waits for the copy. It reads pageable memory first if a
+    device would read it in stream order, and host memory that must be read before the call returns. It waits for other
+    copies whose source must be read before it returns (observed on H200: test_batches).
     """
     if order == _IN_STREAM:
         return False, origin is None and destination is not None and not destination.on_host
@@ -387,13 +386,13 @@ def _waits_for_box(order: int, destination: Allocation | None, origin: Allocatio
 
 
 def copy_values(copy: Any, height: int, depth: int) -> Values:
-    """The fields of a copy as a CUDA_MEMCPY3D has them."""
+    """The fields of a copy in the form of a CUDA_MEMCPY3D."""
     values = {name: int(getattr(copy, name) or 0) for name in COPY_FIELDS if hasattr(copy, name)}
     return {**values, "Height": height, "Depth": depth}
 
 
 def _values_of_row(target: int, source: int, size: int, device: str) -> Values:
-    """A copy of a single row as a node of a graph has it."""
+    """A single-row copy in the form of a graph node."""
     values: Values = {"WidthInBytes": size, "Height": 1, "Depth": 1}
     for side, at in (("dst", target), ("src", source)):
         kind = UNIFIED if not device else DEVICE if device in (side, "both") else OF_HOST

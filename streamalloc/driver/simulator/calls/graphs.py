@@ -1,5 +1,5 @@
-"""Graphs: captured from streams or built node by node, their launches, and updates of instantiated ones. An update
-changes the parameters of nodes, never the set of nodes.
+"""Graphs: captured from streams or built node by node, their launches, and updates of instances. An update changes the
+parameters of nodes, never the set of nodes.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ _INVALIDATED = cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_INVALIDATED
 _UPLOAD, _DEVICE_LAUNCH, _USE_NODE_PRIORITY = 2, 4, 8  # CUgraphInstantiate_flags
 _LOCAL_MEMORY = 0x10  # CU_CTX_LMEM_RESIZE_TO_MAX
 _SMALL_FILL = 4096
-"""Bytes of a fill node above which instantiating its graph sets CU_CTX_LMEM_RESIZE_TO_MAX in the context (observed on
-H200: test_capture)."""
+"""Bytes: larger fill nodes set CU_CTX_LMEM_RESIZE_TO_MAX in the context at instantiation (observed on H200:
+test_capture).
+"""
 
-# Fields of DeviceGraphMemory, in the order of CUgraphMem_attribute.
+# Fields of DeviceGraphMemory in the order of CUgraphMem_attribute.
 _MEMORY_ATTRIBUTES = ("used", "used_high", "size", "reserved_high")
 _ADD, _SET = 0, 1  # CUstreamUpdateCaptureDependencies_flags
 _SHAREABLE = 1 | 8
@@ -53,24 +54,24 @@ _IN_PARAMS: dict[str, Callable[[Any], tuple[Any, ...]]] = {
     "KERNEL": lambda params: (params.kernel,),
     "EMPTY": lambda params: (),
 }
-"""The parameters of a node in a CUgraphNodeParams, as the call for nodes of this kind takes them."""
+"""Node parameters of a CUgraphNodeParams, as the call for this node kind takes them."""
 
 _CHANGEABLE = ("MEMSET", "MEMCPY", "KERNEL")
-"""Kinds of nodes whose parameters can be changed, and that can be disabled."""
+"""Node kinds whose parameters can change and that can be disabled."""
 
 
 def _handles(nodes: list[Node], count: int = 0) -> list[Any]:
-    """At least ``count`` handles as the bindings return them: null handles follow those of the nodes."""
+    """Handles in the form of the bindings: those of the nodes, then null handles up to ``count``."""
     return [cuda.CUgraphNode(one) for one in (*(node.handle for node in nodes), *[0] * (count - len(nodes)))]
 
 
 def _edge_data(count: int) -> tuple[Any, ...]:
-    """The list of edge data in what a call returns, where the bindings have it."""
+    """The edge data in a call's result, if the bindings have it."""
     return ([cuda.CUgraphEdgeData() for _ in range(count)],) if EDGE_DATA else ()
 
 
 def _read_params(params: Any) -> tuple[str, tuple[Any, ...]]:
-    """The kind of node that a CUgraphNodeParams is for, and the parameters."""
+    """The node kind of a CUgraphNodeParams, and its parameters."""
     kind = params.type.name.removeprefix("CU_GRAPH_NODE_TYPE_")
     not_modelled(kind not in _IN_PARAMS, f"a graph node of kind {kind}")
     check(kind != "MEMCPY" or not params.memcpy.flags)
@@ -86,7 +87,7 @@ class GraphCalls(CopyCalls, StreamCalls, KernelCalls):
         Capture(self._machine.graphs, hStream, self._mode_of_capture(hStream, mode))
 
     def _mode_of_capture(self, stream: Stream, mode: Any) -> int:
-        """The mode of a capture that is to begin in a stream."""
+        """The mode of a capture that is about to begin in a stream."""
         number = int(mode)
         check(0 <= number <= RELAXED)
         self._not_behind_captures(stream)
@@ -141,7 +142,7 @@ class GraphCalls(CopyCalls, StreamCalls, KernelCalls):
 
     @staticmethod
     def _without_memory(graph: Graph) -> Graph:
-        """A graph with which more can be done than with one that allocates or frees."""
+        """Check that a graph has no allocations and frees, which the calling operation does not allow."""
         check(not graph.memories and not graph.frees, Result.CUDA_ERROR_NOT_SUPPORTED)
         return graph
 
@@ -157,7 +158,7 @@ class GraphCalls(CopyCalls, StreamCalls, KernelCalls):
         return [self._find(Node, one) for one in nodes]
 
     def _behind(self, hGraph: Any, dependencies: Any, count: Any) -> tuple[Graph, list[Node]]:
-        """A graph, and the nodes that a new node depends on."""
+        """A graph, and the nodes that a new node will depend on."""
         nodes, graph = self._given_nodes("dependencies", dependencies, count), self._find(Graph, hGraph)
         check(all(node.graph is graph for node in nodes) and len(set(nodes)) == len(nodes))
         return graph, nodes
@@ -222,7 +223,7 @@ class GraphCalls(CopyCalls, StreamCalls, KernelCalls):
         graph, after = self._behind(hGraph, dependencies, count)
         if kind == "MEM_ALLOC":
             node = self._add_allocation(graph, after, *params)
-        elif kind == "MEM_FREE":  # it need not depend on the allocation (observed on H200: test_graph_nodes)
+        elif kind == "MEM_FREE":  # need not depend on the allocation (observed on H200: test_graph_nodes)
             node = graph.free(arguments.device_pointer(*params), after)
         elif kind == "GRAPH":
             node = graph.add(kind, after, child=self._without_memory(self._find(Graph, *params)).clone())
@@ -276,7 +277,7 @@ class GraphCalls(CopyCalls, StreamCalls, KernelCalls):
         return node
 
     def _check_grants(self, grants: Any, device: int) -> None:
-        """Access grants of an allocation node: read and write only, at most one for each device."""
+        """Check the access grants of an allocation node: only read and write, at most one for each device."""
         places = [arguments.place(one.location) for one in grants]
         check(len(places) <= len(self._machine.devices))
         for place, grant in zip(places, grants, strict=True):
@@ -304,14 +305,14 @@ class GraphCalls(CopyCalls, StreamCalls, KernelCalls):
         values = {name: int(getattr(params, name)) for name in FILL_FIELDS}
         self._check_fill_node(graph, values, context)
         address, pitch, value, element, width, height = values.values()
-        # the graph's own memory determines no device, so a context must be given (observed on H200: test_graph_nodes)
+        # the graph's own memory implies no device, so a context must be given (observed on H200: test_graph_nodes)
         check(arguments.context(ctx) or not graph.holds(address))
         pattern = value.to_bytes(8, "little")[:element]
         operation = fill(self._machine, context, address, pattern, width, height, pitch)
         return {"values": values, "operation": operation}
 
     def _context_of_node(self, ctx: Any) -> Context:
-        """The context given, or the current one. A node can be made without either."""
+        """The given context, or the current one. A node can be made without either."""
         if arguments.context(ctx):
             found: Context = self._find(arguments.Context, ctx)
             return found
@@ -368,7 +369,7 @@ class GraphCalls(CopyCalls, StreamCalls, KernelCalls):
     cuGraphKernelNodeGetParams: Any = call("hNode", _params_of_node, "KERNEL", "CUDA_KERNEL_NODE_PARAMS")
     cuGraphHostNodeGetParams: Any = call("hNode", _params_of_node, "HOST", "CUDA_HOST_NODE_PARAMS")
 
-    # Attributes of kernel nodes: they are kept, and change nothing.
+    # Attributes of kernel nodes are stored, without effect.
 
     def cuGraphKernelNodeSetAttribute(self, hNode: Node, attr: Any, value: cuda.CUkernelNodeAttrValue) -> None:
         check(hNode.kind == "KERNEL")
@@ -410,7 +411,7 @@ class GraphCalls(CopyCalls, StreamCalls, KernelCalls):
 
     @staticmethod
     def _params_for(node: Node, given: Any) -> tuple[Any, ...]:
-        """Parameters that a fill, a copy or a kernel is to get."""
+        """The new parameters for a fill, a copy or a kernel node."""
         kind = given.type.name.removeprefix("CU_GRAPH_NODE_TYPE_")
         check(kind == node.kind)
         not_modelled(kind not in _CHANGEABLE, f"other parameters for a node of kind {kind}")
@@ -440,7 +441,7 @@ class GraphCalls(CopyCalls, StreamCalls, KernelCalls):
 
     @staticmethod
     def _instantiated(instance: GraphExec, node: Node, *kinds: str) -> int:
-        """The place in an instance of a node of its graph."""
+        """The index in an instance of a node of its graph."""
         check(node.kind in kinds)
         found = [number for number, one in enumerate(instance.nodes) if one.origin is node]
         check(found)
@@ -478,7 +479,7 @@ class GraphCalls(CopyCalls, StreamCalls, KernelCalls):
 
     @staticmethod
     def _some(nodes: list[Node], count: Any) -> tuple[list[Any], int]:
-        """As many as are asked for; their number where none is."""
+        """Handles in the requested number; for 0, only the number of nodes."""
         wanted = arguments.size_t(count)
         return _handles(nodes[:wanted], wanted), min(wanted, len(nodes)) if wanted else len(nodes)
 
@@ -537,13 +538,13 @@ class GraphCalls(CopyCalls, StreamCalls, KernelCalls):
 
     def _instantiate(self, graph: Graph, flags: int, uploads: int = 0) -> GraphExec:
         self._unsafe_during_capture()
-        context = self._machine.current()  # refused where none is current (observed on H200: test_contexts)
+        context = self._machine.current()  # refused without a current context (observed on H200: test_contexts)
         not_modelled(flags & _DEVICE_LAUNCH and flags != _DEVICE_LAUNCH, f"cuGraphInstantiate with flags {flags:#x}")
         check(not flags & ~(AUTO_FREE_ON_LAUNCH | _USE_NODE_PRIORITY | uploads))
-        # a graph with memory nodes has one instance at a time (observed on H200: test_graph_memory)
+        # a graph with memory nodes has only one instance at a time (observed on H200: test_graph_memory)
         check(not (graph.memories or graph.frees) or not graph.instances, Result.CUDA_ERROR_NOT_SUPPORTED)
         for node in graph.flat():
-            if node.kind == "MEMSET":  # its memory has to be there (observed on H200: test_capture)
+            if node.kind == "MEMSET":  # its memory must exist (observed on H200: test_capture)
                 values = node.values or {}
                 self._check_fill_node(graph, values, context, freed=True)
                 if values["elementSize"] * values["width"] * values["height"] > _SMALL_FILL:
@@ -581,7 +582,7 @@ class GraphCalls(CopyCalls, StreamCalls, KernelCalls):
 
     def cuDeviceSetGraphMemAttribute(self, device: Device, attr: Any, value: Any) -> None:
         name = _MEMORY_ATTRIBUTES[arguments.member("attr", attr, cuda.CUgraphMem_attribute)]
-        value.getPtr()  # the bindings want an object of their own here, and raise AttributeError for others
+        value.getPtr()  # the bindings need their own class here, and raise AttributeError for others
         check(name in ("used_high", "reserved_high") and int(value) == 0)
         setattr(device.graphs, name, device.graphs.used if name == "used_high" else device.graphs.size)
 
@@ -590,8 +591,8 @@ class GraphCalls(CopyCalls, StreamCalls, KernelCalls):
 
 
 def _may_replace(old: Node, new: Node) -> bool:
-    """Several rows keep their shape, and copied rows their position; a copy keeps the declared types of its ends
-    (observed on H200: test_graph_nodes).
+    """Whether an update is allowed. Several rows keep their shape, and copied rows their position; a copy keeps the
+    declared types of its sides (observed on H200: test_graph_nodes).
     """
     not_modelled(old.kind == "BATCH_MEM_OP", "updating a batch of memory operations")
     if old.kind not in ("MEMSET", "MEMCPY"):

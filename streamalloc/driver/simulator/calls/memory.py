@@ -1,4 +1,4 @@
-"""Memory outside pools: device memory, pinned and registered host memory, and pointer attributes; managed memory, its
+"""Memory outside of pools: device memory, pinned and registered host memory, pointer attributes; managed memory with
 prefetches and advice.
 """
 
@@ -80,17 +80,19 @@ def _has_rdma(allocation: Allocation) -> bool:
 
 
 def _range_start(allocation: Allocation) -> int:
-    """In a host's pool this is a place in one of its chunks instead (observed on H200: test_pointer_attributes)."""
+    """The start of the range. For a host's pool it is an offset in one of its chunks instead (observed on H200:
+    test_pointer_attributes).
+    """
     if isinstance(allocation, PoolMemory) and allocation.on_host:
         return allocation.block.start % CHUNK
     return allocation.base
 
 
 def _ordinal(allocation: Allocation) -> int:
-    """The device of the memory, also of mapped memory; 0 for a device that the process does not see.
+    """The device of the memory, even if mapped; 0 for a device that is not visible to the process.
 
-    For a ``cuIpc*`` import it is the device that opened it. cuda-bindings 13.3 read 0 for every pointer; libcuda itself
-    was asked.
+    For a ``cuIpc*`` import it is the opening device. This was read from libcuda directly, because cuda-bindings 13.3
+    return 0 for every pointer.
     """
     if allocation.device is not None:
         return max(allocation.device, 0)
@@ -102,7 +104,7 @@ _ABSENT = {
     **dict.fromkeys(("SYNC_MEMOPS", "IS_MANAGED", "IS_LEGACY_CUDA_IPC_CAPABLE", "MAPPED"), False),
     **{"CONTEXT": cuda.CUcontext(0), "MEMPOOL_HANDLE": cuda.CUmemoryPool(0)},
 }
-"""Values of cuPointerGetAttributes for an unknown address, where that is not the int 0."""
+"""Results of cuPointerGetAttributes for unknown addresses, if not the int 0."""
 
 
 _GLOBAL, _HOST, _SINGLE = 1, 2, 4  # CUmemAttach_flags
@@ -135,7 +137,7 @@ class MemoryCalls(Calls):
         return address
 
     def cuMemFree(self, dptr: DevicePointer) -> None:
-        """Frees at once. It waits for all streams, but not for memory of a pool. Like other calls that release memory,
+        """Free at once. The call waits for all streams, except for pool memory. Like other calls that release memory,
         it needs no context.
         """
         self._unsafe_during_capture()
@@ -193,7 +195,7 @@ class MemoryCalls(Calls):
         self._machine.allocations.add(HostMemory(p, bytesize, None, context, None, Flags | _DEVICE_MAPPED))
 
     def cuMemHostUnregister(self, p: HostPointer) -> None:
-        # anywhere in pinned memory is a mistake of another kind (observed on H200: test_plain_memory)
+        # other addresses in pinned memory give another error (observed on H200: test_plain_memory)
         inside = isinstance(self._machine.allocations.find(p), HostMemory)
         code = Result.CUDA_ERROR_INVALID_VALUE if inside else Result.CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED
         self._drop_host(p, True, code)
@@ -230,7 +232,7 @@ class MemoryCalls(Calls):
             check(right_of_current(self._machine, mapping, "ACCESS_FLAGS"), Result.CUDA_ERROR_NOT_FOUND)
             if (
                 mapping.memory.properties.device is None
-            ):  # the address is missing (observed on H200: test_host_mappings)
+            ):  # the address is not checked (observed on H200: test_host_mappings)
                 base = 0
         return cuda.CUdeviceptr(base), allocation.size
 
@@ -239,7 +241,7 @@ class MemoryCalls(Calls):
         allocation = self._machine.allocations.find(ptr)
         value = self._read_attribute(attribute, allocation, ptr)
         if allocation is not None and attribute.name == "CU_POINTER_ATTRIBUTE_DEVICE_POINTER":
-            self._machine.current()  # refused where no context is current (observed on H200: test_contexts)
+            self._machine.current()  # refused without a current context (observed on H200: test_contexts)
         return need(value)
 
     def cuPointerGetAttributes(self, numAttributes: UnsignedInt, attributes: Any, ptr: DevicePointer) -> list[Any]:
@@ -258,7 +260,7 @@ class MemoryCalls(Calls):
         return values
 
     def _read_attribute(self, attribute: Any, allocation: Allocation | None, address: int) -> Any:
-        """The value of an attribute; None if the driver refuses, as at an address without an allocation."""
+        """The value of an attribute; None if the driver refuses, as for an address without an allocation."""
         name = attribute.name.removeprefix(_PREFIX)
         if name in _NOT_READ_BY_BINDINGS:
             raise TypeError(f"Unsupported attribute: {attribute.name}")
@@ -272,8 +274,8 @@ class MemoryCalls(Calls):
         return _POINTER_ATTRIBUTES[name](allocation, address)
 
     def cuPointerSetAttribute(self, value: Any, attribute: Any, ptr: DevicePointer) -> None:
-        """Store SYNC_MEMOPS, the only attribute that can be set. It changes no copy: the host still does not wait for
-        asynchronous ones (observed on H200: test_pointer_attributes).
+        """Store SYNC_MEMOPS, the only attribute that can be set. It has no effect on copies: the host still does not
+        wait for asynchronous ones (observed on H200: test_pointer_attributes).
         """
         check(arguments.member("attribute", attribute, cuda.CUpointer_attribute) == int(_SYNC_MEMOPS))
         allocation = need(self._machine.allocations.find(ptr))
@@ -288,7 +290,7 @@ class MemoryCalls(Calls):
         return cuda.CUdeviceptr(self._machine.managed.allocate(bytesize, context))
 
     def cuStreamAttachMemAsync(self, hStream: Stream, dptr: DevicePointer, length: Size, flags: UnsignedInt) -> None:
-        """On devices with concurrent managed access an association has no effect, and nothing shows it."""
+        """On devices with concurrent managed access an association has no visible effect."""
         allocation = self._managed(dptr, length)
         check(flags in (_GLOBAL, _HOST, _SINGLE) and dptr == allocation.base and length in (0, allocation.size))
         check(flags != _SINGLE or hStream.handle > LEGACY_STREAM)
@@ -304,11 +306,11 @@ class MemoryCalls(Calls):
         return allocation
 
     def _place(self, location: Any, allowed: tuple[int, ...]) -> Place:
-        """A location; the NUMA node nearest to the caller is node 0."""
+        """Check a location. The NUMA node nearest to the caller is node 0."""
         place = arguments.place(location)
         if place.type == Location.DEVICE:
             check(0 <= place.id < len(self._machine.devices), Result.CUDA_ERROR_INVALID_DEVICE)
-            # as users report of prefetches and advice (rapidsai/rmm#2023, intel/llvm#4809, owl-project/owl#43)
+            # as users report for prefetches and advice (rapidsai/rmm#2023, intel/llvm#4809, owl-project/owl#43)
             able = self._machine.supports("CONCURRENT_MANAGED_ACCESS", place.id)
             check(able, Result.CUDA_ERROR_INVALID_DEVICE)
             return place
@@ -335,7 +337,7 @@ class MemoryCalls(Calls):
         stream.submit(Operation())
 
     def _managed_batch(self, name: str, dptrs: Any, sizes: Any, count: int, *more: Any) -> None:
-        """``more``: the locations of the prefetches, if the call makes some; flags; a stream."""
+        """``more``: the locations of prefetches if the call makes some, then flags and a stream."""
         *destinations, flags, handle = more
         addresses = [int(one) for one in arguments.structs("dptrs", dptrs, cuda.CUdeviceptr, count)]
         lengths = arguments.numbers(sizes, count)
@@ -409,7 +411,7 @@ class MemoryCalls(Calls):
             return _number(place)
         if part == "_TYPE":
             return Location.NONE if place is None else place.type
-        return _NONE if place is None else place.id  # the id is ignored if the type is none or the host
+        return _NONE if place is None else place.id  # the id is ignored for the host and for no location
 
 
 _ANYWHERE = (Location.HOST, Location.HOST_NUMA, Location.HOST_NUMA_CURRENT)
@@ -421,9 +423,9 @@ _ADVICE: dict[int, tuple[tuple[int, ...], Callable[[Advice, Place], Advice]]] = 
     5: ((Location.HOST,), lambda before, place: replace(before, accessed_by=before.accessed_by | {place})),
     6: ((Location.HOST,), lambda before, place: replace(before, accessed_by=before.accessed_by - {place})),
 }
-"""By CUmem_advise: types of locations besides devices, or none for advice without a location; the change."""
+"""By CUmem_advise: allowed location types besides devices, or none; and the change."""
 
 
 def _number(place: Place | None) -> int:
-    """The device id of a place; every place of the host has the id of the CPU."""
+    """The device id of a location; all host locations have the CPU's id."""
     return _NONE if place is None else place.id if place.type == Location.DEVICE else _CPU

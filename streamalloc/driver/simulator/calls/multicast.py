@@ -1,4 +1,4 @@
-"""Multicast objects, and multimem operations for functions that stand for kernels."""
+"""Multicast objects, and multimem operations for Python functions that replace kernels."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ADDRESS = "mcOffset:Size memptr:DevicePointer size:Size flags:UnsignedLongLong"
 
 
 class Update(Move):
-    """Updates each replica of a range. Atomic with respect to other updates, also those of other processes."""
+    """Updates each replica of a range. Atomic with respect to other updates, even of other processes."""
 
     def step(self) -> bool:
         found = self._machine.multicast.mapping_at(self._target)
@@ -39,7 +39,9 @@ class Update(Move):
 
 
 class Gather(Move):
-    """Stores the result of a function of all replicas of a range, in the order in which the devices were added."""
+    """Stores the result of a function of all replicas of a range. The replicas are in the order in which their devices
+    were added.
+    """
 
     def __init__(
         self, machine: Machine, context: Context, target: int, source: int, size: int, combine: Combine
@@ -74,7 +76,7 @@ def _read(segments: list[Segment], size: int) -> bytes:
 
 
 class Launch:
-    """Multimem operations in a stream, for Python functions that stand for kernels."""
+    """Multimem operations in a stream, for Python functions that replace kernels."""
 
     def __init__(self, calls: MulticastCalls, stream: Stream) -> None:
         self._calls = calls
@@ -82,12 +84,12 @@ class Launch:
         self._stream = stream
 
     def update(self, address: int, size: int, apply: Put) -> None:
-        """Call ``apply(where, offset, size)`` for the bytes of each replica of a range, some at a time."""
+        """Call ``apply(where, offset, size)`` for the bytes of each replica of a range, step by step."""
         self._check(address, size, READ_WRITE)
         self._stream.submit(Update(self._machine, self._stream.context, address, size, apply))
 
     def gather(self, target: int, address: int, size: int, combine: Combine) -> None:
-        """Store ``combine`` of the bytes of all replicas of a range at ``target``, step by step."""
+        """Combine the bytes of all replicas of a range and store the result at ``target``, step by step."""
         self._check(address, size, READ)
         if self._machine.banks.arenas.find(target) is not None:
             self._calls._check_fill(target, size, self._stream.context)
@@ -110,7 +112,7 @@ class MulticastCalls(CopyCalls):
     def cuMulticastGetGranularity(
         self, prop: cuda.CUmulticastObjectProp, option: cuda.CUmulticastGranularity_flags
     ) -> int:
-        """Return the granularity. The size in the properties is ignored, as programs leave it out."""
+        """Return the granularity. The size in the properties is ignored, because programs omit it."""
         handle_types = self._multicast_properties(prop)[2]
         refused = "cuMulticastGetGranularity of handle types that this profile has no granularity for"
         found = need(self._machine.profile.granularity("MULTICAST", handle_types), refused)
@@ -120,7 +122,7 @@ class MulticastCalls(CopyCalls):
         devices, size, handle_types = self._multicast_properties(prop)
         check(size and self._machine.multicast.fits(size))
         if handle_types & Handle.FABRIC:
-            # no IMEX channel: this code was observed for cuMemCreate, and is documented for this call
+            # no IMEX channel: the code was observed for cuMemCreate, and is documented for this call
             check(self._machine.fabric is not None, Result.CUDA_ERROR_NOT_PERMITTED)
             refused = not self._machine.fabric
             not_modelled(refused, "cuMulticastCreate with fabric handles where these are not supported")
@@ -132,14 +134,14 @@ class MulticastCalls(CopyCalls):
         check(devices and not int(props.flags) and handle_types & ~(Handle.POSIX_FD | Handle.FABRIC) == 0)
         able = any(device.attributes["MULTICAST_SUPPORTED"] for device in self._machine.devices)
         check(able, Result.CUDA_ERROR_NOT_SUPPORTED)
-        # users say that it is refused, but not with which code (InternLM/lmdeploy#4296)
+        # users report a refusal, but not its code (InternLM/lmdeploy#4296)
         not_modelled(devices == 1, "a multicast object for one device")
         too_many = devices > self._machine.spec.devices and not self._machine.spec.host_name
         not_modelled(too_many, "a multicast object for more devices than this machine has")
         return devices, int(props.size), handle_types
 
     def cuMulticastAddDevice(self, mcHandle: MulticastObject, dev: Device) -> None:
-        """The kernel module refuses a device that was added before, and one too many. The driver's result code is
+        """The kernel module refuses a device that was added before, and surplus devices. The driver's result code is
         unknown.
         """
         check(dev.attributes["MULTICAST_SUPPORTED"], Result.CUDA_ERROR_NOT_SUPPORTED)
@@ -157,7 +159,7 @@ class MulticastCalls(CopyCalls):
         check(self._machine.multicast.fits(start) and start + size <= memory.size)
         self._check_bindable(found, memory, device)
         self._machine.multicast.formed(found, "cuMulticastBindMem")
-        # other threads may have released them meanwhile
+        # other threads may have released these handles meanwhile
         found, memory = self._machine.multicast.object(found.handle), self._machine.virtual.memory(handle)
         found.bind(offset, size, Backing(memory.physical, memory.offset + start, memory.properties.device, memory))
 
@@ -206,7 +208,7 @@ class MulticastCalls(CopyCalls):
         mcHandle.unbind(number, mcOffset, size)
 
     def _launch(self, stream: Stream, kernel: Callable[[Launch], None]) -> None:
-        """No function of the driver: submit a function that stands for a kernel (:mod:`streamalloc.testing`)."""
+        """Not a driver function: submit a Python function that replaces a kernel (:mod:`streamalloc.testing`)."""
         not_modelled(self._machine.graphs.captures, "kernels during a stream capture")
         kernel(Launch(self, stream))
 

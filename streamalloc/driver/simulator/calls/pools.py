@@ -37,7 +37,7 @@ class PoolCalls(Calls):
         if kind == MANAGED:
             check(self._is_place(place) or place.type == Location.NONE)
             check(not handle_types and not max_size and not usage)
-            # documented, where a device has no concurrent access
+            # documented for devices without concurrent access
             check(self._machine.supports("CONCURRENT_MANAGED_ACCESS"), Result.CUDA_ERROR_NOT_SUPPORTED)
         else:
             check(kind == PINNED and self._is_place(place))
@@ -49,7 +49,7 @@ class PoolCalls(Calls):
         return cuda.CUmemoryPool(self._machine.pools.create(place, kind, handle_types, max_size).handle)
 
     def _check_kind_of_pool(self, place: Place, handle_types: int) -> None:
-        """Refuse kinds of pools that this profile's devices lack: what the driver then says is not known."""
+        """Refuse pool kinds that this profile's devices lack: the real driver's answer is unknown."""
         devices = self._machine.devices if place.device is None else [self._machine.devices[place.device]]
         known = all(one.attributes.get("MEMPOOL_SUPPORTED_HANDLE_TYPES", 0) & handle_types == handle_types
                     for one in devices)  # fmt: skip
@@ -101,7 +101,7 @@ class PoolCalls(Calls):
             return
         if number not in _NUMBERS:
             raise TypeError(f"Unsupported attribute: {attr.name}")
-        value.getPtr()  # the bindings want an object of their own here, and raise AttributeError for others
+        value.getPtr()  # the bindings need their own class here, and raise AttributeError for others
         wanted = int(value)
         self._unsafe_during_capture()
         found = self._machine.pools.get(pool)
@@ -109,7 +109,7 @@ class PoolCalls(Calls):
         if field == "threshold":
             found.set_threshold(wanted)
             return
-        # only high-water marks can be set, and only to 0: they become the current value
+        # only high-water marks can be set, and only to 0: they then become the current value
         check(field.endswith("_high") and not wanted)
         setattr(found, field, getattr(found, field.removesuffix("_high")))
 
@@ -148,7 +148,7 @@ class PoolCalls(Calls):
         if place.type == Location.DEVICE:
             check(not (place.id == pool.device and flags == NO_ACCESS), Result.CUDA_ERROR_INVALID_DEVICE)
         else:
-            # the host's own access is fixed: all of a host pool, nothing of a device pool
+            # the host's own access is fixed: full for host pools, none for device pools
             check(pool.device is None, Result.CUDA_ERROR_NOT_SUPPORTED)
             check(place.type in (Location.HOST, Location.HOST_NUMA))
             check(flags == READ_WRITE, Result.CUDA_ERROR_NOT_SUPPORTED)
@@ -175,7 +175,7 @@ class PoolCalls(Calls):
         self._set_current(self._device_place(dev), PINNED, pool)
 
     def _device_place(self, ordinal: int) -> Place:
-        """Here an unknown device is an invalid value (observed on H200: test_contexts)."""
+        """In these calls an unknown device is an invalid value (observed on H200: test_contexts)."""
         check(0 <= ordinal < len(self._machine.devices))
         return Place(Location.DEVICE, ordinal)
 
@@ -189,7 +189,7 @@ class PoolCalls(Calls):
 
     def cuMemSetMemPool(self, location: Any, typename: Any, pool: PoolHandle) -> None:
         self._machine.pools.get(pool)
-        self._unsafe_during_capture()  # before the location is checked (observed on H200: test_current_pools)
+        self._unsafe_during_capture()  # before the location check (observed on H200: test_current_pools)
         location = arguments.struct("location", location, cuda.CUmemLocation)
         kind = arguments.number("typename", typename, cuda.CUmemAllocationType)
         self._set_current(*self._location(location, kind), pool)

@@ -1,4 +1,4 @@
-"""Sharing with other processes: exported and imported pools and memory, handles for plain memory and for events."""
+"""Sharing between processes: exported and imported pools and memory, IPC handles for plain memory and events."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class SharingCalls(Calls):
         not_modelled(self._machine.graphs.captures, "sharing with other processes during a stream capture")
 
     def _need_channel(self, kind: int) -> None:
-        """By default there is no IMEX channel for fabric handles, as on the machine that was observed."""
+        """Refuse fabric handles without an IMEX channel. By default there is none, as on the observed machine."""
         check(kind != Handle.FABRIC or self._machine.fabric, Result.CUDA_ERROR_NOT_PERMITTED)
 
     # -- exporting and importing as a whole ------------------------------------------------------------------
@@ -99,9 +99,7 @@ class SharingCalls(Calls):
         return cuda.CUmemGenericAllocationHandle(self._import("memory", kind, osHandle).handle)
 
     def _import(self, kind: str, handle_type: int, given: int) -> ImportedPool | Memory | MulticastObject:
-        """Import the object of a descriptor, or of the fabric handle at an address. The caller still owns the
-        descriptor.
-        """
+        """Import the object of a descriptor, or of the fabric handle at an address. The caller keeps the descriptor."""
         sharing = self._machine.sharing
         take = sharing.import_pool if kind == "pool" else self._import_memory
         if handle_type == Handle.POSIX_FD:
@@ -116,7 +114,9 @@ class SharingCalls(Calls):
             os.close(fd)
 
     def _import_memory(self, fd: int, fabric: bool) -> Memory | MulticastObject:
-        """Each import has its own handle, and takes no memory from the device (H200: test_memory_exports)."""
+        """Import memory. Each import has a separate handle, and takes no memory from the device (H200:
+        test_memory_exports).
+        """
         machine = self._machine
         label = machine.sharing.recognise(fd, "memory", fabric=fabric)
         with operating_system():
@@ -137,7 +137,7 @@ class SharingCalls(Calls):
         exportable = pool.handle_types & Handle.POSIX_FD or self._machine.fabric
         refused = pool.destroyed or not exportable
         not_modelled(refused, "cuMemPoolExportPointer of a pool that can no longer, or not here, be exported itself")
-        check(pool.space.physical.kept)  # the pool itself has to be exported first (observed on H200: test_sharing)
+        check(pool.space.physical.kept)  # the pool must be exported first (observed on H200: test_sharing)
         data = self._machine.sharing.export_pointer(pool, allocation.block.start, allocation.size)
         return opaque_struct("CUmemPoolPtrExportData", data)
 

@@ -1,4 +1,4 @@
-"""Streams, events, host functions, and stream memory operations: wait for a value in memory, write a value."""
+"""Streams, events, host functions, and stream memory operations (waits for and writes of values in memory)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .base import GONE, Calls, call
 
 _NON_BLOCKING = 1
 
-# An interprocess event must not keep time (observed on H200: test_events).
+# An interprocess event must not measure time (observed on H200: test_events).
 _EVENT_FLAGS = {f for f in range(8) if not f & EventFlag.INTERPROCESS or f & EventFlag.DISABLE_TIMING}
 
 _EXTERNAL = 1
@@ -39,7 +39,7 @@ _PERSISTING = 2  # CUaccessProperty
 _POLICIES = range(1, 5)  # CUsynchronizationPolicy
 _DOMAINS = 4
 
-# Attributes of a stream for which nothing was set (observed on H200: test_stream_attributes).
+# Attributes of a new stream (observed on H200: test_stream_attributes).
 _DEFAULTS = {
     _WINDOW: _ACCESS.pack(0, 0, 0.0, 0, 0),
     _POLICY: _NUMBER.pack(-1),
@@ -52,7 +52,7 @@ _WAIT_32, _WRITE_32, _FLUSH_REMOTE, _WAIT_64, _WRITE_64, _BARRIER = range(1, 7)
 _ENTRY = struct.Struct("=i4xQQI")  # of a CUstreamBatchMemOpParams
 _BARRIER_FLAGS = struct.Struct("=4xI")
 _MOST = 255
-"""Operations of a batch (observed on H200: test_stream_words)."""
+"""Most operations of a batch (observed on H200: test_stream_words)."""
 
 _WORDS = {32: ctypes.c_uint32, 64: ctypes.c_uint64}
 
@@ -115,8 +115,8 @@ class StreamCalls(Calls):
         hStream.context.check()
 
     def _shown(self, describe: Callable[[Stream], object], breaks: bool, stream: Stream) -> Any:
-        """A property of a stream. The legacy stream says nothing while a blocking one is captured; some questions
-        break the capture of their stream (observed on H200: test_capture).
+        """A property of a stream. The call fails for the legacy stream while a blocking stream is captured. ``breaks``:
+        the query invalidates the capture of its stream (observed on H200: test_capture).
         """
         self._not_behind_captures(stream)
         if breaks:
@@ -130,14 +130,14 @@ class StreamCalls(Calls):
 
     def cuStreamGetCtx(self, hStream: Stream) -> Any:
         self._not_behind_captures(hStream)
-        # it may be captured, but not in vain (observed on H200: test_capture)
+        # allowed during a capture, unless that is invalid (observed on H200: test_capture)
         check(hStream.capture is None or hStream.capture.valid, Result.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED)
         return cuda.CUcontext(hStream.context.handle)
 
     # -- waiting ---------------------------------------------------------------------------------------------
 
     def cuStreamWaitEvent(self, hStream: Stream, hEvent: Event, Flags: UnsignedInt) -> None:
-        # first of all: also where the event was never recorded (observed on H200: test_capture)
+        # checked first, even if the event was never recorded (observed on H200: test_capture)
         captured = self._captured(hStream)
         check(Flags in (0, _EXTERNAL))
         if hEvent.capture is not None and not hEvent.capture.running:
@@ -196,7 +196,7 @@ class StreamCalls(Calls):
     def _record(self, event: Event, stream: Stream) -> None:
         check(stream.context is event.context, Result.CUDA_ERROR_INVALID_HANDLE)
         if self._captured(stream):
-            # unlike waiting for one this does not break the capture (observed on H200: test_capture)
+            # the capture stays valid, unlike after a wait for such an event (observed on H200: test_capture)
             check(not event.flags & EventFlag.INTERPROCESS, Result.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
             stream.capture.record(event, stream)
         else:
@@ -205,7 +205,7 @@ class StreamCalls(Calls):
     cuEventRecord: Any = call("hEvent:Event hStream:Stream", _record)
 
     def _check_captured(self, event: Event) -> None:
-        """An event that was recorded in a capture last cannot be asked, not even once that has ended or is invalid."""
+        """Refuse queries of an event whose last recording was in a capture, even after that has ended or is invalid."""
         if event.capture is not None:
             check(event.capture.running and event.capture.valid)
             self._spoil([event.capture], Result.CUDA_ERROR_CAPTURED_EVENT)
@@ -305,7 +305,7 @@ class StreamCalls(Calls):
         return Batch([self._batched(context, one, in_graph) for one in wanted])
 
     def _batched(self, context: Context, one: Any, in_graph: bool) -> Operation:
-        """The operation of a batch entry. Each entry begins with its kind; waits and writes have one layout."""
+        """The operation of a batch entry. Each entry begins with its kind. Waits and writes have the same layout."""
         entry = ctypes.string_at(int(one.getPtr()), _ENTRY.size)
         kind, address, value, flags = _ENTRY.unpack(entry)
         check(kind != _FLUSH_REMOTE, Result.CUDA_ERROR_NOT_SUPPORTED)
@@ -324,10 +324,10 @@ class StreamCalls(Calls):
         missing = in_graph and self._machine.allocations.find(address) is None
         not_modelled(missing, "a word that is not there in a graph: it is the launch that fails")
         self._check_word(context, address, bits, written)
-        # a queued operation must not keep the driver object alive, whose end closes the machine
+        # a queued operation must not keep the driver object alive, because its end closes the machine
         machine, word = self._machine, _WORDS[bits]
         if written:
-            # CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER is refused, too (observed on H200: test_mapped_words).
+            # CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER is also refused (observed on H200: test_mapped_words).
             check(not flags)
 
             def write() -> None:
@@ -338,7 +338,7 @@ class StreamCalls(Calls):
                     context.error = Result.CUDA_ERROR_ILLEGAL_ADDRESS
 
             return Call(write)
-        # observed on H200 (test_mapped_words); CAN_FLUSH_REMOTE_WRITES says so
+        # observed on H200 (test_mapped_words), as CAN_FLUSH_REMOTE_WRITES says
         check(not flags & _FLUSH, Result.CUDA_ERROR_NOT_SUPPORTED)
         compare = need(WAIT_COMPARISONS.get(flags))
 
@@ -351,15 +351,15 @@ class StreamCalls(Calls):
         return Until(arrived)
 
     def _check_word(self, context: Context, address: int, bits: int, written: bool) -> None:
-        """Check an aligned address in device, pinned, registered or mapped memory. Memory of pools and graphs is
-        refused (observed on H200: test_stream_words).
+        """Check an aligned address in device, pinned, registered or mapped memory. Pool and graph memory is refused
+        (observed on H200: test_stream_words).
         """
         allocation = need(self._machine.allocations.find(address))
         check(not isinstance(allocation, (PoolMemory, GraphAllocation)))
         if allocation.mapping is not None:
             not_modelled(allocation.mapping.is_multicast, "waiting for or writing a word of a multicast object")
             right = allocation.mapping.right(device_place(context.device.ordinal))
-            check(right)  # at the call; a later grant has no effect (observed on H200: test_mapped_words)
+            check(right)  # checked at the call; later grants have no effect (observed on H200: test_mapped_words)
             refused = written and right != READ_WRITE
             not_modelled(refused, "writing a word of memory that may only be read: the context breaks")
         check(address + bits // 8 <= allocation.base + max(allocation.size, 8))

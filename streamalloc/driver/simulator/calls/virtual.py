@@ -1,6 +1,4 @@
-"""Virtual memory management. None of these calls needs a context, and none disturbs a stream capture (observed on
-H200).
-"""
+"""Virtual memory management. These calls need no context and leave stream captures valid (observed on H200)."""
 
 from __future__ import annotations
 
@@ -63,13 +61,13 @@ class VirtualMemoryCalls(Calls):
         if handle_types & Handle.FABRIC:
             able = self._machine.supports("HANDLE_TYPE_FABRIC_SUPPORTED", place.device)
             not_modelled(not able, "cuMemCreate of memory with fabric handles where these are not supported")
-            # By default a machine is like the one that was observed: the devices can, but there is no IMEX channel.
+            # Default as on the observed machine: the devices support fabric handles, but there is no IMEX channel.
             check(self._machine.fabric is not None, Result.CUDA_ERROR_NOT_PERMITTED)
             not_modelled(place.type != Location.DEVICE, "cuMemCreate of host memory with fabric handles")
         return Properties(place, handle_types, 0 if rdma else compression, rdma, tile_pool)
 
     def _check_supported(self, properties: Properties) -> None:
-        """Refuse properties that the profile's devices lack; raise if the driver's result code for them is unknown."""
+        """Refuse properties that the profile's devices lack. Raises if the driver's result code for them is unknown."""
         self._check_vmm(properties.device)
         kinds = (
             (properties.handle_types & Handle.POSIX_FD, "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED"),
@@ -82,7 +80,7 @@ class VirtualMemoryCalls(Calls):
             not_modelled(lacks, f"cuMemCreate of memory that needs {name}, which this profile's device lacks")
 
     def _check_vmm(self, device: int | None = None) -> None:
-        """The code is that of virtual GPUs without these calls (dmlc/xgboost#12217, OpenPPL/ppl.nn#8)."""
+        """Refuse these calls as virtual GPUs do that lack them (dmlc/xgboost#12217, OpenPPL/ppl.nn#8)."""
         able = self._machine.supports("VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED", device)
         check(able, Result.CUDA_ERROR_NOT_SUPPORTED)
 
@@ -111,7 +109,7 @@ class VirtualMemoryCalls(Calls):
     def cuMemGetAllocationGranularity(
         self, prop: cuda.CUmemAllocationProp, option: cuda.CUmemAllocationGranularity_flags
     ) -> int:
-        """Invalid properties have one, too (observed on H200: test_physical_memory)."""
+        """Even invalid properties have a granularity (observed on H200: test_physical_memory)."""
         self._check_vmm()
         found = self._granularity(int(prop.location.type), read_handle_types(prop))
         return found.recommended if option == _RECOMMENDED else found.minimum
@@ -157,15 +155,15 @@ class VirtualMemoryCalls(Calls):
                 unknown = flags and None not in (place.device, owner) and not mapping.is_multicast
                 if unknown and not self._machine.has_access(place.id, owner or 0):
                     raise NotModelled("cuMemSetAccess for a device that has no access to the other's memory")
-                # the host cannot access device memory; access before this entry stays set (observed on H200:
+                # the host cannot access device memory; grants of earlier entries stay (observed on H200:
                 # test_mapping_access)
                 refused = flags and place.device is None and owner is not None
                 check(not refused, Result.CUDA_ERROR_NOT_SUPPORTED)
                 mapping.grant(place, flags)
 
     def _check_teams(self, mappings: list[Mapping], wanted: list[tuple[Place, int]]) -> None:
-        """A device outside the team gets no access to a multicast object: ILLEGAL_STATE, users report (NVIDIA developer
-        forum, 356726).
+        """Refuse access to a multicast object for a device outside the team; users report ILLEGAL_STATE (NVIDIA
+        developer forum, 356726).
         """
         number = self._machine.multicast.names.number
         for mapping in mappings:
@@ -185,7 +183,7 @@ class VirtualMemoryCalls(Calls):
             check(0 <= place.id < len(self._machine.devices))
             return device_place(place.id), flags
         check(place.type in (Location.HOST, Location.HOST_NUMA))
-        # a NUMA node that does not exist is no error (observed on H200: test_host_mappings)
+        # a missing NUMA node is not an error (observed on H200: test_host_mappings)
         return (place if place.type == Location.HOST_NUMA and place.id else HOST), flags
 
     def cuMemGetAccess(self, location: cuda.CUmemLocation, ptr: DevicePointer) -> int:
@@ -204,7 +202,7 @@ class VirtualMemoryCalls(Calls):
     def cuMemGetHandleForAddressRange(
         self, dptr: DevicePointer, size: Size, handleType: cuda.CUmemRangeHandleType, flags: UnsignedLongLong
     ) -> int:
-        """A file of the right size, without the bytes: the devices that can use it are not simulated."""
+        """Return a file of the right size without the bytes: devices that could use it are not simulated."""
         not_modelled(handleType != _DMA_BUF, f"cuMemGetHandleForAddressRange of {handleType!r}")
         check(flags in (0, _PCIE_MAPPING))
         check(size and dptr % _PAGE == 0 and size % _PAGE == 0)
@@ -229,7 +227,7 @@ class VirtualMemoryCalls(Calls):
 
 
 def _unreadable_file(size: int) -> int:
-    """A descriptor with a size that can be sent to other processes. Reading, writing and mapping it fail."""
+    """A descriptor with a size, for other processes. Reading, writing and mapping it fail."""
     file = os.memfd_create("streamalloc:dmabuf", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(file, size)
@@ -243,13 +241,13 @@ def _unreadable_file(size: int) -> int:
 
 
 def right_of_current(machine: Machine, mapping: Mapping, name: str) -> int:
-    """The access that the device of the current context has to mapped memory."""
+    """The access of the current context's device to mapped memory."""
     without = f"CU_POINTER_ATTRIBUTE_{name} of mapped memory without a current context"
     return mapping.right(device_place(need(machine.current_or_none(), without).device.ordinal))
 
 
 MAPPED_ATTRIBUTES: dict[str, Callable[[Machine, Mapping, int], Any]] = {
-    # the start of the reservation, not of the mapping
+    # the start of the reservation, not that of the mapping
     "RANGE_START_ADDR": lambda machine, mapping, at: cuda.CUdeviceptr(need(machine.virtual.range_of(at)).base),
     "RANGE_SIZE": lambda machine, mapping, at: need(machine.virtual.range_of(at)).size,
     "HOST_POINTER": lambda machine, mapping, at: at if mapping.right(HOST) else None,
@@ -260,8 +258,8 @@ MAPPED_ATTRIBUTES: dict[str, Callable[[Machine, Mapping, int], Any]] = {
         cuda.CUdeviceptr(at) if right_of_current(machine, mapping, "DEVICE_POINTER") else None
     ),
 }
-"""Pointer attributes whose value differs for mapped memory; the driver refuses those that are None.
+"""Pointer attributes whose value differs for mapped memory. The driver refuses an attribute whose value is None.
 
-DEVICE_ORDINAL is 0 for any device's memory: so read on two H200 (test_two_device_mappings), which does not show the
-driver's answer, as cuda-bindings 13.3 returned 0 for every pointer.
+DEVICE_ORDINAL is 0 for any device's memory, as read on two H200 (test_two_device_mappings). The driver's own answer is
+unknown, because cuda-bindings 13.3 return 0 for every pointer.
 """

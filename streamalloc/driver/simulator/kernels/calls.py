@@ -1,7 +1,7 @@
 """Modules, libraries and functions, their launches and their occupancy.
 
-Limits of launches and the occupancy are those of NVIDIA's documentation (CUDA C++ Programming Guide, "Compute
-Capabilities", and the occupancy calculator). Those of a kernel that needs nothing were read from an H200: test_modules.
+Launch limits and occupancy follow NVIDIA's documentation (CUDA C++ Programming Guide, "Compute Capabilities", and the
+occupancy calculator). The values of a kernel without registers and shared memory were read from an H200: test_modules.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _SETTABLE = {
     )
 }
 _LAST = _SETTABLE["CLUSTER_SCHEDULING_POLICY_PREFERENCE"]
-"""The last attribute that the driver of the readings has; newer bindings name more."""
+"""The last attribute of the observed driver; newer bindings have more."""
 _COOPERATIVE = "CU_LAUNCH_ATTRIBUTE_COOPERATIVE"
 _CLUSTER = "CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION"
 _REGISTERS_PER_WARP = 256
-"""Registers are given to warps in multiples of this."""
+"""Allocation unit of registers per warp."""
 
 
 def _text(name: Any) -> str:
@@ -94,7 +94,7 @@ class KernelCalls(Calls):
     cuModuleGetFunction: Any = call("hmod name", _find_function, cuda.CUfunction)
 
     def _variable(self, module: Module, name: Any) -> tuple[Any, int]:
-        """A variable of a module, or of a library in the current context."""
+        """A variable of a module, or of a library for the current context."""
         module = module.library or module
         context = module.context or self._machine.current()
         found = self._machine.modules.variable(module, _text(name), context, self._machine.allocations)
@@ -196,7 +196,7 @@ class KernelCalls(Calls):
         return int(found.attributes[name])
 
     def _attribute(self, attribute: Any, function: Function, *unused: Any) -> int:
-        """An attribute: as it was set or registered, or that of a kernel which needs nothing."""
+        """An attribute: set or registered, or else that of an empty kernel."""
         number = arguments.member("attrib", attribute, _ATTRIBUTE)
         name = attribute.name.removeprefix(_PREFIX)
         check(number <= _LAST)
@@ -236,7 +236,7 @@ class KernelCalls(Calls):
     # -- occupancy -------------------------------------------------------------------------------------------
 
     def _blocks(self, function: Function, block: int, dynamic: int, *flags: int) -> int:
-        """Number of blocks that run on a multiprocessor at a time."""
+        """Number of blocks that can run concurrently on a multiprocessor."""
         check(block > 0)
         limit = self._bound
         registers, static = (int(function.registered.get(one, 0)) for one in ("NUM_REGS", "SHARED_SIZE_BYTES"))
@@ -260,7 +260,7 @@ class KernelCalls(Calls):
     cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags: Any = call(f"{_BLOCK} flags", _blocks)
 
     def _best_block(self, function: Function, shared_of: Any, dynamic: int, most: int, *flags: int) -> tuple[int, int]:
-        """The smallest grid that fills the device, and the block size with the most threads at a time."""
+        """The smallest grid that fills the device, and the block size with the most concurrent threads."""
         address = int(shared_of or 0)
         shared = ctypes.CFUNCTYPE(ctypes.c_size_t, ctypes.c_int)(address) if address else lambda block: dynamic
         largest = self._attribute(_ATTRIBUTE.CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK, function)
@@ -284,7 +284,7 @@ class KernelCalls(Calls):
     # -- launches --------------------------------------------------------------------------------------------
 
     def _shape(self, function: Function, sizes: tuple[int, ...], cooperative: bool = False) -> Shape:
-        """The shape of a launch: six extents, and bytes of shared memory."""
+        """The shape of a launch: six extents, and shared memory in bytes."""
         x, y, z, block_x, block_y, block_z, shared = sizes
         limit, attribute = self._bound, self._attribute
         check(all((x, y, z, block_x, block_y, block_z)))
@@ -333,7 +333,7 @@ class KernelCalls(Calls):
         self._submit(stream, operation, "KERNEL", lambda: node_values(function, shape, cells))
 
     def cuLaunchKernelEx(self, config: cuda.CUlaunchConfig, f: Function, kernelParams: Any, extra: Any) -> None:
-        """Attributes other than clusters and cooperation change nothing: the order here is stricter."""
+        """Launch attributes other than clusters and cooperation are ignored: the simulated order is stricter."""
         sizes = tuple(int(getattr(config, f"{part}Dim{axis}")) for part in ("grid", "block") for axis in "XYZ")
         attributes = {one.id.name: one.value for one in list(config.attrs or ())[: int(config.numAttrs)]}
         if _CLUSTER in attributes:
@@ -345,8 +345,8 @@ class KernelCalls(Calls):
         self._launch_in(stream, f, (*sizes, int(config.sharedMemBytes)), kernelParams, extra, cooperative)
 
     def kernel_uses(self, f: Any, params: Any, extra: Any = 0) -> list[tuple[int, int, bool]] | None:
-        """No function of the driver: address, size and whether it is written, of what a launch uses; None where that is
-        unknown. Bytes that it reads and writes count as written.
+        """Not a driver function: address, size and write flag of each use of a launch; None if unknown. Bytes that are
+        read and written count as written.
         """
         function = self._machine.modules.functions.get(int(cuda.CUfunction(f or 0)))
         kernel = None if function is None else function.kernel
@@ -392,7 +392,7 @@ class KernelCalls(Calls):
 
 
 def node_values(function: Function, shape: Shape, cells: Cells) -> Values:
-    """The parameters of a kernel node: fields of CUDA_KERNEL_NODE_PARAMS, and ``cells``, which its arguments are in."""
+    """The parameters of a kernel node: fields of CUDA_KERNEL_NODE_PARAMS, and ``cells`` with the arguments."""
     slots = (ctypes.c_void_p * len(cells))(*(ctypes.addressof(one) for one in cells if isinstance(one, CELLS)))
     values: Values = {"func": cuda.CUfunction(function.handle), "sharedMemBytes": shape.shared_bytes}
     for part, extent in (("grid", shape.grid), ("block", shape.block)):

@@ -1,4 +1,4 @@
-"""Launches of kernels as operations in a stream, and their arguments, from every packing that the bindings take."""
+"""Kernel launches as stream operations, and their arguments in every form that the bindings accept."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class Shape:
 
 
 class NoAccess(MemoryError):
-    """A kernel used memory that is missing, or that its device has no access to."""
+    """A kernel used memory that does not exist or that its device cannot access."""
 
 
 class Launch(HostFunction):
-    """One launch of a registered kernel, on a thread of its own."""
+    """One launch of a registered kernel, on its own thread."""
 
     def __init__(
         self,
@@ -113,8 +113,8 @@ _CODES = {AssertionError: Result.CUDA_ERROR_ASSERT, NoAccess: Result.CUDA_ERROR_
 
 
 def _may_use(machine: Machine, context: Context, address: int, size: int, write: bool) -> bool:
-    """Whether a kernel in a context may use memory. Memory that was freed behind the launch has no allocation any more;
-    that it is there must do. A device never accesses pageable memory of the host.
+    """Whether a kernel in a context may use memory. Memory freed after the launch was queued has no allocation any
+    more, so it only needs to be mapped. A device never accesses pageable host memory.
     """
     at, end, there = address, address + size, machine.banks.arenas.find(address) is not None
     while at < end:
@@ -139,15 +139,15 @@ def _has_right(allocation: Allocation, context: Context, write: bool) -> bool:
 
 CELLS = (ctypes._SimpleCData, ctypes.Structure, ctypes.Array)
 Cells = tuple[Any, ...]
-"""Copies of arguments as objects of ctypes; objects of the bindings without a known size are themselves."""
+"""Copies of arguments as ctypes objects; bindings objects of unknown size as they are."""
 _POINTER, _SIZE = 1, 2  # CU_LAUNCH_PARAM_*
 _WORD = 8
 
 
 def unpack(name: str, params: Any, extra: Any, types: tuple[Any, ...] | None) -> Cells:
-    """The arguments of a launch of the kernel ``name``, whose parameters have these types where they are known.
+    """The arguments of a launch of the kernel ``name``. ``types``: its parameter types if known.
 
-    The bindings pack the arguments; what is read is the memory that a driver would get.
+    The bindings pack the arguments, and this function reads the memory that a driver would get.
     """
     node, buffer = packed(params, extra)
     slots = int(node.kernelParams)
@@ -169,8 +169,8 @@ def unpack(name: str, params: Any, extra: Any, types: tuple[Any, ...] | None) ->
 
 
 def packed(params: Any, extra: Any) -> tuple[Any, int]:
-    """The arguments of a launch as the bindings pack them: the node that owns the memory, and the address in ``extra``.
-    The driver takes one of the two.
+    """The arguments of a launch as packed by the bindings: the node that owns the memory, and the address in ``extra``.
+    The driver accepts only one of the two.
     """
     node = cuda.CUDA_KERNEL_NODE_PARAMS()
     node.kernelParams = params  # raises the errors of the bindings
@@ -184,7 +184,7 @@ def _known(name: str, types: tuple[Any, ...] | None) -> tuple[Any, ...]:
 
 
 def _addresses(slots: int, count: int) -> tuple[int, ...]:
-    """The addresses of the arguments, from a ``void**``."""
+    """The addresses of the arguments, read from a ``void**``."""
     size = _WORD * count
     not_modelled(count and not is_accessible(slots, size), "arguments where nothing lies: the real driver crashes")
     return tuple((ctypes.c_uint64 * count).from_address(slots))
@@ -197,9 +197,9 @@ def _read(address: int, kind: Any) -> Any:
 
 
 def _given(address: int, value: Any, kind: Any, parameter: Any) -> Any:
-    """An argument with a C type, or with None: then it is an object of ctypes or of the bindings. A parameter that is a
-    number reads the bytes of its own type, whatever the argument's is, unless these are fewer (samples of NVIDIA pass
-    an int for a size_t). Structs of the bindings are read as the struct of ctypes that the kernel is registered with.
+    """Read one argument. ``kind``: its C type, or None for a ctypes or bindings object. For a numeric parameter the
+    bytes of the parameter's type are read, unless the argument's type is smaller (NVIDIA's samples pass an int for a
+    size_t). Structs of the bindings are read as the kernel's registered ctypes struct.
     """
     if kind is None and isinstance(value, CELLS):
         kind = type(value)
@@ -245,7 +245,7 @@ def _from_buffer(extra: int, types: tuple[Any, ...]) -> Cells:
 
 
 def offsets(types: tuple[Any, ...]) -> list[int]:
-    """Offsets of the parameters in bytes: each is aligned as its type is."""
+    """Byte offsets of the parameters, each aligned to its type."""
     found, at = [], 0
     for kind in types:
         alignment = ctypes.alignment(kind)

@@ -1,5 +1,5 @@
-"""Modules and libraries, their kernels and their variables. Of PTX, names and parameters of kernels and the global
-variables are read, and nothing else.
+"""Modules and libraries, their kernels and variables. From PTX, only kernel names, kernel parameters and global
+variables are read.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _COMMENTS = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 
 @dataclass(frozen=True)
 class Contents:
-    """The kernels of a module with the types of their parameters, and its variables with their sizes in bytes."""
+    """The kernels of a module with parameter types, and its variables with sizes in bytes."""
 
     kernels: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     variables: dict[str, int] = field(default_factory=dict)
@@ -65,7 +65,7 @@ def _type(found: re.Match[str]) -> Any:
 
 
 BINARIES = (b"\x7fELF", *(struct.pack("=I", one) for one in (0xBA55ED50, 0x466243B1)))
-"""First bytes of a cubin, of a fat binary and of the wrapper of one."""
+"""First bytes of a cubin, a fat binary and its wrapper."""
 
 
 @dataclass(eq=False)
@@ -77,7 +77,7 @@ class VariableMemory(Allocation):
 
 @dataclass(eq=False)
 class Image:
-    """The code of a module or library. ``contents`` is None where it is not PTX: then any name may be in it."""
+    """The code of a module or library. ``contents`` is None if it is not PTX: then any name may exist."""
 
     contents: Contents | None
 
@@ -89,7 +89,7 @@ class Image:
         return cls(None if text is None else _read(text))
 
     def types(self, name: str) -> tuple[Any, ...] | None:
-        """The parameters of a kernel; None where they are unknown."""
+        """The parameter types of a kernel; None if unknown."""
         kernel = find_kernel(name)
         if kernel is not None and kernel.types is not None:
             return kernel.types
@@ -110,7 +110,7 @@ class Image:
 
 
 def _text(given: Any) -> str | None:
-    """The text of PTX, from an object with the buffer protocol or from an address; None for code in another format."""
+    """The PTX text of a buffer object or address; None for code in another format."""
     if not isinstance(given, int):
         data = memoryview(given).tobytes()
         check(data)
@@ -127,7 +127,7 @@ def _text(given: Any) -> str | None:
 
 @dataclass(eq=False)
 class Module:
-    """A module of a context, or a library, which has none."""
+    """A module of a context; or a library, which has no context."""
 
     image: Image
     context: Context | None
@@ -173,7 +173,7 @@ class Function:
 
 @dataclass(eq=False)
 class Link:
-    """Texts to be linked, and their result once it was asked for."""
+    """Texts to link, and the result after the first request."""
 
     texts: list[bytes] = field(default_factory=list)
     linked: Any = None
@@ -207,7 +207,7 @@ class Modules:
         return found
 
     def variable(self, module: Module, name: str, context: Context, allocations: Allocations) -> VariableMemory:
-        """The memory of a variable; it is allocated at the first request."""
+        """The memory of a variable, allocated at the first request."""
         found = module.variables.get((name, context))
         if found is None:
             initial = module.image.variable(name)
@@ -220,7 +220,7 @@ class Modules:
         return found
 
     def unload(self, module: Module, allocations: Allocations) -> None:
-        """Remove a module or a library with all that it has."""
+        """Remove a module or a library with its contents."""
         for own in list(module.modules.values()):
             self.unload(own, allocations)
         self.modules.pop(module.handle, None)

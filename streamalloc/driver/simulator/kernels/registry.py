@@ -1,4 +1,4 @@
-"""Python functions that run in place of kernels, by the name of the kernel."""
+"""Python functions that replace kernels, by kernel name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 Uses: TypeAlias = Callable[..., Iterable[tuple[int, int]]]
-"""Addresses and numbers of bytes that a launch uses, from the arguments of the kernel."""
+"""Maps kernel arguments to used addresses and sizes in bytes."""
 CType: TypeAlias = Any
 Extent = tuple[int, int, int]
 _F = TypeVar("_F", bound=Callable[..., object])
@@ -37,7 +37,7 @@ class Kernel:
         return self.reads is not None or self.writes is not None
 
     def touched(self, arguments: tuple[Any, ...]) -> list[tuple[int, int, bool]] | None:
-        """Address, size and whether it is written, of each use; None where they are unknown."""
+        """Address, size and write flag of each use; None if unknown."""
         if not self.declares:
             return None
         pairs = ((self.reads, False), (self.writes, True))
@@ -46,7 +46,7 @@ class Kernel:
 
 
 class Launch(Protocol):
-    """Properties of its launch that a kernel can read."""
+    """Properties of a launch that a kernel can read."""
 
     name: str
     """Name of the kernel."""
@@ -77,16 +77,16 @@ def kernel(
     writes: Uses | None = None,
     attributes: Mapping[str, int] | None = None,
 ) -> Callable[[_F], _F]:
-    """Register a Python function that runs in place of a kernel, on every simulated machine of this process.
+    """Register a Python function that replaces a kernel, on every simulated machine of this process.
 
-    A launch of the kernel calls the function in stream order, on a thread of its own, once for the whole grid. It gets
-    the kernel's arguments: addresses and integers as int, other numbers as float, ctypes structures as copies.
-    :func:`device_view` gives it memory as NumPy arrays, :func:`current_launch` the grid. The later registration of a
-    name replaces the earlier one.
+    A launch of the kernel calls the function in stream order, on a separate thread, once for the whole grid. The
+    function gets the kernel's arguments: addresses and integers as int, other numbers as float, ctypes structures as
+    copies. :func:`device_view` returns memory as NumPy arrays, :func:`current_launch` the grid. A second registration
+    of a name replaces the first one.
 
-    If the function raises, its traceback is printed, and its context is lost as on hardware: each later call there
-    answers ``CUDA_ERROR_LAUNCH_FAILED``; after an ``AssertionError`` ``CUDA_ERROR_ASSERT``, and where it used memory
-    that is not there, or that its device has no access to, ``CUDA_ERROR_ILLEGAL_ADDRESS``.
+    If the function raises, its traceback is printed, and its context is lost as on hardware. Each later call there
+    returns ``CUDA_ERROR_LAUNCH_FAILED``; after an ``AssertionError`` it returns ``CUDA_ERROR_ASSERT``, and after a use
+    of missing or inaccessible memory ``CUDA_ERROR_ILLEGAL_ADDRESS``.
 
     The function must not wait for work of the device: a driver call that would wait there raises ``DeadlockError``.
 
@@ -95,13 +95,13 @@ def kernel(
     name
         Name of the kernel as the module has it (mangled, where it is C++), or a pattern of it with ``*``.
     types
-        Types of the parameters: of ctypes or NumPy. They are needed where a launch packs its arguments without types
-        (``void**``, arrays of addresses, ``extra``, nodes of graphs) and the module is not PTX. By default the
-        annotations of the function, if each parameter has such a type.
+        Types of the parameters, from ctypes or NumPy. They are needed if the module is not PTX and a launch packs its
+        arguments without types (``void**``, arrays of addresses, ``extra``, graph nodes). By default the annotations of
+        the function, if each parameter has such a type.
     reads, writes
         Functions that return pairs of an address and a number of bytes for the arguments of a launch. A checker
-        (:func:`streamalloc.driver.checked`) knows then what the kernel uses, and :func:`device_view` refuses
-        everything else. Without both, the uses are unknown.
+        (:func:`streamalloc.driver.checked`) then records these uses, and :func:`device_view` refuses all other memory.
+        Without both, the uses are unknown.
     attributes
         Answers of ``cuFuncGetAttribute``, by their enum names without ``CU_FUNC_ATTRIBUTE_``.
 
@@ -120,7 +120,7 @@ def kernel(
         if not callable(function):
             raise TypeError(f"the kernel {name!r} must be a function, got {function!r}")
         made = Kernel(function, given or _annotated(function), reads, writes, dict(attributes or {}))
-        _kernels.pop(name, None)  # patterns are tried in the order of their registration, the latest first
+        _kernels.pop(name, None)  # the latest matching pattern applies
         _kernels[name] = made
         return function
 
@@ -128,7 +128,7 @@ def kernel(
 
 
 def unregister_kernel(name: str) -> None:
-    """Undo :func:`kernel`, or :func:`device_global`, for a name; nothing happens where there is none."""
+    """Undo :func:`kernel` or :func:`device_global` for a name. No effect if nothing is registered."""
     _kernels.pop(name, None)
     _globals.pop(name, None)
 
@@ -136,7 +136,7 @@ def unregister_kernel(name: str) -> None:
 def device_global(name: str, nbytes: int, initial: bytes = b"") -> None:
     """Register a global variable of modules, for ``cuModuleGetGlobal`` and ``cuLibraryGetGlobal``.
 
-    The variables of a module in PTX are read from it. Those of other modules must be registered.
+    Variables of PTX modules are read from the PTX. Those of other modules must be registered.
 
     Parameters
     ----------
@@ -157,7 +157,7 @@ def device_global(name: str, nbytes: int, initial: bytes = b"") -> None:
 
 
 def find_kernel(name: str) -> Kernel | None:
-    """The kernel that is registered under a name, or under a pattern that fits it."""
+    """The kernel registered under a name, or under a matching pattern."""
     if name in _kernels:
         return _kernels[name]
     patterns = (one for one in reversed(_kernels) if "*" in one and fnmatch.fnmatchcase(name, one))
@@ -170,10 +170,10 @@ def find_global(name: str) -> bytes | None:
 
 
 def _c_type(given: Any) -> CType:
-    """A type of ctypes, from that or from a type of NumPy."""
+    """Return the ctypes type of a ctypes or NumPy type."""
     if isinstance(given, type) and issubclass(given, (ctypes._SimpleCData, ctypes.Structure, ctypes.Array)):
         return given
-    # int and float have no size; NumPy takes unknown classes for objects.
+    # int and float have no size, and NumPy would treat unknown classes as objects.
     with contextlib.suppress(TypeError, NotImplementedError):
         dtype = np.dtype(given)
         if given not in (int, float) and not dtype.hasobject:
@@ -182,7 +182,7 @@ def _c_type(given: Any) -> CType:
 
 
 def _annotated(function: Callable[..., object]) -> tuple[CType, ...] | None:
-    """The types that a function's parameters are annotated with; None unless each has a type of ctypes or NumPy."""
+    """The types in a function's annotations; None unless each is a ctypes or NumPy type."""
     try:
         parameters = inspect.signature(function, eval_str=True).parameters.values()
         return tuple(_c_type(one.annotation) for one in parameters)
@@ -194,7 +194,7 @@ def _annotated(function: Callable[..., object]) -> tuple[CType, ...] | None:
 
 
 def current_launch() -> Launch:
-    """The launch that the calling function runs for: ``name``, ``grid``, ``block``, ``shared_bytes``, ``device``.
+    """The launch that runs the calling function: ``name``, ``grid``, ``block``, ``shared_bytes``, ``device``.
 
     :func:`kernel` registers such functions.
 
@@ -219,12 +219,12 @@ def run_for(launch: Launch, function: Callable[..., object], arguments: tuple[An
 
 
 def device_view(address: int, shape: int | tuple[int, ...], dtype: npt.DTypeLike = np.uint8) -> npt.NDArray[Any]:
-    """Simulated memory as a NumPy array, for the kernel that runs on this thread. It is valid until the kernel returns.
+    """Return simulated memory as a NumPy array, for the kernel on this thread. Valid until the kernel returns.
 
     :func:`kernel` shows its use.
 
-    The array is read-only where the device may only read the memory, and where the kernel is registered with ``reads``
-    or ``writes`` and no write covers it.
+    The array is read-only if the device may only read the memory, or if the kernel is registered with ``reads`` or
+    ``writes`` and no write covers it.
 
     Parameters
     ----------

@@ -1,8 +1,8 @@
-"""The functions of ``cuda.bindings.runtime`` over the calls of any driver.
+"""The functions of ``cuda.bindings.runtime``, implemented with the calls of any driver.
 
-:mod:`.tables` names the driver call behind each function; :mod:`.functions` has what is no single call, and puts them
-together. :mod:`.translation` reads from the documentation of the bindings what functions take and return, and converts
-it.
+:mod:`.tables` names the driver call behind each function. :mod:`.functions` implements functions that are not a single
+call, and combines all. :mod:`.translation` reads parameters and results of functions from the bindings' documentation,
+and converts them.
 """
 
 from __future__ import annotations

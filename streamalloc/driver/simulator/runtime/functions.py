@@ -1,4 +1,4 @@
-"""Functions that are one driver call by table, and those that are more."""
+"""Functions of the runtime: those that are one driver call, by table, and all others."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .tables import OTHER_LAYOUT, PURE, WITHOUT_CONTEXT, driver_call, function_a
 from .translation import Argument, address, copied, result, signature
 
 _NOT_READY = 600
-"""Errors that the runtime returns again and again."""
+"""Errors that the runtime keeps returning."""
 _HOST, _DEVICE, ARRAY, _UNIFIED = 1, 2, 3, 4  # CUmemorytype
 ENDS = ((_HOST, _HOST), (_HOST, _DEVICE), (_DEVICE, _HOST), (_DEVICE, _DEVICE), (_UNIFIED, _UNIFIED))
-"""Memory types of source and target by cudaMemcpyKind."""
-# Kind of channel (cudaChannelFormatKind) and bits, by CUarray_format.
+"""Memory types of source and target, by cudaMemcpyKind."""
+# Channel kind (cudaChannelFormatKind) and bits, by CUarray_format.
 BITS = {1: (1, 8), 2: (1, 16), 3: (1, 32), 8: (0, 8), 9: (0, 16), 10: (0, 32), 16: (2, 16), 32: (2, 32)}
 _COPIES = ("cuMemcpy", "cuMemcpyHtoD", "cuMemcpyDtoH", "cuMemcpyDtoD", "cuMemcpy")
 """Driver call for each cudaMemcpyKind."""
@@ -37,11 +37,11 @@ class Failed(Exception):
 
 
 class Forgotten(Failed):
-    """An error that does not become the last one: that of a query, and the last one itself once it was asked for."""
+    """An error that is not stored as the last one: that of a query, or the last one itself when it is read."""
 
 
 class Functions:
-    """The functions over a driver. They return their values, and raise :class:`Failed`."""
+    """The functions over a driver. They return values and raise :class:`Failed`."""
 
     def __init__(self, driver: Any) -> None:
         self._driver = driver
@@ -63,8 +63,8 @@ class Functions:
         return values
 
     def translated(self, name: str) -> Callable[..., Any]:
-        """A function that is one driver call. Behind its arguments the call can want flags, which are 0, or a context,
-        which is the current one.
+        """Make a function that is one driver call. After its arguments the call may need flags, which are 0, or a
+        context, which is the current one.
         """
         call, theirs = driver_call(name), signature(runtime(), name)
         ours = () if call is None else signature(cuda, call).parameters
@@ -92,7 +92,7 @@ class Functions:
     # -- devices and contexts --------------------------------------------------------------------------------
 
     def make_current(self) -> None:
-        """Have a context: the current one, or the primary one of the thread's device."""
+        """Make sure that a context is current: the present one, or the primary one of the thread's device."""
         code, context = self._driver.cuCtxGetCurrent()
         if code:
             self.initialise()
@@ -105,7 +105,7 @@ class Functions:
             self.call("cuInit", 0)
 
     def _primary(self, device: int) -> Any:
-        """The primary context of a device, which the runtime keeps."""
+        """The primary context of a device, kept by the runtime."""
         with self._lock:
             found = self._retained.get(device)
             if found is None:
@@ -143,7 +143,7 @@ class Functions:
         self.call("cuCtxDisablePeerAccess", self._primary(peerDevice))
 
     def _attribute(self, attribute: Any, device: int) -> int:
-        """A device attribute; 0 where the driver has none."""
+        """A device attribute; 0 if the driver lacks it."""
         code, value = self._driver.cuDeviceGetAttribute(attribute, _number(device))
         return 0 if code else int(value)
 
@@ -168,7 +168,7 @@ class Functions:
         last = getattr(self.thread, "last", 0)
         self.thread.last = 0
         if last:
-            raise Forgotten(last)  # also where the context is lost (observed on H200: test_runtime)
+            raise Forgotten(last)  # even if the context is lost (observed on H200: test_runtime)
 
     # -- streams, events, memory -----------------------------------------------------------------------------
 
@@ -235,7 +235,7 @@ class Functions:
         self.call("cuMemcpy2DAsync" if stream else "cuMemcpy2DUnaligned", copy, *stream)
 
     def _box(self, given: Any, peer: Any = None) -> Any:
-        """A cudaMemcpy3DParms as a CUDA_MEMCPY3D. Where an end is an array, x and width count its elements."""
+        """A cudaMemcpy3DParms as a CUDA_MEMCPY3D. If a side is an array, x and width count its elements."""
         copy, arrays = peer or cuda.CUDA_MEMCPY3D(), [int(given.srcArray), int(given.dstArray)]
         element = next((self.element(one) for one in arrays if one), 1)
         kinds = ENDS[_DEFAULT if peer else copy_kind(given.kind)]
@@ -261,7 +261,7 @@ class Functions:
         return copy
 
     def _node(self, given: Any) -> Any:
-        """A cudaGraphNodeParams as a CUgraphNodeParams: copies and fills are made in the current context."""
+        """A cudaGraphNodeParams as a CUgraphNodeParams. Copies and fills use the current context."""
         made, kinds = copied(given, cuda.CUgraphNodeParams, runtime(), cuda), runtime().cudaGraphNodeType
         if given.type == kinds.cudaGraphNodeTypeMemcpy:
             made.memcpy.copyParams = self._box(given.memcpy.copyParams)
@@ -315,14 +315,14 @@ def copy_kind(kind: Any) -> int:
 
 
 def set_end(copy: Any, side: str, memory: int, pointer: Any, pitch: int) -> None:
-    """Set an end of a copy of rows that is no array."""
+    """Set a side of a row copy that is not an array."""
     setattr(copy, f"{side}MemoryType", cuda.CUmemorytype(memory))
     setattr(copy, side + ("Host" if memory == _HOST else "Device"), address(pointer))
     setattr(copy, f"{side}Pitch", pitch)
 
 
 def set_array(copy: Any, side: str, array: Any) -> None:
-    """Set an end of a copy of rows that is an array."""
+    """Set a side of a row copy that is an array."""
     setattr(copy, f"{side}MemoryType", cuda.CUmemorytype(ARRAY))
     setattr(copy, f"{side}Array", cuda.CUarray(int(array)))
 
@@ -354,9 +354,9 @@ def _descriptor(desc: Any, extent: tuple[int, int, int], flags: int) -> Any:
 
 
 def _copies(target: int, source: int, *, rows: bool = True) -> Callable[..., None]:
-    """A copy of several rows, or of bytes of one row. ``target`` and ``source`` are the arguments of the two ends: an
-    array and offsets in bytes and rows, or a pointer and, with ``rows``, a pitch. The driver refuses bytes that reach
-    into the next row.
+    """Make a copy of several rows, or of bytes of one row. ``target`` and ``source``: number of arguments of each side:
+    an array with offsets in bytes and rows, or a pointer and, with ``rows``, a pitch. The driver refuses bytes that
+    extend into the next row.
     """
 
     def copy_rows(functions: Functions, *args: Any) -> None:
@@ -422,13 +422,13 @@ _UNKNOWN_ERROR = 999
 OWN: dict[str, Callable[..., Any]] = {
     name: body for one in (Functions, ArrayFunctions) for name, body in vars(one).items() if name.startswith("cuda")
 }
-"""Functions that are more than one driver call. Copies and fills are also called ...Async, with a stream at the end."""
+"""Functions of several driver calls. Copies and fills also exist as ...Async, with a final stream argument."""
 
 
 class Runtime:
     """The functions of ``cuda.bindings.runtime`` over a driver, with the bindings' own classes.
 
-    As the runtime does, it uses the thread's current context, and where there is none makes the primary context of the
+    Like the runtime, it uses the thread's current context. If there is none, it makes the primary context of the
     thread's device current.
     """
 
@@ -449,7 +449,7 @@ class Runtime:
 
 
 def _function(functions: Functions, name: str, body: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
-    """The function of the runtime with a body that raises :class:`Failed`."""
+    """A function of the runtime, from a body that raises :class:`Failed`."""
     taken = signature(runtime(), name)
     count, success = len(taken.results), runtime().cudaError_t.cudaSuccess
     prepare = functions.initialise if name in WITHOUT_CONTEXT else functions.make_current

@@ -1,4 +1,4 @@
-"""Names of the driver for functions of the runtime and for fields of its structs."""
+"""Driver names for functions of the runtime and for fields of its structs."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _RENAMED = {
     "cudaStreamCreateWithFlags": "cuStreamCreate",
 }
 _PREFIXES = {"cudaDevice": "cuCtx", "cudaFree": "cuMemFree", "cudaHost": "cuMemHost", "cudaMalloc": "cuMemAlloc"}
-"""Prefixes of driver names by prefix of the runtime's name, where replacing ``cuda`` by ``cu`` does not do."""
+"""Driver prefixes by runtime prefix, for names with other differences than ``cuda``/``cu``."""
 
 
 def driver_call(name: str) -> str | None:
-    """The driver call behind a function of the runtime; None where the driver has none."""
+    """The driver call behind a function of the runtime; None if there is none."""
     names = [_RENAMED.get(name, f"cu{name.removeprefix('cuda')}")]
     names += [ours + name.removeprefix(theirs) for theirs, ours in _PREFIXES.items() if name.startswith(theirs)]
     return next((one for one in names if hasattr(cuda, one)), None)
 
 
 PURE = ("cudaCreateChannelDesc", "cudaGetErrorName", "cudaGetErrorString", "cudaRuntimeGetVersion")
-"""Functions of ``cuda.bindings.runtime`` that are used unchanged, as they call no driver."""
+"""Functions of ``cuda.bindings.runtime`` used unchanged, because they call no driver."""
 
 WITHOUT_CONTEXT = (
     *("cudaDeviceCanAccessPeer", "cudaDeviceGetAttribute", "cudaDeviceGetByPCIBusId", "cudaDeviceGetP2PAttribute"),
@@ -41,21 +41,21 @@ WITHOUT_CONTEXT = (
 """Functions that make no primary context."""
 
 OTHER_LAYOUT = ("cudaGraphNodeParams", "cudaMemcpy3DParms", "cudaMemcpy3DPeerParms")
-"""Structs whose layout differs from that of the driver's struct."""
+"""Structs with another layout than the driver's struct."""
 
 STRUCTS_IN_LISTS = {"cudaMemAllocNodeParams": ("accessDescs", "CUmemAccessDesc")}
-"""Fields of structs that are lists of structs: the bindings keep these beside the struct."""
+"""Struct fields with lists of structs, which the bindings store separately."""
 
 
 def _members(enum: Any, prefix: str) -> dict[str, Any]:
-    """The members of an enum by their names without prefix and underscores, as fields of the runtime have them."""
+    """The members of an enum by name without prefix and underscores, as in fields of the runtime."""
     return {name.removeprefix(prefix).replace("_", ""): member for name, member in enum.__members__.items()}
 
 
 _FUNCTION_ATTRIBUTES = _members(cuda.CUfunction_attribute, "CU_FUNC_ATTRIBUTE_")
 _FUNCTION_ATTRIBUTES["PREFERREDSHMEMCARVEOUT"] = _FUNCTION_ATTRIBUTES["PREFERREDSHAREDMEMORYCARVEOUT"]
 _ATTRIBUTES = _members(cuda.CUdevice_attribute, "CU_DEVICE_ATTRIBUTE_")
-# Fields of cudaDeviceProp whose attributes have other names.
+# Fields of cudaDeviceProp whose attribute has a different name.
 _PROPERTIES = {
     "accessPolicyMaxWindowSize": "MAX_ACCESS_POLICY_WINDOW_SIZE",
     "deviceNumaConfig": "NUMA_CONFIG",
@@ -84,14 +84,14 @@ _EXTENTS = ("WIDTH", "HEIGHT", "DEPTH", "LAYERS", "PITCH")
 
 
 def function_attributes() -> dict[str, Any]:
-    """Fields of cudaFuncAttributes, with the function attribute of each, without those of clusters."""
+    """Fields of cudaFuncAttributes with their function attributes, without those of clusters."""
     found = {name: _FUNCTION_ATTRIBUTES.get(name.upper()) for name in dir(runtime().cudaFuncAttributes)}
     last = _FUNCTION_ATTRIBUTES["PREFERREDSHMEMCARVEOUT"]
     return {name: member for name, member in found.items() if member is not None and member <= last}
 
 
 def properties() -> dict[str, list[Any]]:
-    """Fields of cudaDeviceProp, with their device attributes: one for each number of a field."""
+    """Fields of cudaDeviceProp with their device attributes, one for each number in a field."""
     found = {name: _attributes(name) for name in dir(runtime().cudaDeviceProp)}
     return {name: members for name, members in found.items() if members}
 

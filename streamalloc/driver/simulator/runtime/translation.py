@@ -1,5 +1,5 @@
-"""Parameters and results of the bindings' functions, from their documentation; values of the runtime's types as those
-of the driver's, and back.
+"""Parameters and results of the bindings' functions, read from their documentation, and conversions between runtime and
+driver types.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Convert = Callable[[Any], Any]
 
 
 def copied(value: Any, cls: Any, source: Any, target: Any) -> Any:
-    """A struct of another class with the same bytes; ``source`` and ``target`` are the modules of the two classes."""
+    """Copy a struct's bytes into another class. ``source`` and ``target``: the modules of the two classes."""
     made = cls()
     ctypes.memmove(int(made.getPtr()), int(value.getPtr()), min(source.sizeof(type(value)), target.sizeof(cls)))
     return made
@@ -30,7 +30,7 @@ def _is_struct(cls: Any) -> bool:
 
 
 def address(value: Any) -> Any:
-    """A pointer or handle as the driver takes it: objects with the buffer protocol by their address."""
+    """A pointer or handle in the driver's form. Buffer objects give their address."""
     if value is None or isinstance(value, int) or hasattr(value, "getPtr"):
         return 0 if value is None else value
     try:
@@ -40,7 +40,7 @@ def address(value: Any) -> Any:
 
 
 class Argument:
-    """Converts one argument; ``back`` copies what the driver has changed in a struct."""
+    """Converts one argument. ``back`` copies the driver's changes back into a struct."""
 
     def __init__(self, name: str, theirs: str, ours: str, make: Convert | None = None) -> None:
         self._name, self._is_pointer, self._make = name, not theirs, make
@@ -91,7 +91,7 @@ class Argument:
 
 
 def result(kind: str) -> Convert:
-    """The conversion of a value that the runtime documents as ``kind``."""
+    """The conversion of a result that the runtime documents as ``kind``."""
     if kind.startswith("[]"):
         convert = result(kind[2:])
         return lambda values: [convert(one) for one in values]
@@ -116,14 +116,14 @@ _LINK = re.compile(r":py:obj:`~?\.?([^`]*)`")
 class Parameter(NamedTuple):
     name: str
     type: str
-    """Name of a class of the bindings, or of a type of C; empty where it is neither."""
+    """Class of the bindings, or C type; empty for others."""
     default: int | None
 
 
 class Signature(NamedTuple):
     parameters: tuple[Parameter, ...]
     results: tuple[str, ...]
-    """Types of the values behind the result code; ``"[]"`` precedes those of items in a list."""
+    """Types of the values after the result code; ``"[]"`` marks lists."""
 
     def bind(self, args: tuple[Any, ...], named: dict[str, Any]) -> list[Any]:
         """The values of the parameters in order."""
@@ -155,7 +155,7 @@ def signature(module: Any, name: str) -> Signature:
 
 
 def _parameter(text: str) -> Parameter:
-    """A parameter: ``size_t size``, ``attr: cudaDeviceAttr``, ``stream``, ``size_t numNodes=0``."""
+    """Parse a parameter: ``size_t size``, ``attr: cudaDeviceAttr``, ``stream``, ``size_t numNodes=0``."""
     head, _, annotation = text.partition(":")
     head, _, default = head.partition("=")
     *kind, name = head.split()
