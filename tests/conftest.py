@@ -21,6 +21,9 @@ from tests.fixtures import *  # noqa: F403
 from tests.neighbours import FreeMemory, pytest_runtest_protocol  # noqa: F401 (a hook)
 from tests.support import collect_and_freeze, end_what_was_dropped, makes_no_multicast_object
 
+# In the processes that tests start: each thread of OpenBLAS spins while NumPy is imported, which the tests never need.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 # By name, as the package need not be installed. pytester is for the tests of the plugin.
 pytest_plugins = ["streamalloc.testing.plugin", "pytester"]
 

@@ -67,7 +67,10 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
     figures.show_targets(terminal, reports)
     write_json({**report, "rows": reports}, options.json)
     if options.plot:
-        figures.draw(reports, options.plot, chosen.headline)
+        try:
+            figures.draw(reports, options.plot, chosen.headline)
+        except (OSError, ValueError) as error:  # its name has no known ending
+            raise UsageError(f"cannot write {options.plot}: {error}") from error
     return int(options.strict and any(figures.missed(reports)))
 
 

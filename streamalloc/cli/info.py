@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 import streamalloc as sa
-from streamalloc.cli.choice import Chosen, cuda_version, plural
+from streamalloc.cli.choice import Chosen, UsageError, cuda_version, plural
 from streamalloc.cli.terminal import Terminal
 from streamalloc.cli.trials import query_multicast, try_sharing, try_virtual_memory
 from streamalloc.core.errors import size_text
@@ -48,7 +48,15 @@ def write_json(report: dict[str, Any], path: str | None) -> None:
     if path == "-":
         print(text)
     elif path is not None:
-        Path(path).write_text(text + "\n", encoding="utf-8")
+        write_file(path, text + "\n")
+
+
+def write_file(path: str, text: str) -> None:
+    """Write a file that an option names."""
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}") from None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

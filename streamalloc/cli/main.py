@@ -101,8 +101,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")
     words = sys.argv[1:] if arguments is None else arguments
     parser = _parser(words)
+    options = parser.parse_args(words)
+    if options.command == "run":
+        return _run(parser, options)  # a broken pipe or an interrupt is the program's
     try:
-        options = parser.parse_args(words)
         code = _run(parser, options)
         sys.stdout.flush()
     except BrokenPipeError:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 
 from streamalloc.cli.choice import Chosen, UsageError
+from streamalloc.cli.info import write_file
 from streamalloc.cli.terminal import Terminal
 from streamalloc.driver.internal import UnreadableMachineError, read_profile
 
@@ -35,10 +35,7 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
     if options.output is None:
         sys.stdout.write(text)
         return 0
-    try:
-        Path(options.output).write_text(text, encoding="ascii")
-    except OSError as error:
-        raise UsageError(f"cannot write {options.output}: {error}") from None
+    write_file(options.output, text)
     count = len(read["devices"])
     terminal.line(f"read {read['source']} to {options.output}")
     terminal.line(f"STREAMALLOC_DRIVER=simulated:{f'devices={count},' * (count > 1)}profile={options.output}")

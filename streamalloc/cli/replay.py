@@ -1,7 +1,7 @@
 """Replay recorded allocations on this library's allocators and on other installed ones.
 
-TRACE is a file of this library, a CSV log of RMM, or a memory snapshot of PyTorch; or "training" or "serving", which
-generate a trace. One thread makes the calls in recorded order, as fast as possible.
+TRACE is a file of this library, a CSV log of RMM, or a memory snapshot of PyTorch; or the name of a workload, such as
+"training", which generates a trace. One thread makes the calls in recorded order, as fast as possible.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
             terminal.line(f"{options.save}: {trace!r}")
             return 0
     except OSError as error:
-        raise UsageError(f"{error.filename}: {error.strerror}") from error
+        raise UsageError(f"{error.filename or options.save}: {error.strerror}") from error
     except ValueError as error:
         raise UsageError(error) from error
     if options.rounds < 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import runpy
 import sys
@@ -24,6 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
     """Run the program; its exceptions and exit codes are those of the command."""
+    for file in (*options.kernels, *[options.program] * (not options.module)):
+        if not os.path.exists(file):
+            raise UsageError(f"there is no file {file!r}")
     if chosen.not_found:
         print(chosen.headline, file=sys.stderr)
     if not chosen.is_simulated:
@@ -38,9 +42,9 @@ def _run(options: argparse.Namespace) -> None:
     sys.argv = [options.program, *options.arguments]
     if options.module:
         sys.path.insert(0, os.getcwd())
+        if importlib.util.find_spec(options.program.partition(".")[0]) is None:
+            raise UsageError(f"there is no module {options.program!r}")
         runpy.run_module(options.program, run_name="__main__", alter_sys=True)
     else:
-        if not os.path.exists(options.program):
-            raise UsageError(f"there is no file {options.program!r}")
         sys.path.insert(0, os.path.dirname(os.path.abspath(options.program)))
         runpy.run_path(options.program, run_name="__main__")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import signal
+from fractions import Fraction
 from typing import Any
 
 from streamalloc.cli.choice import UsageError, choose
@@ -23,7 +24,7 @@ def size_of(text: str) -> int:
     found = _SIZE.fullmatch(text.strip())
     if not found:
         raise argparse.ArgumentTypeError(f"{text!r} is no size: write bytes, or a number with KiB, MiB, GiB or TiB")
-    return int(float(found[1]) * _UNITS[found[2]])
+    return int(Fraction(found[1]) * _UNITS[found[2]])
 
 
 def _ordinals(text: str) -> list[int]:

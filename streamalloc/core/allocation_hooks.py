@@ -1,11 +1,11 @@
-"""Hooks of allocators: watchers are notified of each allocation and each free; without watchers they cost nothing.
+"""Hooks of allocators. Watchers are notified of each allocation and each free; without watchers the hooks cost nothing.
 
-An allocator calls two functions that it has bound. While an allocator has watchers, these are the methods of a
-:class:`Tap`, which make the same driver calls and notify the watchers; afterwards they are the driver's own functions.
-A cache (:mod:`streamalloc.pool.cache`) makes no driver calls on its fast path, and leaves that path while it has
-watchers.
+Each allocator has two bound functions, to allocate and to free. While the allocator has watchers, these are the methods
+of a :class:`Tap`, which make the same driver calls and notify the watchers; afterwards they are the driver's own
+functions. A cache (:mod:`streamalloc.pool.cache`) makes no driver calls on its fast path, and leaves that path while it
+has watchers.
 
-Finalisers free memory, too. A watcher is notified inside of the finaliser, so it records the event and returns.
+Finalisers also free memory. They notify watchers, so a watcher only records the event and returns.
 """
 
 from __future__ import annotations
@@ -25,31 +25,35 @@ from streamalloc.core.session import NOT_CALLED, PerDriver, Session
 
 
 class Watcher(Protocol):
-    """Receiver of notifications of allocations and frees; for mappings the allocator is None."""
+    """Receiver of notifications of allocations and frees. For mappings the allocator is None."""
 
     def wants(self, allocator: Any, /) -> bool:
-        """Whether it is notified of the calls of an allocator."""
+        """Whether this watcher is notified of the calls of an allocator."""
 
     def asked(self, allocator: Any, nbytes: int, /) -> None:
-        """Before the driver is called for memory. An exception goes to the caller of the allocation."""
+        """Called before the driver allocates. An exception goes to the caller of the allocation."""
 
     def allocated(self, allocator: Any, address: int, nbytes: int, stream: Any, /) -> None:
-        """After an allocation. An exception goes to the caller of the allocation, after the memory is freed."""
+        """Called after an allocation. If it raises, the memory is freed and the exception goes to the caller."""
 
     def allocation_failed(self, allocator: Any, nbytes: int, stream: Any, /) -> None:
         """After the driver has refused an allocation."""
 
     def freed(self, address: int, stream: Any, /) -> None:
-        """Before a free, perhaps of memory that was allocated unwatched. Takes no lock, never raises."""
+        """Called before a free. The allocation may not have been notified. Takes no lock, never raises."""
 
     def free_failed(self, address: int, /) -> None:
-        """After the driver has refused the free that :meth:`freed` announced. Takes no lock, never raises."""
+        """Called after the driver has refused a free that :meth:`freed` was notified of. Takes no lock, never
+        raises.
+        """
 
     def look(self) -> None:
         """After a free that no finaliser made."""
 
     def holders(self, location: MemLocation, /) -> list[str]:
-        """Lines for an error: live allocations in a location, by the program's line. Calls no driver."""
+        """Return lines for an error text: live allocations in a location, by line of the program. Makes no driver
+        call.
+        """
 
 
 class Watched(Protocol):
@@ -63,7 +67,7 @@ class Watched(Protocol):
 
 
 class Tap:
-    """Replacements for the two functions of one allocator, which notify its watchers."""
+    """Replacements for the two functions of an allocator. They call the driver and notify the watchers."""
 
     __slots__ = ("_alloc", "_free", "_owner", "watchers")
 
@@ -101,7 +105,7 @@ class Tap:
     def free(self, ptr: Any, stream: Any, besides: tuple[Watcher, ...] = ()) -> Any:
         """Free, in place of the driver's function."""
         watchers, address = self._without(besides), int(ptr)
-        # Before the free: another thread may get the same memory at once, and its notification comes after this one.
+        # Before the free: another thread may then get the same address, and its notification must come second.
         for watcher in watchers:
             watcher.freed(address, stream)
         refused = False
@@ -121,7 +125,9 @@ class Tap:
 
 
 def look(watchers: tuple[Watcher, ...]) -> None:
-    """Notify watchers of a free, unless a finaliser of the package makes it, in which nothing may wait."""
+    """Have watchers process their notes after a free, unless a finaliser of this package makes the free: it must not
+    wait.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(PACKAGE):
         if frame.f_code.co_name == "__del__":
@@ -132,21 +138,21 @@ def look(watchers: tuple[Watcher, ...]) -> None:
 
 
 def tap_of(function: Any) -> Tap | None:
-    """The tap whose method a function is that an allocator has bound; None if the allocator has no watchers."""
+    """Return the tap that ``function``, one bound by an allocator, is a method of; None if there is none."""
     tap = getattr(function, "__self__", None)
     return tap if type(tap) is Tap else None
 
 
 def besides(function: Any, watchers: tuple[Watcher, ...]) -> Any:
-    """A function that an allocator has bound, without notifications of these watchers.
+    """Wrap a function bound by an allocator so that it does not notify these watchers.
 
-    An allocator over another one notifies the watchers of both itself, so that they record one allocation, not two.
+    A cache over a pool notifies its own watchers itself. This prevents a second record by the pool.
     """
     return functools.partial(function, besides=watchers) if watchers and tap_of(function) else function
 
 
 def bare(alloc: Any) -> Any:
-    """The driver's own function for allocations: for memory that belongs to graphs."""
+    """Return the driver's own allocation function, for memory that belongs to graphs."""
     tap = tap_of(alloc)
     return alloc if tap is None else tap._alloc
 
@@ -170,7 +176,7 @@ class Watching:
                 self._watch(allocator)
 
     def remove(self, watcher: Watcher) -> None:
-        """Notify a watcher no more. After the last one, allocators call the driver's own functions again."""
+        """Stop notifying a watcher. Once none is left, allocators call the driver's own functions again."""
         if self._session.forked:
             return
         with self._lock:
@@ -179,7 +185,7 @@ class Watching:
                 self._watch(allocator)
 
     def bound(self, allocator: Watched) -> None:
-        """Give an allocator, which has just bound its functions, its watchers."""
+        """Add the watchers to an allocator that has just bound its functions."""
         if self.watchers:
             with self._lock:
                 self._watch(allocator)
@@ -197,14 +203,16 @@ watching_of: PerDriver[Watching] = PerDriver(Watching)
 
 
 def holders(session: Session, location: MemLocation) -> tuple[str, ...]:
-    """Lines of all watchers about live allocations in a location, for an error of memory that ran out."""
+    """Return the lines of all watchers about live allocations in a location, for an out-of-memory error."""
     lines = [line for watcher in watching_of(session).watchers for line in watcher.holders(location)]
     return tuple(dict.fromkeys(lines))  # of several observers
 
 
 @contextlib.contextmanager
 def notify_freed(session: Session, address: int, stream: Any) -> Iterator[None]:
-    """Block that frees memory without the allocator's function, as a deferred free does."""
+    """Notify watchers of a free in the ``with`` block that does not use the allocator's function, such as a deferred
+    free.
+    """
     watchers = watching_of(session).watchers
     for watcher in watchers:
         watcher.freed(address, stream)
@@ -217,8 +225,8 @@ def notify_freed(session: Session, address: int, stream: Any) -> Iterator[None]:
 
 
 def watch(allocator: Watched, watchers: tuple[Watcher, ...]) -> None:
-    """Notify these of each call of an allocator's functions; with none, restore the driver's own functions."""
-    tap = tap_of(allocator._free)  # a closed pool has bound another function for allocations
+    """Notify ``watchers`` of each call of an allocator's functions. Without any, restore the driver's own functions."""
+    tap = tap_of(allocator._free)  # a closed pool has replaced its _alloc, not its _free
     if tap is None:
         if watchers and not allocator._session.forked:
             tap = Tap(allocator, allocator._alloc, allocator._free)
@@ -227,7 +235,7 @@ def watch(allocator: Watched, watchers: tuple[Watcher, ...]) -> None:
         return
     tap.watchers = watchers
     if not watchers:
-        # The replacements of a closed pool and of a forked child stay.
+        # Do not overwrite the functions that a closed pool or a forked child has set.
         if tap_of(allocator._alloc) is tap:
             allocator._alloc = tap._alloc
         allocator._free = tap._free

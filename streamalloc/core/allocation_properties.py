@@ -1,6 +1,6 @@
 """The driver's property structs for physical memory and multicast objects, like those of :mod:`.properties`.
 
-In a file of their own, as making the classes is a good part of what importing them takes, and pools need none.
+They have a file of their own because creating dataclasses makes the import slow, and pools do not need these.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class MemAllocationProp:
     Raises
     ------
     TypeError, ValueError
-        A field has the wrong type, or breaks a documented rule; the message names the field and the rule.
+        A field has the wrong type or breaks a documented rule. The message names the field and the rule.
     """
 
     type: MemAllocationType = MemAllocationType.PINNED

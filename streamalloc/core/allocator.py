@@ -1,7 +1,7 @@
-"""Allocators: what pools and caches have in common, and running out of memory.
+"""Base class of pools and caches, and the handling of exhausted memory.
 
-:meth:`Allocator.allocate` is a fast path (:mod:`streamalloc.core.session`), as is :meth:`Buffer.free`. The allocator
-binds the two driver functions of both itself: those of a closed pool raise.
+:meth:`Allocator.allocate` and :meth:`Buffer.free` are fast paths (:mod:`streamalloc.core.session`). Each allocator
+binds the driver function of either. A closed pool binds an allocation function that raises.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ class Allocator(Unique):
     location: MemLocation
     """Location of the memory."""
     _alloc_name = "cuMemAllocFromPoolAsync"
-    """The driver function behind ``_alloc``, for errors."""
+    """Name of the driver function behind ``_alloc``, for errors."""
     _alloc: Any
     _free: Any
     _raw: Any
     _session: Session
     _home: int | None
-    """The ordinal of the device whose memory it allocates, see :attr:`Memory._home`."""
+    """Ordinal of the device that owns the memory, see :attr:`Memory._home`."""
 
     def _bind(self, session: Session, alloc: Any, raw: Any) -> None:
-        """Bind the two functions of the fast path. ``alloc`` takes size, ``raw`` and the stream's handle.
+        """Bind the two functions of the fast path. ``alloc`` takes the size, ``raw`` and the handle of the stream.
 
-        ``location`` and the state of ``managed`` are set before.
+        ``location`` and the state behind ``managed`` must be set before.
         """
         self._session = session
         location = self.location
@@ -66,11 +66,12 @@ class Allocator(Unique):
         watching_of(session).bound(self)
 
     def _watched_by(self, watchers: tuple[Watcher, ...]) -> None:
-        """Notify these watchers of each allocation and free from now on; ``()`` stops that."""
+        """Notify these watchers of each further allocation and free; ``()`` stops that."""
         watch(self, watchers)
 
     def allocate(self, nbytes: int, stream: StreamLike) -> Buffer:
-        """Allocate in stream order (``cuMemAllocFromPoolAsync``): usable on ``stream`` at once, without synchronising.
+        """Allocate in stream order (``cuMemAllocFromPoolAsync``). The memory is usable on ``stream`` without
+        synchronising.
 
         Parameters
         ----------
@@ -88,12 +89,12 @@ class Allocator(Unique):
         Raises
         ------
         OutOfMemoryError
-            There is no memory. The error has the figures of the pool and of the device.
+            There is no memory. The error has memory figures of the pool and of the device.
         NotSupportedError
             ``stream`` is being captured, and the pool was made for sharing (``handle_types``) or is not in device
             memory.
         TypeError, ValueError
-            The size is no integer or out of range; the stream is none, or of another driver.
+            The size is no integer or out of range, or ``stream`` is no stream or belongs to another driver.
         ClosedError
             The pool or the stream was closed.
         """
@@ -111,13 +112,13 @@ class Allocator(Unique):
         handle = kept._handle
         if kept._direct is not session:
             if handle is None and kept._answer is not None:
-                # A function in a slot is called faster by a local name.
+                # A local name makes the call of a slot's function faster.
                 asks = kept._asks
                 if asks() == kept._answer:
                     handle = kept._raw
             if kept._session is not session:
                 return self._allocate_slowly(nbytes, stream)
-            # Memory that is allocated in a capture belongs to the graph.
+            # Memory allocated in a capture belongs to the graph.
             if handle is not None and kept._foreign_captures:
                 is_capturing = session.cuStreamIsCapturing
                 if is_capturing(handle) != NOT_CAPTURED:
@@ -125,7 +126,7 @@ class Allocator(Unique):
                 threads = kept._threads
                 if threads is not None:
                     stream = threads.number or of_this_thread(kept)._thread  # type: ignore[assignment]
-        # Another thread may have allowed fast paths after the handle was read.
+        # Another thread may have made the stream usable for fast paths since the handle was read.
         if handle is None:
             return self._allocate_slowly(nbytes, stream)
         buffer: Buffer = PlainBuffer()
@@ -172,11 +173,13 @@ class Allocator(Unique):
         return result
 
     def _recover(self, result: Any, buffer: Buffer) -> None:
-        """Allocate again as long as memory was released meanwhile; else raise the exception for ``result``."""
+        """Release memory and allocate again; then again as often as :meth:`_ask_again` says. Raises if ``result``
+        remains.
+        """
         if result != _OUT_OF_MEMORY:
             in_graph = type(buffer) is GraphBuffer and result == cuda.CUresult.CUDA_ERROR_NOT_SUPPORTED
             raise error_from(result, self._alloc_name, f"{self._no_source()}; {_IN_GRAPHS}" if in_graph else "")
-        # While the stream is captured nothing may be synchronised or asked of the pool: it would end the capture.
+        # In a capture, do not synchronise and do not query the pool: both would invalidate the capture.
         capturing = read_or_none(lambda: buffer._stream.capturing) is not False
         while result == _OUT_OF_MEMORY:
             trouble = ""
@@ -198,7 +201,7 @@ class Allocator(Unique):
                 if capturing or not self._ask_again(failure):
                     raise failure
             finally:
-                # The frame would make a cycle with its error, which keeps the objects of its callers.
+                # Delete the local name: error and frame would form a cycle that keeps the callers' objects.
                 del failure
             result = self._try(buffer)
         if result:
@@ -213,18 +216,18 @@ class Allocator(Unique):
         return error_from(result, self._alloc_name, trouble or _advice(**figures), **figures)
 
     def _no_source(self) -> str:
-        """Reason why the driver lets no graph allocate from the pool."""
+        """The reason why a graph cannot allocate from the pool."""
         return "the stream is being captured, and the pool was made for sharing or is not in device memory"
 
     def _check_open(self) -> None:
-        """Raise :class:`ClosedError` where nothing can be allocated any more."""
+        """Raise :class:`ClosedError` if nothing can be allocated any more."""
 
     def _make_room(self, stream: Stream) -> bool:
-        """Release unused memory if the pool is configured to; returns whether any may be free now."""
+        """Release unused memory if this allocator can. Returns whether some may be free now."""
         return False
 
     def _ask_again(self, failure: CudaError) -> bool:
-        """Whether the function that the pool was given for such failures wants another attempt."""
+        """Call the pool's ``on_oom`` function if it has one. Returns whether to attempt the allocation again."""
         return False
 
     def _figures(self, device: Device, capturing: bool) -> dict[str, Any]:
@@ -249,7 +252,7 @@ class Allocator(Unique):
 
 
 def read_or_none(ask: Callable[[], T]) -> T | None:
-    """Result of ``ask``, for an optional part of an error message; None if the driver refuses."""
+    """Return the result of ``ask``, or None if the driver refuses. For optional parts of error messages."""
     try:
         return ask()
     except CudaError:
@@ -259,7 +262,7 @@ def read_or_none(ask: Callable[[], T]) -> T | None:
 def _advice(
     requested: int, used: int | None = None, limit: int | None = None, total: int | None = None, **_: object
 ) -> str:
-    """The usual cause of running out of memory with these figures, or nothing."""
+    """Return the likely cause of an out-of-memory error with these figures, or an empty string."""
     for bound, name in ((limit, "the pool's max_size"), (total, "the device's memory")):
         if bound is not None and requested > bound:
             return f"the request is larger than {name}"

@@ -1,7 +1,7 @@
 """Array interfaces of memory: numpy arrays, ``__cuda_array_interface__``, ``__array_interface__`` and DLPack.
 
-The CUDA array interface and DLPack have a fast path (:mod:`streamalloc.core.session`) for memory that has a plain
-state, see :attr:`MemoryBase._ptr`. :mod:`streamalloc.core.dlpack` makes the capsules.
+The CUDA array interface and DLPack have a fast path (:mod:`streamalloc.core.session`) for memory whose
+:attr:`MemoryBase._ptr` is set. :mod:`streamalloc.core.dlpack` makes the capsules.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ class HasCudaArrayInterface(Protocol):
 
 
 class Exportable(MemoryBase):
-    """Memory that other libraries, and numpy, use without a copy."""
+    """Memory that numpy and other libraries can use without a copy."""
 
     __slots__ = ()
 
     def as_array(self, dtype: npt.DTypeLike = np.uint8, shape: tuple[int, ...] | None = None) -> npt.NDArray[Any]:
         """Return a numpy array of the memory, without a copy; the host must have access.
 
-        The array keeps this object, but a call of :meth:`~streamalloc.Buffer.free` frees the memory under it.
-        Synchronise with the stream first: the allocation and queued copies may not be done. The checker records the
-        call as a read by the host.
+        The array keeps this object alive, but :meth:`~streamalloc.Buffer.free` still frees the memory. Synchronise with
+        the stream first: the allocation or queued copies may be pending. The checker records the call as a read by the
+        host.
 
         Raises
         ------
@@ -53,25 +53,26 @@ class Exportable(MemoryBase):
         return flat if shape is None else flat.reshape(shape)
 
     def _on_host(self, refusal: type[Exception]) -> npt.NDArray[np.uint8]:
-        """The bytes as an array of the host; raises ``refusal`` where the host cannot reach them."""
+        """The bytes as a host array; raises ``refusal`` if the host cannot access them."""
         self._check_usable()
         if not self.host_accessible:
             raise refusal(f"{self!r} is in device memory, which the host cannot reach: copy it with copy_to")
         return np.asarray(_Interface(self))
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[Any]:
-        """The memory itself as a numpy array, as :meth:`as_array`, also of types that array interfaces cannot name."""
+        """Return the memory as a numpy array, without a copy. This works for all element types."""
         return np.array(self.as_array(), dtype=dtype, copy=copy)
 
     def __buffer__(self, flags: int) -> memoryview:
-        """The bytes for ``memoryview`` and all that takes a buffer, from Python 3.12 on, where the host reaches them.
+        """The bytes for ``memoryview`` and other users of the buffer protocol (Python 3.12 and newer), if the host has
+        access.
 
         Synchronise with the stream first, as for :meth:`as_array`.
 
         Raises
         ------
         BufferError
-            The host cannot reach the memory, or may only read it and a writable buffer was asked for.
+            The host has no access, or a writable buffer was requested and the host has read access only.
         """
         view: memoryview = self._on_host(BufferError).data
         if flags & _WRITABLE and view.readonly:
@@ -80,11 +81,11 @@ class Exportable(MemoryBase):
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """Version 3 of the CUDA array interface: flat bytes, to be used in order after :attr:`stream`."""
+        """Version 3 of the CUDA array interface, as flat bytes. A user orders its work after :attr:`stream`."""
         ptr = self._ptr
         if ptr is not None:
             stream = self._stream
-            # A listener has to be notified that other code gets the stream.
+            # A listener must be notified that other code gets the stream.
             if stream._handle is not None and self._home == stream.device.ordinal and stream._session.listener is None:
                 return {
                     "shape": (self._nbytes,),
@@ -107,18 +108,18 @@ class Exportable(MemoryBase):
             "data": (self.address, self._read_only(on_host=False)),
             "strides": None,
             "version": 3,
-            # 0 is not allowed there: the legacy default stream is 1.
+            # The interface does not allow 0; 1 is the legacy default stream.
             "stream": self.stream.handle or 1,
         }
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
-        """Version 3 of numpy's array interface, so that ``numpy.asarray`` makes no copy of host memory."""
+        """Version 3 of numpy's array interface: ``numpy.asarray`` then makes no copy of host memory."""
         self._check_usable()
         if not self.host_accessible:
             raise AttributeError(f"{self!r} is not accessible from the host")
         self.used(write=False, on_host=True)
-        # numpy 2.2 takes the address 0 of empty memory for a missing one; that of no bytes is never used.
+        # numpy 2.2 takes an address of 0 as missing. Empty memory is never accessed, so any other address will do.
         data = (self.address or 1, self._read_only(on_host=True))
         return {"shape": (self.nbytes,), "typestr": "|u1", "data": data, "version": 3}
 
@@ -138,15 +139,15 @@ class Exportable(MemoryBase):
         dl_device: tuple[int, int] | None = None,
         copy: bool | None = None,
     ) -> Any:
-        """The memory as a DLPack capsule of flat ``uint8``, without a copy.
+        """Export the memory as a DLPack capsule of flat ``uint8``, without a copy.
 
-        ``stream`` is what the Python array API standard says: None or 1 for the legacy default stream, 2 for the
-        per-thread one, -1 for no ordering, else a driver handle. It is made to wait for what our stream has queued.
+        ``stream`` follows the Python array API standard: None or 1 for the legacy default stream, 2 for the per-thread
+        one, -1 for no ordering, else a driver handle. It waits for the queued work of :attr:`stream`.
 
         Raises
         ------
         BufferError
-            The memory cannot be read, or only a copy would do.
+            The memory cannot be read, or the request needs a copy.
         """
         if stream == -1 and dl_device is None and not copy:
             ptr = self._ptr
@@ -161,7 +162,7 @@ class Exportable(MemoryBase):
         return part.__dlpack__() if max_version is None else part.__dlpack__(max_version=max_version)
 
     def _ordered_part(self, stream: int | None, dl_device: tuple[int, int] | None, copy: bool | None) -> Any:
-        """An array of bytes that DLPack exports as the memory; ``stream`` waits for ours, see :meth:`__dlpack__`."""
+        """Return an array of bytes that DLPack exports as this memory. Orders ``stream`` as :meth:`__dlpack__` does."""
         self._check_usable()
         unreadable = self._unreadable()
         if unreadable:
@@ -174,8 +175,8 @@ class Exportable(MemoryBase):
         if copy:
             raise BufferError("the memory is shared as it is; copy it on your side")
         on_host = device[0] == dlpack.CPU
-        # A consumer that names no stream for memory that the host can reach, such as NumPy, is the host. It may use the
-        # address at once.
+        # A consumer that names no stream for host-accessible memory, such as NumPy, is the host. It may access the
+        # memory at once.
         of_host = on_host or (stream is None and self.host_accessible)
         if not on_host and stream != -1:
             if stream == 0:
@@ -196,7 +197,9 @@ class Exportable(MemoryBase):
 
 
 class _Interface:
-    """Memory by its array interface alone: NumPy asks for a buffer first, which is made of such an array."""
+    """Memory with an array interface but no buffer protocol. NumPy tries the buffer protocol first, which uses this
+    array.
+    """
 
     def __init__(self, memory: Exportable) -> None:
         self._memory = memory
@@ -240,7 +243,7 @@ def cuda_array(interface: dict[str, Any], name: str) -> CudaArray:
 
 
 def check_dense(name: str, shape: tuple[int, ...], strides: Any, step: int) -> None:
-    """Raise ValueError unless strides are those of a C-contiguous array with elements of ``step``, or None."""
+    """Raise ValueError unless ``strides`` are None or those of a C-contiguous array with elements of ``step`` bytes."""
     if strides is None or 0 in shape:
         return
     for size, stride in zip(reversed(shape), reversed(strides), strict=True):
@@ -250,13 +253,13 @@ def check_dense(name: str, shape: tuple[int, ...], strides: Any, step: int) -> N
 
 
 def _interface_form(interface: dict[str, Any]) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    # The one field without a name stands for the type itself.
+    # A single field without a name describes the type itself.
     described = [field for field in interface.get("descr") or () if field[0]]
     return np.dtype(interface["descr"] if described else interface["typestr"]), tuple(interface["shape"])
 
 
 def form_of(other: Any) -> tuple[np.dtype[Any], tuple[int, ...]] | None:
-    """The type and shape of what is copied; None where it is nothing of the kind."""
+    """The type and shape of memory or of an array; None for other objects."""
     if isinstance(other, MemoryBase):
         dtype = getattr(other, "dtype", None)
         return (np.dtype(np.uint8), (other.nbytes,)) if dtype is None else (dtype, other.shape)  # type: ignore[attr-defined]

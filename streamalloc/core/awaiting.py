@@ -1,9 +1,8 @@
 """``await event`` and ``await stream`` in :mod:`asyncio`, without threads.
 
-Each event loop has one timer for all its waits. It queries their events (``cuEventQuery``) at every turn of the loop
-for a tenth of a millisecond, then at intervals that grow from 1 to 10 ms with the time that the youngest wait has
-taken, and that are at least 20 times as long as the queries took. The timer holds the waits: a loop that is closed
-drops them.
+Each event loop has one timer for all its waits. It queries the events (``cuEventQuery``) at every turn of the loop
+during the first 0.1 ms of a wait, then at intervals. The interval grows from 1 to 10 ms with the age of the youngest
+wait. It is at least 20 times the duration of the queries. The timer keeps the waits alive, so a closed loop drops them.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ if TYPE_CHECKING:
     from streamalloc.core.session import Session
 
 _TURNS = 1e-4
-"""Seconds during which every turn of the loop queries a new wait."""
+"""Seconds during which every loop turn queries a new wait."""
 _SHORTEST, _LONGEST = 1e-3, 1e-2
 """Seconds between queries."""
 _SHARE = 20
-"""Least ratio of an interval to the time of the queries before it."""
+"""Minimum ratio of an interval to the duration of the previous queries."""
 
 
 class Awaited(Protocol):
@@ -39,8 +38,8 @@ class Awaited(Protocol):
 
 
 async def finished(event: Awaited) -> None:
-    """Wait as :meth:`Event.synchronize` does, while the running loop goes on with other tasks."""
-    # A running loop has imported it; the import takes as long as all others of the package.
+    """Wait as :meth:`Event.synchronize` does, without blocking the running loop."""
+    # A running loop has already imported it. At module level the import would double the package's import time.
     from asyncio import get_running_loop
 
     loop = get_running_loop()
@@ -60,13 +59,13 @@ async def finished(event: Awaited) -> None:
 
 
 async def finished_once(event: Awaited) -> None:
-    """Wait for an event that nothing else uses, and close it."""
+    """Wait for an event that only this function uses, then close it."""
     with contextlib.closing(event):
         await finished(event)
 
 
 class _Poller:
-    """The waits of one loop: event and time of the beginning, by future."""
+    """The waits of one loop: event and start time, by future."""
 
     __slots__ = ("__weakref__", "_timer", "waits")
 
@@ -88,7 +87,7 @@ class _Poller:
         self._timer = None
         for session in dict.fromkeys(event._session for event, _ in self.waits.values()):
             self._query(session)
-        # A wait leaves when its task goes on, which is later.
+        # A wait is removed later, when its task continues.
         ages = [began - since for future, (_, since) in self.waits.items() if not future.done()]
         if ages:
             age, now = min(ages), loop.time()
@@ -98,7 +97,7 @@ class _Poller:
     def _query(self, session: Session) -> None:
         waits = [(future, event) for future, (event, _) in self.waits.items() if event._session is session]
         try:
-            # A query on this thread breaks captures of other streams in other modes.
+            # A query in another mode would invalidate captures of other streams.
             with session.relaxed():
                 for future, event in waits:
                     _settle(future, event)
@@ -109,17 +108,17 @@ class _Poller:
 
 
 def _settle(future: Future[None], event: Awaited) -> None:
-    """End a wait if its event is done, was closed, or cannot be asked."""
+    """End a wait if its event is done or closed, or if the query fails."""
     if future.done():  # cancelled
         return
     try:
         if event.query():
-            # It returns at once, and shows the driver that frees before the event have run.
+            # Returns at once. It makes the driver see that the frees before the event have run.
             event.synchronize()
             future.set_result(None)
     except Exception as error:
         future.set_exception(error)
 
 
-# By id of the loop. A poller lives as long as the loop's timer holds it, and its futures hold the loop.
+# By id of the loop. The loop's timer keeps its poller alive, and the poller's futures keep the loop.
 _pollers: weakref.WeakValueDictionary[int, _Poller] = weakref.WeakValueDictionary()

@@ -1,7 +1,6 @@
-"""Buffers: allocations of pools, how they are freed, and what sharing needs of them.
+"""Buffers: allocations of pools, their frees, and the support for sharing them.
 
-:meth:`Buffer.free` is a fast path (:mod:`streamalloc.core.session`). Memory that other processes may have open is not
-plain.
+:meth:`Buffer.free` is a fast path (:mod:`streamalloc.core.session`). Shared memory always takes the slow path.
 """
 
 from __future__ import annotations
@@ -50,13 +49,13 @@ _FOREIGN_IN_CAPTURE = (
 
 
 class SharedState(abc.ABC):
-    """Frees a buffer that other processes may have open; set by :mod:`streamalloc.ipc` when the buffer is shared."""
+    """Free of a buffer that other processes may have open. :mod:`streamalloc.ipc` sets it when the buffer is shared."""
 
     __slots__ = ()
 
     @abc.abstractmethod
     def free(self, buffer: Buffer, stream: Stream, still_imported: StillImported, timeout: float | None) -> None:
-        """Free the memory after the work of ``stream``, or defer the free; see :meth:`Buffer.free`."""
+        """Free the memory after the work of ``stream``, or defer that; see :meth:`Buffer.free`."""
 
     @property
     def readers(self) -> int:
@@ -71,9 +70,9 @@ class SharedState(abc.ABC):
 class Buffer(Memory, Closes):
     """An allocation of a memory pool, ordered by a stream.
 
-    Made by :meth:`MemoryPool.allocate` and :func:`streamalloc.allocate`. It may be used on its stream at once, and
-    elsewhere after a dependency on its stream (an event or a synchronisation). :meth:`free` returns the memory in
-    stream order. A buffer that is dropped is freed on the stream that it was allocated on.
+    Made by :meth:`MemoryPool.allocate` and :func:`streamalloc.allocate`. It may be used on its stream at once. Use
+    elsewhere needs a dependency on its stream: an event or a synchronisation. :meth:`free` returns the memory in stream
+    order. A buffer that is dropped is freed on the stream that it was allocated on.
     """
 
     __slots__ = ("__weakref__", "_allocator", "_nbytes", "_owner", "_ptr", "_shared", "_stream")
@@ -83,11 +82,12 @@ class Buffer(Memory, Closes):
     _ptr: Any
     """``CUdeviceptr``; None once the memory was freed or shared."""
     _shared: tuple[SharedState, Any] | None
-    """State of shared memory and its ``CUdeviceptr``; else None."""
+    """State of shared memory, and the ``CUdeviceptr``; None if not shared."""
     _stream: Stream
     _owner: object
-    """Stream of the caller: that of a library is not kept alive by ``_stream``. May be unset. On the per-thread default
-    stream the number of the thread, see :class:`~streamalloc.core.stream.Threads`."""
+    """Caller's stream object: ``_stream`` does not keep a library's object alive. May be unset. On the per-thread
+    default stream it is the number of the thread, see :class:`~streamalloc.core.stream.Threads`.
+    """
 
     @property
     def _home(self) -> int | None:  # type: ignore[override]
@@ -109,7 +109,7 @@ class Buffer(Memory, Closes):
 
     @property
     def stream(self) -> Stream:
-        """Stream of the allocation. It orders every operation that names no other stream."""
+        """Stream of the allocation. Operations that name no other stream use it."""
         stream = self._stream
         if stream._weak_owner is not None:
             self._stream = stream = stream._holding()
@@ -127,12 +127,12 @@ class Buffer(Memory, Closes):
 
     @property
     def host_accessible(self) -> bool:
-        """Whether the CPU may use the memory at the same address: host memory and managed memory."""
+        """Whether the CPU may use the memory at the same address: true for host and managed memory."""
         return self.managed or self.location.on_host
 
     @property
     def managed(self) -> bool:
-        """Whether the memory is of a managed pool, whose memory the driver migrates between devices and host."""
+        """Whether the driver migrates the memory between devices and host."""
         return self._allocator.managed
 
     @property
@@ -156,30 +156,31 @@ class Buffer(Memory, Closes):
         Parameters
         ----------
         stream
-            The stream after whose work the memory is free (default: the one it was allocated on). It is up to the
-            caller that all uses come before: the driver does not check.
+            The stream after whose work the memory is free (default: the one it was allocated on). The caller must order
+            all uses before the free: the driver does not check that.
         still_imported
-            What to do where the buffer was shared and another process has it open, or may still open it because a
-            descriptor is held: ``"defer"`` the free until that has ended; ``"wait"`` for it, which blocks the host;
-            ``"raise"``; or ``"ignore"`` it, and importers read whatever the memory is used for next.
+            What to do if another process has the shared buffer open, or may still open it because a descriptor is held.
+            ``"defer"`` frees once that has ended. ``"wait"`` blocks the host until then. ``"raise"`` raises.
+            ``"ignore"`` frees at once: importers then read whatever the memory is reused for.
         timeout
-            Seconds that ``"wait"`` waits at most; None for ever.
+            The longest time in seconds that ``"wait"`` waits; None for no limit.
 
         Raises
         ------
         ClosedError
-            It was freed already, or its stream was closed: name another one.
+            The buffer was freed already, or its stream was closed: name another stream.
         CaptureError
-            The stream is being captured and the memory was not allocated in that capture. The capture goes on.
+            The stream is being captured and the memory was not allocated in that capture. The capture stays valid.
         StillImportedError
-            Another process has it open, with ``"raise"`` at once, with ``"wait"`` after ``timeout``. The buffer lives.
+            Another process has it open: ``"raise"`` raises at once, ``"wait"`` after ``timeout``. The buffer stays
+            valid.
         """
         ptr = self._ptr
         if ptr is None or still_imported is not _DEFER:
             shared, ordered = self._shared, self._stream if stream is None else stream
             direct = shared is not None and direct_handle(ordered, self._allocator._session) is not None
             if shared is not None and direct and still_imported is _DEFER:
-                # ``free`` makes the checks of the slow path itself.
+                # ``free`` of the shared state makes the checks itself.
                 return shared[0].free(self, ordered, still_imported, timeout)  # type: ignore[arg-type]
             return self._free_slowly(stream, still_imported, timeout)
         if stream is None:
@@ -190,15 +191,15 @@ class Buffer(Memory, Closes):
                 try:
                     if kept._answer is None or asks() != kept._answer or self._ptr is not ptr:
                         return self._free_slowly(stream, still_imported, timeout)
-                except ReferenceError:  # the library's object is of the garbage that is collected now
+                except ReferenceError:  # the library's object is in the garbage being collected
                     return self._free_slowly(stream, still_imported, timeout)
                 handle = kept._raw
         else:
             handle = queue_handle(stream, self._allocator._session)
-            # Another thread may have freed it during the calls.
+            # Another thread may have freed the buffer during these calls.
             if handle is None or self._ptr is not ptr:
                 return self._free_slowly(stream, still_imported, timeout)
-        # Taken first, so that two threads do not both free the memory.
+        # Clear the pointer first, so that two threads cannot both free it.
         self._ptr = None
         free = self._allocator._free
         try:
@@ -211,12 +212,12 @@ class Buffer(Memory, Closes):
             raise free_refused(result, self._ordered_on(stream))
 
     def close(self) -> None:
-        """Free the memory on its own stream, if it was not freed yet. The end of a ``with`` block calls this.
+        """Free the memory on its own stream unless it was freed already. The end of a ``with`` block calls this.
 
         Raises
         ------
         NotReadyError
-            The library of the stream has closed it, and :meth:`Device.synchronize` was not called since.
+            The stream's library has closed it, and :meth:`Device.synchronize` has not been called since then.
         """
         if self.freed:
             return
@@ -237,7 +238,7 @@ class Buffer(Memory, Closes):
         if capture is not None and not self._belongs_to(capture):
             raise refused(CaptureError, "cuMemFreeAsync", _FOREIGN_IN_CAPTURE)
         if ordered.is_default:
-            ordered._captured()  # raises while a blocking stream is captured, whose capture goes on
+            ordered._captured()  # raises if a blocking stream is captured, and keeps that capture valid
         state = shared_state(self)
         if state is not None:
             state.free(self, ordered, still_imported, timeout)
@@ -245,7 +246,7 @@ class Buffer(Memory, Closes):
             self._free_on(ordered)
 
     def _free_on(self, ordered: Stream) -> None:
-        """Free memory that was not shared, on a stream that was checked before."""
+        """Free memory that was not shared, on a stream that is already checked."""
         with ordered._context():
             ptr = self._ptr
             self._ptr = None
@@ -264,7 +265,7 @@ class Buffer(Memory, Closes):
         return False
 
     def _past_caches(self) -> Buffer:
-        """Buffer whose free releases the memory to the driver."""
+        """The buffer whose free returns the memory to the driver."""
         return self
 
     def _about(self) -> Iterator[Row]:
@@ -293,9 +294,9 @@ class Buffer(Memory, Closes):
 
 
 class PlainBuffer(Buffer):
-    """A :class:`Buffer` of :meth:`Allocator.allocate`, which is freed when it is dropped.
+    """The usual :class:`Buffer` of :meth:`Allocator.allocate`. It is freed when it is dropped.
 
-    No Python function runs when it is made.
+    Its construction runs no Python function.
     """
 
     __slots__ = ()
@@ -312,7 +313,7 @@ class PlainBuffer(Buffer):
             if self._shared is not None and self._allocator._session.usable:
                 self._shared[0].drop(self)
             return
-        # Another finaliser of the same garbage cycle may still use the buffer.
+        # Another finaliser of this garbage cycle may still use the buffer.
         self._ptr = None
         allocator, stream = self._allocator, self._stream
         session = allocator._session
@@ -323,7 +324,7 @@ class PlainBuffer(Buffer):
         mode = _GLOBAL
         dropping.append(None)
         try:
-            # In the relaxed mode the free breaks no capture that is under way on this thread.
+            # In relaxed mode the free invalidates no capture of this thread.
             refused, mode = exchange(_RELAXED)
             handle = stream._handle
             if handle is None:
@@ -347,8 +348,8 @@ class GraphBuffer(Buffer):
 
     :meth:`MemoryPool.allocate` returns it on a stream that is captured; :class:`Graph` shows a capture.
 
-    It exists from the launch of the graph that allocates it until a free, in that graph or by :meth:`free` after the
-    launch. Dropping the object frees nothing.
+    The memory exists from the launch of the graph until its free, which is a node of the graph or a :meth:`free` after
+    the launch. Dropping the object frees nothing.
     """
 
     __slots__ = ("_capture",)
@@ -357,7 +358,7 @@ class GraphBuffer(Buffer):
 
     @property
     def owner(self) -> object:
-        """The graph whose launch allocates the memory; None for a capture that other code began."""
+        """The graph whose launch allocates the memory; None if other code began the capture."""
         return None if self._capture is None else self._capture.graph
 
     def free(
@@ -366,15 +367,15 @@ class GraphBuffer(Buffer):
         still_imported: StillImported = _DEFER,
         timeout: float | None = None,
     ) -> None:
-        """Free in stream order: in its capture as a node of the graph, and otherwise what a launch allocated.
+        """Free in stream order: in the capture as a node of the graph, otherwise the memory of the last launch.
 
-        The address stays the same at every launch, so that the memory of each can be freed. Memory of graphs cannot be
-        shared, so that the other arguments of :meth:`Buffer.free` make no difference.
+        The address is the same at every launch, so each launch's memory can be freed. Memory of graphs cannot be
+        shared, so the other arguments of :meth:`Buffer.free` have no effect.
 
         Raises
         ------
         InvalidValueError
-            No launch has allocated the memory, or it was freed since.
+            No launch has allocated the memory, or the memory was freed already.
         """
         address = self._live()
         ordered = self._ordered_on(stream)
@@ -387,7 +388,7 @@ class GraphBuffer(Buffer):
 
 
 def _free_later(session: Session, ptr: Any, stream: Stream, refused: Any) -> None:
-    """Leave the free of a dropped buffer to the queue, unless the memory is lost with its context."""
+    """Submit the free of a dropped buffer to the queue, unless its context is lost."""
     _ = stream.closed  # a library's close counts from now on
     if not (refused and isinstance(error_from(refused, "cuMemFreeAsync"), LOST)):
         deferred_queue(session).submit(_FreeDropped(session, ptr, stream))
@@ -429,8 +430,9 @@ class _FreeDropped(Deferred):
 
 
 def plain_parts(buffer: Buffer) -> tuple[Allocator, Any, int, Stream, Any, bool] | None:
-    """Allocator, ``CUdeviceptr``, size and stream of memory that was neither shared nor freed, and the stream's
-    :func:`direct_view`; None for other memory."""
+    """Return allocator, ``CUdeviceptr``, size, stream and :func:`direct_view` of memory that was neither shared nor
+    freed. Returns None for other memory.
+    """
     ptr = buffer._ptr
     if ptr is None:
         return None
@@ -445,15 +447,16 @@ def pool_of(buffer: Buffer) -> object:
 
 
 def past_caches(buffer: Buffer) -> Buffer:
-    """Buffer whose free releases the memory to the driver: the buffer itself, or the one behind a cached buffer.
+    """Return the buffer whose free returns the memory to the driver: this buffer, or the plain one behind a cached
+    buffer.
 
-    Memory of a cache leaves that for good; freeing the buffer frees the one behind it.
+    Cached memory leaves its cache for good. A free of the cached buffer then frees the plain one.
     """
     return buffer._past_caches()
 
 
 def shared_state(buffer: Buffer) -> SharedState | None:
-    """State that frees a shared buffer; None for a buffer that was not shared."""
+    """The state that frees a shared buffer; None if not shared."""
     return None if buffer._shared is None else buffer._shared[0]
 
 
@@ -468,11 +471,11 @@ def _freed_already(buffer: Buffer) -> ClosedError:
 
 
 def free_shared(buffer: Buffer, stream: Stream, handle: Any) -> None:
-    """Free a shared buffer's memory on a stream, by that and its ``CUstream``; where that fails it stays shared."""
+    """Free a shared buffer on a stream with this ``CUstream``. If the driver refuses, the buffer stays shared."""
     shared = buffer._shared
     if shared is None:
         raise _freed_already(buffer)
-    # Taken first, so that two threads do not both free the memory.
+    # Clear the state first, so that two threads cannot both free it.
     buffer._shared = None
     try:
         result = buffer._allocator._free(shared[1], handle)[0]
@@ -485,14 +488,14 @@ def free_shared(buffer: Buffer, stream: Stream, handle: Any) -> None:
 
 
 def free_refused(result: Any, stream: Stream) -> CudaError:
-    """The exception for a free that the driver has refused: a :class:`CaptureError` where the stream is captured."""
+    """The exception for a free that the driver refused: a :class:`CaptureError` if the stream is being captured."""
     if result.name == "CUDA_ERROR_INVALID_VALUE" and stream.capturing:
         return CaptureError(result.name, int(result), "cuMemFreeAsync", _FOREIGN_IN_CAPTURE)
     return error_from(result, "cuMemFreeAsync")
 
 
 def take_pointer(buffer: Buffer) -> Any:
-    """Take over the ``CUdeviceptr`` of a shared buffer, which then counts as freed; None if it was freed before."""
+    """Take the ``CUdeviceptr`` out of a shared buffer, which then counts as freed; None if it was freed already."""
     shared = buffer._shared
     buffer._shared = None
     return None if shared is None else shared[1]

@@ -1,4 +1,4 @@
-"""Capabilities of a device: all that NVIDIA's pages tell users to query before using these APIs.
+"""Capabilities of a device: the properties that NVIDIA's documentation says to query before using these APIs.
 
 The rows of the table are the fields of :class:`Capabilities`. Each field names its device attribute, so a new
 capability is one new field.
@@ -22,7 +22,7 @@ from streamalloc.driver.internal import BINDINGS_VERSION, enum_member, version_t
 
 
 def _asks(attribute: str, about: str, read: Callable[[int], object] = bool) -> Any:
-    """Field with the value of a device attribute; None if bindings or driver do not know the attribute."""
+    """Define a field with the value of a device attribute; None if the bindings or the driver lack the attribute."""
     return dataclasses.field(metadata={"attribute": f"CU_DEVICE_ATTRIBUTE_{attribute}", "about": about, "read": read})
 
 
@@ -36,8 +36,7 @@ class Capabilities:
 
     :attr:`Device.supports` returns it; ``python -m streamalloc info`` prints it.
 
-    Yes-or-no fields are bool; counts are int. A field is None where these bindings or this driver do not know the
-    attribute, so that "no" is never guessed.
+    Yes-or-no fields are bool; counts are int. A field is None if the bindings or the driver do not know the attribute.
     """
 
     memory_pools: bool | None = _asks("MEMORY_POOLS_SUPPORTED", "stream-ordered pools in device memory")
@@ -114,7 +113,7 @@ def _attribute(session: Session, ordinal: int, name: str) -> int | None:
 
 
 def query_capabilities(session: Session, ordinal: int) -> Capabilities:
-    """Ask the driver for every capability of a device (``cuDeviceGetAttribute``)."""
+    """Query every capability of a device (``cuDeviceGetAttribute``)."""
     found: dict[str, Any] = {}
     for item in dataclasses.fields(Capabilities):
         if item.metadata["attribute"] is not None:
@@ -128,7 +127,9 @@ def query_capabilities(session: Session, ordinal: int) -> Capabilities:
 
 
 def _managed_memory_pools(session: Session) -> bool | None:
-    """Managed pools need bindings that can ask for one, and concurrent managed access on every device."""
+    """Whether managed pools work: the bindings must define them, and every device must have concurrent managed
+    access.
+    """
     if enum_member("CUmemAllocationType", "CU_MEM_ALLOCATION_TYPE_MANAGED") is None:
         return None
     count = int(session.call("cuDeviceGetCount"))
@@ -137,12 +138,12 @@ def _managed_memory_pools(session: Session) -> bool | None:
 
 
 def imex_channels() -> list[str]:
-    """The IMEX channel files of this machine, whether this user may open them or not."""
+    """The IMEX channel files of this machine, readable or not."""
     return sorted(glob.glob("/dev/nvidia-caps-imex-channels/channel*"))
 
 
 def missing_for(capabilities: Capabilities) -> list[str]:
-    """Reasons why fabric handles, multicast or newer calls do not work here, and their remedies; one line each."""
+    """Return reasons and remedies for missing fabric handles, multicast or newer calls, one line each."""
     lines = []
     if capabilities.fabric_handles is False:
         lines.append("fabric handles: this device or driver does not offer them")
@@ -167,7 +168,7 @@ def missing_for(capabilities: Capabilities) -> list[str]:
 
 
 def address_space_limit() -> int | None:
-    """The limit that ``ulimit -v`` sets on this process's address space, in bytes; None where there is none.
+    """The limit of ``ulimit -v`` on this process's address space, in bytes; None for no limit.
 
     The stream-ordered allocator reserves much more address space than it uses, so NVIDIA does not support such a limit
     (programming guide, "CPU Virtual Memory").

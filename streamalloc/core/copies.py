@@ -1,7 +1,6 @@
 """Fills and copies of memory, and the two sides of a copy.
 
-Both have a fast path (:mod:`streamalloc.core.session`) for memory that has a plain state: a pointer, a size and a
-stream, see :attr:`MemoryBase._ptr`.
+Both have a fast path (:mod:`streamalloc.core.session`) for memory whose :attr:`MemoryBase._ptr` is set.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _FILLS = {1: "cuMemsetD8Async", 2: "cuMemsetD16Async", 4: "cuMemsetD32Async"}
 """Driver function for each width of a pattern, in bytes."""
 _Array = np.ndarray
 _WRONG_CONTEXT = cuda.CUresult.CUDA_ERROR_INVALID_VALUE
-"""Answer to a copy of pool memory while the context of another device is current."""
+"""Answer to a copy of pool memory under another device's context."""
 
 
 class Copyable(MemoryBase):
@@ -53,7 +52,7 @@ class Copyable(MemoryBase):
         Raises
         ------
         TypeError, ValueError
-            The value does not fit the width, or the size or address is no multiple of it.
+            The value does not fit the width, or the memory's size or address is not a multiple of the width.
         """
         ptr = self._ptr
         if ptr is not None and width is None and type(value) is int and 0 <= value < 256:
@@ -92,7 +91,7 @@ class Copyable(MemoryBase):
         Parameters
         ----------
         target
-            Other memory of ours, of any device; an object with ``__cuda_array_interface__``; or a writable,
+            Memory of this package, of any device; an object with ``__cuda_array_interface__``; or a writable,
             contiguous object with the buffer protocol (a numpy array, a bytearray, a memoryview).
         stream
             The stream to queue on (default: the memory's own). The copy runs under its device's context.
@@ -100,17 +99,17 @@ class Copyable(MemoryBase):
         Raises
         ------
         TypeError, ValueError
-            The target is not one of these, is read-only or not contiguous, or has another size.
+            The target is none of these, is read-only or not contiguous, or has another size.
         """
         if not _copied(self, target, stream, False):
             self._copy_slowly(target, self, stream)
 
     def copy_from(self, source: Any, stream: StreamLike | None = None) -> None:
-        """Copy all bytes from ``source``, which must have the same size; otherwise as :meth:`copy_to`.
+        """Copy all bytes from ``source``, which must have the same size. Otherwise as :meth:`copy_to`.
 
-        An ordinary host source may be changed or freed once the call returns: the driver has taken its bytes. One in
-        pinned or pool memory is read when the stream gets there. In a capture every source is read, and every target
-        written, at each launch; the graph keeps them alive.
+        A pageable host source may be changed or freed once the call returns: the driver has read it. A source in pinned
+        or pool memory is read in stream order. In a capture each launch reads the source and writes the target; the
+        graph keeps both alive.
         """
         if not _copied(self, source, stream, True):
             self._copy_slowly(self, source, stream)
@@ -121,7 +120,7 @@ class Copyable(MemoryBase):
 
 
 class CopySide:
-    """One side of a copy: address, size, whose memory it is, and what keeps it alive."""
+    """One side of a copy: address, size, owning device, and the object that keeps the memory alive."""
 
     __slots__ = ("address", "after", "keep", "nbytes", "ordinal")
 
@@ -129,10 +128,10 @@ class CopySide:
         self.address: int = address
         self.nbytes: int = nbytes
         self.ordinal: int | None = ordinal
-        """The device that owns the memory; None for the host's, and where it is not known."""
+        """Ordinal of the owning device; None for host or unknown memory."""
         self.keep: object = keep
         self.after: int | None = after
-        """The handle of a stream after whose work another library's memory may be used; None for at once."""
+        """Handle of the stream to wait for before use; None for none."""
 
     @classmethod
     def of(cls, memory: MemoryBase) -> Self:
@@ -190,7 +189,7 @@ class CopySide:
 
 
 def _copied(ours: MemoryBase, other: Any, stream: StreamLike | None, writing: bool) -> bool:
-    """The fast path of copies, by which ``ours`` is written, or read; whether it was taken."""
+    """Copy by the fast path if it applies; returns whether it did. ``writing``: ``ours`` is the target."""
     ptr, home = ours._ptr, ours._home
     if ptr is None or home is None:
         return False
@@ -202,7 +201,7 @@ def _copied(ours: MemoryBase, other: Any, stream: StreamLike | None, writing: bo
         if ordered is None:
             return False
     handle = queue_handle(ordered, session)
-    # An empty array has no address that the driver would take.
+    # The driver refuses the address of an empty array.
     if handle is None or not nbytes or ordered.device.ordinal != home:
         return False
     if type(other) is _Array:
@@ -230,7 +229,7 @@ def _copied(ours: MemoryBase, other: Any, stream: StreamLike | None, writing: bo
 
 
 def copy_bytes(target: CopySide, source: CopySide, stream: Stream) -> None:
-    """Queue a copy. Between memory of other devices than the stream's, the peer call is used, which needs no access."""
+    """Queue a copy. If another device owns one of the two sides, use the peer call, which needs no access."""
     if target.nbytes != source.nbytes:
         raise ValueError(f"source has {source.nbytes} bytes and target {target.nbytes}: take a view of the larger one")
     if not target.nbytes:
@@ -241,7 +240,7 @@ def copy_bytes(target: CopySide, source: CopySide, stream: Stream) -> None:
         side.ordered_before(stream)
     if stream._capture is not None:
         stream._capture.graph.kept += (target.keep, source.keep)
-    # Copies of pool memory are refused unless the stream's own context is the current one (programming guide 4.3.5.1).
+    # The driver refuses copies of pool memory unless the stream's own context is current (programming guide 4.3.5.1).
     with stream.device.current():
         owners = (target.ordinal, source.ordinal)
         if None not in owners and owners != (stream.device.ordinal, stream.device.ordinal):
@@ -265,9 +264,9 @@ def queue_batch(
     attributes: Sequence[Any] = (),
     runs: Sequence[int] = (0,),
 ) -> None:
-    """Queue copies in one driver call on the stream with a ``CUstream``: addresses, and sizes in bytes.
+    """Queue copies in one driver call (``cuMemcpyBatchAsync``). ``raw``: the ``CUstream``. Sizes are in bytes.
 
-    ``attributes``: ``CUmemcpyAttributes`` from each index in ``runs`` on; by default those of stream order for all.
+    ``attributes[i]`` applies to the copies from index ``runs[i]`` on. Default: all sources are read in stream order.
     """
     if not attributes:
         in_order = cuda.CUmemcpyAttributes()

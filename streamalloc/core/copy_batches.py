@@ -30,8 +30,8 @@ class CopyOptions:
     Attributes
     ----------
     src_access_order
-        When the source is read: in ``"stream"`` order; ``"during_api_call"``, so that it may change once the call
-        returns; or at ``"any"`` time until the copy is done.
+        When the source is read: in ``"stream"`` order; ``"during_api_call"``, after which it may change; or at
+        ``"any"`` time until the copy is done.
     src_location_hint, dst_location_hint
         Location to assume for managed memory; None for no hint.
     overlap_mode
@@ -73,24 +73,24 @@ def copy_batch(
 ) -> None:
     """Copy all bytes of each source to its target in one driver call (``cuMemcpyBatchAsync``).
 
-    The copies run after earlier work of the stream, among themselves in any order: no target may be the source of
+    The copies run after earlier work of the stream, in any order among each other. So no target may be the source of
     another copy.
 
     Parameters
     ----------
     stream
-        The stream to queue on. It is not the legacy default stream, and not being captured.
+        The stream to queue on: not the legacy default stream, and not a captured stream.
     srcs, dsts
-        As for :meth:`Memory.copy_from` and :meth:`Memory.copy_to`; a target has the size of its source.
+        Memory as for :meth:`Memory.copy_from` and :meth:`Memory.copy_to`. A target has the size of its source.
     options
-        For all copies, or one for each; None for the default.
+        One for all copies, or a sequence with one for each; None for the default.
 
     Raises
     ------
     TypeError, ValueError
         The sequences have different lengths, are empty, or an entry cannot be copied; the message has its index.
     CaptureError
-        The stream is being captured: ``copy_to`` makes nodes of the graph.
+        The stream is being captured; use ``copy_to`` there.
     NotSupportedError
         The bindings are older than 13.0.
     """

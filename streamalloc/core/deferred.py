@@ -1,9 +1,9 @@
-"""Deferred releases: one queue of items for each driver, attempted at points of work.
+"""Deferred releases: each driver has one queue of items, which are attempted at points of work.
 
-A release that cannot be made yet is an item (:class:`Deferred`): a free that waits for importers or for the end of a
-capture, a pool that waits for its last free. The rules:
+A release that cannot be made yet is an item (:class:`Deferred`), such as a free that waits for importers or for the end
+of a capture, or a pool that waits for its last free. The rules:
 
-* Anybody submits items. :meth:`DeferredQueue.submit` takes no lock and makes no driver call, so finalisers and signal
+* Any code submits items. :meth:`DeferredQueue.submit` takes no lock and makes no driver call, so finalisers and signal
   handlers may call it.
 * A finaliser makes at most one driver call itself, one that waits for nothing and needs no state of ours: the free of
   a buffer, the end of an event or a stream. A finaliser of a stream also asks whether its work is done, and records an
@@ -55,28 +55,29 @@ from streamalloc.driver.internal import SETTLERS
 T = TypeVar("T")
 
 OFTEN = 32
-"""Most attempts in vain at a synchronisation of the host, which programs make all the time."""
+"""Most failed attempts per synchronisation of the host, a frequent point of work."""
 
 
 class Deferred(abc.ABC):
     """One release that is made later, exactly once.
 
-    The item guards its release itself: it forgets its handle right before the driver call that ends the handle, and
-    keeps it again if the driver refuses (:meth:`Session.release`).
+    The item prevents a second release: it clears its handle right before the driver call that ends the handle, and
+    restores it if the driver refuses (:meth:`Session.release`).
     """
 
     __slots__ = ("_owner", "_round")
 
     _owner: weakref.ref[object]
-    """Object that the item ends with (:meth:`DeferredQueue.end_with`); unset for most."""
+    """Owner whose end submits the item (:meth:`DeferredQueue.end_with`); often unset."""
     _round: int
-    """Number of the round of the last attempt; -1 before the first, and where it was submitted again meanwhile."""
+    """Round of the last attempt; -1 if not attempted since it was submitted."""
     gone: ClassVar[tuple[type[CudaError], ...]] = (*LOST, InvalidHandleError)
-    """Errors of an attempt that mean that nothing is left to release: the item has ended."""
+    """Errors of an attempt that mean the handle no longer exists."""
 
     @abc.abstractmethod
     def attempt(self) -> bool:
-        """Make the release if it can be made now: whether the item has ended. After the end: True, without an effect.
+        """Make the release if possible now; returns whether the item has ended. After the end it returns True and does
+        nothing.
 
         An attempt must not wait for a stream.
 
@@ -87,45 +88,45 @@ class Deferred(abc.ABC):
         """
 
     def memory(self) -> int | None:
-        """Address of the memory that the item frees; 0 for none, and None if that is not known."""
+        """Address of the memory that the item frees; 0 for none, None if unknown."""
         return None
 
     def forget(self) -> None:  # noqa: B027 (most kinds have nothing to do)
-        """Forget the handle, which an error of :attr:`gone` has shown to be gone."""
+        """Clear the handle after an error of :attr:`gone`."""
 
 
 class DeferredQueue:
     """The queue of one driver: :func:`deferred_queue`.
 
-    ``guard`` makes the ``with`` block in which items are attempted.
+    ``guard`` makes the context manager in which items are attempted.
     """
 
     def __init__(self, guard: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext) -> None:
         self.captures: dict[object, None] = {}
-        """Captures of ours that are under way: entered by :meth:`begin_capture`, removed by the code that ends them."""
+        """Captures by this package, from :meth:`begin_capture` until their end."""
         self.beginning = threading.RLock()
-        """Lock held while a capture is entered, and for calls that would break one: see :meth:`refuse_captures`."""
+        """Held to enter a capture, and for calls that would invalidate one."""
         _queues.add(self)
         self._guard = guard
         self._lock = threading.Lock()
-        """Lock held to move items, never during another call; finalisers never take it."""
+        """Held to move items, never during another call. No finaliser takes it."""
         self._rounds = itertools.count(1)
         self.submitted: deque[Deferred] = deque()
-        """Items that were not attempted yet; always the same object."""
+        """Items not yet taken over. The same object for the queue's whole life."""
         self._owned: dict[weakref.ref[object], Deferred] = {}
-        """Items that end when their owner is dropped, by reference to the owner."""
+        """Items that end with their owner, by weak reference to it."""
         self._orphaned: deque[weakref.ref[object]] = deque()
         """References whose owners were dropped."""
         self._new: dict[Deferred, None] = {}
-        """Items that were taken over and not attempted yet."""
+        """Items taken over and not yet attempted."""
         self._waiting: dict[Deferred, None] = {}
-        """Items that were attempted in vain, in the order of their last attempts."""
+        """Items attempted without success, oldest attempt first."""
         self._working: dict[int, Deferred] = {}
         """Items under attempt, by thread."""
         self.has_work: Callable[[], bool] = functools.partial(
             any, (self.submitted, self._orphaned, self._new, self._waiting)
         )
-        """Whether :meth:`work` has items to try; a call without a Python frame, for fast paths."""
+        """Whether :meth:`work` has items to attempt. A C function without a Python frame, for fast paths."""
 
     def __len__(self) -> int:
         """Number of items that have not ended."""
@@ -133,28 +134,29 @@ class DeferredQueue:
         return submitted + len(self._waiting) + len(self._working)
 
     def memory(self) -> set[int] | None:
-        """Addresses of all memory that items free; None if one may have other memory.
+        """Addresses of all memory that items free; None if an item's memory is unknown.
 
-        The items of owners that live do not count.
+        Items with a live owner do not count.
         """
         with self._lock:
-            # Under the lock, items move from the working ones to the waiting ones only.
+            # Under the lock, items can only move from `_working` to `_waiting`, so the order of this tuple misses none.
             items = (*self.submitted, *self._new, *self._working.values(), *self._waiting)
             found = {item.memory() for item in items}
             return None if self._orphaned or None in found else cast("set[int]", found - {0})
 
     @property
     def paused(self) -> bool:
-        """Whether a capture of ours is under way, during which nothing is attempted."""
+        """Whether this package is capturing a stream; then no item is attempted."""
         return bool(self.captures)
 
     def begin_capture(self, capture: object) -> None:
-        """Enter a capture before it begins: from now on no item is attempted."""
+        """Record a capture before it begins. From now on no item is attempted."""
         with self.beginning:
             self.captures[capture] = None
 
     def refuse_captures(self, call: str) -> None:
-        """Check, under the lock :attr:`beginning`, before a call that would break any capture and waits for nothing.
+        """Raise if a capture is under way, before a call that would invalidate it. Call this under the lock
+        :attr:`beginning`.
 
         Raises
         ------
@@ -165,19 +167,19 @@ class DeferredQueue:
             raise refused(CaptureError, call, "a stream is being captured, and the call concerns all streams")
 
     def end_with(self, owner: object, item: Deferred) -> None:
-        """Submit an item when ``owner`` is dropped, by the callback of a weak reference."""
+        """Submit an item when ``owner`` is dropped, by a weak reference's callback."""
         item._owner = weakref.ref(owner, self._orphaned.append)
         self._owned[item._owner] = item
         _unfinished.add(self)
 
     def submit(self, item: Deferred) -> None:
-        """Add an item, which is attempted at the next point of work. Never raises."""
+        """Add an item. The next point of work attempts it. Never raises."""
         self.submitted.append(item)
-        # A queue with items stays, also when all other objects of its driver are gone.
+        # Keeps a queue with items alive even if no other object of its driver is.
         _unfinished.add(self)
 
     def end(self, item: Deferred) -> bool:
-        """Attempt an item now, and submit it if it has not ended: whether it has ended.
+        """Attempt an item now, and submit it if it has not ended; returns whether it has ended.
 
         Raises
         ------
@@ -198,17 +200,17 @@ class DeferredQueue:
         return ended
 
     def work(self, most: int | None = None) -> int:
-        """Attempt all items, again and again while some end: the number of items that have ended.
+        """Attempt all items, and repeat while some end. Returns the number of items that have ended.
 
-        Nothing is attempted while a capture is under way, or inside of an attempt of the same thread. If the driver
-        refuses a call, the other items get their turn. Any other exception, such as that of a signal handler, goes on
-        to the caller, and the item stays.
+        Nothing is attempted while a capture is under way, or if this thread is already in an attempt. If the driver
+        refuses a call, the other items are still attempted. Any other exception, such as that of a signal handler,
+        propagates, and the item stays queued.
 
         Parameters
         ----------
         most
-            Most attempts in vain on items that were attempted before, the longest waiting first. So a frequent point
-            of work costs the same however many items wait, and each item gets its turn.
+            Most failed attempts on items that were attempted before. The longest waiting are attempted first. This
+            bounds the cost of a frequent point of work, and every item is attempted in time.
         """
         # The usual case, at points that come often.
         if not self.has_work() or self.paused:
@@ -252,8 +254,9 @@ class DeferredQueue:
                     done = True
                 if done:
                     del self._working[me]
-                    # If it was submitted again, what it got may have come after the attempt. In this order, either
-                    # that is seen here, or the other thread finds the item not under attempt.
+                    # The item was submitted again. State added since may have come after the attempt, so it is
+                    # attempted again. The order of these lines matters: the other thread either is seen here, or finds
+                    # the item outside `_working`.
                     if item._round != now:
                         self.submitted += (item,)
                     else:
@@ -261,16 +264,16 @@ class DeferredQueue:
                         left[0] += 1
                         self._disown(item)
             except CudaError:
-                pass  # The item is attempted again; the caller has nothing to do with it.
+                pass  # The item is attempted again later. The caller is not concerned.
             finally:
-                # These lines call nothing, see the description of the module.
+                # These lines call nothing, so no signal handler can interrupt them: see the module's docstring.
                 if me in self._working:
                     self._waiting[self._working[me]] = None
                     del self._working[me]
 
     def _take_over(self) -> None:
         """Move one submitted item to the new ones."""
-        # Without a loop: Python 3.12 and 3.13 do not leave the block if a signal handler raises at its jump back.
+        # No loop: on Python 3.12 and 3.13 a signal handler that raises at a loop's jump back leaves the lock held.
         with self._lock:
             if self._orphaned:
                 if self._orphaned[0] in self._owned:
@@ -285,7 +288,9 @@ class DeferredQueue:
                 del self.submitted[0]
 
     def _take_off(self, me: int, now: int, left: list[float]) -> bool:
-        """Take a new item, or the one attempted longest ago, off the queue; False if all have had their turn."""
+        """Take a new item, or the one whose attempt is the longest ago, off the queue; False if none is left in this
+        round.
+        """
         while self._orphaned or self.submitted:
             self._take_over()
         with self._lock:
@@ -303,10 +308,12 @@ class DeferredQueue:
 
 
 def unless_busy(act: Callable[[], T], otherwise: T, lock: threading.RLock, *more: threading.RLock) -> T:
-    """Call ``act`` under these locks if no other thread has one of them: for finalisers, which wait for no lock."""
+    """Call ``act`` under these locks unless another thread holds one of them. For finalisers, which must not wait for a
+    lock.
+    """
     free: list[bool] = []
     try:
-        # Without a point for a signal handler between the call and the storage of its result.
+        # ``+=`` stores the result without a point at which a signal handler can raise in between.
         free += map(lock.acquire, (False,))
         if free == [False]:
             return otherwise
@@ -326,7 +333,7 @@ def _make(session: Session) -> DeferredQueue:
 
 
 deferred_queue: PerDriver[DeferredQueue] = PerDriver(_make)
-"""The queue of a driver: ``deferred_queue(session)``."""
+"""The queue of a driver."""
 
 
 class HandleEnd(Deferred):
@@ -353,7 +360,7 @@ class HandleEnd(Deferred):
 
 
 def refused_to_end(session: Session, call: str, raw: Any, result: Any) -> None:
-    """Submit a handle whose end the driver has refused with ``result``, unless its context is lost."""
+    """Submit a handle that the driver refused to end with ``result``, unless its context is lost."""
     if not isinstance(error_from(result, call), LOST):
         deferred_queue(session).submit(HandleEnd(session, call, raw))
 
@@ -366,7 +373,7 @@ def queues() -> list[DeferredQueue]:
 def work(session: Session, most: int | None = None) -> int:
     """Attempt the items of a driver's queue, see :meth:`DeferredQueue.work`; the number that ended."""
     queue = deferred_queue(session)
-    # First, as it costs less than the check of the driver.
+    # First, because it is cheaper than the check of the driver.
     if not queue.has_work() or not session.usable:
         return 0
     return queue.work(most)
@@ -374,7 +381,7 @@ def work(session: Session, most: int | None = None) -> int:
 
 def _work_everywhere() -> int:
     for queue in queues():
-        # An item that fails stays, and is reported as left.
+        # A failing item stays, and is reported as a leak.
         with contextlib.suppress(Exception):
             queue.work()
     return sum(map(len, queues()))

@@ -1,4 +1,4 @@
-"""GPUs: properties, and the streams and events of one; arguments that name a device or a location."""
+"""GPUs: properties, their streams and events, and arguments that name a device or a location."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class MemoryInfo(NamedTuple):
-    """A device's memory in bytes, as ``cuMemGetInfo`` gives it.
+    """A device's memory in bytes, as reported by ``cuMemGetInfo``.
 
     :meth:`Device.memory_info` returns it.
     """
@@ -39,13 +39,14 @@ class MemoryInfo(NamedTuple):
 class Device:
     """One GPU of a driver.
 
-    Devices are plain values: two of the same ordinal and driver are equal. All that comes from a device uses its
-    driver. Its primary context is retained on first use, made current only for calls that need one, and kept.
+    Devices are values: two with the same ordinal and driver are equal. All objects that come from a device use its
+    driver. Its primary context is retained on first use and never released. It is made current only for calls that need
+    a context.
 
     Parameters
     ----------
     ordinal
-        Which GPU, from 0; ``CUDA_VISIBLE_DEVICES`` decides what is visible.
+        Number of the GPU, from 0, among those that ``CUDA_VISIBLE_DEVICES`` makes visible.
     driver
         The driver to use; default: the one that :func:`streamalloc.driver.default` names.
 
@@ -101,7 +102,7 @@ class Device:
 
     @property
     def uuid(self) -> uuid.UUID:
-        """The identity that stays the same in every process (``cuDeviceGetUuid``)."""
+        """UUID of the device, the same in every process (``cuDeviceGetUuid``)."""
         from uuid import UUID
 
         return UUID(bytes=bytes(self._session.call("cuDeviceGetUuid", self.ordinal).bytes))
@@ -136,12 +137,12 @@ class Device:
 
     @property
     def default_stream(self) -> Stream:
-        """The legacy default stream, which waits for and holds up every blocking stream; the same object each time."""
+        """The legacy default stream, which synchronises with every blocking stream; the same object each time."""
         return default_stream(self, LEGACY)
 
     @property
     def per_thread_stream(self) -> Stream:
-        """The default stream of the thread that uses it."""
+        """The per-thread default stream. On each thread it names a stream of that thread."""
         return default_stream(self, PER_THREAD)
 
     @property
@@ -159,9 +160,9 @@ class Device:
         ValueError
             No attribute has this name.
         NotSupportedError
-            Newer bindings have it, these do not.
+            The installed bindings lack it; newer ones have it.
         InvalidValueError
-            The driver does not know it.
+            The driver lacks it.
         """
         prefix = "CU_DEVICE_ATTRIBUTE_"
         full = prefix + name.removeprefix(prefix)
@@ -191,7 +192,7 @@ class Device:
         Parameters
         ----------
         blocking
-            Whether the stream waits for, and holds up, the legacy default stream.
+            Whether the stream and the legacy default stream wait for each other.
         priority
             Lower numbers run first; the driver clamps to the range of the device.
         name
@@ -212,7 +213,7 @@ class Device:
         work(self._session, OFTEN)
 
     def current(self) -> contextlib.AbstractContextManager[None]:
-        """A ``with`` block in which the device's primary context is the thread's current one."""
+        """A ``with`` block in which the device's primary context is current on this thread."""
         return self._session.current(self.ordinal)
 
     def __eq__(self, other: object) -> bool:
@@ -247,7 +248,7 @@ FABRIC_NEEDS = "fabric handles need a device that offers them and an IMEX channe
 
 
 def location_of(name: str, where: object, allowed: str = "a Device or a MemLocation") -> MemLocation:
-    """The location of a device, or the location itself; ``name`` is the name of the argument, for errors."""
+    """Return the location of a device, or the given location. ``name``: the argument's name, for errors."""
     location = where.location if isinstance(where, Device) else where
     if not isinstance(location, MemLocation):
         raise TypeError(f"{name} must be {allowed}, not {type(where).__name__} ({where!r})")
@@ -255,7 +256,7 @@ def location_of(name: str, where: object, allowed: str = "a Device or a MemLocat
 
 
 def session_for(where: object, driver: Driver | None) -> Session:
-    """The session of a device's driver, else of the driver given, else of the default one."""
+    """The session of a device's driver, or of ``driver``, or of the default driver."""
     if not isinstance(where, Device):
         return Session.of(driver if driver is not None else default_driver())
     if driver is not None and driver is not where.driver:
@@ -264,14 +265,14 @@ def session_for(where: object, driver: Driver | None) -> Session:
 
 
 def check_device(name: str, device: object, session: Session | None = None) -> None:
-    """Raise unless ``device`` is a Device, of the session's driver; ``name`` is the name of the argument."""
+    """Raise unless ``device`` is a Device of the session's driver. ``name``: the argument's name, for errors."""
     found = checked_type(name, device, Device)
     if session is not None and found._session is not session:
         raise ValueError(f"{name}={device!r} belongs to another driver")
 
 
 def check_location(session: Session, location: MemLocation) -> None:
-    """Raise ``ValueError`` for a device that this driver does not have."""
+    """Raise ``ValueError`` if the driver does not have the location's device."""
     if not location.seen:
         raise ValueError(f"location id={location.id}: this process does not see that device")
     if location.type is MemLocationType.DEVICE:

@@ -1,10 +1,9 @@
 """DLPack capsules: memory handed to another library as a tensor, without a copy.
 
-A capsule must release what it holds by C code: consumers drop it, and call its deleter, while an exception is on its
-way, which no Python callback survives. numpy has that code. It also exports an array that came from a DLPack capsule,
-and every slice of it, with the device of that capsule. So there is one array of all addresses for each device, a
-window, which lives for ever; a slice of it that keeps the memory alive is exported. Its elements are never read or
-written.
+A capsule's deleter must be C code, because consumers may call it while an exception is being raised, and a Python
+callback fails then. numpy has such a deleter. If an array came from a DLPack capsule, numpy exports it and every slice
+with the device of that capsule. So each device has one array of all addresses, a window, which is never released. A
+slice of the window that keeps the memory alive is exported. The window's elements are never read or written.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _ADDRESSES = 2**63 - 1
 
 
 class Tensor(ctypes.Structure):
-    """``DLTensor`` of ``dlpack.h``, which is also what ``DLManagedTensor`` begins with."""
+    """``DLTensor`` of ``dlpack.h``, the first member of ``DLManagedTensor``."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -39,7 +38,7 @@ class Tensor(ctypes.Structure):
 
 
 class _Managed(ctypes.Structure):
-    """``DLManagedTensorVersioned`` of ``dlpack.h``; without a deleter, as it is never deleted."""
+    """``DLManagedTensorVersioned`` of ``dlpack.h``. It has no deleter, because it is never deleted."""
 
     _fields_ = (
         ("major", ctypes.c_uint32),
@@ -60,7 +59,7 @@ _new_capsule = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_cha
 
 
 class _Everything:
-    """Shows numpy the managed tensor of a window, as one in pinned memory: it takes none on a GPU."""
+    """DLPack exporter of a window's managed tensor. It names pinned memory, since numpy imports no GPU memory."""
 
     def __init__(self, managed: _Managed) -> None:
         self._managed = managed
@@ -75,7 +74,7 @@ class _Everything:
 class Window(np.ndarray[Any, Any]):
     """All addresses of one device as an array of bytes: the byte at ``address`` is ``window[address - 1]``.
 
-    A slice of it has an attribute ``memory``, which keeps alive what the slice is part of.
+    The attribute ``memory`` of a slice keeps the memory alive.
     """
 
     __slots__ = ("memory",)
@@ -89,10 +88,10 @@ cuda_windows: dict[int | None, Window] = {}
 
 
 def _window(device: tuple[int, int]) -> Window:
-    """The window of a DLPack device: its type and number."""
+    """The window of a DLPack device, which is a pair of type and number."""
     found = _windows.get(device)
     if found is None:
-        # From address 1, as an array at 0 would be one that numpy has to allocate.
+        # From address 1: for an array at address 0, numpy would allocate memory.
         shape = (ctypes.c_int64 * 1)(_ADDRESSES)
         managed = _Managed(1, 0, None, None, 0, Tensor(1, CUDA_HOST, 0, 1, _UINT, 8, 1, shape, None, 0))
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(managed))  # for ever: modules go before arrays do at exit
@@ -105,7 +104,7 @@ def _window(device: tuple[int, int]) -> Window:
 
 
 def part(memory: object, address: int, nbytes: int, device: tuple[int, int]) -> Any:
-    """An array of bytes that keeps ``memory`` alive and is exported as one on ``device``."""
+    """Return a byte array that keeps ``memory`` alive and that DLPack exports with ``device``."""
     first = (address or 1) - 1
     made: Any = _window(device)[first : first + nbytes]
     made.memory = memory
@@ -113,5 +112,5 @@ def part(memory: object, address: int, nbytes: int, device: tuple[int, int]) -> 
 
 
 def tensor_in(capsule: object) -> Tensor:
-    """The tensor of a ``dltensor`` capsule, which stays valid as long as the capsule."""
+    """The tensor of a ``dltensor`` capsule; valid while the capsule lives."""
     return Tensor.from_address(_pointer_in(capsule, b"dltensor"))

@@ -22,7 +22,7 @@ def to_element(value: object, dtype: np.dtype[Any]) -> bytes:
     Raises
     ------
     TypeError, ValueError
-        The type has no such value: the conversion would lose more than precision.
+        The type cannot hold the value, except for rounding of floating-point numbers.
     """
     element = np.empty((), dtype)
     try:
@@ -40,7 +40,7 @@ def to_element(value: object, dtype: np.dtype[Any]) -> bytes:
 
 
 def _keeps(element: np.ndarray[Any, Any], value: object) -> bool:
-    """Whether an element that was assigned a value has it, but for the precision of floating-point types."""
+    """Whether an element holds the assigned value, up to floating-point rounding."""
     dtype = element.dtype
     if isinstance(value, (bytes, bytearray)):
         padded = value.ljust(dtype.itemsize, b"\0") if dtype.kind == "S" else value
@@ -55,12 +55,12 @@ def _keeps(element: np.ndarray[Any, Any], value: object) -> bool:
 
 
 def fill_pattern(value: int | bytes | np.generic, width: int | None) -> tuple[int, int]:
-    """A fill pattern as the unsigned number that the driver takes, and its width in bytes.
+    """The fill pattern as the driver's unsigned number, and its width in bytes.
 
     Raises
     ------
     TypeError, ValueError
-        It is none, or does not fit the width.
+        The value is not a pattern, or does not fit the width.
     """
     if isinstance(value, np.generic):
         value = value.tobytes()
@@ -80,10 +80,10 @@ def fill_pattern(value: int | bytes | np.generic, width: int | None) -> tuple[in
 
 
 def fill_steps(element: bytes, address: int) -> tuple[bytes, list[tuple[int, int, bytes]]]:
-    """The fills that write elements at an address.
+    """Compute fills that write elements at an address.
 
-    Either one pattern of 1, 2 or 4 bytes, whose repetition makes all elements; or, after an empty pattern, the fills
-    that make the first element: first byte, last byte, pattern.
+    If repetitions of 1, 2 or 4 bytes make all elements, return that pattern and no steps. Otherwise return an empty
+    pattern and the fills that make the first element: start byte, end byte (exclusive), pattern.
     """
     size = len(element)
     widths = [width for width in _WORDS if size % width == 0 and address % width == 0]
@@ -100,12 +100,12 @@ def fill_steps(element: bytes, address: int) -> tuple[bytes, list[tuple[int, int
 
 
 def part_of(shape: tuple[int, ...], itemsize: int, index: Index) -> tuple[int, tuple[int, ...]]:
-    """The offset in bytes and the shape of what a basic index selects from a C-contiguous array.
+    """Return offset in bytes and shape of the part of a C-contiguous array that a basic index selects.
 
     Raises
     ------
     TypeError, IndexError
-        It is no basic index, or no index of this shape.
+        The index is not a basic index, or does not fit the shape.
     ValueError
         The selection is not contiguous.
     """
@@ -117,7 +117,7 @@ def part_of(shape: tuple[int, ...], itemsize: int, index: Index) -> tuple[int, t
             raise TypeError(f"{one!r} is no basic index: allowed are integers, slices, ... and None")
     basic = tuple(one if one is None or one is Ellipsis or isinstance(one, slice) else operator.index(one)
                   for one in indices)  # fmt: skip
-    # With the ellipsis NumPy makes a view of this array and never reads an element, so that it needs no memory.
+    # With an ellipsis NumPy returns a view and reads no element, so the array needs no memory.
     basic = basic if Ellipsis in basic else (*basic, Ellipsis)
     strides = [itemsize * int(np.prod(shape[axis + 1 :], dtype=np.int64)) for axis in range(len(shape))]
     whole = np.lib.stride_tricks.as_strided(np.empty((), f"V{itemsize}"), shape, strides)
@@ -128,7 +128,7 @@ def part_of(shape: tuple[int, ...], itemsize: int, index: Index) -> tuple[int, t
 
 
 def interface_type(dtype: np.dtype[Any]) -> dict[str, Any] | None:
-    """The entries of an array interface for a type; None for a type that these cannot name."""
+    """The entries of an array interface for a type; None if array interfaces cannot name it."""
     if dtype.names is None:
         return {"typestr": dtype.str} if np.dtype(dtype.str) == dtype else None
     try:

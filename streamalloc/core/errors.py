@@ -1,8 +1,7 @@
-"""One exception class for each kind of failure, and the one place where a driver's answer becomes an exception.
+"""Exception classes by kind of failure, and the function that turns a driver's answer into an exception.
 
-The driver answers every call with a ``CUresult``. :func:`error_from` turns one that is not ``CUDA_SUCCESS`` into the
-class that :data:`_KINDS` names for it. Arguments that break a documented rule raise ``TypeError`` or ``ValueError``
-before the driver is reached and have no class here.
+The driver answers every call with a ``CUresult``. :func:`error_from` turns an error into the class that :data:`_KINDS`
+names. Arguments that break a documented rule raise ``TypeError`` or ``ValueError`` before the driver is called.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ E = TypeVar("E", bound="CudaError")
 
 
 class CudaError(RuntimeError):
-    """A driver call answered an error.
+    """A driver call returned an error.
 
-    :class:`OutOfMemoryError` and the other errors of this package are kinds of it.
+    :class:`OutOfMemoryError` and the other errors of this package are subclasses.
 
     Attributes
     ----------
     name
-        The driver's name of the answer, such as ``"CUDA_ERROR_INVALID_VALUE"``.
+        Name of the driver's error, such as ``"CUDA_ERROR_INVALID_VALUE"``.
     code
         Its number.
     call
-        The driver function that answered it.
+        The driver function that returned it.
     hint
         The usual cause and its remedy, or the empty string.
     """
@@ -46,11 +45,11 @@ class CudaError(RuntimeError):
         self.hint = hint
 
     asked: bool = True
-    """True if the driver answered; False if the package refused the call, which could only fail or do harm."""
+    """True if the driver answered; False if the package refused the call."""
 
     def __str__(self) -> str:
         if not self.asked:
-            # The hint of a function or attribute that does not exist tells what is needed.
+            # The hint of a missing function or attribute says what is needed.
             return f"{self.call} {'' if self.hint.startswith('needs ') else 'was not called: '}{self.hint}"
         text = f"{self.call} answered {self.name} ({self.code})"
         return f"{text}: {self.hint}" if self.hint else text
@@ -71,7 +70,7 @@ class InvalidHandleError(CudaError):
 
 
 class InvalidDeviceError(CudaError, ValueError):
-    """No such device, or one that cannot do this (``CUDA_ERROR_INVALID_DEVICE``).
+    """There is no such device, or the device cannot do this (``CUDA_ERROR_INVALID_DEVICE``).
 
     :attr:`Device.supports` lists what a device can do.
     """
@@ -80,7 +79,7 @@ class InvalidDeviceError(CudaError, ValueError):
 class InvalidContextError(CudaError):
     """No context is current, or it was destroyed.
 
-    Objects of this package make the context of their :class:`Device` current; raw calls have to.
+    Objects of this package make the context of their :class:`Device` current. For raw calls the caller must do so.
     """
 
 
@@ -106,7 +105,7 @@ class NotSupportedError(CudaError):
 
 
 class NotPermittedError(CudaError):
-    """The operating system or the driver's security model forbids it (``CUDA_ERROR_NOT_PERMITTED``).
+    """The operating system or the driver's security model forbids the call (``CUDA_ERROR_NOT_PERMITTED``).
 
     :class:`~streamalloc.vmm.PhysicalMemory` raises it for fabric handles without an IMEX channel.
     """
@@ -120,7 +119,7 @@ class PeerAccessError(CudaError):
 
 
 class CaptureError(CudaError):
-    """The call does not fit the stream capture that is under way.
+    """The call is not allowed in the stream capture that is under way.
 
     Captures are made by :meth:`Stream.capture`.
     """
@@ -141,19 +140,20 @@ class SystemNotReadyError(CudaError):
 
 
 class OutOfMemoryError(CudaError, MemoryError):
-    """An allocation found no memory, or a multicast object no room in the switches (``CUDA_ERROR_OUT_OF_MEMORY``).
+    """An allocation found no memory, or the switches have no room for a multicast object
+    (``CUDA_ERROR_OUT_OF_MEMORY``).
 
     :meth:`MemoryPool.allocate` raises it.
 
-    All figures are bytes as they were right after the failure; a figure that could not be read is None.
+    All figures are bytes, read right after the failure; None if a figure could not be read.
 
     Attributes
     ----------
     requested
         The size of the request.
     used, reserved
-        Bytes allocated from the pool, and bytes of the device that the pool holds. A pool that fails to grow keeps
-        the memory that it got before the failure, so ``reserved`` may grow in the call; a trim releases it.
+        Bytes allocated from the pool, and bytes of the device that the pool holds. A pool that fails to grow keeps the
+        memory that it reserved before the failure; a trim releases it.
     limit
         The pool's maximum size, None where it has none.
     free, total
@@ -189,7 +189,7 @@ class OutOfMemoryError(CudaError, MemoryError):
 
 
 class AddressSpaceError(CudaError, MemoryError):
-    """The process has no address range left of the size that was asked for; there may be memory enough.
+    """The process has no free address range of the requested size. Memory may still be available.
 
     :class:`~streamalloc.vmm.AddressRange` and :class:`~streamalloc.vmm.GrowableBuffer` raise it.
     """
@@ -203,25 +203,25 @@ class ClosedError(RuntimeError):
 
 
 class EvictedError(RuntimeError):
-    """Memory was used, resized or evicted while it has no physical memory: restore it first.
+    """Memory without physical memory was used, resized or evicted: restore it first.
 
     :meth:`vmm.VirtualBuffer.evict` releases the memory, and :meth:`vmm.VirtualBuffer.restore` backs it again.
     """
 
 
 class IncompleteTeamError(RuntimeError):
-    """Memory was to be bound, or a mapping made, before all devices were added to a multicast object.
+    """A binding or mapping was requested before all devices were added to a multicast object.
 
     :class:`~streamalloc.multicast.MulticastObject` shows the order of the calls.
 
-    The driver does not refuse that: it blocks the calling thread until the others are added.
+    The driver would not refuse such a call: it would block the thread until the other devices are added.
     """
 
 
 class InUseError(RuntimeError):
     """An object cannot be released or changed now, because something else holds it.
 
-    An importer, another mapping, or a call that a signal handler or a hook runs in.
+    The holder is an importer, another mapping, or a call that a signal handler or a hook interrupts.
     :meth:`vmm.VirtualBuffer.evict` and :meth:`vmm.SleepGroup.sleep` raise it.
     """
 
@@ -229,12 +229,12 @@ class InUseError(RuntimeError):
 class StillImportedError(InUseError):
     """A shared allocation cannot be freed now: another process has it open.
 
-    :meth:`Buffer.free` raises it where it cannot be deferred.
+    :meth:`Buffer.free` raises it if the free is not deferred.
     """
 
 
 class StaleDescriptorError(ValueError):
-    """The shared memory that a descriptor names was freed before it was opened.
+    """The shared memory of a descriptor was freed before the descriptor was opened.
 
     :func:`streamalloc.ipc.open` raises it; ``hold=True`` of :func:`streamalloc.ipc.share` keeps the memory for the
     importer.
@@ -242,16 +242,17 @@ class StaleDescriptorError(ValueError):
 
 
 class PendingFreesWarning(RuntimeWarning):
-    """A trim could not release memory of queued frees: synchronise their streams, and trim again.
+    """A trim could not release memory of pending frees: synchronise their streams, and trim again.
 
     :meth:`MemoryPool.trim` and :meth:`CachingAllocator.trim` give it.
     """
 
 
 LOST = (DeviceLostError, InvalidContextError, NotInitializedError)
-"""Errors of a lost context, after which nothing is left to release.
+"""Errors of a lost context: nothing remains to be released.
 
-A release that answers one may have been made, and a second release crashes the driver."""
+After such an error of a release, the release may have happened. A second one would crash the driver.
+"""
 
 # Answers by exception class, without the prefix; CudaError is for all others. The first is that of a refused call.
 _ANSWERS: dict[type[CudaError], str] = {
@@ -280,7 +281,7 @@ _FABRIC_MANAGER = (
     "nvidia-fabricmanager`), and does `nvidia-smi -q` show its state as completed?"
 )
 
-# Exception classes and usual causes of an answer of certain functions, by the word after "cu" in their names.
+# Exception classes and hints for an answer of certain functions, by the first word after "cu" in their names.
 _KINDS_OF_CALLS: dict[tuple[str, str], type[CudaError]] = {("Stream", "CUDA_ERROR_ILLEGAL_STATE"): CaptureError}
 _HINTS_OF_CALLS = {
     ("Multicast", "CUDA_ERROR_NOT_SUPPORTED"): (
@@ -317,9 +318,9 @@ _HINTS = {
 
 
 def error_from(result: Any, call: str, hint: str = "", **figures: Any) -> CudaError:
-    """The exception for a ``CUresult`` that is not success.
+    """The exception for a ``CUresult`` other than success.
 
-    ``figures`` are passed on to :class:`OutOfMemoryError` and must be empty for any other answer.
+    ``figures`` are arguments of :class:`OutOfMemoryError`; empty for any other answer.
     """
     name = str(getattr(result, "name", result))
     subject = re.match("cu([A-Z][a-z]*)", call)
@@ -329,9 +330,9 @@ def error_from(result: Any, call: str, hint: str = "", **figures: Any) -> CudaEr
 
 
 def refused(kind: type[E], call: str, why: str) -> E:
-    """The exception for a driver call that was not made, because it could only fail or do harm.
+    """The exception for a driver call that was not made, because it would fail or do harm.
 
-    It has the class of the driver's answer, and ``asked`` is False.
+    Its class is that of the answer that the driver would give. ``asked`` is False.
     """
     # Not imported with this module, which pytest's plugin loads in every run.
     from streamalloc.driver.internal import cuda
@@ -343,7 +344,7 @@ def refused(kind: type[E], call: str, why: str) -> E:
 
 
 def warn(text: str, kind: type[Warning]) -> None:
-    """Give a warning at the line of the program that has called the package."""
+    """Issue a warning at the program's line that called the package."""
     frame: FrameType | None = sys._getframe(1)
     level = 2
     while frame is not None and frame.f_code.co_filename.startswith(PACKAGE):
@@ -368,7 +369,9 @@ def attach(first: BaseException, later: BaseException) -> None:
 
 @contextlib.contextmanager
 def undoing(undo: Callable[[], object]) -> Iterator[None]:
-    """Block after whose failure ``undo`` is called. The block's error goes on; one of ``undo`` is attached."""
+    """Call ``undo`` if the ``with`` block fails. The block's error propagates; an error of ``undo`` is attached to
+    it.
+    """
     try:
         yield
     except BaseException as first:
@@ -380,7 +383,7 @@ def undoing(undo: Callable[[], object]) -> Iterator[None]:
 
 
 def undo_all(undos: Iterable[Callable[[], object]]) -> None:
-    """Call all of these, whichever fail; then raise the first ``CudaError``, with the others attached."""
+    """Call all of these even if some fail, then raise the first ``CudaError`` with the others attached."""
     first: CudaError | None = None
     for undo in undos:
         try:
@@ -394,7 +397,7 @@ def undo_all(undos: Iterable[Callable[[], object]]) -> None:
         if first is not None:
             raise first
     finally:
-        # The frame would make a cycle with its error, which keeps the objects of its callers.
+        # Delete the local name: error and frame would form a cycle that keeps the callers' objects.
         del first
 
 

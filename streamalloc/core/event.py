@@ -29,21 +29,21 @@ class EventLike(Protocol):
 
 
 class Spares(list[Any]):
-    """A stream's events (``CUevent``) that were closed, for it to record again.
+    """Closed events (``CUevent``) of a stream, which it records again.
 
-    Making an event costs twice as much as recording one, and may wait for the device where the driver has to make room.
-    A stream that waits for an event waits for the record before ``cuStreamWaitEvent``, also if it is recorded again.
+    Creating an event costs twice as much as recording one, and may wait for the device if the driver needs room.
+    Recording an event again is safe: ``cuStreamWaitEvent`` waits for the record before the call, not for later ones.
     """
 
     __slots__ = ("open", "passed")
 
     most = 16
-    """Events kept for a stream. A data loader has about as many batches under way."""
+    """Events kept per stream, about the batches of a data loader under way."""
 
     def __init__(self) -> None:
         self.open: bool = True
         self.passed: int = 0
-        """Moment: events that were recorded on the stream before have passed."""
+        """Moment; all events recorded on the stream before it have completed."""
 
     def end_if_closed(self, session: Session) -> None:
         """Destroy all events if another thread has closed the stream."""
@@ -66,7 +66,7 @@ class Spares(list[Any]):
 
 
 def destroy_event(session: Session, raw: Any) -> None:
-    """Destroy a ``CUevent`` now, or later if the driver refuses (``cuEventDestroy``)."""
+    """Destroy a ``CUevent`` (``cuEventDestroy``), later if the driver refuses now."""
     result = session.driver.cuEventDestroy(raw)[0]
     if result:
         refused_to_end(session, "cuEventDestroy", raw, result)
@@ -80,7 +80,7 @@ class Event(Closes, Shown):
     device
         The device whose streams can record it.
     timing
-        Whether :meth:`elapsed_since` works; events that do not measure time are cheaper.
+        Whether the event measures time, for :meth:`elapsed_since`. Events without timing are cheaper.
     blocking_sync
         Whether :meth:`synchronize` sleeps rather than spins.
     interprocess
@@ -140,7 +140,7 @@ class Event(Closes, Shown):
         return raw
 
     def query(self) -> bool:
-        """Whether the work before the event is done; True if it was never recorded (``cuEventQuery``)."""
+        """Whether the work before the event is done; True if never recorded (``cuEventQuery``)."""
         raw = self._raw
         result = self._session.cuEventQuery(self._checked_raw() if raw is None else raw)[0]
         return not result or is_done(result, "cuEventQuery")
@@ -151,10 +151,10 @@ class Event(Closes, Shown):
         work(self._session, OFTEN)
 
     def __await__(self) -> Generator[Any, None, None]:
-        """Wait in a coroutine of :mod:`asyncio` as :meth:`synchronize` does; the loop runs other tasks meanwhile.
+        """Wait in a coroutine of :mod:`asyncio` as :meth:`synchronize` does. The loop runs other tasks meanwhile.
 
-        No thread is used: the loop queries the event at intervals of 1 to 10 ms (``cuEventQuery``). An event that is
-        recorded again meanwhile is done when the later record is.
+        No thread is used: the loop queries the event at intervals of 1 to 10 ms (``cuEventQuery``). If the event is
+        recorded again during the wait, the wait ends with the later record.
 
         Raises
         ------
@@ -178,17 +178,18 @@ class Event(Closes, Shown):
         return float(self._session.call("cuEventElapsedTime", start._checked_raw(), self._checked_raw(), hint=hint))
 
     def close(self) -> None:
-        """Destroy the event (``cuEventDestroy``); streams that wait for it go on waiting. Idempotent."""
+        """Destroy the event (``cuEventDestroy``). Streams that already wait for it keep waiting. Idempotent."""
         if not self._kept_for_later():
             self._session.release(self, "cuEventDestroy")
 
     def _kept_for_later(self) -> bool:
-        """Keep the driver's event for the next record of its stream; returns False if it has to be destroyed."""
+        """Keep the driver's event for the next record of its stream; returns False if it must be destroyed."""
         spare = self._spare
         if spare is None or not spare.open or self._capture is not None or len(spare) >= spare.most:
             return False
         self._session.check_process()
-        # No call between the two, so that two threads do not both take it; nor a function of Python before it is kept.
+        # No call between these lines, so two threads cannot both take the handle. No Python function before it is
+        # stored.
         raw = self._raw
         self._raw = None
         if raw is not None:
@@ -200,7 +201,7 @@ class Event(Closes, Shown):
         raw = getattr(self, "_raw", None)
         if raw is None or not self._session.usable or self._kept_for_later():
             return
-        # Other objects of the same garbage cycle may still use the event.
+        # Other objects of this garbage cycle may still use the event.
         self._raw = None
         destroy_event(self._session, raw)
 
@@ -216,7 +217,7 @@ class Event(Closes, Shown):
 
 
 def is_done(result: Any, call: str) -> bool:
-    """Whether a query's answer says that the work is done; raises for an error."""
+    """Whether a query's answer means that the work is done; raises for an error."""
     if not result:
         return True
     if result == _NOT_READY:
@@ -225,7 +226,7 @@ def is_done(result: Any, call: str) -> bool:
 
 
 def foreign_event(event: object) -> Any | None:
-    """The driver's event behind one of cuda.core or of the bindings; None for anything else."""
+    """The driver's event of a cuda.core or bindings event; None for other objects."""
     if isinstance(event, cuda.CUevent):
         return event
     if type(event).__module__.startswith("cuda.core") and hasattr(event, "is_done"):
@@ -234,7 +235,7 @@ def foreign_event(event: object) -> Any | None:
 
 
 def opened_event(device: Device, handle: Any) -> Event:
-    """An event that another process made, by the driver's ``CUipcEventHandle`` (``cuIpcOpenEventHandle``)."""
+    """Open another process's event by its ``CUipcEventHandle`` (``cuIpcOpenEventHandle``)."""
     event = Event.__new__(Event)
     event._raw = None
     event._adopt(device, interprocess=False)
@@ -245,9 +246,9 @@ def opened_event(device: Device, handle: Any) -> Event:
 
 
 def context_event(device: Device) -> Event:
-    """An event after all that a device's context has queued so far (``cuCtxRecordEvent``). For explicit calls only.
+    """Record an event after all queued work of a device's context (``cuCtxRecordEvent``). For explicit calls only.
 
-    The driver invalidates all captures of the context then, whatever their mode.
+    This invalidates all captures of the context, whatever their mode.
 
     Raises
     ------

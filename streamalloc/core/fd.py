@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 
 class Fd(Closes):
-    """Owns an open file descriptor: closed once, by :meth:`close`, a ``with`` block or when it is dropped.
+    """Owner of an open file descriptor. It is closed once: by :meth:`close`, by a ``with`` block, or when the object is
+    dropped.
 
     The descriptor becomes close-on-exec, so child processes do not inherit it. ``os.dup(fd.fileno())`` makes a copy for
     another owner; :meth:`detach` passes the descriptor itself to the caller.
@@ -44,11 +45,13 @@ class Fd(Closes):
 
     @classmethod
     def made_by(cls, session: Session, name: str, *args: Any, hint: str = "") -> Fd:
-        """The new descriptor that driver function ``name`` gives; a :class:`CudaError` if it refuses."""
+        """Call driver function ``name`` and return the new descriptor; raises :class:`CudaError` if the driver
+        refuses.
+        """
         return cls(int(session.call(name, *args, hint=hint)))
 
     def fileno(self) -> int:
-        """The descriptor, which this object still owns.
+        """The number of the descriptor, which this object still owns.
 
         Raises
         ------

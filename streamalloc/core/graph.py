@@ -1,7 +1,7 @@
-"""Graphs by stream capture, as far as memory goes: allocation and free nodes, launches, memory that graphs hold.
+"""Graphs by stream capture, and their memory: allocation and free nodes, launches, reserved memory.
 
-While a stream is captured, the work that is queued on it becomes nodes of a graph. An allocation becomes a node; the
-graph owns its memory, which has the same address at every launch. Building graphs node by node is left to cuda.core.
+While a stream is captured, its queued work becomes nodes of a graph, allocations included. The graph owns the memory of
+its allocations, which has the same address at every launch. Building graphs node by node is left to cuda.core.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Graph(Closes):
         return [kind.name.removeprefix("CU_GRAPH_NODE_TYPE_") for kind in kinds]
 
     def instantiate(self, *, auto_free_on_launch: bool = False) -> Self:
-        """Make the graph ready to launch (``cuGraphInstantiate``); a second call changes nothing.
+        """Make the graph ready to launch (``cuGraphInstantiate``). Further calls have no effect.
 
         Parameters
         ----------
@@ -101,7 +101,7 @@ class Graph(Closes):
         Raises
         ------
         InvalidValueError
-            Memory that an earlier launch allocated is not freed: see :meth:`instantiate`.
+            Memory of an earlier launch is not freed: see :meth:`instantiate`.
         """
         self.instantiate()
         target = as_stream(stream, self._session)
@@ -146,7 +146,7 @@ class Capture:
         self.streams.append(stream)
 
     def release(self) -> None:
-        """Remove all streams, which run their work again."""
+        """Remove all streams from the capture. They execute their work again."""
         for stream in self.streams:
             stream._capture = None
             stream._allow_direct()
@@ -163,7 +163,7 @@ class Capturing(contextlib.AbstractContextManager["Graph"]):
         try:
             return next(self._steps)
         except BaseException:
-            # A signal handler may raise once the capture has begun, and the traceback would keep it under way.
+            # If a signal handler raises after the capture has begun, end the capture now. The traceback would keep it.
             self._steps.close()
             raise
 
@@ -179,9 +179,9 @@ class Capturing(contextlib.AbstractContextManager["Graph"]):
 
 
 def _capturing(stream: Stream, mode: CaptureMode) -> Generator[Graph, None, None]:
-    """Capture ``stream`` in a block; see :meth:`Stream.capture`.
+    """Capture ``stream`` in a ``with`` block; see :meth:`Stream.capture`.
 
-    If the block raises, the capture is ended, its graph is destroyed, and the exception goes on.
+    If the block raises, the capture is ended, its graph is destroyed, and the exception propagates.
     """
     if mode not in _MODES:
         raise ValueError(f"mode={mode!r}: allowed are {', '.join(map(repr, _MODES))}")
@@ -196,7 +196,7 @@ def _capturing(stream: Stream, mode: CaptureMode) -> Generator[Graph, None, None
         captures_changed(session)
         # A deferred item may be using the stream on another thread.
         with stream._in_use, stream._context():
-            # Before the call: a capture that has begun is ended also if a signal handler raises at its return.
+            # First: if a signal handler raises when the call returns, the capture must be ended.
             begun = True
             try:
                 hint = "is the stream being captured already, or a legacy one?"
@@ -209,7 +209,7 @@ def _capturing(stream: Stream, mode: CaptureMode) -> Generator[Graph, None, None
         _end(capture)
     except BaseException:
         if begun:
-            # The driver answers an error if the block broke the capture; the block's own error says more.
+            # If the block invalidated the capture, the driver returns an error. The block's own error says more.
             with contextlib.suppress(CudaError):
                 _end(capture)
             capture.graph.close()
@@ -231,7 +231,7 @@ def _end(capture: Capture) -> None:
 
 
 class GraphMemoryStatistics(NamedTuple):
-    """Memory that a device's graphs use and hold, in bytes.
+    """Memory that a device's graphs use and reserve, in bytes.
 
     :meth:`GraphMemory.statistics` returns it.
     """
@@ -239,19 +239,19 @@ class GraphMemoryStatistics(NamedTuple):
     reserved: int
     """Bytes reserved for graphs."""
     reserved_high: int
-    """The most bytes reserved since :meth:`GraphMemory.reset_peaks`."""
+    """Most bytes reserved since :meth:`GraphMemory.reset_peaks`."""
     used: int
     """Bytes in use by graphs."""
     used_high: int
-    """The most bytes in use since :meth:`GraphMemory.reset_peaks`."""
+    """Most bytes in use since :meth:`GraphMemory.reset_peaks`."""
 
 
 class GraphMemory:
-    """The memory that the graphs of a device hold, apart from its pools.
+    """The memory of a device's graphs, which is separate from its pools.
 
     :attr:`Device.graph_memory` returns it; :doc:`/docs/guides/graphs` has programs.
 
-    The launch of a graph that allocates reserves memory of the device, which stays reserved until :meth:`trim`.
+    Launching a graph that allocates reserves memory of the device. The memory stays reserved until :meth:`trim`.
     """
 
     __slots__ = ("_session", "device")
@@ -295,7 +295,9 @@ class GraphMemory:
             self._session.call("cuDeviceSetGraphMemAttribute", self.device.ordinal, attribute, cuda.cuuint64_t(0))
 
     def trim(self) -> int:
-        """Release memory that no launched graph uses (``cuDeviceGraphMemTrim``); the number of bytes released."""
+        """Release memory that no launched graph uses (``cuDeviceGraphMemTrim``). Returns the number of bytes
+        released.
+        """
         before = self.reserved
         self._session.call("cuDeviceGraphMemTrim", self.device.ordinal)
         return max(before - self.reserved, 0)

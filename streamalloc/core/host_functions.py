@@ -1,4 +1,4 @@
-"""Python functions that the driver calls on a thread of its own."""
+"""Host functions in Python, which the driver calls on its own thread."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from streamalloc.core.errors import undoing
 from streamalloc.driver.internal import cuda
 
 _HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-# Callbacks must outlive their call, which the driver makes at a time of its own.
+# A callback must outlive the driver's call of it.
 _host_functions: dict[int, Any] = {}
 
 
 def queue_host_function(function: Callable[[], object], queue: Callable[[cuda.CUhostFn, int], object]) -> None:
-    """Have ``queue`` queue a function once, and keep its callback until the driver has called it."""
+    """Pass a one-time host function to ``queue``, and keep its callback alive until the driver has called it."""
 
     def run(token: int | None) -> None:
         try:

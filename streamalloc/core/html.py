@@ -1,6 +1,6 @@
-"""Cards of objects for notebooks: one form for each kind, sizes in MiB, and all text escaped.
+"""HTML cards of objects for notebooks: one layout per kind, sizes in MiB, all text escaped.
 
-A class gives the rows of its card (:meth:`Shown._about`). Locations have the colours of :mod:`streamalloc.plots`.
+A class yields the rows of its card (:meth:`Shown._about`). Locations have the colours of :mod:`streamalloc.plots`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from streamalloc.core.properties import MemLocation, MemLocationType
 _DEVICES = ("#3f78b5", "#e0923d", "#8a6fb0", "#c45d7c", "#4a9aa5", "#a3863c", "#7d8794", "#b3563e")
 _HOST = "#5f9467"
 _ELSEWHERE = "#6e7781"
-# Jupyter aligns the text of cells to the right.
+# Jupyter would align the text of cells to the right.
 _LEFT = " style='text-align:left'"
 
 
@@ -26,12 +26,12 @@ class Html(str):
 
 
 Row: TypeAlias = tuple[str, object]
-"""Title and value of a row; the value is shown by its ``str``, sizes by :func:`mib`."""
+"""Title and value of a row, shown by ``str``; :func:`mib` formats sizes."""
 
 
 def escape(text: str) -> str:
     """The text as HTML (:func:`html.escape`)."""
-    # Imported late: its table of entities takes a tenth of the time of importing the package.
+    # Imported late: its entity table takes a tenth of the package's import time.
     import html
 
     return html.escape(text)
@@ -75,7 +75,7 @@ def code(text: str) -> Html:
 
 
 def gauge(value: int, total: int) -> Html:
-    """Bar and text of a value and its total, in MiB; in GiB if the total is 10 GiB or more."""
+    """Bar and text for a value and its total, in MiB; in GiB if the total is 10 GiB or more."""
     unit, scale = ("GiB", 1 << 30) if total >= 10 << 30 else ("MiB", 1 << 20)
     bar = f"<progress max='{max(total, 1)}' value='{value}'></progress>"
     share = f"{value / scale:,.1f} {unit} of {total / scale:,.1f} {unit}"
@@ -83,7 +83,7 @@ def gauge(value: int, total: int) -> Html:
 
 
 def strip(nbytes: int, pieces: Iterable[tuple[int, int, MemLocation, str]]) -> Html:
-    """A range of addresses. A piece is offset, size, location and text; the rest are holes."""
+    """A strip of an address range. Each piece is offset, size, location and text; gaps are holes."""
     parts = []
     for offset, size, where, text in pieces:
         left, width = 100 * offset / nbytes, 100 * size / nbytes
@@ -101,11 +101,11 @@ class Shown:
     __slots__ = ()
 
     def _about(self) -> Iterator[Row]:
-        """The rows of the card; a closed object may raise instead."""
+        """Yield the rows of the card. May raise for a closed object."""
         return iter(())
 
     def _card(self) -> list[Row]:
-        """The rows of the card; none for a closed, freed, evicted or half made object."""
+        """The rows of the card; none for a closed, freed, evicted or half-made object."""
         try:
             return list(self._about())
         except Exception:
@@ -135,7 +135,8 @@ class Drawn(Shown):
     __slots__ = ()
 
     def plot(self, **options: Any) -> Any:
-        """Draw it with matplotlib; the figure. ``options`` are those of :mod:`streamalloc.plots` for its kind.
+        """Draw the object with matplotlib and return the figure. ``options``: see the function of
+        :mod:`streamalloc.plots` for its kind.
 
         Raises
         ------

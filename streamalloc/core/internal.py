@@ -1,6 +1,6 @@
-"""Names that the areas above take of core, the public ones among them.
+"""Names of ``core``, beside the public ones, that the areas above use.
 
-The modules of its vocabulary (errors, html, properties, resource, session) are faces of their own.
+Other areas also import errors, html, properties, resource and session directly.
 """
 
 from __future__ import annotations

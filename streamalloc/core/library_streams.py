@@ -1,10 +1,10 @@
-"""Streams of other libraries: their types, their handles, and the :class:`Stream` that is kept for each of them.
+"""Streams of other libraries: their types, their handles, and the :class:`Stream` kept for each.
 
-A library's stream is resolved once. The result is found again by the type of the library's object and by the handle
-that the object has now, so that a closed stream is not mistaken for the one that it was. It is valid while the object
-lives: a new stream may have the handle of a destroyed one. PyTorch makes a new object at each call; its entries are
-valid for as long as the process, as PyTorch never destroys a stream of its own. Weak references to PyTorch's objects
-are never made: PyTorch 2.x frees such an object without clearing them, and the interpreter crashes at its end.
+A library's stream is resolved once. Later look-ups use the type of the library's object and its present handle, so a
+stream that was closed and replaced is not confused with the old one. An entry is valid only while the object lives,
+because a new stream may get the handle of a destroyed one. PyTorch makes a new object at each call and never destroys
+its own streams, so its entries stay valid until the process ends. PyTorch's objects are never referenced weakly:
+PyTorch 2.x frees them without clearing weak references, and the interpreter crashes at exit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from streamalloc.driver.internal import cuda
 
 
 class SupportsCudaStream(Protocol):
-    """An object with ``__cuda_stream__``, such as a stream of cuda.core: protocol version 0 and the handle."""
+    """An object with ``__cuda_stream__``, such as a cuda.core stream. It returns protocol version 0 and the handle."""
 
     def __cuda_stream__(self) -> tuple[int, int]: ...
 
@@ -59,7 +59,7 @@ def _by_protocol(stream: Any) -> int | None:
     return int(handle)
 
 
-# Attributes that hold a handle, tried in this order.
+# Attributes with a handle, in the order of the attempts.
 _HANDLE_OF: tuple[tuple[str, Callable[[Any], int | None]], ...] = (
     ("__cuda_stream__", _by_protocol),
     ("PyTorch's cuda_stream", lambda stream: getattr(stream, "cuda_stream", None)),
@@ -70,14 +70,14 @@ _HANDLE_OF: tuple[tuple[str, Callable[[Any], int | None]], ...] = (
 
 
 def handle_of_library_stream(stream: object) -> int:
-    """The driver's ``CUstream`` of a library's stream as a number.
+    """The ``CUstream`` of a library's stream, as a number.
 
     Raises
     ------
     TypeError
         The object is no stream.
     ValueError
-        Its ``__cuda_stream__`` has another version than 0.
+        ``__cuda_stream__`` returns a version other than 0.
     """
     for _, handle_of in _HANDLE_OF:
         handle = handle_of(stream)
@@ -88,18 +88,19 @@ def handle_of_library_stream(stream: object) -> int:
 
 
 def names_handle(stream: object, handle: int) -> bool:
-    """Whether a library's object still has this stream: it has neither died nor closed the stream."""
+    """Whether a library's object lives and still has this stream."""
     with contextlib.suppress(Exception):  # a closed object may refuse to name its handle
         return handle_of_library_stream(stream) == handle
     return False
 
 
 def open_check(stream: Any, number: int, *, weak: bool) -> tuple[Callable[[], Any], Any] | None:
-    """A question, and its answer while a library's stream ``number`` is open; None for streams that users cannot close.
+    """Return a function to call before use, and its result while stream ``number`` is open; None if users cannot close
+    it.
 
-    CuPy and PyTorch keep a stream as long as its object lives; of other libraries with ``__cuda_stream__`` that is not
-    known. After the close the question has another answer. If ``weak``, it does not keep the object, and raises
-    ReferenceError after it.
+    CuPy and PyTorch keep a stream open while its object lives. For other libraries with ``__cuda_stream__`` this is not
+    certain. After a close the function returns another result. With ``weak`` the function does not keep the object
+    alive, and raises ReferenceError after its end.
     """
     protocol = getattr(type(stream), "__cuda_stream__", None)
     if protocol is None:
@@ -109,7 +110,7 @@ def open_check(stream: Any, number: int, *, weak: bool) -> tuple[Callable[[], An
             return None
     owner = weakref.proxy(stream) if weak else stream
     if isinstance(getattr(type(stream), "is_closed", None), (property, GetSetDescriptorType)):
-        # A stream of cuda.core, for which no Python function runs.
+        # A stream of cuda.core: this check runs no Python function.
         return functools.partial(attrgetter("is_closed"), owner), False
 
     def named() -> Any:
@@ -124,7 +125,7 @@ def open_check(stream: Any, number: int, *, weak: bool) -> tuple[Callable[[], An
 
 
 def device_of_library_stream(stream: object) -> int | None:
-    """The ordinal of the device that a PyTorch or CuPy stream names; None where it names none."""
+    """The device ordinal of a PyTorch or CuPy stream; None for others."""
     for name in ("device_index", "device_id"):
         number = getattr(stream, name, None)
         if isinstance(number, int) and number >= 0:
@@ -134,16 +135,16 @@ def device_of_library_stream(stream: object) -> int | None:
 
 # -- the stream that is kept for a library's -----------------------------------------------------------------
 
-# Attributes that hold a handle, the one that is read fastest first, and the reader of each for a type of streams. Its
-# result has the handle in it.
+# Attributes with a handle, the fastest first, and for each a function that makes a reader for a type of streams. The
+# reader's result contains the handle.
 _READERS: tuple[tuple[str, Callable[[Any], Callable[[Any], Hashable]]], ...] = (
     ("ptr", lambda kind: attrgetter("ptr")),
     ("cuda_stream", lambda kind: attrgetter("cuda_stream")),
     ("__cuda_stream__", attrgetter("__cuda_stream__")),  # the type's function: faster than the object's method
     ("handle", lambda kind: attrgetter("handle.value")),
 )
-# PyTorch's types of streams. PyTorch makes a new object at each call, so one object of each stream is kept and found by
-# identity. The other objects are found by handle and device.
+# PyTorch's stream types. PyTorch makes a new object at each call. One object per stream is kept and found by identity,
+# and the others are found by handle and device.
 _TORCH: dict[tuple[str, str], Callable[[Any], tuple[int, int]]] = {
     ("torch.cuda.streams", "Stream"): attrgetter("cuda_stream", "device_index"),
     ("torch", "Stream"): lambda stream: (stream.__cuda_stream__()[1], stream.device_index),
@@ -151,12 +152,12 @@ _TORCH: dict[tuple[str, str], Callable[[Any], tuple[int, int]]] = {
 
 
 def kept_stream(stream: Any, session: Session) -> Any:
-    """The :class:`Stream` that is kept for a library's stream; None where there is none.
+    """The :class:`Stream` kept for a library's stream; None if there is none.
 
-    Fast paths compare the object with ``session.latest_stream`` before, whose handle they do not read: it is that of
-    the object unless the stream has an ``open_check``.
+    Fast paths first compare the object with ``session.latest_stream``. They need not read its handle, because it can
+    only change for a stream with an ``open_check``.
 
-    A default stream whose library names no device is that of the current one: see :class:`_OfCurrentDevice`.
+    A default stream whose library names no device belongs to the current device: see :class:`_OfCurrentDevice`.
     """
     try:
         read, streams, lasting = session.library_streams[type(stream)]
@@ -166,19 +167,20 @@ def kept_stream(stream: Any, session: Session) -> Any:
             return entry[0]
         return None if lasting is None else streams.get(lasting(stream))
     except Exception:
-        return None  # The slow path reads the handle again, and raises with an explanation.
+        return None  # The slow path reads the handle again and raises an error that explains.
 
 
 def kept_streams(session: Session) -> list[Any]:
-    """All streams that are kept for streams of libraries."""
+    """All kept streams of libraries."""
     entries = [entry for _, streams, _ in [*session.library_streams.values()] for entry in [*streams.values()]]
     return [entry[0] if isinstance(entry, tuple) else entry for entry in entries]
 
 
 def owned_streams(session: Session) -> list[Any]:
-    """The streams that are kept for objects which have not closed their stream.
+    """The kept streams whose library objects still own an open stream.
 
-    Those of :func:`only_names` are left out: a call with the handle of a destroyed stream would crash the process.
+    Objects for which :func:`only_names` is true are left out: other code may have destroyed their stream, and a call
+    with its handle would crash the process.
     """
     found = []
     for read, streams, _ in [*session.library_streams.values()]:
@@ -191,14 +193,15 @@ def owned_streams(session: Session) -> list[Any]:
 
 
 def only_names(stream: object) -> bool:
-    """Whether a library's object refers to a stream that other code may destroy, such as CuPy's ``ExternalStream``."""
+    """Whether a library's object names a stream without owning it, as CuPy's ``ExternalStream`` does."""
     return type(stream).__name__ == "ExternalStream" or bool(getattr(stream, "external", False))  # Numba's attribute
 
 
 def keep_stream(stream: Any, number: int, found: Any, session: Session) -> None:
-    """Keep ``found``, a :class:`Stream`, for a library's stream with the handle ``number`` while that object lives.
+    """Keep ``found``, a :class:`Stream`, for a library's stream with the handle ``number`` while the library's object
+    lives.
 
-    Nothing is kept where the driver has to be notified of each use of a library's stream.
+    Nothing is kept if a listener must be notified of each use of a library's stream.
     """
     kind = type(stream)
     lasting = _TORCH.get((kind.__module__, kind.__qualname__))
@@ -216,11 +219,11 @@ def keep_stream(stream: Any, number: int, found: Any, session: Session) -> None:
                 owner = _OfCurrentDevice(stream, forget)
                 owner.is_current = found._asked_handle
         elif lasting is None or (number and stream.stream_id == number):
-            return  # An external stream of PyTorch: its id is its handle, and other code may destroy the stream.
+            return  # An external stream of PyTorch, whose id is its handle. Other code may destroy the stream.
         else:
             owner = itertools.repeat(stream).__next__
     except Exception:
-        return  # It cannot be referenced weakly, or has another form than others of its type.
+        return  # No weak reference possible, or the object differs from others of its type.
     if number not in (named if isinstance(named, tuple) else (named,)):
         return
     _, streams, _ = session.library_streams.setdefault(kind, (read, {}, lasting))
@@ -236,9 +239,10 @@ def keep_stream(stream: Any, number: int, found: Any, session: Session) -> None:
 
 
 class _OfCurrentDevice(weakref.ref[Any]):
-    """Reference to a library's object for a default stream, to be found while the stream's device is current.
+    """Reference to a library's object for a default stream. It is valid while the stream's device is current.
 
-    The handle is the same on all devices, and memory that is free in the order of one's stream may be in use there.
+    A default stream's handle is the same on all devices. So memory free on one device's stream could be reused on the
+    other's.
     """
 
     __slots__ = ("is_current",)
@@ -247,12 +251,12 @@ class _OfCurrentDevice(weakref.ref[Any]):
     """:meth:`Stream._asked_handle` of the kept stream."""
 
     def __call__(self) -> Any:
-        """The object; None after its death, and while another device is current."""
+        """The object; None after its death, or while another device is current."""
         return None if self.is_current() is None else super().__call__()
 
 
 def _forget(session: weakref.ref[Session], kind: type, key: Hashable, owned: bool, owner: weakref.ref[Any]) -> None:
-    """Remove the entry of a library's object that has died, and if it ``owned`` its stream end that."""
+    """Remove the entry of a dead library object. ``owned``: the driver's stream ended with the object."""
     libraries = session()
     if libraries is None:
         return

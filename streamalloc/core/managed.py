@@ -28,9 +28,9 @@ class MemRangeAttributes:
     read_mostly
         Whether each reader gets a copy of its own.
     preferred_location, last_prefetch_location
-        None if there is none, or pages have different ones.
+        None if there is none, or if pages differ.
     accessed_by
-        Devices and host, in whose page tables the memory stays mapped.
+        Devices, or the host, whose page tables keep the memory mapped.
     """
 
     read_mostly: bool
@@ -40,7 +40,7 @@ class MemRangeAttributes:
 
 
 class Migrating(MemoryBase):
-    """Memory that may be managed. These methods raise ``ValueError`` for other memory."""
+    """Memory that may be managed. The methods raise ``ValueError`` for other memory."""
 
     __slots__ = ()
 
@@ -50,7 +50,7 @@ class Migrating(MemoryBase):
         return False
 
     def prefetch(self, location: Device | MemLocation, stream: StreamLike | None = None) -> None:
-        """Migrate managed memory in stream order (``cuMemPrefetchAsync``); whole pages of the host move.
+        """Migrate managed memory in stream order, in whole host pages (``cuMemPrefetchAsync``).
 
         Parameters
         ----------
@@ -69,23 +69,27 @@ class Migrating(MemoryBase):
         self._queue(stream, "cuMemPrefetchAsync", self._at, self.nbytes, place.to_driver(), 0)
 
     def discard(self, stream: StreamLike | None = None) -> None:
-        """Declare the contents of managed memory useless, in stream order (``cuMemDiscardBatchAsync``).
+        """Discard the contents of managed memory in stream order, so they need no migration
+        (``cuMemDiscardBatchAsync``).
 
-        The driver need not migrate them any more. Until they are written, reads return indeterminate values. Other
-        arguments and errors as for :meth:`prefetch`; the legacy default stream is refused with ``ValueError``.
+        Until the memory is written, reads return indeterminate values. Other arguments and errors as for
+        :meth:`prefetch`; the legacy default stream is refused with ``ValueError``.
         """
         self._check_managed()
         self._queue(stream, "cuMemDiscardBatchAsync", [cuda.CUdeviceptr(self._at)], [self.nbytes], 1, 0)
 
     def discard_prefetch(self, location: Device | MemLocation, stream: StreamLike | None = None) -> None:
-        """:meth:`discard` and :meth:`prefetch` in one (``cuMemDiscardAndPrefetchBatchAsync``), which copies nothing."""
+        """:meth:`discard` and :meth:`prefetch` in one call, which copies nothing
+        (``cuMemDiscardAndPrefetchBatchAsync``).
+        """
         self._check_managed()
         place = self._known("location", location).to_driver()
         name, pointers = "cuMemDiscardAndPrefetchBatchAsync", [cuda.CUdeviceptr(self._at)]
         self._queue(stream, name, pointers, [self.nbytes], 1, [place], [0], 1, 0)
 
     def advise(self, advice: MemAdvise, location: Device | MemLocation | None = None) -> None:
-        """Tell the driver about the use of managed memory (``cuMemAdvise``). It holds at once, for whole pages.
+        """Advise the driver on the use of managed memory (``cuMemAdvise``). The advice takes effect at once, for whole
+        pages.
 
         Parameters
         ----------
@@ -97,7 +101,7 @@ class Migrating(MemoryBase):
         Raises
         ------
         TypeError, ValueError
-            The memory is not managed; a location is missing, too many, or of a kind that this advice does not take.
+            The memory is not managed, or the location is missing, superfluous, or of the wrong kind for this advice.
         """
         self._check_managed()
         checked_type("advice", advice, MemAdvise)
@@ -111,7 +115,7 @@ class Migrating(MemoryBase):
             self._session.call("cuMemAdvise", self._at, self.nbytes, cuda.CUmem_advise(int(advice)), place.to_driver())
 
     def range_attributes(self) -> MemRangeAttributes:
-        """Query what was advised for all pages, and where to they were prefetched (``cuMemRangeGetAttributes``)."""
+        """Query advice and last prefetch of all pages (``cuMemRangeGetAttributes``)."""
         self._check_managed()
         session = self._session
         count = int(session.call("cuDeviceGetCount")) + 1
@@ -152,13 +156,13 @@ _ATTRIBUTES = (
 
 
 def _place(kind: Any, number: Any) -> MemLocation | None:
-    """The location of a type and an id, which counts for devices and NUMA nodes only."""
+    """The location with a type and an id; the id matters for devices and NUMA nodes only."""
     found = MemLocationType(int(kind))
     numbered = found in (MemLocationType.DEVICE, MemLocationType.HOST_NUMA)
     return None if found is MemLocationType.NONE else MemLocation(found, int(number) if numbered else 0)
 
 
 def refuse_legacy(stream: Stream, call: str) -> None:
-    """Raise for the legacy default stream, which calls of batches refuse."""
+    """Raise for the legacy default stream, which batched calls refuse."""
     if int(stream._checked_raw()) in (0, LEGACY):
         raise ValueError(f"stream={stream!r}: {call} refuses the legacy default stream; name another one")

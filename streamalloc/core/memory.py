@@ -1,7 +1,7 @@
-"""Memory that can be used: filled, copied, viewed, and handed to other libraries without a copy.
+"""Memory and its operations: fill, copy, view, and export to other libraries without a copy.
 
-:class:`Memory` is what all kinds of memory have in common. A kind says its address, size, location and stream
-(:mod:`~streamalloc.core.memory_base`), and gets the operations. :class:`BufferView` is a range of other memory, and
+:class:`Memory` is the base class of all kinds of memory. A kind defines its address, size, location and stream
+(:mod:`~streamalloc.core.memory_base`), and inherits the operations. :class:`BufferView` is a range of other memory, and
 :class:`TypedView` one with a type and a shape.
 """
 
@@ -35,8 +35,8 @@ class Memory(Copyable, Exportable, Migrating):
 
     :class:`Buffer`, :class:`BufferView` and :class:`TypedView` show its use.
 
-    Every operation is queued on a stream: the one given, or the memory's own. Nothing is synchronised, except where
-    the driver itself waits: a copy into ordinary (pageable) host memory returns when the bytes are there.
+    Every operation is queued on a stream: the given one, or the memory's own. The host does not wait, except in the
+    driver itself: a copy into pageable host memory returns once it is complete.
     """
 
     __slots__ = ()
@@ -48,26 +48,26 @@ class Memory(Copyable, Exportable, Migrating):
     @overload
     def view_as(self, dtype: npt.DTypeLike, shape: tuple[int, ...] | None = None) -> TypedView[Any]: ...
     def view_as(self, dtype: npt.DTypeLike, shape: tuple[int, ...] | None = None) -> TypedView[Any]:
-        """The memory as an array of a type and shape, on a device or on the host: what other libraries see of it then.
+        """View the memory as an array of a type and shape. Other libraries then get this type and shape.
 
         Parameters
         ----------
         dtype
-            The type of the elements, as numpy says it.
+            The NumPy type of the elements.
         shape
-            The sizes of the dimensions, in C order; one of them may be -1, for what the size leaves. Default: one
-            dimension.
+            The sizes of the dimensions, in C order. One of them may be -1: it is computed from the size of the memory.
+            Default: one dimension.
 
         Raises
         ------
         TypeError, ValueError
-            The elements are Python objects, do not fill the memory exactly, or are not aligned in it.
+            The element type holds Python objects, or the elements do not fill the memory exactly or are not aligned.
         """
         kind, sizes = array_form(self, dtype, shape)
         return TypedView(self, kind, sizes)
 
     def view(self, start: int = 0, stop: int | None = None) -> BufferView:
-        """The bytes from ``start`` to ``stop`` as memory of their own; also written ``memory[start:stop]``."""
+        """A view of the bytes from ``start`` to ``stop``; also written ``memory[start:stop]``."""
         return self[start:stop]
 
     def __getitem__(self, item: slice) -> BufferView:
@@ -100,7 +100,7 @@ class Memory(Copyable, Exportable, Migrating):
 
 
 class BufferView(Memory):
-    """A range of other memory, which it keeps alive. It is valid until that memory is freed.
+    """A range of other memory, which it keeps alive. The range is valid until that memory is freed.
 
     A slice of memory makes it: ``buffer[:4096]``, or :meth:`Memory.view`.
     """
@@ -135,7 +135,7 @@ class BufferView(Memory):
         Raises
         ------
         ClosedError
-            The memory was freed, or has shrunk to less than this.
+            The memory was freed, or no longer covers this range.
         """
         self._check_inside()
         return self._parent.address + self._offset
@@ -211,10 +211,10 @@ class BufferView(Memory):
 
 
 class TypedView(BufferView, Generic[ScalarT]):
-    """Memory as a C-contiguous array of NumPy's type ``ScalarT``: what :meth:`Memory.view_as` makes.
+    """Memory as a C-contiguous array of the NumPy type ``ScalarT``; the result of :meth:`Memory.view_as`.
 
-    Fills, copies and indices are of elements; :attr:`bytes` is the same memory as bytes. The array interfaces and
-    DLPack export its type and shape, and :func:`streamalloc.ipc.share` sends them along.
+    Fills, copies and indices count elements; :attr:`bytes` is the same memory as bytes. The array interfaces, DLPack
+    and :func:`streamalloc.ipc.share` export the type and shape.
 
     Examples
     --------
@@ -251,23 +251,23 @@ class TypedView(BufferView, Generic[ScalarT]):
 
     @property
     def bytes(self) -> BufferView:
-        """The same memory as bytes, which fills and copies take as such."""
+        """The same memory as bytes; its fills and copies count bytes."""
         return BufferView(self, 0, self._nbytes)
 
     def fill(self, value: Any, stream: StreamLike | None = None, *, width: None = None) -> None:  # type: ignore[override]
         """Write ``value`` to every element (``cuMemsetD8Async``, ``cuMemsetD16Async``, ``cuMemsetD32Async``).
 
-        Elements that do not repeat a pattern of 1, 2 or 4 bytes, such as most of ``float64``, are copied from the first
-        one, twice as many each time (``cuMemcpyAsync``).
+        Some values, such as most of ``float64``, are not a repeated pattern of 1, 2 or 4 bytes. For these the first
+        element is written and then copied, doubling the count each time (``cuMemcpyAsync``).
 
         Parameters
         ----------
         value
-            A number or another value that ``dtype`` has; of a structure a tuple or a NumPy scalar.
+            A value of ``dtype``, such as a number; for a structured type a tuple or a NumPy scalar.
         stream
             The stream to queue on (default: the memory's own).
         width
-            For bytes only: :meth:`Memory.fill` of :attr:`bytes`.
+            Not supported here: use :meth:`Memory.fill` of :attr:`bytes`.
 
         Raises
         ------
@@ -303,16 +303,17 @@ class TypedView(BufferView, Generic[ScalarT]):
         target: TypedView[ScalarT] | npt.NDArray[ScalarT] | HasCudaArrayInterface,
         stream: StreamLike | None = None,
     ) -> None:
-        """Copy all elements to ``target``, of the same type and shape; otherwise as :meth:`Memory.copy_to`.
+        """Copy all elements to ``target``, which has the same type and shape. Otherwise as :meth:`Memory.copy_to`.
 
         Memory without a type counts as bytes.
 
         Raises
         ------
         TypeError
-            The target has another type of elements: take :meth:`Memory.view_as` of it, or :attr:`bytes` of this.
+            The target has another element type: use :meth:`Memory.view_as` of the target, or :attr:`bytes` of this
+            memory.
         ValueError
-            It has another shape.
+            The target has another shape.
         """
         self._check_form(target, "target")
         super().copy_to(target, stream)
@@ -325,14 +326,14 @@ class TypedView(BufferView, Generic[ScalarT]):
         source: TypedView[ScalarT] | npt.NDArray[ScalarT] | HasCudaArrayInterface,
         stream: StreamLike | None = None,
     ) -> None:
-        """Copy all elements from ``source``, which has the same type and shape. Errors are those of :meth:`copy_to`."""
+        """Copy all elements from ``source``, which has the same type and shape. Errors as for :meth:`copy_to`."""
         self._check_form(source, "source")
         super().copy_from(source, stream)
 
     def _check_form(self, other: object, name: str) -> None:
         form = form_of(other)
         if form is None:
-            return  # of no kind that is copied, which the copy says
+            return  # cannot be copied; the copy raises
         dtype, shape = form
         if dtype != self.dtype:
             raise TypeError(f"{name} has elements of {dtype}, not of {self.dtype}; .bytes copies whatever they are")
@@ -344,7 +345,9 @@ class TypedView(BufferView, Generic[ScalarT]):
         return TypedView(BufferView(self, offset, math.prod(shape) * self.itemsize), self.dtype, shape)
 
     def view(self, start: int = 0, stop: int | None = None) -> TypedView[ScalarT]:
-        """The elements from ``start`` to ``stop`` of the first dimension; also written ``memory[start:stop]``."""
+        """A view of the elements from ``start`` to ``stop`` of the first dimension; also written
+        ``memory[start:stop]``.
+        """
         return self[start:stop]
 
     def __len__(self) -> int:
@@ -362,12 +365,12 @@ class TypedView(BufferView, Generic[ScalarT]):
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """Version 3 of the CUDA array interface, to be used in order after :attr:`stream`."""
+        """Version 3 of the CUDA array interface. A user orders its work after :attr:`stream`."""
         return super().__cuda_array_interface__ | self._interface_type()
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
-        """Version 3 of numpy's array interface, so that ``numpy.asarray`` makes no copy of host memory."""
+        """Version 3 of numpy's array interface: ``numpy.asarray`` then makes no copy of host memory."""
         return super().__array_interface__ | self._interface_type()
 
     if TYPE_CHECKING:
@@ -382,12 +385,12 @@ class TypedView(BufferView, Generic[ScalarT]):
         dl_device: tuple[int, int] | None = None,
         copy: bool | None = None,
     ) -> Any:
-        """The memory as a DLPack capsule, without a copy; see :meth:`Memory.__dlpack__`.
+        """Export the memory as a DLPack capsule, without a copy; see :meth:`Memory.__dlpack__`.
 
         Raises
         ------
         BufferError
-            Also where DLPack has no such type.
+            As for :meth:`Memory.__dlpack__`, or DLPack has no such type.
         """
         part = self._ordered_part(stream, dl_device, copy).view(self.dtype).reshape(self.shape)
         part.memory = self
@@ -405,7 +408,7 @@ class TypedView(BufferView, Generic[ScalarT]):
         self, dtype: npt.DTypeLike | None = None, shape: tuple[int, ...] | None = None
     ) -> npt.NDArray[Any]: ...
     def as_array(self, dtype: npt.DTypeLike | None = None, shape: tuple[int, ...] | None = None) -> npt.NDArray[Any]:
-        """The memory itself as a numpy array, where the host can reach it; of its own type and shape by default."""
+        """Return a numpy array of host-accessible memory, without a copy; by default of this type and shape."""
         form = (self.dtype, self.shape) if dtype is None and shape is None else (dtype or self.dtype, shape)
         return self._parent.as_array(*form)
 
@@ -414,12 +417,12 @@ class TypedView(BufferView, Generic[ScalarT]):
 
 
 def check_usable(memory: Memory) -> None:
-    """Raise where memory cannot be used now: it was freed, evicted or unmapped, or nobody has access to it."""
+    """Raise if memory cannot be used now: it was freed, evicted or unmapped, or no device has access."""
     memory._check_usable()
 
 
 def viewed(memory: Memory) -> tuple[Memory, int]:
-    """The memory that a view is a view of, and where the view begins in it; of other memory itself and 0."""
+    """Return the memory under a view, and the view's offset in it. Memory that is no view gives itself and 0."""
     offset = 0
     while isinstance(memory, BufferView):
         offset += memory._offset

@@ -1,7 +1,7 @@
 """Base class of all memory: address, size, location, stream and access.
 
-The operations need nothing else: :mod:`~streamalloc.core.copies` and :mod:`~streamalloc.core.array_interfaces` add
-them, and :class:`~streamalloc.core.memory.Memory` joins both.
+The operations use only these attributes. :mod:`~streamalloc.core.copies` and :mod:`~streamalloc.core.array_interfaces`
+define them, and :class:`~streamalloc.core.memory.Memory` combines both.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from streamalloc.core.stream import Stream, StreamLike
 from streamalloc.core.stream_resolution import as_stream
 
 kinds: set[type] = set()
-"""All classes of memory: a look-up here takes a fifth of the time of ``isinstance`` with an abstract class."""
+"""All memory classes: a look-up is five times faster than ``isinstance``."""
 
 
 class MemoryBase(Unique, Shown, abc.ABC):
@@ -26,7 +26,7 @@ class MemoryBase(Unique, Shown, abc.ABC):
 
     __slots__ = ()
 
-    # The plain state, for fast paths. They look at the pointer first: where it is None the others may be missing.
+    # For fast paths. They read `_ptr` first: if it is None, the other attributes may be missing.
     _ptr: Any = None
     """Pointer for the driver, ``CUdeviceptr`` or int; None for the slow path."""
     _nbytes: int
@@ -51,7 +51,7 @@ class MemoryBase(Unique, Shown, abc.ABC):
     @property
     @abc.abstractmethod
     def stream(self) -> Stream:
-        """The stream that orders operations which name no other."""
+        """The stream of operations that name no other stream."""
 
     @property
     @abc.abstractmethod
@@ -61,7 +61,7 @@ class MemoryBase(Unique, Shown, abc.ABC):
     @property
     @abc.abstractmethod
     def owner(self) -> object:
-        """Owner of the memory: a pool, a graph, or the memory that this is a view of."""
+        """Owner of the memory: a pool, a graph, or the memory under a view."""
 
     @property
     @abc.abstractmethod
@@ -74,18 +74,18 @@ class MemoryBase(Unique, Shown, abc.ABC):
         return self.location.on_host
 
     def used(self, stream: StreamLike | None = None, *, write: bool = True, on_host: bool = False) -> None:
-        """Report a use to a driver that checks stream order, such as a kernel of another library.
+        """Report a use that the package cannot see, such as another library's kernel, to a checked driver.
 
-        With any other driver nothing happens; see :func:`streamalloc.driver.checked`.
+        No effect with other drivers; see :func:`streamalloc.driver.checked`.
 
         Parameters
         ----------
         stream
             The stream that the kernel was queued on (default: the memory's own).
         write
-            Whether the memory is written, and not only read.
+            True for a write, False for a read.
         on_host
-            The CPU itself uses the memory now, in no stream.
+            True if the CPU uses the memory now, outside of any stream.
 
         Raises
         ------
@@ -109,27 +109,29 @@ class MemoryBase(Unique, Shown, abc.ABC):
 
     @property
     def _at(self) -> int:
-        """:attr:`address`, for work that a stream orders: after :meth:`_await_on`."""
+        """:attr:`address`, for work that is ordered by a stream after :meth:`_await_on`."""
         return self.address
 
     def _await_on(self, stream: Stream) -> None:
-        """Have a stream wait for contents that are still to come, where :attr:`stream` alone waits for them so far."""
+        """Let ``stream`` wait for contents that so far only :attr:`stream` waits for."""
 
     def _check_usable(self) -> None:
-        """Raise where the memory is there but cannot be used now; memory that is gone has no address."""
+        """Raise if the memory exists but cannot be used now. Memory that is gone raises in :attr:`address`."""
 
     def _unreadable(self) -> str:
-        """Why ordinary reads mean nothing, as those of a multicast object's mapping; empty where they do."""
+        """The reason why ordinary reads are not valid, such as those of a multicast mapping; empty if they are
+        valid.
+        """
         return ""
 
     def _resident_on(self) -> int | None:
-        """The device that copies between devices name as the owner; None where the address is enough."""
+        """Ordinal that peer copies name as the owning device; None if the address is enough."""
         location = self.location
         named = location.type is MemLocationType.DEVICE and location.seen
         return location.id if named and not self.host_accessible else None
 
     def _read_only(self, on_host: bool) -> bool:
-        """Whether the CPU, or else the stream's device, may only read the memory."""
+        """Whether the CPU (``on_host``) or the stream's device may only read the memory."""
         return False
 
     def _ordered_on(self, stream: StreamLike | None) -> Stream:
@@ -145,7 +147,7 @@ class MemoryBase(Unique, Shown, abc.ABC):
         yield "stream", self.stream
 
     def _access_hint(self, stream: Stream) -> str:
-        """Why the driver may refuse to let a stream's device use the memory."""
+        """The likely reason why the driver refuses a stream's device the use of the memory."""
         if self.location == stream.device.location:
             return ""
         return (

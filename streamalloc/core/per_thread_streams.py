@@ -1,4 +1,4 @@
-"""The per-thread default stream: one that stands for that of each thread, and its free lists of caches."""
+"""The per-thread default stream: a :class:`Stream` for each thread's own, and the free lists of caches on it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class _ThisThread(threading.local):
 
     def __init__(self) -> None:
         self.number: int = moment()
-        """A number that no other thread has or had, unlike ``threading.get_ident``."""
+        """Number of the thread, never reused, unlike ``threading.get_ident``."""
 
 
 this_thread = _ThisThread()
@@ -41,10 +41,12 @@ def of_this_thread(stream: Stream) -> Stream: ...
 @overload
 def of_this_thread(stream: Stream, *, make: bool) -> Stream | None: ...
 def of_this_thread(stream: Stream, *, make: bool = True) -> Stream | None:
-    """For the per-thread default stream, one that stands for that of the calling thread; any other stream itself.
+    """For the per-thread default stream, return the object for the calling thread's own stream. Other streams are
+    returned as is.
 
-    It is closed when the thread ends. Only that thread may queue work on it: elsewhere its handle is another stream.
-    Unless ``make``, None for a thread that has none; one made by a finaliser at the end of a thread never ends.
+    The object is closed when its thread ends. Only that thread may queue work on it: on other threads the handle names
+    another stream. Without ``make`` the result is None if the thread has no object yet. Finalisers must not make one:
+    an object made while its thread ends would never be closed.
     """
     threads = stream._threads
     if threads is None or stream._thread:
@@ -60,7 +62,9 @@ def of_this_thread(stream: Stream, *, make: bool = True) -> Stream | None:
 
 
 class _ThreadLists:
-    """Free lists of a cache on the per-thread default stream: those of the calling thread, unless it is captured."""
+    """Free lists of a cache on the per-thread default stream: those of the calling thread, unless its stream is
+    captured.
+    """
 
     __slots__ = ("_is_capturing", "_key", "_stream", "_threads")
 
@@ -83,7 +87,7 @@ class _ThreadLists:
 
 
 def give_lists(stream: Stream, key: object, lists: object) -> None:
-    """Enter a cache's free lists for its fast path, unless the stream is captured or closed."""
+    """Set a cache's free lists on a stream for the cache's fast path, unless the stream is captured or closed."""
     if stream._thread:
         shared = cast("Stream", stream._owner)
         give_lists(shared, key, _ThreadLists(shared, key))
@@ -96,19 +100,19 @@ def give_lists(stream: Stream, key: object, lists: object) -> None:
 
 
 def forbid_lists(stream: Stream) -> None:
-    """Have every call on a stream take the slow path, as in a forked child."""
+    """Make every call on a stream take the slow path, as in a forked child."""
     stream._forbid_direct()
     if stream._thread:
         forbid_lists(cast("Stream", stream._owner))
 
 
 def thread_of(stream: Stream) -> tuple[int, Threads | None]:
-    """For a stream of :func:`of_this_thread`, the number of its thread and where each thread has its own; else 0."""
+    """For a stream of :func:`of_this_thread`: its thread's number and the thread-local data. For others: 0 and None."""
     return stream._thread, stream._threads if stream._thread else None
 
 
 def leave_stream(stream: Stream, keys: tuple[object, ...], item: Deferred) -> None:
-    """Remove a cache's free lists from a stream, and the item that was to end with the stream."""
+    """Remove a cache's free lists from a stream, with the item that would end with the stream."""
     with contextlib.suppress(ValueError):
         stream._endings.remove(item)
     if stream._thread:

@@ -1,8 +1,8 @@
 """The driver's property structs and enums as Python types.
 
-Each dataclass mirrors one struct of the driver API field for field, in snake_case; it is checked on construction
-against the constraints that NVIDIA documents for the call that takes it, and converts with ``to_driver()`` and
-``from_driver()``. Enum members have the driver's names without the prefix.
+Each dataclass mirrors one struct of the driver API field for field, in snake_case. Its construction checks the
+constraints that NVIDIA documents for the call that takes the struct. ``to_driver()`` and ``from_driver()`` convert it.
+Enum members have the driver's names without the prefix.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# A field of CUmemPoolProps that bindings have since 13.4.
+# Field of CUmemPoolProps in bindings 13.4 and newer.
 _RDMA = "gpuDirectRDMACapable"
 
-# The driver reserves address space for a pool's whole maximum size; a pointer has 48 usable bits. Driver 580 does not
-# return from cuMemPoolCreate for sizes near 2**64.
+# The driver reserves address space for a pool's maximum size, and a pointer has 48 usable bits. For sizes near 2**64
+# cuMemPoolCreate of driver 580 does not return.
 _LARGEST_POOL = 1 << 48
 
 
 class _Named(enum.Enum):
-    """A number of the driver that prints as its name, on every version of Python."""
+    """A driver's number that prints as its name on every Python version."""
 
     def __str__(self) -> str:
-        # Flags that are combined have no name before Python 3.11.
+        # Combined flags have no name before Python 3.11.
         name = self.name or "|".join(one.name for one in type(self) if one.value and one.value & self.value)
         return f"{type(self).__name__}.{name}"
 
@@ -64,7 +64,7 @@ class MemLocationType(_Named, enum.IntEnum):
 
 
 class MemAllocationType(_Named, enum.IntEnum):
-    """Kind of an allocation (``CUmemAllocationType``): pinned in its location, or migrating (managed).
+    """Kind of an allocation (``CUmemAllocationType``): pinned in its location, or managed.
 
     The field ``alloc_type`` of :class:`MemPoolProps` and ``type`` of :class:`MemAllocationProp`.
     """
@@ -114,7 +114,9 @@ class MemAdvise(_Named, enum.IntEnum):
 
 
 def checked_size(name: str, value: object, largest: int = (1 << 64) - 1) -> int:
-    """``value`` as a number of bytes, or a ``TypeError``/``ValueError`` that names the argument and the rule."""
+    """Return ``value`` as a number of bytes. Otherwise raise ``TypeError`` or ``ValueError`` with the argument's name
+    and the rule.
+    """
     if type(value) is int and 0 <= value <= largest:
         return value
     if isinstance(value, bool) or not hasattr(value, "__index__"):
@@ -129,7 +131,9 @@ _IN_WORDS = {int: "an integer", str: "a string"}
 
 
 def checked_type(name: str, value: object, kind: type[T]) -> T:
-    """``value``, or a ``TypeError`` that names the argument unless it is of this type; a bool is no integer."""
+    """Return ``value`` if it has this type; otherwise raise ``TypeError`` with the argument's name. A bool is no
+    integer.
+    """
     if kind is int and not isinstance(value, int):
         with contextlib.suppress(TypeError):
             return operator.index(value)  # type: ignore[arg-type, return-value]
@@ -149,7 +153,7 @@ def refuse_windows(name: str, handle_types: MemHandleType) -> None:
 
 
 def bindings_member(enum_name: str, member: str) -> Any:
-    """A member of a bindings enum, or the error that names the bindings needed for it."""
+    """Return a member of a bindings enum, or raise an error that names the bindings it needs."""
     found = enum_member(enum_name, member)
     if found is None:
         raise unsupported(member, f"cuda-bindings {version_that_added(member)}", f"cuda-bindings {BINDINGS_VERSION}")
@@ -173,15 +177,15 @@ class MemLocality:
 
 @dataclass(frozen=True, slots=True)
 class MemLocation:
-    """A place for memory (``CUmemLocation``).
+    """A location of memory (``CUmemLocation``).
 
     Attributes
     ----------
     type
-        Device, host, one NUMA node of the host, or none (managed memory without a preferred place).
+        Device, host, one NUMA node of the host, or none (managed memory without a preferred location).
     id
-        The device ordinal or NUMA node number; 0 where the type needs none. -2 stands for a device of another process
-        that this one does not see, as where ``CUDA_VISIBLE_DEVICES`` shows each its own: only the driver says so.
+        The device ordinal or NUMA node number; 0 if the type needs none. The driver reports -2 for a device that is
+        visible to another process only, for example by ``CUDA_VISIBLE_DEVICES``.
     localized
         The device and domain for DEVICE_LOCALITY_DOMAIN; None otherwise.
 
@@ -231,7 +235,7 @@ class MemLocation:
 
     @property
     def seen(self) -> bool:
-        """Whether it is a place of this process: False for a device that only other processes see."""
+        """Whether the location is visible to this process: False for a device that only other processes see."""
         return self.id >= 0
 
     @property
@@ -243,7 +247,7 @@ class MemLocation:
         """This location as a ``CUmemLocation``."""
         struct = cuda.CUmemLocation()
         if self.type is MemLocationType.NONE:
-            # 12.9 knows the value 0 only as CU_MEM_LOCATION_TYPE_INVALID, which is what a new struct holds.
+            # 12.9 has 0 only as CU_MEM_LOCATION_TYPE_INVALID, the value in a new struct.
             return struct
         struct.type = bindings_member("CUmemLocationType", f"CU_MEM_LOCATION_TYPE_{self.type.name}")
         if self.localized is None:
@@ -271,7 +275,7 @@ class MemLocation:
 class MemAccessDesc:
     """Permission of one location to use memory (``CUmemAccessDesc``).
 
-    The driver's form of what :meth:`MemoryPool.set_access` and :meth:`vmm.AddressRange.set_access` grant.
+    :meth:`MemoryPool.set_access` and :meth:`vmm.AddressRange.set_access` grant such permissions.
     """
 
     location: MemLocation
@@ -320,7 +324,7 @@ class MemPoolProps:
     Raises
     ------
     TypeError, ValueError
-        A field has the wrong type, or breaks a documented rule; the message names the field and the rule.
+        A field has the wrong type or breaks a documented rule. The message names the field and the rule.
     """
 
     alloc_type: MemAllocationType = MemAllocationType.PINNED
@@ -398,5 +402,5 @@ class MemPoolProps:
 
 
 def as_int(value: Any) -> int:
-    """A C ``unsigned char`` field, which the bindings give as a number or as one byte."""
+    """A C ``unsigned char`` field, which the bindings return as a number or as one byte."""
     return value[0] if isinstance(value, bytes) else int(value)

@@ -1,4 +1,4 @@
-"""Work that streams have queued: waiting for it, ordering work after it, and attempting items before more is queued."""
+"""Queued work of streams: wait for it, order work after it, and attempt items before more is queued."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ T = TypeVar("T")
 
 
 class QueuedWork:
-    """The work that streams have queued up to now: the given ones, or all that this library knows ``without`` some.
+    """The work queued so far on the given streams, or on all known streams except ``without``.
 
-    Those are the streams of :meth:`Device.create_stream`, also closed and dropped ones, the default streams that were
-    used, and streams of other libraries (:func:`owned_streams`). The work of one that its library has closed is done
-    once the device was synchronised. No call names a context or
-    the legacy stream, as that would invalidate captures that other code has begun. A stream that is being captured is
-    recorded once its capture has ended. Of the per-thread default streams, those of all threads are recorded if that
-    stream is given, as deferred items are attempted on any thread; else only that of the own thread.
+    Known are the streams of :meth:`Device.create_stream`, also closed and dropped ones, the default streams that were
+    used, and streams of other libraries (:func:`owned_streams`). For a stream that its library has closed, the work is
+    done once the device was synchronised. No call names a context or the legacy stream, because that would invalidate
+    captures by other code. A stream that is being captured is recorded after its capture has ended. If the per-thread
+    default stream is given, the work of all threads counts, because deferred items are attempted on any thread.
+    Otherwise only the calling thread's counts.
     """
 
     __slots__ = ("_asking", "_events", "_given", "_session", "_streams", "began")
@@ -56,7 +56,7 @@ class QueuedWork:
         )
         self._streams = [stream for stream in dict.fromkeys(known) if stream not in without]
         """Streams that are not recorded yet."""
-        # After the streams: one that is dropped meanwhile is among them, or has left its end here.
+        # After the streams: a stream dropped meanwhile is either among them, or has left its end event here.
         self._events = [] if streams else [item.event for item in members(pending_ends(session))]
         with session.relaxed():
             self._record()
@@ -70,7 +70,7 @@ class QueuedWork:
             except CaptureError:
                 continue
             except (ClosedError, InvalidContextError, InvalidHandleError):
-                # Closed or destroyed meanwhile: the end of a stream that was made here is kept.
+                # Closed or destroyed meanwhile. A stream that was made here has kept its end event.
                 if not end_is_known(stream):
                     continue
                 event = None
@@ -78,22 +78,22 @@ class QueuedWork:
             self._streams.remove(stream)
 
     def done(self) -> bool:
-        """Whether the work is done; then the host has synchronised with it. The host waits for nothing.
+        """Whether the work is done; then the host has also synchronised with it. The host does not wait.
 
-        False while another thread asks.
+        False while another thread is in this call.
         """
         return unless_busy(self._ask, False, self._asking)
 
     def _ask(self) -> bool:
         with self._session.relaxed():
             self._record()
-            # Up to the first that has not passed: a thousand items may ask.
+            # Stop at the first pending event: a thousand items may call this.
             while self._events and has_passed(self._events[-1]):
                 del self._events[-1]
             return not (self._events or self._streams)
 
     def precede(self, stream: Stream) -> None:
-        """Let later work of ``stream`` wait for the work.
+        """Order later work of ``stream`` after this work.
 
         Raises
         ------
@@ -114,9 +114,9 @@ _latest_work: PerDriver[list[QueuedWork]] = PerDriver(lambda _: [])
 
 
 def work_since(session: Session, dropped: int) -> QueuedWork:
-    """The work that all known streams had queued at a :func:`moment`, or somewhat more.
+    """The work that all known streams had queued at a :func:`moment`, and perhaps some later work.
 
-    Items that were dropped before the record share it: however many streams there are, a thousand items cost one.
+    Items dropped before the record share it, so a thousand items need one record per stream.
     """
     latest = _latest_work(session)
     if not latest or latest[0].began < dropped:
@@ -125,14 +125,14 @@ def work_since(session: Session, dropped: int) -> QueuedWork:
 
 
 def _record_after(stream: Stream, all_threads: bool = False) -> Event | None:
-    """An event after the queued work of a stream; None while the stream is being captured.
+    """Record an event after the queued work of a stream; None while the stream is being captured.
 
-    ``all_threads``: of those of all threads if it is the per-thread default stream.
+    ``all_threads``: the per-thread default stream stands for those of all threads.
     """
     if all_threads and stream._number == PER_THREAD and not stream._closed:
         stream = default_stream(stream.device, LEGACY)  # comes after all blocking streams
     elif stream._sees_all and stream._kind is Kind.DEFAULT:
-        # Work of a blocking stream comes after all work of the legacy stream.
+        # A blocking stream's work runs after all queued work of the legacy stream.
         with stream.device.create_stream(blocking=True) as behind:
             return behind.record(timing=True)
     owner = stream._weak_owner and stream._weak_owner()  # a reference keeps the driver's stream
@@ -142,9 +142,9 @@ def _record_after(stream: Stream, all_threads: bool = False) -> Event | None:
 
 
 def queue_behind(stream: Stream, item: Deferred) -> None:
-    """Submit ``item``, and attempt it before more work is queued on ``stream``. Called by finalisers.
+    """Submit ``item``, and attempt it before more work is queued on ``stream``. For finalisers.
 
-    Two threads may attempt the item at once: it has to allow that.
+    Two threads may attempt the item at once, so the item must allow that.
     """
     deferred_queue(stream._session).submit(item)
     stream._before_work.append(item)
@@ -152,10 +152,10 @@ def queue_behind(stream: Stream, item: Deferred) -> None:
 
 
 def settle(stream: Stream, item: Deferred, *others: Stream | None) -> None:
-    """Attempt an item of :func:`queue_behind` now. Called by finalisers, which hold the object that the item releases.
+    """Attempt an item of :func:`queue_behind` now. For finalisers, which hold the object that the item releases.
 
-    ``others`` are further streams that the item uses. Nothing is done while another thread closes one of the streams,
-    begins a capture, or attempts an item on them: a finaliser waits for no lock.
+    ``others`` are further streams that the item uses. Nothing is done if another thread is closing one of the streams,
+    beginning a capture, or attempting an item on them: a finaliser must not wait for a lock.
     """
 
     def attempt() -> None:
@@ -167,24 +167,24 @@ def settle(stream: Stream, item: Deferred, *others: Stream | None) -> None:
 
 
 def ordered_after(stream: Stream, act: Callable[[Stream], T]) -> T:
-    """Call ``act`` with the stream itself; if it was closed, with a new stream that comes after its work.
+    """Call ``act`` with the stream. If it was closed, call it with a new stream ordered after its work.
 
-    For the per-thread default stream, also that of one thread until it ends, it is the legacy stream, which comes after
-    those of all threads: deferred items end on any thread, where the handle stands for another stream. During the call
-    no other thread closes the stream or begins to capture it. For a default stream, on which work breaks captures of
-    other streams, no capture of ours begins at all.
+    For an open per-thread default stream, ``act`` gets the legacy stream, which is ordered after those of all threads:
+    deferred items end on any thread, where the handle would name another stream. During the call no other thread closes
+    the stream or begins to capture it. Work on a default stream would invalidate captures of other streams, so for one
+    this package begins no capture at all.
 
     Raises
     ------
     CaptureError
         The stream is being captured.
     NotReadyError
-        Its library has closed the stream, and the device was not synchronised since.
+        The stream's library has closed it, and the device has not been synchronised since then.
     """
     if stream._number == PER_THREAD and not stream._closed:
         stream = default_stream(stream.device, LEGACY)
     if not stream.closed:
-        stream._checked_raw()  # attempts items of queue_behind, which may need the locks of other streams
+        stream._checked_raw()  # attempts items of queue_behind, which may need other streams' locks
 
     def use() -> tuple[T] | None:
         if stream._closed:
@@ -207,8 +207,8 @@ def _refuse_unknown_end(stream: Stream, call: str) -> None:
 
 
 def ordered_after_end(device: Device, last: Sequence[Event], act: Callable[[Stream], T]) -> T:
-    """Call ``act`` with a new stream, which comes after the work of a stream that has ended: see :func:`end_of`."""
-    # A new non-blocking stream: a wait on the default stream would hold up all blocking streams.
+    """Call ``act`` with a new stream that is ordered after the work of an ended stream: see :func:`end_of`."""
+    # A non-blocking stream: a wait on the default stream would delay all blocking streams.
     with device.create_stream() as substitute:
         if last and not last[0].closed:
             substitute.wait(last[0])
@@ -218,11 +218,12 @@ def ordered_after_end(device: Device, last: Sequence[Event], act: Callable[[Stre
 
 
 def queue_if_allowed(stream: Stream, act: Callable[[], object], *, mine: bool = False) -> bool:
-    """Call ``act``, which queues a record or a wait of a deferred item, if the stream may take it: whether it may.
+    """Call ``act``, which queues a record or a wait for a deferred item, unless the stream is captured or closed.
+    Returns whether it was called.
 
-    These calls would break a capture of the stream. Meanwhile no other thread closes the stream or begins to capture
-    it through this library. A stream that other code may capture is used by its own thread only: the caller's, if
-    ``mine`` is true, or one that is about to queue work on it, see :func:`queue_behind`.
+    During the call no other thread closes the stream or begins to capture it through this library. Other code may
+    capture a stream that this package did not make. Such a stream is used only on its own thread: ``mine`` means that
+    the caller runs on it, and so does a thread that is about to queue work on the stream (:func:`queue_behind`).
     """
     mine = mine or stream._kind is Kind.MADE or threading.get_ident() in stream._attempting
 
@@ -236,13 +237,13 @@ def queue_if_allowed(stream: Stream, act: Callable[[], object], *, mine: bool = 
 
 
 def record_uncaptured(stream: Stream) -> Event | None:
-    """An event after the queued work of a stream of any library; None while the stream is being captured."""
+    """Record an event after the queued work of any library's stream; None while the stream is being captured."""
 
     def record() -> Event | None:
         if stream.capturing:
             return None
         event = stream.record()
-        # If other code has begun a capture meanwhile, the record is a node of its graph.
+        # If other code began a capture meanwhile, the record became a node of its graph.
         return None if stream.capturing else event
 
     return _held_open(stream, record)
@@ -251,8 +252,8 @@ def record_uncaptured(stream: Stream) -> Event | None:
 def _held_open(stream: Stream, act: Callable[[], T]) -> T:
     """Call ``act`` while no other thread closes a stream or begins to capture it through this library.
 
-    For a default stream, on which work breaks captures of blocking streams, no capture of ours begins at all. Items
-    of :func:`queue_behind` are not attempted meanwhile, as that takes the locks of other streams.
+    Work on a default stream would invalidate captures of blocking streams, so for one this package begins no capture at
+    all. Items of :func:`queue_behind` are not attempted meanwhile, because they take the locks of other streams.
     """
     queue, me = deferred_queue(stream._session), threading.get_ident()
     shared = stream._kind is Kind.DEFAULT
@@ -260,7 +261,7 @@ def _held_open(stream: Stream, act: Callable[[], T]) -> T:
         if shared:
             queue.refuse_captures("work on a default stream")
         try:
-            stream._attempting += (me,)  # without a call, whose return a signal handler could follow
+            stream._attempting += (me,)  # no call here: a signal handler could raise after it
             return act()
         finally:
             stream._attempting.remove(me)

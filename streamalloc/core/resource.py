@@ -1,4 +1,4 @@
-"""Base classes of owners of driver resources: uniqueness, ``with`` blocks, pickling for other processes."""
+"""Base classes of owners of driver resources: no copies, ``with`` blocks, pickling for other processes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 reduce_for_processes: Callable[[object], tuple[Any, ...]] | None = None
-"""Function that pickles an object for a process of :mod:`multiprocessing`; set by the package."""
+"""Pickles an object for :mod:`multiprocessing`; set by the package."""
 
 
 prepare_for_processes: Callable[[], object] | None = None
-"""Function that makes queues of :mod:`multiprocessing` share objects at once; set by the package."""
+"""Prepares :mod:`multiprocessing` queues for shared objects; set by the package."""
 
 
 draw: Callable[..., Any] | None = None
@@ -32,12 +32,12 @@ def made_for_sharing() -> None:
 
 
 class Unique:
-    """Sole owner of resources, which therefore cannot be copied."""
+    """Sole owner of resources. It cannot be copied."""
 
     __slots__ = ()
 
     def _text(self) -> str:
-        """The rest of the object's ``repr``, after the name of its class."""
+        """The text of the object's ``repr`` after the class name."""
         return ""
 
     def __repr__(self) -> str:
@@ -53,16 +53,15 @@ class Unique:
 
 
 def _called_by_multiprocessing(caller: types.FrameType) -> bool:
-    """Whether a frame is that of the pickler of multiprocessing."""
+    """Whether a frame is that of multiprocessing's pickler."""
     module = sys.modules.get("multiprocessing.reduction")
     return module is not None and caller.f_code in (module.dump.__code__, module.ForkingPickler.dumps.__func__.__code__)
 
 
 class Leaves:
-    """Object whose ``with`` block ends by :meth:`_leave`.
+    """Object with a ``with`` block that ends by :meth:`_leave`.
 
-    If the block has raised, its error goes on, and an error of :meth:`_leave` is attached to it. This holds for every
-    object of the package that has a ``with`` block.
+    If the block raises, its error propagates, and an error of :meth:`_leave` is attached to it.
     """
 
     __slots__ = ()
@@ -79,12 +78,12 @@ class Leaves:
             attach(error, later)
 
     def _leave(self, *, failed: bool) -> None:
-        """End the block; ``failed``: whether it has raised."""
+        """End the block; ``failed``: whether the block raised."""
         raise NotImplementedError
 
 
 class Closes(Unique, Leaves):
-    """Owner that releases its resources by ``close()``, as at the end of a ``with`` block."""
+    """Owner that releases its resources by ``close()``, which the end of a ``with`` block calls."""
 
     __slots__ = ()
 

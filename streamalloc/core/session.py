@@ -1,13 +1,13 @@
-"""Session: the state of the package for one driver, and the way of all driver calls off the hot path.
+"""Session: the state of the package for one driver, and all driver calls outside of fast paths.
 
-A :class:`Session` calls driver functions by name, raises an exception for an answer that is an error, retains the
-devices' primary contexts, and refuses all calls in a forked child.
+A :class:`Session` calls driver functions by name and raises an exception for an error. It retains the devices' primary
+contexts, and refuses all calls in a forked child.
 
-**Fast paths** have one shape. The plain case calls a driver function that was bound beforehand: one of those that
-:data:`DIRECT` names, which are attributes of the session, or those of an allocator. Everything else takes the slow
-path, which checks, explains and copes: ``_fill_slowly`` is that of ``fill``. The case is plain if the memory is there,
-the arguments have the usual types, and the stream has a handle to use. A stream has three slots for that, which are
-None while the stream is closed, is captured by this library, or has an item to attempt before more work is queued
+**Fast paths** have one shape. The usual case calls a driver function that was bound beforehand. The session has the
+functions that :data:`DIRECT` names, and an allocator has two of its own. Every other case takes a slow path, such as
+``_fill_slowly``, which checks arguments and explains errors. A case is usual if the memory is allocated, the arguments
+have the expected types, and the stream has a usable handle. A stream has three slots for this. They are None while the
+stream is closed, is captured by this library, or has an item to attempt before more work is queued
 (:func:`~streamalloc.core.queued_work.queue_behind`):
 
 =============  ==========================  ========================================================================
@@ -21,12 +21,12 @@ Slot           Set for                     The call goes straight to the driver
                close
 =============  ==========================  ========================================================================
 
-An allocation on a stream that other code may capture asks ``cuStreamIsCapturing`` before: memory that is allocated in a
-capture belongs to the graph. A free asks nothing, as the driver refuses it without harm to the capture. Streams of
-other libraries are resolved once (:mod:`streamalloc.core.library_streams`). An answer of the driver that is an error is
-raised, unless the slow path can do better: copies are refused while the context of another device is current, and the
-slow path makes the stream's own current. Fills, copies, records, waits and queries on streams that are not default
-streams need no current context otherwise (``tests/facts/test_contexts.py``).
+An allocation on a stream that other code may capture first calls ``cuStreamIsCapturing``, because memory allocated in a
+capture belongs to the graph. A free needs no such call: in a capture the driver refuses it, and the capture stays
+valid. Streams of other libraries are resolved once (:mod:`streamalloc.core.library_streams`). An error of the driver is
+raised unless the slow path can succeed. For example, the driver refuses a copy under another device's context, and the
+slow path makes the stream's own context current. Apart from this, fills, copies, records, waits and queries on streams
+other than default streams need no current context (``tests/facts/test_contexts.py``).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 
 class _Direct:
-    """The driver functions that fast paths call; an allocator has its own two."""
+    """The driver functions that fast paths call, as attributes of the session. Allocators bind two more."""
 
     __slots__ = ()
 
@@ -86,11 +86,11 @@ DIRECT = tuple(_Direct.__annotations__)
 """Their names."""
 
 NOT_CALLED = (DriverMisuseError, ForkedProcessError)
-"""Exceptions that a driver function raises in place of the call."""
+"""Errors that show that the driver function was not called."""
 
 
 RELAXED = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-"""Capture mode of a thread (``cuThreadExchangeStreamCaptureMode``) whose calls break no capture of other streams."""
+"""Capture mode (``cuThreadExchangeStreamCaptureMode``) that keeps captures of other streams valid."""
 GLOBAL = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
 """Capture mode that a thread has by itself."""
 
@@ -100,17 +100,17 @@ class _ShutsAfterFork(Protocol):
 
 
 class OwnsHandle(Protocol):
-    """Owner of a driver handle, which is None once it was released."""
+    """Owner of a driver handle; the handle is None after its release."""
 
     _raw: Any
 
 
 NO_STREAM = (None, object)
-"""No kept stream, and a question whose answer is no library's object."""
+"""Entry for no kept stream. Its function returns no library's object."""
 
 
 class Session(_Direct):
-    """A driver as the facade uses it; one for each driver object (:meth:`of`)."""
+    """The package's state for one driver object; :meth:`of` returns it."""
 
     __slots__ = (
         *DIRECT,
@@ -175,14 +175,14 @@ class Session(_Direct):
         return not self.unusable()
 
     def call(self, name: str, *args: Any, hint: str | Callable[[], str] = "") -> Any:
-        """Call driver function ``name`` and return the rest of its answer: None, a value, or a tuple.
+        """Call driver function ``name`` and return its results: None, a value, or a tuple.
 
-        ``hint`` is the usual cause of a failure, or a function that finds that cause.
+        ``hint``: the usual cause of a failure, or a function that returns it.
 
         Raises
         ------
         CudaError
-            The driver answered an error; the class is that of :mod:`streamalloc.core.errors` for the answer.
+            The driver returned an error; :mod:`streamalloc.core.errors` has the class for each.
         NotSupportedError
             The bindings do not have the function.
         ForkedProcessError
@@ -198,7 +198,7 @@ class Session(_Direct):
         return None if len(answer) == 1 else answer[1] if len(answer) == 2 else answer[1:]
 
     def create(self, owner: object, attribute: str, name: str, *args: Any, hint: str | Callable[[], str] = "") -> None:
-        """Call driver function ``name``, which makes a handle, and keep the handle in ``owner.attribute``.
+        """Call driver function ``name``, which creates a handle, and store the handle in ``owner.attribute``.
 
         Errors as for :meth:`call`; the attribute is set only on success.
         """
@@ -207,8 +207,8 @@ class Session(_Direct):
     def release(self, owner: OwnsHandle, name: str, *args: Any, hint: str = "") -> None:
         """Call driver function ``name``, which ends the handle in ``owner._raw``, at most once.
 
-        The handle is forgotten right before the call, so that neither another thread nor a finaliser ends it again.
-        If the driver refuses, the handle is kept, unless its context is lost.
+        The attribute is cleared right before the call, so that no other thread or finaliser ends the handle again. If
+        the driver refuses, the handle is restored, unless its context is lost.
         """
         function = self._function(name)
         # Threads are not switched between these lines.
@@ -220,7 +220,7 @@ class Session(_Direct):
         if result:
             if not isinstance(error_from(result, name), LOST):
                 owner._raw = raw
-            # A local name for the error would make a cycle of error and frame, which keeps the caller's objects.
+            # No local name for the error: error and frame would form a cycle that keeps the callers' objects.
             raise error_from(result, name, hint)
 
     def _function(self, name: str) -> Any:
@@ -232,7 +232,7 @@ class Session(_Direct):
         return function
 
     def _raise_too_old(self, name: str, error: RuntimeError) -> NoReturn:
-        """Raise NotSupportedError if the error means that libcuda lacks the function; else raise the error."""
+        """Raise NotSupportedError if libcuda lacks the function; otherwise re-raise the error."""
         if "not found" not in str(error):
             raise error
         version = self.driver.cuDriverGetVersion()[1]
@@ -247,7 +247,7 @@ class Session(_Direct):
     def context(self, ordinal: int) -> Any:
         """The primary context of a device (``cuDevicePrimaryCtxRetain``), retained once and never released.
 
-        The context must outlast every object of the device, in whatever order the garbage collector drops them.
+        The context must outlast every object of the device, and the garbage collector drops those in any order.
         """
         context = self._contexts.get(ordinal)
         if context is None:
@@ -258,7 +258,7 @@ class Session(_Direct):
         return context
 
     def current(self, ordinal: int) -> _Current:
-        """Block in which a device's primary context is the current one of this thread."""
+        """A ``with`` block in which a device's primary context is current on this thread."""
         return _Current(self, self.context(ordinal))
 
     @property
@@ -273,12 +273,12 @@ class Session(_Direct):
 
     @contextlib.contextmanager
     def relaxed(self) -> Iterator[None]:
-        """Block in which calls of this thread break no capture of other streams.
+        """A ``with`` block in which this thread's calls invalidate no capture of other streams.
 
-        It sets the capture mode of the thread (``cuThreadExchangeStreamCaptureMode``). A call that names a captured
-        stream still breaks the capture of that stream.
+        It sets the thread's capture mode (``cuThreadExchangeStreamCaptureMode``). A call that names a captured stream
+        can still invalidate that stream's capture.
         """
-        # A signal handler may raise before the mode is known; every thread's own mode is global.
+        # A signal handler may raise before the old mode is stored. The default of every thread is global.
         name, mode = "cuThreadExchangeStreamCaptureMode", GLOBAL
         with undoing(lambda: self.call(name, mode)):
             mode = self.call(name, RELAXED)
@@ -286,7 +286,7 @@ class Session(_Direct):
             self.call(name, mode)  # here, as a handler may raise before it, too
 
     def shut_with_me(self, holder: _ShutsAfterFork) -> None:
-        """Register an object that has bound driver functions, to replace them in a forked child."""
+        """Register an object with bound driver functions, to replace them in a forked child."""
         self._bound.add(holder)
 
     def bound_objects(self) -> list[Any]:
@@ -304,17 +304,17 @@ class Session(_Direct):
 
 
 def members(several: weakref.WeakSet[T]) -> list[T]:
-    """The members of a set to which other threads add."""
+    """A list of a set's members. Other threads may add to the set meanwhile."""
     while True:
         with contextlib.suppress(RuntimeError):
             return list(several)
 
 
 class PerDriver(Generic[T]):
-    """State that the objects of one driver share: ``state(session)`` is one object for each driver, made on first use.
+    """State shared by the objects of one driver. ``state(session)`` returns one object per driver, made on first use.
 
-    The call takes no lock, so finalisers may make it. If two threads make it at once, one of two new objects is
-    dropped, so ``make`` must have no effect beyond the object.
+    The call takes no lock, so finalisers may make it. Of two threads' concurrent first calls, one object is dropped. So
+    ``make`` must have no side effect.
     """
 
     def __init__(self, make: Callable[[Session], T]) -> None:
@@ -349,13 +349,13 @@ class _Current:
         self._context = context
 
     def __enter__(self) -> None:
-        # Not by Session.call, for speed: each call for a default stream comes here.
+        # Not by Session.call, which is slower: each call on a default stream comes here.
         self._session.check_process()
         driver = self._session.driver
         try:
             result = driver.cuCtxPushCurrent(self._context)[0]
         except BaseException:
-            # A signal handler has raised after the call, and no block follows that would pop the context.
+            # A signal handler raised after the call. `__exit__` will not run, so pop the context here.
             driver.cuCtxPopCurrent()
             raise
         if result:
@@ -367,7 +367,7 @@ class _Current:
         result = (refuse_after_fork if self._session.forked else self._session.driver.cuCtxPopCurrent)()[0]
         if result:
             if error is None:
-                # Without a local name for the error, see Session.release.
+                # No local name for the error, see Session.release.
                 raise error_from(result, "cuCtxPopCurrent")
             attach(error, error_from(result, "cuCtxPopCurrent"))
 
@@ -376,9 +376,9 @@ _FORKED = (
     "this object belongs to the process that was forked; CUDA cannot be used in a forked child: "
     "start it with multiprocessing's 'spawn' or 'forkserver' method"
 )
-# By id of the driver. A session lives as long as an object of its driver, and keeps the driver, so no id is reused.
+# By id of the driver. A session keeps its driver alive, so no id is reused.
 _sessions: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
-# Sessions of drivers that are modules, such as the real one. They live as long as the process.
+# Sessions of drivers that are modules, such as the real one, kept until the process ends.
 _kept: list[Session] = []
 _sessions_lock = threading.RLock()
 
@@ -395,13 +395,15 @@ def refuse_after_fork(*_args: Any, **_kwargs: Any) -> Any:
 
 
 def _ask_for_the_process() -> None:
-    """Have finalisers compare the process: those of other threads' data run in a child before it is shut."""
+    """Make finalisers compare the process id. In a child, thread-local finalisers run before the child's sessions are
+    shut.
+    """
     for session in sessions():
         if not session.forked:
             session.unusable = functools.partial(_is_unusable, os.getpid(), os.getpid, sys.is_finalizing)
 
 
-# With its functions as arguments: the globals of this module may be gone when the last finalisers run.
+# Takes its functions as arguments: module globals may be gone when the last finalisers run.
 def _is_unusable(pid: int, process: Callable[[], int], exiting: Callable[[], bool]) -> bool:
     return process() != pid or exiting()
 

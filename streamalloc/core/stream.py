@@ -1,7 +1,7 @@
 """Streams: queues of work that one device runs in order.
 
-The package makes streams, and borrows default streams and those of other libraries, which are accepted wherever ours
-are (:mod:`streamalloc.core.stream_resolution`).
+The package makes streams of its own. It accepts default streams and streams of other libraries in the same places
+(:mod:`streamalloc.core.stream_resolution`).
 """
 
 from __future__ import annotations
@@ -54,28 +54,28 @@ StreamLike: TypeAlias = Union["Stream", SupportsCudaStream, TorchStreamLike, CuP
 """A :class:`Stream`, an object with ``__cuda_stream__``, or a CuPy, PyTorch or Numba stream."""
 
 
-# Handles that name a stream of whichever context is current, rather than one stream (driver API, "Stream handles").
+# Handles that name a stream of the current context, whichever that is (driver API, "Stream handles").
 LEGACY = 1
 PER_THREAD = 2
 DEFAULT_HANDLES = (0, LEGACY, PER_THREAD)
 _NO_LISTS: Mapping[object, Any] = MappingProxyType({})
 NOT_CAPTURED = (cuda.CUresult.CUDA_SUCCESS, cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
-"""Answer of ``cuStreamIsCapturing`` for a stream that is not captured."""
+"""Answer of ``cuStreamIsCapturing`` for a stream that is not being captured."""
 _INVALID_HANDLE = cuda.CUresult.CUDA_ERROR_INVALID_HANDLE
 
 moment: Callable[[], int] = itertools.count().__next__
-"""A number that grows with each call, on any thread."""
+"""Returns a higher number at each call, on any thread."""
 
 
 class Kind(enum.Enum):
-    """Owner of the driver's stream, which never changes."""
+    """Owner of the driver's stream. It never changes."""
 
     MADE = enum.auto()
-    """The package made the stream (``cuStreamCreateWithPriority``), and alone destroys it."""
+    """Made by the package (``cuStreamCreateWithPriority``), which alone destroys it."""
     DEFAULT = enum.auto()
-    """A default stream of a context, which nobody destroys."""
+    """A default stream of a context. It is never destroyed."""
     BORROWED = enum.auto()
-    """Other code made the stream, destroys it, and may capture it."""
+    """Made by other code, which destroys it and may capture it."""
 
 
 _MADE = Kind.MADE
@@ -87,9 +87,9 @@ class Stream(Closes, Shown):
     """A stream of one device.
 
     Made by :meth:`Device.create_stream`, :attr:`Device.default_stream` or :attr:`Device.per_thread_stream`;
-    :meth:`of_handle` borrows other libraries' streams. Closing destroys a stream that
-    :meth:`Device.create_stream` made (``cuStreamDestroy``): the driver finishes the work that is queued, and nothing
-    waits for it. Nothing here ends any other stream.
+    :meth:`of_handle` borrows other libraries' streams. Closing destroys a stream that :meth:`Device.create_stream` made
+    (``cuStreamDestroy``). The host does not wait, and the driver still finishes the queued work. Other streams are
+    never destroyed by this object.
     """
 
     __slots__ = (
@@ -128,7 +128,7 @@ class Stream(Closes, Shown):
     device: Device
     """The device that runs the stream's work."""
     name: str
-    """The name that :meth:`Device.create_stream` was given; empty for a stream without one."""
+    """Name given to :meth:`Device.create_stream`; may be empty."""
 
     def __init__(self, *_: object, **__: object) -> None:
         raise TypeError("a Stream is made by Device.create_stream, or borrowed by Stream.of_handle")
@@ -136,52 +136,51 @@ class Stream(Closes, Shown):
     def _prepare(self, device: Device, kind: Kind, raw: Any, owner: object, *, plain: bool, name: str = "") -> None:
         self.device = device
         self.name = name
-        # Before it has the handle: the finaliser of a stream whose making was interrupted looks at the kind.
+        # Set before the handle: if construction is interrupted, the finaliser reads the kind.
         self._kind = kind
         self._owner = owner
         """Object that keeps the driver's stream alive."""
         self._plain = plain
-        """Whether fast paths may take the stream as long as nothing else forbids it."""
+        """Whether fast paths may use the stream if nothing else forbids it."""
         self._session = device._session
         self._capture: Capture | None = None
         self._closed = True
         self._last: list[Event] = []
-        """Once the stream is closed or dropped, an event after all its work; see :func:`end_of`."""
+        """After close or drop: an event after all work, see :func:`end_of`."""
         self._spare = Spares()
         self._in_use = threading.RLock()
-        """Held by who closes the stream or begins to capture it, and by what uses it on other threads than its owner's.
-        """
+        """Held while the stream is closed, a capture begins, or another thread uses it."""
         self._forbid_direct()
         self._asks: Callable[[], Any] = int
-        """Question before a call goes straight to the driver, where there is one: ``cuCtxGetCurrent`` for a default
-        stream, that of ``open_check`` for a stream that its library may close.
+        """Called before a direct call, if needed: ``cuCtxGetCurrent`` for a default stream, the function of
+        ``open_check`` for a stream that its library may close.
         """
         self._closed_at: int | None = None
-        """The :func:`moment` at which its library was found to have closed it: when its work ends is not known."""
-        # Question and answer while its library has it open; None for streams that nobody else closes.
+        """The :func:`moment` at which a close by the library was noticed."""
+        # Function, and its result while the library has the stream open; None if no other code closes it.
         self.open_check: tuple[Callable[[], Any], Any] | None = None
         self._threads: Threads | None = None
-        """For the per-thread default stream, and those that stand for one of its threads."""
+        """Thread-local data; set for per-thread default streams only."""
         self._thread = 0
-        """Number of the thread that it stands for, see :func:`of_this_thread`; else 0."""
+        """Number of its thread, see :func:`of_this_thread`; 0 for other streams."""
         self._weak_owner: Callable[[], object] | None = None
-        """Reference to the library's object of a kept stream; None for streams that hold their owner."""
+        """Reference to the kept library object; None if the stream holds it."""
         self._dropping: list[None] = []
-        """An entry for each finaliser that frees memory on the stream now, for :meth:`close`."""
+        """One entry per finaliser that is freeing memory on the stream."""
         self._raw = raw
         self._endings: list[Deferred] = []
         """Items that end before the stream is closed."""
         self._before_work: list[Deferred] = []
-        """Items to attempt before more work is queued, see :func:`queue_behind`."""
+        """Items to attempt before more work, see :func:`queue_behind`."""
         self._attempting: list[int] = []
-        """Identifiers of the threads that attempt ``_before_work``."""
+        """Identifiers of threads that are attempting ``_before_work``."""
 
     def _open(self, *, non_blocking: bool = False) -> None:
         number = self._number = int(self._raw)
-        # The legacy stream is never captured, and captures of our own streams are recorded here.
+        # The legacy stream cannot be captured, and captures of our own streams are recorded by this package.
         self._foreign_captures = self._kind is _BORROWED or number == PER_THREAD
-        # A query of a blocking stream does not see the work of the legacy stream, for which later work waits; a query
-        # of the legacy stream sees the work of all blocking streams.
+        # Later work of a blocking stream waits for the legacy stream, but a query of it does not cover the legacy
+        # stream. A query of the legacy stream covers all blocking streams.
         self._sees_all = non_blocking or number in (0, LEGACY)
         self._closed = False
         self._allow_direct()
@@ -204,7 +203,8 @@ class Stream(Closes, Shown):
 
     @classmethod
     def of_handle(cls, device: Device, handle: int, owner: object, *, direct: bool = False) -> Self:
-        """A stream of ``device`` that other code made; neither closing nor dropping the object destroys it.
+        """Borrow a stream of ``device`` that other code made. Closing or dropping the object does not destroy the
+        stream.
 
         Parameters
         ----------
@@ -213,11 +213,12 @@ class Stream(Closes, Shown):
         handle
             The driver's ``CUstream`` as a number; 0, 1 and 2 are the default streams.
         owner
-            An object that keeps the driver's stream alive; it is referenced. None if the caller does that.
+            An object that keeps the driver's stream alive, referenced by this object. None if the caller keeps it
+            alive.
         direct
-            Whether allocations may go straight to the driver as on a stream of :meth:`Device.create_stream`, and be
-            cached for it. The caller has to check before each that the stream is not being captured. No difference
-            for default streams, of which there is one object for each device.
+            Whether allocations use the fast path and caches, as on a stream of :meth:`Device.create_stream`. The caller
+            must check before each that the stream is not being captured. No effect for default streams, which have one
+            object per device.
         """
         if handle in DEFAULT_HANDLES:
             from streamalloc.core.stream_resolution import default_stream
@@ -231,15 +232,15 @@ class Stream(Closes, Shown):
     # -- fast paths --------------------------------------------------------------------------------------------
 
     def _forbid_direct(self) -> None:
-        """Have every call take its slow path; :mod:`streamalloc.core.session` describes the slots."""
+        """Make every call take its slow path; :mod:`streamalloc.core.session` describes the slots."""
         self._handle: Any = None
-        """``CUstream``: calls that queue work may go straight to the driver; else None."""
+        """``CUstream`` for direct calls that queue work; None to forbid them."""
         self._answer: Any = None
-        """Answer to ``_asks`` with which a call may go straight to the driver; None while no call may."""
+        """Result of ``_asks`` that allows a direct call; None to forbid them."""
         self._direct: Session | None = None
-        """Session: allocations may go straight to the driver without a question; else None."""
+        """Session for direct allocations without a check; None to forbid them."""
         self.free_lists: Mapping[object, Any] = _NO_LISTS
-        """Free lists of caches by their keys, for the fast paths of caches; empty if those may not be used."""
+        """Free lists for the caches' fast paths, by key; empty if forbidden."""
 
     _shut_after_fork = _forbid_direct
 
@@ -248,9 +249,9 @@ class Stream(Closes, Shown):
             return
         if self._kind is _DEFAULT:
             if deferred_queue(self._session).captures:
-                self._answer = None  # The slow path asks whether a blocking stream is captured.
+                self._answer = None  # The slow path checks whether a blocking stream is captured.
                 return
-            # The handle stands for a stream of whichever context is current.
+            # The handle names a stream of the current context.
             self._asks = self._session.cuCtxGetCurrent
             self._answer = (cuda.CUresult.CUDA_SUCCESS, self._session.context(self.device.ordinal))
             self._session.shut_with_me(self)
@@ -263,21 +264,21 @@ class Stream(Closes, Shown):
             self._direct = self._session
 
     def _asked_handle(self) -> Any | None:
-        """``CUstream`` of a stream without ``_handle`` if a call may go straight to the driver now.
+        """``CUstream`` of a stream without ``_handle`` if direct calls are allowed now, else None.
 
-        That is a default stream whose context is the thread's current one, or a stream that its library has not closed.
+        They are allowed on a default stream whose context is current, and on a stream that its library has not closed.
         """
         answer, asks = self._answer, self._asks
         try:
             return self._raw if answer is not None and asks() == answer else None
-        except Exception:  # the library's object has died, or does not answer
+        except Exception:  # the library's object is gone or raises
             return None
 
     def _drop_handle(self, buffer: Any) -> Any | None:
         """As :meth:`_asked_handle`, for a finaliser that frees a buffer.
 
-        A free on the legacy stream would break the capture of a blocking stream; ``cuStreamIsCapturing`` answers an
-        error then. The handle of a per-thread stream stands for another stream on each thread.
+        A free on the legacy stream would invalidate captures of blocking streams; during one, ``cuStreamIsCapturing``
+        returns an error for the legacy stream. The per-thread handle names another stream on each thread.
         """
         answer, asks, raw, threads = self._answer, self._asks, self._raw, self._threads
         try:
@@ -293,14 +294,14 @@ class Stream(Closes, Shown):
     # -- streams of other libraries ----------------------------------------------------------------------------
 
     def _outlived(self, destroyed: bool = False) -> None:
-        """Close a kept stream whose library's object has died; ``destroyed``: and with it the driver's stream."""
+        """Close a kept stream whose library object is gone. ``destroyed``: the driver's stream is gone too."""
         if self._session.usable:
             if not self._closed and (destroyed or self.open_check is not None or self._endings):
                 self._close_by_library()
             self.close()
 
     def _replaced(self) -> None:
-        """End what ends with the stream, while another object of its library names the driver's stream."""
+        """Attempt the items that end with this stream. Another object of the library now has its handle."""
         for item in tuple(self._endings):
             with contextlib.suppress(CudaError):
                 deferred_queue(self._session).end(item)
@@ -308,18 +309,18 @@ class Stream(Closes, Shown):
             self._outlived()
 
     def _holding(self) -> Stream:
-        """This stream, or for a kept one a stream that keeps the library's object alive."""
+        """This stream, or one that also keeps the library's object alive."""
         owner = self._weak_owner and self._weak_owner()
         return self if owner is None else self._of_library(owner)
 
     def _of_library(self, owner: object) -> Stream:
-        """This stream of a library as one that keeps the library's object."""
+        """A copy of this stream that keeps the library's object alive."""
         stream = Stream.of_handle(self.device, self._number, owner)
         stream._ask_before_use(open_check(owner, self._number, weak=False))
         return stream
 
     def _ask_before_use(self, check: tuple[Callable[[], Any], Any] | None) -> None:
-        """Ask before each use whether the library has closed the stream."""
+        """Before each use, check whether the library has closed the stream."""
         if check is not None:
             self._forbid_direct()
             self.open_check = check
@@ -327,11 +328,11 @@ class Stream(Closes, Shown):
             closable_streams(self._session).add(self)
 
     def _close_by_library(self) -> None:
-        """Close a stream that its library has closed: the end of its work is not known."""
+        """Close a stream that its library has closed. The end of its work is unknown."""
         self._closed_at = now = moment()
         latest = latest_closed(self._session)
         latest[now] = self
-        # Another thread may be here with a later one, which stays.
+        # Another thread may have added a later one, which stays.
         for moment_of_other in [*latest]:
             other = latest.get(moment_of_other) if moment_of_other < now else None
             if other is not None and other.device.ordinal == self.device.ordinal:
@@ -355,7 +356,7 @@ class Stream(Closes, Shown):
         return self._number
 
     def _notify_lent(self, raw: Any, used: bool) -> None:
-        """Notify the listener that other code has the stream, or (``used``) queues work on it."""
+        """Notify the listener that other code got the handle, or (``used``) queues work on the stream."""
         listener = self._session.listener
         if listener is not None:
             with self._context():
@@ -363,12 +364,12 @@ class Stream(Closes, Shown):
 
     @property
     def is_default(self) -> bool:
-        """Whether it is one of the device's default streams (legacy or per-thread)."""
+        """Whether this is a default stream of the device (legacy or per-thread)."""
         return self._kind is _DEFAULT
 
     @property
     def closed(self) -> bool:
-        """Whether :meth:`close` was called, or the library closed its stream."""
+        """Whether :meth:`close` was called, or the stream's library closed it."""
         if self.open_check is not None and not self._closed:
             asks, answer = self.open_check
             try:
@@ -385,8 +386,8 @@ class Stream(Closes, Shown):
         return int(self._call("cuStreamIsCapturing")) != 0
 
     def _captured(self) -> bool:
-        """Whether the stream is being captured, without a driver call for a stream that was made here."""
-        # A capture of other code on its own stream, or on a default stream, is not recorded here.
+        """Whether the stream is being captured. For a stream made here this needs no driver call."""
+        # Captures of other code on its own streams or on default streams are not recorded by this package.
         return self._capture is not None or (self._kind is not _MADE and self.capturing)
 
     @property
@@ -396,12 +397,12 @@ class Stream(Closes, Shown):
 
     @property
     def blocking(self) -> bool:
-        """Whether the stream waits for, and holds up, the legacy default stream (``cuStreamGetFlags``).
+        """Whether the stream and the legacy default stream wait for each other (``cuStreamGetFlags``).
 
         Raises
         ------
         CaptureError
-            The stream is being captured: the driver would end the capture.
+            The stream is being captured: the call would invalidate the capture.
         """
         if self._capture is not None:
             raise refused(CaptureError, "cuStreamGetFlags", "it would end the capture of the stream; ask afterwards")
@@ -417,10 +418,10 @@ class Stream(Closes, Shown):
         return self._raw
 
     def _attempt_before_work(self, *items: Deferred) -> None:
-        """Attempt ``items``, by default all of ``_before_work``; allow fast paths again if none is left."""
+        """Attempt ``items``, by default all of ``_before_work``. If none is left, allow fast paths again."""
         me = threading.get_ident()
         try:
-            self._attempting += (me,)  # without a call, whose return a signal handler could follow
+            self._attempting += (me,)  # no call here: a signal handler could raise after it
             for item in items or tuple(self._before_work):
                 # If the driver refuses, the item is attempted again.
                 with contextlib.suppress(CudaError), self._session.relaxed():
@@ -435,7 +436,7 @@ class Stream(Closes, Shown):
             self._forbid_direct()
 
     def _context(self) -> contextlib.AbstractContextManager[None]:
-        """The device's context made current, where the handle means nothing without one."""
+        """Make the device's context current if the handle depends on it."""
         return self.device.current() if self._kind is _DEFAULT else contextlib.nullcontext()
 
     def _call(self, name: str, *args: Any) -> Any:
@@ -447,8 +448,7 @@ class Stream(Closes, Shown):
     def record(self, event: Event | None = None, *, timing: bool = False) -> Event:
         """Record an event after the work queued so far, and return it (``cuEventRecord``).
 
-        ``event`` is recorded again if given; otherwise one is made, which can measure time if ``timing``. Events that
-        were made here and closed are used again.
+        Default: a new event, which can measure time if ``timing``. Closed events of this stream are reused.
         """
         handle, spare = self._handle or self._asked_handle(), self._spare
         if handle is None or timing:
@@ -473,7 +473,7 @@ class Stream(Closes, Shown):
             result = session.cuEventRecord(again._raw, handle)[0]
             if not result:
                 return again
-            # It may be one of a context that was reset: it is destroyed, and a new one made.
+            # The event belongs to a context that was reset. Destroy it and make a new one.
             again._spare = None
             if result != _INVALID_HANDLE:
                 raise error_from(result, "cuEventRecord")
@@ -495,9 +495,9 @@ class Stream(Closes, Shown):
         return event
 
     def wait(self, other: Event | EventLike | StreamLike) -> None:
-        """Let later work of this stream wait for an event, or for all that another stream has queued so far.
+        """Order later work of this stream after an event, or after all queued work of another stream.
 
-        Events of cuda.core and of the bindings are taken too. The host does not wait (``cuStreamWaitEvent``).
+        Events of cuda.core and of the bindings are accepted. The host does not wait (``cuStreamWaitEvent``).
         """
         handle, session = self._handle or self._asked_handle(), self._session
         if handle is not None:
@@ -520,12 +520,12 @@ class Stream(Closes, Shown):
         self._wait_slowly(other)
 
     def _order(self, handle: Any) -> bool:
-        """Let the stream with this ``CUstream`` wait for all queued work, by an event that was used before.
+        """Order the stream with this ``CUstream`` after all queued work, by a spare event.
 
         Returns
         -------
         bool
-            False if there is no such event, or calls may not go straight to the driver.
+            False if there is no spare event, or direct calls are not allowed.
         """
         spare, session, ours = self._spare, self._session, self._handle or self._asked_handle()
         if ours is None or not spare:
@@ -538,7 +538,7 @@ class Stream(Closes, Shown):
         try:
             result, call = session.cuEventRecord(raw, ours)[0], "cuEventRecord"
             if not result:
-                # The other stream goes on waiting for this record after the event is recorded again.
+                # The wait refers to this record, even if the event is recorded again later.
                 result, call = session.cuStreamWaitEvent(handle, raw, 0)[0], "cuStreamWaitEvent"
         finally:
             if result:
@@ -566,7 +566,7 @@ class Stream(Closes, Shown):
         if other._capture is None or other._capture is self._capture:
             self._call("cuStreamWaitEvent", other._checked_raw(), 0)
             return
-        # Waiting for an event of a captured stream pulls this stream into the same capture.
+        # A wait for an event of a captured stream adds this stream to the capture.
         with self._in_use:
             self._call("cuStreamWaitEvent", other._checked_raw(), 0)
             other._capture.adopt(self)
@@ -574,8 +574,8 @@ class Stream(Closes, Shown):
     def synchronize(self) -> None:
         """Block the host until all work queued so far is done (``cuStreamSynchronize``).
 
-        This is also where the driver sees that frees have run: it makes their memory available to every stream and
-        releases what exceeds the release threshold.
+        The driver then makes the memory of completed frees available to every stream, and releases memory above the
+        release threshold.
         """
         handle = self._handle or self._asked_handle()
         if handle is not None:
@@ -587,9 +587,9 @@ class Stream(Closes, Shown):
         work(self._session, OFTEN)
 
     def __await__(self) -> Generator[Any, None, None]:
-        """Wait in a coroutine of :mod:`asyncio` for the work queued so far; the loop runs other tasks meanwhile.
+        """Wait in a coroutine of :mod:`asyncio` for the work queued so far. The loop runs other tasks meanwhile.
 
-        As ``await stream.record()`` (:meth:`Event.__await__`). Work that is queued during the wait is not waited for.
+        Equivalent to ``await stream.record()`` (:meth:`Event.__await__`). Work queued during the wait is not included.
         """
         refuse_capture(self, "cuEventQuery", "await it after the capture")
         return finished_once(self.record()).__await__()
@@ -606,15 +606,16 @@ class Stream(Closes, Shown):
         return True
 
     def launch_host_func(self, function: Callable[[], object]) -> None:
-        """Queue a Python function that the driver calls on a thread of its own, in stream order (``cuLaunchHostFunc``).
+        """Queue a Python function in stream order; the driver calls it on its own thread (``cuLaunchHostFunc``).
 
-        The function must not call the driver. An exception in it goes to ``sys.unraisablehook``; the stream goes on.
+        The function must not call the driver. An exception in it goes to ``sys.unraisablehook``, and the stream
+        continues.
 
         Raises
         ------
         CaptureError
-            The stream is being captured: the bindings free what a host function needs after its first call, so that a
-            graph's second launch would crash.
+            The stream is being captured. The bindings free the host function's data after its first call, so a second
+            launch of the graph would crash.
         """
         if not callable(function):
             raise TypeError(f"function must be callable, not {type(function).__name__} ({function!r})")
@@ -628,11 +629,11 @@ class Stream(Closes, Shown):
         queue_host_function(function, lambda *arguments: self._call("cuLaunchHostFunc", *arguments))
 
     def capture(self, mode: CaptureMode = "global") -> contextlib.AbstractContextManager[Graph]:
-        """Record what is queued in a ``with`` block into a graph instead of running it (``cuStreamBeginCapture``).
+        """Record the work of a ``with`` block into a graph instead of running it (``cuStreamBeginCapture``).
 
-        Yields the :class:`Graph`, which is complete when the block ends. Allocations and frees
-        become nodes of the graph. The driver refuses calls that a graph cannot contain: those of all threads with
-        ``mode="global"``, those of this thread with ``"thread_local"``, and none with ``"relaxed"``.
+        Yields the :class:`Graph`, which is complete when the block ends. Allocations and frees become nodes of the
+        graph. The driver refuses calls that are unsafe during a capture: on all threads with ``mode="global"``, on this
+        thread with ``"thread_local"``, on none with ``"relaxed"``.
         """
         from streamalloc.core.graph import Capturing
 
@@ -656,15 +657,15 @@ class Stream(Closes, Shown):
             if self.closed:  # by another thread meanwhile
                 return
             for item in tuple(self._endings):
-                # If the driver refuses, the item is attempted again later.
+                # If the driver refuses, a later point of work attempts the item again.
                 with contextlib.suppress(CudaError):
                     deferred_queue(self._session).end(item)
             self._endings.clear()
-            # Buffers that remain need to know when the stream's work was done, to be freed after it.
+            # Remaining buffers are freed after this event.
             self._last[:] = [self.record()]
             defer_end(self._session, self._last[0])
             self._spare.end(self._session)
-            # A finaliser enters itself before it reads the handle, so that none uses it after these lines.
+            # A finaliser adds its entry before it reads the handle, so after these lines no new one uses the handle.
             self._forbid_direct()
             self._closed = True
             if self._dropping:
@@ -676,7 +677,7 @@ class Stream(Closes, Shown):
             raise error_from(result, "cuStreamDestroy")
 
     def _thread_ended(self, here: bool) -> None:
-        """Close the per-thread default stream of one thread. Called by a finaliser, ``here`` if on that thread."""
+        """Close the per-thread default stream of one thread. For finalisers; ``here``: on that thread."""
         if here and self._endings:
             with contextlib.suppress(CudaError), self._session.relaxed():
                 if not self.capturing:
@@ -687,7 +688,7 @@ class Stream(Closes, Shown):
             self._end_use()
 
     def _record_end(self, raw: Any) -> None:
-        """Record an event after all work of a stream that ends, for what has to come after it."""
+        """Record an event after all work of a stream that is ending."""
         last = Event(self.device)
         with self._context():
             self._session.call("cuEventRecord", last._raw, raw)
@@ -695,7 +696,7 @@ class Stream(Closes, Shown):
         defer_end(self._session, last)
 
     def _end_use(self) -> None:
-        """Close a stream that other code made. A finaliser may be the caller."""
+        """Close a stream that other code made. For finalisers too."""
         self._forbid_direct()
         self._closed = True
         self._spare.end(self._session)
@@ -704,12 +705,12 @@ class Stream(Closes, Shown):
         self._endings.clear()
 
     def __cuda_stream__(self) -> tuple[int, int]:
-        """Protocol version 0 and the handle, for other libraries."""
+        """Protocol version 0 and the handle, for other libraries' use."""
         self._notify_lent(self._checked_raw(), used=True)
         return (0, self._number)
 
     def __del__(self) -> None:
-        # A stream whose making was interrupted has a handle, and counts as closed.
+        # A stream whose construction was interrupted may have a handle; it counts as closed.
         raw = getattr(self, "_raw", None)
         if raw is None or not self._session.usable:
             return
@@ -717,7 +718,7 @@ class Stream(Closes, Shown):
             self._spare.end(self._session)
             return
         if not self._closed or not self._last:
-            # Buffers of the same garbage cycle may come after their stream, and so does what ends with it.
+            # Buffers of this garbage cycle may be finalised later, and need an event after the stream's work.
             if self._capture is None:
                 with contextlib.suppress(CudaError), self._session.relaxed():
                     if self._endings or self._session.driver.cuStreamQuery(raw)[0]:
@@ -747,34 +748,34 @@ class Stream(Closes, Shown):
 
 
 class Threads(threading.local):
-    """The threads that use the per-thread default stream of a device: what the calling one has."""
+    """Thread-local data of a device's per-thread default stream."""
 
     number = 0
-    """A number that no other thread has or had; 0 before :func:`of_this_thread`."""
+    """Number of the thread, never reused; 0 before :func:`of_this_thread`."""
     stream: Stream | None = None
     end: object = None
 
 
 created_streams: PerDriver[weakref.WeakSet[Stream]] = PerDriver(lambda _: weakref.WeakSet())
-"""Open and closed streams of :meth:`Device.create_stream`."""
+"""Streams of :meth:`Device.create_stream`, open or closed."""
 closable_streams: PerDriver[weakref.WeakSet[Stream]] = PerDriver(lambda _: weakref.WeakSet())
 """Streams that their library may close."""
 awaited_ends: PerDriver[set[Stream]] = PerDriver(lambda _: set())
-"""Streams that their library has closed, until the end of their work is known, if memory waits for that."""
+"""Streams closed by their library while memory waits for their work."""
 latest_closed: PerDriver[dict[int, Stream]] = PerDriver(lambda _: {})
-"""The stream of each device that its library was found last to have closed, by the moment of that."""
+"""The latest stream per device that its library closed, by :func:`moment`."""
 
 
 # -- what the areas need of streams --------------------------------------------------------------------------
 
 
 def raw_handle(stream: Stream) -> Any:
-    """The driver's ``CUstream``; raises :class:`ClosedError` where the stream was closed."""
+    """The stream's ``CUstream``; raises :class:`ClosedError` if it was closed."""
     return stream._checked_raw()
 
 
 def stream_call(stream: Stream, name: str, *args: Any) -> Any:
-    """A driver call whose first argument is the stream."""
+    """Call driver function ``name`` with the stream as its first argument."""
     return stream._call(name, *args)
 
 
@@ -784,22 +785,25 @@ def is_borrowed(stream: Stream) -> bool:
 
 
 def direct_spares(stream: StreamLike, session: Session) -> Spares | None:
-    """The spare events, which outlive it, of an open stream that we made and that is not being captured; else None."""
+    """The spare events of an open stream that is not being captured; None for borrowed streams. They outlive the
+    stream.
+    """
     if type(stream) is Stream and stream._direct is session and stream._kind is not _BORROWED:
         return stream._spare
     return None
 
 
 def end_with_stream(stream: Stream, item: Deferred) -> None:
-    """Have ``item`` end before the stream is closed, or after it was dropped."""
+    """Attempt ``item`` before the stream is closed, or after it was dropped."""
     deferred_queue(stream._session).end_with(stream, item)
     stream._endings.append(item)
 
 
 def keeps_alive(stream: Stream) -> Stream | None:
-    """A stream that keeps the object for which ``stream`` is kept; None where its death destroys no stream.
+    """A stream that keeps alive the library object of ``stream``; None if the object's end destroys no stream.
 
-    CuPy's and Numba's objects destroy their stream when they die. Those of other libraries may be closed at any time.
+    CuPy's and Numba's objects destroy their stream in their finaliser. Streams of other libraries may be closed at any
+    time.
     """
     owner = stream._weak_owner and stream._weak_owner()
     if owner is None or stream.open_check is not None or only_names(owner):
@@ -808,20 +812,20 @@ def keeps_alive(stream: Stream) -> Stream | None:
 
 
 def sees_all_work(stream: Stream) -> bool:
-    """Whether a query of the stream covers all work that later work of the stream waits for."""
+    """Whether a query of the stream covers all work that the stream's later work waits for."""
     return stream._sees_all
 
 
 def refuse_capture(stream: Stream, call: str, why: str) -> None:
-    """Raise :class:`CaptureError` where the stream is being captured; ``call`` is what would not be replayed."""
+    """Raise :class:`CaptureError` if the stream is being captured; ``call`` names the call for the error."""
     if stream._captured():
         raise refused(CaptureError, call, f"the stream is being captured; {why}")
 
 
 def end_of(stream: Stream) -> list[Event]:
-    """The list that gets an event after all work of a stream when the stream is closed or dropped.
+    """The list that gets an event after all of a stream's work when the stream is closed or dropped.
 
-    The list stays empty if the driver refuses to record the event.
+    The list stays empty if the driver refuses the record.
     """
     return stream._last
 
@@ -830,11 +834,11 @@ _named: PerDriver[weakref.WeakValueDictionary[int, Stream]] = PerDriver(lambda _
 
 
 def name_of_stream(session: Session, handle: int) -> str:
-    """The name of the open stream with a handle; empty for a stream without one."""
+    """The name of the open stream with this handle; empty if it has none."""
     stream = _named(session).get(handle)
     return "" if stream is None or stream.closed else stream.name
 
 
 def spare_events(stream: Stream) -> set[int]:
-    """Handles of the closed events that a stream keeps to record again."""
+    """Handles of a stream's spare events."""
     return {int(raw) for raw in tuple(getattr(stream, "_spare", ()))}

@@ -1,4 +1,4 @@
-"""Ends of streams: deferred until the work of a stream is done, or until finalisers have left it."""
+"""Deferred ends of streams: after the stream's work, or after the finalisers that use the stream."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from streamalloc.core.session import PerDriver, Session
 
 
 class LateEnd(HandleEnd):
-    """The end of a stream that was closed while finalisers on other threads freed memory on it."""
+    """Destruction of a stream that was closed while finalisers on other threads freed memory on it."""
 
     __slots__ = ("_dropping",)
 
@@ -26,7 +26,7 @@ class LateEnd(HandleEnd):
 
 
 class _StreamEnd(Deferred):
-    """The end of the work of a stream that was closed or dropped before it was done."""
+    """Item that ends with the work of a stream that was closed or dropped earlier."""
 
     __slots__ = ("__weakref__", "event")
 
@@ -45,7 +45,7 @@ pending_ends: PerDriver[weakref.WeakSet[_StreamEnd]] = PerDriver(lambda _: weakr
 
 
 def defer_end(session: Session, last: Event) -> None:
-    """Submit the event after the work of a stream that ends to the deferred queue, unless it has passed."""
+    """Submit the last event of an ending stream to the deferred queue, unless it has completed."""
     with session.relaxed():
         if not last.query():
             item = _StreamEnd(last)
@@ -54,8 +54,8 @@ def defer_end(session: Session, last: Event) -> None:
 
 
 def has_passed(event: Event) -> bool:
-    """Whether an event has passed. Then the host synchronises with it, which shows the pools the frees before it."""
-    with contextlib.suppress(ClosedError):  # by the owner of the stream, which has synchronised
+    """Whether an event has completed; then synchronise with it, so that pools can reuse the memory of earlier frees."""
+    with contextlib.suppress(ClosedError):  # closed by the stream's owner, which has synchronised
         if not event.query():
             return False
         event._session.call("cuEventSynchronize", event._checked_raw())

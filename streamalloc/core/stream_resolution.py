@@ -1,8 +1,7 @@
-"""Streams by what names them: an object of any library, a handle of the driver, a default stream of a device.
+"""Resolution of streams: from an object of any library, a driver handle, or a device's default stream.
 
-:func:`as_stream` finds the :class:`Stream` for an argument, :func:`queue_handle` and :func:`direct_handle` the
-``CUstream`` for a call that goes straight to the driver. :mod:`streamalloc.core.library_streams` reads the objects of
-other libraries.
+:func:`as_stream` finds the :class:`Stream` for an argument, :func:`queue_handle` and :func:`direct_handle` find the
+``CUstream`` for a direct driver call. :mod:`streamalloc.core.library_streams` reads the objects of other libraries.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def as_stream(stream: StreamLike, session: Session) -> Stream:
 
     number = handle_of_library_stream(stream)
     if number in DEFAULT_HANDLES:
-        # The handle names no device: its library may; else it is the device of the current context.
+        # A default stream's handle names no device. Use the library's device, or the current context's.
         named = device_of_library_stream(stream)
         ordinal = _current_ordinal(session) if named is None else Device(named, driver=session.driver).ordinal
         found = default_stream(Device._of(ordinal, session), number)
@@ -56,7 +55,7 @@ def as_stream(stream: StreamLike, session: Session) -> Stream:
     else:
         known = kept_stream(stream, session)
         if known is None:
-            # Not cuStreamGetDevice: asking a stream that is captured for its device breaks the capture.
+            # Not cuStreamGetDevice: on a captured stream it invalidates the capture.
             ordinal = session.device_of(session.call("cuStreamGetCtx", cuda.CUstream(number)))
             known = Stream.of_handle(Device._of(ordinal, session), number, None)
             keep_stream(stream, number, known, session)
@@ -67,7 +66,7 @@ def as_stream(stream: StreamLike, session: Session) -> Stream:
 
 
 def _current_ordinal(session: Session) -> int:
-    """The ordinal of the current context's device; 0 in a thread without a context, as in the runtime API."""
+    """The ordinal of the current context's device; without a context 0, as in the runtime API."""
     session.check_process()
     result, device = session.driver.cuCtxGetDevice()
     if result == cuda.CUresult.CUDA_ERROR_INVALID_CONTEXT:
@@ -76,11 +75,11 @@ def _current_ordinal(session: Session) -> int:
 
 
 _default_streams: PerDriver[dict[tuple[int, int], Stream]] = PerDriver(lambda _: {})
-"""Default streams by ordinal of the device and handle."""
+"""Default streams by device ordinal and handle."""
 
 
 def default_stream(device: Device, handle: int) -> Stream:
-    """The default stream of a device by its handle: 0 and 1 are the legacy one, 2 is the per-thread one."""
+    """The default stream of a device: handles 0 and 1 are the legacy one, 2 is the per-thread one."""
     streams = _default_streams(device._session)
     found = streams.get((device.ordinal, handle))
     if found is None:
@@ -94,13 +93,13 @@ def default_stream(device: Device, handle: int) -> Stream:
 
 
 def captures_changed(session: Session) -> None:
-    """Allow direct calls on default streams, or forbid them while a capture of ours is under way."""
+    """Allow direct calls on default streams, or forbid them while this package captures a stream."""
     for stream in [*_default_streams(session).values()]:
         stream._allow_direct()
 
 
 def _destroy_spare_events() -> None:
-    """Destroy the events that kept streams have for their next record, before a report of what is left."""
+    """Destroy the spare events of default and kept streams, before a leak report."""
     for session in sessions():
         for stream in {*_default_streams(session).values(), *kept_streams(session)}:
             if session.usable:
@@ -111,7 +110,7 @@ SETTLERS.append(_destroy_spare_events)
 
 
 def direct_handle(stream: StreamLike, session: Session) -> Any | None:
-    """``CUstream`` for direct calls to the driver of ``session``; None if such calls are not allowed.
+    """``CUstream`` for direct calls to the session's driver; None if such calls are not allowed.
 
     They are allowed for an open stream of this package that is not being captured.
     """
@@ -119,7 +118,7 @@ def direct_handle(stream: StreamLike, session: Session) -> Any | None:
 
 
 def queue_handle(stream: StreamLike, session: Session) -> Any | None:
-    """The driver's ``CUstream`` if calls that queue work may go straight to the driver; else None."""
+    """``CUstream`` if calls that queue work may go directly to the driver; else None."""
     if type(stream) is Stream:
         known: Any = stream
     else:
@@ -140,7 +139,7 @@ def direct_view(stream: StreamLike, session: Session) -> tuple[Any | None, bool]
 
 
 def order_handle_after(handle: int, ours: Stream) -> None:
-    """Let later work of the stream with a ``CUstream`` of other code wait for all queued work of ``ours``."""
+    """Order later work of another library's stream, given by its ``CUstream``, after all queued work of ``ours``."""
     default = handle in DEFAULT_HANDLES
     theirs = default_stream(ours.device, handle)._asked_handle() if default else cuda.CUstream(handle)
     if theirs is None or not ours._order(theirs):

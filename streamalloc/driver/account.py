@@ -55,9 +55,13 @@ class Account:
 
     def may_end(self, name: str, handle: int) -> bool:
         """Whether a call may end this handle."""
-        if handle in self._uncounted:
+        if handle in self._uncounted or self.owns(name, handle):
             return True
-        return any(self._live[kind, handle] > 0 or self.interrupted[kind] > 0 for kind in ENDERS[name])
+        return any(self.interrupted[kind] > 0 for kind in ENDERS[name])
+
+    def owns(self, name: str, handle: int) -> bool:
+        """Whether this handle has an owner that a call can end."""
+        return any(self._live[kind, handle] > 0 for kind in ENDERS[name])
 
     def note(self, name: str, args: tuple[Any, ...], answer: tuple[Any, ...], captured: bool) -> None:
         """Record a call that has succeeded; ``captured``: it was added to a graph."""

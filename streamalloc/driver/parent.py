@@ -44,8 +44,8 @@ class ParentTest(NamedTuple):
         if kind in self.checks:
             path = os.path.join(self.directory, f"{os.getpid()}.{kind}")
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-            with contextlib.suppress(OSError), open(os.open(path, flags, 0o600), "a") as file:
-                file.write(f"{text}\n")
+            with contextlib.suppress(OSError), open(os.open(path, flags, 0o600), "ab") as file:
+                file.write(f"{text}\n".encode(errors="backslashreplace"))
 
 
 def configuration() -> dict[str, Any]:

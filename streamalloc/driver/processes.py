@@ -1,7 +1,8 @@
-"""Other processes: whether they run."""
+"""Processes: whether others run, and the memory that is mapped in this one."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 _EXITING = 4
@@ -22,3 +23,13 @@ def runs(stat: bytes) -> bool:
     state, *_, flags = stat.rpartition(b")")[2].split()[:7]
     # The kernel closes the files of an exiting process, and so releases its locks, before the state changes.
     return state not in (b"Z", b"X") and not int(flags) & _EXITING
+
+
+def mapped_ranges() -> Iterator[tuple[int, int, str]]:
+    """Start, end and rights, such as ``"rw-p"``, of each range of addresses that is mapped in this process."""
+    # The names of mapped files may be no text.
+    with open("/proc/self/maps", encoding="ascii", errors="replace") as lines:
+        for line in lines:
+            bounds, rights, _ = line.split(" ", 2)
+            start, _, end = bounds.partition("-")
+            yield int(start, 16), int(end, 16), rights

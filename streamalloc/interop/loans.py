@@ -277,7 +277,7 @@ def borrow(
     Raises
     ------
     TypeError, ValueError
-        ``array`` is no array in device memory, or is not contiguous.
+        ``array`` is no array in device memory, is not contiguous, or has elements that are no whole bytes.
 
     Examples
     --------
@@ -302,7 +302,9 @@ def _taken(array: Any, stream: Stream, lender: Stream | None) -> tuple[int, np.d
         shape = tuple(tensor.shape[: tensor.ndim])
         strides = tuple(tensor.strides[: tensor.ndim]) if tensor.strides else None
         check_dense(type(array).__name__, shape, strides, 1)
-        size = tensor.bits * tensor.lanes // 8
+        size, rest = divmod(tensor.bits * tensor.lanes, 8)
+        if rest:
+            raise ValueError(f"{type(array).__name__} has elements of {8 * size + rest} bits, which are no whole bytes")
         dtype = np.dtype(f"{_KINDS.get(tensor.code, 'V') if tensor.lanes == 1 else 'V'}{size}")
         return (tensor.data or 0) + tensor.byte_offset, dtype, shape, capsule, int(device)
     interface = getattr(array, "__cuda_array_interface__", None)

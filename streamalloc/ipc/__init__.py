@@ -1,4 +1,4 @@
-"""The same memory in several processes, with lifetimes that hold when processes die."""
+"""The same memory in several processes, with lifetimes that stay correct when processes die."""
 
 from streamalloc.core.internal import Fd
 from streamalloc.ipc.exporter.share import Shared, send, serve, share

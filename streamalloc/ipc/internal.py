@@ -1,4 +1,4 @@
-"""What the areas above take of sharing between processes beside the public names."""
+"""Names of ``ipc``, beside the public ones, that the areas above use."""
 
 from __future__ import annotations
 

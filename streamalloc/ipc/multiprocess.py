@@ -1,20 +1,20 @@
 """Memory, pools and events through :mod:`multiprocessing`: queues, pipes, and arguments of processes.
 
-These carry bytes and no file descriptors: a thread of the exporter serves the handles.
+They carry only bytes. A thread of the exporter serves the file descriptors.
 
-Connections, simple queues and arguments of a ``Process`` pickle in the call that takes the object. A ``Queue`` pickles
-later, on its feeder thread, when the memory may have been freed. So ``put`` searches its argument, and pickles it at
-once if it contains an object of this library. An object hidden in a class of the program is found on the feeder thread
-only. If it cannot be shared any more, an error is queued in its place, which ``get`` raises.
+Connections, simple queues and arguments of a ``Process`` pickle an object during the call. A ``Queue`` pickles later,
+on its feeder thread, when the memory may already be freed. So ``put`` searches its argument, and pickles it at once if
+it contains an object of this library. Objects inside a class of the program are found only on the feeder thread. If
+such an object can no longer be shared, an error is queued in its place, and ``get`` raises it.
 
-A descriptor in transit is held. The hold ends when the other process has opened the descriptor, or
+A descriptor in transit has a hold. The hold ends when the other process has opened the descriptor, or
 
 * for an argument of a ``Process``: when that process has ended;
 * in a queue or a one-way pipe: when no process has its reading end, so that nobody can receive the descriptor;
 * in a two-way pipe: when the other end is closed, as long as this process has not closed its own.
 
-If a process dies between taking an item out of a queue and opening it, the hold ends with the queue. For bytes that
-were pickled by hand (``ForkingPickler.dumps``), no carrier is known: the hold ends when they were opened.
+If a process dies between taking an item out of a queue and opening it, the hold ends with the queue. For bytes from a
+direct call of ``ForkingPickler.dumps`` the carrier is unknown, and the hold ends only when they are opened.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ KINDS = (
     MemoryPool, PlainBuffer, CachedBuffer, BufferView, TypedView, PhysicalMemory, Mapping, RangeView, GrowableBuffer,
     StripedBuffer, Event, Shared,
 )  # fmt: skip
-"""The classes that :mod:`multiprocessing` can carry; subclasses are refused, as pickles of other driver resources."""
+"""Classes that :mod:`multiprocessing` can carry. Subclasses and other driver resources are refused."""
 
 
 def reduce(thing: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -64,7 +64,7 @@ def reduce(thing: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     Raises
     ------
     TypeError
-        It owns a driver resource that cannot be shared.
+        The object owns a driver resource that cannot be shared.
     """
     try:
         if type(thing) not in KINDS:
@@ -96,9 +96,9 @@ _TOO_LATE = (
     "the queue's feeder thread pickled it after that: put it into the queue by itself, in a list, tuple or dictionary, "
     "or as ipc.share(buffer, hold=True), and it is shared at once"
 )
-# Objects of a message that ``put`` searches, at most: large messages of other things are not delayed.
+# Most objects of a message that ``put`` searches, so that large messages are not delayed.
 _MOST_SEARCHED = 1000
-# Classes of a program that derive from them may have other methods, or attributes of these names.
+# Exact classes only: subclasses may have other methods, or other attributes of these names.
 _PARTS: dict[type, Callable[[Any], Iterable[Any]]] = {
     dict: dict.values,
     **{group: group.__iter__ for group in (list, tuple, set, frozenset, deque)},
@@ -112,7 +112,7 @@ class _Message:
 
     def __init__(self, queue: Any, thing: Any) -> None:
         self.refused = False
-        """Whether the queue has raised instead of taking it."""
+        """Whether the queue has raised instead of accepting the message."""
         self._lost = _end_of(vars(queue)["_writer"])
         self.data = bytes(ForkingPickler.dumps(thing))
 
@@ -125,7 +125,7 @@ class _Message:
 
 
 def _at_once(put: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a queue's ``put``: pickle an argument that contains an object of this library before it returns."""
+    """Wrap a queue's ``put``, so that an argument with an object of this library is pickled before ``put`` returns."""
 
     @functools.wraps(put)
     def put_at_once(self: Any, obj: Any, block: bool = True, timeout: float | None = None) -> None:
@@ -142,7 +142,7 @@ def _at_once(put: Callable[..., None]) -> Callable[..., None]:
 
 
 def _contains_ours(thing: Any) -> bool:
-    """Whether an object of this library is in a message, by itself or in lists, tuples, sets and dictionaries."""
+    """Whether a message is or contains an object of this library, within lists, tuples, sets and dictionaries."""
     searched, others = 0, [thing]
     while others and searched < _MOST_SEARCHED:
         one = others.pop()
@@ -160,7 +160,9 @@ for _queue in (Queue, JoinableQueue):
 
 
 def _on_feeder_thread() -> bool:
-    """Whether a queue's feeder thread pickles now, which prints an error and drops the item: its reader waits on."""
+    """Whether a queue's feeder thread pickles now. Its errors would be printed and the item dropped, so the reader
+    would wait.
+    """
     caller = _pickled_by()
     return caller is not None and caller.f_code is _FEED and caller.f_locals.get("onerror") is _PRINT_ERROR
 
@@ -183,12 +185,12 @@ def _fail(error: Exception) -> NoReturn:
 
 
 def _carrier() -> Callable[[], bool]:
-    """Find the carrier of the object that is pickled now: a function that returns whether it is lost."""
+    """Find the carrier of the object being pickled: a function that returns whether the carrier is lost."""
     child = get_spawning_popen()
     if child is not None:
         return functools.partial(_has_ended, weakref.ref(child))
     caller = _pickled_by()
-    # A connection's send, a simple queue's put, a queue's feeder thread, or the pickling of a _Message.
+    # The value is a connection's send, a simple queue's put, a queue's feeder thread, or a _Message being pickled.
     for value in list(caller.f_locals.values()) if caller is not None else ():
         if type(value) is _Message:
             return value.lost
@@ -203,7 +205,7 @@ def _end_of(connection: Connection) -> Callable[[], bool]:
     if found is None:
         number = connection.fileno()
         if stat.S_ISFIFO(os.fstat(number).st_mode):
-            # O_PATH keeps no end of the pipe open: its readers still see the end of the file.
+            # An O_PATH descriptor does not keep the pipe open: readers still see the end of the file.
             pipe = Fd(os.open(f"/proc/self/fd/{number}", os.O_PATH | os.O_CLOEXEC))
             found = functools.partial(_has_no_readers, pipe)
         else:
@@ -212,7 +214,7 @@ def _end_of(connection: Connection) -> Callable[[], bool]:
     return found
 
 
-# Functions that return whether nobody can receive from a connection any more.
+# For each connection a function that returns whether its messages can no longer be received.
 _ends: weakref.WeakKeyDictionary[Connection, Callable[[], bool]] = weakref.WeakKeyDictionary()
 
 
@@ -220,7 +222,7 @@ _DUMPS = ForkingPickler.dumps.__func__.__code__  # type: ignore[attr-defined]
 
 
 def _pickled_by() -> types.FrameType | None:
-    """Find the frame that called ``ForkingPickler.dumps``: a reducer gets no reference to the carrier."""
+    """Find the frame that called ``ForkingPickler.dumps``, because a reducer gets no reference to the carrier."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         if frame.f_code is _DUMPS:

@@ -472,6 +472,8 @@ class SymmetricMemory(Closes, Shown):
     def close(self, timeout: float | None = None) -> None:
         """Release everything once all ranks have called this and their devices are idle; collective, idempotent.
 
+        No rank waits for the releases of the others: memory returns to a device when the last rank has unmapped it.
+
         If a rank died or did not call it in time, this rank releases its resources alone, and the error names the rank.
 
         Parameters

@@ -82,24 +82,28 @@ class Account:
         self._devices = [target for target in targets if isinstance(target, Device)]
         self._spans = [span for target in targets for span in _spans(target)]
         self._everything = not targets
-        self._before = [one for target in targets for one in _mapped_in(target)]
+        self._targets = targets
+        """Those whose mappings the start records."""
         self._notes: deque[tuple[int, Any, int, int, int]] = deque()
         """Notes to enter: kind, allocation or address, stream, thread, time."""
         self._gone: deque[Allocation] = deque(maxlen=_REMEMBERED)
         self._unreported: deque[Allocation] = deque()
         """Freed allocations that the hook was not called with."""
+        for session in self.sessions:
+            session.shut_with_me(self)
         self._sources: weakref.WeakKeyDictionary[Any, Source] = weakref.WeakKeyDictionary()
 
     def start(self) -> None:
         """Begin to record; idempotent."""
         if not self.started:
+            before = [one for target in self._targets for one in _mapped_in(target)]
             if self.log_path is not None:
                 self._log = Log(self.log_path, append=self._logged)
                 self._logged = True
             self.started = True
-            for address, nbytes, source in self._before:
+            for address, nbytes, source in before:
                 self._note(_ALLOCATED, self._allocation(address, nbytes, 0, source, ()), 0)
-            self._before = []
+            self._targets = ()
             for session in self.sessions:
                 watching_of(session).add(self)
                 watch_mappings(session, self)
@@ -108,14 +112,30 @@ class Account:
         """Stop recording; idempotent."""
         if self.started:
             with contextlib.ExitStack() as undo:
+                undo.callback(self._end)
                 for session in self.sessions:
                     undo.callback(unwatch_mappings, session, self)
                     undo.callback(watching_of(session).remove, self)
                 self.settle()
-            self.started = False
-            if self._log is not None:
-                self._log.close()
-                self._log = None
+
+    def _end(self) -> None:
+        self.started = False
+        self._enter_notes(threading.get_ident())
+        self._close_log()
+
+    def _close_log(self) -> None:
+        me = threading.get_ident()
+        # A thread that was notified before may still write. Nothing is called from the last look to the change.
+        while self._entering not in (None, me):
+            time.sleep(0)
+        log, self._log = self._log, None
+        if log is not None:
+            log.close()
+
+    def _shut_after_fork(self) -> None:
+        """Forget the other threads, and the file of the log, which is the parent's."""
+        self.started, self._entering, self._phases = False, None, threading.RLock()
+        self._close_log()
 
     def begin(self, phase: Phase) -> None:
         """Record a phase that begins."""

@@ -127,7 +127,7 @@ _HEADER = b"Thread,Time,Action,Pointer,Size,Stream,Pool,Stream name,Tag,Phase,Li
 class Log:
     """A file like that of RMM's ``LoggingResourceAdaptor``, with columns for names and the line of the program.
 
-    Each :meth:`write` is one call of the operating system, so that the lines are there however the process ends.
+    Nothing is buffered: the lines that :meth:`write` has written are there however the process ends.
     Mappings, which have no stream, get stream 0.
     """
 
@@ -150,7 +150,9 @@ class Log:
             names = dict(of.names)
             words = (*(names.get(name, "") for name in _NAMES), *map(str, of.sites[:1]))
             writer.writerow([*numbers, *(" ".join(word.split()) for word in words)])
-        self._file.write(text.getvalue().encode())
+        data = text.getvalue().encode(errors="backslashreplace")  # paths may have bytes that are no text
+        while data:  # a disk that becomes full takes a part
+            data = data[self._file.write(data) :]
 
     def close(self) -> None:
         """Close the file."""

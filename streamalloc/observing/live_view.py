@@ -6,7 +6,6 @@ the reserved memory, and that of reserved memory a share of what the pool may re
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 import sys
@@ -159,8 +158,7 @@ class LiveView(Closes):
 
     def _run(self, screen: _Screen) -> None:
         while not self._over.is_set():
-            with contextlib.suppress(RuntimeError):  # another thread has made a pool during the iteration
-                screen.show(self.figures())
+            screen.show(self.figures())
             self._over.wait(self._every)
 
     def stop(self) -> None:
@@ -169,9 +167,11 @@ class LiveView(Closes):
         self._thread = self._screen = None
         if thread is not None and screen is not None:
             self._over.set()
-            thread.join()
-            screen.show(self.figures())
-            screen.end()
+            try:
+                thread.join()
+                screen.show(self.figures())
+            finally:
+                screen.end()
 
     def close(self) -> None:
         """Alias of :meth:`stop`."""
@@ -181,7 +181,7 @@ class LiveView(Closes):
         return self.start()
 
     def _text(self) -> str:
-        return f", {'stopped' if self._thread is None else 'running'}"
+        return ", running" if self.running else ", stopped"
 
 
 def live(*pools: MemoryPool, every: float = 0.5) -> LiveView:
@@ -202,13 +202,13 @@ def live(*pools: MemoryPool, every: float = 0.5) -> LiveView:
     Raises
     ------
     TypeError, ValueError
-        An argument is no pool, or ``every`` is not positive.
+        An argument is no pool, or ``every`` is not positive or longer than a thread can wait.
     ModuleNotFoundError
         In a terminal, by ``start()``: ``rich`` is not installed.
     """
     for one in pools:
         if not isinstance(one, MemoryPool):
             raise TypeError(f"pools: {one!r} is no MemoryPool")
-    if not every > 0:
-        raise ValueError(f"every={every!r}: it has to be more than 0 seconds")
+    if not 0 < every <= threading.TIMEOUT_MAX:
+        raise ValueError(f"every={every!r}: it has to be more than 0 seconds, and at most {threading.TIMEOUT_MAX:.0f}")
     return LiveView(pools, every)

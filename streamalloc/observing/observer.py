@@ -118,6 +118,7 @@ class Observer(Drawn, Leaves):
         limit
             Bytes that may be allocated at once during the phase; 0: no limit.
         """
+        checked_type("name", name, str)
         checked_size("limit", limit)
         account = self._account
         account.settle()
@@ -139,7 +140,7 @@ class Observer(Drawn, Leaves):
     @contextlib.contextmanager
     def tag(self, tag: str) -> Iterator[None]:
         """A ``with`` block in which allocations of this thread or task get a tag."""
-        token = self._account.tag.set(tag)
+        token = self._account.tag.set(checked_type("tag", tag, str))
         try:
             yield
         finally:
@@ -198,7 +199,8 @@ def observe(
         Pools, caches (with their pool), growable and striped buffers, address ranges, spaces of pages (the committed
         ones), symmetric memory; or devices, for all of these in the device's memory, also those made later. Default:
         everything of ``driver``. Allocations without a pool (:func:`streamalloc.allocate`) are observed with their
-        device. Memory that is mapped several times counts once; memory of another process does not count.
+        device. In a range or buffer that was passed each mapping counts; else memory counts at its first mapping, until
+        that is closed, and memory of another process does not count.
     limit
         Bytes that may be allocated at once; 0: no limit. A larger allocation raises :class:`OutOfMemoryError` before
         the driver is called. Threads that allocate at the same moment may together exceed the limit.

@@ -35,7 +35,7 @@ def pool(of: MemoryPool, *, ax: Axes | None = None) -> Figure:
         # More than the peak, for the texts.
         whole_numbers(axes.xaxis, 1.3 * now.reserved_high / scale)
         axes.set_xlabel(unit)
-        axes.set_title(f"Memory pool{f' {of.name!r}' if of.name else ''} of {place(of.location)}")
+        axes.set_title(f"Memory pool{f' {of.name!r}' if of.name else ''} of {place(of.location)}", parse_math=False)
     return made
 
 

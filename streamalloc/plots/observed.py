@@ -22,7 +22,7 @@ def memory(of: Observer) -> Figure:
 
     :meth:`observing.Observer.plot` draws it, too; :doc:`/05-one-pool` shows such a picture.
 
-    The observer must keep its history, which is the default.
+    It begins with the first entry of the history, see ``history=`` of :func:`streamalloc.observing.observe`.
     """
     happened, phases = of.history, [one for one in of.phases if one.ended is not None]
     starts = [one.time for one in happened] + [one.began for one in phases]
@@ -36,7 +36,7 @@ def memory(of: Observer) -> Figure:
     )  # fmt: skip
     ax = axes[-1, 0]
     with style.drawing(ax):
-        times, amounts, highest = _by_name(happened)
+        times, amounts, highest = _by_name(happened, of.live)
         unit, scale = style.unit_of(highest)
         x = [(at - zero) / tick for at in times] + [end / tick]
         stacked = [[value / scale for value in (*values, values[-1])] for values in amounts.values()]
@@ -56,7 +56,7 @@ def memory(of: Observer) -> Figure:
         ax.set_title(f"Allocated, in {unit}")
         ax.set_title(f"at most {size_text(highest)}", loc="right", color=style.GREY, weight="normal")
         if failures or any(amounts):
-            made.legend(loc="outside lower left", ncols=6)
+            style.legend(made, ncols=6)
     if phases:
         axes[0, 0].set_xlim(0, end / tick or 1)
         with style.drawing(axes[0, 0]):
@@ -64,11 +64,16 @@ def memory(of: Observer) -> Figure:
     return made
 
 
-def _by_name(happened: Sequence[Happening]) -> tuple[list[int], dict[str, list[int]], int]:
+def _by_name(happened: Sequence[Happening], live: Iterable[Allocation]) -> tuple[list[int], dict[str, list[int]], int]:
     """Times of the changes; the bytes from then on by tag, else pool, most bytes first; and the most bytes in all."""
     sign = {"allocate": 1, "free": -1}
     changes = [(one.time, _name(one.allocation), sign[one.action] * one.allocation.nbytes)
                for one in happened if one.action in sign]  # fmt: skip
+    first = {one.allocation.address: one for one in reversed(happened)}
+    before = [one.allocation for one in first.values() if one.action == "free"]
+    before += [one for one in live if one.address not in first]
+    if changes:
+        changes[:0] = [(happened[0].time, _name(one), one.nbytes) for one in before]
     peaks: Counter[str] = Counter()
     now: Counter[str] = Counter()
     highest = 0
@@ -267,7 +272,7 @@ def reuse(of: Observer | Iterable[Call], *, ax: Axes | None = None) -> Figure:
         seen = [why for why in WHY if any(one.why == why for one in found)]
         handles += [Line2D([], [], color=WHY[why][0], ls=WHY[why][1], lw=3, label=f"reused, {why}") for why in seen]
         if handles:
-            made.legend(handles=handles, loc="outside lower left", ncols=3)
+            style.legend(made, handles=handles, ncols=3)
         style.inside(made, axes, texts, heights)
     return made
 

@@ -141,6 +141,12 @@ def rows(ax: Axes, names: Sequence[str]) -> None:
     ax.spines["left"].set_visible(False)
 
 
+def legend(made: Figure, **options: Any) -> None:
+    """Write a legend below the axes. Names may have dollar signs, which enclose no formulas."""
+    for text in made.legend(loc="outside lower left", **options).get_texts():
+        text.set_parse_math(False)
+
+
 def inside(
     made: Figure,
     ax: Axes,
@@ -160,7 +166,7 @@ def inside(
             if 3 * len(shown) > width:
                 continue
             label = ax.text((start + stop) / 2, row, shown, color=ink, ha="center", va="center", weight="bold")
-            label.set_in_layout(False)
+            label.set(in_layout=False, parse_math=False)
             box = label.get_window_extent()
             if box.width <= width and box.height <= tall:
                 break

@@ -1,4 +1,4 @@
-"""Live attributes of a pool: reading asks the driver, assigning sets.
+"""Live attributes of a pool: reading one queries the driver, assigning one sets it.
 
 Each attribute of :class:`PoolAttributes` has the driver's name, a reader for its value, and whether it can be set.
 """
@@ -152,7 +152,7 @@ class PoolAttributes:
         try:
             value = self._pool._call("cuMemPoolGetAttribute", member)
         except TypeError as error:
-            # Bindings that list the attribute but have no way to read it.
+            # These bindings list the attribute and cannot read it.
             found = f"cuda-bindings {BINDINGS_VERSION}, which only list it; no release up to 13.4.4 reads it"
             raise unsupported(attribute.driver_name, "cuda-bindings that can read it", found) from error
         except InvalidValueError as error:

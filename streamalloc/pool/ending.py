@@ -1,10 +1,10 @@
 """End of a pool: the condition under which its driver handle can be destroyed.
 
-The driver documents that a pool may be destroyed while allocations live or frees are pending. Driver 580.159 was seen
-to crash in later calls of a process that did so. So a pool is destroyed once nothing of it is in use and every free has
-run: then a trim releases all its memory, provided that the host has synchronised with the frees. The host does so here,
-without waiting, for frees on all streams that are known (:class:`QueuedWork`). A pool that was closed earlier waits as
-an item of the deferred queue.
+The driver documents that a pool may be destroyed while allocations live or frees are pending. Driver 580.159 crashed in
+later calls of a process that did so. So a pool is destroyed only once it has no allocations and every free has run. The
+test for this is a trim: it releases all memory if the host has synchronised with every free. This module synchronises
+with the frees of all known streams without waiting (:class:`QueuedWork`). Until then a closed pool is an item of the
+deferred queue.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ pools_of: PerDriver[Pools] = PerDriver(Pools)
 
 
 class PoolEnd(HandleEnd):
-    """The end of a pool that was made here; the item owns the handle of the pool from the start."""
+    """The end of a pool that was made here. This item owns the pool's handle from the start."""
 
     __slots__ = ("_frees", "_in_vain", "_place", "_resigned", "lent", "readers")
 
@@ -68,13 +68,13 @@ class PoolEnd(HandleEnd):
         self._place = (location, allocation_type)
         self._resigned = False
         self._frees: QueuedWork | None = None
-        """Work with the last frees; None where it is not recorded."""
+        """The work queued after the last frees; None if not recorded."""
         self._in_vain = 0
-        """Bytes in use when a search for lost allocations has not found them all; 0 before."""
+        """Bytes in use after an incomplete search for lost allocations; 0 before."""
         self.lent: bool = False
-        """True once other code has the handle, or the pool was current: anybody may have an allocation of it."""
+        """True once other code may allocate: handle lent, or pool made current."""
         self.readers: int = 0
-        """Number of threads that read statistics by the handle, which keeps the pool from being destroyed."""
+        """Number of threads that read statistics; the pool is not destroyed meanwhile."""
 
     def close(self) -> None:
         """Mark the pool as closed. If it is current, make the default pool of its location current."""
@@ -83,7 +83,7 @@ class PoolEnd(HandleEnd):
         self._resign()
 
     def attempt(self) -> bool:
-        """Destroy the pool (``cuMemPoolDestroy``) if that is safe now: whether it is destroyed."""
+        """Destroy the pool (``cuMemPoolDestroy``) if that is safe now. Returns whether it is destroyed."""
         raw = self._raw
         if raw is None:
             return True
@@ -92,7 +92,7 @@ class PoolEnd(HandleEnd):
         self._resign()
         if self.readers or not self._unused():
             return False
-        # Before the call: the driver may give the handle to a new pool at once.
+        # First, because the driver may give the handle to a new pool at once.
         closed.discard(int(raw))
         try:
             return super().attempt()
@@ -106,14 +106,14 @@ class PoolEnd(HandleEnd):
         self._raw = None
 
     def _resign(self) -> None:
-        """Make the default pool current if this one is.
+        """Make the default pool current if this pool is current.
 
-        The driver does so when it destroys the pool, which may be later. For locations other than a device, driver 580
-        was seen to leave neither this pool nor the default pool current.
+        The driver does this when it destroys the pool, which may happen later. For locations other than a device,
+        driver 580 left neither pool current.
         """
         if self._resigned or self._raw is None:
             return
-        # Bindings that cannot read the current pool could not make this one current either.
+        # With bindings that cannot read the current pool, this pool cannot have become current.
         known = _has_calls_of_its_own(*self._place) or hasattr(self._session.driver, "cuMemGetMemPool")
         if known and int(existing_pool(self._session, "", *self._place)) == int(self._raw):
             set_current_pool(self._session, existing_pool(self._session, "Default", *self._place), *self._place)
@@ -128,11 +128,11 @@ class PoolEnd(HandleEnd):
         if self._frees is None:
             self._frees = QueuedWork(self._session)
         if self._frees.done():
-            self._frees = None  # A free that is still pending is on a stream that is not known, or came later.
+            self._frees = None  # A free that is still pending is on an unknown stream, or came later.
         return self._is_empty()
 
     def _free_lost(self, used: int) -> None:
-        """Free lost allocations. A buffer keeps its pool's object, and any other owner of an allocation is an item."""
+        """Free lost allocations if no buffer, deferred item or other code can have one."""
         session = self._session
         if self.lent or used == self._in_vain or pools_of(session).alive.get(int(self._raw)) is not None:
             return
@@ -142,7 +142,7 @@ class PoolEnd(HandleEnd):
             self._in_vain = used
 
     def _is_empty(self) -> bool:
-        """Whether a trim leaves the pool without memory: then no free is pending."""
+        """Whether a trim releases all memory of the pool, which proves that no free is pending."""
         self._session.call("cuMemPoolTrimTo", self._raw, 0)
         return not self._number(_ATTRIBUTES.CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT)
 
@@ -169,7 +169,7 @@ def set_current_pool(session: Session, raw: Any, location: MemLocation, allocati
 
 
 def _has_calls_of_its_own(location: MemLocation, allocation_type: MemAllocationType) -> bool:
-    """Whether ``cuDevice*``, which all bindings have, and not ``cuMem*`` reads the current and the default pool."""
+    """Whether the ``cuDevice*`` calls serve this location. All bindings have them; other locations need ``cuMem*``."""
     return location.type is MemLocationType.DEVICE and allocation_type is MemAllocationType.PINNED
 
 

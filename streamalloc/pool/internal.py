@@ -1,4 +1,4 @@
-"""Names that the areas above take of pools, beside the public ones."""
+"""Names of ``pool``, beside the public ones, that the areas above use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from streamalloc.pool.pool import MemoryPool, known_pools, pool_holders, reading
 
 
 def raw_pool(pool: MemoryPool) -> Any:
-    """The driver's ``CUmemoryPool``, for calls that allocate nothing.
+    """Return the driver's ``CUmemoryPool``, for calls that do not allocate.
 
     Raises
     ------
@@ -38,7 +38,8 @@ def collect_dropped(cache: CachingAllocator) -> None:
 
 
 def free_together(buffers: Iterable[Buffer], stream: Stream) -> None:
-    """Free buffers on a stream of ours; blocks of caches return behind one event. Freed buffers are left out.
+    """Free buffers on one of our streams; cached blocks return behind one event. Buffers that are already freed are
+    skipped.
 
     Raises
     ------

@@ -1,10 +1,10 @@
-"""Allocations whose address nobody has: search in a dropped pool, and free.
+"""Recovery of allocations whose address no object has, in a dropped pool.
 
-If a signal handler raises between the driver's answer and the line that keeps it, the allocation is lost. The driver
-cannot destroy the pool safely while an allocation lives (:mod:`streamalloc.pool.ending`), so a lost one would keep the
-whole pool for the life of the process. Once no object, no queue and no other code can have an allocation of the pool,
-all that the pool still counts as used is lost. The driver names the range and the pool of each address
-(``cuPointerGetAttribute``), so a walk over the addresses near a new allocation finds it.
+If a signal handler raises after the driver has allocated and before Python stores the address, the allocation is lost.
+A pool with a live allocation cannot be destroyed safely (:mod:`streamalloc.pool.ending`), so the whole pool would stay
+until the process ends. Once no object, queue or other code can have an allocation of the pool, everything that it
+counts as used is lost. The driver reports the range and the pool of an address (``cuPointerGetAttribute``). So the
+search makes a new allocation and queries the addresses around it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from streamalloc.driver.internal import cuda
 _STEP = 512
 """Bytes: the alignment of allocations."""
 _PROBES = 1 << 17
-"""Maximum number of addresses to query, 0.1 s: they span 64 MiB, twice the growth step of a pool."""
+"""Most addresses to query (0.1 s); they span 64 MiB, two growth steps."""
 _SIZE = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_RANGE_SIZE
 _POOL = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE
 
 
 def no_collection_is_left() -> bool:
-    """Whether no other thread collects garbage now; finalisers of buffers may be left in such a collection."""
+    """Whether no other thread is in a garbage collection, where finalisers of buffers may still be pending."""
     young = gc.get_stats()[0]["collections"]
     # If another thread is collecting, this returns at once and the count stays.
     gc.collect(0)
@@ -36,7 +36,7 @@ def no_collection_is_left() -> bool:
 def free_lost(session: Session, pool: Any, location: MemLocation, used: int) -> bool:
     """Free all allocations of a pool, ``used`` bytes, after the work of all streams.
 
-    False, and nothing is freed, if other allocations are found than the pool counts.
+    Returns False and frees nothing if the allocations found do not add up to ``used``.
     """
     device = Device(location.id if location.type is MemLocationType.DEVICE else 0, driver=session.driver)
     with device.create_stream() as stream:
@@ -56,7 +56,7 @@ def free_lost(session: Session, pool: Any, location: MemLocation, used: int) -> 
 
 
 def _find(session: Session, pool: int, near: int, used: int) -> list[int]:
-    """The addresses of a pool's allocations around another one, ``used`` bytes in all; none if that is not so."""
+    """Return the addresses of a pool's allocations around ``near``; empty unless they add up to ``used`` bytes."""
     found: list[int] = []
     low = high = near
     for _ in range(_PROBES // 2):

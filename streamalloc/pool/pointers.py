@@ -1,4 +1,4 @@
-"""Attributes of an address by the driver: kind, range, device, pool, and ways to share it."""
+"""Attributes that the driver reports for an address: kind, range, device, pool, and ways to share it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class MemoryKind(enum.Enum):
     """
 
     UNKNOWN = "unknown"
-    """The driver does not know the address: ordinary host memory, freed memory, or none at all."""
+    """Unknown to the driver: ordinary host memory, freed memory, or no memory."""
     DEVICE = "device"
     HOST = "host"
     MANAGED = "managed"
@@ -37,13 +37,13 @@ class PointerAttributes:
     Attributes
     ----------
     address
-        The address asked about.
+        The queried address.
     kind
         Device, host, managed, or unknown to the driver.
     device
-        The device of the memory, or of the context that pinned host memory; None if the driver does not tell.
+        The device of the memory, or of the context that pinned host memory; None if unknown.
     base, nbytes
-        Start and size of the allocation, in bytes; 0 if the driver does not tell.
+        Start address and size of the allocation, in bytes; 0 if unknown.
     pool
         The pool it was allocated from, or None.
     device_address, host_address
@@ -77,8 +77,8 @@ class PointerAttributes:
 def pointer_attributes(address: int, *, driver: Driver | None = None) -> PointerAttributes:
     """The attributes of an address (``cuPointerGetAttribute``).
 
-    An address that the driver does not know gives :attr:`MemoryKind.UNKNOWN`, not an error. For freed memory the
-    driver documents no answer; drivers seen so far do not know the address any more.
+    An address that the driver does not know gives :attr:`MemoryKind.UNKNOWN`, not an error. For freed memory the driver
+    documents no answer; drivers so far report it as unknown.
 
     Raises
     ------
@@ -106,14 +106,14 @@ def pointer_attributes(address: int, *, driver: Driver | None = None) -> Pointer
     handle_types = MemHandleType(ask.number("ALLOWED_HANDLE_TYPES"))
     if pool is not None and pool.properties is not None:
         handle_types |= pool.properties.handle_types
-    # The address to use on a device is asked under a context; which one makes no difference.
+    # The query of a device address needs a context, any context.
     with (device or Device(0, driver=session.driver)).current():
         device_address = ask.number("DEVICE_POINTER")
     return PointerAttributes(
         address=address,
         kind=kind,
         device=device,
-        # Host pool memory that no device may use has a size but no range start in the driver's terms.
+        # The driver reports a size but no start for host pool memory that no device may use.
         base=ask.number("RANGE_START_ADDR"),
         nbytes=ask.number("RANGE_SIZE"),
         pool=pool,
@@ -164,8 +164,8 @@ def _pool_at(session: Session, ask: _Asker, kind: MemoryKind) -> MemoryPool | No
 def _location_of_pool(session: Session, raw: Any, kind: MemoryKind) -> MemLocation | None:
     """The location of a pool that was not made here; None if it cannot be found.
 
-    The bindings cannot read the location of a pool yet. But a device always has access to its own pool, so if only one
-    device has access, it owns the memory. If several have, the pool may be the default or current one of a device.
+    The bindings cannot read the location of a pool yet. A device always has access to its own pool. So if one device
+    has access, it owns the memory. If several have access, the default and current pools of each are compared.
     """
     if kind is not MemoryKind.DEVICE:
         return MemLocation.host()
@@ -189,7 +189,7 @@ def _has_access(session: Session, raw: Any, ordinal: int) -> bool:
 def _device_at(session: Session, ask: _Asker, pool: MemoryPool | None) -> Device | None:
     """The device of an address.
 
-    From the pool or the context, not from ``CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL``: bindings 13.3 read 0 for every
+    Read from the pool or the context, not from ``CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL``: bindings 13.3 read 0 for every
     device there.
     """
     if pool is not None:

@@ -66,16 +66,16 @@ _USED = cuda.CUmemPool_attribute.CU_MEMPOOL_ATTR_USED_MEM_CURRENT
 _USED_HIGH = cuda.CUmemPool_attribute.CU_MEMPOOL_ATTR_USED_MEM_HIGH
 _POOL_HANDLE = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE
 
-# Growth step of pools of driver 580, in bytes; a trim compares what stays reserved with it.
+# Growth step of pools of driver 580, in bytes. `trim` uses it to detect pending frees.
 _GROWTH = 32 << 20
 
 
 class MemoryPool(Allocator, Closes, Drawn):
     """A pool of stream-ordered memory (``cuMemPoolCreate``).
 
-    :meth:`close` destroys a pool that is made here, and so does dropping it. Allocations that are alive then stay
-    usable, and the driver keeps their memory until they are freed. Pools of :meth:`default` and :meth:`current` belong
-    to the driver or to other code: closing such an object does nothing.
+    Closing or dropping the object destroys a pool that was made here. Live allocations stay usable, and the driver
+    keeps their memory until they are freed. Pools of :meth:`default` and :meth:`current` belong to the driver or to
+    other code: closing such an object does nothing.
 
     Examples
     --------
@@ -91,7 +91,7 @@ class MemoryPool(Allocator, Closes, Drawn):
     where
         A device (or location) whose memory the pool manages, or complete :class:`MemPoolProps`.
     max_size
-        The most bytes it may reserve; 0 leaves it to the system. Only with a device or location.
+        The most bytes it may reserve; 0 for the system's limit. Only with a device or location.
     handle_types
         Kinds of handles for sharing the pool with other processes; no graph allocates from such a pool. Only with a
         device or location.
@@ -100,11 +100,11 @@ class MemoryPool(Allocator, Closes, Drawn):
     name
         A name for people, which ``repr``, reports, leaks and errors show.
     on_oom
-        Policy for memory that runs out, after caches of the pool have returned their memory: ``"raise"``;
+        Policy for an allocation that finds no memory even after caches of the pool have returned theirs: ``"raise"``;
         ``"sync-trim-retry"``, which synchronises the stream's device, trims the pool and tries once more; or a function
-        that gets the :class:`OutOfMemoryError`, and returns True for another attempt once it has released memory. It is
-        called after each attempt that fails, on the thread of the allocation, and not while the stream is captured;
-        what it raises goes to the caller of the allocation.
+        that gets the :class:`OutOfMemoryError`, and returns True for another attempt once it has released memory. The
+        function is called after each failed attempt, on the thread of the allocation, but not while the stream is
+        captured. Its exceptions go to the caller of the allocation.
     driver
         The driver to use, where ``where`` does not name a device.
 
@@ -128,7 +128,7 @@ class MemoryPool(Allocator, Closes, Drawn):
     name: str
     """Name for people; empty for a pool that has none."""
     on_oom: OutOfMemoryPolicy
-    """Policy of :meth:`allocate` for memory that runs out."""
+    """Policy of :meth:`allocate` when memory runs out."""
 
     def __init__(
         self,
@@ -168,7 +168,8 @@ class MemoryPool(Allocator, Closes, Drawn):
         if properties.handle_types:
             made_for_sharing()
         if release_threshold is not None:
-            # Not by close(): the queue has the end also if the driver refuses a call, and the error keeps this object.
+            # Not by close(): the error's traceback keeps this object, and the queue must end the pool even if a call
+            # fails.
             with undoing(lambda: deferred_queue(session).end(end)), undoing(self._shut):
                 self.attributes.release_threshold = release_threshold
 
@@ -225,7 +226,7 @@ class MemoryPool(Allocator, Closes, Drawn):
     def _of_handle(
         cls, session: Session, raw: Any, location: MemLocation, allocation_type: MemAllocationType
     ) -> MemoryPool:
-        """The object for a driver handle: the object that is alive, else a new one that does not own the pool."""
+        """Return the object for a driver handle: the live one, or a new one that does not own the pool."""
         known = cls._known(session, raw)
         if known is not None:
             return known
@@ -238,7 +239,7 @@ class MemoryPool(Allocator, Closes, Drawn):
 
     @staticmethod
     def _known(session: Session, raw: Any) -> MemoryPool | None:
-        """The live object for a driver handle; not one of an earlier pool with the same handle."""
+        """Return the live object for a driver handle, not one of an earlier pool with the same handle."""
         pools = pools_of(session)
         known = pools.alive.get(int(raw))
         return known if isinstance(known, MemoryPool) and known.closed == (int(raw) in pools.closed) else None
@@ -269,7 +270,7 @@ class MemoryPool(Allocator, Closes, Drawn):
         return self._raw
 
     def _lend(self) -> Any:
-        """The driver's handle, by which other code may allocate from now on."""
+        """Return the driver's handle and record that other code may allocate by it."""
         raw = self._checked_raw()
         if self._end is not None:
             self._end.lent = True
@@ -280,7 +281,7 @@ class MemoryPool(Allocator, Closes, Drawn):
         return self._session.call(name, self._checked_raw(), *args, hint=hint)
 
     def statistics(self) -> PoolStatistics:
-        """Bytes reserved and used, now and at most since the last reset (``cuMemPoolGetAttribute``).
+        """Return bytes reserved and used, now and at most since the last reset (``cuMemPoolGetAttribute``).
 
         Deferred frees that are ready run first.
         """
@@ -304,7 +305,7 @@ class MemoryPool(Allocator, Closes, Drawn):
             self.attributes._set(peak, cuda.cuuint64_t(0))
 
     def trim(self, keep: int = 0) -> int:
-        """Release unused memory, down to ``keep`` bytes (``cuMemPoolTrimTo``): the number of bytes released.
+        """Release unused memory, down to ``keep`` bytes (``cuMemPoolTrimTo``). Returns the number of bytes released.
 
         Memory is unused once the host has synchronised with its free. If frees are still pending, the pool releases
         less, with a :class:`PendingFreesWarning`.
@@ -314,7 +315,7 @@ class MemoryPool(Allocator, Closes, Drawn):
         before = self.attributes.reserved_mem_current
         self._call("cuMemPoolTrimTo", keep)
         after, _, used, _ = self.statistics()
-        # Live allocations may lie scattered, so only memory beyond whole growth steps shows that frees are pending.
+        # Live allocations may be scattered over growth steps, so only memory beyond whole steps proves pending frees.
         held = max(keep, used)
         if after > -(-held // _GROWTH) * _GROWTH:
             text = (
@@ -373,7 +374,7 @@ class MemoryPool(Allocator, Closes, Drawn):
     def _reachable_from(self, device: Device) -> bool:
         if self.managed or self.location == device.location:
             return True
-        # The handle of a closed pool is valid as long as buffers of it live.
+        # The handle of a closed pool is valid while buffers of it live.
         flags = self._session.call("cuMemPoolGetAccess", self._raw, device.location.to_driver())
         return MemAccess(int(flags)) is not MemAccess.NONE
 
@@ -431,8 +432,8 @@ class MemoryPool(Allocator, Closes, Drawn):
         freed and the frees have run, at a synchronisation of the host. If the pool is current, the default pool of
         its location becomes current.
 
-        A pool that is also dropped ends although the addresses of allocations were lost to exceptions of signal
-        handlers, unless other code has its handle or it was current.
+        Allocations that were lost to exceptions of signal handlers are freed after the pool object is dropped, unless
+        other code has the pool's handle or the pool was current.
         """
         if self._closed or self._end is None:
             return
@@ -446,7 +447,7 @@ class MemoryPool(Allocator, Closes, Drawn):
 
     def _shut(self) -> None:
         self._closed = True
-        # Not a method, by which the pool would keep itself.
+        # Not a bound method, which would form a cycle with the pool.
         self._alloc = partial(_refuse, repr(self))
 
     def _no_source(self) -> str:
@@ -489,7 +490,7 @@ class MadeCurrent(Leaves):
     def _leave(self, *, failed: bool) -> None:
         previous = self._previous
         if previous.closed:
-            # The driver accepts the handle of a destroyed pool, and falls back to the default pool by itself.
+            # The driver accepts the handle of a destroyed pool and silently uses the default pool.
             previous = MemoryPool.default(previous.location, previous.allocation_type, driver=previous._session.driver)
         previous._set_current()
 
@@ -503,6 +504,7 @@ class CurrentPool(Allocator):
 
     def __init__(self, device: Device) -> None:
         session = session_for(device, None)
+        session.check_process()  # a forked child shuts only the allocators that its parent has made
         function = session.driver.cuMemAllocAsync
 
         self.location: MemLocation = device.location
@@ -520,7 +522,7 @@ class CurrentPool(Allocator):
     def _pool_of(self, buffer: Buffer) -> object:
         raw = self._session.call("cuPointerGetAttribute", _POOL_HANDLE, buffer.address)
         known = MemoryPool._known(self._session, raw)
-        # An allocation that names no pool comes from a pool of its stream's device.
+        # An allocation that names no pool uses a pool of its stream's device.
         return known or MemoryPool._of_handle(self._session, raw, self.location, MemAllocationType.PINNED)
 
     def _reachable_from(self, device: Device) -> bool:
@@ -541,7 +543,7 @@ class CurrentPool(Allocator):
 def allocate(nbytes: int, stream: StreamLike) -> Buffer:
     """Allocate from the current pool of the stream's device (``cuMemAllocAsync``), as :meth:`MemoryPool.allocate` does.
 
-    A stream of another library is looked up in the default driver.
+    A stream of another library belongs to the default driver.
     """
     if not isinstance(stream, Stream):
         stream = as_stream(stream, Session.of(default_driver()))
@@ -550,12 +552,12 @@ def allocate(nbytes: int, stream: StreamLike) -> Buffer:
 
 @contextlib.contextmanager
 def reading(pool: MemoryPool) -> Iterator[None]:
-    """Block in which a pool that was found open is not destroyed, whichever thread closes it."""
+    """Keep an open pool from being destroyed within the ``with`` block, whichever thread closes it."""
     end = pool._end
     if end is None:
         yield
         return
-    # Threads are not switched between the read and the write, as neither calls a function.
+    # Atomic: no function call between the read and the write, so threads are not switched.
     end.readers += 1
     try:
         yield
@@ -570,7 +572,7 @@ def known_pools(session: Session) -> list[MemoryPool]:
 
 
 def pool_holders(session: Session, location: MemLocation, besides: MemoryPool | None = None) -> tuple[str, ...]:
-    """Lines for an error of memory that ran out: the pools of a location that hold some, most bytes first."""
+    """Return lines for an out-of-memory error: the pools that hold memory of a location, most bytes first."""
     found: list[tuple[int, str]] = []
     for pool in known_pools(session):
         if pool.location == location and pool is not besides:

@@ -55,4 +55,4 @@ class Reports(Leaves):
         for path in sorted(Path(self._directory).iterdir()):
             process, _, kind = path.name.partition(".")
             if kind in checks:
-                yield f"in process {process}, which the test has started:\n{path.read_text().rstrip()}"
+                yield f"in process {process}, which the test has started:\n{path.read_text('utf-8').rstrip()}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
 import runpy
 import sys
@@ -30,7 +31,7 @@ from streamalloc.testing.compiled import watch_imports
 VARIABLE = "STREAMALLOC_INSTALL"
 """Environment variable with the machine that child processes install."""
 KERNELS = "STREAMALLOC_KERNELS"
-"""Environment variable with the Python files of kernels that child processes run first."""
+"""Environment variable with the Python files of kernels, as JSON, that child processes run first."""
 _STARTUP = str(Path(__file__).with_name("startup"))
 """Folder whose ``sitecustomize`` installs the machine in child processes."""
 
@@ -100,7 +101,7 @@ def install(machine: Driver | None = None, *, kernels: Iterable[str] = ()) -> It
         if hidden is not None and hidden == inherited() and VARIABLE not in os.environ:
             undo.callback(_set_variable, VISIBLE, hidden)
             del os.environ[VISIBLE]
-        variables = {VARIABLE: settings, KERNELS: os.pathsep.join(files), "PYTHONPATH": _search_path()}
+        variables = {VARIABLE: settings, KERNELS: json.dumps(files), "PYTHONPATH": _search_path()}
         for variable, value in variables.items():
             undo.callback(_set_variable, variable, os.environ.get(variable))
             os.environ[variable] = value
@@ -157,5 +158,5 @@ def install_in_child() -> None:
     text = os.environ.get(VARIABLE)
     if text:
         _, settings = read_choice(text, VARIABLE)
-        kernels = filter(None, os.environ.get(KERNELS, "").split(os.pathsep))
+        kernels = json.loads(os.environ.get(KERNELS) or "[]")
         _for_good.enter_context(install(as_asked(sd.simulated(**settings)), kernels=kernels))

@@ -241,11 +241,12 @@ class Watch(Leaves):
 
 
 def _live() -> Iterator[Any]:
-    return (one for one in gc.get_objects() if isinstance(one, (Closes, Shared)))
+    # By type, here and below: isinstance() asks a weak proxy for the class of an object that may be gone.
+    return (one for one in gc.get_objects() if issubclass(type(one), (Closes, Shared)))
 
 
 def _sockets() -> Iterator[Any]:
-    return (one for one in gc.get_objects() if isinstance(one, socket.socket) and _is_ours(one))
+    return (one for one in gc.get_objects() if issubclass(type(one), socket.socket) and _is_ours(one))
 
 
 def _reference(thing: object) -> weakref.ref[object] | None:
@@ -290,7 +291,7 @@ def _locals_of_ours(frame: types.FrameType | None) -> list[object]:
 
 def _is_ours(thing: object) -> bool:
     """Whether an object's class belongs to this package, drivers excepted."""
-    module = type(thing).__module__
+    module = str(type(thing).__module__)  # a class may define it as a property
     return module.startswith("streamalloc.") and not module.startswith("streamalloc.driver.")
 
 
@@ -309,9 +310,9 @@ def _reachable(roots: list[object], depth: int | None) -> set[int]:
         depth = None if depth is None else depth - 1
         following = []
         for one in gc.get_referents(*layer):
-            if id(one) not in seen and (isinstance(one, _CONTAINERS) or _is_ours(one)):
+            if id(one) not in seen and (issubclass(type(one), _CONTAINERS) or _is_ours(one)):
                 seen.add(id(one))
-                if not isinstance(one, (type, types.ModuleType, Session)):
+                if not issubclass(type(one), (type, types.ModuleType, Session)):
                     following.append(one)
         layer = following
     return seen

@@ -349,8 +349,9 @@ def _watched(
 
         driver = accounts = Accounts(driver)  # type: ignore[abstract]
         watch = stack.enter_context(Watch())
-        _watches[request.scope] = watch
-        stack.callback(_watches.pop, request.scope)
+        entry = request.scope, watch
+        _watches.append(entry)
+        stack.callback(_watches.remove, entry)
 
         def leaks(failed: bool) -> Iterable[str]:
             found = [] if failed else watch.found(driver, accounts.leaks(), accounts.exported)
@@ -367,15 +368,15 @@ def _watched(
 
 
 _SCOPES = ("function", "class", "module", "package", "session")
-_watches: dict[str, Watch] = {}
-"""Watches of the current machines, by scope."""
+_watches: list[tuple[str, Watch]] = []
+"""Scopes and watches of the current machines."""
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> Generator[None, Any, Any]:
     """Pause the leak watches of narrower scopes during a fixture's setup: they end before its objects."""
     with contextlib.ExitStack() as stack:
-        for scope, watch in _watches.items():
+        for scope, watch in _watches:
             if _SCOPES.index(scope) < _SCOPES.index(fixturedef.scope):
                 stack.enter_context(watch.paused())
         return (yield)

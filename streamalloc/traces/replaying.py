@@ -89,16 +89,17 @@ class Replay:
     def __init__(self, trace: Trace, subject: Subject) -> None:
         self._subject = subject
         self._failed = subject.out_of_memory
+        streams = dict(zip(dict.fromkeys(event.stream for event in trace.events), subject.streams, strict=False))
         own: dict[int, int] = {}
         steps: list[tuple[int, int, Any]] = []
         for event in trace.events:
             if event.action == "allocate":
                 own[event.id] = event.stream
-                steps.append((event.nbytes, event.id, subject.streams[event.stream]))
+                steps.append((event.nbytes, event.id, streams[event.stream]))
             else:
                 # A size of -1 stands for a free; None for its streams stands for the stream of the allocation.
-                streams = subject.streams[own[event.id]], subject.streams[event.stream]
-                steps.append((-1, event.id, None if own[event.id] == event.stream else streams))
+                both = streams[own[event.id]], streams[event.stream]
+                steps.append((-1, event.id, None if own[event.id] == event.stream else both))
         # Allocation numbers need not be consecutive.
         slots = {number: slot for slot, number in enumerate(own)}
         self._live: list[Any] = [None] * len(slots)

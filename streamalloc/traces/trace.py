@@ -116,7 +116,7 @@ class Trace:
     @property
     def streams(self) -> int:
         """Number of streams."""
-        return 1 + max((event.stream for event in self.events), default=-1)
+        return len({event.stream for event in self.events})
 
     @property
     def threads(self) -> int:
@@ -223,10 +223,11 @@ def _header(line: str, file: str) -> dict[str, Any]:
 @contextlib.contextmanager
 def opened(path: str | Path) -> Iterator[IO[bytes]]:
     """A file for reading in a ``with`` block; decompressed if its content is compressed, whatever its name."""
-    with open(path, "rb") as file:
-        compressed = file.read(2) == _GZIP
     try:
-        with io.BufferedReader(gzip.open(path)) if compressed else open(path, "rb") as file:
+        # Opened once: the file may be a pipe.
+        with open(path, "rb") as file:
+            if file.peek(2)[:2] == _GZIP:
+                file = io.BufferedReader(gzip.GzipFile(fileobj=file))
             yield file
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise TraceFormatError(f"the compressed file is damaged: {error}", str(path)) from None

@@ -27,7 +27,7 @@ from streamalloc.core.session import Session, session_of
 
 Place: TypeAlias = Device | MemLocation
 Access: TypeAlias = Place | Iterable[Place] | Mapping[Place, MemAccess] | None
-"""Permissions: a device or location, or several, which may read and write; or a permission for each in a mapping."""
+"""Permissions: a device or location, or several, with read and write access; or a mapping to a permission for each."""
 
 Rights: TypeAlias = dict[MemLocation, MemAccess]
 
@@ -53,7 +53,7 @@ def rights_of(access: Access, session: Session, permission: MemAccess = MemAcces
             raise TypeError(f"access of {location} must be a MemAccess, not {type(allowed).__name__} ({allowed!r})")
         if not isinstance(place, Device):
             check_location(session, location)
-        # The driver keeps one permission for the host, whichever NUMA node is named.
+        # The driver has one permission for the whole host, whatever NUMA node is named.
         rights[MemLocation.host() if location.on_host else location] = allowed
     return rights
 

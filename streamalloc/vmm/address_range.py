@@ -45,8 +45,8 @@ class AddressRange(OwnsNode):
             addresses.unmap(after=stream)
 
     Unmapping is *not* stream-ordered: the driver unmaps at once, and queued work that still uses the memory breaks the
-    context of its device. Every operation that unmaps therefore has an argument ``after``: an event or a stream that
-    the host waits for first, or several; ``()`` for none; by default all work of the devices with access.
+    context of its device. So every operation that unmaps has an argument ``after``: one or several events or streams
+    that the host waits for first. ``()`` means none. The default is all work of the devices with access.
 
     Not thread-safe.
 
@@ -57,7 +57,7 @@ class AddressRange(OwnsNode):
     alignment
         Alignment of the address in bytes, a power of two; 0 for the driver's choice.
     address
-        Preferred address, a multiple of 2 MiB, or 0 for none; :attr:`honoured` returns whether the driver used it.
+        Preferred address, a multiple of 2 MiB, or 0 for none; :attr:`honoured` says whether the driver used it.
     driver
         The driver to use.
 
@@ -135,8 +135,8 @@ class AddressRange(OwnsNode):
     def map(self, memory: GenericAllocation, offset: int = 0, *, access: Access = None) -> Mapping:
         """Map memory at an offset (``cuMemMap``) and set its permissions (``cuMemSetAccess``).
 
-        The driver maps memory as a whole only. The mapping stays until it is unmapped, whether or not the returned
-        object or ``memory`` is dropped or closed.
+        The driver maps memory as a whole only. The mapping stays until it is unmapped, even if the returned object or
+        ``memory`` is dropped or closed.
 
         Parameters
         ----------
@@ -145,8 +145,8 @@ class AddressRange(OwnsNode):
         offset
             Offset in the range in bytes, a multiple of the memory's granularity.
         access
-            Permissions: a device or location, or several, which may read and write; or a ``dict`` with a
-            :class:`MemAccess` for each. None by default.
+            Permissions: a device or location, or several, with read and write access; or a ``dict`` with a
+            :class:`MemAccess` for each. Default: no permissions.
 
         Raises
         ------
@@ -179,16 +179,16 @@ class AddressRange(OwnsNode):
         stop: int | None = None,
         after: After = None,
     ) -> None:
-        """Set permissions on all mappings of a part of the range, or on none (``cuMemSetAccess``).
+        """Set permissions on a part of the range: on all its mappings, or after an error on none (``cuMemSetAccess``).
 
         Parameters
         ----------
         who
             Devices and locations, as for ``access`` of :meth:`map`.
         access
-            Permission of those for which ``who`` has none; ``MemAccess.NONE`` revokes.
+            Permission for devices and locations that ``who`` lists without one; ``MemAccess.NONE`` revokes.
         start, stop
-            Offsets of the part in bytes. It consists of whole mappings without a hole. By default the whole range.
+            Offsets of the part in bytes; it must consist of whole mappings without a hole. Default: the whole range.
         after
             Events or streams to wait for if a device loses a permission. By default all work of that device.
 
@@ -213,8 +213,8 @@ class AddressRange(OwnsNode):
         start, stop
             Offsets in the range in bytes; by default the whole range.
         holes
-            Whether parts may be unmapped: for kernels and other libraries, which use only what is mapped at that time.
-            Fills and copies need all bytes that they use to be mapped: take a slice of the view.
+            Whether parts may be unmapped, for kernels and other libraries that use only mapped parts. Fills and copies
+            need all their bytes mapped: use a slice of the view.
 
         Raises
         ------
@@ -265,14 +265,14 @@ class AddressRange(OwnsNode):
     def draw(self, width: int = 64) -> str:
         """Draw the range with ``width`` characters, see the class.
 
-        Every mapping is visible: if several are within one character, it shows the first.
+        If several mappings fall within one character, it shows the first.
         """
         return self._node.drawn(max(1, min(width, self.nbytes // GRANULARITY)))
 
     # -- for the other modules of this package ---------------------------------------------------------------
 
     def _map(self, memory: GenericAllocation, offset: int, rights: Rights | None = None) -> MappedBytes:
-        """Map memory and set its permissions: both, or neither."""
+        """Map memory and set its permissions. After an error the memory is not mapped."""
         node, raw, stop = self._node, memory._checked_raw(), offset + memory.nbytes
         granularity = memory._granularity
         if offset % granularity:
@@ -353,8 +353,8 @@ def drawn(range: AddressRange) -> Html:
 class RangeView(Memory):
     """Mapped bytes of an address range, in one or several adjacent mappings; made by :meth:`AddressRange.view`.
 
-    It is valid while the bytes are mapped. Operations that name no stream use the default stream of the device of the
-    first mapping.
+    The view is valid while the bytes are mapped. Operations that name no stream use the default stream of the first
+    mapping's device.
     """
 
     __slots__ = ("__weakref__", "_holes", "_start", "_stop", "range")
@@ -391,7 +391,7 @@ class RangeView(Memory):
 
     @property
     def location(self) -> MemLocation:
-        """Location of the memory; of several mappings, the first."""
+        """Location of the memory; with several mappings that of the first."""
         entries = self._entries()
         return entries[0].memory.location if entries else self.stream.device.location
 
@@ -402,7 +402,7 @@ class RangeView(Memory):
 
     @property
     def device_accessible(self) -> bool:
-        """Whether the stream's device has access to all of it."""
+        """Whether the stream's device has access to all bytes."""
         return all(self._allowed(self.stream.device.location))
 
     @property
@@ -495,7 +495,7 @@ class Mapping(RangeView, Closes):
 
     @property
     def rights(self) -> Rights:
-        """Permissions by location, as set through this object or its range."""
+        """Permissions by location, as set by this object or its range."""
         return {where: flags for where, flags in self._mapped.rights.items() if flags}
 
     def access(self, who: Place) -> MemAccess:
@@ -524,7 +524,7 @@ class Mapping(RangeView, Closes):
         self.set_access(who, MemAccess.NONE, after=after)
 
     def close(self, after: After = None) -> None:
-        """Wait for ``after``, see :class:`AddressRange`, and unmap it (``cuMemUnmap``); idempotent."""
+        """Wait for ``after`` (see :class:`AddressRange`), then unmap the memory (``cuMemUnmap``); idempotent."""
         if not self._mapped.gone:
             self._check_own()
             wait_for_users(after, self._session, (self._mapped.rights,))
@@ -553,7 +553,7 @@ class Mapping(RangeView, Closes):
 
 
 class LoneMapping(Mapping):
-    """A mapping with a separate address range, which is freed with it."""
+    """A mapping in its own address range, which is freed with it."""
 
     __slots__ = ()
 
@@ -561,7 +561,7 @@ class LoneMapping(Mapping):
         """Allow everything: the mapping owns its range."""
 
     def close(self, after: After = None) -> None:
-        """Wait for ``after``, see :class:`AddressRange`, unmap it and free the addresses; idempotent."""
+        """Wait for ``after`` (see :class:`AddressRange`), unmap the memory and free the addresses; idempotent."""
         if not self.range.closed:
             super().close(after)
             self.range._free()

@@ -60,7 +60,7 @@ class AllocationState:
         self.bindings: dict[Any, None] = {}
         """Bindings to multicast objects."""
         self.teams: dict[Node, None] = {}
-        """Teams of the multicast objects it is, or was, bound to."""
+        """Teams of all multicast objects that the memory was ever bound to."""
 
 
 class HandleNode(Node):
@@ -79,7 +79,7 @@ class HandleNode(Node):
         return self._raw
 
     def give_back(self, call: str, *args: Any) -> None:
-        """Make the driver call that releases the handle, once."""
+        """Release the handle by this driver call, once."""
         try:
             self.allocations.session.release(self, call, *args)
         finally:
@@ -112,22 +112,22 @@ class OwnsNode(Closes, Drawn):
 
 
 class AllocationHandle(HandleNode):
-    """The hold of one object on a ``CUmemGenericAllocationHandle``; ``cuMemRelease`` ends it."""
+    """One object's reference to a ``CUmemGenericAllocationHandle``; ``cuMemRelease`` ends it."""
 
     __slots__ = ("state", "users")
 
     outlasts_mappings: ClassVar[bool] = False
-    """True if it is released after all mappings of the memory."""
+    """True if the handle is released after all mappings of the memory."""
 
     def __init__(self, allocations: Allocations, kind: Kind) -> None:
         super().__init__(allocations, kind)
         self.users: tuple[int, ...] = ()
-        """Ordinals of devices that may use it without a mapping."""
+        """Ordinals of devices that may use the memory without a mapping."""
         self.state: AllocationState = AllocationState()
         self.state.handles[self] = None
 
     def known(self) -> None:
-        """Join the state of other objects that hold the same driver handle."""
+        """Share the state of other objects with the same driver handle."""
         state = self.state
         state.handle = int(self._raw)
         before = self.allocations.by_handle.setdefault(state.handle, state)
@@ -145,7 +145,7 @@ class AllocationHandle(HandleNode):
         before.handles[self] = None
 
     def give_up(self) -> None:
-        """Release it after the work that may use the memory, and release its bindings before it."""
+        """Give up the handle. It is released after the work that may use the memory, and after its bindings."""
         if not self.given_up:
             order = self.allocations.order
             bindings = order.before(self, Kind.BINDING) if self.kind is Kind.OBJECT else []
@@ -161,7 +161,7 @@ class AllocationHandle(HandleNode):
         self.give_back("cuMemRelease")
 
     def forget(self) -> None:
-        """Remove it from the state of its driver handle."""
+        """Remove this node from the state of its driver handle."""
         self.state.handles.pop(self, None)
         self.allocations.forget(self.state)
 
@@ -178,7 +178,7 @@ class WorkNode(Node):
         self._queued: QueuedWork | None = None
 
     def release(self) -> None:
-        """Query whether the work has completed. The first attempt records its end."""
+        """Check whether the work has completed. The first attempt records its end."""
         try:
             if self._queued is None:
                 self._queued = work_since(self._session, self._dropped)
@@ -188,7 +188,7 @@ class WorkNode(Node):
 
 
 class MappedMemory(Protocol):
-    """Memory that was mapped: of an object, or a page."""
+    """Mapped memory: an object's, or a page."""
 
     @property
     def nbytes(self) -> int:
@@ -203,13 +203,15 @@ class MappingWatcher(Protocol):
     """Listener for the mappings of one driver."""
 
     def to_be_mapped(self, address: int, nbytes: int, /) -> None:
-        """Memory is about to be created and mapped at an address. An error propagates to the caller."""
+        """Called before memory is created and mapped at an address. An error propagates to the caller."""
 
     def mapped(self, address: int, memory: MappedMemory, /) -> None:
-        """Memory was mapped at an address. After an error it is unmapped, and the error propagates to the caller."""
+        """Called after memory was mapped at an address. If it raises, the memory is unmapped, and the error
+        propagates.
+        """
 
     def unmapped(self, address: int, /) -> None:
-        """The mapping at an address was unmapped. Never raises."""
+        """Called after the mapping at an address was unmapped. Never raises."""
 
 
 class Allocations:
@@ -218,7 +220,7 @@ class Allocations:
     def __init__(self, session: Session) -> None:
         self.session: Session = session
         self.recyclers: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Recyclers: ``make_room()`` releases their spare memory and returns its size."""
+        """Recyclers; their ``make_room()`` releases spare memory and returns its size."""
         self.watchers: tuple[MappingWatcher, ...] = ()
         self.specs: dict[object, Any] = {}
         """:class:`MemorySpec` by ``MemAllocationProp``."""
@@ -229,10 +231,10 @@ class Allocations:
         self.reservations: dict[Any, None] = {}
         """All reserved address ranges."""
         self.lock: AbstractContextManager[bool] = threading.RLock()
-        """Held while a mapping hands its handle to an object, and while watchers change."""
+        """Held to move a handle from a mapping to an object, and to change watchers."""
 
     def mapped_at(self, address: int, nbytes: int) -> list[AllocationState]:
-        """Return the states of the memory that is mapped in ``nbytes`` bytes from ``address``."""
+        """Return the states of all memory mapped within ``nbytes`` bytes from ``address``."""
         found = []
         for reservation in list(self.reservations):
             base = reservation.raw
@@ -265,10 +267,10 @@ class Allocations:
         self.deferred.submit(_Dropped(self, node))
 
     def drop_after(self, devices: Iterable[int], nodes: Iterable[Node]) -> None:
-        """Keep nodes until devices have completed the work that is queued on them now."""
+        """Keep nodes until the devices have completed the work queued so far."""
         if devices:
             queued = WorkNode(self.session)
-            # Submitted before a node depends on it: if the submit fails, no node depends on work that never ends.
+            # Submitted before any node depends on it: if the submit fails, no node must wait for it forever.
             self.drop(queued)
             for node in nodes:
                 self.order.relate(queued, node)
@@ -279,8 +281,7 @@ class Allocations:
         Raises
         ------
         CudaError
-            The driver refused to release the node, which stays usable, or refused to release a node that waited for
-            it, which is attempted again later.
+            The driver refused. The node itself stays usable. A node that waited for this one is attempted again later.
         """
         before = node.given_up
         node.given_up = True
@@ -292,7 +293,7 @@ class Allocations:
             if not node.gone:
                 node.given_up = before
             else:
-                self.drop(node)  # its next attempt passes on the nodes that waited for it
+                self.drop(node)  # its next attempt makes the nodes that waited for it ready
             raise
 
     def settle(self) -> None:
@@ -319,7 +320,7 @@ class _Dropped(Deferred):
         self._node = node
 
     def attempt(self) -> bool:
-        """Release the node; a node that has to wait for others is queued again when it is ready."""
+        """Release the node. A node that must wait for others is queued again once it is ready."""
         self._node.give_up()
         try:
             return self._allocations.order.attempt(self._node)
@@ -327,7 +328,7 @@ class _Dropped(Deferred):
             self._allocations.order.pass_on(self._allocations.drop)
 
     def forget(self) -> None:
-        """Mark the node as released: its context or driver is lost."""
+        """Mark the node as released, because its context or driver is gone."""
         self._node.gone = True
         self._allocations.order.cut(self._node)
         self._allocations.order.pass_on(self._allocations.drop)
@@ -338,7 +339,7 @@ allocations_of: PerDriver[Allocations] = PerDriver(Allocations)
 
 
 class GenericAllocation(OwnsNode):
-    """Owner of a ``CUmemGenericAllocationHandle``, which :meth:`AddressRange.map` maps.
+    """Owner of a ``CUmemGenericAllocationHandle`` that :meth:`AddressRange.map` can map.
 
     The subclasses are :class:`PhysicalMemory` and :class:`~streamalloc.multicast.MulticastObject`.
     """
@@ -379,7 +380,7 @@ class GenericAllocation(OwnsNode):
         kinds = cuda.CUmemAllocationHandleType
         self._node.state.imported = True
         if isinstance(handle, (bytes, bytearray)):
-            # The driver reads the handle by its address, so the struct must live until the call returns.
+            # The driver reads the struct by its address, so the struct must live until the call returns.
             struct = opaque_struct("CUmemFabricHandle", bytes(handle))
             hint = f"the owner has given it up or is of another IMEX domain; {FABRIC_NEEDS}"
             self._create(name, int(struct.getPtr()), kinds.CU_MEM_HANDLE_TYPE_FABRIC, hint=hint)
@@ -408,7 +409,7 @@ class GenericAllocation(OwnsNode):
 
     @property
     def exported(self) -> bool:
-        """Whether it was exported: other processes may hold it."""
+        """Whether a handle was exported: other processes may hold the memory."""
         return self._state.exported
 
     @property
@@ -424,13 +425,13 @@ class GenericAllocation(OwnsNode):
     def export(self, handle_type: MemHandleType = MemHandleType.POSIX_FILE_DESCRIPTOR) -> Fd | bytes:
         """Export a handle for other processes (``cuMemExportToShareableHandle``).
 
-        Return an :class:`Fd`, or the 64 bytes of a fabric handle. The driver keeps the memory as long as a handle or an
-        importer holds it, also after it was closed here.
+        Returns an :class:`Fd`, or the 64 bytes of a fabric handle. The driver keeps the memory while a handle or an
+        importer holds it, even after it is closed here.
 
         Raises
         ------
         ValueError
-            It was not created with this handle type.
+            The memory was not created with this handle type.
         """
         kinds = (MemHandleType.POSIX_FILE_DESCRIPTOR, MemHandleType.FABRIC)
         if not isinstance(handle_type, MemHandleType) or handle_type not in kinds:
@@ -463,7 +464,7 @@ class GenericAllocation(OwnsNode):
 
     @abc.abstractmethod
     def _check_access(self, rights: Rights) -> None:
-        """Raise if the driver does not grant these permissions on it."""
+        """Raise if the driver does not grant these permissions on this memory."""
 
     @property
     def _state(self) -> AllocationState:

@@ -1,8 +1,8 @@
 """Backups: the bytes of buffers while their physical memory is released.
 
-One call that evicts buffers makes one :class:`Backup` for them. Each buffer holds a :class:`BackupRange` of it, and
-nothing else refers to it. The backup is released once: when the last buffer has left it or was dropped, and after all
-copies that read or write it, on whatever streams these are.
+One call that evicts buffers makes one :class:`Backup` for them. Each buffer holds a :class:`BackupRange`, and nothing
+else refers to the backup. The backup is released once: after the last buffer has left it or was dropped, and after all
+copies that read or write it, on any stream.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ __all__ = ["Backup", "BackupRange", "Copies", "HostWork", "copying"]
 
 
 class HostWork(Protocol):
-    """The part of copies that the host makes: reads and writes of files."""
+    """The host's part of copies: reads and writes of files."""
 
     def settle(self) -> None:
         """Block the host until the bytes are stored, or are in device memory."""
 
     def abandon(self) -> None:
-        """Stop after an error: afterwards nothing reads or writes device memory."""
+        """Stop after an error. Afterwards the host neither reads nor writes device memory."""
 
 
 class Copies:
-    """The copies from or to backups that one call queues on one stream; made by :func:`copying`."""
+    """The copies that one call queues on one stream, from or to backups; made by :func:`copying`."""
 
     __slots__ = ("_end", "_staged", "backups", "finished", "stream", "work")
 
@@ -50,16 +50,16 @@ class Copies:
         self.backups: weakref.WeakSet[Backup] = weakref.WeakSet()
         """Backups that the copies use; empty after the call."""
         self.stream: Stream | None = stream
-        """Stream of the copies; None after the call, when its owner may destroy it."""
+        """Stream of the copies; None after the call."""
         self.finished: bool = False
         """True if the host has synchronised with the copies."""
         self.work: dict[Any, Any] = {}
-        """:class:`HostWork` of the copies that has not ended, by tier."""
+        """Unfinished :class:`HostWork` of the copies, by tier."""
         self._staged = False
         self._end: Event | None = None
 
     def by_host(self, key: object, make: Callable[[Stream], Any]) -> Any:
-        """Return the :class:`HostWork` of a key; ``make`` makes it for the stream of the copies."""
+        """Return the :class:`HostWork` of a key. If it is missing, ``make`` makes it for the stream of the copies."""
         if key not in self.work:
             assert self.stream is not None
             self._staged = True
@@ -67,7 +67,7 @@ class Copies:
         return self.work[key]
 
     def settle(self) -> None:
-        """Block the host until its part of the copies is made.
+        """Block the host until its part of the copies is done.
 
         Raises
         ------
@@ -79,7 +79,7 @@ class Copies:
             del self.work[key]
 
     def abandon(self) -> None:
-        """Stop the host's share of the copies if an error comes before it ends."""
+        """Stop the host's unfinished part of the copies, after an error."""
         while self.work:
             self.work.popitem()[1].abandon()
 
@@ -90,7 +90,9 @@ class Copies:
         self.finished = True
 
     def precede(self, stream: Stream) -> None:
-        """Make later work of ``stream`` wait for the copies; if their stream is not known, for all queued work."""
+        """Make later work of ``stream`` wait for the copies, or for all queued work if no event was recorded for
+        them.
+        """
         own = self.stream
         if self._end is None:
             queued = QueuedWork(session_of(stream)) if own is None else QueuedWork(session_of(stream), own)
@@ -99,7 +101,7 @@ class Copies:
             stream.wait(self._end)
 
     def record(self, stream: Stream) -> None:
-        """Record the end of the copies on their stream, if a backup is still to be released."""
+        """Record the end of the copies on their stream, if a backup is not yet released."""
         if not self.finished and any(not backup.released for backup in self.backups):
             with contextlib.suppress(CudaError, ClosedError):
                 self._end = stream.record()
@@ -108,7 +110,7 @@ class Copies:
 
 @contextlib.contextmanager
 def copying(stream: Stream) -> Iterator[Copies]:
-    """Make a ``with`` block that copies from or to backups on a stream."""
+    """A ``with`` block for copies from or to backups on a stream."""
     copies = Copies(stream)
     try:
         yield copies
@@ -151,11 +153,11 @@ class Backup:
 
     @property
     def released(self) -> bool:
-        """Whether no memory of it has to be freed any more."""
+        """Whether the backup has no memory left to free."""
         return not (self.own and isinstance(self.memory, Buffer)) or self.memory.freed
 
     def hold(self, offset: int, nbytes: int) -> BackupRange:
-        """Reserve the range of one buffer. No two ranges begin at the same offset."""
+        """Reserve the range of one buffer. Each range needs its own offset."""
         held = BackupRange(self, offset, nbytes)
         self._ranges.add(offset)
         return held
@@ -259,7 +261,7 @@ class _Release(Deferred):
         elif stream is not None:
             ordered_after(stream, memory.free)
         else:
-            # A separate stream, so that no stream of the user waits for another.
+            # A separate stream, so that no stream of the user has to wait for another.
             device = memory.stream.device
             with session_of(device).relaxed(), device.create_stream() as after_all:
                 for one in copies:

@@ -1,12 +1,12 @@
-"""Claims: one call at a time changes the mappings of a buffer or an arena, or puts a group to sleep.
+"""Claims: only one call at a time changes the mappings of a buffer or an arena, or puts a group to sleep.
 
-A call claims what it changes, and releases it at its end; a call on another thread waits for that and then acts on the
-state that it finds. The lock below is held for the check and the claim alone: calls wait for streams, files and other
-processes while they have claims, and no lock. A call that is made during another one on the same thread, by a hook or
-a signal handler, waits only for claims of a higher level: the others could wait for this thread.
+A call claims the objects that it changes, and releases them at its end. A call on another thread waits, and then uses
+the new state. The lock below is held only to check and to claim. While calls wait for streams, files and other
+processes, they hold claims but no lock. A hook or a signal handler may make a call during another call on the same
+thread. Such a call waits only for claims of a higher level: other claims may wait for this thread.
 
-A call is a function that :func:`claiming` calls, and no ``with`` block: an exception of a signal handler may come
-between the start of a block written in Python and its body, and claims would stay as long as the traceback.
+A call is a function that :func:`claiming` calls, not a ``with`` block. A signal handler may raise between the start of
+a block written in Python and its body, and the claims would stay as long as the traceback.
 """
 
 from __future__ import annotations
@@ -51,12 +51,14 @@ class Claim:
         self.ended: bool = False
 
     def take(self, things: Collection[Claimable], *, wait: bool = True) -> bool:
-        """Claim all of these, once no other call has claimed one; without ``wait`` at once or not at all.
+        """Claim all of these once no other call has a claim on one. Without ``wait``, return False if another call has
+        one.
 
         Raises
         ------
         InUseError
-            Another call on this thread has claimed one, or has claims of the same level while another thread has one.
+            Another call on this thread has claimed one of them; or it has claims of the same or a higher level, and
+            another thread has claimed one of them.
         """
         while True:
             with _lock:
@@ -75,11 +77,11 @@ class Claim:
             if inside or other._thread == self._thread:
                 one = next((thing for thing in things if thing._claim is other), None)
                 raise InUseError(f"{one!r} is in use: this is a call of a hook or a signal handler during another call")
-            with other._end:  # in C, so that an exception of a signal handler leaves the lock released
+            with other._end:  # in C: an exception of a signal handler leaves the lock released
                 pass
 
     def _is_before(self, other: Claim) -> bool:
-        """Whether another call has not ended; a forked child waits for none of its parent."""
+        """Whether another call must end first. A forked child does not wait for calls of its parent."""
         return other is not self and not other.ended and other._process is _process
 
 
@@ -89,7 +91,7 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-_lock = threading.RLock()  # a signal handler may make a claim while its thread makes one
+_lock = threading.RLock()  # reentrant: a signal handler may claim while its thread claims
 _process = object()
 
 
@@ -102,10 +104,10 @@ os.register_at_fork(after_in_child=_forget_after_fork)
 
 
 def claiming(things: Collection[Claimable], act: Callable[[Claim], T], *, level: int = 0) -> T:
-    """Return ``act(claim)`` with a claim of these, which ends with the call.
+    """Claim these, call ``act(claim)``, and release them; returns the result.
 
-    ``level``: 0 for groups and buffers, 1 for arenas, whose calls wait for none of the former. A call inside another
-    one has at least its level.
+    ``level``: 0 for groups and buffers, 1 for arenas. Calls of arenas do not wait for groups and buffers. A nested call
+    has at least the level of the outer one.
 
     Raises
     ------
@@ -119,7 +121,7 @@ def claiming(things: Collection[Claimable], act: Callable[[Claim], T], *, level:
         claim.take(things)
         return act(claim)
     finally:
-        # No call before the last: an exception of a signal handler comes after it.
+        # Only the last line calls anything, so a signal handler can raise only after all is done.
         _thread.claim = outer
         claim.ended = True
         claim._end.release()

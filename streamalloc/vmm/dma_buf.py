@@ -25,7 +25,7 @@ def dma_buf(memory: Memory, *, pcie: bool = False) -> Fd:
     memory
         Memory of this package that begins and ends at host pages (4 KiB).
     pcie
-        If true, request a mapping over PCIe, also where the device has another link to the host.
+        If true, request a mapping over PCIe even if the device has another link to the host.
 
     Raises
     ------
@@ -43,7 +43,7 @@ def dma_buf(memory: Memory, *, pcie: bool = False) -> Fd:
     kind = cuda.CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
     session = session_of(memory)
     for state in allocations_of(session).mapped_at(memory.address, memory.nbytes):
-        # Never reset: nothing reports when the other driver stops using the memory.
+        # Never reset: no notification says when the other driver stops using the memory.
         state.elsewhere = True
     with memory.stream.device.current():
         return Fd.made_by(session, "cuMemGetHandleForAddressRange", memory.address, memory.nbytes, kind, flags)

@@ -24,7 +24,7 @@ class GrowableBuffer(VirtualBuffer):
     """Memory that grows and shrinks in place: its address is constant, and no bytes are copied.
 
     The buffer reserves addresses for ``capacity`` bytes, which needs no memory. Each growth creates physical memory,
-    maps it at the end of the buffer and sets the same permissions; its time does not depend on the size. ::
+    maps it at the end of the buffer and sets the same permissions. Its time does not depend on the buffer's size. ::
 
         with vmm.GrowableBuffer(device, capacity=1 << 40, nbytes=1 << 30) as buffer:
             buffer.grow(1 << 30)           # 2 GiB at the same address
@@ -42,8 +42,8 @@ class GrowableBuffer(VirtualBuffer):
         Permissions of other devices, also for later chunks: a device, several, or a ``dict`` with a
         :class:`MemAccess` for each.
     location
-        Location of the memory, if it is not ``device``: ``MemLocation.host_numa(0)`` for memory of the host, which the
-        host may read and write, too.
+        Location of the memory, if it is not ``device``. ``MemLocation.host_numa(0)`` gives host memory, which the host
+        may also read and write.
     chunk
         Largest chunk of physical memory in bytes; 0 makes each growth one chunk. Shrinking releases whole chunks:
         smaller chunks release more, larger ones cost fewer driver calls.
@@ -54,10 +54,9 @@ class GrowableBuffer(VirtualBuffer):
     stream
         Stream of operations that name none; default: the device's default stream.
     recycler
-        Recycler of the same device that the physical memory comes from and returns to. It defines the properties of
-        the memory. Memory that the buffer shrinks by stays mapped behind its end until another user takes it or the
-        recycler releases it, so that growing again needs no driver call. Recycled memory has the bytes of its last
-        user.
+        Recycler of the same device, for the physical memory. It defines the properties of the memory. After a shrink
+        the unused memory stays mapped behind the buffer's end until another user takes it or the recycler releases it,
+        so growing again needs no driver call. Recycled memory has the bytes of its last user.
 
     Raises
     ------
@@ -147,7 +146,7 @@ class GrowableBuffer(VirtualBuffer):
         claiming((self,), grow)
 
     def _grow_directly(self, nbytes: int) -> bool:
-        """Grow by one chunk if that needs no checks: whether it did."""
+        """Grow by one chunk if no checks are needed; returns whether it did."""
         spec, node, at = self._spec, self.range._node, self._mapped
         allocations, entries = spec.allocations, node.entries
         if (
@@ -222,7 +221,7 @@ class GrowableBuffer(VirtualBuffer):
         wait_for_users(after, self._session, (entry.rights for entry in spare))
         if self._recycler is not None:
             before = self._mapped, self._nbytes
-            # Before the offer: another thread may unmap the memory as soon as it is offered.
+            # First, because another thread may unmap the memory as soon as it is offered.
             self._mapped, self._nbytes = spare[0].offset, size
             if self._recycler.offer(spare):
                 return
@@ -230,7 +229,7 @@ class GrowableBuffer(VirtualBuffer):
         self._cut(spare[0].offset, size)
 
     def _claim_spares(self, needed: int, recycler: RecyclingSpec) -> None:
-        """Take memory back that the buffer offered when it shrank, and that is still mapped behind its end."""
+        """Reclaim spare memory that the buffer offered when it shrank and that is still mapped behind its end."""
         for entry in self.range._node.touching(self._mapped, needed):
             if entry.offset != self._mapped or entry.stop > needed or not recycler.claim(entry.memory._node):
                 return
@@ -274,15 +273,15 @@ def stripe(
     stream: StreamLike | None = None,
     recyclers: Sequence[MemoryRecycler] | None = None,
 ) -> StripedBuffer:
-    """Make one contiguous buffer with equal shares on several devices, which all have access to all of it.
+    """Make one contiguous buffer with equal shares on several devices. Every device has access to the whole buffer.
 
     Parameters
     ----------
     devices
         Devices that have the memory, in the order of addresses. Each must have peer access to all others.
     nbytes
-        Size in bytes. Each device has the same amount, rounded up to the granularity, so that the last part may have
-        room to spare. The old order ``stripe(nbytes, devices)`` is deprecated.
+        Size in bytes. Each device has the same share, rounded up to the granularity, so the last share may be larger
+        than needed. The old order ``stripe(nbytes, devices)`` is deprecated.
     access
         Permissions of further devices.
     handle_types, compressible
@@ -299,7 +298,7 @@ def stripe(
     PeerAccessError
         Two of the devices have no peer access.
     OutOfMemoryError, AddressSpaceError
-        A device has not enough memory, or the process has no addresses left. Everything is released.
+        A device has too little memory, or the process has no addresses left. All memory and addresses are released.
 
     Examples
     --------
@@ -365,17 +364,17 @@ class RemappableBuffer(VirtualBuffer):
 
     @claimed
     def set_chunks(self, names: Sequence[Hashable], make: Callable[[int], GenericAllocation], nbytes: int) -> None:
-        """Map the chunks with these names side by side, and no others. After an error the buffer is unchanged.
+        """Map the chunks with these names side by side, and unmap all others. After an error the buffer is unchanged.
 
-        Chunks that are mapped at the same offset already stay mapped. Before a chunk is unmapped, the host waits for
-        all work of the devices with access; the caller must hold no lock that another thread needs.
+        Leading chunks with the same names stay mapped. Before a chunk is unmapped, the host waits for all work of the
+        devices with access; the caller must hold no lock that another thread needs.
 
         Parameters
         ----------
         names
             Names of the chunks, in the order of addresses.
         make
-            Makes the memory of a new chunk from its index in ``names``. The buffer closes it.
+            Creates the memory of a new chunk; the argument is its index in ``names``. The buffer closes the memory.
         nbytes
             New size of the buffer in bytes.
 

@@ -1,4 +1,4 @@
-"""Names of virtual memory that other areas use beside the public ones."""
+"""Names of ``vmm``, beside the public ones, that other areas use."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def map_alone(memory: GenericAllocation, alignment: int, rights: Rights) -> tupl
 
 
 class Chunk(NamedTuple):
-    """Memory that is mapped at an offset of a range, in bytes."""
+    """Mapped memory and its offset in the range, in bytes."""
 
     memory: GenericAllocation
     offset: int
@@ -52,7 +52,7 @@ def covering(range: AddressRange, start: int, stop: int) -> list[Chunk]:
     for entry in range._covering(start, stop):
         memory = entry.memory
         if memory.closed and isinstance(memory, PhysicalMemory):
-            # Only the mapping is left: open another handle by its address.
+            # No open handle is left: open another one by the mapping's address.
             memory = PhysicalMemory.at(range.address + entry.offset, driver=range.driver)
         found.append(Chunk(memory, entry.offset))
     return found
@@ -71,7 +71,7 @@ def state_of(memory: GenericAllocation) -> AllocationState:
     ClosedError
         The memory was closed.
     ValueError
-        It is a tile pool.
+        The memory is a tile pool.
     """
     memory._checked_raw()
     memory._check_mappable()
@@ -79,7 +79,7 @@ def state_of(memory: GenericAllocation) -> AllocationState:
 
 
 def check_mappable(memory: PhysicalMemory) -> None:
-    """Check the size of imported memory by mapping it: the driver maps memory as a whole only."""
+    """Check the size of imported memory by mapping it: the driver maps only whole allocations."""
     granularity = memory._spec.granularity
     if memory.nbytes % granularity:
         raise ValueError(f"physical memory of {memory.nbytes} bytes, which are no multiple of {granularity}")
@@ -102,7 +102,7 @@ def unwatch_mappings(session: Session, watcher: MappingWatcher) -> None:
 
 
 def is_counted(memory: MappedMemory) -> bool:
-    """Whether memory that was just mapped was created by this process and has no other mapping."""
+    """Whether just mapped memory was created by this process and has no other mapping."""
     if not isinstance(memory, GenericAllocation):
         return True  # a page
     state = memory._state

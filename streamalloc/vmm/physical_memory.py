@@ -47,10 +47,10 @@ T = TypeVar("T")
 
 
 class MemorySpec:
-    """Creates physical memory with one set of properties, which are checked once."""
+    """Creator of physical memory with one set of properties, which is checked once."""
 
     def __init__(self, session: Session, prop: MemAllocationProp, *, exists: bool = False) -> None:
-        """``exists``: the memory exists already, perhaps on a device that this process does not see."""
+        """``exists``: the memory exists already, perhaps on a device that this process cannot see."""
         if not exists:
             self._check(session, prop)
         self.session: Session = session
@@ -99,7 +99,7 @@ class MemorySpec:
         return -(-nbytes // self.granularity) * self.granularity
 
     def checked(self, nbytes: int, *, round_up: bool = False, name: str = "nbytes") -> int:
-        """Check a size in bytes; ``ValueError`` if it is zero or no multiple of the granularity."""
+        """Check a size in bytes; ``ValueError`` if it is zero or not a multiple of the granularity."""
         size = checked_size(name, nbytes)
         if round_up:
             size = self.round_up(size)
@@ -125,7 +125,7 @@ class MemorySpec:
         Raises
         ------
         OutOfMemoryError
-            There is not enough memory, also after dropped and recycled memory was released.
+            There is not enough memory, even after dropped and recycled memory was released.
         """
         session = self.session
         if not session.forked:
@@ -138,9 +138,10 @@ class MemorySpec:
             self.refused(result, nbytes, last=last)
 
     def refused(self, result: Any, nbytes: int, *, last: bool = False, wait: bool = True) -> None:
-        """Handle an error of ``cuMemCreate``: return if memory was released and another attempt is left, else raise.
+        """Handle an error of ``cuMemCreate``: return if another attempt may succeed, else raise.
 
-        ``wait``: for the device, where memory waits for a stream that its library has closed.
+        ``last``: no attempt is left. ``wait``: the host may wait for the device, if memory waits for a stream that its
+        library has closed.
         """
         error = error_from(result, "cuMemCreate", self.hint)
         if not isinstance(error, OutOfMemoryError):
@@ -151,14 +152,16 @@ class MemorySpec:
             raise self.out_of_memory(error, nbytes)
 
     def adopt(self, mapped: MappedBytes) -> PhysicalMemory:
-        """Return the memory of a mapping as an object, which takes the handle over if the mapping holds it alone."""
+        """Return the memory of a mapping as an object. If only the mapping holds the handle, the object takes it
+        over.
+        """
         memory = PhysicalMemory.__new__(PhysicalMemory)
         memory._belong(self, mapped.nbytes)
         handle, known = memory._node, self.allocations.by_handle
         state = handle.state
         with self.allocations.lock:
             raw = mapped._raw
-            # None if the handle was released, or another thread has adopted the memory.
+            # None if the handle was released, or if another thread has made the object.
             number = state.handle = 0 if raw is None else int(raw)
             if not mapped.gone:
                 state.mappings[mapped] = None
@@ -212,7 +215,9 @@ def properties_for(
     gpu_direct_rdma: bool,
     tile_pool: bool = False,
 ) -> MemAllocationProp:
-    """Make properties of these arguments; ``where`` may be complete properties, which allow no other argument."""
+    """Return the properties for these arguments. ``where`` may be complete properties; then no other argument is
+    allowed.
+    """
     if isinstance(where, MemAllocationProp):
         if handle_types or compressible or gpu_direct_rdma or tile_pool:
             raise ValueError("handle types and flags are fields of MemAllocationProp: set them there")
@@ -236,8 +241,8 @@ class PhysicalMemory(GenericAllocation):
     """Physical memory of a device or of the host, without an address (``cuMemCreate``).
 
     Map it into an :class:`AddressRange` to use it, at one address or at several (aliases). The driver keeps the memory
-    until it is closed, unmapped everywhere and closed by every importer, in any order. Memory that is closed while it
-    is bound to a multicast object is released when it is unbound. ::
+    until it is closed, unmapped everywhere and closed by every importer, in any order. Memory that is still bound to a
+    multicast object is released when it is unbound. ::
 
         with vmm.PhysicalMemory(device, 2 << 20) as memory, vmm.AddressRange(2 << 20) as addresses:
             addresses.map(memory, access=device).fill(0, stream)
@@ -251,7 +256,7 @@ class PhysicalMemory(GenericAllocation):
     handle_types
         Handle types by which other processes can open it.
     compressible
-        Request compressible memory; :attr:`compressible` returns whether the driver granted it.
+        Request compressible memory; :attr:`compressible` says whether the driver granted it.
     gpu_direct_rdma
         Whether other PCIe devices may access it.
     tile_pool
@@ -264,11 +269,11 @@ class PhysicalMemory(GenericAllocation):
     Raises
     ------
     TypeError, ValueError
-        The size is no multiple of the granularity, or an option excludes the location or another option.
+        The size is not a multiple of the granularity, or an option conflicts with the location or another option.
     NotSupportedError
         The device does not support an option; the message names it.
     NotPermittedError
-        Fabric handles were requested and this user may open no IMEX channel.
+        Fabric handles were requested and this user cannot open an IMEX channel.
     OutOfMemoryError
         There is not enough memory; the error has the device's free and total bytes.
     """
@@ -323,7 +328,7 @@ class PhysicalMemory(GenericAllocation):
     def at(cls, address: int, *, driver: Driver | None = None) -> PhysicalMemory:
         """Return the memory that is mapped at an address, by any library (``cuMemRetainAllocationHandle``).
 
-        The object holds the memory as any other does. Its size is that of the mapping.
+        The object owns a handle like any other object. Its size is that of the mapping.
 
         Raises
         ------
@@ -384,7 +389,7 @@ class PhysicalMemory(GenericAllocation):
             raise ValueError(f"{self!r} is a tile pool, which only backs sparse arrays")
 
     def _check_access(self, rights: Rights) -> None:
-        # The driver would grant the other permissions of the request before it refuses this one.
+        # The driver would grant the other requested permissions before it refuses this one.
         if not self.location.on_host and any(where.on_host and flags for where, flags in rights.items()):
             raise refused(NotSupportedError, "cuMemSetAccess", "the host can only be given access to host memory")
 

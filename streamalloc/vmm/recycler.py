@@ -1,4 +1,4 @@
-"""Recycling of physical memory: ``cuMemCreate`` and ``cuMemRelease`` are most of the cost of growth."""
+"""Recycling of physical memory, because ``cuMemCreate`` and ``cuMemRelease`` take most of the time of growth."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TILE_POOL = 1  # CU_MEM_CREATE_USAGE_TILE_POOL
 
 
 class RecyclerStatistics(NamedTuple):
-    """Statistics of a :class:`MemoryRecycler`; counts start when it is made."""
+    """Statistics of a :class:`MemoryRecycler`; counts start at its creation."""
 
     kept: int
     """Bytes that it keeps now."""
@@ -39,15 +39,15 @@ class RecyclerStatistics(NamedTuple):
 
 
 class MemoryRecycler(Closes):
-    """Keeps physical memory that was closed or dropped, for the next user of the same size.
+    """Keeps closed and dropped physical memory for the next user of the same size.
 
-    A recycler has memory of one location and with one set of properties. :meth:`take` returns kept memory, or else
-    creates some. Memory returns to the recycler by itself when it is closed or dropped *and* unmapped everywhere.
-    Unmapping waits for queued work, see :class:`AddressRange`, so that no user gets memory that is still in use.
+    A recycler has memory of one location with one set of properties. :meth:`take` returns kept memory, or creates new
+    memory. Memory returns to the recycler once it is closed or dropped *and* unmapped everywhere. Unmapping waits for
+    queued work (see :class:`AddressRange`), so no user gets memory that is still in use.
 
-    :class:`GrowableBuffer` and :func:`stripe` also take memory from a recycler, so that a restore after an eviction
-    creates no memory. Memory that a growable buffer shrinks by stays mapped until another user takes it or it is
-    released, so that growing again needs no driver call. ::
+    :class:`GrowableBuffer` and :func:`stripe` can also use a recycler; then a restore after an eviction creates no
+    memory. When a growable buffer shrinks, the unused memory stays mapped until another user takes it or it is
+    released, so growing again needs no driver call. ::
 
         with vmm.MemoryRecycler(device, limit=1 << 30) as recycler:
             page = recycler.take(2 << 20)
@@ -55,7 +55,7 @@ class MemoryRecycler(Closes):
             page = recycler.take(2 << 20)     # the same memory, no driver call
 
     Memory that was exported, has a DMA-BUF, is held by another :class:`PhysicalMemory` or is bound to a multicast
-    object is released to the driver instead. Handles that other code has retained itself are not detected.
+    object is released to the driver instead. Handles that other code has retained are not detected.
 
     Recycled memory has the bytes of its last user in this process.
 
@@ -67,7 +67,7 @@ class MemoryRecycler(Closes):
     where, handle_types, compressible, gpu_direct_rdma, driver
         As for :class:`PhysicalMemory`.
     limit
-        Bytes that it keeps at most; the oldest memory is released first. Memory in use does not count.
+        Most bytes kept; the oldest memory is released first. Memory in use does not count.
 
     Raises
     ------
@@ -105,7 +105,7 @@ class MemoryRecycler(Closes):
 
     @property
     def granularity(self) -> int:
-        """Sizes of memory are multiples of this, in bytes."""
+        """Granularity in bytes: sizes are multiples of it."""
         return self._spec.granularity
 
     @property
@@ -124,7 +124,7 @@ class MemoryRecycler(Closes):
         return self._spec.closed
 
     def take(self, nbytes: int, *, round_up: bool = False) -> PhysicalMemory:
-        """Return kept memory, or else create some (``cuMemCreate``).
+        """Return kept memory, or create new memory (``cuMemCreate``).
 
         Parameters
         ----------
@@ -139,7 +139,7 @@ class MemoryRecycler(Closes):
         ClosedError
             It was closed.
         OutOfMemoryError
-            There is not enough memory, also after all recyclers of this driver released theirs.
+            There is not enough memory, even after all recyclers of this driver have released theirs.
         TypeError, ValueError
             The size is no multiple of the granularity.
         """
@@ -154,12 +154,12 @@ class MemoryRecycler(Closes):
         return RecyclerStatistics(spec.kept, len(spec.order), spec.recycled, spec.made, spec.released)
 
     def trim(self, keep: int = 0) -> int:
-        """Release memory to the driver (``cuMemRelease``), the oldest first; return the released bytes.
+        """Release memory to the driver (``cuMemRelease``), the oldest first. Returns the bytes released.
 
         Parameters
         ----------
         keep
-            Bytes to keep at most.
+            Most bytes to keep.
 
         Raises
         ------
@@ -171,7 +171,7 @@ class MemoryRecycler(Closes):
         return self._spec.trim(most)
 
     def close(self) -> None:
-        """Release all kept memory, and keep none from now on. Idempotent."""
+        """Release all kept memory, and keep none from now on; idempotent."""
         self._spec.closed = True
         self._spec.trim(0)
 
@@ -182,7 +182,7 @@ class MemoryRecycler(Closes):
 
 
 class UnusedHandle(HandleEnd):
-    """A handle that no object uses; its finaliser releases it."""
+    """A handle without a user; its finaliser releases it."""
 
     __slots__ = ("nbytes",)
 
@@ -192,7 +192,7 @@ class UnusedHandle(HandleEnd):
         """Size of the memory in bytes."""
 
     def forget(self) -> None:
-        """Forget the handle without a driver call, as the driver has ended."""
+        """Forget the handle without a driver call, because the driver is gone."""
         self._raw = None
 
     def __del__(self) -> None:
@@ -213,12 +213,12 @@ class RecycledHandle(AllocationHandle):
         self.nbytes: int = 0
         """Size of the memory in bytes."""
         self.spare: MappedBytes | None = None
-        """Mapping behind the end of a buffer that has shrunk; the buffer may claim it back."""
+        """Mapping behind the end of a shrunken buffer, which may reclaim it."""
         self.ends: bool = False
         """True if it must be released to the driver."""
 
     def only_here(self) -> bool:
-        """Whether no other object or process can use the memory, as far as this process can tell."""
+        """Whether, to this process's knowledge, no other object or process can use the memory."""
         state = self.state
         if state.exported or state.elsewhere or state.bindings or state.teams:
             return False
@@ -232,10 +232,10 @@ class RecycledHandle(AllocationHandle):
 
 
 class RecyclingSpec(MemorySpec):
-    """Creates memory of one kind, or takes recycled memory. It lives as long as memory that may return to it.
+    """Creator of memory of one kind, which prefers recycled memory. It lives as long as memory that may return to it.
 
-    ``_tables`` protects the tables, and no other lock is taken under it. A thread that unmaps a spare holds
-    ``_unmapping``: until then, the buffer of the spare must not map memory at the same addresses.
+    ``_tables`` protects the tables; no other lock is taken under it. A thread holds ``_unmapping`` while it unmaps a
+    spare, because the spare's buffer must not map memory at the same addresses before that.
     """
 
     def __init__(self, session: Session, prop: MemAllocationProp, limit: int) -> None:
@@ -259,7 +259,7 @@ class RecyclingSpec(MemorySpec):
         self.allocations.recyclers.add(self)
 
     def unmapped_bytes(self, location: MemLocation) -> int:
-        """Bytes of memory at a location that is kept and has no mapping."""
+        """Bytes of kept memory at a location that has no mapping."""
         with self._tables:
             kept = sum(nbytes * len(several) for nbytes, several in self.by_size.items())
         return kept if self.prop.location == location else 0
@@ -269,7 +269,7 @@ class RecyclingSpec(MemorySpec):
         return RecycledHandle(self)
 
     def obtain(self, owner: OwnsHandle, nbytes: int) -> None:
-        """Store a recycled handle in ``owner._raw``, or else create memory."""
+        """Store a recycled handle in ``owner._raw``, or create memory."""
         self.session.check_process()
         assert isinstance(owner, RecycledHandle)
         owner.nbytes = nbytes
@@ -289,7 +289,7 @@ class RecyclingSpec(MemorySpec):
         self.made += 1
 
     def keep(self, handle: RecycledHandle) -> bool:
-        """Take over a handle whose memory others may use; return whether it was taken."""
+        """Keep a handle for the next user if its memory has no other user; returns whether it was kept."""
         state, nbytes = handle.state, handle.nbytes
         if handle.spare is not None:  # its buffer was dropped
             self.claim(handle)
@@ -307,7 +307,7 @@ class RecyclingSpec(MemorySpec):
             self.order[one] = None
             self.by_size.setdefault(nbytes, {})[one] = None
             self.kept += nbytes
-        # close() on another thread may have come first.
+        # Another thread may have called close() first.
         self._trim_quietly(0 if self.closed else self.limit)
         return True
 
@@ -327,7 +327,7 @@ class RecyclingSpec(MemorySpec):
         return sum(given)
 
     def make_room(self) -> int:
-        """Release everything; memory that the driver refuses to release is released later."""
+        """Release all kept memory. If the driver refuses a release, it is made later."""
         kept = self.kept
         self._trim_quietly(0)
         return kept
@@ -337,7 +337,7 @@ class RecyclingSpec(MemorySpec):
             self.trim(most)
 
     def _release(self, one: UnusedHandle | RecycledHandle) -> int:
-        """Release memory to the driver; return its bytes, or 0 if another thread has taken it."""
+        """Release memory to the driver. Returns its bytes, or 0 if another thread has taken it."""
         if isinstance(one, RecycledHandle):
             with self._unmapping:
                 mapping = self.claim(one)
@@ -359,9 +359,9 @@ class RecyclingSpec(MemorySpec):
     # -- mapped spares ---------------------------------------------------------------------------------------
 
     def offer(self, entries: Sequence[MappedBytes]) -> bool:
-        """Keep memory that a buffer has shrunk by where it is mapped; return whether all of it can be kept.
+        """Keep the memory that a buffer has shrunk by, still mapped. Returns whether all of it can be kept.
 
-        No queued work uses the memory any more. The buffer must claim it before it uses it again.
+        Queued work must no longer use the memory. The buffer must claim the memory before it uses it again.
         """
         if self.closed:
             return False
@@ -383,7 +383,7 @@ class RecyclingSpec(MemorySpec):
         return True
 
     def claim(self, handle: AllocationHandle) -> MappedBytes | None:
-        """Take a spare out of the tables and return its mapping; None if another user has taken and unmapped it."""
+        """Remove a spare from the tables and return its mapping; None if another user has taken and unmapped it."""
         with self._unmapping, self._tables:
             if not isinstance(handle, RecycledHandle) or handle.spare is None:
                 return None
@@ -403,7 +403,7 @@ class RecyclingSpec(MemorySpec):
                 self._unmap(handle, mapping)
 
     def _unmap(self, handle: RecycledHandle, mapping: MappedBytes) -> None:
-        """Unmap a claimed spare. If the driver refuses, it stays with the buffer."""
+        """Unmap a claimed spare. If the driver refuses, the memory stays with the buffer."""
         allocations = self.allocations
         allocations.end(mapping)
         if mapping.gone:

@@ -1,8 +1,8 @@
-"""The order in which related driver resources are released.
+"""Release order of related driver resources.
 
 :class:`Kind` defines the order. Two related nodes, such as a mapping and its address range, are released in the order
 of their kinds, whichever was closed or dropped first. Unrelated nodes do not wait for each other. Every link points
-from a smaller kind to a larger one, so links never form a cycle.
+from a smaller kind to a larger one, so links cannot form a cycle.
 
 Driver 580 requires this order for multicast objects: unbind, unmap and release the object, release the memory that was
 bound to it, free the addresses.
@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 NOTHING: Final[Any] = MappingProxyType({})
-"""Empty set of links. A node gets dictionaries of its own with its first link."""
+"""Empty set of links. A node gets its own dictionaries with its first link."""
 
 
 class Kind(enum.IntEnum):
@@ -32,7 +32,7 @@ class Kind(enum.IntEnum):
     OBJECT = 3
     """The handle of a multicast object, or a sparse array."""
     MAPPING = 4
-    """A mapping of physical memory. It is not related to its handle, which may be released before it."""
+    """A mapping of physical memory. It has no link to its handle, which may be released earlier."""
     MEMORY = 5
     """The handle of physical memory."""
     TEAM = 6
@@ -79,7 +79,7 @@ class ReleaseOrder:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.ready: dict[Node, None] = {}
-        """Nodes to release that nothing precedes any more."""
+        """Nodes that can be released now, because no node precedes them."""
 
     def relate(self, one: Node, other: Node) -> None:
         """Make one of two nodes of different kinds precede the other."""
@@ -104,21 +104,21 @@ class ReleaseOrder:
             return [first for first in node._first if first.kind is kind]
 
     def after(self, node: Node, kind: Kind) -> list[Node]:
-        """List the nodes of a kind that wait for a node."""
+        """List the nodes of a kind that must wait for this node."""
         with self._lock:
             return [then for then in node._then if then.kind is kind]
 
     def attempt(self, node: Node) -> bool:
         """Release a node that was given up, unless another node precedes it.
 
-        Return False if the caller has to attempt it again. A node that waits for others becomes ready when the last of
-        these is released, see :meth:`pass_on`.
+        Returns False if the caller must attempt it again. A node that waits for others becomes ready when the last of
+        them is released, see :meth:`pass_on`.
         """
         mine = False
         try:
             with self._lock:
                 if node._first:
-                    # An exception of a signal handler may have come between a release and its cut().
+                    # A signal handler may have raised between a release and its cut().
                     for first in [first for first in node._first if first.gone]:
                         self._unlink(first, node)
                 waits = bool(node._first)
@@ -145,7 +145,7 @@ class ReleaseOrder:
                     self._unlink(first, node)
 
     def pass_on(self, take: Callable[[Node], object]) -> None:
-        """Call ``take`` for each node that has become ready. ``take`` must not use this object."""
+        """Call ``take`` for each ready node. ``take`` must not use this object."""
         with self._lock:
             for node in list(self.ready):
                 take(node)

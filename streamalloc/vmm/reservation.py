@@ -1,7 +1,7 @@
 """Address reservations and their mappings, with offsets, permissions and release.
 
-A :class:`MappedBytes` is one mapping. For memory that a buffer creates for itself, it also holds the driver handle; a
-:class:`PhysicalMemory` object is made only on request and then takes the handle over.
+A :class:`MappedBytes` is one mapping. For memory that a buffer creates for itself, the mapping also holds the driver
+handle. On request a :class:`PhysicalMemory` object is made, which takes over the handle.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class MappedBytes(Node):
     kind = Kind.MAPPING
 
     state: AllocationState
-    """State of the memory; set once an object holds the handle."""
+    """State of the memory; set when an object takes the handle."""
 
     def __init__(self, reservation: Reservation, offset: int, stop: int, rights: Rights) -> None:
-        # Inlined Node.__init__(): a growing buffer makes one entry for each step.
+        # Inlined Node.__init__(), because a growing buffer makes one entry per step.
         self.given_up: bool = False
         self.gone: bool = False
         self._busy = False
@@ -44,7 +44,7 @@ class MappedBytes(Node):
         self.offset: int = offset
         self.stop: int = stop
         self.rights: Rights = rights
-        """Permissions. Replaced, never modified: mappings of a buffer share them."""
+        """Permissions; never modified in place, as several mappings share them."""
         self._memory: GenericAllocation | None = None
         self._raw: Any = None
         """Driver handle; None if an object holds it."""
@@ -56,7 +56,7 @@ class MappedBytes(Node):
 
     @property
     def memory(self) -> GenericAllocation:
-        """The memory as an object, which holds the handle from now on. It may have been closed."""
+        """The memory as an object, which owns the handle from now on. It may be closed."""
         return self.reservation.maker.adopt(self) if self._memory is None else self._memory
 
     @property
@@ -72,7 +72,7 @@ class MappedBytes(Node):
 
     @property
     def held(self) -> bool:
-        """Whether a handle keeps the memory after it is unmapped."""
+        """Whether a handle keeps the memory alive after its unmapping."""
         return self._raw is not None or (self._memory is not None and not self._memory.closed)
 
     @property
@@ -105,14 +105,15 @@ class MappedBytes(Node):
     def release(self) -> None:
         """Call ``cuMemUnmap``, then release the handle if the mapping holds it."""
         reservation = self.reservation
-        # The driver reports an invalid value if an exception of a signal handler came after an earlier cuMemUnmap.
+        # The driver answers INVALID_VALUE if the memory is unmapped already: a signal handler raised after an earlier
+        # call.
         with contextlib.suppress(InvalidValueError):
             reservation.allocations.session.call("cuMemUnmap", int(reservation.raw) + self.offset, self.nbytes)
         self.unmapped()
         self.release_handle()
 
     def unmapped(self) -> None:
-        """Record that it is unmapped, and notify the watchers; idempotent."""
+        """Record that the memory is unmapped, and notify the watchers; idempotent."""
         allocations = self.reservation.allocations
         if allocations.watchers and not self.gone:
             address = int(self.reservation.raw) + self.offset
@@ -122,11 +123,11 @@ class MappedBytes(Node):
         allocations.order.cut(self)
 
     def release_handle(self) -> None:
-        """Call ``cuMemRelease`` if the mapping holds the handle. After an error the finaliser tries again."""
+        """Call ``cuMemRelease`` if the mapping holds the handle. After an error the finaliser attempts it again."""
         self.reservation.allocations.session.release(self, "cuMemRelease")
 
     def close(self) -> None:
-        """Release the memory. After an error the finaliser of the owner tries again."""
+        """Release the memory. After an error the finaliser of the owner attempts it again."""
         with contextlib.suppress(CudaError):
             if self._raw is not None:
                 self.release_handle()
@@ -134,7 +135,7 @@ class MappedBytes(Node):
                 self._memory.close()
 
     def undo(self, first: BaseException) -> None:
-        """Undo a mapping that failed with ``first`` and was not used yet; errors are attached to ``first``."""
+        """Undo a mapping that failed with ``first`` and was not used yet. Errors are attached to ``first``."""
         try:
             if isinstance(first, CudaError) and first.call in ("cuMemCreate", "cuMemMap"):
                 self.unmapped()
@@ -145,7 +146,7 @@ class MappedBytes(Node):
             attach(first, later)
 
     def forget(self) -> None:
-        """Remove it from the reservation and from the state of the memory."""
+        """Remove the mapping from the reservation and from the state of the memory."""
         self.reservation.stale = True
         state = getattr(self, "state", None)
         if state is not None:
@@ -179,7 +180,7 @@ class Reservation(HandleNode):
         super().__init__(allocations_of(session), Kind.RESERVATION)
         self.nbytes: int = nbytes
         self.entries: list[MappedBytes] = []
-        """Mappings by address, with unmapped ones if :attr:`stale`; always the same list."""
+        """Mappings by address, unmapped ones too if :attr:`stale`. Never replaced."""
         self.maker: Any = None
         """:class:`MemorySpec` of memory whose handles the mappings hold."""
         self.stale: bool = False
@@ -198,7 +199,7 @@ class Reservation(HandleNode):
         return entries
 
     def add(self, entry: MappedBytes) -> None:
-        """List an entry before it is mapped, so that an exception of a signal handler does not lose the mapping."""
+        """List an entry before it is mapped, so that a signal handler that raises cannot lose the mapping."""
         entries = self.table()
         at = len(entries)
         if entries and entries[-1].stop > entry.offset:
@@ -254,7 +255,9 @@ class Reservation(HandleNode):
         return "".join(cells)
 
     def grant(self, entries: Sequence[MappedBytes], rights: Rights, structs: list[Any] | None = None) -> None:
-        """Set permissions of adjacent mappings (``cuMemSetAccess``); ``structs`` is :func:`structs_of` ``(rights)``."""
+        """Set permissions of adjacent mappings (``cuMemSetAccess``). ``structs``: the result of :func:`structs_of` for
+        ``rights``.
+        """
         if not (entries and rights):
             return
         start = entries[0].offset
@@ -267,7 +270,9 @@ class Reservation(HandleNode):
             entry.rights = {**entry.rights, **rights}
 
     def set_rights(self, entries: Sequence[MappedBytes], rights: Rights, after: After) -> None:
-        """Set permissions of all mappings or of none; wait for ``after`` first if a device loses a permission."""
+        """Set permissions of all mappings, or of none after an error. If a device loses a permission, first wait for
+        ``after``.
+        """
         for entry in entries:
             if entry._memory is not None:  # buffers check the permissions of their own memory
                 entry._memory._check_access(rights)
@@ -277,7 +282,7 @@ class Reservation(HandleNode):
         if losing:
             wait(after, self.allocations.session, losing)
         before = [{where: entry.rights.get(where, MemAccess.NONE) for where in rights} for entry in entries]
-        # Driver 580 may have changed some mappings of a call that it refused.
+        # A call that driver 580 refuses may have changed some mappings.
         undos = [functools.partial(self.grant, (entry,), had) for entry, had in zip(entries, before, strict=True)]
         with undoing(lambda: undo_all(undos)):
             self.grant(entries, rights)
@@ -304,12 +309,12 @@ class Reservation(HandleNode):
         except CudaError:
             raise
         except BaseException:
-            # An exception of a signal handler: the driver may or may not have unmapped the run.
+            # A signal handler raised: the driver may or may not have unmapped the run.
             for entry in run:
                 (entry.unmapped if entry.gone else entry.release)()
             raise
         finally:
-            # Recycled memory that was closed returns to its recycler once it is unmapped.
+            # Closed memory returns to its recycler once it is unmapped.
             allocations = self.allocations
             if allocations.order.ready:
                 allocations.order.pass_on(allocations.drop)

@@ -1,4 +1,4 @@
-"""Figures of the memory of a device by owner: what stays there when a group sleeps."""
+"""Memory of a device by owner, to see what remains while a group sleeps."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Residents(Shown):
     (``cuMemPoolGetAttribute``), and ``graphs`` that of CUDA graphs (``cuDeviceGetGraphMemAttribute``). The sizes of
     what this library has created are its own records.
 
-    The driver does not say who has the rest, :attr:`others`. It has no figure for a context, which exists before memory
-    can be asked for: in the first reading of a process that has the device alone, all of ``others`` is its context.
-    Libraries such as NCCL call the driver themselves, and no observer of this library sees it. Their memory is in
-    ``others``, unless they allocate from a bridge to a pool or group, or :meth:`SleepGroup.measure` has measured it.
+    The driver does not report the owners of the rest, :attr:`others`, and it has no figure for a context. If a process
+    has the device alone, all of ``others`` in its first reading is its context. Libraries such as NCCL call the driver
+    directly, and this library does not see their allocations. Their memory is in ``others``, unless it comes from a
+    bridge to a pool or group, or was measured by :meth:`SleepGroup.measure`.
     """
 
     device: Device
@@ -40,23 +40,23 @@ class Residents(Shown):
     free: int
     """Free memory."""
     group: Mapping[str, int]
-    """Memory of the group's buffers that are awake, by tag."""
+    """Bytes of the group's awake buffers, by tag."""
     mapped: int
-    """Other physical memory that this process made and has mapped: ranges and buffers, also for multicast."""
+    """Bytes of other physical memory that this process created and mapped."""
     pages: int
-    """Pages of all arenas: committed, kept, spare, and the page of zeros of each."""
+    """Bytes of all pages of arenas, their pages of zeros included."""
     spare: int
-    """Memory that recyclers keep, and that is not mapped."""
+    """Bytes that recyclers keep unmapped."""
     pools: Mapping[str, int]
-    """Memory reserved by pools of this process, by name, the device's default pool among them."""
+    """Reserved bytes of this process's pools, by name."""
     graphs: int
     """Memory reserved by CUDA graphs that allocate."""
     measured: Mapping[str, int]
-    """Memory of the owners that :meth:`SleepGroup.measure` has measured, by name, as it was then."""
+    """Bytes of other owners, as :meth:`SleepGroup.measure` measured them, by name."""
 
     @classmethod
     def of(cls, device: Device, buffers: Mapping[Any, str], measured: Mapping[str, int]) -> Residents:
-        """Read the figures; ``buffers`` are those of the group, with their tags, ``measured`` those of other owners."""
+        """Read the figures. ``buffers``: the group's buffers with their tags. ``measured``: bytes of other owners."""
         group: dict[str, int] = {}
         for buffer, tag in buffers.items():
             group[tag] = group.get(tag, 0) + sum(_mapped(device, buffer.range._node).values())
@@ -75,7 +75,7 @@ class Residents(Shown):
 
     @property
     def others(self) -> int:
-        """Memory of nobody above: contexts with their kernels and local memory, libraries that were not measured,
+        """Memory without a known owner: contexts with their kernels and local memory, libraries that were not measured,
         :class:`PhysicalMemory` without a mapping, imported memory, and other processes.
         """
         return self.total - self.free - sum(bytes for _, bytes in self._known())
@@ -107,7 +107,7 @@ class Residents(Shown):
 
 
 def _mapped(device: Device, reservation: Reservation) -> dict[object, int]:
-    """Return the sizes of the physical memory on a device that this process made and has mapped in a range."""
+    """Return the bytes of physical memory on a device that this process created and mapped in a range."""
     found: dict[object, int] = {}
     for entry in list(reservation.entries):
         memory, location = entry._memory, None

@@ -1,4 +1,4 @@
-"""Physical memory of another process in many chunks, imported and mapped at the cost of the driver's calls.
+"""Physical memory of another process in many chunks, imported and mapped with few Python objects.
 
 A chunk is a driver handle with one owner, without a :class:`PhysicalMemory` object.
 """
@@ -45,7 +45,7 @@ def map_side_by_side(
 ) -> None:
     """Map chunks from the first address of an empty range on, and set their permissions.
 
-    ``prop``: the properties of the imported ones. After an error the caller unmaps the range.
+    ``prop``: the properties of imported chunks. After an error the caller must unmap the range.
     """
     node, offset = range._node, 0
     node.maker = spec_of(range._session, prop)

@@ -33,8 +33,8 @@ class SleepGroup(Closes, Claimable):
     """Virtual buffers whose physical memory is released and restored together, at the same addresses.
 
     :meth:`sleep` evicts all buffers of the group and :meth:`wake` restores them, as :meth:`VirtualBuffer.evict` and
-    :meth:`VirtualBuffer.restore` do for one buffer. Each call does so for all its buffers or for none: after an error
-    every buffer is unchanged, with its bytes, and the call can be repeated. Captured graphs stay valid, as no address
+    :meth:`VirtualBuffer.restore` do for one buffer. Each call changes all its buffers or none: after an error every
+    buffer and its bytes are unchanged, and the call can be repeated. Captured graphs stay valid, because no address
     changes. ::
 
         with vmm.SleepGroup(device) as group:
@@ -43,14 +43,14 @@ class SleepGroup(Closes, Claimable):
             group.sleep(keep=["weights"])    # frees 24 MiB, keeps the bytes of 8 MiB in host memory
             group.wake()
 
-    Each buffer has a tag. :meth:`sleep` and :meth:`wake` take all buffers, or those with some tags. The buffers of one
-    tag that are put to sleep together share one backup, which is freed when none of them needs it any more, after the
-    copies that read it. A buffer that is closed or dropped leaves the group and the backup.
+    Each buffer has a tag. :meth:`sleep` and :meth:`wake` take all buffers, or those with given tags. Buffers of one tag
+    that go to sleep together share one backup. It is freed once no buffer needs it, after the copies that read it. A
+    buffer that is closed or dropped leaves the group and the backup.
 
     Thread-safe: :meth:`sleep`, :meth:`wake`, :meth:`resume`, :meth:`read`, :meth:`write` and :meth:`close` wait for
-    each other, and for calls of other groups and of the buffers themselves that close, resize, evict or restore a
-    buffer of theirs; such calls wait for them, as :meth:`remove` does. :meth:`allocate` and :meth:`add` do not wait. A
-    hook or a signal handler that makes such a call gets :class:`InUseError` where it would have to wait.
+    each other. They also wait for calls that close, resize, evict or restore one of their buffers, and such calls and
+    :meth:`remove` wait for them. :meth:`allocate` and :meth:`add` do not wait. If a hook or a signal handler makes a
+    call that would have to wait, it raises :class:`InUseError`.
 
     Parameters
     ----------
@@ -58,15 +58,15 @@ class SleepGroup(Closes, Claimable):
         Device of :meth:`allocate`; its default stream copies if no stream is given.
     backup
         Pool in host memory for the kept bytes, to which the device has access, or a :class:`DiskTier`. By default the
-        group makes a pool on the NUMA node of the device, and one on any node if memory runs out there. It keeps its
-        memory for the next sleep, as pinning memory takes longer than a copy: ``group.backup.trim()`` releases it.
+        group makes a pool on the NUMA node of the device, or on any node if memory runs out there. The pool keeps its
+        memory for the next sleep, because pinning memory takes longer than a copy; ``group.backup.trim()`` releases it.
     handle_types
         Handle types for sharing the memory of :meth:`allocate` with other processes.
 
     Raises
     ------
     TypeError
-        ``device`` is no device, or ``backup`` no pool and no tier.
+        ``device`` is no device, or ``backup`` is neither a pool nor a tier.
     """
 
     __slots__ = (
@@ -124,7 +124,7 @@ class SleepGroup(Closes, Claimable):
         return self._near_tier() if given is None else tier_of(given)
 
     def allocate(self, nbytes: int, stream: StreamLike | None = None, *, tag: str = "") -> VirtualBuffer:
-        """Allocate a buffer that belongs to the group; it can be used at once on any stream.
+        """Allocate a buffer that belongs to the group. It can be used at once on any stream.
 
         Parameters
         ----------
@@ -175,7 +175,7 @@ class SleepGroup(Closes, Claimable):
         Raises
         ------
         EvictedError
-            The buffer sleeps: wake it first.
+            The buffer is asleep: wake it first.
         """
 
         def act(_: Claim) -> None:
@@ -214,16 +214,16 @@ class SleepGroup(Closes, Claimable):
         ranks: Ranks | None = None,
         timeout: float | None = None,
     ) -> int:
-        """Evict all buffers, or those with these tags; return the released bytes.
+        """Evict all buffers, or those with these tags. Returns the released bytes.
 
-        The host waits until the kept bytes are stored. Buffers that sleep already are skipped.
+        The host waits until the kept bytes are stored. Sleeping buffers are skipped.
 
         Parameters
         ----------
         tags
             Tags of the buffers; none for all. A buffer whose bytes are kept is unmapped once they are copied.
         keep
-            True to keep the bytes, False to discard them, or the tags of the buffers that keep theirs, or one tag.
+            True to keep the bytes, False to discard them, or the tag or tags of the buffers that keep theirs.
         shared
             Evict memory that was exported too; see :meth:`VirtualBuffer.evict`.
         stream
@@ -234,7 +234,7 @@ class SleepGroup(Closes, Claimable):
             Pool or :class:`DiskTier` for the kept bytes of this call; default: :attr:`backup`.
         ranks
             A communicator, such as one of ``ipc.ProcessCommunicator`` or ``ipc.as_communicator(group)``: the groups of
-            all its ranks make this call, and all sleep or none. They vote before any memory is released.
+            all its ranks must make this call, and either all sleep or none. They vote before any memory is released.
         timeout
             Seconds to wait for the votes of the other ranks; None for the communicator's own limit.
 
@@ -242,7 +242,7 @@ class SleepGroup(Closes, Claimable):
         ------
         InUseError
             The memory of a buffer cannot be released, as for :meth:`VirtualBuffer.evict`; or a signal handler or a hook
-            has called this, and would have to wait for another call.
+            called this during another call.
         OutOfMemoryError
             There is not enough host memory for the bytes.
         OSError
@@ -255,8 +255,8 @@ class SleepGroup(Closes, Claimable):
             Another rank cannot sleep.
         CudaError
             The driver refused a call. In all these cases, and after an error of a hook or of the communicator, every
-            buffer is unchanged. If the driver refuses the undo too, some buffers sleep with their bytes: :meth:`wake`
-            them.
+            buffer is unchanged. If the driver also refuses the undo, some buffers are asleep, with their bytes kept:
+            :meth:`wake` them.
         """
 
         def act(claim: Claim, agree: Callable[[], object]) -> int:
@@ -289,7 +289,7 @@ class SleepGroup(Closes, Claimable):
     ) -> int:
         def evict() -> int:
             claim.take(chosen)
-            # Other threads may have removed or evicted some. Evicted buffers take part only if ``stored``.
+            # Other threads may have removed or evicted some. Evicted buffers take part only with ``stored``.
             staying = self.buffers
             for buffer in [one for one in chosen if one not in staying or (one.evicted and not stored)]:
                 del chosen[buffer]
@@ -314,13 +314,13 @@ class SleepGroup(Closes, Claimable):
     ) -> int:
         """Put the buffers to sleep with the bytes that an earlier group stored in a persistent :class:`DiskTier`.
 
-        Their own bytes are discarded. The buffers of each tag must have the sizes, and the order, of those that were
-        stored; :meth:`wake` reads the bytes.
+        The buffers' present bytes are discarded. The buffers of each tag must have the same sizes and order as those
+        that were stored. :meth:`wake` reads the bytes.
 
         Parameters
         ----------
         tags
-            Tags of the buffers; none for all. Buffers that sleep take part.
+            Tags of the buffers; none for all. Sleeping buffers take part.
         backup
             The tier; default: :attr:`backup`.
         stream, after
@@ -362,7 +362,7 @@ class SleepGroup(Closes, Claimable):
         ranks: Ranks | None = None,
         timeout: float | None = None,
     ) -> int:
-        """Restore all buffers that sleep, or those with these tags; return the restored bytes.
+        """Restore all sleeping buffers, or those with these tags. Returns the restored bytes.
 
         The copies are stream-ordered: use the bytes on ``stream`` or after it. Bytes that were not kept are undefined.
         The host waits while bytes are read from a disk.
@@ -379,7 +379,7 @@ class SleepGroup(Closes, Claimable):
         Raises
         ------
         OutOfMemoryError
-            There is not enough memory. All buffers still sleep, with their bytes, and the call can be repeated.
+            There is not enough memory. All buffers are still asleep, with their bytes, and the call can be repeated.
         OSError, DamagedBackupError
             A file cannot be read, or is damaged: :meth:`write` replaces the bytes.
         KeyError
@@ -387,12 +387,12 @@ class SleepGroup(Closes, Claimable):
         ClosedError
             The group was closed: :meth:`VirtualBuffer.restore` restores its buffers one by one.
         InUseError
-            A signal handler or a hook has called this, and would have to wait for another call.
+            A signal handler or a hook called this during another call.
         RankRefusedError
             Another rank cannot wake.
         CudaError
             The driver refused a call. In all these cases, and after an error of a hook or of the communicator, all
-            buffers still sleep, with their bytes.
+            buffers are still asleep, with their bytes.
         """
 
         def act(claim: Claim, agree: Callable[[], object]) -> int:
@@ -409,8 +409,8 @@ class SleepGroup(Closes, Claimable):
     def before_sleep(self, hook: Hook, undo: Hook | None = None) -> None:
         """Call ``hook(buffers)`` in each :meth:`sleep`, before memory is released; hooks are called in this order.
 
-        ``buffers`` is a list of those that will sleep; without any, no hook is called. If a later hook or the sleep
-        fails, ``undo(buffers)`` is called, for the last hook first. For registrations that name the memory::
+        ``buffers`` lists the buffers that will sleep; if it is empty, no hook is called. If a later hook or the sleep
+        fails, ``undo(buffers)`` is called, for the last hook first. For example, for registrations of memory::
 
             group.before_sleep(deregister, undo=register)
             group.after_wake(register, undo=deregister)
@@ -418,52 +418,52 @@ class SleepGroup(Closes, Claimable):
         self._before_sleep.append((hook, undo))
 
     def after_wake(self, hook: Hook, undo: Hook | None = None) -> None:
-        """Call ``hook(buffers)`` in each :meth:`wake`, when these buffers can be used; hooks are called in this order.
+        """Call ``hook(buffers)`` in each :meth:`wake`, once these buffers can be used; hooks are called in this order.
 
         The bytes are complete on the stream of :meth:`wake`. If a later hook fails, ``undo(buffers)`` is called, for
-        the last hook first, and the buffers sleep again, with the bytes that they had before.
+        the last hook first. Then the buffers are put to sleep again, with their earlier bytes.
         """
         self._after_wake.append((hook, undo))
 
     def read(self, buffer: VirtualBuffer, target: Any, offset: int = 0) -> None:
-        """Copy the kept bytes of a buffer that sleeps to a host array, without waking it. Blocks the host.
+        """Copy kept bytes of a sleeping buffer to a host array, without waking it. Blocks the host.
 
         Parameters
         ----------
         buffer
-            A buffer that sleeps.
+            A sleeping buffer.
         target
-            Writable, contiguous array, or object with the buffer protocol; its size says how many bytes.
+            Writable, contiguous array or object with the buffer protocol. Its size is the number of bytes to copy.
         offset
-            First byte in the buffer.
+            Offset of the first byte in the buffer.
 
         Raises
         ------
         ValueError
-            The buffer is awake, its bytes were not kept, or ``target`` passes its end.
+            The buffer is awake, its bytes were not kept, or ``target`` is too large.
         DamagedBackupError, OSError
             The bytes are damaged, or a file cannot be read.
         """
         self._alone(lambda _: self._kept(buffer).read(*_checked_bytes(buffer, target, offset)), buffer)
 
     def write(self, buffer: VirtualBuffer, source: Any, offset: int = 0) -> None:
-        """Replace bytes of a buffer that sleeps by those of a host array, without waking it. Blocks the host.
+        """Replace bytes of a sleeping buffer by those of a host array, without waking it. Blocks the host.
 
-        Bytes that were not kept can be replaced as a whole; they are stored in :attr:`backup`.
+        A buffer without kept bytes can only be written as a whole; its bytes are stored in :attr:`backup`.
 
         Parameters
         ----------
         buffer
-            A buffer that sleeps.
+            A sleeping buffer.
         source
-            Contiguous array, or object with the buffer protocol; its size says how many bytes.
+            Contiguous array or object with the buffer protocol. Its size is the number of bytes to copy.
         offset
-            First byte in the buffer.
+            Offset of the first byte in the buffer.
 
         Raises
         ------
         ValueError
-            The buffer is awake, ``source`` passes its end, or is a part of bytes that were not kept.
+            The buffer is awake, ``source`` is too large, or it covers only a part of a buffer without kept bytes.
         OutOfMemoryError, OSError
             There is no room for bytes that were not kept.
         """
@@ -489,18 +489,18 @@ class SleepGroup(Closes, Claimable):
         return buffer.eviction.saved
 
     def resident(self) -> Residents:
-        """Return what is on the device now, by owner; the rest is what the group cannot put to sleep."""
+        """Return the present memory of the device by owner, including memory that the group cannot release."""
         self._check_open()
         return Residents.of(self.device, self.buffers, self._measured)
 
     @contextlib.contextmanager
     def measure(self, owner: str) -> Iterator[None]:
-        """Count the device memory that a library allocates in a ``with`` block as its own, in :meth:`resident`.
+        """Attribute the device memory that a library allocates in a ``with`` block to ``owner``, for :meth:`resident`.
 
-        For libraries that call the driver themselves: make a communicator of NCCL and its first collective in the
-        block, or load kernels. The figure is the difference of two readings of ``cuMemGetInfo``, less the memory that
-        other owners get meanwhile. It is wrong if another thread or process allocates during the block, and stays the
-        same if the library releases memory later. Blocks of the same name add up. ::
+        For libraries that call the driver directly: for example, create an NCCL communicator and run its first
+        collective in the block, or load kernels. The figure is the difference of two readings of ``cuMemGetInfo``,
+        minus the memory of known owners. It is wrong if another thread or process allocates during the block. It does
+        not change if the library releases memory later. Blocks of the same name add up. ::
 
             with group.measure("NCCL"):
                 torch.distributed.all_reduce(tensor)
@@ -543,7 +543,7 @@ class SleepGroup(Closes, Claimable):
 
     @staticmethod
     def _check_tags(tags: Collection[str], buffers: Mapping[VirtualBuffer, str]) -> None:
-        """Refuse tags that no buffer has: a misspelt one would lose bytes."""
+        """Raise for tags that no buffer has: a misspelt tag would lose bytes."""
         unknown = [tag for tag in tags if tag not in buffers.values()]
         if unknown:
             raise KeyError(f"no buffer has the tag {unknown[0]!r}: there are {sorted(set(buffers.values()))}")
@@ -553,9 +553,9 @@ class SleepGroup(Closes, Claimable):
 
     @claimed
     def close(self) -> None:
-        """Remove all buffers, which stay unchanged, and close the pool for backups if the group made it. Idempotent.
+        """Remove all buffers, which stay unchanged, and close the backup pool if the group made it. Idempotent.
 
-        A buffer that sleeps keeps its bytes until it is closed, and :meth:`VirtualBuffer.restore` restores it.
+        A sleeping buffer keeps its bytes until it is closed; :meth:`VirtualBuffer.restore` restores it.
         """
         self.closed = True
         self._members.clear()
@@ -578,7 +578,7 @@ class SleepGroup(Closes, Claimable):
 
 
 def _checked_bytes(buffer: VirtualBuffer, array: Any, offset: int) -> tuple[int, Bytes]:
-    """Return the offset and the array as bytes, if they are in the buffer."""
+    """Return the offset, and the array as bytes, after a check that both fit the buffer."""
     start = checked_size("offset", offset)
     found: Bytes = np.asarray(array if hasattr(array, "__array__") else memoryview(array))
     if not found.flags.c_contiguous:
@@ -590,7 +590,7 @@ def _checked_bytes(buffer: VirtualBuffer, array: Any, offset: int) -> tuple[int,
 
 
 def _replace(buffer: VirtualBuffer, held: Held) -> None:
-    """Replace the kept bytes of a buffer that sleeps."""
+    """Replace the kept bytes of a sleeping buffer."""
     eviction = buffer._evicted
     assert eviction is not None
     buffer._evicted = eviction._replace(saved=held, held=())

@@ -43,7 +43,7 @@ _FORMATS |= {f"i{size}": f"SIGNED_INT{8 * size}" for size in (1, 2, 4)}
 _FORMATS |= {"f2": "HALF", "f4": "FLOAT"}
 
 Region: TypeAlias = Sequence[slice] | None
-"""Part of a level: one slice in elements for each dimension, as in numpy; None for the whole level."""
+"""Part of a level: a slice in elements per dimension; None for all."""
 
 
 class MipTail(NamedTuple):
@@ -61,9 +61,9 @@ class MipTail(NamedTuple):
 
 
 class TilePool(Closes):
-    """Physical memory for the tiles of sparse arrays of one device.
+    """Physical memory for tiles of sparse arrays on one device.
 
-    A tile that was unmapped on one stream can be mapped on any other; that stream then waits for the unmapping. ::
+    A tile that was unmapped on one stream can be mapped on another, which then waits for the unmapping. ::
 
         with vmm.TilePool(device, 2 << 20) as pool, vmm.SparseArray(device, (4096, 4096), np.float32) as array:
             array.map(pool, (slice(0, 128), slice(0, 128)), stream=stream)
@@ -113,7 +113,7 @@ class TilePool(Closes):
         Raises
         ------
         ValueError
-            An array uses tiles of the pool: unmap them, or close the array, first.
+            An array uses tiles of the pool: first unmap them, or close the array.
         """
         if self.memory.closed:
             return
@@ -125,7 +125,7 @@ class TilePool(Closes):
         self._free = deque(_FreeTile(free.tile, None, None) for free in self._free)
 
     def _take(self, count: int, stream: Stream) -> list[_FreeTile]:
-        """Take tiles for use on ``stream``, the longest free first."""
+        """Take tiles for use on ``stream``. Tiles that were free longest come first."""
         self._check_open()
         if count > len(self._free):
             why = f"the tile pool has {len(self._free)} of {self.tiles} tiles free, and {count} are needed"
@@ -151,7 +151,7 @@ class _FreeTile(NamedTuple):
 
 
 class _Array(HandleNode):
-    """Release of an array and its tiles; it precedes the release of the pools that the tiles belong to."""
+    """The release of an array and its tiles. It precedes the release of the tiles' pools."""
 
     __slots__ = ("device", "last", "map", "mipmapped")
 
@@ -165,22 +165,24 @@ class _Array(HandleNode):
         """Event after the last map or unmap, by stream handle."""
 
     def use(self, pool: TilePool) -> None:
-        """Order the release of the array before that of a pool."""
+        """Order the release of the array before the release of a pool."""
         self.allocations.order.relate(self, pool.memory._node)
 
     def done(self, pool: TilePool) -> None:
-        """Remove that order if the array has no tiles of the pool any more."""
+        """Remove the order of :meth:`use` once the array has no tiles of the pool."""
         if all(user is not pool for user, _ in self.map.values()):
             self.allocations.order.unrelate(self, pool.memory._node)
 
     def give_up(self) -> None:
-        """Release it after queued work: the driver does not document that destroying an array waits."""
+        """Give up the array. It is released after queued work: the driver does not document that cuArrayDestroy
+        waits.
+        """
         if not self.given_up:
             self.allocations.drop_after((self.device.ordinal,), (self,))
         super().give_up()
 
     def release(self) -> None:
-        """Destroy the array and return its tiles to their pools. No work on it is queued any more."""
+        """Destroy the array and return its tiles to their pools. No work on it may be queued."""
         try:
             with self.device.current():
                 self.give_back("cuMipmappedArrayDestroy" if self.mipmapped else "cuArrayDestroy")
@@ -193,7 +195,7 @@ class _Array(HandleNode):
 
 
 class _Tile(NamedTuple):
-    """A tile of a level, or 64 KiB of a mip tail, with ``level=_TAIL`` and ``x`` as index."""
+    """A tile of a level; or 64 KiB of a mip tail, with ``level=_TAIL`` and the index in ``x``."""
 
     level: int
     layer: int
@@ -205,7 +207,7 @@ class _Tile(NamedTuple):
 class SparseArray(OwnsNode):
     """A CUDA array, or mipmapped array, whose tiles are mapped to memory one by one.
 
-    Kernels use it through texture and surface objects of other libraries, made from :attr:`handle`. ::
+    Kernels use it through texture or surface objects, which other libraries make from :attr:`handle`. ::
 
         with vmm.SparseArray(device, (4096, 4096), np.float32) as array:
             array.map(tiles, (slice(0, 128), slice(0, 128)), stream=stream)    # memory for one tile
@@ -225,7 +227,7 @@ class SparseArray(OwnsNode):
     layered
         If true, the first of three dimensions counts layers.
     levels
-        Number of mipmap levels; 0 makes an array that is not mipmapped.
+        Number of mipmap levels; 0 makes an array without mipmaps.
 
     Raises
     ------
@@ -234,7 +236,7 @@ class SparseArray(OwnsNode):
     TypeError, ValueError
         An argument is not allowed.
     InvalidValueError
-        The driver refuses such an array; one dimension may be too large.
+        The driver refuses the array; a dimension may be too large.
     """
 
     __slots__ = ("channels", "device", "dtype", "layered", "levels", "mip_tail", "shape", "tile")
@@ -336,7 +338,7 @@ class SparseArray(OwnsNode):
         return tuple(max(extent >> level, 1) for extent in extents)
 
     def mapped_tiles(self, level: int = 0, layer: int = 0) -> npt.NDArray[np.bool_]:
-        """Return for each tile of a level whether it is mapped, as an array with one element per tile."""
+        """Return an array with one element per tile of a level: whether the tile is mapped."""
         self._check_layer(layer)
         grid = tuple(-(-extent // step) for extent, step in zip(self.level_shape(level), self.tile, strict=True))
         found = np.zeros(grid, np.bool_)
@@ -383,7 +385,7 @@ class SparseArray(OwnsNode):
     def unmap(self, region: Region = None, *, level: int = 0, layer: int = 0, stream: StreamLike) -> None:
         """Unmap the tiles of a region, stream-ordered, and return them to their pools.
 
-        Tiles that are not mapped are skipped. Parameters and errors as for :meth:`map`.
+        Unmapped tiles are skipped. Parameters and errors as for :meth:`map`.
         """
         self._unmap(self._tiles(region, level, layer), stream)
 
@@ -433,8 +435,8 @@ class SparseArray(OwnsNode):
     ) -> None:
         """Copy from a contiguous host array into a region, stream-ordered (``cuMemcpy3DAsync``).
 
-        The shape of ``source`` is that of the region, with a last dimension for the channels if there are several.
-        Unmapped tiles discard the bytes.
+        ``source`` has the shape of the region, plus a last dimension if there are several channels. Unmapped tiles
+        discard the bytes.
         """
         self._copy(np.asarray(source), stream, region, level, layer, to_array=True)
 
@@ -495,11 +497,11 @@ class SparseArray(OwnsNode):
             session_of(self.device).call("cuMemMapArrayAsync", infos, len(infos), raw_handle(stream))
 
     def _note(self, stream: Stream) -> Event | None:
-        """Record an event after the last map or unmap on a stream, for :meth:`close` and for reuse of tiles."""
+        """Record an event after the latest map or unmap on a stream, for :meth:`close` and for the reuse of tiles."""
         try:
             event = stream.record()
         except CudaError:
-            # The map or unmap is queued already: without an event the host waits for it.
+            # The map or unmap is queued already. Without an event the host must wait for it.
             stream.synchronize()
             return None
         self._node.last[stream.handle] = event

@@ -26,7 +26,7 @@ from streamalloc.vmm.tiers.disk import DiskTier, tier_of
 from streamalloc.vmm.tiers.tier import Held
 
 _BATCH = 64 << 20
-"""Bytes after whose copy memory is unmapped, while later copies run."""
+"""Bytes per batch: unmapped after their copy, while later copies run."""
 
 
 class ChunkSpec(NamedTuple):
@@ -38,7 +38,7 @@ class ChunkSpec(NamedTuple):
 
 
 class Eviction(NamedTuple):
-    """The physical memory that a buffer released, and its bytes.
+    """Physical memory that a buffer has released, and its saved bytes.
 
     :attr:`VirtualBuffer.eviction` returns it after :meth:`VirtualBuffer.evict`.
     """
@@ -48,16 +48,16 @@ class Eviction(NamedTuple):
     saved: Held | None
     """The bytes in a backup; None without a backup."""
     held: tuple[MappedBytes, ...] = ()
-    """Unmapped memory with the bytes, after an eviction that could neither finish nor be undone."""
+    """Unmapped memory with the bytes, if an eviction and its undo failed."""
 
     @property
     def backup(self) -> Memory | None:
-        """The copy of the bytes; None without one, and if it is on disk or in several pieces."""
+        """The copy of the bytes as memory; None if there is none, or it is on disk or in several pieces."""
         return None if self.saved is None else self.saved.memory
 
     @property
     def own(self) -> bool:
-        """Whether the copy was allocated for the buffer; it is freed after the restore."""
+        """Whether the copy was allocated for this buffer. Then it is freed after the restore."""
         return self.saved is not None and self.saved.own
 
     @property
@@ -72,7 +72,7 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
     It owns an :class:`AddressRange`, and maps memory from its start, without a hole. :meth:`evict` releases the
     physical memory of one buffer, with or without a copy in host memory; :meth:`restore` maps memory with the same
     bytes at the same addresses. :class:`SleepGroup` does the same for many buffers at once: ``sleep()`` evicts and
-    ``wake()`` restores all of them or none. A buffer of a group can be restored alone.
+    ``wake()`` restores either all of them or none. A buffer of a group can also be restored alone.
     :class:`GrowableBuffer` and :func:`stripe` make such buffers. ::
 
         buffer.evict(host_pool)    # frees device memory; buffer.address stays reserved
@@ -82,9 +82,13 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
     After an error the buffer is unchanged and the operation can be repeated. Memory that the driver refuses to release
     is released later.
 
+    Thread-safe: calls that map or unmap the buffer's memory wait for each other, and for a :class:`SleepGroup` that
+    puts the buffer to sleep or wakes it. A hook or a signal handler that runs within such a call cannot wait for it,
+    and gets :class:`InUseError`.
     Thread-safe: calls that map or unmap its memory wait for each other, and for a :class:`SleepGroup` that puts the
     buffer to sleep or wakes it. A hook of the group or a signal handler would wait for the call that it runs in: it
-    gets :class:`InUseError`.
+    gets :class:`InUseError`. Copies and fills take no lock. One that another thread queues while memory is unmapped may
+    find no memory at its address, and the driver crashes: hold a lock of your own around both.
     """
 
     __slots__ = (
@@ -115,12 +119,12 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         self._nbytes = 0
         self._evicted: Eviction | None = None
         self.range: AddressRange = AddressRange(capacity, alignment=alignment, address=address, driver=device.driver)
-        """The reserved addresses, which only the buffer maps and unmaps."""
+        """The reserved addresses. Only this buffer maps and unmaps memory there."""
         self.range._owned = True
 
     @property
     def address(self) -> int:
-        """Address of the buffer; constant until it is closed, also while it is evicted.
+        """Address of the buffer; constant until it is closed, even while it is evicted.
 
         Raises
         ------
@@ -146,22 +150,22 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
 
     @property
     def mappings(self) -> tuple[MemoryMapping, ...]:
-        """Mappings of its chunks, in the order of addresses; only the buffer unmaps them."""
+        """Mappings of the buffer's chunks, in the order of addresses. Only the buffer unmaps them."""
         return tuple(MemoryMapping(self.range, entry) for entry in self.range._node.touching(0, self._mapped))
 
     @property
     def device(self) -> Device:
-        """Device of the memory, the first of several; of host memory the device whose stream is the default."""
+        """Device of the memory, or the first of several. For host memory, the device of the default stream."""
         return self._device
 
     @property
     def stream(self) -> Stream:
-        """Stream of operations that name none; by default the device's default stream."""
+        """Stream of operations that name none; default: the device's default stream."""
         return self._device.default_stream if self._given_stream is None else self._given_stream
 
     @property
     def location(self) -> MemLocation:
-        """Location of the memory; the first of several devices."""
+        """Location of the memory; with several devices that of the first."""
         return self._location
 
     @property
@@ -181,7 +185,7 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
 
     @property
     def rights(self) -> Rights:
-        """Permissions by location, which later chunks get too."""
+        """Permissions by location, which later chunks also get."""
         return dict(self._rights)
 
     @property
@@ -227,20 +231,20 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         Parameters
         ----------
         backup
-            A pool in host memory that gives the device access, which the copy is allocated from (the copy then runs at
-            the speed of pinned memory); a :class:`DiskTier`; or memory of the same size. None discards the bytes.
+            A pool in host memory with access for the device, from which the copy is allocated (pinned memory, so the
+            copy is fast); a :class:`DiskTier`; or memory of the same size. None discards the bytes.
         stream
             The stream of the copy; default: the buffer's.
         after
-            Events or streams to wait for first; ``()`` for none. By default all work of the devices with access.
+            Events or streams to wait for first; ``()`` for none. Default: all work of the devices with access.
         shared
-            Evict memory that was exported. Every importer and every descriptor of its handles must be closed; this is
-            not checked. Memory that is still open elsewhere is not freed, and keeps its bytes.
+            Also evict exported memory. All importers and all descriptors of its handles must be closed; this is not
+            checked. Memory that is still open elsewhere is not freed, and keeps its bytes.
 
         Raises
         ------
         EvictedError
-            It is evicted already.
+            The buffer is evicted already.
         InUseError
             Some of the memory was exported (and ``shared`` is False), is mapped elsewhere, or is bound to a multicast
             object: releasing it here would free nothing.
@@ -280,22 +284,22 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         return entries
 
     def _give_back(self, entries: Sequence[MappedBytes], saved: Held | None) -> None:
-        """Unmap memory whose bytes are in a backup; the handles stay open for :meth:`_take_back`."""
+        """Unmap memory whose bytes are in a backup. The handles stay open for :meth:`_take_back`."""
         chunks = tuple(ChunkSpec(entry.offset, entry.nbytes, _spec_of(entry)) for entry in entries)
         self._evicted = Eviction(chunks, saved)
         self.range._node.unmap(entries)
 
     def _take_back(self, entries: Sequence[MappedBytes], stream: Stream) -> None:
-        """Undo :meth:`_give_back`, however far it came.
+        """Undo :meth:`_give_back`, even if it was not completed.
 
-        After an error the buffer is evicted. Without a backup it keeps the memory, and :meth:`restore` tries again.
+        After an error the buffer is evicted. Without a backup it keeps the memory, and :meth:`restore` maps it again.
         """
         evicted, node = self._evicted, self.range._node
         if evicted is None:
             return
         unmapped = self._unmapped(entries)
         if not all(entry.held for entry in unmapped):
-            # Some of the memory had no handle left when it was unmapped.
+            # Some of the unmapped memory had no other handle.
             restore_all({self: evicted._replace(held=())}, stream)
             stream.synchronize()
             return
@@ -307,7 +311,7 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         self._evicted = None
 
     def _unmapped(self, entries: Sequence[MappedBytes]) -> list[MappedBytes]:
-        """The entries at whose places nothing is mapped."""
+        """The entries that are unmapped and whose addresses have no other mapping."""
         touching = self.range._node.touching
         return [entry for entry in entries if entry.gone and not touching(entry.offset, entry.stop)]
 
@@ -337,7 +341,7 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         Raises
         ------
         EvictedError
-            It is not evicted.
+            The buffer is not evicted.
         OutOfMemoryError
             There is not enough memory. The buffer is still evicted, and its backup complete.
         OSError, DamagedBackupError
@@ -360,7 +364,7 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         if allowed == MemAccess.READWRITE:
             saved.load(target, copies)
             return
-        # The device that copies needs write access during the copy.
+        # The copying device needs write access during the copy.
         self.range._node.grant(made, {writer: MemAccess.READWRITE})
         saved.load(target, copies)
         copies.settle()
@@ -406,7 +410,7 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         node, spec = self.range._node, chunk.spec
         if spec is not node.maker:
             memory = spec.make(chunk.nbytes)
-            # The traceback keeps the object alive, so its finaliser would come too late.
+            # Close it here: the traceback keeps the object alive, so its finaliser would run too late.
             with undoing(memory.close):
                 return self.range._map(memory, chunk.offset)
         entry = MappedBytes(node, chunk.offset, chunk.offset + chunk.nbytes, {})
@@ -425,21 +429,23 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         return made
 
     def _trim(self, start: int) -> None:
-        """Unmap what a failed call left mapped behind the buffer's end."""
+        """Unmap memory that a failed call left mapped behind the buffer's end."""
         node = self.range._node
         table = node.table()
         if table and table[-1].stop > start:
             self._discard(node.touching(start, node.nbytes))
 
     def _clear(self) -> None:
-        """Unmap what a failed restore left, after the work that may use it."""
+        """Unmap memory that a failed restore left mapped, after the work that may use it."""
         entries = list(self.range._node.table())
         if entries:
             wait_for_users(None, self._session, (entry.rights for entry in entries))
             self._discard(entries)
 
     def _cut(self, mapped: int, nbytes: int) -> None:
-        """Unmap everything behind ``mapped`` bytes, where a chunk ends. After an error the buffer is unchanged."""
+        """Unmap everything behind ``mapped`` bytes, which must be the end of a chunk. After an error the buffer is
+        unchanged.
+        """
         before = self._mapped, self._nbytes
         self._mapped, self._nbytes = mapped, nbytes
         try:
@@ -449,14 +455,14 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
             raise
 
     def _discard(self, entries: Sequence[MappedBytes]) -> None:
-        """Unmap memory and release it; memory that the driver refuses to release is released later."""
+        """Unmap and release memory. If the driver refuses a release, it is made later."""
         entries = self._reclaim(entries)
         self.range._node.unmap(entries)
         for entry in entries:
             entry.close()
 
     def _reclaim(self, entries: Sequence[MappedBytes]) -> Sequence[MappedBytes]:
-        """Return the mappings that no recycler has taken from the buffer."""
+        """Return the mappings whose memory no recycler has taken."""
         return entries
 
     def _backup(self, backup: MemoryPool | DiskTier | Memory | None, stream: Stream) -> Held | None:
@@ -517,10 +523,10 @@ def evict_all(
     stored: bool = False,
     confirm: Callable[[], object] | None = None,
 ) -> None:
-    """Copy the bytes of buffers to their backups, and release their memory: all of it, or none.
+    """Copy the bytes of buffers to their backups, and release their memory: of all, or of none after an error.
 
-    No memory is released before all of it is unmapped, so that an error can be undone. If the undo of a buffer fails
-    too, the buffer is evicted, with its backup or its memory.
+    Memory is released only after all of it is unmapped, so that an error can be undone. If the undo of a buffer also
+    fails, the buffer is evicted, and keeps its backup or its memory.
 
     Parameters
     ----------
@@ -533,7 +539,7 @@ def evict_all(
     stored
         Whether the backups have the bytes already, so that nothing is copied.
     confirm
-        Called when all memory is unmapped and none is released; its error is undone like any other.
+        Called when all memory is unmapped and none is released. If it raises, everything is undone.
     """
     with copying(stream) as copies:
 
@@ -548,7 +554,7 @@ def evict_all(
 
         with undoing(undo):
             copied = {} if stored else saved
-            # Memory is unmapped while the copies of later buffers run.
+            # Unmap memory while the copies of later buffers run.
             batches: list[tuple[list[VirtualBuffer], Event | None]] = [([], None)]
             queued = 0
             for buffer, one in copied.items():
@@ -572,17 +578,16 @@ def evict_all(
     for buffer, several in entries.items():
         for entry in several:
             entry.close()
-        # Drop the memory objects: handles that were exported from them would keep the memory.
+        # Drop the memory objects, because handles exported from them would keep the memory.
         buffer.range._node.table()
 
 
 def restore_all(
     evictions: Mapping[VirtualBuffer, Eviction], stream: Stream, confirm: Callable[[], object] | None = None
 ) -> None:
-    """Map new memory for evicted buffers, and queue the copies of their bytes: for all, or for none.
+    """Map new memory for evicted buffers, and queue the copies of their bytes: for all, or for none after an error.
 
-    ``confirm`` is called when the buffers can be used. After its error they are evicted again, with the bytes that they
-    had before.
+    ``confirm`` is called when the buffers can be used. If it raises, they are evicted again, with their earlier bytes.
     """
     made: dict[VirtualBuffer, list[MappedBytes]] = {}
     with copying(stream) as copies:
@@ -591,7 +596,7 @@ def restore_all(
             awake = [buffer for buffer in made if buffer._evicted is None]
             for one in awake:
                 one._evicted = evictions[one]
-            # No copy may write memory that is unmapped. The next attempt unmaps what stays mapped.
+            # Stop copies before memory is unmapped. The next attempt unmaps memory that stays mapped.
             copies.abandon()
             copies.synchronize()
             users = [entry.rights for buffer in awake for entry in made[buffer]]
@@ -599,7 +604,7 @@ def restore_all(
             undo_all(functools.partial(buffer._discard, several) for buffer, several in made.items())
 
         with undoing(undo):
-            # The first copies run while more memory is created.
+            # The first copies run while further memory is created.
             for buffer, eviction in evictions.items():
                 if eviction.held:
                     buffer._take_back(eviction.held, stream)
@@ -627,7 +632,7 @@ def device_rights(
     devices: Sequence[Device] = (),
     location: MemLocation | None = None,
 ) -> Rights:
-    """Convert an argument to permissions on memory of a location; ``devices`` may read and write."""
+    """Convert an argument to permissions on memory of a location; ``devices`` have read and write access."""
     rights = {device.location: MemAccess.READWRITE for device in devices} | rights_of(access, session, permission)
     for where, allowed in rights.items():
         if where.type is not MemLocationType.DEVICE and allowed and not (location and location.on_host):

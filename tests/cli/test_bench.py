@@ -317,6 +317,15 @@ def test_strict(machine: Any, run: Run, monkeypatch: pytest.MonkeyPatch, limit: 
     assert (f"row - ours: 1.5 times raw (target: <= {limit})" in text) == (limit == 1)
 
 
+def test_plot_with_an_unknown_ending(
+    machine: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(bench, "ROWS", (row_of({"raw": fixed(2), "ours": fixed(3)}),))
+    assert main(["bench", "--plot", str(tmp_path / "ratios.abc")]) == 2
+    assert "ratios.abc: Format 'abc' is not supported" in capsys.readouterr().err
+
+
 @pytest.mark.simulated_only("targets are judged on a GPU")
 def test_the_simulation_judges_no_targets(
     machine: Any, run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

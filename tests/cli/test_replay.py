@@ -54,6 +54,13 @@ def test_save(machine: Any, run: Run, tmp_path: Path) -> None:
     assert target.stat().st_size < 100_000
 
 
+def test_json_that_cannot_be_written(
+    machine: Any, capsys: pytest.CaptureFixture[str], small: Path, tmp_path: Path
+) -> None:
+    assert main(["replay", str(small), "--on", "pool", "--json", str(tmp_path)]) == 2
+    assert f"cannot write {tmp_path}: Is a directory" in capsys.readouterr().err
+
+
 @pytest.mark.simulated_only("other libraries run where there is a GPU")
 def test_other_library_without_a_gpu(machine: Any, run: Run, small: Path) -> None:
     code, text = run("replay", str(small), "--on", "cupy")
@@ -64,7 +71,8 @@ def test_other_library_without_a_gpu(machine: Any, run: Run, small: Path) -> Non
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (["nowhere"], "No such file"),
+        (["nowhere"], "nowhere: No such file"),
+        (["mixed", "--save", "/dev/full"], "/dev/full: No space left"),
         ([__file__], "neither a streamalloc trace"),
         (["training", "--rounds", "0"], "--rounds 0: at least 1"),
     ],

@@ -77,7 +77,15 @@ def test_no_store(run: Run, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("100GiB", 100 << 30), ("1.5 MiB", 3 << 19), ("7", 7), ("2TiB", 2 << 40), ("3KiB", 3072)]
+    ("text", "size"),
+    [
+        ("100GiB", 100 << 30),
+        ("1.5 MiB", 3 << 19),
+        ("7", 7),
+        ("2TiB", 2 << 40),
+        ("3KiB", 3072),
+        pytest.param("9" * 400, 10**400 - 1, id="long"),
+    ],
 )
 def test_sizes(text: str, size: int) -> None:
     assert serving.size_of(text) == size

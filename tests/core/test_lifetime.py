@@ -386,7 +386,7 @@ buffers = [pool.allocate(64, stream), sa.allocate(64, other), pool.allocate(64, 
 event = stream.record()
 with stream.capture() as graph: inside = sa.allocate(64, stream)
 class Null: ptr = 0
-null, mine = Null(), device.per_thread_stream
+null, mine, far = Null(), device.per_thread_stream, devices[1].create_stream()
 cache = sa.CachingAllocator(sa.MemoryPool(device))
 driver.cuCtxSetCurrent(stream._session.context(0))
 for one in (null, mine, device.default_stream): cache.allocate(64, one).free(); pool.allocate(64, one).free()
@@ -404,6 +404,7 @@ lambda: device.default_stream.record(),
 lambda: mine.query(),
 lambda: pool.allocate(64, stream),
 lambda: sa.allocate(64, stream),
+lambda: sa.allocate(64, far),
 lambda: buffers[0].free(),
 lambda: buffers[0].fill(1),
 lambda: stream.synchronize(),

@@ -15,6 +15,7 @@ import pytest
 import streamalloc as sa
 from streamalloc import interop
 from streamalloc.core.deferred import deferred_queue
+from streamalloc.core.internal import tensor_in
 from streamalloc.core.session import session_of
 from streamalloc.core.stream_resolution import direct_handle
 from streamalloc.driver.bindings import cuda
@@ -366,6 +367,24 @@ class TestBorrowed:
     def test_host_memory_is_refused(self, stream: sa.Stream) -> None:
         with pytest.raises(ValueError, match="not in device memory"):
             interop.borrow(np.zeros(4), stream)
+
+    @pytest.mark.parametrize(("bits", "lanes"), [(4, 1), (12, 1), (4, 3)])
+    def test_elements_of_no_whole_bytes(self, pool: sa.MemoryPool, stream: sa.Stream, bits: int, lanes: int) -> None:
+        class Array:
+            def __dlpack_device__(self) -> tuple[int, int]:
+                return buffer.__dlpack_device__()
+
+            def __dlpack__(self, *, stream: int) -> Any:
+                capsule = buffer.__dlpack__(stream=stream)
+                tensor = tensor_in(capsule)
+                tensor.bits, tensor.lanes = bits, lanes
+                return capsule
+
+        with (
+            pool.allocate(16, stream) as buffer,
+            pytest.raises(ValueError, match=f"elements of {bits * lanes} bits"),
+        ):
+            interop.borrow(Array(), stream)
 
     @pytest.mark.parametrize(("shape", "strides"), [((4, 4), (4, 16)), ((8,), (8,)), ((2, 3, 4), (48, 12, 4))])
     def test_strides(self, pool: sa.MemoryPool, stream: sa.Stream, shape: Any, strides: Any) -> None:

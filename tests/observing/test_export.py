@@ -7,9 +7,11 @@ import csv
 import json
 import os
 import pickle
+import resource
 import signal
 import subprocess
 import sys
+import threading
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -111,6 +113,48 @@ class TestLog:
             with observer:
                 pool.allocate(512, stream).free()
         assert [line.split(",")[2] for line in file.read_text().splitlines()[1:]] == ["allocate", "free"] * 2
+
+    def test_while_other_threads_free(self, pool: sa.MemoryPool, device: sa.Device, tmp_path: Path) -> None:
+        over, errors = threading.Event(), []
+
+        def work() -> None:
+            with device.create_stream() as stream:
+                try:
+                    while not over.is_set():
+                        pool.allocate(512, stream).free()
+                except Exception as error:
+                    errors.append(error)
+
+        threads = [threading.Thread(target=work) for _ in range(2)]
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-5)
+        try:
+            for thread in threads:
+                thread.start()
+            for _ in range(100):
+                with sa.observe(pool, log=tmp_path / "log.csv"):
+                    pass
+        finally:
+            over.set()
+            for thread in threads:
+                thread.join()
+            sys.setswitchinterval(interval)
+        assert errors == []
+
+    def test_of_names_that_are_no_text(self, pool: sa.MemoryPool, stream: sa.Stream, tmp_path: Path) -> None:
+        with sa.observe(pool, log=tmp_path / "log.csv") as observer, observer.tag(os.fsdecode(b"\xff")):
+            pool.allocate(512, stream).free()
+        (tag,) = {one["Tag"] for one in csv.DictReader((tmp_path / "log.csv").read_text().splitlines())}
+        assert tag == "\\udcff"
+
+    def test_is_whole_or_an_error(self, observer: sa.Observer, tmp_path: Path) -> None:
+        size, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200, hard))
+        try:
+            with pytest.raises(OSError, match="too large"):
+                observer.save_rmm(tmp_path / "log.csv")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
 
     def test_is_no_descriptor(self, pool: sa.MemoryPool) -> None:
         """True would be that of the standard output, which would be closed."""

@@ -118,6 +118,18 @@ class TestTerminal:
                 with device.create_stream() as stream, sa.MemoryPool(device) as pool:
                     pool.allocate(MiB, stream).free()
 
+    @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+    def test_a_terminal_that_is_gone(
+        self, terminal: Screen, monkeypatch: pytest.MonkeyPatch, pool: sa.MemoryPool
+    ) -> None:
+        view = live(pool, every=0.001).start()
+        monkeypatch.setattr(terminal, "shown", None)
+        until(lambda: not view.running)
+        assert repr(view) == "<LiveView, stopped>"
+        with pytest.raises(AttributeError):
+            view.stop()
+        assert terminal.ended == 1
+
     def test_breaks_no_capture(self, terminal: Screen, pool: sa.MemoryPool, stream: sa.Stream) -> None:
         with live(pool, every=0.0005), stream.capture() as graph:
             pool.allocate(MiB, stream).free()
@@ -160,8 +172,9 @@ class TestNotebook:
 def test_arguments(pool: sa.MemoryPool) -> None:
     with pytest.raises(TypeError, match="pools: 3"):
         live(3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="every=0"):
-        live(pool, every=0)
+    for every in (0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=f"every={every}"):
+            live(pool, every=every)
     assert repr(live(pool)) == "<LiveView, stopped>"
 
 

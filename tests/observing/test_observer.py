@@ -6,9 +6,12 @@ import contextlib
 import gc
 import inspect
 import itertools
+import os
 import pickle
+import signal
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +23,7 @@ from streamalloc.core.allocator import Allocator
 from streamalloc.interop.bridge import Sources
 from streamalloc.observing import LeakError
 from tests.interrupting import Interrupt, Interrupted
+from tests.processes import fork
 from tests.support import MiB
 
 
@@ -159,6 +163,12 @@ class TestLive:
             assert observer.live == ()
 
 
+def test_words_are_text(observer: sa.Observer) -> None:
+    for block in (observer.tag, observer.phase):
+        with pytest.raises(TypeError, match="must be a string, not int"), block(3):  # type: ignore[arg-type]
+            pass
+
+
 class TestFastPaths:
     def test_are_the_driver_s_own_before_and_after(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
         before = functions(pool)
@@ -261,6 +271,13 @@ class TestMappedMemory:
                 assert observer.nbytes == 2 * MiB
             memory.close()
             assert observer.live == ()
+
+    def test_those_of_the_start(self, device: sa.Device) -> None:
+        with vmm.GrowableBuffer(device, 8 * MiB, 4 * MiB) as buffer:
+            observer = sa.observe(buffer)
+            buffer.resize(0)
+            with observer:
+                assert observer.live == ()
 
     def test_evicted(self, device: sa.Device) -> None:
         with vmm.GrowableBuffer(device, 8 * MiB, 2 * MiB) as buffer, sa.observe(buffer) as observer:
@@ -673,6 +690,29 @@ class TestTogether:
             if block.left > 0:
                 break
         assert nth > 100
+
+    def test_a_hook_that_raises_at_the_stop(self, pool: sa.MemoryPool, stream: sa.Stream, tmp_path: Path) -> None:
+        def refuse(_: sa.observing.Allocation) -> None:
+            raise PermissionError("no")
+
+        before = functions(pool)
+        observer = sa.observe(pool, on_free=refuse, log=tmp_path / "log.csv").start()
+        pool.allocate(8, stream)  # a finaliser frees it
+        with pytest.raises(PermissionError):
+            observer.stop()
+        assert not observer.started and functions(pool) == before and observer._account._log is None
+
+    def test_a_fork_while_another_thread_writes(self, pool: sa.MemoryPool, stream: sa.Stream, tmp_path: Path) -> None:
+        with sa.observe(pool, log=tmp_path / "log.csv") as observer, pool.allocate(8, stream):
+            observer._account._entering = 1  # another thread
+            observer._account.freed(0, None)
+            child = fork()
+            if not child:
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)
+                signal.alarm(20)
+                os._exit(observer.nbytes)
+            observer._account._entering = None
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 8
 
     def test_a_process_that_ends_while_observed(self, python: Callable[..., Any]) -> None:
         code = """

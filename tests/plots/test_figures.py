@@ -183,6 +183,27 @@ def test_names_are_shown(device: sa.Device) -> None:
             buffer.free()
 
 
+def test_names_with_dollar_signs(device: sa.Device) -> None:
+    name = "a $_$ b"
+    with (
+        device.create_stream(name=name) as stream,
+        sa.MemoryPool(device, name=name) as pool,
+        sa.observe(pool) as observer,
+    ):
+        with observer.phase(name):
+            pool.allocate(8 * MiB, stream).free()
+        for figure in (pool.plot(), observer.plot(), plots.reuse(observer)):
+            assert any(name in text for text in shown(figure))
+
+
+def test_memory_where_the_beginning_is_gone(pool: sa.MemoryPool, stream: sa.Stream) -> None:
+    with sa.observe(pool, history=2) as observer:
+        buffers = [pool.allocate(nbytes * MiB, stream) for nbytes in (1, 2, 3)]
+        for buffer in buffers[:2]:
+            buffer.free()
+        assert "at most 6 MiB" in shown(observer.plot())
+
+
 def test_each_colour_has_one_meaning() -> None:
     from streamalloc.core.html import color_of
     from streamalloc.plots import style

@@ -319,6 +319,26 @@ def test_a_cache_that_ends_while_another_begins_on_its_stream(device: sa.Device,
         begins.close()
 
 
+@pytest.mark.parametrize("function", [StreamCache.take, StreamCache._find_fitting, StreamCache.size_class])
+def test_a_stream_that_ends_while_another_thread_allocates_on_it(
+    device_of: sa.Device, cache: sa.CachingAllocator, function: Callable[..., object]
+) -> None:
+    def make() -> sa.Stream:
+        stream = device_of.create_stream()
+        cache.allocate(3 * SIZE, stream).free()
+        cache.trim()
+        return stream
+
+    def allocate(stream: sa.Stream) -> None:
+        with contextlib.suppress(sa.ClosedError):
+            cache.allocate(SIZE, stream)
+
+    for stream in interleaved(function, make, allocate, sa.Stream.close):
+        assert stream.closed
+        cache.trim()
+        assert cache.statistics().used == 0
+
+
 class TestOneQueryForMany:
     """The newest event of a stream stands for those recorded before it, and for no others."""
 

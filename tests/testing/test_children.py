@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing.forkserver
+import os
 from typing import Any
 
 import pytest
 
+from streamalloc.driver.internal import VARIABLE, ParentTest
+from streamalloc.testing.children import Reports
 from tests.testing.conftest import Run
 
 CHILD = """
@@ -162,6 +165,13 @@ def test_right(streamalloc_environment):
     )
     result.assert_outcomes(passed=3, errors=2)
     result.stdout.fnmatch_lines(["*test_wrong*", "use before allocation*", "*test_leaky*", "leak: *"])
+
+
+def test_reports_of_names_that_are_no_text() -> None:
+    with Reports("check") as reports:
+        test = ParentTest.from_text(os.environ[VARIABLE])
+        test.report("check", os.fsdecode(b"\xff"))
+        assert [text.splitlines()[1:] for text in reports.found("check")] == [["\\udcff"]]
 
 
 def test_of_buffers_that_were_sent(run: Run) -> None:

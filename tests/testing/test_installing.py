@@ -175,14 +175,35 @@ class TestRun:
     def write(self, folder: Path, name: str, source: str) -> None:
         (folder / name).write_text(textwrap.dedent(source))
 
-    def test_a_program_that_is_not_there(self, tmp_path: Path) -> None:
-        done = self.run("--driver", "simulated", "absent.py", cwd=tmp_path)
-        assert done.returncode == 2 and done.stderr == "python -m streamalloc run: there is no file 'absent.py'\n"
+    @pytest.mark.parametrize(
+        ("arguments", "absent"),
+        [
+            (["absent.py"], "file 'absent.py'"),
+            (["--kernels", "absent.py", "-m", "os"], "file 'absent.py'"),
+            (["-m", "absent.part"], "module 'absent.part'"),
+        ],
+    )
+    def test_a_program_that_is_not_there(
+        self, arguments: list[str], absent: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        monkeypatch.setattr(sys, "argv", ["streamalloc"])
+        assert main(["run", "--driver=simulated", *arguments]) == 2
+        assert capsys.readouterr().err == f"streamalloc run: there is no {absent}\n"
+
+    @pytest.mark.parametrize("error", ["BrokenPipeError", "KeyboardInterrupt"])
+    def test_exceptions_are_the_program_s(self, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.write(tmp_path, "program.py", f"raise {error}")
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        monkeypatch.setattr(sys, "argv", ["streamalloc"])
+        with pytest.raises((BrokenPipeError, KeyboardInterrupt)) as caught:
+            main(["run", "--driver=simulated", str(tmp_path / "program.py")])
+        assert caught.typename == error
 
     def test_a_program_and_its_child(self, tmp_path: Path) -> None:
         self.write(
             tmp_path,
-            "kernels.py",
+            "ker:nels.py",
             """
             import numpy as np
             from streamalloc import testing
@@ -215,7 +236,7 @@ class TestRun:
                 sys.exit(child.exitcode + 3)
             """,
         )
-        arguments = ("--driver", "simulated:2", "--kernels", "kernels.py", "program.py", "--driver")
+        arguments = ("--driver", "simulated:2", "--kernels", "ker:nels.py", "program.py", "--driver")
         done = self.run(*arguments, cwd=tmp_path)
         assert done.returncode == 3, done.stderr
         parent, child = done.stdout.splitlines()

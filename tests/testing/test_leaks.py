@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -98,6 +99,19 @@ def test_an_open_object_is_named_once_with_its_line(world: World, name: str) -> 
         kept.close() if hasattr(kept, "close") else None
         del kept
         assert world.found(watch) == []
+
+
+def test_objects_that_disguise_themselves(world: World) -> None:
+    class Hook:
+        __module__ = property(lambda hook: "program")
+
+        def __call__(self, _: object) -> None:
+            pass
+
+    proxy = weakref.proxy(Hook())  # its object is gone
+    with sa.observe(world.pool, on_free=Hook()), Watch() as watch:
+        assert world.found(watch) == []
+    assert proxy is not None
 
 
 def test_both_ends_of_a_pair(world: World) -> None:

@@ -136,6 +136,16 @@ class TestFile:
         with pytest.raises(TraceFormatError, match="line 2: this is no text"):
             traces.load(tmp_path / "file")
 
+    @pytest.mark.parametrize("packed", [bytes, gzip.compress])
+    def test_pipe(self, tmp_path: Path, packed: Any) -> None:
+        pipe = tmp_path / "pipe"
+        os.mkfifo(pipe)
+        data = packed((HEADER + '\n["allocate", 0, 8, 0, 0, 5]\n').encode())
+        writer = threading.Thread(target=pipe.write_bytes, args=(data,), daemon=True)
+        writer.start()
+        assert traces.load(pipe).allocations == 1
+        writer.join()
+
     @pytest.mark.parametrize("damage", [lambda data: data[:-9], lambda data: data[:40] + b"\xff" * 8 + data[48:]])
     def test_damaged_compression(self, tmp_path: Path, damage: Any) -> None:
         (tmp_path / "file").write_bytes(damage(gzip.compress((HEADER + "\nnone of this\n").encode())))

@@ -74,6 +74,13 @@ def test_calls_streams_and_what_is_left() -> None:
     assert seconds > 0
 
 
+def test_streams_with_any_numbers() -> None:
+    trace = trace_of((5, 100), (2, 50, 10**12), (5, 100, 10**12))
+    fake = Fake()
+    Replay(trace, fake.subject()).run()
+    assert trace.streams == 2 and fake.log[:3] == LOG[:3]
+
+
 def test_figures_by_hand() -> None:
     fake = Fake()
     prepared = Replay(FOUR, fake.subject())

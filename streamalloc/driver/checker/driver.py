@@ -40,8 +40,8 @@ _PATIENCE = 1.0
 _EXIT_PRIORITY = -100
 """Priority in multiprocessing's exit functions: after those of programs."""
 _INVALID = (cuda.CUresult.CUDA_ERROR_INVALID_VALUE,)
-_REFUSED = (AttributeError, TypeError, ValueError)
-"""Errors of the bindings for wrong arguments."""
+_REFUSED = (AttributeError, NotImplementedError, TypeError, ValueError)
+"""Errors of the bindings for wrong arguments, and of a simulated machine for what it does not model."""
 
 _HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)

@@ -20,6 +20,7 @@ from streamalloc.driver.bindings import cuda
 from streamalloc.driver.checker.capture import Capture, Node
 from streamalloc.driver.checker.clocks import Actor, Stream, Timeline
 from streamalloc.driver.checker.reports import Stack, place_of
+from streamalloc.driver.processes import mapped_ranges
 
 _NO_TIMING = int(cuda.CUevent_flags.CU_EVENT_DISABLE_TIMING)
 _RELAXED = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
@@ -147,15 +148,8 @@ def number_of(value: Any) -> int:
 
 
 def rights_of_process(low: int, high: int) -> list[str]:
-    """The rights of the mappings of this process between two addresses, such as ``"rw-p"``."""
-    found = []
-    with open("/proc/self/maps") as maps:
-        for line in maps:
-            bounds, rights = line.split(maxsplit=2)[:2]
-            start, end = (int(one, 16) for one in bounds.split("-"))
-            if start < high and low < end:
-                found.append(rights)
-    return found
+    """The rights of the mappings of this process between two addresses, see :func:`mapped_ranges`."""
+    return [rights for start, end, rights in mapped_ranges() if start < high and low < end]
 
 
 class _Thread:

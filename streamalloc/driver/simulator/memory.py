@@ -21,6 +21,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
+from streamalloc.driver.processes import mapped_ranges
+
 from .constants import CHUNK
 
 _PROT_NONE = 0
@@ -268,12 +270,9 @@ _USER_END = 1 << 63
 def _process_maps(rights: str = "") -> Intervals:
     """The ranges that are mapped in this process with some rights: "r", "rw", "x", or any."""
     found = Intervals()
-    with open("/proc/self/maps", encoding="ascii", errors="replace") as lines:
-        for line in lines:
-            addresses, given = line.split(" ", 2)[:2]
-            if rights in given:
-                start, _, end = addresses.partition("-")
-                found.add(int(start, 16), int(end, 16))
+    for start, end, given in mapped_ranges():
+        if rights in given:
+            found.add(start, end)
     return found
 
 

@@ -1,1 +1,1 @@
-"""The process that owns memory: descriptors, exported handles, and leases that delay a free until importers closed."""
+"""The exporting process: descriptors, exported handles, and leases that delay a free until importers have closed."""

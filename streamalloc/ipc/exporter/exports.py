@@ -1,6 +1,6 @@
 """Handles that this process has exported: of pools, of physical memory, and of relays.
 
-A :class:`ExportedPool` has what the descriptors of one pool's allocations have in common.
+A :class:`ExportedPool` has the common part of the descriptors of one pool's allocations.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ POSIX = MemHandleType.POSIX_FILE_DESCRIPTOR
 _POSIX_MEMBER = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 NO_FABRIC_POOLS = "fabric handles of pools are not supported: a refused export as one damages the process's heap"
 
-# Handles by id, for processes that received a descriptor without them.
+# Handles by id. The handle server sends them to processes that received only a descriptor's bytes.
 _published: weakref.WeakValueDictionary[bytes, Fd] = weakref.WeakValueDictionary()
 publish: Callable[[dict[bytes, Fd]], None] = _published.update
-"""Let the handle server find these handles by their ids."""
-# Endpoint of the handle server, by process: a forked child has none.
+"""Publish handles by id, for the handle server."""
+# Endpoint of the handle server by process id, because a forked child has none.
 _endpoints: dict[int, bytes] = {}
 _serving = threading.Lock()
 
@@ -51,7 +51,7 @@ _serving = threading.Lock()
 class ExportedPool:
     """The handle, the id and the descriptor heads of one pool's allocations.
 
-    It exists as long as the pool is open or a lease needs it. Importers see its end by its marks.
+    The object exists while the pool is open or a lease needs it. Importers detect its end by its marks.
     """
 
     __slots__ = ("__weakref__", "_marks", "device", "exports", "fd", "heads", "origin")
@@ -67,7 +67,7 @@ class ExportedPool:
         self._marks: dict[bytes, Mark] = {}
 
     def mark(self, block: ControlBlock) -> int:
-        """Return the number of the mark that keeps its value as long as this object exists."""
+        """Return the number of the mark that keeps its value while this object exists."""
         mark = self._marks.get(block.id)
         if mark is None:
             mark = self._marks.setdefault(block.id, block.new_mark("pool"))
@@ -92,7 +92,7 @@ class ExportedPool:
 
 
 exported_pools: dict[weakref.ref[Any], weakref.ref[ExportedPool]] = {}
-"""All exported pools of this process, by pool: an index for fast paths. :class:`Exports` keeps them."""
+"""Exported pools by pool, for fast paths. :class:`Exports` keeps them alive."""
 
 
 class Exports:
@@ -103,7 +103,7 @@ class Exports:
         self.leases: Leases = leases_of(session)
         self.deferred: DeferredQueue = deferred_queue(session)
         self.endpoint: bytes = NOWHERE
-        """16 bytes: the address of the handle server; zeros before :meth:`serve`."""
+        """16 bytes, address of the handle server; zeros before :meth:`serve`."""
         self.version: int = int(session.call("cuDriverGetVersion"))
         self._pools: weakref.WeakKeyDictionary[MemoryPool, ExportedPool] = weakref.WeakKeyDictionary()
         self._handles: weakref.WeakKeyDictionary[PhysicalMemory, dict[MemHandleType, Fd | bytes]]
@@ -123,7 +123,7 @@ class Exports:
                 self.endpoint = _endpoints[process]
 
     def lease(self, buffer: Buffer, pointer: Any) -> Lease:
-        """Return the lease of a buffer, which frees it from now on."""
+        """Return the lease of a buffer. From now on the lease frees the buffer."""
         buffer = past_caches(buffer)
         with self.leases.lock:
             lease = shared_state(buffer)
@@ -132,7 +132,7 @@ class Exports:
             return cast("Lease", lease)
 
     def lease_at(self, address: int, hold: Hold) -> Lease:
-        """Return the lease of an allocation of another library, with a hold that keeps it valid."""
+        """Return the lease of another library's allocation, and add a hold that keeps the lease valid."""
         with self.leases.lock:
             lease = self._by_address.get(address)
             if lease is None or not lease.hold(hold, kept=False):
@@ -161,7 +161,7 @@ class Exports:
             return found
 
     def memory(self, memory: PhysicalMemory, handle_type: MemHandleType) -> tuple[Chunk, Fd | None]:
-        """Return the chunk of a descriptor for physical memory, and the file descriptor of its handle, if it is one."""
+        """Return the chunk of a descriptor for physical memory, and the handle if it is a file descriptor."""
         handles = self._handles.setdefault(memory, {})
         if handle_type not in handles:
             handles.setdefault(handle_type, memory.export(handle_type))
@@ -180,7 +180,7 @@ class Exports:
         return relay.handle
 
     def id(self, thing: PhysicalMemory | VirtualBuffer) -> bytes:
-        """Return the id, 16 bytes, by which importers recognise memory, or a buffer that may grow."""
+        """Return the id, 16 bytes, of memory or of a growable buffer, for importers."""
         return self._ids.get(thing) or self._ids.setdefault(thing, secrets.token_bytes(16))
 
 

@@ -1,7 +1,7 @@
 """Leases, which delay the free of a shared allocation until its importers have closed it.
 
-The free of a shared buffer checks the control block first (:class:`Lease`). The free of other buffers is as before.
-Finalisers take none of the locks here: a dropped lease only releases its slot.
+The free of a shared buffer first checks the control block (:class:`Lease`). Other buffers are not affected. Finalisers
+take none of the locks here: a dropped lease only releases its slot.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ NOT_EXPORTABLE = (
     "by the process that made them"
 )
 _IN_A_CAPTURE = "a shared buffer cannot be freed in a capture"
-# Seconds between two checks of a free that may block.
+# Seconds between two checks by a blocking free.
 _PAUSE = 0.0005
 
 
 class Hold:
-    """Keeps an allocation while one descriptor of it is in transit.
+    """Keeps an allocation while one of its descriptors is in transit.
 
-    It belongs to the carrier of the descriptor: a :class:`Shared`, a message or a connection. ``lost`` returns whether
-    the carrier can no longer deliver it to anybody. Finalisers may call :meth:`end`.
+    It belongs to the carrier of the descriptor: a :class:`Shared`, a message or a connection. ``lost`` returns True if
+    the carrier can no longer deliver the descriptor. Finalisers may call :meth:`end`.
     """
 
     __slots__ = ("__weakref__", "_lost", "_mark", "_over")
@@ -86,7 +86,7 @@ class Hold:
 
 
 def hung_up(end: Fd | Channel) -> bool:
-    """Whether no process has the other end of a pipe or a connection any more."""
+    """Whether no process has the other end of a pipe or a connection open."""
     poll = select.poll()
     poll.register(end, 0)
     return bool(poll.poll(0))
@@ -95,7 +95,7 @@ def hung_up(end: Fd | Channel) -> bool:
 class Lease(SharedState):
     """A slot of a control block: the words of one allocation, or of one announcement.
 
-    A lease frees the buffer that it belongs to (:class:`SharedState`). Dropping it releases the slot.
+    A lease frees its buffer (:class:`SharedState`). Dropping the lease releases the slot.
     """
 
     __slots__ = (
@@ -114,10 +114,10 @@ class Lease(SharedState):
         self.payload: bytes = b""
         """The driver's export data of the allocation."""
         self.pool: object = None
-        """The exported pool; keeps its mark as long as descriptors of the lease are valid."""
+        """The exported pool; its mark stays while descriptors are valid."""
         self._announcer: Stream | None = None
         self.lock: AbstractContextManager[bool] = threading.RLock()
-        """Held during an announcement, and during the decision whether the memory can be freed."""
+        """Held to announce, and to decide whether the memory can be freed."""
         self._holds: list[Callable[[], Hold | None]] = []
 
     # -- announcements ---------------------------------------------------------------------------------------
@@ -125,22 +125,22 @@ class Lease(SharedState):
     def announce(
         self, stream: Stream, before: Callable[[int], bool] | None = None, view: tuple[Any, bool] | None = None
     ) -> int:
-        """Make ``stream`` write to ``ready`` that the contents are there; the value that importers wait for.
+        """Make ``stream`` write to ``ready`` once the contents are there. Returns the value that importers wait for.
 
-        ``before`` is called with the value before that write is queued. It returns whether the value may have left this
-        process. ``view``: the stream's :func:`direct_view`, if the caller has it.
+        ``before`` is called with the value before the write is queued, and may send it; it returns whether it may have
+        done so. ``view``: the stream's :func:`direct_view`, if the caller has it.
 
         Raises
         ------
         CudaError
-            The driver refuses the write. If the value has left the process, importers find the contents lost.
+            The driver refuses the write. If the value was sent, importers find the contents lost.
         """
         words = self.words
         with self.lock:
             last = words.last_announced
             if self._announcer is not stream:
                 self._begin(stream, last)
-            # Never the same value twice: it counts as announced before it is queued.
+            # Advance the value before it is queued, so that no value is used twice.
             words.last_announced = words.announced.value = value = (last + 1) % WORD
             left = before is not None
             try:
@@ -159,18 +159,18 @@ class Lease(SharedState):
                     words.last_announced = words.announced.value = last
                 raise
             except BaseException:
-                # A signal handler's exception: the write may not be queued. A second one changes nothing.
+                # A signal handler raised: the write may not be queued. A second write changes nothing.
                 self.block.write(stream, words.ready, value)
                 raise
             return value
 
     def _begin(self, stream: Stream, last: int) -> None:
-        """Make ``stream`` the announcer. Its writes come after those of the announcer before it."""
+        """Make ``stream`` the announcer. Its writes are ordered after those of the previous announcer."""
         words, announcer = self.words, self._announcer
-        # Without an announcer all values have been written: the slot was quiet.
+        # Without an announcer the slot was quiet: all values are written.
         if announcer is not None and not reached(words.ready.value, last):
             if direct_handle(announcer, self._leases.session) is not None:
-                # An event, as importers can write to ``ready``.
+                # Wait for an event, not for ``ready``, because importers can write to ``ready``.
                 stream.wait(announcer)
             else:
                 self.block.wait(stream, words.ready, last)
@@ -178,9 +178,9 @@ class Lease(SharedState):
         self._announcer = stream
 
     def hold(self, hold: Hold, *, kept: bool = True) -> bool:
-        """Add a hold of a descriptor in transit; whether the lease is still valid.
+        """Add a hold for a descriptor in transit. Returns whether the lease is still valid.
 
-        Unless ``kept``, the hold also ends when its owner drops it.
+        Without ``kept``, the hold also ends when its owner drops it.
         """
         with self.lock:
             self._holds.append((lambda: hold) if kept else weakref.ref(hold))
@@ -195,7 +195,7 @@ class Lease(SharedState):
     # -- importers -------------------------------------------------------------------------------------------
 
     def _using(self) -> list[int]:
-        """Return the importers whose use has not ended, and watch for their death."""
+        """Return the importers that still use the memory, and watch for their death."""
         if self.block.all_closed(self.words):
             return []
         opened, closed = self.block.opened[self.slot], self.block.closed[self.slot]
@@ -205,17 +205,18 @@ class Lease(SharedState):
         return importers
 
     def quiet(self) -> bool:
-        """Whether all queued work on the slot's words has run, so that the slot can be used for another lease."""
+        """Whether all queued work on the slot's words has run, so that another lease can use the slot."""
         ready, last = self.words.ready.value, self.words.last_announced
         if ready != last and not reached(ready, last):
             return False
         return self.block.all_closed(self.words) or not self._using()
 
     def end(self, stream: Stream | None, *, for_good: bool = False) -> bool:
-        """Make descriptors stale and ``stream`` wait for importers, if all have closed; whether that was done.
+        """If all importers have closed, make descriptors stale and ``stream`` wait for the importers' work. Returns
+        whether it did.
 
-        If the memory cannot be freed now, nothing has changed. With ``for_good``, descriptors are stale all the same,
-        unless one is in transit. Without a stream, nothing is queued.
+        Otherwise nothing changes; but with ``for_good``, descriptors become stale unless one is in transit. Without a
+        stream, nothing is queued.
         """
         with self.lock:
             if self._holds and self._in_transit():
@@ -226,7 +227,7 @@ class Lease(SharedState):
             return self.block.all_closed(words) or self._ends_after(stream, for_good)
 
     def _ends_after(self, stream: Stream | None, for_good: bool) -> bool:
-        """Continue :meth:`end` with importers whose use has not ended."""
+        """The part of :meth:`end` for importers that still use the memory."""
         ended = False
         try:
             using = self._using()
@@ -234,7 +235,7 @@ class Lease(SharedState):
             if all(opened[importer] == closing[importer] for importer in using):
                 for importer in using if stream is not None else ():
                     theirs = self.block.importer_words(self.slot, importer)
-                    # Not ``opened``, which goes up for a moment while a stale descriptor is refused.
+                    # Not ``opened``, which rises briefly while an importer refuses a stale descriptor.
                     self.block.wait_closed(stream, theirs, theirs.closing.value)  # type: ignore[arg-type]
                 ended = True
         finally:
@@ -243,7 +244,9 @@ class Lease(SharedState):
         return ended
 
     def unused(self) -> bool:
-        """Whether nothing is in transit, open, or in use by the work of importers. Descriptors are stale if so."""
+        """Whether no descriptor is in transit and no importer or its work uses the memory. If so, descriptors become
+        stale.
+        """
         return self.end(None) and self.block.all_closed(self.words)
 
     # -- the buffer ------------------------------------------------------------------------------------------
@@ -273,7 +276,7 @@ class Lease(SharedState):
             self._leases.deferred.work()
 
     def _await(self, buffer: Buffer, stream: Stream, still_imported: StillImported, timeout: float | None) -> None:
-        """Wait until the memory can be freed, or raise, as ``still_imported`` says."""
+        """Wait until the memory can be freed, or raise, according to ``still_imported``."""
         end = None if timeout is None else time.monotonic() + timeout
         while still_imported != "ignore" and not self.end(stream):
             if still_imported == "raise" or (end is not None and time.monotonic() >= end):
@@ -296,7 +299,7 @@ class Lease(SharedState):
         self._leases.deferred.submit(_DeferredFree(self, stream, pointer))
 
     def release(self) -> None:
-        """Release the slot, which is used again once it is quiet. Its descriptors are stale. Idempotent."""
+        """Make descriptors stale and release the slot, which is reused once it is quiet. Idempotent."""
         if self._owned:
             self._owned = False
             self.words.generation.value = (self.generation + 1) % WORD
@@ -304,7 +307,7 @@ class Lease(SharedState):
             self._leases.leaving.append(self)
 
     def __del__(self) -> None:
-        # A forked child has a copy of this object, but shares the words.
+        # A forked child has a copy of this object but shares the words.
         if getattr(self, "words", None) is not None and not self._leases.session.forked:
             self.release()
 
@@ -317,19 +320,20 @@ class Leases:
         self.deferred: DeferredQueue = deferred_queue(session)
         self.blocks: list[ControlBlock] = []
         self.leaving: deque[Lease] = deque()
-        """Released leases whose slots may not be quiet yet."""
+        """Released leases whose slots may have queued work."""
         self.lock: AbstractContextManager[bool] = threading.RLock()
-        """Held while a buffer gets its lease, and a pool its handle."""
+        """Held while a buffer gets its lease, or a pool its handle."""
         self.with_memory: set[Lease] = set()
-        """Leases whose memory is not freed. As they are kept here, a collection that finds a buffer and its lease in
-        one cycle ends only the buffer: its deferred free needs the lease, its holds and its slot."""
+        """Leases with memory that is not freed, kept alive here. If the collector finds a buffer and its lease in one
+        cycle, only the buffer is finalised: its deferred free needs the lease, its holds and its slot.
+        """
         self._free: list[tuple[ControlBlock, int]] = []
         self._prepared: list[Lease] = []
         """Leases that :meth:`take` returns next."""
         self._lock = threading.RLock()
 
     def add(self, buffer: Buffer, pointer: Any, pool: object) -> Lease | None:
-        """Give a buffer its lease, which frees it from now on; None if another thread has done so.
+        """Give a buffer its lease, which will free it. Returns None if another thread has done so.
 
         The driver exports the allocation (``cuMemPoolExportPointer``).
         """
@@ -344,7 +348,7 @@ class Leases:
         return lease
 
     def export_pointer(self, pointer: Any) -> bytes:
-        """Return the driver's export data of an allocation (``cuMemPoolExportPointer``)."""
+        """Return the driver's export data for an allocation (``cuMemPoolExportPointer``)."""
         result, data = self.session.cuMemPoolExportPointer(pointer)
         if result:
             raise error_from(result, "cuMemPoolExportPointer", NOT_EXPORTABLE)
@@ -361,15 +365,15 @@ class Leases:
         return lease
 
     def prepare(self) -> None:
-        """Take the next slot in advance, at a time when nobody waits for it."""
+        """Take the next slot in advance, when no caller waits for it."""
         if not self._prepared and (lease := self._next_free()) is not None:
             self._prepared.append(lease)
 
     def _next_free(self) -> Lease | None:
         """Take a free slot; None without one."""
         with self._lock:
-            # The oldest slots become quiet first. Two checks for each slot that is taken keep up with releases, and the
-            # few slots in use stay in the processor's cache.
+            # The oldest slots become quiet first. Two checks per taken slot keep up with releases, and few slots in use
+            # stay in the processor's cache.
             checks = min(2, len(self.leaving))
             if checks:
                 fence()
@@ -437,8 +441,9 @@ class _DeferredFree(Deferred):
 
 
 class KeptReferences(Deferred):
-    """References to what was shared and is no buffer, until its lease is unused: until the holds have ended and, if
-    importers count their uses, these have ended."""
+    """Keeps references to shared objects that are no buffers until their lease is unused: the holds have ended and, if
+    importers count their uses, so have the uses.
+    """
 
     __slots__ = ("_lease", "_ordinal", "_things")
 

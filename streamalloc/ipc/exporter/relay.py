@@ -1,4 +1,4 @@
-"""The exporter's side of a relay: it grants entries to importers, and carries their words to the control block."""
+"""The exporter's side of a relay. It grants entries to importers, and copies their words to the control block."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from streamalloc.ipc.wire.relay import CLAIM, ENTRIES, RELAY_BYTES, Relay
 
 _FABRIC = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_FABRIC
 _ANNOUNCED, _READY, _LOST, _HOLD = map(EXPORTER_WORDS.index, ("announced", "ready", "lost", "hold"))
-# Seconds of frequent exchanges after an importer's change, and after something was shared.
+# Seconds of frequent exchanges after an importer's change, and after a share.
 _LINGER = 0.1
 SHARED_LINGER = 1.0
 
 
 class _Deputy:
-    """The importer of the control block that stands for one of another machine."""
+    """The exporter's stand-in for an importer on another machine, with a column of the control block."""
 
     __slots__ = ("beat", "block", "heard", "id", "ready")
 
@@ -50,7 +50,7 @@ class _Deputy:
         holds[(taken != 0) & (holds == taken)] = 0
 
     def dismiss(self) -> None:
-        """Release the lock, by which the exporter sees the death, and the file."""
+        """Release the lock, so that the exporter sees the importer as dead, and close the file."""
         self.block.close()
         self.block.fd.close()
 
@@ -76,26 +76,26 @@ class ExporterRelay(Relay):
             self.start()
 
     def exchange(self) -> bool:
-        """Carry all words once; whether an announcement has yet to come."""
+        """Copy all words once, in both directions. Returns whether an announcement is still pending."""
         self._read(wire.claim_at(0), self._claims)
         self._finish()
         now = time.monotonic()
         for entry in np.flatnonzero(self._claims["id"] | self._grants["id"]).tolist():
             self._serve(entry, self._claims[entry], now)
-        # Before the words are read below: an importer's open comes before the exporter's check for opens, or the check
-        # before the open's check for a free.
+        # Before the words are read: either the importer's open precedes the exporter's check for opens, or the
+        # importer's check sees the free.
         fence()
         self._copy_words()
         self._beat = (self._beat + 1) % (1 << 32)
         head = wire.HEAD.pack(wire.MAGIC, self._block.id, SLOTS, ENTRIES, self._beat, 0)
         self._front[: len(head)] = np.frombuffer(head, np.uint8)
-        # Last: a grant says that the words of the block are those after the importer's change.
+        # Last: a grant means that the words in the relay are newer than the importer's change.
         self._write(0, self._front)
         self._finish()
         return not np.array_equal(self._words[_ANNOUNCED], self._words[_READY])
 
     def _serve(self, entry: int, claim: Any, now: float) -> None:
-        """Serve one importer: admit it, carry its words, or dismiss it."""
+        """Serve one importer: admit it, copy its words, or remove it."""
         deputy, grant = self._deputies.get(entry), self._grants[entry]
         number = int(claim["id"])
         if deputy is None:
@@ -104,7 +104,7 @@ class ExporterRelay(Relay):
             try:
                 deputy = self._deputies[entry] = _Deputy(self._block, number, now)
             except (ValueError, OSError):
-                return  # The block has no column left, or the process no descriptor: the importer waits.
+                return  # No free column, or no free file descriptor: the importer must wait.
             grant["id"], grant["seen"] = number, 0
         if number == deputy.id:
             if claim["beat"] != deputy.beat:
@@ -122,7 +122,7 @@ class ExporterRelay(Relay):
     def _copy_words(self) -> None:
         """Copy the block's words to the relay, and ``ready`` to the row of each importer."""
         words = self._block.exporter_words.copy()
-        # Once more, as ``lost`` is written before ``ready``, and must not be older here.
+        # Read ``lost`` again: the exporter writes it before ``ready``, so it must not be older than ``ready`` here.
         words[_LOST] = self._block.exporter_words[_LOST]
         if not np.array_equal(words, self._words):
             self._write(wire.WORDS_AT, words)
@@ -140,13 +140,13 @@ class ExporterRelay(Relay):
         self._write(wire.claim_at(entry), self._claims[entry : entry + 1])
 
     def leave(self) -> None:
-        """Remove the head, without which no importer goes on."""
+        """Clear the head, so that importers stop using the relay."""
         self._front[:] = 0
         self._write(0, self._front)
         self._finish()
 
     def idle(self) -> bool:
-        """Whether nothing is open, in transit or awaited."""
+        """Whether no memory is open, in transit or awaited."""
         words = self._block.exporter_words
         blocks = [deputy.block for deputy in list(self._deputies.values())]
         columns = [(block.opened[:, block.importer], block.closed[:, block.importer]) for block in blocks]

@@ -1,4 +1,4 @@
-"""``share``: a descriptor of memory, by the mechanism of its kind. ``send``: the same, over a channel."""
+"""``share`` makes a descriptor of memory by the mechanism of its kind. ``send`` does the same over a channel."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ from streamalloc.vmm import GrowableBuffer, PhysicalMemory, RangeView, VirtualBu
 from streamalloc.vmm.internal import covering, is_imported
 
 _FABRIC = MemHandleType.FABRIC
-# cuIpcGetMemHandle shares whole blocks of this size, in bytes, with all allocations in them.
+# Block size of cuIpcGetMemHandle in bytes. It shares whole blocks, with all allocations in them.
 _LEGACY_BLOCK = 2 << 20
 _NOT_IN_A_CAPTURE = "memory cannot be shared in a capture"
 
@@ -74,14 +74,14 @@ _NOT_IN_A_CAPTURE = "memory cannot be shared in a capture"
 class Shared(Unique, Shown):
     """The result of :func:`share`: a descriptor, and the handles that importers need once.
 
-    ``bytes(shared)`` is the descriptor. The handles go along by :func:`streamalloc.ipc.send`, or with
-    ``channel.send(bytes(shared), shared.fds)``. An importer that has received them once needs only the bytes.
+    ``bytes(shared)`` is the descriptor. Send the handles with it, by :func:`streamalloc.ipc.send` or
+    ``channel.send(bytes(shared), shared.fds)``. An importer that has received the handles once needs only the bytes.
 
-    With ``hold=True`` the object keeps what was shared until the descriptor is opened, :meth:`cancel` is called, or the
-    object is dropped. ``ipc.send`` moves the hold to the message, and :mod:`multiprocessing` does so, too: its queues,
-    pipes and arguments give the memory itself to the other process.
+    With ``hold=True`` the object keeps the shared memory until the descriptor is opened, :meth:`cancel` is called, or
+    the object is dropped. ``ipc.send`` and :mod:`multiprocessing` move the hold to the message. A process that receives
+    the object by :mod:`multiprocessing` gets the opened memory.
 
-    The object refers to what was shared, unless that is an allocation of a pool of this library, until it was sent.
+    Until it is sent, the object refers to the shared object, unless that is a pool allocation of this library.
     """
 
     __slots__ = ("__weakref__", "_again", "_data", "_exports", "_hold", "_lease", "handles")
@@ -98,11 +98,11 @@ class Shared(Unique, Shown):
         self.handles: dict[bytes, Fd] = handles
         """The handles by their ids in the descriptor; they stay the exporter's."""
         self._lease = lease
-        """The slot of the allocation or the announcement; dropping this object releases that of an announcement."""
+        """The slot of the allocation or announcement. Dropping this object releases an announcement's slot."""
         self._hold = hold
         self._exports = exports
         self._again: Callable[[], Shared] | None = None
-        """Shares the same once more, with a hold. None for allocations, and once the hold was ended here."""
+        """Shares again, with a hold; None for allocations and after a cancel."""
 
     @property
     def descriptor(self) -> Descriptor:
@@ -116,7 +116,7 @@ class Shared(Unique, Shown):
 
     @property
     def held(self) -> bool:
-        """Whether this object keeps what was shared from being freed."""
+        """Whether this object prevents the free of the shared memory."""
         return self._hold is not None and not self._hold.over()
 
     def to_bytes(self) -> bytes:
@@ -134,10 +134,10 @@ class Shared(Unique, Shown):
             self._hold.end()
 
     def carried(self, lost: Callable[[], bool]) -> bytes:
-        """Return the descriptor for a carrier of bytes only, and move the hold to the carrier.
+        """Return the descriptor for a carrier of bytes, and move the hold to that carrier.
 
-        The importer fetches the handles from this process. What was shared is held from now on, even if this object did
-        not hold it, until ``lost`` returns that the carrier can no longer deliver the descriptor.
+        The importer fetches the handles from this process. From now on the shared memory is held, even if this object
+        had no hold. The hold ends when ``lost`` returns True: the carrier can no longer deliver the descriptor.
         """
         if self._again is not None and not self.held:
             return self._again().carried(lost)
@@ -200,12 +200,12 @@ def share(
     determines the driver's mechanism, see :class:`Mechanism`. The memory must have been made for sharing.
 
     A shared allocation of a pool has a lease: its free waits for importers, see :meth:`Buffer.free`. Other libraries
-    free their memory when the last reference to the array is dropped. With ``hold=True``, that waits, too.
+    free their memory when the last reference to the array is dropped; ``hold=True`` keeps a reference.
 
     Physical memory, and ranges that map it, can also be shared by fabric handles, with processes of other machines in
-    the same IMEX domain. Fabric handles are bytes in the descriptor, so any transport of bytes will do, and keep no
-    memory: use ``hold=True``, or do not close it before it was opened. Importers' streams wait for the contents on
-    every machine; :mod:`streamalloc.ipc.wire.relay` says how, and what limits that has. The first such call of a
+    the same IMEX domain. Fabric handles are bytes in the descriptor, so any transport of bytes works. They do not keep
+    the memory alive: use ``hold=True``, or close the memory only after it was opened. Importers' streams wait for the
+    contents on every machine; :mod:`streamalloc.ipc.wire.relay` describes this and its limits. The first such call of a
     process allocates 2 MiB on the memory's device and starts a thread.
 
     Parameters
@@ -216,22 +216,23 @@ def share(
         The stream whose work writes the contents; default: the memory's own. Importers' streams wait for it. Refused
         for pools and events, which have no contents.
     expose_block
-        Share memory of ``cuMemAlloc`` even if other allocations may be in its blocks of 2 MiB, which the importer can
-        read. Refused for what is no memory of another library.
+        Share memory of ``cuMemAlloc`` even if its blocks of 2 MiB may contain other allocations, which the importer
+        could then read. Only for memory of other libraries.
     hold
-        Keep what is shared while this descriptor is in transit: until the descriptor is opened, :meth:`Shared.cancel`
-        is called, or the result is dropped. :func:`streamalloc.ipc.send` moves the hold to the message, which ends it
-        when it is opened, refused or dropped, or when nobody can receive it any more. A descriptor of a range with
-        fabric handles is stale if it is opened after that, unless an importer has the range open.
+        Keep the shared memory while this descriptor is in transit: until the descriptor is opened,
+        :meth:`Shared.cancel` is called, or the result is dropped. :func:`streamalloc.ipc.send` moves the hold to the
+        message. Then the hold ends when the message is opened, refused or dropped, or can no longer be received. After
+        the end of its hold, a descriptor of a range with fabric handles is stale, unless an importer has the range
+        open.
 
-        The free of an allocation waits. Of everything else the hold keeps a reference, and the file descriptors, or for
-        ranges with fabric handles the memory: it exists until it was opened, also if it is closed and unmapped here.
-        Pools, events, and :class:`PhysicalMemory` with a fabric handle must not be closed.
+        During a hold the free of an allocation waits. For everything else the hold keeps a reference and the file
+        descriptors. For ranges with fabric handles it keeps the memory, even if it is closed and unmapped here. Do not
+        close pools, events, or :class:`PhysicalMemory` with a fabric handle during a hold.
 
-        After the open, an array of another library in memory of a pool or of ``cuMemAlloc`` is kept until all importers
-        have closed it and their work has ended; in memory of a pool, until they have closed all of its allocation. So
-        is a range that was shared by fabric handles, or an array in it. With file descriptors, an array in mapped
-        memory is not: its library may reuse the memory, so keep it while others use it.
+        After the open, these are kept until all importers have closed them and their work has ended: an array of
+        another library in memory of ``cuMemAlloc`` or of a pool (until its whole allocation is closed), and a range
+        with fabric handles, or an array in one. An array in mapped memory that was shared by file descriptors is not
+        kept: its library may reuse the memory, so keep the array while others use it.
     handle_type
         Of physical memory and ranges: ``POSIX_FILE_DESCRIPTOR`` or ``FABRIC``. Default: file descriptors if the memory
         was made with them, else fabric handles. Pools are shared by file descriptors only.
@@ -239,7 +240,7 @@ def share(
     Raises
     ------
     TypeError
-        ``thing`` is of no kind that can be shared.
+        ``thing`` cannot be shared.
     ValueError
         This memory cannot be shared; the message says why, and how to make it.
     NotSupportedError
@@ -284,23 +285,23 @@ def send(
     channel
         The channel to the other process.
     thing
-        As for :func:`share`, or its result. A hold of that moves to the message.
+        As for :func:`share`, or a result of it, whose hold moves to the message.
     stream, hold
-        As for :func:`share`; refused for what that has returned. Without ``hold``, do not free the memory before the
-        other end has opened it. With it, the message keeps it until the message is opened, refused or dropped, or
-        nobody can receive it any more.
+        As for :func:`share`; not allowed if ``thing`` is a result of it. Without ``hold``, do not free the memory
+        before the other end has opened it. With ``hold``, the message keeps the memory until the message is opened,
+        refused or dropped, or can no longer be received.
     timeout
         Seconds until ``TimeoutError``; None: the channel's.
 
     Raises
     ------
     ValueError
-        As :func:`share`; or ``thing`` was shared already, and ``stream`` or ``hold`` asks for something else.
+        As for :func:`share`; or ``thing`` is a result of :func:`share`, and ``stream`` or ``hold`` was given.
     CudaError
-        The driver refuses a call. If the message has left before, the importer finds the memory
+        The driver refuses a call. If the message was sent before, the importer finds the memory
         :attr:`~ImportedBuffer.lost`.
     TimeoutError, PeerGoneError, ClosedError
-        As ``channel.send``. The memory is shared all the same.
+        As for ``channel.send``. The memory stays shared.
     """
     names = channel._carried
     if isinstance(thing, PlainBuffer) and not hold and (timeout is None or timeout >= 0):
@@ -321,7 +322,7 @@ def send(
         shared = thing if isinstance(thing, Shared) else share(thing, stream, hold=hold)
     exports, handles = shared._exports, shared.fds
     if exports is not None and shared.descriptor.mechanism is not Mechanism.PHYSICAL:
-        # Importers keep the handles of everything else, so that these need to travel once.
+        # Importers keep these handles, so they need to travel only once.
         exports.serve()
         if names.issuperset(shared.handles) and exports.endpoint in shared._data:
             handles = ()
@@ -329,8 +330,8 @@ def send(
     if lease is None or not shared.held:
         channel.send(shared.to_bytes(), handles, timeout=timeout)
     else:
-        # The message carries one end of a pipe, which the importer closes once it has opened the descriptor. The kernel
-        # closes it with a message that nobody receives. Either ends the hold.
+        # The message carries one end of a pipe. The importer closes it once it has opened the descriptor. The kernel
+        # closes it with a message that is never received. Either ends the hold.
         ours, theirs = map(Fd, os.pipe())
         with theirs:
             lease.hold(leases.Hold(functools.partial(leases.hung_up, ours)))
@@ -340,10 +341,10 @@ def send(
 
 
 def serve(driver: Driver | None = None) -> None:
-    """Let other processes of this user fetch the handles of descriptors that are shared from now on.
+    """Serve the handles of descriptors that are shared from now on, to other processes of this user.
 
-    A thread of this process serves them on a private socket. :func:`send` and :mod:`multiprocessing` call this; call it
-    yourself before descriptors travel by other means, as bytes only. Idempotent.
+    A thread of this process serves them on a private socket. :func:`send` and :mod:`multiprocessing` call this
+    function. Call it yourself before you transport a descriptor's bytes by other means. Idempotent.
 
     Parameters
     ----------
@@ -364,11 +365,11 @@ class _Leased(NamedTuple):
     nbytes: int
     stream: Stream
     view: tuple[Any, bool] | None
-    """The stream's :func:`direct_view`; None for an allocation that may have been shared before."""
+    """The stream's :func:`direct_view`; None if possibly shared before."""
 
 
 def _first_lease(buffer: Buffer, stream: StreamLike | None) -> _Leased | None:
-    """Give a plain allocation of a known pool its lease; None for any other, and if another thread has given one."""
+    """Give a plain allocation of a known pool its lease. None for other buffers, or if another thread has done it."""
     plain = plain_parts(buffer) if type(buffer) is PlainBuffer else None
     if plain is None:
         return None
@@ -388,7 +389,7 @@ def _first_lease(buffer: Buffer, stream: StreamLike | None) -> _Leased | None:
 
 
 def _any_lease(buffer: Buffer, stream: StreamLike | None) -> _Leased:
-    """Return the lease of any allocation of a pool, which gets one if it has none; raise if it cannot be shared."""
+    """Return the lease of any pool allocation, and make it if needed. Raises if the buffer cannot be shared."""
     session = session_of(buffer)
     exports = exports_for(session)
     if isinstance(buffer, GraphBuffer):
@@ -409,11 +410,11 @@ def _share_buffer(
     part: tuple[int, int] | None = None,
     offer: Callable[[bytes, dict[bytes, Fd]], bool] | None = None,
 ) -> Shared:
-    """Share an allocation; ``part``: offset and size.
+    """Share an allocation; ``part``: offset and size in bytes.
 
-    ``offer`` may send the descriptor before its stream is made to announce the contents, so that the importer begins
-    meanwhile; it returns whether it did. It is called only for the first descriptor of an allocation, whose lease has
-    no earlier announcement.
+    ``offer`` may send the descriptor before the stream announces the contents, so that the importer can begin; it
+    returns whether it did. It is called only for an allocation's first descriptor, because that lease has no earlier
+    announcement.
     """
     holding = leases.Hold() if hold else None
     lease, address, nbytes, ordered, view = _first_lease(buffer, stream) or _any_lease(buffer, stream)
@@ -439,7 +440,7 @@ def _share_buffer(
 
 
 def _ordered(stream: StreamLike, session: Session) -> Stream:
-    """Return the caller's stream, which must not be captured."""
+    """Return the caller's stream; it must not be captured."""
     ordered = as_stream(stream, session)
     refuse_capture(ordered, "cuStreamWriteValue32", _NOT_IN_A_CAPTURE)
     return ordered
@@ -460,7 +461,7 @@ def _share_view(view: BufferView, options: _Options) -> Shared:
 
 
 def _share_array(view: TypedView[Any], options: _Options) -> Shared:
-    # dtype.str of a structure would be that of bytes of its size. check_array refuses str(dtype).
+    # dtype.str of a structure would describe it as bytes. str(dtype) is refused by check_array.
     dtype = view.dtype.str if view.dtype.names is None else str(view.dtype)
     wire.check_array(dtype, view.shape)
     shared = _share_view(view, options)
@@ -472,10 +473,10 @@ def _share_array(view: TypedView[Any], options: _Options) -> Shared:
 
 
 class _Draft:
-    """The descriptor of a thing that is no buffer of this library, with a slot of the control block.
+    """The descriptor of an object that is no buffer of this library, with a slot of the control block.
 
-    The slot is for a hold, and for a stream whose work writes the contents. ``allocation``: address of an allocation
-    whose descriptors have one lease if held, as an importer has one import of it.
+    The slot serves a hold and the announcement of the contents. ``allocation``: the allocation's address. Held
+    descriptors of one allocation share a lease, because an importer has one import of it.
     """
 
     def __init__(
@@ -488,7 +489,7 @@ class _Draft:
         self.fields: dict[str, Any] = {}
         self.handles: dict[bytes, Fd] = {}
         self.kept: object = None
-        """References to keep as long as the hold and the lease, beside the thing and the handles."""
+        """References to keep, with the thing, while hold or lease lasts."""
         self.hold = leases.Hold() if options.hold else None
         self.lease: leases.Lease | None = None
         if self.hold is not None and allocation:
@@ -500,7 +501,7 @@ class _Draft:
                 self.lease.hold(self.hold, kept=False)
 
     def use_pool(self, pool: ExportedPool) -> None:
-        """Name the pool that has the memory, and the mark that shows its end."""
+        """Name the pool that owns the memory, and the mark that shows its end."""
         block = self.exports.leases.block() if self.lease is None else self.lease.block
         self.handles = {pool.origin: pool.fd, block.id: block.fd}
         self.fields |= {"origin": pool.origin, "handle_type": int(POSIX), "pool_mark": pool.mark(block)}
@@ -508,7 +509,7 @@ class _Draft:
         self.kept = pool
 
     def shared(self, mechanism: Mechanism, memory: tuple[int, int] | None = None, **fields: Any) -> Shared:
-        """Announce the contents, and make the descriptor; ``memory``: address and size, if mapped here."""
+        """Announce the contents, and make the descriptor; ``memory``: address and size if it is mapped here."""
         exports, lease = self.exports, self.lease
         fields = {**fields, **self.fields}
         if lease is not None:
@@ -531,7 +532,7 @@ class _Draft:
 
 
 def _notify_listener(lease: leases.Lease, ready: int, address: int, nbytes: int, stream: Stream) -> None:
-    """Notify the listener that importers may use memory after the work that a stream has queued."""
+    """Notify the listener that importers may use memory after the queued work of a stream."""
     name = lease.block.announcement(lease.slot, lease.generation, ready)
     with stream.device.current():
         lease.block.session.listener.shared(address, nbytes, raw_handle(stream), name)  # type: ignore[union-attr]
@@ -568,7 +569,7 @@ def _share_physical(memory: PhysicalMemory, options: _Options) -> Shared:
 def _share_range(
     thing: VirtualBuffer | RangeView, options: _Options, begin: int = 0, size: int | None = None
 ) -> Shared:
-    """Share the chunks in which bytes of an address range lie."""
+    """Share the chunks that contain a part of an address range."""
     fields: dict[str, Any] = {}
     if isinstance(thing, RangeView):
         begin += thing.offset
@@ -578,7 +579,7 @@ def _share_range(
     if size is None:
         size = thing.nbytes
         if isinstance(thing, GrowableBuffer):
-            # From its first byte on, so that importers recognise the chunks that they have mapped.
+            # From the range's first byte on, so that importers recognise chunks that they have mapped already.
             exports = exports_for(session)
             fields = {"origin": exports.id(thing), "flags": Flags.GROWABLE, "base_size": thing.capacity}
     if not size:
@@ -604,7 +605,7 @@ def _share_chunks(
     addresses: Sequence[int] = (),
     **fields: Any,
 ) -> Shared:
-    """Share chunks of physical memory in the order of the address range; ``addresses``: their addresses here."""
+    """Share chunks of physical memory in address order; ``addresses``: their addresses in this process."""
     exports = exports_for(session)
     for memory in memories:
         if not isinstance(memory, PhysicalMemory):
@@ -619,7 +620,7 @@ def _share_chunks(
     if kind == _FABRIC and draft.lease is not None:
         fields["payload"] = exports.relay(draft.lease.block, draft.device)
         if options.hold:
-            # File descriptors keep memory that is closed here, and fabric handles do not.
+            # File descriptors keep memory that is closed here; fabric handles do not.
             draft.kept = [PhysicalMemory.at(address, driver=session.driver) for address in addresses]
             if fields["origin"] != NOWHERE:
                 fields["flags"] = fields.get("flags", 0) | Flags.LEASED
@@ -633,7 +634,7 @@ def _device_of(memory: PhysicalMemory) -> Device:
 
 
 def _handle_type(memories: Iterable[PhysicalMemory], options: _Options) -> MemHandleType:
-    """Choose the handle type of chunks. If they have none, their export raises the error that says so."""
+    """Choose the handle type of chunks. If there is none in common, their export raises the error."""
     common = POSIX | _FABRIC
     for memory in memories:
         common &= memory.properties.requested_handle_types
@@ -641,7 +642,7 @@ def _handle_type(memories: Iterable[PhysicalMemory], options: _Options) -> MemHa
 
 
 def _check_handle_type(thing: object, handle_type: object) -> None:
-    """Raise if no object of this kind can be shared by handles of this type."""
+    """Raise if objects of this kind cannot be shared by this handle type."""
     if not isinstance(handle_type, MemHandleType):
         raise TypeError(f"handle_type must be a MemHandleType, not {type(handle_type).__name__} ({handle_type!r})")
     if handle_type not in (POSIX, _FABRIC):
@@ -667,7 +668,7 @@ def _share_foreign(thing: Any, options: _Options) -> Shared:
     known = pointer_attributes(span.address, driver=driver)
     device = known.device
     if known.kind is MemoryKind.DEVICE and device is None:
-        # The driver names no device for an address in mapped memory, but its handle does.
+        # For mapped memory the address gives no device, but the allocation handle does.
         device = _device_of(PhysicalMemory.at(span.address, driver=driver))
     if known.kind is not MemoryKind.DEVICE or device is None:
         raise ValueError(f"{thing!r} is not device memory of this process")
@@ -698,7 +699,7 @@ def _share_foreign(thing: Any, options: _Options) -> Shared:
 
 
 def _stream_of(thing: Any, device: Device) -> Stream:
-    """Return the stream that an array names, or else the device's default stream."""
+    """Return the stream that an array names, or the device's default stream."""
     handle = thing.__cuda_array_interface__.get("stream")
     return device.default_stream if handle is None else Stream.of_handle(device, handle, thing)
 
@@ -733,7 +734,7 @@ def _check_mapped_array(thing: object, options: _Options, memory: PhysicalMemory
         raise ValueError(f"{thing!r} lies in several chunks of physical memory: share them one by one")
 
 
-# The first class that fits determines the function.
+# The first matching class determines the function.
 _KINDS: dict[type, Callable[[Any, _Options], Shared]] = {
     Buffer: lambda buffer, options: _share_buffer(buffer, options.stream, options.hold),
     MemoryPool: _share_pool,

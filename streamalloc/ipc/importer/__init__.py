@@ -1,1 +1,1 @@
-"""The process that opens memory of another: imported handles, mappings, and their release."""
+"""The importing process: imported handles, mappings, and their release."""

@@ -1,4 +1,4 @@
-"""The exporter's announcement of contents, and the waits of streams and of the host for it."""
+"""The exporter's announcement of contents, and waits for it by streams and the host."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from streamalloc.core.errors import CaptureError
 from streamalloc.core.internal import Memory, Stream, raw_handle
 from streamalloc.ipc.wire.control_block import ControlBlock, SlotWords, reached
 
-# Seconds between two checks of the host for contents.
+# Seconds between two checks by the host.
 _PAUSE = 0.0002
 
 
 class Announcement(NamedTuple):
-    """The value of ``ready``, in a slot of the exporter's control block, from which on the contents are there."""
+    """A value of the word ``ready`` in a slot of the exporter's control block. When it is reached, the contents are
+    there.
+    """
 
     block: ControlBlock
     slot: int
@@ -29,16 +31,16 @@ class Announcement(NamedTuple):
 
     @property
     def written(self) -> bool:
-        """Whether the exporter has written the value, so that the contents are there."""
+        """Whether the exporter has written the value: the contents are there."""
         return reached(self.words.ready.value, self.ready)
 
     @property
     def lost(self) -> bool:
-        """Whether it was written only in place of an exporter that died or whose driver refused."""
+        """Whether the value was written by another process, because the exporter died or its driver refused."""
         return self.words.was_lost(self.ready)
 
     def precede(self, stream: Stream) -> None:
-        """Make the later work of a stream wait for the announcement, unless it is written."""
+        """Make later work of a stream wait for the announcement, unless it is already written."""
         if self.written:
             return
         if not reached(self.words.announced.value, self.ready):
@@ -47,7 +49,7 @@ class Announcement(NamedTuple):
         self.block.wait(stream, self.words.ready, self.ready)
 
     def wait(self, stream: Stream | None) -> None:
-        """Make a stream wait for the announcement. Without one, or in a capture, the host waits."""
+        """Make a stream wait for the announcement. Without a stream, or in a capture, the host waits."""
         if stream is not None:
             with contextlib.suppress(CaptureError):
                 self.precede(stream)
@@ -58,12 +60,12 @@ class Announcement(NamedTuple):
                 time.sleep(_PAUSE)
 
     # -- memory that was opened without a stream -------------------------------------------------------------
-    # The device's default stream waits for the contents from the open on, every other stream before it first uses the
-    # memory. The host waits before it returns an address, as nothing sees the use of that, and before a capture, as
-    # graphs wait for no other process.
+    # After an open without a stream, the device's default stream waits for the contents. Every other stream waits
+    # before it first uses the memory. The host waits before it returns an address, because uses by address are not
+    # seen, and before a capture, because graphs cannot wait for other processes.
 
     def await_on(self, memory: Memory, stream: Stream | None) -> None:
-        """Make a stream, or the host if None, wait for the contents of ``memory``; the listener is notified of that."""
+        """Make a stream, or the host if None, wait for the contents of ``memory``. Notifies the listener."""
         if stream is None:
             self.wait(None)
         self.notify_listener(memory, stream)
@@ -71,14 +73,14 @@ class Announcement(NamedTuple):
             self.wait(stream)
 
     def seen(self, memory: Memory) -> bool:
-        """Whether the host sees now that the contents of ``memory`` are there; the listener is notified of that."""
+        """Whether the contents of ``memory`` are there now, as seen by the host. If so, notifies the listener."""
         written = self.written
         if written:
             self.notify_listener(memory, None)
         return written
 
     def notify_listener(self, memory: Memory, stream: Stream | None) -> None:
-        """Notify the listener, if there is one, that ``stream``, or the host if None, waits for the contents."""
+        """Notify a listener that ``stream``, or the host if None, waits for the contents."""
         listener = self.block.session.listener
         if listener is None:
             return

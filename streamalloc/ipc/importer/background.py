@@ -1,4 +1,4 @@
-"""Driver calls on a thread of their own: those for dropped imports, and those that must wait until devices are idle."""
+"""Driver calls on separate threads: releases of dropped imports, and calls that must wait until devices are idle."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from streamalloc.core.errors import CudaError
 from streamalloc.core.internal import Deferred, QueuedWork, deferred_queue, work
 from streamalloc.core.session import Session
 
-# Maximum number of attempts of a call that the driver refuses.
+# Most attempts of a call that the driver refuses.
 _TRIES = 5
 # Seconds between two attempts while a device is busy.
 _IDLE_PAUSE = 0.02
@@ -22,9 +22,9 @@ _QUERIES = (0.0, 0.00005, 0.0002)
 
 
 def release_dropped(dropped: SimpleQueue[bool], reference: weakref.ref[Session]) -> None:
-    """Do deferred work after each True in the queue, until a False: the body of a thread.
+    """Thread body: do deferred work after each True in the queue, until a False.
 
-    This process may not reach any other point of work, while the owner of a dropped import waits for its release.
+    Without this thread, the process might reach no point of work while a dropped import's owner waits for the release.
     """
     while dropped.get():
         session = reference()
@@ -35,10 +35,10 @@ def release_dropped(dropped: SimpleQueue[bool], reference: weakref.ref[Session])
 
 
 class OnceIdle(Deferred):
-    """A driver call that waits for the devices, made on a thread of its own once they are idle.
+    """A driver call that waits for the devices, made on its own thread once they are idle.
 
-    While such a call waits, the driver blocks all other threads that need the context (driver 580). If a stream waits
-    for something that this process has yet to do, the call never returns. ``call`` may run twice.
+    While such a call waits, driver 580 blocks all other threads that need the context. If a stream waits for an action
+    of this process, the call would never return. ``call`` may run twice.
     """
 
     __slots__ = ("_call", "_not_before", "_session")
@@ -49,7 +49,7 @@ class OnceIdle(Deferred):
         self._not_before = 0.0
 
     def attempt(self) -> bool:
-        """Start the thread. It submits this item again if a device is at work."""
+        """Start the thread. It submits this item again if a device is busy."""
         if time.monotonic() < self._not_before:
             return False
         self._not_before = time.monotonic() + _IDLE_PAUSE
@@ -58,7 +58,7 @@ class OnceIdle(Deferred):
 
     def _run(self) -> None:
         for _ in range(_TRIES):
-            # Errors of a lost context: no work is left to wait for.
+            # After an error of a lost context there is no work to wait for.
             with contextlib.suppress(CudaError), self._session.relaxed():
                 if not self._idle():
                     deferred_queue(self._session).submit(self)
@@ -68,7 +68,7 @@ class OnceIdle(Deferred):
                 return
 
     def _idle(self) -> bool:
-        """Whether all work that the devices have now ends at once."""
+        """Whether all present work of the devices has completed, within a few short queries."""
         queued = QueuedWork(self._session)
         for pause in _QUERIES:
             time.sleep(pause)

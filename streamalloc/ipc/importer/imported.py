@@ -1,8 +1,8 @@
 """Imported memory: its import by the driver, its objects in this process, and its release.
 
-The driver returns the same address for a second import of an allocation, and does not count imports: so this process
-counts its objects, and releases the import with the last of them. A :class:`PoolSource` holds what all allocations of
-one pool have in common. A stream waits for the contents of opened memory, or the host where no stream can.
+The driver returns the same address for a second import of an allocation, and does not count imports. So this process
+counts its objects, and releases the import with the last one. A :class:`PoolSource` has the common data of one pool's
+allocations. A stream waits for the contents of opened memory; if no stream can, the host waits.
 """
 
 from __future__ import annotations
@@ -63,23 +63,23 @@ _BAD_LEASE = "the descriptor has a lease or a hold, but names no control block"
 
 
 class Imports:
-    """Imports of this process through one driver, and the thread that releases those whose objects were dropped."""
+    """Imports of this process through one driver, and the thread that releases dropped imports."""
 
     def __init__(self, session: Session) -> None:
         self.session: Session = session
         self.lock: AbstractContextManager[bool] = threading.RLock()
-        """Held while imports are counted, by code that waits for no stream and no process."""
+        """Held to count imports. Code under it waits for no stream or process."""
         self.deferred: DeferredQueue = deferred_queue(session)
         self.handles: dict[int, PoolHandle] = {}
-        """Pools by ``CUmemoryPool``: the driver has one handle for each, however often it was imported."""
+        """Pools by ``CUmemoryPool``. The driver returns the same handle for repeated imports."""
         self.allocations: dict[bytes, Import] = {}
-        """Allocations of pools by the driver's export data."""
+        """Pool allocations by the driver's export data."""
         self._dropped: SimpleQueue[bool] = SimpleQueue()
-        """Wakes the thread; finalisers may put into this kind of queue."""
+        """Wakes the thread; finalisers may put into a SimpleQueue."""
         self._thread: threading.Thread | None = None
 
     def start_thread(self) -> None:
-        """Start the thread, before something is imported that may be dropped. Idempotent."""
+        """Start the thread, before the first import that may be dropped. Idempotent."""
         if self._thread is None:
             args = (self._dropped, weakref.ref(self.session))
             thread = threading.Thread(target=release_dropped, args=args, name="streamalloc drops", daemon=True)
@@ -88,15 +88,16 @@ class Imports:
             weakref.finalize(self, self._dropped.put, False).atexit = False
 
     def drop(self, item: Deferred) -> None:
-        """Submit the release of a dropped object, and wake the thread. Finalisers call this."""
+        """Submit the release of a dropped object, and wake the thread. For finalisers."""
         self.deferred.submit(item)
         self._dropped.put(True)
 
 
 class HostLease(Deferred):
-    """The use of a lease of memory that is not released in stream order: the host counts its close.
+    """Use of a lease for memory that is not released in stream order. The host counts its close.
 
-    That is a range, or an allocation of ``cuMemAlloc``. As an item, it counts the close once the work so far has ended.
+    Such memory is a range, or an allocation of ``cuMemAlloc``. As a deferred item, this object counts the close once
+    the present work has ended.
     """
 
     __slots__ = ("_words", "_work", "imports")
@@ -107,21 +108,21 @@ class HostLease(Deferred):
         self.imports = imports
         self._work: QueuedWork | None = None
         self._words: ImporterWords | None = words
-        # Without the lock: once this lease is in ``users``, no other one counts a close.
+        # No lock needed: once this lease is in ``users``, no other lease counts a close.
         words.users.add(self)
         words.opened.value = (words.opened.value + 1) % WORD
         with undoing(self.end):
-            # Count first, then check for a free: the exporter does both in the opposite order.
+            # Count first, then check for a free. The exporter does both in the opposite order.
             block.sync(device)
             if words.slot_words.generation.value != generation:
                 raise StaleDescriptorError(_STALE)
 
     def end(self) -> None:
-        """Count the close; all work on the memory has ended. Idempotent."""
+        """Count the close. All work on the memory must have ended. Idempotent."""
         words, self._words = self._words, None
         if words is not None:
             with self.imports.lock:
-                # The number is read first: what is opened meanwhile has a later one.
+                # Read the number first: later opens have a higher one.
                 number = words.opened.value
                 words.users.discard(self)
                 if not words.users:
@@ -138,10 +139,10 @@ class HostLease(Deferred):
 
 
 class PoolHandle(Deferred):
-    """The driver's handle of a pool of another process.
+    """The driver's handle of another process's pool.
 
-    It is destroyed once the frees of all imported allocations have run: the driver waits for nothing, and any later use
-    of the handle ends the process (driver 580.159).
+    It is destroyed only after the frees of all imported allocations have run. Driver 580.159 does not wait for them,
+    and a later use of the handle kills the process.
     """
 
     __slots__ = ("_frees", "_raw", "imports", "marks", "users")
@@ -151,13 +152,13 @@ class PoolHandle(Deferred):
         self._raw: Any = None
         self._frees: QueuedWork | None = None
         self.marks: set[tuple[ControlBlock, int]] = set()
-        """The exporter's marks, which show that it still has the pool."""
+        """Marks of the exporter, which show whether its pool still exists."""
         self.users: weakref.WeakSet[ImportedPool] = weakref.WeakSet()
 
     def ended(self) -> bool:
-        """Whether its owner has closed the pool, or has died, as far as its marks show.
+        """Whether the marks show that the owner has closed the pool or has died.
 
-        A pool that another library has made has a mark for each time that it was shared.
+        A pool of another library has one mark for each time it was shared.
         """
         marks = list(self.marks)
         gone = [(block, mark) for block, mark in marks if not (block.marked("pool", mark) and block.exporter_alive())]
@@ -172,16 +173,17 @@ class PoolHandle(Deferred):
         if not self._frees.done():
             return False
         with imports.lock:
-            # If the pool was imported anew meanwhile, the driver has returned the same handle.
+            # If the pool was imported again meanwhile, the driver returned the same handle.
             if self._raw is not None and int(self._raw) not in imports.handles:
                 imports.session.release(self, "cuMemPoolDestroy")
         return True
 
 
 class ImportedPool(Foreign):
-    """A pool of another process: its allocations can be opened here, but nothing can be allocated from it.
+    """A pool of another process. Its allocations can be opened here, but this process cannot allocate from it.
 
-    :func:`open` returns it.
+    :func:`open` returns it. It needs no ``close``: the driver's handle is destroyed (``cuMemPoolDestroy``) when the
+    owner has closed the pool or has ended, and nothing here uses the pool.
     """
 
     __slots__ = ("__weakref__", "_pool", "device")
@@ -211,7 +213,7 @@ class ImportedPool(Foreign):
 
 
 class _Source:
-    """A pool, or one allocation of ``cuMemAlloc``, of another process, and its imports in this process."""
+    """Imports from one pool, or of one ``cuMemAlloc`` allocation, of another process."""
 
     __slots__ = ("_default", "allocations", "block", "device", "holds", "imports", "leased", "lock", "session")
 
@@ -230,7 +232,7 @@ class _Source:
         self.leased: bool = bool(flags & Flags.LEASED)
         """Whether the control block counts opens and closes."""
         self.holds: bool = bool(flags & Flags.HELD)
-        """Whether descriptors keep the allocation until they are opened."""
+        """Whether descriptors hold the allocation until they are opened."""
         self.lock: AbstractContextManager[bool]
         """Held while imports are counted."""
         self.allocations: dict[bytes, Import]
@@ -254,7 +256,7 @@ class PoolSource(_Source):
         self.head: Head = head
         self.handle: PoolHandle = handle
         self.lock, self.allocations = self.imports.lock, self.imports.allocations
-        # One struct for all, as ``acquire`` is called under the lock.
+        # One struct for all calls, because ``acquire`` is called under the lock.
         self._struct = OpaqueStruct("CUmemPoolPtrExportData")
 
     def acquire(self, imported: Import) -> None:
@@ -274,20 +276,20 @@ class PoolSource(_Source):
             The lease has ended.
         """
         imported.words, imported.generation = words, generation
-        # Count first, then check for a free: the exporter does both in the opposite order.
+        # Count first, then check for a free. The exporter does both in the opposite order.
         imported.number = number = (words.opened.value + 1) % WORD
         words.opened.value = number
         fence()
         if words.slot_words.generation.value != generation:
             if imported._raw is not None:
-                # Open without a lease. Nothing was used by this one, so its end needs no stream.
+                # Keep the import without a lease. This open used no memory, so its end needs no stream.
                 words.opened.value, imported.words = (number - 1) % WORD, None
             raise StaleDescriptorError(_STALE)
 
     def end(self, imported: Import, stream: Stream, handle: Any, sees_all: bool) -> None:
         """End an import after the work of a stream (``cuMemFreeAsync``), and count the close.
 
-        ``handle``, ``sees_all``: those of the stream, as for :meth:`ControlBlock.write_by`.
+        ``handle``, ``sees_all``: as for :meth:`ControlBlock.write_by`.
         """
         raw, imported._raw = imported._raw, None
         if raw is not None:
@@ -300,25 +302,25 @@ class PoolSource(_Source):
             del self.allocations[imported.key]
         imported.count = 0
         mine = imported.words
-        # If the word has gone on, another import of the same slot is open, whose end writes it.
+        # If the word is higher, a later import of the same slot is open; its end writes the word.
         if mine is None or mine.opened.value != imported.number:
             return
         block: Any = self.block
         before = (imported.number - 1) % WORD
         if not imported.address:
-            # Not by counting up: streams may yet write ``closed`` of earlier imports.
+            # Do not count up ``closed``: streams may still write it for earlier imports.
             mine.opened.value = before
             return
         closed = mine.closed.value
         if closed != before and not reached(closed, before):
-            # Another stream will yet write the end of an earlier import: the word only ever counts up.
+            # Another stream will still write the end of an earlier import. Wait for it, because the word may only rise.
             block.wait(stream, mine.closed, before)
         block.write_by(handle, sees_all, mine.closed, imported.number)
         mine.closing.value = imported.number
 
 
 class LegacySource(_Source):
-    """An allocation of ``cuMemAlloc`` of another process. The driver counts opens: each object has its own import."""
+    """A ``cuMemAlloc`` allocation of another process. The driver counts opens, so each object has its own import."""
 
     __slots__ = ("_lease",)
 
@@ -326,7 +328,7 @@ class LegacySource(_Source):
 
     def __init__(self, imports: Imports, device: Device, block: ControlBlock | None, flags: int) -> None:
         super().__init__(imports, device, block, flags)
-        # A lock of its own, as the release waits for a stream.
+        # A separate lock, because the release waits for a stream.
         self.lock, self.allocations = threading.RLock(), {}
         self._lease: HostLease | None = None
 
@@ -343,7 +345,7 @@ class LegacySource(_Source):
         self._lease = HostLease(self.imports, self.block, words, generation, self.device)
 
     def end(self, imported: Import, stream: Stream, handle: Any, sees_all: bool) -> None:
-        """Close it (``cuIpcCloseMemHandle``), which is not stream-ordered: the host waits. Count the close."""
+        """Close the allocation and count the close (``cuIpcCloseMemHandle``). Not stream-ordered: the host waits."""
         if imported._raw is not None:
             stream.synchronize()
             with self.device.current():
@@ -354,7 +356,9 @@ class LegacySource(_Source):
 
 
 class Import:
-    """One imported allocation of another process, for all its objects in this process; see :func:`open_import`."""
+    """One imported allocation of another process, shared by all its objects in this process; see
+    :func:`open_import`.
+    """
 
     __slots__ = ("_raw", "address", "count", "generation", "key", "number", "passed", "source", "words")
 
@@ -374,11 +378,11 @@ class Import:
         self.count: int = 1
         """Open objects."""
         self.passed: tuple[Event, ...] = ()
-        """Ends of the work of objects that were closed before the last one."""
+        """Ends of the work of objects closed before the last."""
 
 
 def open_import(source: PoolSource | LegacySource, rest: Rest, stream: Stream) -> ImportedBuffer:
-    """Open an allocation, or open it once more; ``stream`` waits for its contents."""
+    """Open an allocation, again if it is open already. ``stream`` waits for its contents."""
     slot, generation, ready, offset, size, base_size, hold, key = rest
     block = source.block
     mine: Any = None
@@ -400,7 +404,7 @@ def open_import(source: PoolSource | LegacySource, rest: Rest, stream: Stream) -
             imported = source.allocations.get(key)
             if imported is None or imported._raw is None:
                 imported = Import(source, key)
-                # Set before the acquisition, so that the handler below releases it.
+                # Set before the acquisition, so that the handler below can release it.
                 source.allocations[key] = opened._import = imported
                 if source.leased:
                     source.count_open(imported, mine, generation)
@@ -433,7 +437,7 @@ def open_import(source: PoolSource | LegacySource, rest: Rest, stream: Stream) -
 
 
 def _join(imported: Import, source: PoolSource | LegacySource, mine: ImporterWords, generation: int) -> None:
-    """Check that an import is under the lease of one more descriptor; it joins that if it has none."""
+    """Check that an import has the lease of another descriptor. An import without a lease gets this one."""
     if imported.words is None:
         imported.source = source
         source.count_open(imported, mine, generation)
@@ -444,9 +448,9 @@ def _join(imported: Import, source: PoolSource | LegacySource, mine: ImporterWor
 
 
 def _release(owner: ImportedBuffer | _DroppedImport, stream: Stream, *, used: bool = True) -> None:
-    """Release one object of an import; the last one ends the import. A call that failed can be repeated.
+    """Release one object of an import; the last one ends the import. After an error the call can be repeated.
 
-    ``used``: work on the memory was queued on ``stream``, which the release of the import has to follow.
+    ``used``: the import must be released after queued work of ``stream``.
     """
     imported = owner._import
     if imported is None:
@@ -475,7 +479,7 @@ def _release(owner: ImportedBuffer | _DroppedImport, stream: Stream, *, used: bo
 
 
 class _DroppedImport(Deferred):
-    """An import whose object was dropped: released after the work of its stream."""
+    """An import whose object was dropped. It is released after the work of its stream."""
 
     __slots__ = ("_import", "_stream")
 
@@ -498,7 +502,8 @@ class _DroppedImport(Deferred):
 class ImportedBuffer(Memory, Closes, Foreign):
     """An allocation of another process, or a part of one, made by :func:`open`.
 
-    Closing it, which is in stream order, lets the owner free the memory. Dropping it closes it on its own stream.
+    Its close is stream-ordered and allows the owner to free the memory. Dropping the object closes it on its own
+    stream.
     """
 
     __slots__ = ("__weakref__", "_contents", "_import", "_nbytes", "_offset", "_ready", "_source", "_stream", "_words")
@@ -511,7 +516,7 @@ class ImportedBuffer(Memory, Closes, Foreign):
     _words: ImporterWords | None
     """This importer's words of its slot."""
     _ready: int
-    """Value of the slot's ``ready`` when the contents are there."""
+    """Value of the slot's ``ready`` that announces the contents."""
     _offset: int
     _nbytes: int
     _stream: Stream
@@ -525,7 +530,7 @@ class ImportedBuffer(Memory, Closes, Foreign):
         Raises
         ------
         ClosedError
-            It was closed.
+            The memory was closed.
         """
         at = self._at
         if self._contents is not None:
@@ -547,9 +552,10 @@ class ImportedBuffer(Memory, Closes, Foreign):
 
     @property
     def stream(self) -> Stream:
-        """The stream that it was opened on, which waits for the owner's work; without one, the device's default stream.
+        """The stream of the open, which waits for the owner's work. After an open without a stream, the device's
+        default stream.
 
-        Memory that was opened without a stream can be used on any: each waits for that work before its first use.
+        Memory opened without a stream can be used on any stream: each waits for the owner's work before its first use.
         """
         return self._stream
 
@@ -566,7 +572,7 @@ class ImportedBuffer(Memory, Closes, Foreign):
 
     @property
     def device_accessible(self) -> bool:
-        """Whether the stream is of the device that has the memory."""
+        """Whether the stream belongs to the device that owns the memory."""
         self._checked_import()
         return self._stream.device == self._source.device
 
@@ -577,13 +583,13 @@ class ImportedBuffer(Memory, Closes, Foreign):
 
     @property
     def lost(self) -> bool:
-        """Whether the contents that this process waited for never came: the owner died, or its driver failed before."""
+        """Whether the awaited contents never came, because the owner died or its driver failed."""
         self._checked_import()
         return self._words is not None and self._words.slot_words.was_lost(self._ready)
 
     @property
     def owner_alive(self) -> bool | None:
-        """Whether the process that shared it lives; None if that cannot be determined."""
+        """Whether the exporting process is alive; None if unknown."""
         imported = self._checked_import()
         block = self._source.block if imported.words is not None else None
         return None if block is None else block.exporter_alive()
@@ -591,7 +597,7 @@ class ImportedBuffer(Memory, Closes, Foreign):
     def close(self, stream: StreamLike | None = None) -> None:
         """Release the memory after the work of ``stream`` (default: its own). Idempotent.
 
-        The owner's free waits for that work, in stream order.
+        The owner's free is ordered after that work.
         """
         if self._import is None:
             return
@@ -638,7 +644,7 @@ class ImportedBuffer(Memory, Closes, Foreign):
 
 
 class ImportedArray(TypedView[Any], Closes):
-    """An array of another process, of the type and shape that it was shared with, made by :func:`open`.
+    """An array of another process, with its type and shape, made by :func:`open`.
 
     :attr:`owner` is the imported memory. Closing either closes both.
     """
@@ -658,13 +664,13 @@ class ImportedArray(TypedView[Any], Closes):
 
 
 class ImportedRange(RemappableBuffer, Foreign):
-    """Physical memory of another process, mapped here at one address, made by :func:`open`.
+    """Physical memory of another process, mapped at one address here, made by :func:`open`.
 
-    The driver keeps the memory as long as any process has a handle. A range that was shared by fabric handles with a
-    hold has a lease, too: its owner keeps what it shared until the range is closed here.
+    The driver keeps the memory while any process has a handle. A range shared by fabric handles with a hold also has a
+    lease: its owner keeps the memory until the range is closed here.
 
-    If it was opened without a stream, each stream waits for the contents before its first use of this object. Uses by
-    :attr:`range` are not seen: only the default stream waits then, so order other streams after it.
+    After an open without a stream, each stream waits for the contents before its first use of this object. Uses through
+    :attr:`range` are not seen: only the default stream waits for the contents, so order other streams after it.
     """
 
     __slots__ = ("_announced", "_contents", "_lease")
@@ -680,7 +686,7 @@ class ImportedRange(RemappableBuffer, Foreign):
 
     @property
     def address(self) -> int:
-        """The device address. If the memory was opened without a stream, the host waits for the contents."""
+        """The device address. After an open without a stream, the host waits for the contents."""
         at = self._at
         for contents in self._contents:
             contents.await_on(self, None)
@@ -696,13 +702,13 @@ class ImportedRange(RemappableBuffer, Foreign):
 
     @property
     def lost(self) -> bool:
-        """Whether the contents that this process waited for never came: the owner died, or its driver failed before."""
+        """Whether the awaited contents never came, because the owner died or its driver failed."""
         self._check_open()
         return self._announced is not None and self._announced.lost
 
     @property
     def owner_alive(self) -> bool | None:
-        """Whether the process that shared it lives; None if that cannot be determined."""
+        """Whether the exporting process is alive; None if unknown."""
         self._check_open()
         return None if self._announced is None else self._announced.block.exporter_alive()
 
@@ -722,5 +728,5 @@ class ImportedRange(RemappableBuffer, Foreign):
             lease.imports.drop(lease)
 
     def evict(self, *_: Any, **__: Any) -> None:
-        """Refused: the memory belongs to another process."""
+        """Not allowed: only the owning process can evict the memory."""
         raise ValueError(f"{self!r} is memory of another process, which evicts it")

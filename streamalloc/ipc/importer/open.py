@@ -1,7 +1,7 @@
-"""``open``: check what another process shared, and import it. ``receive``: the same, from a channel.
+"""``open`` checks what another process shared, and imports it. ``receive`` does the same from a channel.
 
-:class:`Importer` has the handles, control blocks and imports of this process. Those of processes that have ended, and
-of pools that were closed, are released when a new one comes.
+:class:`Importer` has the handles, control blocks and imports of this process. When it imports a new one, it releases
+those of ended processes and closed pools.
 """
 
 from __future__ import annotations
@@ -65,19 +65,19 @@ class DriverVersionWarning(UserWarning):
 
 
 class Handles:
-    """The handles that came with a message. :meth:`close` closes those that were not taken."""
+    """The handles that came with a message. :meth:`close` closes those that are left."""
 
     __slots__ = ("_by_id", "_given", "endpoint")
 
     endpoint: bytes
-    """16 bytes: the server of missing handles; zeros without one."""
+    """16 bytes, address of the handle server; zeros without one."""
 
     def __init__(self, handles: Sequence[Fd]) -> None:
         self._given = handles
         self._by_id: dict[bytes, Fd] = {}
 
     def identify(self, described: Descriptor) -> None:
-        """Assign ids to the handles, in the order that the descriptor defines."""
+        """Assign ids to the handles, in the descriptor's order."""
         self.endpoint = described.endpoint
         if not self._given:
             return
@@ -87,7 +87,7 @@ class Handles:
         if described.control_block != NOWHERE:
             ids.append(described.control_block)
         ids = list(dict.fromkeys(ids))
-        # The pipe by which the message holds the allocation comes last, and is closed with the handles that remain.
+        # The pipe that holds the allocation comes last. It is closed with the remaining handles.
         pipes = int(bool(described.flags & Flags.HELD) and not described.hold)
         if pipes and len(self._given) == 1:
             return
@@ -97,7 +97,9 @@ class Handles:
         self._given = self._given[len(ids) :]
 
     def take(self, name: bytes) -> Fd:
-        """Return a handle by its id; fetch it from the exporter if it did not come along. The caller closes it."""
+        """Return a handle by its id. If it did not come with the message, fetch it from the exporter. The caller closes
+        it.
+        """
         fd = self._by_id.pop(name, None)
         if fd is not None:
             return fd
@@ -109,7 +111,7 @@ class Handles:
         return fetch(self.endpoint, name)
 
     def take_local(self, name: bytes) -> Fd | None:
-        """Do the same; None if it did not come along and the exporter is on another machine or has ended."""
+        """As :meth:`take`; None if the handle did not come and the exporter is on another machine or has ended."""
         if name in self._by_id or self.endpoint != NOWHERE:
             with contextlib.suppress(ConnectionError):
                 return self.take(name)
@@ -131,12 +133,12 @@ class Importer(Imports):
         self.pools: dict[bytes, PoolHandle] = {}
         """Imported pools by id."""
         self.sources: dict[bytes, PoolSource] = {}
-        """Sources by descriptor head, once an allocation was opened."""
+        """Sources by descriptor head, after the first open."""
         self.ranges: weakref.WeakValueDictionary[bytes, ImportedRange] = weakref.WeakValueDictionary()
         self._devices: dict[bytes, Device] = {}
 
     def device(self, described: Descriptor, stream: StreamLike | None) -> Device:
-        """Return the device that has the memory; for memory of another machine, the stream's."""
+        """Return the device that owns the memory; for memory of another machine, the stream's device."""
         uuid = described.device
         found = self.device_of(uuid)
         if found is not None:
@@ -149,7 +151,7 @@ class Importer(Imports):
         raise ValueError(f"the memory is on device {uuid.hex()}, which {why}")
 
     def device_of(self, uuid: bytes) -> Device | None:
-        """Return the device with a UUID of 16 bytes; None if this process does not see it."""
+        """Return the device with a UUID of 16 bytes; None if it is not visible to this process."""
         if uuid not in self._devices:
             self._devices.update((device.uuid.bytes, device) for device in Device.all(self.session.driver))
         return self._devices.get(uuid)
@@ -170,21 +172,21 @@ class Importer(Imports):
         return self.control_block(described.control_block, handles.take)
 
     def fabric_block(self, described: Descriptor, handles: Handles, device: Device) -> ControlBlock | None:
-        """Return the exporter's control block or, if that is on another machine, a replica; None without one."""
+        """Return the exporter's control block, or a replica if it is on another machine; None without one."""
         name = described.control_block
         if name == NOWHERE:
             return None
         known = self.blocks.get(name)
         relay = None if known is None else known.relay
         if relay is not None and relay.ended and relay.handle != described.payload:
-            # The exporter has closed that relay, and made another.
+            # The exporter has closed that relay and made another.
             self.blocks.pop(name, None)
             self.deferred.submit(OnceIdle(self.session, relay.close))
         block = self.control_block(name, handles.take_local)
         if block is None:
             with self.session.relaxed():
                 relay = ImporterRelay(self.session, described.payload, name, device)
-            # No lock is held while the exporter is waited for: another thread may have made one, too.
+            # No lock is held during the wait for the exporter, so another thread may have made one.
             block = self.blocks.setdefault(name, relay.block)
             if block is not relay.block:
                 relay.close()
@@ -192,7 +194,9 @@ class Importer(Imports):
         return block
 
     def control_block(self, name: bytes, take: Callable[[bytes], Fd | None]) -> ControlBlock | None:
-        """Return the control block of an id; ``take`` returns its file the first time, or None without one."""
+        """Return the control block with an id. ``take`` returns its file for the first time, or None if there is
+        none.
+        """
         block = self.blocks.get(name)
         if block is not None:
             return block
@@ -211,14 +215,15 @@ class Importer(Imports):
                 fd.close()
 
     def pool(self, described: Descriptor, handles: Handles) -> PoolHandle:
-        """Return an imported pool; it stays in :attr:`pools`, as later descriptors may come without the handle."""
+        """Return an imported pool. It stays in :attr:`pools`, because later descriptors may come without the handle."""
         pool = self.pools.get(described.origin)
         if pool is not None:
             return pool
         self._release_ended()
         fd = handles.take(described.origin)
         try:
-            # Under the lock: a pool that is destroyed meanwhile may be the same, and the driver's handle invalid.
+            # Under the lock: otherwise a concurrent destruction of the same pool would make the driver's handle
+            # invalid.
             with self.lock:
                 pool = self.pools.get(described.origin)
                 if pool is None:
@@ -231,7 +236,7 @@ class Importer(Imports):
             fd.close()
 
     def watch(self, described: Descriptor, handles: Handles, pool: PoolHandle) -> ControlBlock | None:
-        """Note the mark of a pool's owner, which shows when the pool has ended; the owner's control block."""
+        """Record the mark that shows the end of a pool, and return the owner's control block."""
         block = self.block_of(described, handles)
         if block is not None:
             block.marked("pool", described.pool_mark)  # raises if there is no such mark
@@ -239,7 +244,7 @@ class Importer(Imports):
         return block
 
     def keep(self, source: PoolSource) -> None:
-        """Open later descriptors with the same head by the same source, without decoding the head again."""
+        """Use this source for later descriptors with the same head, which then need not be decoded again."""
         if source.leased and source.head.plain and source.head.driver_version == self.version:
             self.sources[source.head.data] = source
 
@@ -267,7 +272,7 @@ class Importer(Imports):
                     self.deferred.submit(OnceIdle(self.session, close))
 
     def memory(self, chunk: Chunk, handles: Handles) -> PhysicalMemory:
-        """Import physical memory. Each import has its own handle of the memory."""
+        """Import physical memory. Each import has a separate handle."""
         if chunk.fabric:
             return import_memory(self.session, chunk.fabric, chunk.nbytes)
         with handles.take(chunk.id) as fd:
@@ -296,7 +301,7 @@ def open(
 ) -> T:
     """Open memory, a pool or an event that another process shared.
 
-    For descriptors that :func:`send` has sent, use :func:`receive`. A message of the program's own is opened so::
+    Use :func:`receive` for messages of :func:`send`. Open a message of your own like this::
 
         message = channel.receive()
         with ipc.open(message.data, message.handles, stream=stream) as buffer:
@@ -307,38 +312,39 @@ def open(
     data
         The descriptor's bytes.
     handles
-        The handles that came with it, in the order of :attr:`Shared.fds`; this call closes them. They are needed once
-        for each pool, control block and chunk of physical memory. Fabric handles are in the descriptor. Without
-        the control block, this process waits for an answer of the exporter through the relay, see :func:`share`.
+        The handles that came with the descriptor, in the order of :attr:`Shared.fds`; this call closes them. They are
+        needed once for each pool, control block and chunk of physical memory. Fabric handles are in the descriptor.
+        Without the control block, this process waits for the exporter's answer through the relay, see :func:`share`.
     stream
-        The stream that waits for the exporter's work, and orders operations which name no other. Other streams need a
-        dependency on it. Default: the device's default stream; then every other stream waits as well before it uses the
+        The stream that waits for the exporter's work, and of operations that name no other. Other streams need a
+        dependency on it. Default: the device's default stream; then every other stream also waits before it uses the
         memory. The host waits before it returns :attr:`~Memory.address` or an interface without a stream, and before a
-        use in a capture. Memory of another machine's device is opened for the device of this stream. Pools and events
-        have no contents to wait for: for them, a stream names the driver only.
+        use in a capture. Memory of another machine is opened for the device of this stream. For pools and events, the
+        stream only names the driver.
     driver
         The driver to use. Default: that of ``stream`` if that is a :class:`Stream`, else
         :func:`streamalloc.driver.default`.
     kind
-        The expected class, one of those below. Default: any; type checkers assume mapped memory.
+        The expected class, one of those below. Default: any class; type checkers assume mapped memory.
 
     Returns
     -------
     ImportedArray, ImportedBuffer, ImportedRange, PhysicalMemory, ImportedPool or Event
-        By the kind of what was shared. An array for the result of :meth:`Memory.view_as`, unless ``kind`` is another
-        class. For an allocation that is open here already, one more object for the same memory. For a growable buffer
-        that has grown, the same object, grown.
+        According to what was shared. A result of :meth:`Memory.view_as` gives an array, unless ``kind`` is another
+        class. An allocation that is open already gives a second object for the same memory. A growable buffer that has
+        grown gives the same object, grown.
 
     Raises
     ------
     ValueError
-        The bytes are no descriptor, damaged, of an unknown version, or name a device or a size that does not exist.
+        The bytes are not a descriptor, are damaged, have an unknown version, or name a device or a size that does not
+        exist.
     TypeError
         The descriptor is of another kind than ``kind``. Nothing was opened.
     StaleDescriptorError
         The memory was freed before it was opened.
     ConnectionError
-        The exporter has ended, or gives no answer from its machine.
+        The exporter has ended, or does not answer from its machine.
     InvalidValueError, CudaError
         The driver refuses a handle.
     """
@@ -346,7 +352,7 @@ def open(
     if session is None or (driver is not None and session.driver is not driver):
         session = Session.of(driver if driver is not None else default_driver())
     if not handles and type(data) is bytes and not session.forked and (kind is None or kind is ImportedBuffer):
-        # A later descriptor of a pool: its head was decoded and its handles imported before.
+        # A later descriptor of a known pool: its head is decoded and its handles are imported.
         importer = importer_of(session)
         source = importer.sources.get(data[:HEAD_BYTES])
         rest = None if source is None else source.head.rest(data)
@@ -358,7 +364,7 @@ def open(
     try:
         return _open_first(session, data, given, stream, kind)  # type: ignore[return-value]
     finally:
-        # Last, as the pipe among them keeps the allocation until it is open here.
+        # Last, because a pipe among them holds the allocation until it is open here.
         given.close()
 
 
@@ -390,7 +396,7 @@ class _Request(NamedTuple):
     handles: Handles
     device: Device
     stream: StreamLike | None
-    """The caller's; None: contents are awaited by every stream that uses the memory."""
+    """The caller's stream; None: every using stream waits."""
     fabric_block: ControlBlock | None = None
     """With fabric handles, the exporter's control block or a replica."""
 
@@ -451,7 +457,9 @@ def _open_first(
 
 @contextlib.contextmanager
 def _arriving(request: _Request) -> Iterator[None]:
-    """Block that opens a descriptor; its end releases the hold. For buffers, :func:`open_import` does that."""
+    """A ``with`` block that opens a descriptor and then releases its hold. For buffers, :func:`open_import` does
+    that.
+    """
     hold = request.described.hold
     block = request.block if hold else None
     if block is not None:
@@ -464,12 +472,12 @@ def _arriving(request: _Request) -> Iterator[None]:
 
 
 def _ordered(stream: StreamLike, session: Session) -> Stream:
-    """Return the caller's stream, which must not be captured."""
+    """Return the caller's stream; it must not be captured."""
     if direct_handle(stream, session) is not None:
         return stream  # type: ignore[return-value]
     ordered = as_stream(stream, session)
     if not ordered.is_default:
-        # Default streams are checked only if they have to wait: other libraries may capture them.
+        # Default streams are checked only before a wait, because other libraries may capture them.
         refuse_capture(ordered, "cuStreamWaitValue32", _NOT_IN_A_CAPTURE)
     return ordered
 
@@ -483,7 +491,7 @@ def _open_allocation(source: PoolSource | LegacySource, rest: Rest, stream: Stre
     if source.block is not None:
         announced = Announcement(source.block, rest.slot, rest.generation, rest.ready)
         if ordered.is_default and not announced.written:
-            # Before the import, which could not be released on a captured stream.
+            # Before the import, because it could not be released on a captured stream.
             refuse_capture(ordered, "cuStreamWaitValue32", _NOT_IN_A_CAPTURE)
     opened = open_import(source, rest, ordered)
     if stream is None and announced is not None and not announced.seen(opened):
@@ -503,7 +511,7 @@ def _open_pointer(request: _Request) -> ImportedBuffer:
         raise
     except BaseException:
         if not known:
-            # The handle that came along may have been another pool's.
+            # The handle that came with the message may belong to another pool.
             importer.pools.pop(described.origin, None)
         raise
     importer.keep(source)
@@ -547,7 +555,7 @@ def _open_physical(request: _Request) -> PhysicalMemory | ImportedRange:
         if announced is not None:
             announced.precede(ordered)
     if stream is None and announced is not None:
-        # No stream is known that will use the memory, wherever that is mapped: the host waits.
+        # The using stream is unknown, so the host waits.
         announced.wait(None)
     return memory
 
@@ -573,7 +581,7 @@ def _open_range(request: _Request, total: int, growable: bool) -> ImportedRange:
             undo.enter_context(undoing(opened.close))
         elif opened.stream.handle != streams[0].handle:
             streams.append(opened.stream)
-        # Without the handles: a chunk is the same by whichever handle it is shared.
+        # Compare without handles: the same chunk may be shared by different handles.
         ids = [chunk[:2] for chunk in chunks]
         opened.set_chunks(ids, lambda index: importer.memory(chunks[index], handles), described.size)
         announced = request.announced
@@ -588,7 +596,7 @@ def _open_range(request: _Request, total: int, growable: bool) -> ImportedRange:
     if announced is not None:
         opened._announced = announced
         if stream is None and opened.stream.is_default:
-            # On another stream, it was opened before on that stream, which waits.
+            # If it was opened before on another stream, that stream waits.
             opened._contents = tuple(one for one in (*opened._contents, announced) if not one.seen(opened))
     return opened
 
@@ -597,7 +605,7 @@ def _open_event(request: _Request) -> Event:
     return opened_event(request.device, opaque_struct("CUipcEventHandle", request.described.payload))
 
 
-# Function and result by mechanism; for one chunk of physical memory by itself, the result is that memory.
+# Function and result class by mechanism. A single chunk of physical memory gives the memory itself.
 _MECHANISMS: dict[Mechanism, tuple[Callable[[_Request], Imported], type[Imported]]] = {
     Mechanism.POOL: (_open_pool, ImportedPool),
     Mechanism.POOL_POINTER: (_open_pointer, ImportedBuffer),

@@ -35,7 +35,7 @@ class ImporterRelay(Relay):
     Raises
     ------
     ValueError
-        The memory is no relay of that control block.
+        The memory is not a relay of that control block.
     ConnectionError
         The exporter has ended, or has no entry left.
     CudaError
@@ -46,7 +46,7 @@ class ImporterRelay(Relay):
     """The replica."""
 
     def __init__(self, session: Session, handle: bytes, name: bytes, device: Device) -> None:
-        # The driver reads the handle by its address, so the struct must live until the call returns.
+        # The driver reads the struct by its address, so the struct must live until the call returns.
         struct = opaque_struct("CUmemFabricHandle", handle)
         args = "cuMemImportFromShareableHandle", int(struct.getPtr()), _FABRIC
         super().__init__(session, device, *args, hint=f"{_ENDED}; {FABRIC_NEEDS}")
@@ -83,7 +83,7 @@ class ImporterRelay(Relay):
             if not self._is_there():
                 raise ConnectionError(_ENDED)
             if tried < 0 or self._grants[tried]["id"]:
-                # Not always the first one: several importers may begin at once.
+                # Not always the first one, because several importers may begin at once.
                 free = np.flatnonzero(self._grants["id"] == 0).tolist()
                 if not free:
                     raise ConnectionError(f"the process that shared this memory has {ENTRIES} importers already")
@@ -93,7 +93,7 @@ class ImporterRelay(Relay):
             time.sleep(FAST)
 
     def _is_there(self) -> bool:
-        """Whether the exporter has not closed the relay, and was not silent for too long."""
+        """Whether the exporter has neither closed the relay nor been silent for too long."""
         magic, *_, beat, _ = wire.HEAD.unpack(self._front[: wire.HEAD.size].tobytes())
         now = time.monotonic()
         if beat != self._beat:
@@ -103,7 +103,7 @@ class ImporterRelay(Relay):
     # -- exchanges -------------------------------------------------------------------------------------------
 
     def exchange(self) -> bool:
-        """Carry all words once. Streams do not wait for that, so that once in a while is enough."""
+        """Copy all words once. Streams do not wait for this, so it need not be frequent."""
         self._send()
         self._read(0, self._front)
         self._finish()
@@ -118,17 +118,18 @@ class ImporterRelay(Relay):
         return False
 
     def _is_mine(self) -> bool:
-        """Whether no other importer has the entry.
+        """Whether no other importer has taken this entry.
 
-        The exporter takes it from a process that was stopped for too long, and grants it again to the next claim.
+        If a process is stopped for too long, the exporter grants its entry to the next claim.
         """
         return bool(self._grants[self._entry]["id"] in (0, self._claim["id"][0]))
 
     def _send(self) -> None:
-        """Write this importer's words to its entry, and the claim."""
+        """Write this importer's words and its claim to its entry."""
         block, rows = self.block, self._rows.copy()
         me, holds = block.importer, block.exporter_words[_HOLD]
-        # In this order: who sees that a hold was ended must see the open, and who sees a close must see its open.
+        # The order matters: a reader that sees the end of a hold must also see the open, and one that sees a close must
+        # see its open.
         taken = (holds == 0) & (self._words[_HOLD] != 0)
         rows[3][taken] = self._words[_HOLD][taken]
         for row, words in ((2, block.closed), (1, block.closing), (0, block.opened)):
@@ -146,7 +147,7 @@ class ImporterRelay(Relay):
         there = self.block.exporter_words
         there[_LOST] = words[_LOST]  # before ``ready``
         there[:_HOLD] = words[:_HOLD]
-        # Not those that are as before: they may have been ended here.
+        # Only changed ones, because unchanged ones may have been ended here.
         new = words[_HOLD] != self._words[_HOLD]
         there[_HOLD][new] = words[_HOLD][new]
         self._words = words
@@ -161,7 +162,7 @@ class ImporterRelay(Relay):
         """
         self.give_access(device)
         with self.lock:
-            # A new number: the exporter that has seen it has seen all that was written before.
+            # A new number: once the exporter has seen it, it has seen all earlier writes.
             wanted = self._change = (self._change + 1) % WORD
         while True:
             self.step()
@@ -175,7 +176,7 @@ class ImporterRelay(Relay):
     # -- the end ---------------------------------------------------------------------------------------------
 
     def write_ready(self, slot: int, value: int) -> None:
-        """Write the word that this process's streams wait for, in place of a dead exporter."""
+        """Write the word that this process's streams wait for, because the exporter is dead."""
         word = np.array([value], np.uint32)
         with contextlib.suppress(CudaError), self.lock, self.session.relaxed():
             if self._releases and self._is_mine():
@@ -183,7 +184,7 @@ class ImporterRelay(Relay):
                 self._finish()
 
     def end(self) -> None:
-        """Exchange nothing more; to the replica the exporter is dead. Idempotent."""
+        """Stop exchanging; the replica's exporter then counts as dead. Idempotent."""
         super().end()
         if hasattr(self, "_exporter"):
             unlock_exporter(self._exporter)

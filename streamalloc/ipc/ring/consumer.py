@@ -1,4 +1,4 @@
-"""The end of a ring that takes items. :mod:`streamalloc.ipc.ring.protocol` has the protocol."""
+"""The consuming end of a ring; see :mod:`streamalloc.ipc.ring.protocol`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from streamalloc.ipc.transport.channel import Channel, Message, PeerGoneError, P
 from streamalloc.ipc.transport.deadlines import end_of, left, now
 from streamalloc.ipc.wire.control_block import ControlBlock, reached
 
-# Seconds between two checks whether the producer is alive. Its channel stays open if a forked child has a copy.
+# Seconds between two checks that the producer is alive. The channel alone is not enough: a forked child may keep a copy
+# open.
 _LIVENESS_SECONDS = 0.25
 
 _unpacked = PACKET.unpack
@@ -32,8 +33,8 @@ class RingItem(SlotMemory):
     """An item that a consumer has taken, made by :meth:`RingConsumer.next`.
 
     The ring's stream waits for the contents. If the ring was opened without a stream, every other stream that uses the
-    item waits too, and so does the host that reads :attr:`address`. The end of its ``with`` block releases the slot in
-    stream order. Later items in the same slot reuse the object.
+    item also waits, and so does the host when it reads :attr:`address`. The end of the ``with`` block releases the slot
+    in stream order. Later items in the same slot reuse this object.
     """
 
     __slots__ = ("_any_stream", "_block", "_mine", "_number", "_ready", "_value", "_words")
@@ -50,13 +51,13 @@ class RingItem(SlotMemory):
         self._words = block.slot_words(number)
         """Words of the producer for the slot."""
         self._ready = 0
-        """Value of ``ready`` that means that the contents are complete."""
+        """Value of ``ready`` that announces complete contents."""
         self._value = self._mine.closing.value
-        """Value that the consumer's words get for this item."""
+        """Value of the consumer's words for this item."""
 
     @property
     def lost(self) -> bool:
-        """Whether the producer died before its stream had filled the slot. Synchronise the ring's stream first."""
+        """Whether the producer died before its stream had filled the slot. First synchronise the ring's stream."""
         return self._words.was_lost(self._ready)
 
     @property
@@ -101,11 +102,11 @@ class RingItem(SlotMemory):
 
 
 class RingConsumer(RingEnd):
-    """The end of a ring that takes items; made by :meth:`Ring.consumer`. One thread at a time may take items.
+    """The consuming end of a ring; made by :meth:`Ring.consumer`. One thread at a time may take items.
 
     Iteration yields items until the producer closes the ring, and releases each item before it takes the next one.
 
-    :meth:`close` releases the items that are held. Items that were not taken go to other consumers.
+    :meth:`close` releases the held items. Items that were not taken go to other consumers.
     """
 
     __slots__ = ("_again", "_channel", "_current", "_items", "_memory", "_receive", "taken", "timeout")
@@ -162,7 +163,7 @@ class RingConsumer(RingEnd):
         return sum(item._held for item in self._items)
 
     def next(self, timeout: float | None = None) -> RingItem:
-        """The next item, whose contents :attr:`stream` waits for. Use it in a ``with`` block.
+        """Return the next item; :attr:`stream` waits for its contents. Use the item in a ``with`` block.
 
         Items come in the order in which the producer sent them to this consumer. The host waits for the hand-off, not
         for the contents; the stream waits for these (``cuStreamWaitValue32``). If a signal handler raises in this call,
@@ -183,7 +184,7 @@ class RingConsumer(RingEnd):
             The producer has died, and all items that it had handed off were taken. Items that it had not filled are
             :attr:`~RingItem.lost`.
         ProtocolError
-            The packet is no item of this ring.
+            The packet is not an item of this ring.
         ClosedError
             This end was closed.
         CaptureError
@@ -223,7 +224,7 @@ class RingConsumer(RingEnd):
             return item
 
     def _next_packet(self, wait: float | None) -> bytes:
-        """The next packet. Checks at intervals whether the producer is alive."""
+        """Return the next packet. Checks at intervals that the producer is alive."""
         seconds = _LIVENESS_SECONDS if wait is None or wait > _LIVENESS_SECONDS else wait
         alive = True
         end: float | None = None
@@ -259,7 +260,7 @@ class RingConsumer(RingEnd):
     def __next__(self) -> RingItem:
         if self._current is not None:
             item, value = self._current
-            # After a release by hand the object may have become a later item.
+            # After a manual release the object may already stand for a later item.
             if item._held and item._value == value:
                 item.release()
             self._current = None
@@ -275,7 +276,7 @@ class RingConsumer(RingEnd):
 
 
 class _ConsumerEnding(RingEnding):
-    """Close of a consumer: closes the channel, releases the items that are held, and closes the memory."""
+    """Close of a consumer: closes the channel, releases the held items, and closes the memory."""
 
     __slots__ = ("_busy", "_channel", "_items", "_memory")
 
@@ -302,13 +303,13 @@ class _ConsumerEnding(RingEnding):
         for item in self._items:
             item.release(stream)
             if not reached(item._mine.closed.value, item._value):
-                # Released on another stream: the memory is closed after that stream's work too.
+                # If it was released on another stream, close the memory after that stream's work too.
                 item._block.wait(stream, item._mine.closed, item._value)
         self._memory.close(stream)
 
 
 def _attached(importer: Importer, names: list[bytes], message: Message) -> list[ControlBlock]:
-    """Attach the control blocks of the slots. The block of the buffer is attached already."""
+    """Attach the control blocks of the slots. The buffer's block is attached already."""
     blocks = []
     for name, fd in zip(names, message.handles, strict=False):
         block = importer.control_block(name, lambda _, fd=fd: fd)  # type: ignore[misc]

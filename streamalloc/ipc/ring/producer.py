@@ -1,4 +1,4 @@
-"""The end of a ring that fills slots, and recovers them from consumers that have gone; see the :mod:`.protocol`."""
+"""The producing end of a ring. It fills slots, and recovers them from consumers that are gone; see :mod:`.protocol`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from streamalloc.ipc.transport.deadlines import end_of, left
 from streamalloc.ipc.wire.control_block import IMPORTERS, WORD, ControlBlock, ImporterWords, reached
 from streamalloc.pool import MemoryPool
 
-# The socket buffer has room for the packets of all slots, so that a send does not wait in practice.
+# Seconds. The socket buffer has room for the packets of all slots, so a send rarely waits.
 _SEND_SECONDS = 10.0
 
 _packed = PACKET.pack
@@ -60,16 +60,16 @@ class Slot:
         self.used: int = 0
         """Bytes of the item."""
         self.theirs: ImporterWords | None = None
-        """Words of the last consumer; None: no consumer to wait for."""
+        """Words of the last consumer; None if there is none to wait for."""
         self.value: int = 0
-        """Value of these words after the consumer has opened and closed it."""
+        """Value of those words once the consumer has closed the slot."""
 
 
 class RingSlot(SlotMemory):
-    """A slot that the producer fills, made by :meth:`RingProducer.next`.
+    """A slot to fill, made by :meth:`RingProducer.next`.
 
     The end of its ``with`` block hands the slot to a consumer, in stream order. If the block or the hand-off raises, or
-    if the object is dropped, the slot becomes free again unsent.
+    if the object is dropped, the slot is not sent and becomes free again.
     """
 
     __slots__ = ("_deliveries", "_slot", "_used")
@@ -88,7 +88,7 @@ class RingSlot(SlotMemory):
         Raises
         ------
         TypeError, ValueError
-            Set to no integer, or to more bytes than the slot has.
+            The assigned value is not an integer, or is larger than the slot.
         """
         return self._used
 
@@ -108,7 +108,7 @@ class RingSlot(SlotMemory):
         Raises
         ------
         PeerGoneError
-            No consumer is left. Hand the slot off after one was added, or give it back.
+            No consumer is left. Add one and hand off the slot again, or give the slot back.
         ClosedError
             The slot was handed on already, or the ring was closed.
         CaptureError
@@ -143,7 +143,7 @@ class ConsumerLink:
     def __init__(self, channel: Channel, blocks: dict[ControlBlock, int], words: list[ImporterWords]) -> None:
         self.channel: Channel = channel
         self.blocks: dict[ControlBlock, int] = blocks
-        """Importer number of the consumer, by control block."""
+        """Importer number of the consumer on each control block."""
         self.words: list[ImporterWords] = words
         """Words of the consumer, by slot."""
         self.in_flight: dict[Slot, None] = {}
@@ -154,13 +154,13 @@ class ConsumerLink:
         """Last packet, until its send has returned."""
 
     def send(self) -> None:
-        """Send the last packet if a signal handler may have stopped its send; the consumer ignores a second copy."""
+        """Repeat the last send if a signal handler may have interrupted it. The consumer ignores a duplicate."""
         if self.unsent:
             self.channel.send(self.unsent, timeout=_SEND_SECONDS)
             self.unsent = b""
 
     def close(self) -> None:
-        # close() alone keeps the connection open if a forked child has a copy.
+        # close() alone would leave the connection open if a forked child has a copy.
         self.channel.shutdown()
         self.channel.close()
 
@@ -170,7 +170,7 @@ def _load(consumer: ConsumerLink) -> tuple[int, int]:
 
 
 def _gone(consumers: Iterable[ConsumerLink]) -> list[ConsumerLink]:
-    """The consumers that have closed their ends, or died."""
+    """The consumers that have closed their ends or died."""
     return [
         consumer
         for consumer in consumers
@@ -199,12 +199,12 @@ class Deliveries(RingEnding):
         self.slots: list[Slot] = []
         self.free: deque[Slot] = deque()
         self.returned: deque[Slot] = deque()
-        """Slots that users have returned unsent; appended to without the lock."""
+        """Slots that users returned without sending; appended without the lock."""
         self.unsent: dict[Slot, None] = {}
-        """Filled slots whose consumer has gone without opening them."""
+        """Filled slots whose consumer is gone without opening them."""
         self.consumers: dict[ConsumerLink, None] = {}
         self.leaving: dict[ConsumerLink, None] = {}
-        """Consumers that get no more items, and have not released all slots."""
+        """Consumers that get no more items but still have slots."""
         self.handed_off: int = 0
         self.redelivered: int = 0
         self._end_sent = False
@@ -212,7 +212,7 @@ class Deliveries(RingEnding):
     # -- with the lock held ----------------------------------------------------------------------------------
 
     def take(self) -> RingSlot | None:
-        """The next free slot, which the stream may fill; None if none is free."""
+        """Take the next free slot, which the stream may fill; None if none is free."""
         if not self.free and not self.settle():
             return None
         if self.closed or not self.consumers:
@@ -227,9 +227,9 @@ class Deliveries(RingEnding):
         return taken
 
     def settle(self) -> bool:
-        """Free the slots that consumers have released and users have returned; whether a slot is free."""
+        """Collect slots that consumers released and users returned. Returns whether a slot is free."""
         while self.returned:
-            # Without a call in between, after which a signal handler that raises would lose the slot.
+            # No call in between: a signal handler that raises there would lose the slot.
             slot = self.returned[0]
             del self.returned[0]
             self.free.appendleft(slot)
@@ -247,7 +247,7 @@ class Deliveries(RingEnding):
         return bool(self.free)
 
     def drop_gone(self) -> None:
-        """Remove consumers that have gone, and send the items that they have not opened to others."""
+        """Remove consumers that are gone, and send their unopened items to others."""
         for consumer in _gone(self.consumers):
             self._drop(consumer)
         self._take_unopened(self.leaving)
@@ -261,9 +261,9 @@ class Deliveries(RingEnding):
         self._take_unopened([consumer])
 
     def _take_unopened(self, consumers: Iterable[ConsumerLink]) -> None:
-        """Move the slots that consumers have not opened to :attr:`unsent`, if the consumers have gone.
+        """Move slots that gone consumers have not opened to :attr:`unsent`.
 
-        Words of slots that they have opened are written when they release these, or by the watcher when they die.
+        For opened slots, the words are written when the consumer releases them, or by the watcher when it dies.
         """
         self.settle()
         for consumer in _gone(consumers):
@@ -288,7 +288,7 @@ class Deliveries(RingEnding):
             theirs = consumer.words[slot.index]
             value = (theirs.closing.value + 1) % WORD
             packet = _packed(ITEM, slot.index, slot.lease.words.last_announced, value, slot.used)
-            # In flight before the send: a signal handler may raise after the kernel has the packet.
+            # Mark it in flight before the send: a signal handler may raise after the kernel has the packet.
             consumer.unsent = packet
             consumer.in_flight[slot] = None
             slot.theirs = theirs
@@ -346,7 +346,7 @@ class Deliveries(RingEnding):
             self._deliver(slot, holder)
 
     def attempt(self) -> bool:
-        """Send the end to the consumers, free the memory, and release the slots when no consumer uses them."""
+        """Send the end to the consumers, free the memory, and release the slots once no consumer uses them."""
         with self.lock:
             if not self._end_sent:
                 self._send_end()
@@ -374,14 +374,14 @@ class Deliveries(RingEnding):
         self._end_sent = True
 
     def _shut_after_fork(self) -> None:
-        # The parent owns the consumers, and one of its threads may have held the lock.
+        # The parent owns the consumers, and one of its threads may have held the lock at the fork.
         self.lock = threading.Lock()
         self.consumers, self.leaving = {}, {}
 
 
 _ALIGNMENT = 512
-# Waiting for a slot, in seconds: polling without a sleep, the longest sleep after that, and between two checks whether
-# the consumers are alive.
+# Seconds of a wait for a slot: polling without a sleep; longest sleep afterwards; interval of checks that consumers are
+# alive.
 _SPIN_SECONDS = 50e-6
 _LONGEST_PAUSE = 1e-3
 _LIVENESS_SECONDS = 0.05
@@ -396,21 +396,21 @@ class RingStatistics(NamedTuple):
     handed_off: int
     """Items handed to consumers so far."""
     redelivered: int
-    """Items of these sent to a second consumer, as the first had gone without opening them."""
+    """Items sent to a second consumer, because the first never opened them."""
     in_flight: int
-    """Filled slots that a consumer has not released."""
+    """Filled slots that are not released by a consumer."""
     free: int
-    """Slots that can be filled; a slot that is being filled is neither."""
+    """Slots that can be filled; one being filled does not count."""
     consumers: int
     """Consumers that receive items."""
 
 
 class RingProducer(RingEnd):
-    """The end of a ring that fills slots; made by :meth:`Ring.producer`. Threads may share it.
+    """The producing end of a ring; made by :meth:`Ring.producer`. Threads may share it.
 
-    After :meth:`close` the consumers receive all items that were handed off before, and then the end. The memory is
-    freed in stream order, when all consumers have closed their ends. The host does not wait: synchronise the stream
-    before the process ends.
+    After :meth:`close` the consumers receive all earlier items, and then the end. The memory is freed in stream order
+    once all consumers have closed their ends. The host does not wait, so synchronise the stream before the process
+    ends.
     """
 
     __slots__ = ("_blocks", "_deliveries", "_handles", "_hello", "_ordinal", "stream")
@@ -443,13 +443,12 @@ class RingProducer(RingEnd):
     # -- consumers -------------------------------------------------------------------------------------------
 
     def add(self, channel: Channel, timeout: float | None = None) -> None:
-        """Add a consumer, at any time. Blocks until it has made its end with :meth:`Ring.consumer`.
+        """Add a consumer, at any time. Blocks until the consumer has called :meth:`Ring.consumer`.
 
         Parameters
         ----------
         channel
-            A connection to the consumer. The ring owns it from now on, and closes it on failure and when the consumer
-            goes.
+            A connection to the consumer. The ring takes ownership, and closes it on failure and when the consumer ends.
         timeout
             Seconds until ``TimeoutError``; None: no limit.
 
@@ -475,7 +474,7 @@ class RingProducer(RingEnd):
                 self._deliveries.deliver_unsent()
 
     def _introduction(self, shared: Shared) -> tuple[bytes, tuple[Fd, ...]]:
-        """The first message to a consumer, and its handles: those of the control blocks, then the buffer's."""
+        """The first message to a consumer, and its handles: those of the control blocks, then that of the buffer."""
         leases = [slot.lease for slot in self._deliveries.slots]
         numbers = [(self._blocks.index(lease.block), lease.slot) for lease in leases]
         names = [block.id for block in self._blocks]
@@ -495,9 +494,9 @@ class RingProducer(RingEnd):
     # -- slots -----------------------------------------------------------------------------------------------
 
     def next(self, timeout: float | None = None) -> RingSlot:
-        """The next free slot, to be filled on :attr:`stream`. Use it in a ``with`` block.
+        """Return the next free slot; fill it on :attr:`stream`. Use it in a ``with`` block.
 
-        If the stream of the consumer that released the slot has not reached the release, :attr:`stream` waits for it
+        If the previous consumer's stream has not reached the release, :attr:`stream` waits for it
         (``cuStreamWaitValue32``).
 
         Parameters
@@ -566,7 +565,7 @@ class RingProducer(RingEnd):
     # -- waiting ---------------------------------------------------------------------------------------------
 
     def _wait_for_slot(self, timeout: float | None) -> None:
-        """Block until a slot is free, though another thread may take it first."""
+        """Block until a slot is free. Another thread may still take it first."""
         state = self._deliveries
         end = end_of(timeout)
         now = time.monotonic()
@@ -579,7 +578,7 @@ class RingProducer(RingEnd):
                     return
                 now = time.monotonic()
                 over = end is not None and now >= end
-                # Also at the deadline: a caller may use timeouts shorter than the interval.
+                # Check also at the deadline, because a caller's timeouts may be shorter than the interval.
                 if now >= check or over:
                     check = now + _LIVENESS_SECONDS
                     state.drop_gone()

@@ -1,7 +1,7 @@
 """The protocol of a ring: packets, words in shared memory, slots, and the base of both ends.
 
-A hand-off exports and imports nothing. Streams and hosts write and wait for words of 32 bits in the producer's
-:class:`ControlBlock`. Slot ``k`` and consumer ``i`` have these:
+A hand-off exports and imports nothing. Streams and hosts write 32-bit words in the producer's :class:`ControlBlock` and
+wait for them. Slot ``k`` and consumer ``i`` have these words:
 
 * ``ready[k]``: the producer's stream writes it after the contents, or the producer's host does if the stream is idle.
   The consumer's stream waits for it.
@@ -11,10 +11,10 @@ A hand-off exports and imports nothing. Streams and hosts write and wait for wor
 * ``closing[k, i]``: the consumer's host writes it after it has queued the write of ``closed``. From then on the
   producer's host may reuse the slot.
 
-If a consumer has gone and ``opened`` is not the packet's number, the consumer has not touched the slot: the producer
-sends the slot to another consumer. If a signal handler raises while the producer sends a packet, the producer sends the
-packet again; the consumer ignores the second one by its number. If one raises while a consumer receives, that consumer
-may lose the packet; its slot is released when the consumer closes or dies.
+If a consumer is gone and ``opened`` is not the packet's number, the consumer has not used the slot, and the producer
+sends it to another consumer. If a signal handler raises while the producer sends a packet, the producer sends the
+packet again, and the consumer ignores a duplicate number. If a signal handler raises while a consumer receives, that
+consumer may lose the packet. Then the slot is released when the consumer closes or dies.
 """
 
 from __future__ import annotations
@@ -35,21 +35,23 @@ from streamalloc.ipc.transport.channel import Message, ProtocolError
 from streamalloc.ipc.wire.control_block import SLOTS
 
 MOST_SLOTS = 256
-"""Limit of slots: the packets of all slots fit one socket buffer (278 packets by default on Linux), so that no hand-off
-blocks."""
+"""Most slots. The packets of all slots fit one socket buffer (278 packets by default on Linux), so no hand-off
+blocks.
+"""
 
 PACKET = struct.Struct("<IIIIQ")
-"""A hand-off: kind, slot, value of the slot's ``ready``, value of the consumer's words, bytes used."""
+"""A hand-off packet: kind, slot, value of ``ready``, value of the consumer's words, bytes used."""
 ITEM = 1
 END = PACKET.pack(2, 0, 0, 0, 0)
 
 HELLO = struct.Struct("<6sHIIQQ")
-"""The producer's first message: magic, version, number of control blocks and slots, bytes of a slot, stride. After it:
-the blocks' names, block and number in the block of each slot, and the buffer's descriptor."""
+"""The producer's first message: magic, version, number of control blocks and slots, bytes of a slot, stride. Then
+follow the blocks' names, each slot's block and number, and the buffer's descriptor.
+"""
 _NAME = struct.Struct("<16s")
 _NUMBER = struct.Struct("<HH")
 ANSWER = struct.Struct("<6sHI")
-"""The consumer's answer: magic, version, number of control blocks. After it: its importer number on each block."""
+"""The consumer's answer: magic, version, number of control blocks. Then follow its importer numbers on the blocks."""
 _IMPORTER = struct.Struct("<I")
 MAGIC = b"SAring"
 VERSION = 1
@@ -61,7 +63,7 @@ class Introduction(NamedTuple):
     names: list[bytes]
     """Names of the control blocks."""
     numbers: list[tuple[int, int]]
-    """Index of the control block, and number in the block, by slot."""
+    """Index of the control block and number in it, by slot."""
     slot_bytes: int
     stride: int
     """Bytes from one slot to the next."""
@@ -74,7 +76,7 @@ class Introduction(NamedTuple):
 
     @classmethod
     def of(cls, message: Message) -> Introduction:
-        """Parse a message; ``ProtocolError`` if it is none of a producer."""
+        """Parse a message; ``ProtocolError`` if it is not a producer's."""
         data = message.data
         try:
             magic, version, blocks, slots, slot_bytes, stride = HELLO.unpack_from(data)
@@ -101,7 +103,7 @@ def answer(importers: Sequence[int]) -> bytes:
 
 
 def importers_in(data: bytes, count: int) -> list[int]:
-    """The ``count`` importer numbers in an answer; ``ProtocolError`` if it is none of a consumer."""
+    """The ``count`` importer numbers of an answer; ``ProtocolError`` if it is not a consumer's."""
     head, rest = data[: ANSWER.size], data[ANSWER.size :]
     if head != ANSWER.pack(MAGIC, VERSION, count) or len(rest) != count * _IMPORTER.size:
         raise ProtocolError("this is not the answer of a ring's consumer")
@@ -109,7 +111,7 @@ def importers_in(data: bytes, count: int) -> list[int]:
 
 
 class SlotMemory(BufferView, Leaves):
-    """The memory of a slot at one end, usable while the slot is held."""
+    """A slot's memory at one end of the ring; usable while the slot is held."""
 
     __slots__ = ("_base", "_held", "_stream", "index")
 
@@ -130,7 +132,7 @@ class SlotMemory(BufferView, Leaves):
         Raises
         ------
         ClosedError
-            The slot was handed on, or the ring was closed.
+            The slot was handed off or released, or the ring was closed.
         """
         return self._at
 
@@ -151,7 +153,7 @@ class SlotMemory(BufferView, Leaves):
 
 
 class RingEnding(Deferred):
-    """Work that is left when an end was closed or dropped."""
+    """Remaining work after an end was closed or dropped."""
 
     __slots__ = ("closed",)
 
@@ -175,7 +177,8 @@ class RingEnd(Closes, Shown):
         self._ending: RingEnding | None = None
 
     def _open(self, ending: RingEnding) -> None:
-        # Kept by the queue: a collection that finds both in one cycle leaves what the ending needs alone.
+        # The queue keeps the ending alive. If the collector finds both objects in one cycle, the ending's resources are
+        # not finalised.
         deferred_queue(self._session).end_with(self, ending)
         self._ending = ending
         self._closed = False
@@ -191,7 +194,7 @@ class RingEnd(Closes, Shown):
             raise ClosedError("this end of the ring was closed")
 
     def close(self) -> None:
-        """Close this end, after the work that its stream has queued; idempotent. The host does not wait.
+        """Close this end, after the queued work of its stream; idempotent. The host does not wait.
 
         Raises
         ------

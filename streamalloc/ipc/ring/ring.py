@@ -18,8 +18,11 @@ class Ring:
     """A stream of data between processes, through slots of memory that are shared once.
 
     One process makes the :meth:`producer`. Every other process makes a :meth:`consumer` over a
+    :class:`~streamalloc.ipc.Channel`; the producer gets the channel's other end by :meth:`RingProducer.add`. Each item
+    goes to one consumer: the one with the fewest items in flight.
     :class:`~streamalloc.ipc.Channel`, whose other end the producer gets by :meth:`RingProducer.add`. Each item goes to
-    one consumer: the one with the fewest items in flight.
+    one consumer: the one with the fewest items in flight. If a consumer dies, the items that it has not taken go to
+    others, and those that it has taken and not released are gone with it.
 
     Examples
     --------
@@ -40,14 +43,14 @@ class Ring:
 
     @staticmethod
     def producer(pool: MemoryPool, slot_bytes: int, slots: int = 8, *, stream: StreamLike) -> RingProducer:
-        """Make the end that fills slots.
+        """Make the producing end.
 
         Parameters
         ----------
         pool
             The pool to allocate from; made with a shareable handle type.
         slot_bytes
-            The most bytes of an item; the distance of slots is rounded up to 512 bytes.
+            The most bytes of an item. The stride of slots is rounded up to 512 bytes.
         slots
             Number of slots: 1 to 256.
         stream
@@ -72,12 +75,12 @@ class Ring:
         timeout: float | None = None,
         driver: Driver | None = None,
     ) -> RingConsumer:
-        """Make the end that takes items; blocks until the producer adds the other end of ``channel``.
+        """Make the consuming end. Blocks until the producer adds the other end of ``channel``.
 
         Parameters
         ----------
         channel
-            A connection to the producer. The consumer owns it from now on, and closes it also on failure.
+            A connection to the producer. The consumer takes ownership, and closes it even on failure.
         stream
             The stream that waits for the contents and releases the slots; default: the default stream of the memory's
             device. A stream of your own is faster.

@@ -1,7 +1,7 @@
-"""The epochs that a store holds, by key: commits, readers, limits and eviction; without sockets and without a driver.
+"""The epochs of a store by key: commits, readers, limits and eviction. No sockets and no driver calls.
 
-An epoch is the physical memory of one commit, as the file descriptors that the writer's driver exported. The driver
-keeps memory as long as a descriptor, a handle or a mapping of it exists, so the server needs no import, and no context.
+An epoch is the physical memory of one commit, as file descriptors that the writer's driver exported. The driver keeps
+the memory while a descriptor, a handle or a mapping of it exists. So the server needs no import and no context.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from streamalloc.core.resource import close_all
 from streamalloc.ipc.store.errors import StoreBusyError, StoreError, StoreFullError, StoreKeyError
 from streamalloc.ipc.wire.control_block import ReadyWord
 
-# The first of the addresses that are proposed to writers, and the distance of those of two keys.
+# First address proposed to writers, and the distance between the addresses of two keys.
 _FIRST_ADDRESS, _ADDRESS_STEP, _ADDRESSES = 0x2000_0000_0000, 1 << 39, 128
 
 
@@ -35,7 +35,7 @@ class Holder:
 
 
 class Epoch:
-    """The memory of one commit, or of one that is to come."""
+    """The memory of one commit, complete or in progress."""
 
     __slots__ = (
         "address", "chunks", "count", "created", "device", "entry", "handles", "layout", "manifest", "nbytes",
@@ -43,7 +43,7 @@ class Epoch:
     )  # fmt: skip
 
     manifest: Fd
-    """Set, like the fields below, once the epoch is prepared."""
+    """Set, like the following fields, once the epoch is prepared."""
     address: int
     """Address of the range in the writer."""
     chunks: list[int]
@@ -59,20 +59,20 @@ class Epoch:
         """UUID of the device, 32 hexadecimal digits."""
         self.replace: bool = replace
         self.writer: Holder | None = writer
-        """The process that writes it; once committed, whose queued copies the contents wait for."""
+        """The writing process. After the commit: the one whose copies are pending."""
         self.number: int = 0
         """From 1; 0 before the commit."""
         self.nbytes: int = 0
         self.handles: list[Fd] = []
         """Descriptors of the chunks; empty before it is prepared."""
         self.ready: tuple[ReadyWord, Fd, str] | None = None
-        """Announcement of the contents, control block, and the commit's text for them; None once they are there."""
+        """Announcement of the contents, control block, and its text in the commit; None once they are there."""
         self.readers: dict[Holder, None] = {}
         self.created: float = time.time()
         self.used: float = self.created
 
     def close(self) -> None:
-        """Close the descriptors: the driver frees the memory, unless a process has it mapped."""
+        """Close the descriptors. The driver frees the memory once no process maps it."""
         if self.handles:
             close_all((self.manifest, *self.handles))
         self.settle()
@@ -85,19 +85,19 @@ class Epoch:
 
 
 class Entry:
-    """A key: its last commit, the commits that older readers have, and the epoch that is being written."""
+    """A key: its last commit, older commits that still have readers, and the epoch being written."""
 
     __slots__ = ("before", "current", "key", "next", "number", "older", "place")
 
     def __init__(self, key: str, place: int, number: int) -> None:
         self.key: str = key
         self.place: int = place
-        """Index of the address that is proposed to writers."""
+        """Index of the address proposed to writers."""
         self.number: int = number
         """Number of the last epoch."""
         self.current: Epoch | None = None
         self.before: Epoch | None = None
-        """The commit that counts again if the writer dies before the contents of :attr:`current` are there."""
+        """The previous commit, valid again if the writer dies before the contents of :attr:`current` are there."""
         self.older: list[Epoch] = []
         """Replaced or removed epochs that have readers."""
         self.next: Epoch | None = None
@@ -116,7 +116,7 @@ class Entry:
                 epoch.close()
 
     def check_free(self, replace: bool) -> None:
-        """Raise if the key exists and may not be replaced."""
+        """Raise if the key exists and ``replace`` is False."""
         if self.current is not None and not replace:
             raise StoreKeyError(f"the store holds epoch {self.number} of {self.key!r}: replace=True replaces it")
 
@@ -127,13 +127,13 @@ class Holdings:
     Parameters
     ----------
     devices
-        UUIDs of the devices whose memory it takes; None: all.
+        UUIDs of the allowed devices; None: all.
     limit
-        Bytes of each device that it may hold; None: no limit.
+        Most bytes held per device; None: no limit.
     evict
-        Whether it makes room by removing keys that nobody reads, the least recently used first.
+        Whether to make room by removing keys without readers, the least recently used first.
     journal
-        The file that lists what is held, for the next server if this one is killed.
+        The file that lists the held keys, for the next server if this one is killed.
     """
 
     def __init__(self, devices: Sequence[str] | None, limit: int | None, evict: bool, journal: Path) -> None:
@@ -144,7 +144,7 @@ class Holdings:
         """Keys that were removed to make room."""
         self.entries: dict[str, Entry] = {}
         self.lost: dict[str, tuple[int, str]] = {}
-        """Number of the last epoch, and the reason, of keys whose memory is gone without a request."""
+        """Number of the last epoch, and the reason, of keys lost without a request."""
         self._journal = journal
         self._read_journal()
 
@@ -167,7 +167,7 @@ class Holdings:
         return _FIRST_ADDRESS + entry.place * _ADDRESS_STEP
 
     def reserve(self, epoch: Epoch, total: int) -> None:
-        """Count the memory that a writer has created and is about to create."""
+        """Count the memory that a writer has created or is about to create."""
         more = total - epoch.nbytes
         if self.limit is not None and more > 0:
             if self.evict:
@@ -183,7 +183,7 @@ class Holdings:
         epoch.nbytes = total
 
     def _make_room(self, device: str, wanted: int) -> None:
-        """Remove keys that nobody uses, the least recently used first, until at most ``wanted`` bytes are held."""
+        """Remove unused keys, the least recently used first, until at most ``wanted`` bytes are held."""
         idle = [
             entry.current
             for entry in self.entries.values()
@@ -198,7 +198,7 @@ class Holdings:
             self._drop(epoch.entry)
 
     def prepare(self, epoch: Epoch, address: int, chunks: list[int], manifest: Fd, handles: list[Fd]) -> None:
-        """Take over the memory of a whole epoch, which :meth:`publish` makes visible."""
+        """Take over the memory of a complete epoch. :meth:`publish` makes it visible."""
         if sum(chunks) > epoch.nbytes or epoch.handles or not chunks:
             raise StoreError(f"a commit of {sum(chunks)} bytes, and {epoch.nbytes} were reserved")
         epoch.entry.check_free(epoch.replace)
@@ -206,7 +206,7 @@ class Holdings:
         epoch.address, epoch.chunks, epoch.manifest, epoch.handles = address, chunks, manifest, handles
 
     def publish(self, epochs: Sequence[Epoch]) -> None:
-        """Make prepared epochs the last commits of their keys: all, or none."""
+        """Make prepared epochs the last commits of their keys: all, or none after an error."""
         for epoch in epochs:
             epoch.entry.check_free(epoch.replace)
         for epoch in epochs:
@@ -229,7 +229,7 @@ class Holdings:
     # -- readers ---------------------------------------------------------------------------------------------------
 
     def open(self, holder: Holder, key: str) -> Epoch:
-        """Return the last commit, which ``holder`` reads from now on."""
+        """Return the last commit and make ``holder`` one of its readers."""
         entry = self._settled(key)
         if entry is None or entry.current is None:
             _, reason = self.lost.get(key, (0, ""))
@@ -244,7 +244,7 @@ class Holdings:
         holder.epoch = epoch
 
     def remove(self, key: str) -> None:
-        """Remove a key: its memory goes once its readers have closed it."""
+        """Remove a key. Its memory is freed once its readers have closed it."""
         entry = self.entries.get(key)
         known = self.lost.pop(key, None)
         if entry is not None and entry.current is not None:
@@ -269,7 +269,7 @@ class Holdings:
     # -- ends ------------------------------------------------------------------------------------------------------
 
     def end(self, holder: Holder) -> None:
-        """A connection has ended: abort what it writes, close what it reads."""
+        """Handle the end of a connection: abort its write, or close its read."""
         epoch, holder.epoch = holder.epoch, None
         if epoch is None:
             return
@@ -286,7 +286,7 @@ class Holdings:
         self._forget(entry)
 
     def settle(self) -> bool:
-        """Note which announced contents have come, and which are lost; whether some are still awaited."""
+        """Record which announced contents are there and which are lost. Returns whether some are still pending."""
         for entry in list(self.entries.values()):
             self._settle(entry)
         return any(entry.current is not None and entry.current.ready for entry in self.entries.values())
@@ -300,7 +300,7 @@ class Holdings:
         epoch = entry.current
         if epoch is None or epoch.ready is None:
             return
-        # The writer's end is read first: it writes nothing after that.
+        # Read the writer's end first: after it the writer writes nothing.
         ended = epoch.writer is None or epoch.writer.epoch is not epoch
         word = epoch.ready[0]
         if word.reached and not word.lost:
@@ -324,14 +324,14 @@ class Holdings:
     # -- sums ------------------------------------------------------------------------------------------------------
 
     def all_epochs(self) -> Iterator[Epoch]:
-        """Iterate over all epochs, those that are being written included."""
+        """Iterate over all epochs, including those being written."""
         for entry in self.entries.values():
             yield from entry.epochs
             if entry.next is not None:
                 yield entry.next
 
     def held(self, device: str | None = None) -> int:
-        """Return the bytes that are held or reserved, of one device or of all."""
+        """Return the bytes held or reserved, of one device or of all."""
         return sum(epoch.nbytes for epoch in self.all_epochs() if device in (None, epoch.device))
 
     # -- the journal -----------------------------------------------------------------------------------------------
@@ -345,7 +345,7 @@ class Holdings:
             temporary.replace(self._journal)
 
     def _read_journal(self) -> None:
-        """Note what a server that was killed has held. A journal that is cut off, or of another program, is ignored."""
+        """Read the keys that a killed server has held. A truncated or foreign journal is ignored."""
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
             found = json.loads(self._journal.read_text(encoding="utf-8"))
             reason = f"the server that held it, process {found['pid']}, was killed"

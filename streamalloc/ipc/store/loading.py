@@ -1,7 +1,7 @@
 """``safetensors`` files: the tensors of one or several, written to a store.
 
-The format is a length of 8 bytes, a JSON object with type, shape and place of each tensor, and their bytes.
-A file is mapped once, and copied to the device from there.
+The format is a length of 8 bytes, a JSON object with type, shape and position of each tensor, and the tensors' bytes.
+Each file is mapped into host memory once, and copied to the device from there.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _DTYPES = {
     "U64": "uint64", "I64": "int64", "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
     "C64": "complex64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
 }  # fmt: skip
-"""Names of types in :data:`TYPES` by their names in files."""
+"""Names in :data:`TYPES` by the type names in files."""
 
 
 class _File(NamedTuple):
-    """One file: its tensors, whose offsets are from the first byte of the file, and its metadata."""
+    """One file: its tensors, with offsets from the start of the file, and its metadata."""
 
     path: Path
     nbytes: int
@@ -101,7 +101,7 @@ def _tensor(start: int, size: int, dtype: str, shape: list[int], data_offsets: l
 
 
 def _copied(file: _File, writer: WeightsWriter) -> Iterator[int]:
-    """Copy the tensors of a file, in the order of the file; the bytes of each step."""
+    """Copy the tensors of a file, in file order. Yields the bytes of each step."""
     if not file.tensors:
         return
     with open(file.path, "rb") as opened:

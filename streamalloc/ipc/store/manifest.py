@@ -1,7 +1,7 @@
 """Manifests: names, types, shapes, strides and offsets of the tensors of one epoch, and the user's metadata, as JSON.
 
-A manifest comes from another process and may have any bytes. The server checks all of it before a commit. A reader
-checks the form, and each tensor when it is used, so that ten thousand names cost it little.
+A manifest comes from another process and is untrusted. The server checks all of it before a commit. A reader checks the
+format, and each tensor on its first use, so that ten thousand names cost little.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from streamalloc.core.internal import Fd
 from streamalloc.ipc.transport.channel import ProtocolError
 
 ALIGNMENT = 512
-"""Bytes; the offset of each allocation is a multiple of it."""
+"""Alignment of allocations' offsets, in bytes."""
 MOST_BYTES = 32 << 20
 """Bytes of a manifest, at most."""
 _MOST_METADATA = 1 << 20
@@ -42,7 +42,7 @@ TYPES: dict[str, int] = {
     "complex128": 16,
     **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"), 1),
 }
-"""Size in bytes of an element, by the name that NumPy, ``ml_dtypes`` and PyTorch have for the type."""
+"""Bytes of an element by type name, as in NumPy, ``ml_dtypes`` and PyTorch."""
 
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
@@ -50,7 +50,7 @@ _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_S
 class Tensor(NamedTuple):
     """One tensor of an epoch.
 
-    A :class:`Layout` has them; :meth:`WeightsWriter.place` takes one.
+    A :class:`Layout` contains them; :meth:`WeightsWriter.place` takes one.
     """
 
     dtype: str
@@ -58,13 +58,13 @@ class Tensor(NamedTuple):
     shape: tuple[int, ...]
     """Elements by dimension."""
     strides: tuple[int, ...] | None
-    """Elements from one index to the next, by dimension; None if it is C-contiguous."""
+    """Strides in elements, by dimension; None if C-contiguous."""
     offset: int
     """Bytes from the first byte of the range."""
 
     @property
     def elements(self) -> int:
-        """Elements from the first to the last in memory, with those between that strides leave out."""
+        """Number of elements from the first to the last in memory, including gaps between strides."""
         if self.strides is None or 0 in self.shape:
             return math.prod(self.shape)
         return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
@@ -85,7 +85,7 @@ def dtype_name(dtype: object) -> str:
     Raises
     ------
     TypeError
-        It is none of them, or its bytes are swapped.
+        The type is none of these, or its byte order is not native.
     """
     name = str(dtype).removeprefix("torch.")
     if name in TYPES:
@@ -99,7 +99,7 @@ def dtype_name(dtype: object) -> str:
 
 @functools.cache
 def numpy_type(name: str) -> np.dtype[Any]:
-    """Return NumPy's type; for one that NumPy lacks that of ``ml_dtypes``, or unsigned integers of the same size."""
+    """Return the NumPy type. If NumPy lacks it, the type of ``ml_dtypes``, or an unsigned integer of the same size."""
     with contextlib.suppress(TypeError):
         return np.dtype(name)
     with contextlib.suppress(ImportError, AttributeError):
@@ -111,7 +111,7 @@ def numpy_type(name: str) -> np.dtype[Any]:
 class Layout(Mapping[str, Tensor]):
     """The tensors of one epoch by name.
 
-    An argument of :meth:`Store.open`, and :attr:`Weights.layout` of what it opened.
+    An argument of :meth:`Store.open`, and the value of :attr:`Weights.layout`.
     """
 
     __slots__ = ("_columns", "_digest", "_index")
@@ -142,12 +142,12 @@ class Layout(Mapping[str, Tensor]):
         return len(self._index)
 
     def add(self, name: str, tensor: Tensor, nbytes: int) -> None:
-        """Add a tensor in memory of so many bytes.
+        """Add a tensor; ``nbytes`` is the size of the memory.
 
         Raises
         ------
         ValueError
-            The name exists, or is no printable text of 1 to 1024 characters; or the tensor is outside of the memory.
+            The name exists, or is not 1 to 1024 printable characters; or the tensor is outside of the memory.
         """
         row = self.row(name, tensor, nbytes)
         for column, value in zip(self._columns, row, strict=True):
@@ -156,7 +156,7 @@ class Layout(Mapping[str, Tensor]):
         self._digest = ""
 
     def row(self, name: str, tensor: Tensor, nbytes: int) -> list[Any]:
-        """Return the columns of a tensor that can be added; errors as for :meth:`add`."""
+        """Return the columns of a tensor for :meth:`add`, after its checks."""
         plain = str(name) if isinstance(name, str) else name  # such as numpy.str_
         row = [list(value) if isinstance(value, tuple) else value for value in (plain, *tensor)]
         fault = "whose name exists" if name in self._index else _fault_in(nbytes, *row)
@@ -165,12 +165,12 @@ class Layout(Mapping[str, Tensor]):
         return row
 
     def check(self, nbytes: int, names: Sequence[str] | None = None) -> None:
-        """Check tensors, by default all, of an epoch with so many bytes.
+        """Check tensors, by default all, of an epoch with ``nbytes`` bytes.
 
         Raises
         ------
         ProtocolError
-            A tensor is malformed, or outside of the bytes.
+            A tensor is malformed, or outside of the epoch's memory.
         """
         for name in self if names is None else names:
             fault = _fault_in(nbytes, *(column[self._index[name]] for column in self._columns))
@@ -178,7 +178,7 @@ class Layout(Mapping[str, Tensor]):
                 raise ProtocolError(f"the manifest has a tensor {name!r:.80} {fault}")
 
     def changes(self, newer: Layout) -> list[str]:
-        """Return the differences to a newer layout as text, one for each tensor."""
+        """Return the differences from a newer layout as text, one for each tensor."""
         texts = [f"{name!r} is gone" for name in self if name not in newer]
         texts += [f"{name!r} is new" for name in newer if name not in self]
         for name, tensor in self.items():
@@ -195,15 +195,15 @@ class Manifest(NamedTuple):
     layout: Layout
     metadata: dict[str, Any]
     fabric: list[str]
-    """Fabric handles of the chunks in hexadecimal digits; empty unless the memory was made for them."""
+    """Fabric handles of the chunks, hexadecimal; empty without FABRIC memory."""
 
     def to_bytes(self) -> bytes:
-        """Return it as JSON.
+        """Return the manifest as JSON.
 
         Raises
         ------
         TypeError, ValueError
-            The metadata is no JSON, or has more than 1 MiB; or there are too many tensors.
+            The metadata is not JSON or is larger than 1 MiB, or there are too many tensors.
         """
         about = json.dumps(self.metadata, separators=(",", ":"), allow_nan=False)
         rest = json.dumps([_VERSION, self.layout._columns, self.fabric], separators=(",", ":"))
@@ -220,7 +220,7 @@ def _are_sizes(values: object) -> bool:
 
 
 def _fault_in(nbytes: int, name: Any, dtype: Any, shape: Any, strides: Any, offset: Any) -> str:
-    """Return the fault of a tensor as text; empty without one."""
+    """Return the fault of a tensor as text; empty if there is none."""
     if type(name) is not str or not 0 < len(name) <= 1024 or not name.isprintable():
         return "whose name is not 1 to 1024 printable characters"
     if type(dtype) is not str or dtype not in TYPES:
@@ -241,7 +241,7 @@ def parse(data: bytes) -> Manifest:
     Raises
     ------
     ProtocolError
-        The bytes are no manifest.
+        The bytes are not a manifest.
     """
     try:
         version, columns, fabric, metadata = json.loads(data, parse_constant=_refuse)
@@ -264,7 +264,7 @@ def _refuse(constant: str) -> None:
 
 
 def read_file(fd: Fd) -> bytes:
-    """Read a file of :func:`sealed_file`, or any other; ``ProtocolError`` if it has more bytes than a manifest may."""
+    """Read a manifest's file; ``ProtocolError`` if it is larger than a manifest may be."""
     try:
         size = os.fstat(fd.fileno()).st_size
         data = os.pread(fd.fileno(), min(size, MOST_BYTES + 1), 0)
@@ -276,7 +276,7 @@ def read_file(fd: Fd) -> bytes:
 
 
 def sealed_file(data: bytes) -> Fd:
-    """Return a new file in memory with these bytes, which nobody can change any more."""
+    """Return a new in-memory file with these bytes, sealed against changes."""
     fd = Fd(os.memfd_create("streamalloc:manifest", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
     view = memoryview(data)
     while view:

@@ -1,8 +1,8 @@
 """Requests and answers between a store's server and its clients: one message of a channel each.
 
-A message is a header of fixed size and a JSON object. The header is the same in all versions of the protocol, and so is
-an answer of kind ``REFUSED``: a client of another version gets a text that it can show. File descriptors travel beside
-the JSON (``SCM_RIGHTS``). The fields of each request are listed in one table; a request with other fields is refused.
+A message is a header of fixed size and a JSON object. The header and answers of kind ``REFUSED`` are the same in all
+versions of the protocol, so a client of another version gets a text that it can show. File descriptors travel beside
+the JSON (``SCM_RIGHTS``). One table lists the fields of each request; a request with other fields is refused.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from streamalloc.ipc.transport.channel import PACKET_HANDLES, Channel, PeerGoneE
 
 VERSION = 1
 MOST_CHUNKS = 2048
-"""Chunks of physical memory of one epoch: their sizes fit into one packet of an answer."""
+"""Most chunks of physical memory per epoch: their sizes must fit one answer packet."""
 
 _MAGIC = b"SAst"
-# Magic, version, kind, bytes of the JSON object.
+# Magic, version, kind, size of the JSON object in bytes.
 _HEADER = struct.Struct("<4sHHI")
 _STORE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 _SECONDS = 30.0
-"""Seconds that a client waits for an answer of the server."""
+"""Seconds that a client waits for an answer."""
 
 
 class Kind(enum.IntEnum):
@@ -46,19 +46,19 @@ class Kind(enum.IntEnum):
     STATUS = 1
     """Client: what the store is and holds in sum."""
     LIST = 2
-    """Client: the keys after one, as many as fit into a packet."""
+    """Client: list the keys after a given one, as many as fit a packet."""
     REMOVE = 3
-    """Client: drop the memory of a key once its readers have closed it."""
+    """Client: remove a key; its memory is freed after its readers have closed it."""
     WRITE = 4
-    """Client: begin an epoch. The connection is the writer's from now on; its end aborts the epoch."""
+    """Client: begin an epoch. The connection becomes the writer's; its end aborts the epoch."""
     RESERVE = 5
-    """Writer: count the memory of the epoch, including memory that the writer creates next."""
+    """Writer: reserve memory for the epoch before creating it."""
     COMMIT = 6
-    """Writer: the whole epoch, with manifest and handles; with ``prepare``, it is published by CONFIRM."""
+    """Writer: the complete epoch, with manifest and handles. With ``prepare``, CONFIRM publishes it."""
     CONFIRM = 7
     """Writer: publish the prepared epochs of these tokens, all or none."""
     OPEN = 8
-    """Client: the last epoch of a key. The connection is a reader's from now on; its end closes the epoch."""
+    """Client: open the last epoch of a key. The connection becomes a reader's; its end closes the epoch."""
     FETCH = 9
     """Reader: the handles from an index on."""
     DONE = 100
@@ -110,7 +110,7 @@ _FIELDS: dict[int, dict[str, _Check]] = {
 
 
 def checked_key(key: object) -> str:
-    """Check a key; ``ValueError`` if it is none: 1 to 512 printable characters, slashes and dots among them."""
+    """Check a key: 1 to 512 printable characters, slashes and dots included. Raises ``ValueError``."""
     if not _is_key(str(checked_type("key", key, str))):  # a plain string, also of numpy.str_
         raise ValueError(f"key={key!r}: allowed are 1 to 512 printable characters")
     return str(key)
@@ -146,7 +146,7 @@ def unpack(data: bytes) -> tuple[Kind, dict[str, Any]]:
     StoreError
         The client has another version of the protocol.
     ProtocolError
-        The bytes are no request, or its fields are others than the table has.
+        The bytes are not a request, or its fields differ from the table.
     """
     version, number, fields = _decoded(data)
     if version != VERSION:
@@ -167,7 +167,7 @@ def unpack(data: bytes) -> tuple[Kind, dict[str, Any]]:
 
 
 def folder() -> Path:
-    """Return the folder of this user's stores: in ``XDG_RUNTIME_DIR``, or else in ``/tmp``."""
+    """Return the folder of this user's stores: in ``XDG_RUNTIME_DIR`` if set, otherwise in ``/tmp``."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     return Path(runtime, "streamalloc") if runtime else Path(f"/tmp/streamalloc-{os.geteuid()}")
 
@@ -178,7 +178,8 @@ def socket_path(name: str) -> Path:
     Raises
     ------
     ValueError
-        The name has other characters than letters, digits, ``_``, ``-`` and ``.``, or begins with ``.`` or ``-``.
+        The name is empty or longer than 64 characters, has characters other than letters, digits, ``_``, ``-`` and
+        ``.``, or begins with ``.`` or ``-``.
     """
     if not isinstance(name, str) or not _STORE_NAME.fullmatch(name):
         raise ValueError(f"name={name!r}: a store's name has 1 to 64 letters, digits, '_', '-' and '.'")
@@ -186,7 +187,7 @@ def socket_path(name: str) -> Path:
 
 
 def store_names() -> list[str]:
-    """Return the names of the stores of this user that are served."""
+    """Return the names of this user's running stores."""
     found = []
     for path in sorted(folder().glob("*.store")):
         with contextlib.suppress(StoreGoneError, OSError), Connection(path.stem):
@@ -200,7 +201,7 @@ class Connection(Closes):
     Raises
     ------
     StoreGoneError
-        Nobody serves a store of this name.
+        No server runs for a store of this name.
     PermissionError
         The server belongs to another user.
     """
@@ -226,7 +227,7 @@ class Connection(Closes):
 
     @property
     def alive(self) -> bool:
-        """Whether the server has this connection open. A forked child leaves it to its parent."""
+        """Whether the server has this connection open. Always False in a forked child."""
         return (
             self._process == os.getpid() and not self._channel.closed and not self._channel._poll(select.POLLRDHUP, 0)
         )
@@ -234,14 +235,14 @@ class Connection(Closes):
     def ask(
         self, kind: Kind, handles: Sequence[Fd] = (), meanwhile: Callable[[], object] = int, **fields: Any
     ) -> tuple[dict[str, Any], tuple[Fd, ...]]:
-        """Send a request and return the fields and the descriptors of its answer, which the caller closes.
+        """Send a request. Returns the fields and the descriptors of the answer; the caller closes the descriptors.
 
-        ``meanwhile`` is called while the server answers.
+        ``meanwhile`` is called between the request and the answer.
 
         Raises
         ------
         StoreError
-            The server refused it.
+            The server refused the request.
         StoreGoneError
             The server has ended.
         """
@@ -260,7 +261,7 @@ class Connection(Closes):
                 self.close()
                 raise StoreGoneError(f"the server of the store {self.name!r} has ended") from None
             except BaseException:
-                self.close()  # The answer may still come, and would be taken for that of the next request.
+                self.close()  # Otherwise a late answer would be taken for the next request's.
                 raise
         with undoing(functools.partial(close_all, received)):
             return self._answer(data), received
@@ -275,7 +276,7 @@ class Connection(Closes):
         return fields
 
     def handles(self, count: int, first: Sequence[Fd]) -> list[Fd]:
-        """Return the handles of the open epoch: those that came with the answer, and the others."""
+        """Return the handles of the open epoch: those of the first answer, and the rest by further requests."""
         found = list(first)
         with undoing(lambda: close_all(found)):
             while len(found) < count:
@@ -286,5 +287,5 @@ class Connection(Closes):
         return found
 
     def close(self) -> None:
-        """Close the connection, which ends what it was opened for; idempotent."""
+        """Close the connection, which ends its write or read; idempotent."""
         self._channel.close()

@@ -1,7 +1,7 @@
 """The server of a store: one event loop that receives requests and keeps file descriptors.
 
-It makes no driver call: the descriptors that writers have exported keep the memory, so the server has no context and no
-memory of a device. A client's death is the end of its connection.
+It makes no driver call: the writers' exported descriptors keep the memory, so the server has no context and no device
+memory. When a client dies, its connection ends.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ from streamalloc.ipc.transport.channel import PACKET_HANDLES, Channel, Listener,
 from streamalloc.ipc.wire.control_block import ReadyWord
 
 _LIST_BYTES = 48 << 10
-# Seconds between two looks at announced contents, and between two attempts to send an answer or to accept.
+# Seconds between two checks of announced contents, and between two attempts to send an answer or to accept.
 _PAUSE = 0.02
 
 
 class _Client(Holder):
-    """A connection, the descriptors of its request, and the answer that it has not taken yet."""
+    """A connection, the descriptors of its request, and its unsent answer."""
 
     __slots__ = ("answer", "channel", "handles", "number", "sends")
 
     handles: list[Fd]
-    """Descriptors that came with the request; a handler removes those that it keeps."""
+    """Descriptors of the request; a handler removes those that it keeps."""
 
     def __init__(self, channel: Channel) -> None:
         super().__init__(channel.peer.pid)
         self.channel = channel
         self.number = channel.fileno()
-        """Descriptor, also of a channel that has closed itself."""
+        """File descriptor number, valid even after the channel has closed itself."""
         self.answer: bytes | None = None
         self.sends: Sequence[Fd] = ()
         """Descriptors that go with the answer."""
@@ -71,18 +71,18 @@ class _Client(Holder):
 
 
 class StoreServer(Closes):
-    """Serves one store; made by :meth:`Store.serve`. Closing it ends the store, and readers keep what they have mapped.
+    """Serves one store; made by :meth:`Store.serve`. Closing it ends the store; readers keep their mapped memory.
 
     Parameters
     ----------
     name
         1 to 64 letters, digits, ``_``, ``-`` and ``.``.
     devices
-        Devices, or their ordinals, whose memory the store takes; None: all.
+        Allowed devices, or their ordinals; None: all.
     limit
-        Bytes of each device that it may hold; None: no limit.
+        Most bytes held per device; None: no limit.
     evict
-        Whether it makes room by removing keys that nobody reads, the least recently used first.
+        Whether to make room by removing keys without readers, the least recently used first.
     driver
         The driver that numbers the devices.
 
@@ -116,7 +116,7 @@ class StoreServer(Closes):
         with contextlib.ExitStack() as undo:
             self._lock = undo.enter_context(_locked(name, path.with_suffix(".lock")))
             uuids = None if devices is None else [uuid_of(device, driver) for device in devices]
-            # A socket that is there was left behind: its server would have the lock.
+            # An existing socket is stale: its server would hold the lock.
             path.unlink(missing_ok=True)
             self._listener: Listener = undo.enter_context(Channel.listen(path))
             self._holdings = Holdings(uuids, limit, evict, path.with_suffix(".held"))
@@ -133,7 +133,7 @@ class StoreServer(Closes):
 
     @property
     def lost(self) -> dict[str, str]:
-        """Keys whose memory is gone without a request, with the reason: that of a server that was killed, for one."""
+        """Keys lost without a request, for example when a server was killed, with the reason."""
         return {key: reason for key, (_, reason) in self._holdings.lost.items()}
 
     @property
@@ -147,13 +147,13 @@ class StoreServer(Closes):
         return self._lock.closed
 
     def start(self) -> Self:
-        """Serve on a thread, which keeps the process until :meth:`close`."""
+        """Serve on a thread, which keeps the process alive until :meth:`close`."""
         self._thread = threading.Thread(target=self.run, name=f"streamalloc store {self.name}")
         self._thread.start()
         return self
 
     def run(self) -> None:
-        """Serve until :meth:`stop` is called, by a signal handler or on another thread; then close."""
+        """Serve until :meth:`stop` is called by a signal handler or another thread, then close."""
         with contextlib.suppress(_Stopped):
             awaited = False
             while True:
@@ -202,7 +202,7 @@ class StoreServer(Closes):
         except (TimeoutError, PermissionError):
             return
         except OSError:
-            time.sleep(_PAUSE)  # No descriptor is left, for example: the client waits in the queue.
+            time.sleep(_PAUSE)  # For example, no file descriptor is left: the client waits in the queue.
             return
         client = _Client(channel)
         self._clients[client.number] = client
@@ -225,7 +225,7 @@ class StoreServer(Closes):
             client.sends = ()
             client.answer = pack(Kind.REFUSED, {"error": kind_of(error), "text": str(error)[:8000]})
         except Exception:
-            # A fault of this server must not cost the other clients their weights.
+            # A fault of this server must not end the other clients' connections.
             traceback.print_exc()
             self._drop(client)
         finally:
@@ -239,7 +239,7 @@ class StoreServer(Closes):
         try:
             client.channel.send(client.answer, client.sends, timeout=0)
         except TimeoutError:
-            return  # The limit of descriptors in flight: sent again a little later.
+            return  # Too many descriptors in flight: send again later.
         except OSError:
             self._drop(client)
         else:
@@ -302,7 +302,7 @@ class StoreServer(Closes):
         found = parse(read_file(handles[0]))
         found.layout.check(sum(chunks))
         word = announcement(handles[1], ready) if ready else None
-        # A file of its own: the client could change the one that it has sent.
+        # A file of its own, because the client could change its file after the check.
         manifest = sealed_file(found.to_bytes())
         with undoing(manifest.close):
             self._holdings.prepare(epoch, address, chunks, manifest, handles[first:])
@@ -384,7 +384,7 @@ def _pids(epoch: Epoch) -> list[int]:
 
 
 def announcement(block: Fd, ready: str) -> ReadyWord:
-    """Return the ready word that a commit names: id of the control block, slot, generation and value."""
+    """Return the ready word that a commit names. The text has the control block's id, slot, generation and value."""
     name, slot, _, value = ready.split()
     try:
         return ReadyWord(block, bytes.fromhex(name), int(slot), int(value))
@@ -398,7 +398,7 @@ def uuid_of(device: Device | int, driver: Driver | None = None) -> str:
 
 
 def _locked(name: str, path: Path) -> Fd:
-    """Lock a file for the life of the server; the kernel releases it with the process."""
+    """Lock a file while the server lives. The kernel releases the lock with the process."""
     while True:
         lock = Fd(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
         with undoing(lock.close):
@@ -412,11 +412,11 @@ def _locked(name: str, path: Path) -> Fd:
                 os.ftruncate(lock.fileno(), 0)
                 os.pwrite(lock.fileno(), str(os.getpid()).encode(), 0)
                 return lock
-        lock.close()  # The server before this one has removed the file since.
+        lock.close()  # The previous server has removed the file meanwhile.
 
 
 def notify_systemd(state: str) -> None:
-    """Send a state such as ``READY=1`` to systemd, if it waits for one (``sd_notify``)."""
+    """Send a state such as ``READY=1`` to systemd if it started this process (``sd_notify``)."""
     address = os.environ.get("NOTIFY_SOCKET")
     if address:
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notifier:

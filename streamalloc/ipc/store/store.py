@@ -26,7 +26,7 @@ from streamalloc.ipc.transport.communicator import CommunicatorLike
 
 @dataclass(frozen=True)
 class StoreEntry:
-    """A key of a store, and who uses it.
+    """A key of a store, with its writer and readers.
 
     :meth:`Store.list` returns them.
     """
@@ -35,13 +35,13 @@ class StoreEntry:
     epoch: int
     """Number of the last commit; 0 before the first."""
     nbytes: int
-    """Bytes of device memory, those of replaced epochs that have readers and of an epoch in the making included."""
+    """Bytes of device memory, including replaced epochs with readers and the epoch being written."""
     writer: int | None
-    """Process identifier of the writer of the next epoch."""
+    """Process id of the next epoch's writer; None without one."""
     older: tuple[tuple[int, int, tuple[int, ...]], ...]
-    """Replaced epochs that have readers: number, bytes, process identifiers."""
+    """Replaced epochs with readers: number, bytes, process ids."""
     readers: tuple[int, ...] = ()
-    """Process identifiers of the readers of the last commit."""
+    """Process ids of the last commit's readers."""
     tensors: int = 0
     device: str = ""
     """UUID of the device, 32 hexadecimal digits."""
@@ -52,7 +52,7 @@ class StoreEntry:
     awaited: bool = False
     """Whether copies of the writer are still queued."""
     created: float = 0.0
-    """Time of the commit, in seconds since the epoch of Unix; likewise the time of the last open or close."""
+    """Unix time of the commit in seconds; ``used`` likewise for the last open or close."""
     used: float = 0.0
 
 
@@ -66,20 +66,20 @@ class StoreStatistics:
     pid: int
     """Process identifier of the server."""
     devices: tuple[str, ...] | None
-    """UUIDs of the devices that it takes memory of; None: all."""
+    """UUIDs of the allowed devices; None: all."""
     limit: int | None
     """Bytes of each device that it may hold."""
     evicted: int
     """Keys that were removed to make room."""
     keys: int
     nbytes: int
-    """Bytes of device memory that are held, or reserved by writers."""
+    """Bytes of device memory held, or reserved by writers."""
     by_device: dict[str, int]
     """Bytes by the UUID of the device."""
     readers: int
     writers: int
     lost: dict[str, str]
-    """Keys whose memory is gone without a request, and the reason; at most 100."""
+    """Keys lost without a request, and the reason; at most 100."""
 
 
 class Store(Closes):
@@ -99,14 +99,14 @@ class Store(Closes):
     name
         Name of the store.
     driver
-        The driver to use where no device is given; default: :func:`streamalloc.driver.default`.
+        The driver to use if no device is given; default: :func:`streamalloc.driver.default`.
 
     Raises
     ------
     StoreGoneError
-        Nobody serves a store of this name.
+        No server runs for a store of this name.
     PermissionError
-        Another user does.
+        The server belongs to another user.
     """
 
     __slots__ = ("__weakref__", "_closed", "_driver", "_spare", "name")
@@ -126,7 +126,9 @@ class Store(Closes):
         evict: bool = False,
         driver: Driver | None = None,
     ) -> StoreServer:
-        """Serve a store on a thread of this process, until :meth:`StoreServer.close`; parameters as there."""
+        """Serve a store on a thread of this process, until :meth:`StoreServer.close`; parameters as for
+        :class:`StoreServer`.
+        """
         return StoreServer(name, devices, limit, evict=evict, driver=driver).start()
 
     # -- writing and reading ---------------------------------------------------------------------------------------
@@ -148,22 +150,22 @@ class Store(Closes):
         Parameters
         ----------
         key
-            1 to 512 printable characters; slashes and dots mean nothing.
+            1 to 512 printable characters; slashes and dots have no special meaning.
         device
-            The device that has the memory, or its ordinal; default: device 0.
+            The device of the memory, or its ordinal; default: device 0.
         replace
-            Whether the key may exist. Readers keep the epoch before, until they close it.
+            Whether the key may exist. Readers keep the previous epoch until they close it.
         metadata
             A dict of JSON for readers, at most 1 MiB.
         stream
-            The stream of operations on the views that name no other; default: the device's default stream.
+            The stream of operations that name no other; default: the device's default stream.
         group
-            Ranks that commit together or not at all: a communicator, each rank with a key of its own.
+            A communicator whose ranks commit together or not at all. Each rank has its own key.
         capacity
             Bytes of addresses to reserve; default: the size of the device's memory.
         handle_types
-            Handle types of the memory beside file descriptors: ``FABRIC``, for processes of other machines, which open
-            it by :meth:`Weights.fabric_descriptor`.
+            Further handle types beside file descriptors: ``FABRIC`` lets processes of other machines open the memory by
+            :meth:`Weights.fabric_descriptor`.
 
         Raises
         ------
@@ -189,30 +191,30 @@ class Store(Closes):
         stream: StreamLike | None = None,
         layout: Layout | str | None = None,
     ) -> Weights:
-        """Map the last commit of a key for reading, at the writer's addresses where these are free.
+        """Map the last commit of a key for reading, at the writer's addresses if these are free.
 
         Parameters
         ----------
         key
             The key that was written.
         device
-            The device that is to have access, or its ordinal; default: the device that has the memory.
+            The device that gets access, or its ordinal; default: the device that owns the memory.
         at
-            An address that the range must have; True: that of the writer. Default: the writer's if it is free.
+            A required address; True requires the writer's address. Default: the writer's address if it is free.
         stream
-            The stream that waits for copies that the writer has still queued, and of operations that name no other.
-            Default: the device's default stream; then every other stream waits as well before it uses the memory.
+            The stream that waits for pending copies of the writer, and of operations that name no other. Default: the
+            device's default stream; then every other stream also waits before it uses the memory.
         layout
             The layout that the caller expects (:attr:`Weights.layout`), or its hash.
 
         Raises
         ------
         StoreKeyError
-            The store holds nothing under this key; the message says so where something was lost.
+            The store holds nothing under this key; the message says if it was lost.
         AddressSpaceError
             The addresses that ``at`` demands are taken.
         LayoutChangedError
-            The layout is not the expected one; the message has the changes.
+            The layout differs from the expected one; the message lists the changes.
         """
         reader, session = self._device(device), self._session(device)
         key = checked_key(key)
@@ -238,12 +240,12 @@ class Store(Closes):
         files
             Files, or folders of them; no name may be in two of them.
         key
-            Default: the name of the first file or folder, without ``.safetensors``.
+            The key; default: the name of the first file or folder, without ``.safetensors``.
         device, replace
             As for :meth:`write`.
         progress
-            True: print a bar to the standard error; default: if that is a terminal. Or a function that is called with
-            the bytes that were read and the bytes in all.
+            True prints a bar to standard error; default: only if that is a terminal. Or a function, called with the
+            bytes read so far and the total.
 
         Raises
         ------
@@ -261,7 +263,7 @@ class Store(Closes):
     # -- the store -------------------------------------------------------------------------------------------------
 
     def list(self) -> list[StoreEntry]:
-        """Return all keys in their order, with who holds what."""
+        """Return all keys in order, with their writers and readers."""
         found: list[StoreEntry] = []
         more = True
         while more:
@@ -274,7 +276,7 @@ class Store(Closes):
         return found
 
     def remove(self, key: str) -> None:
-        """Remove a key. Its memory goes once its readers have closed it.
+        """Remove a key. Its memory is freed once its readers have closed it.
 
         Raises
         ------
@@ -296,7 +298,7 @@ class Store(Closes):
         return answer
 
     def _prepare(self) -> None:
-        """Connect once more: the server accepts the connection before the next call needs it."""
+        """Connect in advance: the server accepts the connection before the next call needs it."""
         with contextlib.suppress(StoreError, OSError):
             self._keep(Connection(self.name))
 
@@ -306,7 +308,7 @@ class Store(Closes):
             close_all(self._spare)
 
     def _take(self) -> Connection:
-        """Take a spare connection, or make one; those have ended whose server was restarted."""
+        """Take a spare connection, or make one. Spare ones of a restarted server are dropped."""
         self._check_open()
         while self._spare:
             with contextlib.suppress(IndexError):  # Another thread was first.
@@ -316,7 +318,7 @@ class Store(Closes):
         return Connection(self.name)
 
     def close(self) -> None:
-        """Close the connection; idempotent. Writers and weights that were opened go on."""
+        """Close the spare connections; idempotent. Open writers and weights continue."""
         self._closed = True
         close_all(self._spare)
 

@@ -1,4 +1,4 @@
-"""Weights of a store in this process: one range of addresses with the memory of one epoch, and its tensors by name."""
+"""Weights of a store in this process: one address range with the memory of an epoch, and its tensors by name."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from streamalloc.vmm import AddressRange, RangeView
 from streamalloc.vmm.internal import After, ImportedChunk, map_side_by_side
 
 _LEAST_RANGES = 64 << 20, 1 << 30, 16 << 30, 128 << 30
-"""Bytes of a reader's range, at least.
+"""Sizes to try, in bytes, of a reader's range.
 
-Driver 580 takes small ranges out of larger ones that it has kept, at any address: those of 2 MiB always, and those of
-64 MiB in processes that have freed larger ones.
+Driver 580 reserves small ranges within larger ones that it has kept, so at any address: ranges of 2 MiB always, and
+ranges of 64 MiB if the process has freed larger ones.
 """
 
 
 class StoredView(RangeView, Foreign):
-    """Bytes of the range of :class:`Weights`. Streams, and the host, wait for contents that are still to come."""
+    """A part of the range of :class:`Weights`. Streams and the host wait for pending contents."""
 
     __slots__ = ("weights",)
 
@@ -43,7 +43,7 @@ class StoredView(RangeView, Foreign):
 
     @property
     def address(self) -> int:
-        """Address of the first byte. The host waits until the contents are there."""
+        """Address of the first byte. The host waits for the contents."""
         at = self._at
         self.weights._await(self, None)
         return at
@@ -57,12 +57,12 @@ class StoredView(RangeView, Foreign):
 
     @property
     def stream(self) -> Stream:
-        """The stream that the weights were opened with; else the default stream of their device."""
+        """The stream given at the open, or the default stream of the device."""
         return self.weights.stream
 
 
 class Tensors(Mapping[str, TypedView[Any]]):
-    """Tensors of one range by name; a view is made when it is asked for."""
+    """Tensors of one range by name. A view is made on access."""
 
     range: AddressRange
     stream: Stream
@@ -82,9 +82,10 @@ class Tensors(Mapping[str, TypedView[Any]]):
         return tuple(self.layout)
 
     def __getitem__(self, name: str) -> TypedView[Any]:
-        """The tensor as a typed view. If it is not C-contiguous, the view is flat, from its first to its last element.
+        """Return the tensor as a typed view. If it is not C-contiguous, the view is flat, from the first to the last
+        element.
 
-        For a dtype that NumPy lacks, the view has that of ``ml_dtypes`` if installed, else an unsigned integer.
+        If NumPy lacks the dtype, the view has that of ``ml_dtypes`` if installed, else an unsigned integer.
         """
         tensor = self.layout[name]
         self.layout.check(self.nbytes, (name,))
@@ -102,7 +103,7 @@ class Tensors(Mapping[str, TypedView[Any]]):
         return len(self.layout)
 
     def __eq__(self, other: object) -> bool:
-        return self is other  # comparing views says nothing about their contents
+        return self is other  # equality of contents would need a synchronisation
 
     __hash__ = object.__hash__
 
@@ -119,9 +120,9 @@ class OpenEpoch:
     """Address of the range in the writer."""
     manifest: Manifest
     chunks: list[Any] = field(default_factory=list)
-    """Each a :class:`ImportedChunk`, or :class:`PhysicalMemory` that this process has created."""
+    """:class:`ImportedChunk` or :class:`PhysicalMemory` objects, in the order of addresses."""
     ready: Announcement | None = None
-    """The announcement of the contents; None if they are there."""
+    """Announcement of the contents; None if they are there."""
 
     @classmethod
     def open(
@@ -132,9 +133,9 @@ class OpenEpoch:
         expected: Layout | str | None,
         meanwhile: Callable[[], object] = int,
     ) -> OpenEpoch:
-        """Open the last commit of a key, and import its memory; the connection is the epoch's from now on.
+        """Open the last commit of a key, and import its memory. The epoch owns the connection.
 
-        ``meanwhile`` is called while the server answers.
+        ``meanwhile`` is called between the request and the answer.
         """
         with contextlib.ExitStack() as undo:
             undo.enter_context(undoing(connection.close))
@@ -176,8 +177,8 @@ class OpenEpoch:
 class Weights(Tensors, Closes):
     """The weights of one epoch, mapped for reading; made by :meth:`Store.open`.
 
-    A mapping of names to :class:`TypedView`. A write faults, or the driver refuses it. The epoch stays what it is
-    until :meth:`close`, also when a writer replaces it or the server ends.
+    A mapping of names to :class:`TypedView`. Writes fault, or the driver refuses them. The contents stay the same until
+    :meth:`close`, even if a writer replaces the epoch or the server ends.
 
     Attributes
     ----------
@@ -186,7 +187,7 @@ class Weights(Tensors, Closes):
     device
         The device that has access.
     epoch
-        Number of the commit, from 1. The numbers of a key go on after a server that was killed.
+        Number of the commit, from 1. The numbers of a key continue after a server was killed.
     nbytes
         Size of the memory in bytes.
     """
@@ -198,7 +199,7 @@ class Weights(Tensors, Closes):
         self._adopt(opened)
         self._rights = {opened.device.location: MemAccess.READ, device.location: MemAccess.READ}
         self._any_stream = stream is None
-        """Whether each stream that uses the weights waits for their contents, and not :attr:`stream` alone."""
+        """Whether every using stream waits for the contents, not only :attr:`stream`."""
         self.stream: Stream = device.default_stream if stream is None else as_stream(stream, session_of(device))
         self._contents: Announcement | None = None
 
@@ -214,7 +215,7 @@ class Weights(Tensors, Closes):
     def open(
         cls, opened: OpenEpoch, device: Device | None, at: int | bool | None, stream: StreamLike | None
     ) -> Weights:
-        """Map an epoch at the writer's addresses, or at those that ``at`` demands."""
+        """Map an epoch at the writer's addresses, or at the address that ``at`` requires."""
         with contextlib.ExitStack() as undo:
             undo.enter_context(undoing(opened.close))
             range = _reserved(opened, at)
@@ -226,7 +227,7 @@ class Weights(Tensors, Closes):
         return weights
 
     def _expect(self) -> None:
-        """Make the stream wait for the contents; without one, each stream that uses them."""
+        """Make the stream wait for the contents; without a given stream, each using stream waits."""
         ready, self._contents = self._epoch.ready, None
         if ready is None:
             return
@@ -264,20 +265,20 @@ class Weights(Tensors, Closes):
 
     @property
     def server_alive(self) -> bool:
-        """Whether the server of the store lives. Without it the weights stay, until the last process closes them."""
+        """Whether the store's server is alive. After its end the weights stay until the last process closes them."""
         return self._epoch.connection.alive
 
     @property
     def lost(self) -> bool:
-        """Whether the contents that this process waited for never came, because the writer died."""
+        """Whether the awaited contents never came, because the writer died."""
         ready = self._epoch.ready
         return ready is not None and ready.lost
 
     def fabric_descriptor(self) -> bytes:
-        """Return the descriptor by which processes of other machines of the IMEX domain open the memory.
+        """Return the descriptor by which processes of other machines in the IMEX domain open the memory.
 
-        They call :func:`streamalloc.ipc.open`, which maps it for reading and writing. The contents must be there, and
-        nothing keeps the memory until it is opened but this object and the store.
+        They call :func:`streamalloc.ipc.open`, which maps it for reading and writing. The contents must be complete.
+        Until the open, only this object and the store keep the memory.
 
         Raises
         ------
@@ -301,27 +302,27 @@ class Weights(Tensors, Closes):
     def detach(self, after: After = None) -> None:
         """Wait for ``after`` (default: all work of the device), and unmap the memory (``cuMemUnmap``). Idempotent.
 
-        The addresses stay reserved, and the epoch stays this process's: :meth:`attach` brings it back. Until then, uses
-        of the views raise :class:`ClosedError`.
+        The addresses stay reserved, and this process keeps the epoch; :meth:`attach` maps it again. Until then, uses of
+        the views raise :class:`ClosedError`.
         """
         self._check_open()
         self.range.unmap(after=after)
 
     def attach(self, *, latest: bool = False, after: After = None) -> None:
-        """Map the memory at the same addresses again (``cuMemMap``, ``cuMemSetAccess``). Idempotent.
+        """Map the memory again at the same addresses (``cuMemMap``, ``cuMemSetAccess``). Idempotent.
 
         Parameters
         ----------
         latest
-            Map the last commit in place of this one, whose memory is then released. The layout must be the same, so
-            that pointers and graphs stay valid.
+            Map the last commit instead of this one, and release this one. The layout must be the same, so that pointers
+            and graphs stay valid.
         after
             Work that still uses the present mapping; default: all work of the device.
 
         Raises
         ------
         LayoutChangedError
-            The last commit has another layout; the message has the changes. Nothing was done.
+            The last commit has another layout; the message lists the changes. Nothing was done.
         """
         self._check_open()
         if latest:
@@ -359,7 +360,7 @@ class Weights(Tensors, Closes):
     def close(self, after: After = None) -> None:
         """Wait for ``after`` (default: all work of the device), unmap the memory, and release it. Idempotent.
 
-        The last process that closes a replaced or removed epoch releases the memory of the device.
+        The device memory of a replaced or removed epoch is freed when the last process closes it.
         """
         if not self.range.closed:
             if self.range.mapped_bytes:
@@ -391,7 +392,7 @@ def changed(key: str, epoch: int, expected: Layout | str, found: Layout) -> Layo
 
 
 def _reserved(opened: OpenEpoch, at: int | bool | None) -> AddressRange:
-    """Reserve the writer's addresses, or those that were asked for; without a demand, any."""
+    """Reserve the writer's addresses, or the required ones. Without a requirement, any address will do."""
     wanted = opened.address if at is None or at is True else int(at)
     sizes = sorted({max(opened.nbytes, least) for least in _LEAST_RANGES})
     driver, found = opened.device.driver, 0
@@ -402,7 +403,7 @@ def _reserved(opened: OpenEpoch, at: int | bool | None) -> AddressRange:
                 return reserved
             found = reserved.address
             reserved.close()
-            # Ranges of this process that were closed before their work was done end at points of work.
+            # Closed ranges of this process whose work was pending are released at points of work.
             work(session_of(opened.device))
     if at is None:
         return AddressRange(sizes[0], address=wanted, driver=driver)

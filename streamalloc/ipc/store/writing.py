@@ -1,8 +1,8 @@
-"""The writer of an epoch: memory is created and mapped here, and handed to the store at the commit.
+"""The writer of an epoch. It creates and maps memory, and passes it to the store at the commit.
 
-Until the commit the memory belongs to this process alone, so that its death leaves nothing. The commit is one message
-with the manifest and the descriptors of all chunks. Copies that are still queued then are announced by a ready word;
-this process keeps its mapping until they are done.
+Until the commit only this process has the memory, so its death frees it. The commit is one message with the manifest
+and the descriptors of all chunks. If copies are still queued, a ready word announces their end, and this process keeps
+its mapping until then.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ _LARGEST_CHUNK = 1 << 30
 
 
 class WeightsWriter(Tensors, Unique, Leaves):
-    """One epoch of a key while it is written; made by :meth:`Store.write`. A mapping of names to :class:`TypedView`.
+    """One epoch of a key during writing; made by :meth:`Store.write`. A mapping of names to :class:`TypedView`.
 
-    Leaving the ``with`` block commits. An exception in the block, :meth:`abort`, or the end of this process leaves
-    nothing, and the epoch before stays what readers open.
+    The end of the ``with`` block commits. After an exception in the block, :meth:`abort`, or the death of this process,
+    nothing is committed, and readers still open the previous epoch.
 
     Attributes
     ----------
@@ -90,7 +90,7 @@ class WeightsWriter(Tensors, Unique, Leaves):
             capacity = device.memory_info().total
         capacity = checked_size("capacity", capacity)
         self._pending: tuple[Lease, int, Event] | None = None
-        """Announcement of the contents and its value, and the event after which they are there."""
+        """Announcement of the contents, its value, and the event after the copies."""
         self._connection = connection
         with undoing(self._connection.close):
             answer, _ = self._connection.ask(Kind.WRITE, key=key, device=device.uuid.hex, replace=replace)
@@ -100,7 +100,7 @@ class WeightsWriter(Tensors, Unique, Leaves):
     # -- tensors ---------------------------------------------------------------------------------------------------
 
     def allocate(self, name: str, shape: int | Sequence[int], dtype: object) -> TypedView[Any]:
-        """Allocate memory for a tensor (``cuMemCreate``, ``cuMemMap``) at an address that readers can have, too.
+        """Allocate memory for a tensor (``cuMemCreate``, ``cuMemMap``), at an address that readers can usually use too.
 
         Parameters
         ----------
@@ -114,7 +114,7 @@ class WeightsWriter(Tensors, Unique, Leaves):
         Returns
         -------
         TypedView
-            C-contiguous. Its memory is not cleared.
+            The tensor, C-contiguous. Its memory is not cleared.
 
         Raises
         ------
@@ -130,17 +130,17 @@ class WeightsWriter(Tensors, Unique, Leaves):
         except TypeError:
             raise TypeError(f"shape must be an integer or a sequence of integers, not {shape!r}") from None
         tensor = Tensor(dtype_name(dtype), sizes, None, 0)
-        self.layout.row(name, tensor, tensor.nbytes)  # before memory is created, which would stay in the epoch
+        self.layout.row(name, tensor, tensor.nbytes)  # first, so that a bad tensor leaves no memory in the epoch
         return self.place(name, tensor._replace(offset=self.reserve(tensor.nbytes)))
 
     def tie(self, name: str, to: str) -> TypedView[Any]:
-        """Give a tensor a second name, as tied weights have."""
+        """Give a tensor a second name, for tied weights."""
         return self.place(name, self.layout[to])
 
     def place(self, name: str, tensor: Tensor) -> TypedView[Any]:
-        """Name memory that was allocated: a part of a tensor, a transposed one, or memory of :meth:`reserve`.
+        """Name allocated memory: a part of a tensor, a transposed tensor, or memory of :meth:`reserve`.
 
-        ``tensor`` has the offset from the first byte of the range, and strides unless it is C-contiguous.
+        ``tensor`` contains the offset in the range, and strides if it is not C-contiguous.
 
         Raises
         ------
@@ -151,13 +151,13 @@ class WeightsWriter(Tensors, Unique, Leaves):
         return self[name]
 
     def reserve(self, nbytes: int) -> int:
-        """Allocate memory without a name and return its offset in the range, a multiple of 512 bytes."""
+        """Allocate unnamed memory and return its offset in the range, a multiple of 512 bytes."""
         self._check_open()
         nbytes = checked_size("nbytes", nbytes)
         offset = -(-self.nbytes // ALIGNMENT) * ALIGNMENT
         missing = offset + nbytes - self._mapped
         if missing > 0:
-            # Steps of an eighth: a thousand small tensors make few chunks, and few bytes are left over.
+            # Grow in steps of an eighth: many small tensors make few chunks, and little memory is wasted.
             step = max(missing, min(self._mapped // 8, _LARGEST_CHUNK))
             self._grow(-(-step // GRANULARITY) * GRANULARITY)
         self.nbytes = offset + nbytes
@@ -189,15 +189,15 @@ class WeightsWriter(Tensors, Unique, Leaves):
         return self._connection.closed or self.epoch > 0
 
     def commit(self) -> None:
-        """Commit the epoch, as the end of the block does.
+        """Commit the epoch, as the end of the ``with`` block does.
 
-        The contents count from now on: all work that this process has queued on its devices. Readers' streams wait for
-        it; the host does not. The ranks of a ``group`` commit together: the host waits for the copies and the votes.
+        The contents include all work that this process has queued on its devices. Readers' streams wait for it; the
+        host does not. Ranks of a ``group`` commit together: the host then waits for the copies and the votes.
 
         Raises
         ------
         StoreError
-            The store refused it, or another rank did not commit. Nothing was committed.
+            The store refused the commit, or another rank did not commit. Nothing was committed.
         """
         self._check_open()
         if self._group is not None:
@@ -207,15 +207,15 @@ class WeightsWriter(Tensors, Unique, Leaves):
         self._finish()
 
     def _commit(self, *, keep: bool, prepare: bool = False, block: bool = False) -> dict[str, Any]:
-        """Send the epoch. Unless it is to ``block``, the host does not wait for queued work."""
+        """Send the epoch. With ``block`` the host waits for queued work."""
         session = session_of(self.device)
         self._pending = None
         if not self._chunks:
-            self._grow(GRANULARITY)  # Nothing but empty tensors: the driver maps no range without bytes.
+            self._grow(GRANULARITY)  # Only empty tensors: the driver maps no empty range.
         if block:
             wait(None, session, session.ordinals)
         else:
-            # An explicit commit comes after the work of all streams, also of those that only other libraries know.
+            # A commit includes the work of all streams, even of streams that only other libraries know.
             events = [context_event(Device(ordinal, driver=session.driver)) for ordinal in session.ordinals]
             if not all(event.query() for event in events):
                 self._pending = self._announced(events)
@@ -267,15 +267,15 @@ class WeightsWriter(Tensors, Unique, Leaves):
         self.epoch = self._connection.ask(Kind.CONFIRM, tokens=tokens)[0]["epoch"]
 
     def _vote(self, token: str) -> list[tuple[str, str]]:
-        """Return the server and the token of each rank; an empty token is a vote against the commit."""
+        """Return the server and the token of each rank. An empty token is a vote against the commit."""
         assert self._group is not None
-        # The ranks of another machine have another server.
+        # Ranks on another machine have another server.
         server = f"{self._group.host}/{self._connection.name}"
         found = self._group.allgather(json.dumps([server, token]).encode())
         return [tuple(json.loads(bytes(one))) for one in found]
 
     def abort(self) -> None:
-        """Release the memory; nothing is committed. Idempotent. With a ``group``, no rank commits."""
+        """Release the memory without a commit; idempotent. With a ``group``, no rank commits."""
         if not self.closed:
             with contextlib.ExitStack() as undo:
                 undo.callback(self._release)
@@ -287,7 +287,7 @@ class WeightsWriter(Tensors, Unique, Leaves):
             raise ClosedError(f"{self!r} was committed or aborted")
 
     def _finish(self) -> None:
-        """Release the mapping, at once or after the queued copies."""
+        """Release the mapping, now or after the queued copies."""
         pending = self._pending
         if pending is None:
             self._release(())
@@ -297,14 +297,14 @@ class WeightsWriter(Tensors, Unique, Leaves):
         deferred_queue(session_of(self.device)).submit(item)
 
     def _release(self, after: Any = None) -> None:
-        """Unmap and release the memory, and end the connection, which aborts what was not committed."""
+        """Unmap and release the memory, and end the connection. This aborts an uncommitted epoch."""
         self.range.unmap(after=after)
         close_all(self._chunks)
         self.range.close()
         self._connection.close()
 
     def _kept(self) -> Weights:
-        """Commit, and go on as a reader by the same mapping."""
+        """Commit, and continue as a reader with the same mapping."""
         self._check_open()
         answer = self._commit(keep=True, block=True)
         about = self._connection, self.key, answer["epoch"], self.device, self.range.address
@@ -338,7 +338,7 @@ class WeightsWriter(Tensors, Unique, Leaves):
 
 
 class _Ending(Deferred):
-    """The end of a writer whose copies were still queued at the commit."""
+    """The deferred end of a writer whose copies were still queued at the commit."""
 
     __slots__ = ("_event", "_lease", "_writer")
 
@@ -356,7 +356,7 @@ class _Ending(Deferred):
         return self._writer is None
 
     def forget(self) -> None:
-        """The context is lost, and the contents never come: the end of the connection says so to the server."""
+        """The context is lost, so the contents never come. The end of the connection notifies the server."""
         writer, self._writer = self._writer, None
         _endings.discard(self)
         if writer is not None:
@@ -368,7 +368,7 @@ _endings: set[_Ending] = set()
 
 @atexit.register
 def _await_copies() -> None:
-    """Wait for the copies, so that the end of this process does not lose a commit."""
+    """Wait for the copies, so that the end of this process loses no commit."""
     for item in list(_endings):
         with contextlib.suppress(CudaError):
             item._event.synchronize()

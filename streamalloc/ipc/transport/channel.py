@@ -2,11 +2,11 @@
 
 A :class:`Channel` is one end of an ``AF_UNIX`` connection of type ``SOCK_SEQPACKET``. A packet arrives whole or not at
 all, and descriptors travel in it (``SCM_RIGHTS``). A message is one packet, or several packets if it is larger. The
-receiver joins these, and drops the packets of a message that the sender abandoned. The user of the other end is checked
-before the first byte is read (``SO_PEERCRED``).
+receiver joins these, and drops incomplete messages. The peer's user is checked before the first byte is read
+(``SO_PEERCRED``).
 
-If a signal handler raises, the one packet that was being received may be lost, with its descriptors. The receiver
-detects a lost packet of a larger message and closes the channel.
+If a signal handler raises, the packet that is being received may be lost, with its descriptors. The receiver detects a
+lost packet of a larger message and closes the channel.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from streamalloc.core.resource import Closes, close_all
 from streamalloc.ipc.transport.deadlines import end_of, left, milliseconds
 
 Address: TypeAlias = Union[str, bytes, "os.PathLike[str]"]
-"""Address of a :class:`Listener`: a path, or an abstract name with ``@`` or a zero byte first."""
+"""Address of a :class:`Listener`: a path, or an abstract name that begins with ``@`` or a zero byte."""
 
 
 class Peer(NamedTuple):
-    """The process that made the other end of a channel, as the kernel reports it.
+    """The process that made the other end of a channel, as reported by the kernel.
 
-    For both ends of :meth:`Channel.pair` this is the process that called it, also after an end was passed to another
+    For both ends of :meth:`Channel.pair` this is the process that called it, even after an end was passed to another
     process. ``pid`` is 0 for a process of another PID namespace (a container).
     """
 
@@ -56,10 +56,10 @@ _LONGEST_PATH = 107  # bytes: sun_path without its zero at the end
 
 
 def to_kernel(address: Address) -> str | bytes:
-    """An address for the socket functions: bytes with a zero first for an abstract name, else a path.
+    """Return an address for the socket functions: for an abstract name bytes with a leading zero, otherwise a path.
 
-    Abstract names are those of one machine. If this process is of a named host (``STREAMALLOC_HOST``), the name of that
-    comes first, so that it meets no process of another host.
+    Abstract names are local to a machine. If ``STREAMALLOC_HOST`` is set, it precedes the name, so that only processes
+    with the same host name can connect.
     """
     name = os.fsdecode(address)
     host = os.environ.get("STREAMALLOC_HOST")
@@ -71,7 +71,7 @@ def to_kernel(address: Address) -> str | bytes:
 
 
 def shown(address: Address) -> str:
-    """An address for messages: an abstract name has ``@`` first."""
+    """Return an address for messages; an abstract name begins with ``@``."""
     name = os.fsdecode(address)
     return "@" + name[1:] if name.startswith("\0") else name
 
@@ -88,7 +88,7 @@ def check_private(path: str) -> None:
 
 
 def identity(path: str) -> tuple[int, int] | None:
-    """Device and inode number of a file, without following a link; None if no file has this path."""
+    """Device and inode number of a file, without following links; None if the file does not exist."""
     try:
         found = os.lstat(path)
     except FileNotFoundError:
@@ -103,7 +103,7 @@ def peer_of(connection: socket.socket) -> Peer:
 
 
 def admitted(connection: socket.socket) -> Peer:
-    """The process that made the other end; ``PermissionError`` if it belongs to another user."""
+    """The process at the other end; raises ``PermissionError`` if it belongs to another user."""
     peer = peer_of(connection)
     if peer.uid != os.geteuid():
         raise PermissionError(
@@ -125,7 +125,7 @@ MAX_HANDLES = 4096
 
 
 class ProtocolError(ValueError):
-    """A packet is no message of this library: it is cut off or damaged, or another version or program sent it.
+    """A packet is not a message of this library: it is truncated or damaged, or another version or program sent it.
 
     :meth:`Channel.receive` and the ends of a :class:`Ring` raise it.
     """
@@ -147,7 +147,7 @@ class Message(NamedTuple):
     data: bytes
     """The bytes that were sent."""
     handles: tuple[Fd, ...]
-    """The file descriptors that came along; the receiver owns them."""
+    """The file descriptors of the message; the receiver owns them."""
 
 
 # Magic, version, number of descriptors, bytes of data.
@@ -155,7 +155,7 @@ _HEADER = struct.Struct("<4sHHI")
 MAGIC = b"SAch"
 VERSION = 1
 HEADER_BYTES = _HEADER.size
-# After the header of one part of a message: the message's random name, index of the part, number of parts, bytes and
+# Fields after the header of a part: random name of the message, index of the part, number of parts, bytes and
 # descriptors of the whole message.
 _PART = struct.Struct("<8sIIII")
 _PART_MAGIC = b"SAcp"
@@ -170,7 +170,7 @@ Packet: TypeAlias = tuple[bytes, Sequence[Fd | int]]
 
 
 class Partial(NamedTuple):
-    """The parts of a message that were received so far, in order."""
+    """The parts of a message received so far, in order."""
 
     name: bytes
     nbytes: int
@@ -184,14 +184,14 @@ class Partial(NamedTuple):
 
 
 def rights_of(handles: Sequence[Fd | int]) -> list[_Rights]:
-    """Descriptors as the ancillary data of ``sendmsg``."""
+    """Return descriptors as ancillary data for ``sendmsg``."""
     if not handles:
         return []
     return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", map(number_of, handles)))]
 
 
 def as_bytes(data: BytesLike) -> bytes:
-    """The data that a caller sends, or a copy; ``TypeError`` if it is no bytes-like object."""
+    """Return the data to send as bytes; raises ``TypeError`` if it is not bytes-like."""
     try:
         return data if type(data) is bytes else bytes(memoryview(data))
     except (TypeError, BufferError):
@@ -202,7 +202,7 @@ def as_bytes(data: BytesLike) -> bytes:
 
 
 def number_of(handle: Fd | int) -> int:
-    """A descriptor's number; ``TypeError`` or ``ValueError`` if it cannot be one."""
+    """A descriptor's number; raises ``TypeError`` or ``ValueError`` for an invalid one."""
     if isinstance(handle, Fd):
         return handle.fileno()
     if isinstance(handle, bool) or not isinstance(handle, int):
@@ -232,7 +232,7 @@ def packets_of(data: bytes, handles: Sequence[Fd | int]) -> Iterator[Packet]:
 
 
 def with_part(partial: Partial | None, packet: bytes, handles: tuple[Fd, ...]) -> Partial | str:
-    """A partial message with the next part added; a text with the reason if the part does not continue it."""
+    """Return a partial message with the next part added, or a text that says why the part does not fit."""
     if len(packet) < HEADER_BYTES + _PART.size:
         return f"a part of a message of {len(packet)} bytes"
     name, number, count, nbytes, total = _PART.unpack_from(packet, HEADER_BYTES)
@@ -252,7 +252,7 @@ def with_part(partial: Partial | None, packet: bytes, handles: tuple[Fd, ...]) -
 
 
 def fault_in(packet: bytes, handles: int, flags: int) -> str | None:
-    """The reason why a packet is no packet of a message, as text; None if the packet is one."""
+    """The reason why a packet is not valid, as text; None if it is valid."""
     if flags & socket.MSG_TRUNC:
         return f"a packet of more than {PACKET_BYTES} bytes"
     if len(packet) < HEADER_BYTES:
@@ -270,16 +270,16 @@ def fault_in(packet: bytes, handles: int, flags: int) -> str | None:
     return None
 
 
-# Plain integers: operators of enum members cost more than the rest of a call.
+# Plain integers: enum operators would cost more than the rest of a call.
 _DAMAGED = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
 _ALL_BITS = (1 << 32) - 1
 
-# Nanoseconds that a receiver polls before it sleeps. A message that comes within this time arrives in a third of the
-# time that waking the thread takes. On one processor polling would only delay the sender.
+# Nanoseconds that a receiver polls before it sleeps. A message within this time arrives in a third of the time of a
+# thread wake-up. On one processor polling would only delay the sender.
 _SPIN_NANOSECONDS = 150_000 if len(os.sched_getaffinity(0)) > 1 else 0
 # After this many waits in a row without a message, only every 32nd wait polls.
 _MISSES_BEFORE_SLEEP, _POLL_EVERY = 3, 32
-# No call blocks in the kernel: Python would restart it after each signal. poll() keeps the deadline.
+# Calls never block in the kernel, where Python would restart them after each signal. poll() has the deadline.
 _SEND = int(socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
 _RECEIVE = int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
 _RIGHTS_BYTES = socket.CMSG_SPACE(PACKET_HANDLES * array.array("i").itemsize)
@@ -292,10 +292,10 @@ _make = tuple.__new__  # Message() calls this too, and takes three times as long
 
 
 class _Socket(socket.socket):
-    """A socket that closes without a ``ResourceWarning`` when it is dropped, also in a reference cycle."""
+    """A socket that closes without a ``ResourceWarning`` when it is dropped, even in a reference cycle."""
 
     def __del__(self) -> None:
-        # The close of the C type: a signal handler may have raised before the object had its attributes.
+        # Close by the C type: a signal handler may have raised before the object had its attributes.
         super(socket.socket, self).close()
 
 
@@ -307,7 +307,7 @@ class _SocketOwner(Closes):
     _socket: socket.socket
 
     def fileno(self) -> int:
-        """The socket's descriptor, which this object still owns; readable when a message or a process has come.
+        """The socket's file descriptor, which this object owns. It is readable when a message or a connection has come.
 
         Raises
         ------
@@ -328,7 +328,7 @@ class _SocketOwner(Closes):
         return ClosedError(f"this {type(self).__name__.lower()} was closed")
 
     def _poll(self, events: int, timeout: int) -> bool:
-        """Wait up to ``timeout`` milliseconds for poll events; whether one has come."""
+        """Wait up to ``timeout`` milliseconds for poll events; returns whether one has come."""
         poll = select.poll()
         poll.register(self.fileno(), events)
         return bool(poll.poll(timeout))
@@ -344,9 +344,9 @@ class _SocketOwner(Closes):
 class Channel(_SocketOwner):
     """One end of a private connection; made by :meth:`pair`, :meth:`connect`, :meth:`Listener.accept`, :meth:`from_fd`.
 
-    One thread may send while another receives. Two threads that send, or two that receive, need a lock of their own.
-    Closing does not wake a thread that waits; :meth:`shutdown` does. If a signal handler raises during :meth:`receive`,
-    the channel stays usable, and one packet may be lost.
+    One thread may send while another receives. Two threads that send, or two that receive, need a lock. :meth:`close`
+    does not wake a waiting thread; :meth:`shutdown` does. If a signal handler raises during :meth:`receive`, the
+    channel stays usable, and one packet may be lost.
 
     Child processes inherit no descriptor of it. Pass an end to a child as an argument of ``multiprocessing.Process``
     (spawn and forkserver), or pass its number with ``subprocess.Popen(..., pass_fds=[channel.fileno()])`` and call
@@ -370,10 +370,10 @@ class Channel(_SocketOwner):
     def __init__(self, connection: socket.socket, peer: Peer) -> None:
         self.timeout: float | None = None
         self._carried: set[bytes] = set()
-        """Ids of the handles that sharing has sent over this channel."""
+        """Ids of handles already sent over this channel."""
         self._partial: Partial | None = None
         self._misses = 0
-        """Waits in a row in which polling found no message."""
+        """Consecutive waits in which polling found no message."""
         self._socket = connection = _Socket(connection.family, connection.type, 0, connection.detach())
         self.peer: Peer = peer
         """The process that made the other end."""
@@ -396,13 +396,14 @@ class Channel(_SocketOwner):
 
     @classmethod
     def listen(cls, name: Address | None = None) -> Listener:
-        """Make a listener, to which other processes of this user connect.
+        """Make a listener for connections of other processes of this user.
 
         Parameters
         ----------
         name
-            The path of a socket to make, which closing removes. Default: an abstract socket with a random name. It ends
-            with the process, also if that is killed, and is visible in this network namespace only.
+            The path of the socket, which :meth:`Listener.close` removes. Default: an abstract socket with a random
+            name. An abstract socket ends with the process, even if that is killed, and is visible only in this network
+            namespace.
 
         Raises
         ------
@@ -436,7 +437,7 @@ class Channel(_SocketOwner):
         end = end_of(timeout)
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with undoing(connection.close):
-            # A full queue is EAGAIN, for which poll() has no event.
+            # A full queue gives EAGAIN, and poll() has no event for it.
             connection.setblocking(False)
             while True:
                 try:
@@ -460,7 +461,7 @@ class Channel(_SocketOwner):
         Raises
         ------
         ValueError
-            The descriptor is no connected ``AF_UNIX`` socket of type ``SOCK_SEQPACKET``.
+            The descriptor is not a connected ``AF_UNIX`` socket of type ``SOCK_SEQPACKET``.
         PermissionError
             The other end belongs to another user.
         """
@@ -491,14 +492,14 @@ class Channel(_SocketOwner):
         """Send one message; returns when the kernel has stored it for the receiver.
 
         A message of at most 64 KiB and 64 descriptors is one packet. A larger message is sent in several packets, and
-        the last ones have room only after the receiver has taken the first ones.
+        the last ones may have to wait until the receiver has taken the first ones.
 
         Parameters
         ----------
         data
             At most 1 MiB.
         handles
-            At most 4096 descriptors. The receiver gets duplicates; the caller still owns these.
+            At most 4096 descriptors. The receiver gets duplicates; the caller keeps the originals.
         timeout
             Seconds to wait for room in the receiver's queue; None: :attr:`timeout`.
 
@@ -507,8 +508,8 @@ class Channel(_SocketOwner):
         ValueError
             Too many bytes or descriptors.
         TimeoutError
-            The receiver's queue stayed full. The message is not delivered: if some of its packets were sent, the
-            receiver drops these when the next message comes. The channel stays usable.
+            The receiver's queue stayed full. The message is not delivered. If some of its packets were sent, the
+            receiver drops them at the next message. The channel stays usable.
         PeerGoneError
             The other end is closed. Messages that it sent before can still be received.
         ClosedError
@@ -520,7 +521,9 @@ class Channel(_SocketOwner):
             self._send_packets(packets_of(as_bytes(data), handles), wait)
 
     def _offer(self, data: bytes) -> bool:
-        """Send a message of one packet without waiting; whether it was sent. :meth:`send` raises the reason."""
+        """Send a one-packet message without waiting; returns whether it was sent. On failure :meth:`send` raises the
+        reason.
+        """
         try:
             self._send(header(MAGIC, VERSION, 0, len(data)) + data, _SEND)
         except OSError:
@@ -540,9 +543,9 @@ class Channel(_SocketOwner):
         TimeoutError
             No message came. The channel stays usable.
         PeerGoneError
-            The other end is closed, and everything that it sent was received.
+            The other end is closed, and all its messages were received.
         ProtocolError
-            The packet is no message of a channel. The channel is closed.
+            The packet is not a valid message. The channel is closed.
         ClosedError
             This end is closed.
         """
@@ -569,7 +572,7 @@ class Channel(_SocketOwner):
             end = end_of(wait) if end is None else end
 
     def _send_packets(self, packets: Iterable[Packet], wait: float | None) -> None:
-        """Send packets; wait for room where the receiver's queue is full."""
+        """Send packets; wait for room if the receiver's queue is full."""
         end = end_of(wait)
         for packet, handles in packets:
             rights = rights_of(handles)
@@ -589,15 +592,15 @@ class Channel(_SocketOwner):
                     if error.errno == errno.EAGAIN:
                         self._poll(select.POLLOUT, milliseconds(end))
                     else:
-                        # Kernel memory, or this user's limit of descriptors in flight: no event reports room.
+                        # Out of kernel memory, or too many descriptors in flight: no event reports room.
                         time.sleep(min(0.001, left(end)))
 
     def _await(self, error: OSError, wait: float | None, end: float | None) -> None:
-        """Wait until the socket is readable, after ``error`` of a call that has received nothing."""
+        """Wait until the socket is readable, after a receive that failed with ``error``."""
         if self.closed:
             raise self._was_closed() from None
         if error.errno == errno.ECONNRESET:
-            # Reported once: the peer ended with messages unread. Its own messages can still be received.
+            # Reported once: the peer ended with unread messages. Its own messages can still be received.
             return
         if error.errno != errno.EAGAIN:
             raise error
@@ -614,13 +617,13 @@ class Channel(_SocketOwner):
         ready(milliseconds(end))
 
     def _take(self, packet: bytes, handles: tuple[Fd, ...], flags: int) -> Message | None:
-        """Check a packet; the message that the packet is or completes, or None."""
+        """Check a packet. Return the message that it is or completes, or None."""
         if not packet and not handles and self._poll(select.POLLRDHUP, 0):
             self._drop_partial()
             raise PeerGoneError(f"{self._who} has ended or closed its end")
         fault = fault_in(packet, len(handles), flags)
         if fault is None and packet[:4] == MAGIC:
-            # The sender abandoned the message before this one: no more packets of it come.
+            # The sender abandoned the previous message; no more of its packets come.
             self._drop_partial()
             return Message(packet[HEADER_BYTES:], handles)
         found = with_part(self._partial, packet, handles) if fault is None else fault
@@ -637,7 +640,7 @@ class Channel(_SocketOwner):
         return Message(b"".join(found.data), found.handles)
 
     def _drop_partial(self) -> None:
-        """Close the descriptors of a message that will not be complete."""
+        """Close the descriptors of an incomplete message."""
         if self._partial is not None:
             close_all(self._partial.handles)
             self._partial = None
@@ -651,11 +654,11 @@ class Channel(_SocketOwner):
         return f"process {self.peer.pid or 'of another container'}"
 
     def shutdown(self) -> None:
-        """End the connection for every process that has either end; calls that wait raise :class:`PeerGoneError`."""
+        """End the connection for every process that has either end. Waiting calls raise :class:`PeerGoneError`."""
         self._shut_down()
 
     def close(self) -> None:
-        """Close this process's copy of this end; idempotent. Messages that were sent still arrive."""
+        """Close this process's copy of this end; idempotent. Sent messages still arrive."""
         self._socket.close()
         self._drop_partial()
 
@@ -664,12 +667,12 @@ class Channel(_SocketOwner):
 
 
 class Listener(_SocketOwner):
-    """A socket to which other processes of this user connect; made by :meth:`Channel.listen`.
+    """A listening socket for other processes of this user; made by :meth:`Channel.listen`.
 
     Attributes
     ----------
     address
-        The argument of :meth:`Channel.connect`: a path, or an abstract name with ``@`` first.
+        The argument of :meth:`Channel.connect`: a path, or an abstract name that begins with ``@``.
     """
 
     __slots__ = ("_file", "_process", "address")
@@ -698,7 +701,7 @@ class Listener(_SocketOwner):
             self._socket.listen(128)
 
     def accept(self, timeout: float | None = None) -> Channel:
-        """The connection of the next process (``accept``).
+        """Accept the next connection (``accept``).
 
         Parameters
         ----------
@@ -731,10 +734,10 @@ class Listener(_SocketOwner):
             return Channel(connection, admitted(connection))
 
     def close(self) -> None:
-        """Stop listening, and remove the socket's path if there is one; idempotent. Accepted channels stay open."""
-        # A forked child closes its copy only: the parent owns the listener.
+        """Stop listening, and remove the socket's path if it has one; idempotent. Accepted channels stay open."""
+        # A forked child closes only its copy: the parent owns the listener.
         if not self.closed and os.getpid() == self._process:
-            # Another listener may have bound a new socket to the path since.
+            # Another listener may have bound a new socket to the path meanwhile.
             if self._file is not None and identity(self.address) == self._file:
                 os.unlink(self.address)
             # Wakes a thread that waits in accept().
@@ -767,5 +770,5 @@ def _rebuild(duplicate: Any, timeout: float | None) -> Channel:
     return channel
 
 
-# pickle.dumps() still refuses a channel: without the descriptor its bytes mean nothing.
+# pickle.dumps() still refuses a channel, because its bytes are useless without the descriptor.
 ForkingPickler.register(Channel, lambda channel: (_rebuild, (DupFd(channel.fileno()), channel.timeout)))

@@ -1,9 +1,9 @@
-"""Groups of processes, which exchange bytes and file descriptors in collective calls.
+"""Groups of processes that exchange bytes and file descriptors in collective calls.
 
 :class:`Communicator` is the interface that this library uses. The other classes implement it over mpi4py,
 ``torch.distributed`` and ``multiprocessing``; none of them starts processes. Bytes travel over the group's own
 transport. Descriptors travel over channels between the processes of one machine; the channels' addresses are exchanged
-as bytes. :func:`as_communicator` also takes any object that has a rank, a size and an all-gather of bytes.
+as bytes. :func:`as_communicator` also accepts any object with a rank, a size and an all-gather of bytes.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class Communicator(Protocol):
     """One process's membership in a group.
 
     All ranks make the same calls in the same order, each rank from one thread at a time. ``timeout`` is in seconds;
-    None: the communicator's default. A call that fails on one rank fails on all, with a
-    :class:`~streamalloc.ipc.GroupError` whose ``ranks`` are at fault: a ``TimeoutError`` if these did not make the
-    call, a :class:`PeerGoneError` if they are gone. After that the group is unusable, and further calls raise
-    :class:`ClosedError`.
+    None: the communicator's default. A call that fails on one rank fails on all ranks with a
+    :class:`~streamalloc.ipc.GroupError`. Its ``ranks`` are those at fault. It is a ``TimeoutError`` if they did not
+    make the call, and a :class:`PeerGoneError` if they are gone. Afterwards the group is unusable, and further calls
+    raise :class:`ClosedError`.
 
     Attributes
     ----------
@@ -71,14 +71,14 @@ class Communicator(Protocol):
         """Wait until all ranks have made this call."""
 
     def exchange(self, handles: Sequence[Fd | int], *, timeout: float | None = None) -> list[tuple[Fd, ...]]:
-        """Duplicates of the descriptors of all ranks, by rank; ``ValueError`` if hosts differ."""
+        """Duplicates of the descriptors of all ranks, by rank; raises ``ValueError`` if hosts differ."""
 
     def close(self) -> None:
         """Leave the group; idempotent."""
 
 
 class ProcessGroupLike(Protocol):
-    """An object with a rank, a size, and an all-gather of bytes that blocks.
+    """An object with a rank, a size, and a blocking all-gather of bytes.
 
     :func:`as_communicator` accepts it.
     """
@@ -147,11 +147,11 @@ class _Group(Closes):
         Raises
         ------
         TimeoutError, PeerGoneError
-            A rank did not make the call, or is gone. The group is unusable after that.
+            A rank did not make the call, or is gone. The group is unusable afterwards.
         ProtocolError
-            Another rank makes another call.
+            Another rank makes a different call.
         ClosedError
-            The communicator was closed, or a call failed before.
+            The communicator was closed, or an earlier call failed.
         """
         given = bytes(memoryview(data))
         with self._call(timeout) as limit:
@@ -165,11 +165,11 @@ class _Group(Closes):
     def exchange(self, handles: Sequence[Fd | int], *, timeout: float | None = None) -> list[tuple[Fd, ...]]:
         """Duplicates of the descriptors of all ranks, by rank; this rank's own are included.
 
-        Errors as for :meth:`allgather`. ``ValueError`` on every rank if the ranks are not all on one machine, of one
-        user and in one network namespace; the group stays usable then.
+        Errors as for :meth:`allgather`. Every rank raises ``ValueError`` if the ranks are not all on one machine, of
+        one user and in one network namespace; the group stays usable.
         """
         handles = tuple(handles)
-        # Check first that each is open: an error during the exchange would end the group.
+        # First check that each is open: an error during the exchange would end the group.
         for handle in handles:
             os.fstat(number_of(handle))
         with self._call(timeout) as limit:
@@ -190,7 +190,7 @@ class _Group(Closes):
             raise
 
     def _gather(self, call: Call, data: bytes, limit: Limit) -> list[bytes]:
-        """The bytes of all ranks. Each packet's first byte is its rank's call, which has to be the same for all."""
+        """The bytes of all ranks. The first byte of each packet is the rank's call, which must be equal on all."""
         packets = self._gathered(call, bytes([call]) + data, limit)
         for rank, packet in enumerate(packets):
             if packet[:1] != bytes([call]):
@@ -203,7 +203,7 @@ class _Group(Closes):
         raise NotImplementedError
 
     def _connected(self, limit: Limit) -> Mesh | str:
-        """Channels to all ranks; a text with the reason if hosts differ."""
+        """Channels to all ranks; or a text with the reason if hosts differ."""
         if self._mesh is None:
             with Channel.listen() as listener:
                 card = f"{self.host}\n{listener.address}".encode()
@@ -234,7 +234,7 @@ class _Group(Closes):
 
 def _host() -> str:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    # Abstract sockets, over which descriptors travel, are visible within one network namespace.
+    # Descriptors travel over abstract sockets, which are visible within one network namespace.
     named = f"host {name}, " if (name := os.environ.get("STREAMALLOC_HOST")) else ""
     return f"{named}boot {boot}, user {os.geteuid()}, network namespace {os.stat('/proc/self/ns/net').st_ino}"
 
@@ -250,7 +250,7 @@ def _apart(hosts: Sequence[str]) -> str:
 
 
 class AllgatherCommunicator(_Group):
-    """A communicator over any object with a rank, a size, and an all-gather of bytes that blocks.
+    """A communicator over any object with a rank, a size, and a blocking all-gather of bytes.
 
     :func:`as_communicator` makes it.
 
@@ -259,8 +259,8 @@ class AllgatherCommunicator(_Group):
     group
         An object with ``rank``, ``size`` and ``allgather(data)``, or with mpi4py's names; the caller closes it.
     timeout
-        Seconds for the exchange of descriptors in calls without a timeout argument; None: no limit. It does not limit
-        ``group.allgather``.
+        Seconds for exchanges of descriptors in calls without a timeout argument; None: no limit. ``group.allgather`` is
+        not limited.
     """
 
     __slots__ = ("_group",)
@@ -281,9 +281,9 @@ class AllgatherCommunicator(_Group):
 
 
 class SelfCommunicator(_Group):
-    """A group of this process alone.
+    """A group with only this process.
 
-    :class:`~streamalloc.multicast.SymmetricMemory` takes it as any :class:`Communicator`.
+    :class:`~streamalloc.multicast.SymmetricMemory` accepts it like any :class:`Communicator`.
     """
 
     __slots__ = ()
@@ -297,7 +297,7 @@ class SelfCommunicator(_Group):
 
 
 class ProcessCommunicator(_Group):
-    """A group of processes of one machine; :meth:`create` makes one communicator for each process.
+    """A group of processes on one machine. :meth:`create` makes one communicator for each process.
 
     ``notebooks/examples/symmetric_multiprocessing.py`` gives one to each process;
     :class:`~streamalloc.multicast.SymmetricMemory` takes it.
@@ -321,8 +321,8 @@ class ProcessCommunicator(_Group):
         size
             Number of processes.
         timeout
-            Seconds for calls without a timeout argument; None: no limit. Without a limit the other ranks wait for ever
-            if a process dies before its first call.
+            Seconds for calls without a timeout argument; None: no limit. Without a limit, if a process dies before its
+            first call, the other ranks wait forever.
         """
         if checked_type("size", size, int) < 1:
             raise ValueError(f"size={size}: a group has 1 process or more")
@@ -362,8 +362,8 @@ class MPICommunicator(_Group):
 
     :func:`as_communicator` makes it of mpi4py's; ``notebooks/examples/symmetric_mpi.py`` is a program.
 
-    The first call duplicates ``comm``, so that messages of this library and of the program cannot mix. An error of that
-    call cannot name the missing ranks.
+    The first call duplicates ``comm``, so that messages of this library and the program stay separate. If ranks are
+    missing in that call, the error cannot name them.
 
     Parameters
     ----------
@@ -388,13 +388,13 @@ class MPICommunicator(_Group):
         from mpi4py import MPI
 
         pending: list[Any] = []
-        # Keep the buffers: MPI still writes to the memory of requests that did not complete.
+        # Keep the buffers: MPI may still write to those of unfinished requests.
         with undoing(lambda: _abandoned.append(pending)):
             if self._own is None:
                 self._own = self._duplicate(call, limit, pending)
             return self._all_to_all(MPI, call, packet, limit, pending)
 
-    # MPI calls that block have no deadline, so that these are polled.
+    # Blocking MPI calls have no deadline, so requests are polled.
 
     def _duplicate(self, call: Call, limit: Limit, pending: list[Any]) -> Any:
         own, request = self._comm.Idup()
@@ -434,10 +434,10 @@ class MPICommunicator(_Group):
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     def close(self) -> None:
-        """Leave the group; idempotent. All ranks have to make this call: ``MPI_Comm_free`` is collective."""
+        """Leave the group; idempotent. All ranks must make this call, because ``MPI_Comm_free`` is collective."""
         super().close()
         own, self._own = self._own, None
-        # After a failure its requests stay pending, and MPI would wait for these.
+        # After a failure, requests stay pending, and MPI would wait for them.
         if own is not None and self._ended == "was closed":
             from mpi4py import MPI
 
@@ -449,11 +449,11 @@ class MPICommunicator(_Group):
 
 
 class TorchCommunicator(_Group):
-    """A group of ``torch.distributed``. Every rank makes one; several of one group in the same order on every rank.
+    """A group of ``torch.distributed``. Every rank makes one; several for one group in the same order on every rank.
 
     :func:`as_communicator` makes it; ``notebooks/examples/symmetric_torchrun.py`` is a program.
 
-    Bytes travel through the group's store, with any backend: no tensor and no device is used, and nothing is pickled.
+    With any backend, bytes travel through the group's store, without tensors, devices or pickling.
 
     Parameters
     ----------
@@ -491,7 +491,7 @@ class TorchCommunicator(_Group):
             self._wait(keys, call, limit)
             packets = [bytes(self._store.get(key)) for key in keys]
             if self._calls:
-                # Every rank that has made this call has read all packets of the call before.
+                # Every rank that made this call has read all packets of the previous call.
                 with contextlib.suppress(NotImplementedError, RuntimeError):  # not every store can
                     self._store.delete_key(self._key(self._calls - 1, self.rank))
         except RuntimeError as error:
@@ -514,7 +514,7 @@ class TorchCommunicator(_Group):
             pause = min(2 * pause, _LONGEST_PAUSE)
 
 
-# Number of communicators made of each group in this process, by group name; the same on all of its ranks.
+# Number of communicators made per group in this process, by group name; equal on all ranks of a group.
 _numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
 
@@ -522,7 +522,7 @@ _numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
 
 def _loaded(module: str, name: str) -> Any:
-    """A class or a function of a loaded module; () if the module is not loaded, or its import has failed."""
+    """A class or a function of a loaded module; () if the module is not loaded or failed to import."""
     return getattr(sys.modules.get(module), name, ())
 
 
@@ -551,7 +551,7 @@ def as_communicator(group: CommunicatorLike = None) -> Communicator:
                 "ProcessCommunicator.create(n), or SelfCommunicator() for this process alone"
             )
         return TorchCommunicator()
-    # An object of mpi4py or PyTorch exists only if its module is loaded: no import is needed here.
+    # An mpi4py or PyTorch object exists only if its module is loaded, so no import is needed.
     if isinstance(group, _loaded("mpi4py.MPI", "Comm")):
         return MPICommunicator(group)
     if isinstance(group, _loaded("torch.distributed", "ProcessGroup")):

@@ -13,7 +13,7 @@ now: Callable[[], float] = time.monotonic
 
 
 def end_of(wait: float | None) -> float | None:
-    """The deadline of a timeout, in seconds on the monotonic clock; None: no deadline.
+    """Return the deadline of a timeout, in seconds on the monotonic clock; None for none.
 
     Raises
     ------
@@ -33,5 +33,5 @@ def left(end: float | None) -> float:
 
 
 def milliseconds(end: float | None) -> int:
-    """Milliseconds until a deadline, for one call of ``poll``; at most a day, as ``poll`` takes an int of 32 bits."""
+    """Milliseconds until a deadline, at most a day, because ``poll`` takes a 32-bit int."""
     return math.ceil(min(left(end), _DAY) * 1000)

@@ -1,7 +1,7 @@
-"""A thread that sends file descriptors to processes that have received a descriptor's bytes only.
+"""A thread that sends file descriptors to processes that received only a descriptor's bytes.
 
-Queues and pipes of :mod:`multiprocessing` carry bytes and no file descriptors. A process that opens such bytes requests
-the file descriptor from the process that shared them, once for each pool, control block and chunk of physical memory.
+Queues and pipes of :mod:`multiprocessing` carry only bytes. A process that opens them requests the file descriptor from
+the exporter, once for each pool, control block and chunk of physical memory.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from streamalloc.core.internal import Fd
 from streamalloc.core.resource import close_all
 from streamalloc.ipc.transport.channel import Channel, Listener
 
-# A client that is silent for so long is dropped, and a request that takes longer fails.
+# Seconds until a silent client is dropped, or a request fails.
 _SECONDS = 10.0
 _MOST_CLIENTS = 64
 _ID_BYTES = 16
 
 
 def address_of(endpoint: bytes) -> str:
-    """The name of the server's abstract socket, which leaves no file."""
+    """The name of the server's abstract socket, which is not a file."""
     return f"@streamalloc-{os.getuid()}-{endpoint.hex()}"
 
 
 def serve(find: Callable[[bytes], Fd | None]) -> bytes:
-    """Start the thread that sends handles; the endpoint, which is the 16 bytes that :func:`fetch` takes.
+    """Start the server thread. Returns its endpoint, the 16 bytes that :func:`fetch` takes.
 
     ``find`` returns the handle of a name, or None. Threads call it.
     """
@@ -83,7 +83,7 @@ def fetch(endpoint: bytes, name: bytes) -> Fd:
     Raises
     ------
     ValueError
-        The process has closed the memory, pool or event that the handle belongs to.
+        The process has closed the memory, pool or event of the handle.
     ConnectionError
         The process has ended.
     TimeoutError

@@ -1,7 +1,7 @@
-"""All-to-all exchange of bytes and file descriptors between ranks of one machine, over a channel for each pair.
+"""All-to-all exchange of bytes and file descriptors between ranks of one machine, with a channel per pair.
 
-Each rank sends its data to all others before it waits, and receives in order of arrival. So each rank can name the
-ranks whose data is missing, and all ranks notice at once when one dies.
+Each rank first sends its data to all others, then receives in order of arrival. So each rank can name the ranks whose
+data is missing, and all ranks detect a death at once.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ class Call(enum.IntEnum):
     BARRIER = 2
     EXCHANGE = 3
     FAILED = 255
-    """In a packet: the sender's call failed; the reason follows."""
+    """In a packet: the sender's call failed, and the reason follows."""
 
     def __str__(self) -> str:
         return self.name.lower()
 
 
 class Limit(NamedTuple):
-    """Time limit of a call: the seconds that the caller gave, and the deadline."""
+    """Time limit of a call: the given seconds and the deadline."""
 
     seconds: float | None
     end: float | None
 
     @classmethod
     def of(cls, seconds: float | None) -> Limit:
-        """A limit of ``seconds`` from now; None: no limit."""
+        """Return a limit of ``seconds`` from now; None for no limit."""
         return cls(seconds, end_of(seconds))
 
     def passed(self) -> bool:
@@ -71,7 +71,7 @@ class GroupError(Exception):
     Attributes
     ----------
     calls
-        The calls of the ranks at fault, by rank; ``""`` if unknown. If two ranks made different calls, both are here.
+        The calls of the ranks at fault, by rank; ``""`` if unknown. If two ranks made different calls, both are listed.
     """
 
     def __init__(self, text: str, calls: Mapping[int, str] | None = None) -> None:
@@ -89,7 +89,7 @@ class GroupTimeoutError(GroupError, TimeoutError):
 
 
 class GroupGoneError(GroupError, PeerGoneError):
-    """A rank has ended, has closed its end, or its own call has failed."""
+    """A rank has ended, has closed its end, or failed in its own call."""
 
 
 class GroupProtocolError(GroupError, ProtocolError):
@@ -102,7 +102,7 @@ def described(error: BaseException) -> str:
 
 
 def did_not_come(ranks: Iterable[int], limit: Limit, where: str = "") -> GroupTimeoutError:
-    """The error for missing ranks; ``where`` begins with a blank."""
+    """The error for missing ranks; ``where`` begins with a space."""
     ranks = sorted(ranks)
     return GroupTimeoutError(f"{listed(ranks)} did not come{where} within {limit}", dict.fromkeys(ranks, ""))
 
@@ -114,7 +114,7 @@ def listed(ranks: Iterable[int]) -> str:
 
 
 def by_value(values: Sequence[Any], text: str) -> str:
-    """The ranks of each value as text: ``text`` with the value in place of ``{}``."""
+    """Describe which ranks have which value; ``text`` gets the value in place of ``{}``."""
     ranks: dict[Any, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
@@ -126,8 +126,8 @@ def name_of(call: int) -> str:
     return str(Call(call)) if call in _NUMBERS.values() else ""
 
 
-# Header of each packet: the call, the number of calls before it, and the bytes and descriptors of the sender's data.
-# With Call.FAILED instead: the number of _CULPRIT entries that follow, and the kind of error.
+# Header of each packet: the call, the number of earlier calls, and the bytes and descriptors of the data. With
+# Call.FAILED: the number of _CULPRIT entries that follow, and the kind of error.
 _HEAD = struct.Struct("<BxxxIQI")
 _HELLO = struct.Struct("<5sI")
 _CULPRIT = struct.Struct("<IB")
@@ -135,14 +135,14 @@ _NUMBERS = {str(call): int(call) for call in Call if call != Call.FAILED}
 _MOST_CULPRITS = 1000
 _CHUNK = PACKET_DATA - _HEAD.size
 _GONE, _LATE = 0, 1
-# Seconds: the first and the longest pause while ranks meet, and the limit for a caller's first message.
+# Seconds: shortest and longest pause while ranks connect, and the limit for a caller's first message.
 _SHORT = 0.001
 _LONG = 0.02
 _HELLO_SECONDS = 5.0
 
 
 class _Link:
-    """The data received from one other rank in a call, and the packets not yet sent to it."""
+    """Data received from one other rank in a call, and packets still to send to it."""
 
     __slots__ = ("channel", "data", "handles", "nbytes", "rank", "received", "unsent")
 
@@ -168,7 +168,7 @@ class Mesh(Closes):
 
     @classmethod
     def meet(cls, rank: int, listener: Listener, addresses: Sequence[str], limit: Limit) -> Mesh:
-        """Connect to the ranks before this one, and accept the connections of the ranks after it.
+        """Connect to the lower ranks, and accept connections of the higher ranks.
 
         Raises
         ------
@@ -199,9 +199,9 @@ class Mesh(Closes):
     def all_to_all(
         self, call: Call, data: bytes, handles: Sequence[Fd | int], limit: Limit
     ) -> list[tuple[bytes, tuple[Fd, ...]]]:
-        """Send bytes and descriptors to all ranks; the bytes and descriptors of each rank, by rank.
+        """Send bytes and descriptors to all ranks. Returns the bytes and descriptors of each rank, by rank.
 
-        The entry of this rank has the same bytes, and duplicates of the descriptors. On an error the mesh is closed,
+        The entry of this rank has its own bytes, and duplicates of its descriptors. After an error the mesh is closed,
         and the other ranks are notified.
 
         Raises
@@ -209,7 +209,7 @@ class Mesh(Closes):
         TimeoutError, PeerGoneError
             A rank did not make the call, or is gone; the message names it.
         ProtocolError
-            Another rank makes another call.
+            Another rank makes a different call.
         """
         links: list[_Link] = []
         own: list[Fd] = []
@@ -239,7 +239,7 @@ class Mesh(Closes):
         while waiting:
             for number, _ in ready.poll(milliseconds(limit.end) if limit.end is not None else None):
                 link = waiting[number]
-                # Receive first: a rank whose call failed sends the reason before it closes.
+                # Receive first: a failed rank sends the reason before it closes.
                 if not link.received:
                     self._receive(link, call)
                 self._send(link, packets)
@@ -257,7 +257,7 @@ class Mesh(Closes):
         while link.unsent:
             data, handles = packets[-link.unsent]
             try:
-                # Not 0 s: poll() reports room although the kernel's limit of descriptors in flight is reached.
+                # Not 0 s: poll() reports room even if too many descriptors are in flight.
                 link.channel.send(data, handles, timeout=_SHORT)
             except TimeoutError:
                 return
@@ -310,12 +310,12 @@ class Mesh(Closes):
         self.close()
 
     def close(self) -> None:
-        """Close the channels; idempotent. The other ranks notice at their next call."""
+        """Close the channels; idempotent. The other ranks detect it at their next call."""
         close_all(self._channels.values())
 
 
 def _next_caller(listener: Listener, expected: set[int], wait: float, limit: Limit) -> tuple[int, Channel] | None:
-    """The next expected rank that connects, and its channel; None if none does."""
+    """Accept the next expected rank; returns its number and channel, or None if none connects."""
     try:
         channel = listener.accept(min(wait, left(limit.end)))
     except (TimeoutError, PermissionError):
@@ -347,7 +347,7 @@ def _awaited(link: _Link) -> int:
 
 
 def _why_gone(link: _Link) -> Exception:
-    """The error for a closed channel: the reason that the rank sent before it closed, or that it is gone."""
+    """The error for a closed channel: the reason that the rank sent before, or that it is gone."""
     while True:
         try:
             data, handles = link.channel.receive(timeout=0)

@@ -1,1 +1,1 @@
-"""Bytes on the wire and words in shared memory: descriptors and control blocks, used by exporter and importer."""
+"""Formats that exporter and importer share: descriptors, and control blocks in shared memory."""

@@ -1,7 +1,7 @@
 """Control blocks: words in shared memory by which exporter and importers order their streams and count their uses.
 
-The driver does not protect importers: freed memory is reused while they read it. So each exporting process has a
-control block, a page-locked file in memory that importers map too. It has a *slot* for each shared allocation:
+The driver does not protect importers: freed memory may be reused while they read it. So each exporting process has a
+control block, a page-locked in-memory file that importers also map. It has a *slot* for each shared allocation:
 
 * ``generation``: the allocation that the slot stands for; counted up at its free, so that older descriptors are stale;
 * ``announced``: the value that ``ready`` reaches once all queued work has run;
@@ -12,18 +12,17 @@ control block, a page-locked file in memory that importers map too. It has a *sl
   and sets ``closing`` to the same value at the close; its stream writes that value to ``closed`` after its work. The
   exporter's stream waits for ``closed`` before it frees.
 
-Beside the slots there are *marks*, words that keep one value as long as an object of the exporter exists
-(:class:`Mark`): ``hold`` for a descriptor in transit, set to 0 by the importer that opens it; ``pool`` for a pool that
-was shared.
+Beside the slots there are *marks*, words that keep one value while an object of the exporter exists (:class:`Mark`):
+``hold`` for a descriptor in transit, set to 0 by the importer that opens it; ``pool`` for a shared pool.
 
-Every word has one writer, a process: its stream or, if that has no work left, its host (:meth:`ControlBlock.write`).
-Nothing keeps a hostile importer from writing the words of others, so the exporter keeps its own copy of the values that
-it announced and waits for.
+Every word has one writing process: its stream writes or, if the stream is idle, its host (:meth:`ControlBlock.write`).
+A hostile importer could write the words of others, so the exporter keeps private copies of the values that it announced
+and waits for.
 
 Importers on other machines have a replica of the control block (:mod:`streamalloc.ipc.wire.relay`).
 
-Each process locks one byte of the file. The kernel releases the lock when the process dies, so that a wait for the lock
-is a wait for the death. The file is sealed against truncation.
+Each process locks one byte of the file. The kernel releases the lock when the process dies, so a wait for the lock is a
+wait for the death. The file is sealed against truncation.
 """
 
 from __future__ import annotations
@@ -59,9 +58,9 @@ from streamalloc.core.session import Session
 from streamalloc.driver.internal import cuda
 
 SLOTS = 1024
-"""Slots of a control block, and marks of each kind."""
+"""Slots of a control block, and marks per kind."""
 IMPORTERS = 128
-"""Importers of one exporter at a time: for them a control block has 1.5 MiB of page-locked memory."""
+"""Most importers per exporter at a time; they need 1.5 MiB of page-locked memory."""
 WORD = 1 << 32
 """Words count up modulo 2^32."""
 
@@ -69,12 +68,12 @@ _MAGIC = b"SAblock\3"
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _HEADER = struct.Struct("<8s16sII")
 _HEADER_BYTES = 4096
-# Offset of a byte in the header: 1 once a process has seen the exporter's death.
+# Offset of a header byte that becomes 1 once a process has seen the exporter's death.
 _DEAD = _HEADER_BYTES - 4
 EXPORTER_WORDS = ("generation", "announced", "ready", "lost", "pool", "hold")
 """Kinds of words that the exporter writes."""
 _IMPORTER_WORDS = ("opened", "closing", "closed")
-# Offset of the first word of each kind, and distance between the words of two slots or marks, in bytes.
+# For each kind: offset of the first word, and distance between two slots or marks, in bytes.
 _LAYOUT: dict[str, tuple[int, int]] = {}
 _BYTES = _HEADER_BYTES
 for _name in (*EXPORTER_WORDS, *_IMPORTER_WORDS):
@@ -90,21 +89,21 @@ _ANNOUNCEMENT = struct.Struct("<III")
 # struct flock: type, whence, start, length, process.
 _LOCK = struct.Struct("hhqqi4x")
 _NOT_IN_A_CAPTURE = "a graph cannot wait for another process, nor notify one"
-# Announcements that streams wait for, at most, before those that have come are forgotten.
+# Most expected announcements before those that have come are removed.
 _MOST_EXPECTED = 64
 
 Words = npt.NDArray[np.uint32]
 
 
 class Word(ctypes.c_uint32):
-    """A word of a control block. Reading it takes a quarter of the time of an array's element."""
+    """A word of a control block. Reading it is four times faster than reading an array element."""
 
     pointer: Any
     """``CUdeviceptr`` of the word."""
 
 
 class SlotWords:
-    """The words of one slot that its exporter writes."""
+    """The words of one slot that the exporter writes."""
 
     __slots__ = ("announced", "closed", "generation", "last_announced", "lost", "opened", "ready")
 
@@ -115,14 +114,14 @@ class SlotWords:
         self.lost: Word = block.word("lost", slot)
         (opened, step), (closed, _) = _LAYOUT["opened"], _LAYOUT["closed"]
         self.opened: slice = slice(opened + step * slot, opened + step * (slot + 1))
-        """Bytes of the file: the words ``opened`` of all importers."""
+        """Byte range of the words ``opened`` of all importers."""
         self.closed: slice = slice(closed + step * slot, closed + step * (slot + 1))
         """Bytes of the file: the words ``closed`` of all importers."""
         self.last_announced: int = 0
         """The exporter's own copy of ``announced``, which importers cannot write."""
 
     def was_lost(self, wanted: int) -> bool:
-        """Whether ``ready`` came to ``wanted`` only because the exporter died or its driver refused."""
+        """Whether ``ready`` reached ``wanted`` only because the exporter died or its driver refused."""
         return bool(self.lost.value) and not reached(self.ready.value - self.lost.value, wanted)
 
 
@@ -144,7 +143,7 @@ class ImporterWords:
 
 
 class Mark:
-    """A word of the exporter that keeps its value as long as this object exists, and is 0 afterwards."""
+    """A word of the exporter that keeps its value while this object exists, and is 0 afterwards."""
 
     __slots__ = ("_block", "_free", "_index", "_value", "_word", "number")
 
@@ -169,7 +168,7 @@ class Mark:
 
     def __del__(self) -> None:
         word = getattr(self, "_word", None)
-        # A forked child has a copy of this object, but shares the word.
+        # A forked child has a copy of this object but shares the word.
         if word is not None and not self._block.session.forked:
             self._word = None
             word.value = 0
@@ -177,12 +176,12 @@ class Mark:
 
 
 class ControlBlock:
-    """A control block, mapped into this process: :meth:`create` it in the exporter, :meth:`attach` it in importers."""
+    """A control block mapped into this process: by :meth:`create` in the exporter, by :meth:`attach` in importers."""
 
     relay: Any = None
-    """Exchange of the words with another machine, if this is a replica: see :mod:`streamalloc.ipc.wire.relay`."""
+    """Exchange with another machine, for a replica: see :mod:`streamalloc.ipc.wire.relay`."""
     ready_at: int | None = None
-    """Device address of the words ``ready`` that streams wait for, by slot; None: those of the block itself."""
+    """Device address of the words ``ready`` in a relay; None otherwise."""
 
     def __init__(self, session: Session, fd: Fd, name: bytes, *, for_streams: bool = True) -> None:
         self.session: Session = session
@@ -192,9 +191,9 @@ class ControlBlock:
         self.importer: int = -1
         """Index of this process among the importers; -1 in the exporter."""
         self._watched: set[int] = set()
-        """Bytes of the file whose locks a thread waits for."""
+        """Bytes of the file whose locks a thread is waiting for."""
         self._expected: dict[tuple[int, int], None] = {}
-        """Slot and value of ``ready`` that streams of this process wait for."""
+        """Slots and values of ``ready`` that this process's streams wait for."""
         self._marks = {"pool": list(range(SLOTS)), "hold": list(range(SLOTS))}
         """Indexes of free marks, by kind."""
         self._values = itertools.count(secrets.randbits(31))
@@ -213,7 +212,7 @@ class ControlBlock:
         self.importers: dict[tuple[int, int], ImporterWords] = {}
         """The results of :meth:`importer_words`, by slot and importer."""
         self._raw: int | None = None
-        """Address registered with the driver; None before and after, and without ``for_streams``."""
+        """Address registered with the driver; None if not registered."""
         session.shut_with_me(self)
         if not for_streams:
             return
@@ -227,10 +226,10 @@ class ControlBlock:
                 raise
 
     def close(self) -> None:
-        """Unregister the memory (``cuMemHostUnregister``), which waits for the device's work. Idempotent."""
+        """Unregister the memory, which waits for the device's work (``cuMemHostUnregister``). Idempotent."""
         self._own.close()
         if self._raw is not None:
-            # session.current takes no lock, unlike making a Device: a finaliser may call this.
+            # session.current takes no lock, so finalisers may call it. Making a Device would take one.
             with contextlib.suppress(CudaError), self.session.current(0):
                 self.session.release(self, "cuMemHostUnregister")
 
@@ -248,9 +247,9 @@ class ControlBlock:
 
     @classmethod
     def replicate(cls, session: Session, name: bytes) -> tuple[ControlBlock, Fd]:
-        """Make a replica of a control block of another machine, as its importer, and the lock of its exporter.
+        """Make a replica of another machine's control block, as its importer, and the lock of its exporter.
 
-        To the replica the exporter lives until the lock is released (:func:`unlock_exporter`).
+        In the replica the exporter counts as alive until the lock is released (:func:`unlock_exporter`).
         """
         fd = _new_file(name)
         with undoing(fd.close):
@@ -261,7 +260,7 @@ class ControlBlock:
 
     @classmethod
     def attach(cls, session: Session, fd: Fd, name: bytes, *, for_streams: bool = True) -> ControlBlock:
-        """Map the control block in a received file descriptor, as an importer.
+        """Map the control block of a received file descriptor, as an importer.
 
         Without ``for_streams``, streams can neither wait for its words nor write them.
 
@@ -275,7 +274,7 @@ class ControlBlock:
         block = cls(session, fd, name, for_streams=for_streams)
         for importer in range(IMPORTERS):
             if _try_lock(block._own, 1 + importer):
-                # A dead importer may have had the index before, and left allocations open.
+                # A dead importer may have had this index, and left allocations open.
                 block._end(importer)
                 block.importer = importer
                 return block
@@ -283,9 +282,9 @@ class ControlBlock:
         raise ValueError(f"this exporter has {IMPORTERS} importers already")
 
     def sync(self, device: Device) -> None:
-        """Make this process's words so far visible to the exporter before those of the exporter are read.
+        """Make this process's writes visible to the exporter before the next reads of the exporter's words.
 
-        ``device``: that of the stream which will wait for words.
+        ``device``: the device of the stream that will wait for words.
 
         Raises
         ------
@@ -312,7 +311,7 @@ class ControlBlock:
     def slot_words(self, slot: int) -> SlotWords:
         """Return the exporter's words of a slot."""
         words = self.slots.get(slot)
-        # setdefault: two threads that ask for the first time at once get one object, as objects are compared.
+        # Atomic setdefault: words are compared by identity, so two threads must get the same object.
         return self.slots.setdefault(slot, SlotWords(self, slot)) if words is None else words
 
     def importer_words(self, slot: int, importer: int) -> ImporterWords:
@@ -332,11 +331,11 @@ class ControlBlock:
         return words
 
     def new_mark(self, kind: str) -> Mark:
-        """Make a mark of the exporter, ``"pool"`` or ``"hold"``."""
+        """Make a mark of the exporter; ``kind`` is ``"pool"`` or ``"hold"``."""
         return Mark(self, kind, self._marks[kind], 1 + next(self._values) % (WORD - 1))
 
     def marked(self, kind: str, number: int) -> bool:
-        """Whether a mark of the exporter still has its value. True for number 0, which is no mark.
+        """Whether a mark of the exporter still has its value. True for number 0, which means no mark.
 
         Raises
         ------
@@ -359,15 +358,15 @@ class ControlBlock:
             word.value = 0
 
     def all_closed(self, words: SlotWords) -> bool:
-        """Whether all importers that opened a slot have closed it, and their work has ended."""
+        """Whether all importers that opened a slot have closed it and finished their work."""
         return self._map[words.opened] == self._map[words.closed]
 
     def announcement(self, slot: int, generation: int, ready: int) -> bytes:
-        """Return the name of an announcement, which is the same in both processes."""
+        """Return the name of an announcement, equal in both processes."""
         return self.id + _ANNOUNCEMENT.pack(slot, generation, ready)
 
     def write(self, stream: Stream, word: Word, value: int) -> None:
-        """Write a word after a stream's work so far, see :meth:`write_by`."""
+        """Write a word after a stream's queued work, see :meth:`write_by`."""
         handle, sees_all = direct_view(stream, self.session)
         if handle is not None:
             self.write_by(handle, sees_all, word, value)
@@ -377,11 +376,11 @@ class ControlBlock:
             self.write_by(raw_handle(stream), sees_all_work(stream), word, value)
 
     def write_by(self, handle: Any, sees_all: bool, word: Word, value: int) -> None:
-        """Write a word after the work of the stream with this ``CUstream``.
+        """Write a word after the queued work of the stream with this ``CUstream``.
 
-        If the stream is idle (``cuStreamQuery``), the host writes: a write of the device takes as long as a read and a
-        write over the bus. Else the stream does (``cuStreamWriteValue32``). ``sees_all``: a query of the stream covers
-        all work that orders it. The context of a default stream is current.
+        If the stream is idle (``cuStreamQuery``), the host writes, because a device write takes as long as a read and a
+        write over the bus. Otherwise the stream writes (``cuStreamWriteValue32``). ``sees_all``: a query of the stream
+        covers all work that the stream waits for. For a default stream its context must be current.
         """
         if sees_all and self._idle(handle):
             word.value = value
@@ -391,7 +390,7 @@ class ControlBlock:
                 raise error_from(result, "cuStreamWriteValue32")
 
     def _idle(self, handle: Any) -> bool:
-        """Whether a stream has no work left. In relaxed mode, so that the query breaks no capture of another thread."""
+        """Whether a stream is idle. Queries in relaxed mode, which keeps captures of other streams valid."""
         session, mode = self.session, _GLOBAL
         exchange = session.cuThreadExchangeStreamCaptureMode
         try:
@@ -422,7 +421,7 @@ class ControlBlock:
 
     def wait_closed(self, stream: Stream, words: ImporterWords, value: int) -> None:
         """Make a stream wait until an importer's ``closed`` has reached a value, or the importer is dead."""
-        # The thread that ends a dead importer's words writes ``awaited``: the importer may have written any value.
+        # A dead importer may have written any value. The thread that ends its words writes ``awaited``.
         if reached(value, words.awaited) or reached(words.closed.value, words.awaited):
             words.awaited = value
         self.watch_importer(words.importer)
@@ -435,9 +434,9 @@ class ControlBlock:
         return bool(kind != fcntl.F_UNLCK)
 
     def exporter_alive(self) -> bool:
-        """Whether the process that made the block lives."""
-        # A thread that waited for the exporter's death holds its lock for a moment: so the byte is checked first. An
-        # importer closes the block once the exporter has ended.
+        """Whether the exporting process is alive."""
+        # Check the byte first: a thread that waited for the exporter's death holds its lock briefly. An importer closes
+        # the block once the exporter has ended.
         return not (self._map[_DEAD] or self._own.closed) and self._alive(0)
 
     def importer_alive(self, importer: int) -> bool:
@@ -456,13 +455,13 @@ class ControlBlock:
                 self._expected.pop((slot, wanted), None)
 
     def watch_importer(self, importer: int) -> None:
-        """End an importer's leases when it dies, so that no stream of this process waits for it for ever."""
+        """End an importer's leases when it dies, so that no stream of this process waits for it forever."""
         self._watch(1 + importer)
 
     def expect(self, slot: int, wanted: int) -> None:
-        """Write ``ready`` for the exporter if it dies before it does so. Call this before a stream waits for ``ready``.
+        """Write ``ready`` if the exporter dies before writing it. Call this before a stream waits for ``ready``.
 
-        The duty ends when the announcement has come, whatever is closed meanwhile.
+        This applies until the announcement has come, even if the memory is closed.
         """
         if len(self._expected) >= _MOST_EXPECTED:
             self._drop_reached()
@@ -474,7 +473,7 @@ class ControlBlock:
             return
         self._watched.add(byte)
         with undoing(lambda: self._watched.discard(byte)):
-            # The thread runs until the other process ends, and must not keep the block or the driver alive so long.
+            # The thread runs until the other process ends, so it must not keep the block or the driver alive.
             _thread.start_new_thread(_wait_for_death, (weakref.ref(self), _reopened(self.fd), byte))
 
     def _died(self, byte: int) -> None:
@@ -487,7 +486,7 @@ class ControlBlock:
                 words = self.slot_words(slot)
                 missing = (wanted - words.ready.value) % WORD
                 if missing < WORD // 2:
-                    # ``lost`` first: whoever sees ``ready`` must see that the announcement never came.
+                    # ``lost`` first: a reader of ``ready`` must see that the announcement never came.
                     words.lost.value = (words.lost.value + missing) % WORD
                     words.ready.value = wanted
                     if self.relay is not None:
@@ -495,7 +494,7 @@ class ControlBlock:
                 self._expected.pop((slot, wanted), None)
 
     def _shut_after_fork(self) -> None:
-        # A child that kept the lock would make its dead parent count as alive.
+        # If a child kept the lock, its dead parent would count as alive.
         self._own.close()
 
     def _end(self, importer: int) -> None:
@@ -503,7 +502,7 @@ class ControlBlock:
         self.closed[:, importer] = self.opened[:, importer]
         for words in list(self.importers.values()):
             if words.importer == importer and not reached(words.closed.value, words.awaited):
-                # The importer has overwritten its words, and a stream of this process waits for another value.
+                # A hostile importer overwrote its words, and a stream of this process waits for another value.
                 words.opened.value = words.closing.value = words.closed.value = words.awaited
 
 
@@ -511,7 +510,7 @@ def _new_file(name: bytes) -> Fd:
     """Make the file of a control block."""
     fd = Fd(os.memfd_create("streamalloc:control block", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
     os.ftruncate(fd.fileno(), _BYTES)
-    # Without seals, an importer could truncate the file, and the next access would kill the exporter.
+    # Without seals an importer could truncate the file, and the exporter's next access would kill it.
     fcntl.fcntl(fd.fileno(), fcntl.F_ADD_SEALS, _SEALS)
     os.pwrite(fd.fileno(), _HEADER.pack(_MAGIC, name, SLOTS, IMPORTERS), 0)
     return fd
@@ -523,7 +522,7 @@ def _reopened(file: Fd) -> Fd:
 
 
 def _lock(file: Fd, command: int, kind: int, byte: int) -> bytes:
-    """Call ``fcntl`` for the lock of one byte, which belongs to the open file and not to the process."""
+    """Call ``fcntl`` for the lock of one byte. The lock belongs to the open file, not to the process."""
     return fcntl.fcntl(file.fileno(), command, _LOCK.pack(kind, os.SEEK_SET, byte, 1, 0))
 
 
@@ -536,12 +535,12 @@ def _try_lock(file: Fd, byte: int) -> bool:
 
 
 def _unlock(file: Fd, byte: int) -> None:
-    # A forked child of this process may have the file, too: closing it would not release the lock.
+    # A forked child may also have the file, so closing it would not release the lock.
     _lock(file, fcntl.F_OFD_SETLK, fcntl.F_UNLCK, byte)
 
 
 def unlock_exporter(lock: Fd) -> None:
-    """Release and close the lock of :meth:`ControlBlock.replicate`: the exporter counts as dead. Idempotent."""
+    """Release the lock of :meth:`ControlBlock.replicate` and close it. The exporter then counts as dead. Idempotent."""
     if not lock.closed:
         _unlock(lock, 0)
         lock.close()
@@ -571,18 +570,18 @@ class ReadyWord:
 
     @property
     def reached(self) -> bool:
-        """Whether the announcement was written, by the exporter or in its place."""
+        """Whether the announcement was written, by the exporter or on its behalf."""
         return reached(self._read("ready"), self._value)
 
     @property
     def lost(self) -> bool:
-        """Whether it was written only in place of an exporter that died or whose driver refused."""
+        """Whether it was written on behalf of an exporter that died or whose driver refused."""
         ready, lost = self._read("ready"), self._read("lost")
         return bool(lost) and not reached(ready - lost, self._value)
 
 
 def _is_block(fd: Fd, name: bytes) -> bool:
-    """Whether a file is the control block of an id, which can never be resized."""
+    """Whether a file is the control block with an id, and is sealed against resizing."""
     try:
         sealed = fcntl.fcntl(fd.fileno(), fcntl.F_GET_SEALS) & _SEALS == _SEALS
         head = os.pread(fd.fileno(), _HEADER.size, 0)
@@ -595,7 +594,7 @@ def _is_block(fd: Fd, name: bytes) -> bool:
 def _wait_for_death(reference: weakref.ref[ControlBlock], file: Fd, byte: int) -> None:
     with file:
         _lock(file, fcntl.F_OFD_SETLKW, fcntl.F_WRLCK, byte)
-        # The lock is held until the words are written, so that no new importer takes the index before.
+        # Keep the lock until the words are written, so that no new importer takes the index before.
         block = reference()
         if block is not None:
             block._died(byte)
@@ -603,10 +602,10 @@ def _wait_for_death(reference: weakref.ref[ControlBlock], file: Fd, byte: int) -
 
 
 def fence() -> None:
-    """Full memory barrier: this thread's writes are visible before its next reads.
+    """Full memory barrier: this thread's writes become visible before its next reads.
 
-    Exporter and importer each write a word and then read the other's; processors may reorder that, but not across the
-    acquisition of a lock. The lock is new, so that nobody else can hold it.
+    Exporter and importer each write a word and then read the other's. Processors may reorder this, but not across the
+    acquisition of a lock. A new lock is always free.
     """
     _thread.allocate_lock().acquire()
 

@@ -44,13 +44,13 @@ FABRIC = 8
 FABRIC_BYTES = 64
 """Bytes of a fabric handle."""
 
-# The head, equal for all allocations of one pool with leases in one control block: magic, version, mechanism, total
+# The head, equal for all descriptors of one pool with leases in one control block: magic, version, mechanism, total
 # length; device, origin, control block, endpoint; pool mark; flags, driver version, handle type; payload length, number
 # of chunks.
 _HEAD = struct.Struct("<5sHBI16s16s16s16sQIIIHH")
 HEAD_BYTES = _HEAD.size
 """Bytes of a head."""
-# The rest, different for each allocation: slot, generation, ready; offset, size, base size; hold.
+# The rest, which differs by allocation: slot, generation, ready; offset, size, base size; hold.
 _REST = struct.Struct("<IIIQQQQ")
 _BODY = _HEAD.size + _REST.size
 _HOLD = struct.Struct("<Q")
@@ -61,29 +61,29 @@ _FABRIC_CHUNK = struct.Struct("<16sQ64s")
 _CHECK = struct.Struct("<I")
 _SHORTEST = _BODY + _CHECK.size
 NOWHERE = bytes(16)
-"""The id of no control block, no endpoint or no origin."""
+"""The id that stands for no control block, endpoint or origin."""
 PAYLOAD_BYTES = 64
 """Bytes of ``CUmemPoolPtrExportData``."""
-# The bytes that follow the head of an allocation: the rest, the driver's export data, the checksum.
+# The bytes after the head of an allocation: the rest, the driver's export data, the checksum.
 _ALLOCATION = struct.Struct(f"{_REST.format}{PAYLOAD_BYTES}s")
 _ALLOCATION_BYTES = _HEAD.size + _ALLOCATION.size + _CHECK.size
 pack_rest: Callable[..., bytes] = _ALLOCATION.pack
-"""Pack the fields of a :class:`Rest`: the bytes between the head of an allocation and the checksum."""
+"""Packs a :class:`Rest`: the bytes between head and checksum of an allocation."""
 _unpack, _crc = struct.Struct(_ALLOCATION.format + "I").unpack_from, zlib.crc32
 
 MOST_CHUNKS = 2048
-"""Chunks of physical memory in one descriptor, at most."""
+"""Most chunks of physical memory in one descriptor."""
 _MOST_PAYLOAD = 256
 _MOST_BYTES = 1 << 48
 _FLAGS = 0x1D
-# A type as numpy writes it: byte order, kind, size in bytes.
+# A type in NumPy's notation: byte order, kind, size in bytes.
 _TYPE = re.compile(r"[<>|]([biufcV])([1-9][0-9]{0,3})")
 _MOST_DIMENSIONS = 16
 _HANDLE_TYPES = (0, 1, FABRIC)
 
 
 class Foreign:
-    """Base class of memory and pools that another process owns: only their owner can share them."""
+    """Base class of memory and pools that another process owns; only the owner can share them."""
 
     __slots__ = ()
 
@@ -95,29 +95,30 @@ class Chunk(NamedTuple):
     """
 
     id: bytes
-    """16 bytes that name the memory for all processes."""
+    """16 bytes, the id of the memory in all processes."""
     nbytes: int
     """Size in bytes."""
     fabric: bytes = b""
-    """64 bytes, the fabric handle; empty if a file descriptor travels instead."""
+    """The fabric handle, 64 bytes; empty if a file descriptor is used."""
 
 
 class Flags:
     """The bits of :attr:`Descriptor.flags`."""
 
     HELD = 1
-    """The exporter keeps what was shared until the mark :attr:`Descriptor.hold` has changed. If ``hold`` is 0, one more
-    handle comes along: a pipe, which keeps it until the pipe is closed."""
+    """The exporter keeps the memory until the mark :attr:`Descriptor.hold` changes. If ``hold`` is 0, a pipe comes with
+    the handles, and the exporter keeps the memory until it is closed.
+    """
     GROWABLE = 4
-    """``base_size`` is a capacity, and later descriptors of this origin may have more chunks."""
+    """``base_size`` is a capacity; later descriptors of this origin may have more chunks."""
     LEASED = 8
-    """The slot is the allocation's lease: importers count their opens and closes in it."""
+    """The slot is the allocation's lease, where importers count opens and closes."""
     ARRAY = 16
-    """The shared part is an array: the payload ends with its type and shape."""
+    """The shared part is an array; the payload ends with its type and shape."""
 
 
 class Rest(NamedTuple):
-    """The fields of an allocation's descriptor that differ from allocation to allocation."""
+    """The fields of a descriptor that differ between allocations of a pool."""
 
     slot: int
     generation: int
@@ -133,15 +134,15 @@ _make = tuple.__new__  # a third of the cost of the constructors below
 
 
 class Head:
-    """The bytes with which all descriptors of one pool's allocations begin, and their fields."""
+    """The common first bytes of descriptors of one pool's allocations, and their fields."""
 
     __slots__ = ("checksum", "data", "driver_version", "flags", "plain")
 
     def __init__(self, data: bytes) -> None:
-        """``data``: a descriptor, which :meth:`Descriptor.from_bytes` accepts."""
+        """``data``: a descriptor that :meth:`Descriptor.from_bytes` accepts."""
         self.data: bytes = data[:HEAD_BYTES]
         self.checksum: int = zlib.crc32(self.data)
-        """CRC-32 of the head, from which that of a descriptor continues."""
+        """CRC-32 of the head; a descriptor's CRC continues from it."""
         self.flags: int
         self.driver_version: int
         _, _, _, total, *_, self.flags, self.driver_version, _, extra, _ = _HEAD.unpack(self.data)
@@ -149,9 +150,9 @@ class Head:
         """Whether :meth:`rest` can decode descriptors with this head."""
 
     def rest(self, data: bytes) -> Rest | None:
-        """Read the rest of a descriptor with this head, which is :attr:`plain`; None if it is invalid.
+        """Read the rest of a descriptor with this head, which must be :attr:`plain`; None if it is invalid.
 
-        :meth:`Descriptor.from_bytes` names the error then.
+        :meth:`Descriptor.from_bytes` then raises the error.
         """
         if len(data) != _ALLOCATION_BYTES:
             return None
@@ -171,7 +172,7 @@ def with_hold(data: bytes, hold: int) -> bytes:
 
 
 def check_array(dtype: str, shape: tuple[int, ...]) -> None:
-    """Raise ``ValueError`` if a descriptor cannot carry an array of this type, as numpy writes it, and shape."""
+    """Raise ``ValueError`` unless a descriptor can carry an array of this shape and NumPy type."""
     if not _TYPE.fullmatch(dtype) or len(shape) > _MOST_DIMENSIONS:
         raise ValueError(
             f"an array of {dtype} with {len(shape)} dimensions does not travel: allowed are plain numbers and bytes in "
@@ -180,7 +181,7 @@ def check_array(dtype: str, shape: tuple[int, ...]) -> None:
 
 
 def with_array(data: bytes, dtype: str, shape: tuple[int, ...]) -> bytes:
-    """Add an array's type and shape, which :func:`check_array` accepts, to a descriptor."""
+    """Add an array's type and shape to a descriptor. :func:`check_array` must accept them."""
     described = Descriptor.from_bytes(data)
     return described._replace(flags=described.flags | Flags.ARRAY, dtype=dtype, shape=shape).to_bytes()
 
@@ -191,7 +192,7 @@ def _pack_array(dtype: str, shape: tuple[int, ...]) -> bytes:
 
 
 def _split_array(payload: bytes, size: int) -> tuple[bytes, str, tuple[int, ...]]:
-    """Split a payload into the driver's bytes, and type and shape of an array of ``size`` bytes."""
+    """Split a payload into the driver's bytes, and the type and shape of an array of ``size`` bytes."""
     dimensions, letters = payload[-2:] if len(payload) >= 2 else (_MOST_DIMENSIONS + 1, 0)
     start = len(payload) - 2 - 8 * dimensions - letters
     if dimensions > _MOST_DIMENSIONS or start < 0:
@@ -216,10 +217,10 @@ class Descriptor(NamedTuple):
     device
         16 bytes: the device's UUID.
     origin
-        16 bytes: the id of the pool, block or range, which is imported once and used by many descriptors.
+        16 bytes: the id of the pool, block or range. It is imported once for many descriptors.
     control_block, slot, generation, ready
-        The id of the exporter's control block, the slot there, the slot's generation, and the value of the slot's
-        ``ready`` word from which on the contents are there. ``control_block`` is zeros if there is none.
+        The id of the exporter's control block, the slot, its generation, and the value of its word ``ready`` that
+        announces the contents. ``control_block`` is zeros if there is none.
     endpoint
         16 bytes: the socket at which missing handles can be fetched; zeros if there is none.
     driver_version
@@ -229,7 +230,7 @@ class Descriptor(NamedTuple):
     offset, size, base_size
         The shared part, and the size of the whole allocation.
     payload
-        The driver's opaque export data; with fabric handles, that of the control block's relay.
+        The driver's opaque export data; with fabric handles, the fabric handle of the control block's relay.
     chunks
         The chunks of physical memory in the order of addresses. With fabric handles, every chunk has one.
     hold
@@ -282,7 +283,7 @@ class Descriptor(NamedTuple):
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Descriptor:
-        """Read and check a descriptor that was received.
+        """Read and check a received descriptor.
 
         Raises
         ------

@@ -1,31 +1,31 @@
 """Relays: GPU memory through which the words of a control block reach importers on other machines.
 
-A control block is host memory of one machine. Of all that processes share, only fabric handles are valid on other
-machines, and they name GPU memory. So an exporter that shares by fabric handles makes a *relay*: a chunk of physical
-memory with a fabric handle, which travels in its descriptors. The importer makes a *replica*: a control block of its
-own machine with the same words. One thread of each process carries the words, by small copies::
+A control block is host memory of one machine. Only fabric handles are valid on other machines, and they name GPU
+memory. So an exporter that shares by fabric handles makes a *relay*: a chunk of physical memory with a fabric handle,
+which its descriptors contain. The importer makes a *replica*: a control block on its own machine with the same words.
+One thread of each process transfers the words by small copies::
 
     control block  <->  exporter's thread  <->  relay  <->  importer's thread  <->  replica
 
-To the exporter, its thread is an importer of its machine (a *deputy*, with a column of the control block); to the
-importer, the replica is a control block of its machine. So the rules of leases, holds, stale descriptors and deaths
-are those of one machine. Any transport of bytes will do for the descriptors, and none is needed afterwards.
+For the exporter, its thread acts as an importer on the same machine (a *deputy*, with a column of the control block).
+For the importer, the replica acts as a control block of its own machine. So leases, holds, stale descriptors and deaths
+follow the rules of one machine. Any transport of bytes can carry the descriptors, and none is needed afterwards.
 
-The exporter's streams write ``ready`` in the control block. The importer's streams wait for ``ready`` in the relay, in
-a row that nobody else waits for, so that no thread of the importer has to act: the driver may block them all while one
-call waits for a stream. The words are in the exporter's memory, as the contents are. The exporter uses no memory of
-importers, so that the end of an importer's machine is no error here. Messages on the caller's own channel were the
-other choice: that channel may lead one way only (a store, a broadcast), and a thread of ours must not read from it.
+The exporter's streams write ``ready`` in the control block. The importer's streams wait for ``ready`` in the relay,
+each importer in its own row. So no thread of the importer has to act: the driver may block all its threads while one
+call waits for a stream. The words are in the exporter's memory, like the contents. The exporter uses no memory of
+importers, so it gets no error when an importer's machine fails. Messages on the caller's channel are not used: that
+channel may be one-way (a store, a broadcast), and a thread of this library must not read from it.
 
-An importer writes its *claim* into a free entry of the relay; the exporter's thread grants one of those that it sees
-there. The claim counts the importer's changes, and the grant the last change that the exporter's thread has carried to
-the control block. An open waits for its own change: what the exporter's thread has written after that is what a
-process of the exporter's machine would see.
+An importer writes its *claim* into a free entry of the relay, and the exporter's thread *grants* one of the claims. The
+claim counts the importer's changes. The grant has the number of the last change that is in the control block. An open
+waits for its own change: the words that the exporter's thread writes after it are those that a local importer would
+see.
 
-Deaths: both sides count up a *beat*. A process whose beat stays the same for :data:`SILENCE` seconds counts as dead,
-and so does an exporter whose relay the driver refuses to read. The leases of a dead importer end. An importer of a dead
-exporter writes ``ready`` in its place, in its own row. A process that ends in order withdraws its claim, or the head of
-its relay.
+Deaths: both sides increment a *beat*. A process counts as dead if its beat does not change for :data:`SILENCE` seconds.
+An exporter also counts as dead if the driver refuses to read its relay. The leases of a dead importer end. If the
+exporter is dead, each importer writes ``ready`` in its own row. A process that ends normally clears its claim, or the
+head of its relay.
 
 Limits:
 
@@ -60,23 +60,23 @@ from streamalloc.driver.internal import SETTLERS
 from streamalloc.ipc.wire.control_block import EXPORTER_WORDS, SLOTS
 
 SILENCE = 30.0
-"""Seconds without a beat after which a process counts as dead."""
+"""Seconds without a beat until a process counts as dead."""
 FAST, SLOW = 0.001, 0.05
-"""Seconds between two exchanges: ``FAST`` while somebody waits for an answer, ``SLOW`` otherwise."""
+"""Seconds between two exchanges: ``FAST`` while an answer is pending, ``SLOW`` otherwise."""
 ENTRIES = 64
-"""Importers of one relay at a time: each has a claim, a grant and rows of words."""
+"""Most importers of a relay. Each has a claim, a grant and rows."""
 RELAY_BYTES = 2 << 20
-"""Size of a relay: the granularity of physical memory."""
+"""Size of a relay in bytes: the granularity of physical memory."""
 
 HEAD = struct.Struct("<8s16sIIII")
-"""Magic, id of the control block, slots, entries, the exporter's beat, and zeros."""
+"""Magic, id of the control block, slots, entries, the exporter's beat, zeros."""
 MAGIC = b"SArelay\1"
 GRANT = np.dtype([("id", "<u8"), ("seen", "<u4"), ("", "<u4")])
-"""An entry that the exporter writes: the importer's id, and the last of its changes that is in the control block."""
+"""An exporter's entry: the importer's id, and its last change in the control block."""
 CLAIM = np.dtype([("id", "<u8"), ("beat", "<u4"), ("change", "<u4")])
-"""An entry that an importer writes: a random id, its beat, and the number of its changes so far."""
+"""An importer's entry: a random id, its beat, and its number of changes."""
 IMPORTER_ROWS = ("opened", "closing", "closed", "taken")
-"""Kinds of words that an importer writes, by slot. ``taken``, by mark: the value of a hold that it has ended."""
+"""Kinds of words that an importer writes, by slot. ``taken`` is by mark: the value of a hold that it has ended."""
 GRANTS_AT = 64
 WORDS_AT = 4096
 _CLAIMS_AT = WORDS_AT + 4 * SLOTS * len(EXPORTER_WORDS)
@@ -99,23 +99,23 @@ def rows_at(entry: int) -> int:
 
 
 def ready_at(entry: int) -> int:
-    """Offset of the words ``ready``, by slot, that an importer's streams wait for; the exporter writes them."""
+    """Offset of the words ``ready``, by slot, for one importer's streams; the exporter writes them."""
     return rows_at(entry) + _ROW_BYTES * len(IMPORTER_ROWS)
 
 
 class Relay:
-    """A relay, mapped into this process, and the thread that carries the words; subclasses are its two sides."""
+    """A relay mapped into this process, and the thread that transfers the words. Each side is a subclass."""
 
     def __init__(self, session: Session, device: Device, make: str, *args: Any, hint: str) -> None:
-        """``make`` and ``args``: the driver call that makes the memory."""
+        """``make`` and ``args``: the driver call that creates the memory."""
         self.session: Session = session
         self.wake: threading.Event = threading.Event()
-        """Set to have the thread make the next exchange now."""
+        """Set to make the thread exchange at once."""
         self.ended: bool = False
         self.lock = threading.Lock()
-        """Held during an exchange. Its copies wait for no other stream, so that it is short."""
+        """Held during an exchange, which is short: its copies wait for no stream."""
         self.changed: bool = False
-        """Whether an importer has changed words since the last deferred work."""
+        """Whether an importer changed words since the last deferred work."""
         self._thread: threading.Thread | None = None
         self._fast_until = 0.0
         self._devices: set[int] = set()
@@ -123,11 +123,11 @@ class Relay:
         """An importer's words, as they are in the relay."""
         self._words = np.zeros((len(EXPORTER_WORDS), SLOTS), np.uint32)
         """The exporter's, likewise."""
-        # The head, and behind it the grants, in one array: they are copied at once.
+        # The head and the grants in one array, because they are copied together.
         self._front = np.zeros(GRANTS_AT + GRANT.itemsize * ENTRIES, np.uint8)
         self._grants = self._front[GRANTS_AT:].view(GRANT)
         self._releases: list[tuple[Any, ...]] = []
-        """Driver calls, each with its arguments, that release what was made; the last one first."""
+        """Driver calls with arguments that release the relay, last first."""
         with undoing(self._release), device.current():
             self._memory = session.call(make, *args, hint=hint)
             self._releases.append(("cuMemRelease", self._memory))
@@ -153,11 +153,11 @@ class Relay:
     # -- copies ----------------------------------------------------------------------------------------------
 
     def _write(self, at: int, array: npt.NDArray[np.generic]) -> None:
-        """Queue a copy to the relay; the array must stay as it is until :meth:`_finish`."""
+        """Queue a copy to the relay. The array must not change until :meth:`_finish`."""
         self.session.call("cuMemcpyHtoDAsync", self._base + at, array.ctypes.data, array.nbytes, self._stream)
 
     def _read(self, at: int, array: npt.NDArray[np.generic]) -> None:
-        """Queue a copy from the relay, see :meth:`_write`."""
+        """Queue a copy from the relay. The array is valid after :meth:`_finish`."""
         self.session.call("cuMemcpyDtoHAsync", array.ctypes.data, self._base + at, array.nbytes, self._stream)
 
     def _finish(self) -> None:
@@ -168,7 +168,7 @@ class Relay:
 
     def start(self) -> None:
         """Start the thread."""
-        # The thread must not keep the relay, nor the driver.
+        # The thread must keep neither the relay nor the driver alive.
         self._thread = threading.Thread(
             target=_carry, args=(weakref.ref(self), self.wake), name="streamalloc relay", daemon=True
         )
@@ -181,11 +181,11 @@ class Relay:
         self.wake.set()
 
     def exchange(self) -> bool:
-        """Carry all words once; whether the other side waits for the next time. :attr:`lock` is held."""
+        """Transfer all words once. Returns whether the other side waits for the next exchange. :attr:`lock` is held."""
         raise NotImplementedError
 
     def step(self) -> float:
-        """Make one exchange; the seconds until the next one."""
+        """Make one exchange. Returns the seconds until the next one."""
         awaited = False
         try:
             with self.lock, self.session.relaxed():
@@ -193,22 +193,22 @@ class Relay:
         except CudaError:
             self.end()
         if self.changed:
-            # This process may reach no other point of work, while its memory waits for an importer.
+            # This process may reach no other point of work while its memory waits for an importer.
             self.changed = False
             work(self.session)
         return FAST if awaited or time.monotonic() < self._fast_until else SLOW
 
     def end(self) -> None:
-        """Exchange nothing more. Idempotent; it makes no driver call."""
+        """Stop exchanging. Idempotent; makes no driver call."""
         self.ended = True
         self.wake.set()
 
     def leave(self) -> None:
-        """Notify the other side that there will be no more exchanges. :attr:`lock` is held."""
+        """Notify the other side of the end of exchanges. :attr:`lock` is held."""
         raise NotImplementedError
 
     def idle(self) -> bool:
-        """Whether nothing is open, in transit or awaited."""
+        """Whether no memory is open, in transit or awaited."""
         raise NotImplementedError
 
     def stop(self) -> None:
@@ -229,8 +229,8 @@ class Relay:
             self._release()
 
     def __del__(self) -> None:
-        # At the end of its session, which a deferred item would keep. None of the calls waits. Errors are not raised:
-        # they would keep the frames of the code in which the collector runs.
+        # Released here, because a deferred item would keep the session alive. None of the calls waits. Errors are not
+        # raised, because they would keep the frames of the code in which the collector runs.
         releases = getattr(self, "_releases", None)
         if releases and self.session.usable:
             for name, *args in reversed(releases):
@@ -258,13 +258,13 @@ def _close_idle() -> None:
                 relay.close()
 
 
-# A relay is no leak of the program: it is made again when it is needed.
+# An idle relay is not a leak: it is made again when needed.
 SETTLERS.append(_close_idle)
 
 
 @atexit.register
 def _stop() -> None:
-    """Stop the threads before the interpreter ends: none may be in the driver when that ends."""
+    """Stop the threads before the interpreter ends, so that none is in the driver at that time."""
     for relay in members(_running):
         if relay.session.usable:
             relay.stop()

@@ -1,12 +1,12 @@
-"""A cache over a pool: memory that was freed is handed out again without a driver call.
+"""A cache over a pool. It reuses freed memory without a driver call.
 
 *Size classes.* Each stream has a free list per size class. A request takes the smallest free block of its stream that
-fits, up to five times the size. A block is never split, and serves one stream: freed on another one, it returns after
-an event.
+fits, up to five times the size. A block is never split, and serves one stream: a block that is freed on another stream
+returns to its own after an event.
 
-*An allowance.* The fast path counts nothing. Before the pool grows, the cache compares what it would reserve with its
-allowance: the sum of the peaks of all streams, times a factor. Beyond the allowance every free block returns to the
-pool, which serves the request from them, and the factor grows.
+*An allowance.* The fast path counts nothing. Before the pool grows, the cache compares the pool's new size with the
+allowance: the sum of the peaks of all streams, times a factor. If the allowance is exceeded, every free block returns
+to the pool, the pool serves the request from this memory, and the factor grows.
 """
 
 from __future__ import annotations
@@ -73,19 +73,19 @@ from streamalloc.pool.lost import no_collection_is_left
 from streamalloc.pool.pool import MemoryPool
 
 _POOL_STEP = 32 << 20
-"""Bytes. A pool takes memory of its device in steps of this size."""
+"""Bytes by which a pool grows on its device."""
 _ALLOWANCE = 1.05
-"""Factor of the streams' peaks at first. A pool without a cache reserves about as much for such programs."""
+"""Initial factor of the streams' peaks. A pool without a cache reserves about as much."""
 _ALLOWANCE_STEP = 1 / 32
-"""Growth of the factor at each release, for each stream, so that programs with many sizes come to rest."""
+"""Growth of the factor per stream and release: programs with many sizes settle."""
 _MAX_ALLOWANCE = 2.0
 """Largest factor for one stream. Caches that split blocks reserve 1.2 to 2.5 times the peaks."""
 _MAX_OF_SEVERAL = 2.5
-"""Largest factor for several streams, which find free memory of each other in the pool only, and in pieces."""
+"""Largest factor for several streams. They share free memory through the pool only, and in pieces."""
 _QUERIES = 1 << 8
-"""Queries for frees to pass before a trim. They pass soon on an idle stream; a busy one is not waited for."""
+"""Event queries before a trim: enough for an idle stream. A busy stream is not waited for."""
 _MAX_KEPT_ALIVE = 256
-"""Streams of CuPy and Numba that a cache keeps alive as long as it has memory of them."""
+"""Number of CuPy and Numba streams kept alive because the cache has their memory."""
 _NOWHERE = object()
 
 
@@ -100,15 +100,15 @@ class CacheStatistics(NamedTuple):
     reserved_high: int
     """The most it held since the last reset."""
     used: int
-    """Memory of the pool that is allocated: in use or cached. Sizes are those of the classes."""
+    """Bytes allocated from the pool, in use or cached; sizes are class sizes."""
     used_high: int
-    """The most that was allocated since the last reset."""
+    """Most bytes allocated since the last reset."""
     in_use: int
     """Memory of the pool that is allocated and not cached."""
     cached: int
-    """Memory that was freed and can be handed out again."""
+    """Bytes that were freed and can be reused."""
     misses: int
-    """Allocations for which the cache had no block, so that it took one from the pool."""
+    """Allocations that found no cached block and called the pool."""
 
 
 class CacheState(Deferred):
@@ -120,31 +120,30 @@ class CacheState(Deferred):
     )  # fmt: skip
 
     def __init__(self, pool: MemoryPool) -> None:
-        # The queue has this item, and the pool a function of the program, which may have the cache.
+        # The queue keeps this item. A strong reference to the pool would keep its `on_oom` function, and through that
+        # the cache.
         self._pool = weakref.ref(pool)
         self._pool_free: Any = pool._free
         self.session: Session = session_of(pool)
         self._queue = deferred_queue(self.session)
         self.keys: tuple[object, object, object] = (object(), object(), object())
-        """Keys of ``Stream.free_lists``: of the lists for streams without and with a capture question, and of the
-        stream cache.
-        """
+        """Keys of ``Stream.free_lists``: lists used directly, lists used after a capture query, the stream cache."""
         self.watchers: tuple[Watcher, ...] = ()
         """Watchers of allocations and frees, see :mod:`streamalloc.core.allocation_hooks`."""
         self.blocks: dict[int, Block] = {}
         """Blocks by address, free or in buffers."""
         self.stream_caches: dict[tuple[int, int, int], StreamCache] = {}
-        """The latest one for each device, stream handle and thread; ended ones leave."""
+        """The latest per device, stream handle and thread; ended ones are removed."""
         self.dropped: deque[Block] = deque()
         """Blocks of dropped buffers that only the slow path may free."""
         self.closed: bool = False
         self.misses: int = 0
         self._opening = threading.RLock()
-        """Held while a stream is opened; no finaliser takes it."""
+        """Held while a stream is opened. No finaliser takes it."""
         self._reserved = 0
-        """Bytes that the pool was to reserve when it was last asked."""
+        """Bytes that the pool would reserve, computed at the last query."""
         self._room = _POOL_STEP
-        """Bytes to buy before the pool is asked whether it would grow."""
+        """Bytes to allocate before the next query of the pool."""
         self._releases = 0
 
     def attempt(self) -> bool:
@@ -153,7 +152,7 @@ class CacheState(Deferred):
             block.home = None
         self.collect_dropped()
         for one in list(self.stream_caches.values()):
-            # An ended one is attempted again: buffers may have been dropped since.
+            # Attempt ended ones again: buffers may have been dropped since.
             self._queue.end(one)
         if self.blocks and not self._all_lost():
             return False
@@ -161,7 +160,7 @@ class CacheState(Deferred):
         return True
 
     def _all_lost(self) -> bool:
-        """Whether all blocks that are left are lost: they end with the pool."""
+        """Whether all remaining blocks are lost. Lost blocks end with the pool."""
         owner = getattr(self, "_owner", None)  # buffers keep the cache
         if owner is None or owner() is not None or not no_collection_is_left():
             return False
@@ -179,9 +178,9 @@ class CacheState(Deferred):
         return found if owner is not None and not owner.closed else None
 
     def open(self, stream: Stream, *, ask: bool) -> StreamCache:
-        """The stream cache of a stream, whose free lists the fast path finds from now on.
+        """Return the stream cache of a stream, and make its free lists usable by the fast path.
 
-        ``ask``: other code may capture the stream, so that each allocation asks for that first.
+        ``ask``: other code may capture the stream, so each allocation first queries whether it does.
         """
         self.session.check_process()
         stream = of_this_thread(stream)
@@ -193,7 +192,7 @@ class CacheState(Deferred):
                     before = self.stream_caches.get(_key(stream))
                     if before is not None:
                         if not before.over:
-                            # The fast path would free to lists that nobody asks any more.
+                            # The fast path would free to lists that are no longer used.
                             for block in list(self.blocks.values()):
                                 if block.size_class.owner is before:
                                     block.home = None
@@ -226,7 +225,7 @@ class CacheState(Deferred):
     # -- blocks ----------------------------------------------------------------------------------------------
 
     def buy(self, below: MemoryPool, wanted: SizeClass, stream: Stream) -> Block | None:
-        """A new block (``cuMemAllocFromPoolAsync``); None if there is no memory."""
+        """Allocate a new block (``cuMemAllocFromPoolAsync``); None if there is no memory."""
         raw = raw_handle(stream)
         self._pool_free = below._free
         try:
@@ -249,13 +248,14 @@ class CacheState(Deferred):
         return block
 
     def free_past(self, block: Block, raw: Any) -> tuple[Any]:
-        """Free a block without caching it. The answer has the form of that of ``cuMemFreeAsync``."""
+        """Free a block without caching it; returns a tuple with a ``CUresult``, as ``cuMemFreeAsync`` does."""
         return (self.free_block(block, raw, notified=()) or cuda.CUresult.CUDA_SUCCESS,)
 
     def free_block(self, block: Block, raw: Any, notified: tuple[Watcher, ...] | None = None) -> Any:
-        """Return a block to the pool (``cuMemFreeAsync``): None, or the ``CUresult`` of a refusal.
+        """Return a block to the pool (``cuMemFreeAsync``). Returns None, or the ``CUresult`` if the driver refuses.
 
-        ``notified`` are the watchers that have counted it as free already: all of the cache, unless a buffer has it.
+        ``notified``: watchers that have already recorded the free. Default: all of the cache, as for a block in a free
+        list.
         """
         address = block.address
         # Before the call: another thread may get the address at once.
@@ -271,7 +271,9 @@ class CacheState(Deferred):
         return None
 
     def collect_dropped(self) -> None:
-        """Put blocks of dropped buffers into their free lists; those of a thread's stream behind the work of all."""
+        """Move blocks of dropped buffers to their free lists. A per-thread stream's blocks first wait for an event
+        after all threads' work.
+        """
         while self.dropped:
             try:
                 block = self.dropped.popleft()
@@ -297,11 +299,11 @@ class CacheState(Deferred):
     # -- the allowance ---------------------------------------------------------------------------------------
 
     def make_room(self, pool: MemoryPool, wanted: SizeClass) -> None:
-        """Release the free blocks if the pool would grow beyond its allowance for a block of this size.
+        """Release all free blocks if an allocation of this size would grow the pool beyond its allowance.
 
-        The pool is asked (``cuMemPoolGetAttribute``) once as many bytes were bought as it had free. Nothing is done
-        while a capture of ours is under way. One of other code is not broken: see
-        ``cuThreadExchangeStreamCaptureMode``.
+        The pool is queried (``cuMemPoolGetAttribute``) only after the cache has allocated as many bytes as were free at
+        the last query, 32 MiB at most. During a capture of this package nothing is released. A capture by other code
+        stays valid, because the thread is in relaxed capture mode (``cuThreadExchangeStreamCaptureMode``).
         """
         self._room -= wanted.nbytes
         if self._room >= 0 or self._queue.paused:
@@ -320,7 +322,7 @@ class CacheState(Deferred):
             self._reserved, self._room = grown, min(grown - needed, _POOL_STEP)
 
     def _allowance(self, wanted: SizeClass) -> int:
-        """Bytes that the pool may reserve: the streams' peaks times the factor, in whole steps of the pool.
+        """Bytes that the pool may reserve: the sum of the streams' peaks times the factor, in whole growth steps.
 
         A block of size ``wanted`` counts as in use.
         """
@@ -340,10 +342,10 @@ class CacheState(Deferred):
             one.peak = 0
 
     def flush(self) -> bool:
-        """Return all free blocks to the pool; whether there were any. None while a capture is under way.
+        """Return all free blocks to the pool. Returns whether any were released; during a capture none are.
 
-        The host waits for nothing: it synchronises with the frees that pass at once, so that the driver may hand their
-        memory to any stream.
+        The host does not wait for pending work. It synchronises only with frees that have already run: then the driver
+        may reuse their memory on any stream.
         """
         if self._queue.paused:
             return False
@@ -352,14 +354,15 @@ class CacheState(Deferred):
         def release(one: StreamCache, ordered: Stream) -> None:
             one.release(ordered)
             event = ordered.record()
-            # Other code may have begun a capture meanwhile.
+            # Other code may have begun a capture of the stream.
             if not ordered.capturing:
                 frees.append(event)
 
         with self.session.relaxed():
             for one in self.live():
                 if one.free_bytes:
-                    # A captured stream keeps its blocks, as does one that its library closed, until the device is idle.
+                    # A captured stream keeps its blocks. So does a stream that its library has closed, until the device
+                    # is idle.
                     with contextlib.suppress(CaptureError, ClosedError, NotReadyError):
                         one.ordered(functools.partial(release, one))
             for event in frees:
@@ -375,29 +378,29 @@ def _key(stream: Stream) -> tuple[int, int, int]:
 
 
 class CachingAllocator(Allocator, Closes, Shown):
-    """A cache of free memory over a pool, for programs that allocate and free all the time.
+    """A cache of free memory over a pool, for programs that allocate and free often.
 
-    Use it like the pool: the same :meth:`allocate`, the same :class:`Buffer`. Memory that was freed or dropped is
-    handed out again on its stream without a driver call: on streams of :meth:`Device.create_stream`, on the legacy
-    default stream, on the per-thread default stream for each thread, and on streams of PyTorch, CuPy, Numba and
-    cuda.core. On the latter two kinds each allocation asks whether the stream is being captured
-    (``cuStreamIsCapturing``). Freed on another stream, memory returns to its own stream after an event.
+    Use it like the pool: the same :meth:`allocate`, the same :class:`Buffer`. Freed or dropped memory is reused on its
+    stream without a driver call. This works on streams of :meth:`Device.create_stream`, on the legacy default stream,
+    on the per-thread default stream for each thread, and on streams of PyTorch, CuPy, Numba and cuda.core. On streams
+    of other libraries each allocation first queries whether the stream is being captured (``cuStreamIsCapturing``).
+    Memory that is freed on another stream returns to its own stream after an event.
 
-    Sizes are rounded up to classes: multiples of 512 bytes up to 8 KiB, then eight classes to each power of two, so
-    that at most a ninth of a block is wasted from 4 KiB on. If a class has no free block, the smallest of up to five
-    times the size is handed out. Blocks are never split or merged: the pool does that.
+    Sizes are rounded up to classes: multiples of 512 bytes up to 8 KiB, then eight classes for each power of two. From
+    4 KiB on, at most a ninth of a block is wasted. If a class has no free block, the request takes the smallest larger
+    one, of up to five times the size. Blocks are never split or merged: the pool does that.
 
-    The allowance bounds the pool's reserved memory: the sum of the most that each stream had in use, times 1.05, in
-    steps of 32 MiB. Before the pool would grow beyond it, every free block returns to the pool, and the factor grows by
-    1/32 for each stream, up to 2 for one stream and 2.5 for several.
+    The allowance bounds the pool's reserved memory: the sum of each stream's peak use, times 1.05, in steps of 32 MiB.
+    Before the pool would grow beyond it, every free block returns to the pool, and the factor grows by 1/32 for each
+    stream, up to 2 for one stream and 2.5 for several.
 
-    Some memory comes from the pool directly and returns to it: in captures, where allocations become nodes of the
-    graph; and all of it with :func:`streamalloc.driver.checked`, which has to see each allocation. A buffer that is
-    shared with other processes leaves the cache for good: its free waits for importers.
+    Some memory is never cached: allocations in captures, which become nodes of the graph, and all allocations on a
+    :func:`streamalloc.driver.checked` driver, which must record each one. A buffer that is shared with other processes
+    leaves the cache for good: its free waits for importers.
 
     When memory runs out, the cache returns all free blocks and tries again. A stream that is closed or dropped returns
-    its blocks as well, and a thread that ends those of its default stream. Threads may use one cache at the same time.
-    Handles for other processes, access and attributes are the :attr:`pool`'s.
+    its blocks. So does a thread that ends, for its per-thread default stream. Threads may use one cache at the same
+    time. Handles for other processes, access and attributes are the :attr:`pool`'s.
 
     Parameters
     ----------
@@ -413,7 +416,7 @@ class CachingAllocator(Allocator, Closes, Shown):
     Raises
     ------
     TypeError, ValueError
-        ``pool`` is no pool, or a size is none.
+        ``pool`` is not a pool, or a size is not valid.
     ClosedError
         The pool was closed.
 
@@ -445,11 +448,11 @@ class CachingAllocator(Allocator, Closes, Shown):
         self._key, self._library_key, self._cache_key = self._state.keys
         self._is_capturing = session.cuStreamIsCapturing
         self.dropped: deque[Block] = self._state.dropped
-        """Blocks of dropped buffers, see :class:`CacheState`."""
+        """Dropped buffers' blocks, see :class:`CacheState`."""
         self.location: MemLocation = pool.location
         self._bind(session, None, None)
-        # ``Buffer.free``, called by the name of that class, frees past the cache.
-        # A function of the state: one of the cache itself would keep a dropped cache until a collection.
+        # A buffer that left the cache is freed by this. It is bound to the state: bound to the cache, it would form a
+        # cycle.
         self._free = self._state.free_past
         deferred_queue(session).end_with(self, self._state)
         pools_of(session).caches.add(self)
@@ -469,27 +472,27 @@ class CachingAllocator(Allocator, Closes, Shown):
         return self._state.closed
 
     def allocate(self, nbytes: int, stream: StreamLike) -> Buffer:
-        """Allocate in stream order, from the cache if it has a block: otherwise as :meth:`MemoryPool.allocate`.
+        """Allocate in stream order: from the cache if it has a block, otherwise as :meth:`MemoryPool.allocate` does.
 
         Parameters
         ----------
         nbytes
             Size in bytes; 0 gives a valid empty buffer. Addresses are multiples of 512 bytes.
         stream
-            The stream that orders the allocation, see :class:`CachingAllocator` for those with cached memory.
+            The stream that orders the allocation; :class:`CachingAllocator` lists the kinds with cached memory.
 
         Returns
         -------
         Buffer
-            Freed or dropped, its memory returns to the cache. While ``stream`` is being captured, a
-            :class:`GraphBuffer`, which belongs to the graph.
+            Its memory returns to the cache when it is freed or dropped. While ``stream`` is being captured, the result
+            is a :class:`GraphBuffer`, which belongs to the graph.
 
         Raises
         ------
         OutOfMemoryError
-            There is no memory, not even after the cache has returned all it has; or the limit does not allow it.
+            There is no memory even after the cache has returned all its free blocks, or the limit is reached.
         TypeError, ValueError
-            The size is no integer or out of range; the stream is none, or of another driver.
+            The size is no integer or out of range, or ``stream`` is no stream or belongs to another driver.
         ClosedError
             The cache, its pool or the stream was closed.
         """
@@ -539,9 +542,9 @@ class CachingAllocator(Allocator, Closes, Shown):
         return self._allocate_slowly(nbytes, stream)
 
     def statistics(self) -> CacheStatistics:
-        """The pool's own figures, and how much of it is cached and in use."""
+        """Return the pool's figures, and the bytes that are cached and in use."""
         self._state.collect_dropped()
-        own = self.pool.statistics()  # first: it attempts frees that were left for later
+        own = self.pool.statistics()  # first: it attempts deferred frees
         cached = self._state.cached
         return CacheStatistics(*own, max(own.used - cached, 0), cached, self._state.misses)
 
@@ -550,10 +553,11 @@ class CachingAllocator(Allocator, Closes, Shown):
         self.pool.reset_peaks()
 
     def trim(self, keep: int = 0) -> int:
-        """Return all cached memory to the pool, and trim it (:meth:`MemoryPool.trim`); the bytes that were released.
+        """Return all cached memory to the pool, and trim the pool (:meth:`MemoryPool.trim`). Returns the bytes
+        released.
 
-        The host waits for no stream. Where a stream still has work to do, frees on it are pending, and a
-        :class:`PendingFreesWarning` says so: synchronise with it and trim again.
+        The host waits for no stream. Frees on a stream with unfinished work are pending, and raise a
+        :class:`PendingFreesWarning`: synchronise with the stream and trim again.
         """
         checked_size("keep", keep)
         self._check_open()
@@ -566,7 +570,9 @@ class CachingAllocator(Allocator, Closes, Shown):
         return self.pool.trim(keep)
 
     def close(self) -> None:
-        """Return all cached memory, and cache nothing any more; idempotent. Live buffers stay, and go to the pool."""
+        """Return all cached memory to the pool, and stop caching; idempotent. Live buffers stay valid and return to the
+        pool.
+        """
         if self._state.closed:
             return
         self._state.closed = True
@@ -574,7 +580,7 @@ class CachingAllocator(Allocator, Closes, Shown):
         deferred_queue(self._session).end(self._state)
 
     def _allocate_slowly(self, nbytes: int, stream: StreamLike) -> Buffer:
-        # The plain case: only the free list is empty. A cache with watchers and a captured stream have no such key.
+        # The common case: only the free list is empty. Watched caches and captured streams have no such key.
         if type(stream) is Stream and type(nbytes) is int and not self.dropped:
             found: StreamCache | None = stream.free_lists.get(self._cache_key)
             if found is not None:
@@ -597,7 +603,7 @@ class CachingAllocator(Allocator, Closes, Shown):
             kept, cache = stream, stream.free_lists.get(self._cache_key)
         if cache is None:
             kept, ask = self._cacheable(stream)
-        # A driver that checks uses would not see which of them belong to which allocation.
+        # With cached memory, a checking driver could not tell which use belongs to which allocation.
         if kept is None or state.session.listener is not None:
             return self._allocate_past(nbytes, stream)
         nbytes = checked_size("nbytes", nbytes)
@@ -622,7 +628,9 @@ class CachingAllocator(Allocator, Closes, Shown):
         return buffer
 
     def _cacheable(self, stream: StreamLike) -> tuple[Stream | None, bool]:
-        """The stream whose free lists serve an allocation, or None; and whether each one has to ask for a capture."""
+        """Return the stream whose free lists serve an allocation, or None, and whether each allocation must query for a
+        capture.
+        """
         session = self._session
         if type(stream) is Stream:
             kept: Stream | None = stream
@@ -634,13 +642,13 @@ class CachingAllocator(Allocator, Closes, Shown):
         if kept.is_default:
             return (None if int(raw_handle(kept)) == PER_THREAD and kept.capturing else kept), False
         if kept is stream:
-            # Nobody notifies of the end of a stream that was borrowed by its handle.
+            # A stream borrowed by its handle can end without notice, so it is not cached.
             return (None if is_borrowed(kept) or direct_handle(kept, session) is None else kept), False
         result, status = self._is_capturing(raw_handle(kept))
         return (None if result or status else kept), True
 
     def _allocate_past(self, nbytes: int, stream: StreamLike) -> Buffer:
-        """A buffer of the pool. If memory runs out there, the pool has the cached memory returned."""
+        """Allocate from the pool directly. If its memory runs out, the pool makes the cache release its free blocks."""
         state = self._state
         if self._limit:
             ordered = as_stream(stream, state.session)
@@ -675,11 +683,11 @@ class CachingAllocator(Allocator, Closes, Shown):
         event: Event | None = None,
         source: Spares | None = None,
     ) -> Event | None:
-        """Queue a block for its own stream, behind an event on the stream of the free.
+        """Queue a block to return to its own stream, behind an event on the stream of the free.
 
-        ``event`` is one that was recorded there after the last use; default: a new one. ``source`` are the
-        :func:`direct_spares` of the stream if known. Returns the event; None if the block has to be freed in another
-        way.
+        ``event`` was recorded on that stream after the last use; default: a new one. ``source``: the
+        :func:`direct_spares` of the stream, if the caller has them. Returns the event; None if the block must be freed
+        in another way.
         """
         home = block.size_class.owner
         if len(home.returning) >= MAX_RETURNING:
@@ -704,12 +712,12 @@ class CachingAllocator(Allocator, Closes, Shown):
         return event
 
     def _free_checked(self, buffer: CachedBuffer, ordered: Stream) -> None:
-        """Free a buffer on a stream that was checked: to a free list, or else to the pool."""
+        """Free a buffer on a checked stream: to a free list if possible, otherwise to the pool."""
         state = self._state
         block, watchers = buffer._ptr, state.watchers
         home: StreamCache = block.size_class.owner
         if not state.closed and state.known(ordered) is home:
-            # Before the block has a home: a finaliser that frees the buffer from then on notifies no watcher.
+            # First, because from ``put`` on a finaliser may free the block without notifying watchers.
             for watcher in watchers:
                 watcher.freed(block.address, raw_handle(ordered))
             if buffer._ptr is block:
@@ -725,7 +733,7 @@ class CachingAllocator(Allocator, Closes, Shown):
         buffer._shared = None
 
     def _leave_cache(self, buffer: CachedBuffer) -> Buffer:
-        """Move a buffer's memory out of the cache, to a plain buffer that frees it from then on."""
+        """Move a buffer's memory out of the cache, to a plain buffer, which will free it."""
         state = shared_state(buffer)
         if isinstance(state, SharedBehind):
             return state.plain
@@ -747,7 +755,7 @@ class CachingAllocator(Allocator, Closes, Shown):
 
     def _watched_by(self, watchers: tuple[Watcher, ...]) -> None:
         self._state.watchers = watchers
-        # No stream has lists with another key, so that every allocation takes the slow path.
+        # No stream has lists under this key, so every allocation takes the slow path.
         self._key, self._library_key, self._cache_key = (_NOWHERE,) * 3 if watchers else self._state.keys
 
     def _check_open(self) -> None:

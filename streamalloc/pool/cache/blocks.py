@@ -1,8 +1,8 @@
-"""Blocks of a cache, their size classes, and the buffers that users have of them.
+"""Blocks of a cache, their size classes, and the buffers that hold them.
 
-A :class:`Block` is in one place: in a free list, in a buffer, or in the returning queue of a stream. A move between two
-of these is one list or deque operation, which no other thread divides. An exception out of a signal handler may lose
-the one block that was being moved: it stays allocated until the pool ends.
+A :class:`Block` is in exactly one place: in a free list, in a buffer, or in the returning queue of a stream. Each
+removal and each insertion is one atomic list or deque operation. An exception of a signal handler may lose the one
+block that is being moved; that block stays allocated until the pool ends.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ if TYPE_CHECKING:
 B = TypeVar("B", bound=Buffer)
 
 UNIT = 512
-"""Bytes. Pools align allocations to this, so that a smaller block would save nothing."""
+"""Bytes. Pools align to this, so smaller blocks would save nothing."""
 _DEFER: StillImported = "defer"
 
 
 def class_size(nbytes: int) -> int:
-    """Bytes of the blocks for a request: a multiple of 512, and of an eighth of the power of two below it."""
+    """Return the block size in bytes for a request: the next multiple of 512, above 8 KiB of an eighth of the power of
+    two below.
+    """
     bits = (nbytes - 1).bit_length() - 4
     step = 1 << bits if bits > 9 else UNIT
     return (nbytes + step - 1) & -step
@@ -42,7 +44,7 @@ class OtherThread(Exception):
 
 
 class HomeOfThread:
-    """A free list of the per-thread default stream of one thread, as its blocks' ``home``."""
+    """The ``home`` of a block of a per-thread default stream: a free list that only this thread may append to."""
 
     __slots__ = ("free", "thread", "threads")
 
@@ -52,7 +54,7 @@ class HomeOfThread:
         self.threads: Threads = threads
 
     def append(self, block: Block) -> None:
-        """Add a block whose last use was before now on the stream of the calling thread."""
+        """Add a block whose last use precedes this call on the calling thread's stream."""
         if self.threads.number != self.thread:
             raise OtherThread
         self.free.append(block)
@@ -68,31 +70,31 @@ class SizeClass:
         """StreamCache."""
         self.nbytes: int = nbytes
         self.free: list[Block] = []
-        """Free blocks; the one that was freed last is handed out first."""
+        """Free blocks; the last one freed is reused first."""
         self.home: list[Block] | HomeOfThread = self.free
-        """Takes the blocks that are freed on their stream: ``free``, or a list that checks the thread before."""
+        """Receives the blocks freed on this stream: ``free``, or a list that checks the thread."""
         if owner.threads is not None:
             self.home = HomeOfThread(self.free, owner.thread, owner.threads)
         self.count: int = 0
         """Number of blocks, free or in buffers. Concurrent updates may be lost."""
         self.fitting: tuple[list[Block], ...] = ()
-        """Free lists that serve this size, smallest first; empty if not known."""
+        """Free lists that can serve this size, smallest first; empty until computed."""
 
 
 class Block(cuda.CUdeviceptr):  # type: ignore[misc]  # the bindings have no types
-    """An allocation of the pool that a cache holds, as the driver takes its address."""
+    """An allocation of the pool that a cache holds. It is a ``CUdeviceptr``, so the driver takes it as an address."""
 
     __slots__ = ("address", "home", "size_class")
 
     address: int
     """Device address."""
     home: list[Block] | HomeOfThread | None
-    """:attr:`SizeClass.home`; None for the slow path."""
+    """:attr:`SizeClass.home`; None if frees must take the slow path."""
     size_class: SizeClass
 
 
 def filled(kind: type[B], allocator: Allocator, pointer: Any, nbytes: int, stream: Stream) -> B:
-    """A new buffer with all its attributes; it owns ``pointer`` from then on."""
+    """Return a new buffer with all attributes set. It owns ``pointer``."""
     buffer: B = kind()
     buffer._nbytes = nbytes
     buffer._stream = stream
@@ -123,11 +125,11 @@ class CachedBuffer(Buffer):
     ) -> None:
         """Free the memory in stream order: later work must not use it; earlier work may.
 
-        The cache hands the memory out again on the buffer's stream, in the order of that stream. No driver call is
-        made. A library may be capturing that stream: the order holds in the capture as well.
+        The cache reuses the memory on the buffer's stream, in the order of that stream, without a driver call. If a
+        library is capturing that stream, the order also holds in the capture.
 
-        Freed on another stream, an event is recorded there (``cuEventRecord``), and the memory is for the buffer's own
-        stream once the event has passed. If too many wait for that, the memory returns to the pool
+        A free on another stream records an event there (``cuEventRecord``). The memory returns to the buffer's own
+        stream once the event has completed. If too many blocks wait for events, the memory returns to the pool
         (``cuMemFreeAsync``). Arguments and errors are those of :meth:`Buffer.free`.
         """
         block = self._ptr
@@ -176,7 +178,7 @@ CachedBuffer.__name__ = CachedBuffer.__qualname__ = "Buffer"
 
 
 class SharedBehind(SharedState):
-    """Frees memory that has left the cache through the plain buffer that owns it now."""
+    """State of a buffer whose memory has left the cache: it frees through the plain buffer that owns the memory."""
 
     __slots__ = ("plain",)
 
@@ -191,4 +193,4 @@ class SharedBehind(SharedState):
                 buffer._shared = None
 
     def drop(self, buffer: Buffer) -> None:
-        """Do nothing: the plain buffer is dropped as well."""
+        """Do nothing: the plain buffer has its own finaliser."""

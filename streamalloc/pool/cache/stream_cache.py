@@ -34,21 +34,22 @@ from streamalloc.core.session import Session, session_of
 from streamalloc.pool.cache.blocks import UNIT, Block, SizeClass, class_size
 
 _LARGEST_FIT = 5
-"""A free block serves a request of at least a fifth of its size. A smaller factor splits memory among more classes."""
+"""A request may take a free block of up to five times its size."""
 _LARGEST_KEPT = 2
-"""The fast path takes further blocks of a class that is smaller than this multiple of the request's. Beyond, if the
-request's class has blocks, each request looks for one of them first: tensors of half precision would keep the blocks of
-those of full precision.
+"""The fast path keeps taking from a larger class only below this multiple of the request's class. From the multiple on,
+if the request's class has blocks of its own, each request first searches its own class. Otherwise half-precision
+tensors would use up the blocks of full-precision ones.
 """
 _MAX_SIZES = 1 << 14
-"""Requested sizes whose free list a stream remembers: 1 MiB of dictionary."""
+"""Number of requested sizes whose free list a stream remembers, in 1 MiB of dictionary."""
 MAX_RETURNING = 64
-"""Events per stream for blocks freed elsewhere. Data loaders have a few batches under way at a time."""
+"""Blocks per stream that may wait for an event; enough for data loaders."""
 
 
 Returning: TypeAlias = "tuple[Event, Block, Spares | None, int, int]"
-"""A block that was freed on another stream, behind an event. If that was recorded for this block: the spare events of
-the stream, and the moments before and after the record."""
+"""A block freed on another stream, with the event it waits for. For an event of :meth:`StreamCache.record`: also the
+spare events of the stream, and the times before and after the record.
+"""
 
 
 class Cache(Protocol):
@@ -81,7 +82,7 @@ class StreamCache(Deferred):
         self.thread, self.threads = thread_of(stream)
         self._last = end_of(stream)
         self.kept_alive: Stream | None = keeps_alive(stream)
-        """Keeps a library's object that destroys its stream when it dies: no event can be recorded after that."""
+        """Keeps alive a library's object whose finaliser destroys the stream."""
         self.ended: bool = False
         self.classes: dict[int, SizeClass] = {}
         """Size classes by block size in bytes."""
@@ -92,9 +93,9 @@ class StreamCache(Deferred):
         self.returning: deque[Returning] = deque()
         """Blocks freed on other streams."""
         self._passed: list[Event] = []
-        """Events of blocks that have returned, to record again."""
+        """Completed events, to be recorded again."""
         self.peak: int = 0
-        """Bytes in use at once, at most, when that was last counted."""
+        """Most bytes in use, as of the last count."""
         end_with_stream(stream, self)
         self.session.shut_with_me(self)
 
@@ -112,7 +113,7 @@ class StreamCache(Deferred):
         return found
 
     def take(self, wanted: SizeClass, nbytes: int) -> Block | None:
-        """Remove the smallest free block that fits; the fast path takes from the same list until it is empty."""
+        """Remove the smallest free block that fits. The fast path then takes from that free list until it is empty."""
         if self.returning:
             self.collect()
         for free in wanted.fitting or self._find_fitting(wanted):
@@ -135,13 +136,16 @@ class StreamCache(Deferred):
     def _find_fitting(self, wanted: SizeClass) -> tuple[list[Block], ...]:
         sizes = sorted(self.classes)
         some = sizes[bisect_left(sizes, wanted.nbytes) : bisect_left(sizes, _LARGEST_FIT * wanted.nbytes + 1)]
-        wanted.fitting = tuple(self.classes[size].free for size in some)
+        # The end of the stream on another thread removes the classes.
+        found = map(self.classes.get, some)
+        wanted.fitting = tuple(one.free for one in found if one is not None)
         return wanted.fitting
 
     def collect(self) -> None:
-        """Put blocks freed on other streams into their lists, up to the first whose event has not passed.
+        """Move blocks freed on other streams to their free lists, up to the first whose event has not completed.
 
-        If an event has passed, so have all that were recorded on its stream before, for any cache: the newest is asked.
+        A completed event proves that all earlier events of its stream have completed, for any cache. So the newest
+        event is queried first.
         """
         returning = self.returning
         newest: Returning | None = None
@@ -169,13 +173,13 @@ class StreamCache(Deferred):
                 if source is not None:
                     source.passed = max(source.passed, began)
             last = event
-            # Blocks may share an event that was not recorded here.
+            # An event that `record` did not make may belong to several blocks.
             if source is not None and event.device is self.device and not self.ended:
                 self._passed.append(event)
             self.put(block)
 
     def record(self, stream: Stream) -> Event:
-        """An event after the queued work of a stream of ours, for one block."""
+        """Record an event after the queued work of one of our streams, for one block."""
         try:
             again = self._passed.pop() if stream.device is self.device else None
         except IndexError:
@@ -183,16 +187,18 @@ class StreamCache(Deferred):
         return stream.record(again)
 
     def put_behind(self, event: Event, block: Block, source: Spares | None = None, began: int = 0) -> None:
-        """Put a block into the free list of its size class once an event has passed.
+        """Put a block into the free list of its size class once an event has completed.
 
-        ``source`` and ``began`` if :meth:`record` recorded it: the spare events of the stream, and a moment before.
+        For an event of :meth:`record`, ``source`` is the stream's spare events and ``began`` a time before the record.
         """
         self.returning.append((event, block, source, began, moment()))
         if self.ended:
             deferred_queue(self.session).submit(self)
 
     def put(self, block: Block) -> None:
-        """Put a block into the free list of its size class. After the end it is released at a later point of work."""
+        """Put a block into the free list of its size class. If this cache has ended, a point of work releases the
+        block.
+        """
         owner = block.size_class
         if not self.cache.closed:
             block.home = owner.home
@@ -231,7 +237,7 @@ class StreamCache(Deferred):
                         raise free_refused(refused, ordered)
 
     def after_all_threads(self) -> Event:
-        """An event after the work of the per-thread default streams of all threads, and of this one if it has ended.
+        """Record an event after the work of the per-thread default streams of all threads, ended ones included.
 
         Raises
         ------
@@ -266,20 +272,20 @@ class StreamCache(Deferred):
             if self.free_bytes and stream is not None:
                 return False
         if stream is None and self.threads is not None:
-            stream = self.device.per_thread_stream  # it has lists for the threads, and outlives them
+            stream = self.device.per_thread_stream  # it has the lists of all threads, and outlives the threads
         if stream is not None:
             leave_stream(stream, self.cache.keys, self)
         if self.over:
             self._last = []
             self.kept_alive = None
-            # Cycles would keep the cache and its pool until a collection.
+            # These cycles would keep the cache and its pool until a garbage collection.
             self.classes.clear()
             self.class_of.clear()
         return not self.free_bytes
 
     @property
     def over(self) -> bool:
-        """Whether it has ended, and has no block, free or in a buffer."""
+        """Whether this cache has ended and has no block, free or in a buffer."""
         return self.ended and self.empty
 
     @property
@@ -288,7 +294,9 @@ class StreamCache(Deferred):
         return not any(one.count for one in list(self.classes.values()))
 
     def ordered(self, act: Callable[[Stream], object]) -> None:
-        """Call ``act`` with the stream, which no other thread closes meanwhile, or one that comes after its work."""
+        """Call ``act`` with the stream, or after its end with a stream ordered after its work. Prevents a concurrent
+        close.
+        """
         stream = self.stream()
         if stream is None:
             ordered_after_end(self.device, self._last, act)

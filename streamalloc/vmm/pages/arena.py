@@ -1,4 +1,4 @@
-"""Arenas: the physical pages of a device for spaces of addresses."""
+"""Arenas: the physical pages of a device, shared by spaces of addresses."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ class ArenaStatistics(NamedTuple):
     spare: int
     """Physical pages that no space uses."""
     parked: int
-    """Released pages that work may use, or that are being cleared; pages that share memory count apart."""
+    """Released pages still in use or being cleared, except shared ones."""
     kept: int
-    """Physical pages that are released, cleared, and stay mapped in their places until others need them."""
+    """Released and cleared pages that stay mapped until needed elsewhere."""
 
 
 class PageArena(Closes):
-    """Physical pages of one size on one device, and spaces of addresses in which they are mapped.
+    """Physical pages of one size on one device, and the address spaces that map them.
 
-    A space has far more addresses than there is memory, and its pages get memory and return it one by one or in
-    batches, such as the blocks of a key-value cache. Pages that are released are cleared and stay where they are, so
-    that the next commit of the same page makes no driver call; a commit elsewhere takes them from there. If device
-    memory runs out elsewhere in this process, all pages that are not in use are released to the driver. ::
+    A space has far more addresses than there is memory. Its pages, such as the blocks of a key-value cache, get and
+    release memory one by one or in batches. A released page is cleared and keeps its memory, so the next commit of the
+    same page makes no driver call. A commit of another page may take that memory. If another part of this process runs
+    out of device memory, all unused pages are released to the driver. ::
 
         with vmm.PageArena(device, limit=32 << 30) as arena, arena.space(256 << 30) as cache:
             arena.prepare(1024)
@@ -44,8 +44,8 @@ class PageArena(Closes):
             cache.alias(range(1001, 1064), cache, range(1, 64))
             cache.release(range(64), after=stream)
 
-    Thread-safe. Dropping an arena does not close its spaces, which keep its pages. After :meth:`close` they can be
-    used, and released, but get no pages.
+    Thread-safe. Dropping an arena does not close its spaces, which keep its pages. After :meth:`close` a space can be
+    used and its pages can be released, but it gets no new pages.
 
     Parameters
     ----------
@@ -54,15 +54,14 @@ class PageArena(Closes):
     page_size
         Size of a page in bytes, a multiple of the granularity of physical memory (2 MiB).
     limit
-        Bytes of all physical pages of the arena, spare ones included. The page of zeros does not count. None for no
-        limit.
+        Most bytes of all physical pages, spare ones included. The page of zeros does not count. None for no limit.
     budget
-        Limit that the arena shares with others, also of other processes.
+        Limit that the arena shares with other arenas, even of other processes.
 
     Raises
     ------
     TypeError, ValueError
-        ``device`` is no device, ``budget`` no budget, or ``page_size`` is zero or no multiple of the granularity.
+        ``device`` is no device, ``budget`` is no budget, or ``page_size`` is zero or not a multiple of the granularity.
     ClosedError
         The budget was closed.
     """
@@ -70,7 +69,7 @@ class PageArena(Closes):
     __slots__ = ("__weakref__", "_physical", "budget")
 
     budget: PageBudget | None
-    """Limit that it shares with other arenas; None if it has none."""
+    """Limit shared with other arenas; None for none."""
 
     def __init__(
         self,
@@ -108,7 +107,7 @@ class PageArena(Closes):
 
     @property
     def limit(self) -> int | None:
-        """Bytes of all physical pages; None for no limit."""
+        """Most bytes of all physical pages; None for no limit."""
         return self._physical.limit
 
     @property
@@ -117,9 +116,9 @@ class PageArena(Closes):
         return self._physical.closed
 
     def space(self, nbytes: int, *, stream: StreamLike | None = None) -> PageSpace:
-        """Reserve addresses that read as zeros (``cuMemAddressReserve``, ``cuMemMap`` of one page everywhere).
+        """Reserve addresses that read as zeros: one page is mapped everywhere (``cuMemAddressReserve``, ``cuMemMap``).
 
-        This takes some 30 us for each page, as the driver sets a permission on each.
+        This takes about 30 us per page, because the driver sets a permission on each.
 
         Parameters
         ----------
@@ -141,12 +140,12 @@ class PageArena(Closes):
         return PageSpace(self, self._physical, nbytes, stream)
 
     def prepare(self, count: int) -> Future[int]:
-        """Create physical pages in the background until ``count`` are spare or kept (``cuMemCreate``).
+        """Create physical pages in the background until ``count`` pages are spare or kept (``cuMemCreate``).
 
         Returns
         -------
         concurrent.futures.Future
-            Its result is the number of such pages; it raises what the creation raised, as :meth:`PageSpace.commit`.
+            Its result is the number of spare and kept pages. Its errors are those of :meth:`PageSpace.commit`.
 
         Raises
         ------
@@ -158,9 +157,10 @@ class PageArena(Closes):
         return self._physical.in_background(functools.partial(self._physical.fill, wanted))
 
     def trim(self, keep: int = 0) -> int:
-        """Release spare pages, then kept ones, to the driver (``cuMemUnmap``, ``cuMemRelease``); return how many.
+        """Release spare pages, then kept ones, to the driver (``cuMemUnmap``, ``cuMemRelease``). Returns the number of
+        pages.
 
-        The host waits until released pages are cleared whose work has completed.
+        The host waits for the clearing of released pages that no work uses any more.
 
         Parameters
         ----------
@@ -177,14 +177,14 @@ class PageArena(Closes):
         return self._physical.trim(most)
 
     def statistics(self) -> ArenaStatistics:
-        """Return its statistics, after parked pages were released whose work has completed."""
+        """Return the statistics. Before, parked pages are released if their work has completed."""
         physical = self._physical
         physical.allocations.work()
         with physical.lock:
             return ArenaStatistics(physical.count, len(physical.spare), physical.parked, len(physical.kept))
 
     def close(self) -> None:
-        """Release the pages that are not committed, and keep none from now on. Idempotent.
+        """Release all pages that are not committed, and keep no pages from now on. Idempotent.
 
         Raises
         ------

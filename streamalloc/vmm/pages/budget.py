@@ -1,13 +1,13 @@
 """Budgets: one limit for the pages of several processes on a device.
 
-The processes share a file with a word for each *member*: the bytes of its pages. A member locks a byte of the file for
-as long as it lives, and the kernel releases the lock at its death, however it dies: the next member that looks returns
-what the dead one had. Words change under the lock of another byte, which a death releases too. Each member writes its
-own word of bytes only, with one call, so a death between two calls leaves nothing half done. Words are read and written
-by file calls: a file that somebody truncates raises an error, where a mapping would end the process.
+The processes share a file with a record for each *member*: the bytes of its pages. A member locks one byte of the file
+while it lives. The kernel releases this lock when the member dies, and the next member that reads the file frees the
+dead member's bytes. Records change under the lock of another byte, which a death also releases. Each member writes only
+its own count of bytes, with one call, so a death cannot leave a half-written state. Records are read and written by
+file calls: if the file is truncated, a call raises an error, while a memory mapping would kill the process.
 
-A member that finds no room leaves a request with the others and wakes them by a datagram; without one, they look every
-second.
+A member that finds no room writes a request to the others' records, and wakes them by a datagram. Each member also
+checks for requests every second.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ T = TypeVar("T")
 MEMBERS = 256
 _MAGIC = b"SApages\1"
 _HEADER = struct.Struct("<8sQ")
-_MEMBER = struct.Struct("<QQQ")  # bytes of its pages; bytes that others want of what it does not use, and in any case
+_MEMBER = struct.Struct("<QQQ")  # bytes of its pages; requested bytes of unused pages; requested bytes of any pages
 _BYTES = _HEADER.size + MEMBERS * _MEMBER.size
 # struct flock: type, whence, start, length, process.
 _LOCK = struct.Struct("hhqqi4x")
 _TABLE_LOCK = 0  # byte of the file
-_LOOK, _AGAIN, _STEP = 1.0, 0.05, 0.002  # seconds: between looks for requests, between requests, between attempts
+_LOOK, _AGAIN, _STEP = 1.0, 0.05, 0.002  # seconds: between checks for requests, between requests, between attempts
 
 
 class User(Protocol):
@@ -51,10 +51,10 @@ class User(Protocol):
         """Bytes of the pages that exist or are about to be created."""
 
     def give(self, nbytes: int, /) -> int:
-        """Release pages that are not in use, up to so many bytes; return how many bytes were released."""
+        """Release unused pages, at most so many bytes. Returns the bytes released."""
 
     def make_room(self) -> int:
-        """Release the pages that are not in use, without waiting for another thread; return their bytes."""
+        """Release unused pages without waiting for another thread. Returns the bytes released."""
 
 
 class Member(NamedTuple):
@@ -63,17 +63,17 @@ class Member(NamedTuple):
     used: int
     """Its pages."""
     wanted: int
-    """Bytes that others have asked it to release of pages that it does not use."""
+    """Bytes that others requested from this member's unused pages."""
     asked: int
-    """Bytes that others have asked it to release in any case, as it has more than its share."""
+    """Bytes that others requested from its pages above its share."""
 
 
 class PageBudget(Closes):
-    """A limit that the arenas of several processes share; each process opens it by the path of a file.
+    """A limit shared by the arenas of several processes. Each process opens it by the path of a file.
 
-    A process whose arenas find no room asks the others: they release pages that they do not use, and those that have
-    more than their share, the limit divided by the number of processes, are asked for the rest. When a process dies,
-    its bytes return. ::
+    If a process finds no room, the other processes release unused pages. A share is the limit divided by the number of
+    processes. Processes above their share are also asked to release used pages (``on_ask``). When a process dies, its
+    bytes become free. ::
 
         budget = vmm.PageBudget("/dev/shm/gpu0.budget", 64 << 30, on_ask=lambda nbytes: evict(nbytes))
         arena = vmm.PageArena(device, budget=budget)
@@ -83,22 +83,22 @@ class PageBudget(Closes):
             if budget.wait(len(pages) * space.page_size, timeout=1):
                 space.commit(pages)
 
-    Thread-safe. The file stays when the last process has closed it; a new limit needs a new file.
+    Thread-safe. The file remains after the last process has closed it; another limit needs another file.
 
     Parameters
     ----------
     path
-        The file, which is made for this user if there is none; in memory, such as in ``/dev/shm``.
+        The file, preferably in memory, such as in ``/dev/shm``. If it is missing, it is created for this user.
     limit
-        Bytes of all pages together. None takes that of the file.
+        Most bytes of all pages together; None uses the file's limit.
     on_ask
-        Function that is called, on a thread of the budget, with the bytes that this process should release of pages
-        that it uses. Bytes that it does not release are asked for again.
+        Function called on a thread of the budget, with the number of bytes that this process should release from used
+        pages. Bytes that it does not release are requested again.
 
     Raises
     ------
     ValueError
-        There is no file and no limit, the file has another limit, is no budget, or has 256 members.
+        There is neither a file nor a limit; or the file has another limit, is not a budget, or has 256 members.
     PermissionError
         The file belongs to another user.
     """
@@ -163,7 +163,7 @@ class PageBudget(Closes):
     # -- the file --------------------------------------------------------------------------------------------
 
     def _in_table(self, act: Callable[[], T]) -> T:
-        """Call ``act`` while no other thread or process changes words; it waits for nothing."""
+        """Call ``act`` while no other thread or process changes records. ``act`` must not wait."""
         with self._lock:
             self._check_open()
             number, unlock = self._file.fileno(), _flock(fcntl.F_UNLCK, _TABLE_LOCK)
@@ -171,7 +171,7 @@ class PageBudget(Closes):
                 fcntl.fcntl(number, fcntl.F_OFD_SETLKW, _flock(fcntl.F_WRLCK, _TABLE_LOCK))
                 return act()
             finally:
-                # No call before it: an exception of a signal handler comes after it.
+                # Nothing is called before this line, so a signal handler that raises comes after it.
                 fcntl.fcntl(number, fcntl.F_OFD_SETLK, unlock)
 
     def _lock_byte(self, byte: int) -> bool:
@@ -186,13 +186,13 @@ class PageBudget(Closes):
         return at == self._at or _LOCK.unpack(answer)[0] != fcntl.F_UNLCK
 
     def _members(self) -> dict[int, Member]:
-        """Return the members that live, and return what dead ones had; within :meth:`_in_table`."""
+        """Return the live members, and free the bytes of dead ones. Call within :meth:`_in_table`."""
         data = os.pread(self._file.fileno(), _BYTES, 0)
         if len(data) != _BYTES:
             raise ValueError(f"the budget at {self.path} was truncated")
         found = {}
         for at, words in enumerate(_MEMBER.iter_unpack(data[_HEADER.size :])):
-            # The last member may have died with all words at zero: it does not matter.
+            # A last member that died with zeros everywhere has nothing to free.
             if any(words) or at == self._at:
                 if self._alive(at):
                     found[at] = Member(*words)
@@ -227,7 +227,9 @@ class PageBudget(Closes):
                 self._listen()
 
     def settle(self, asking: User | None = None) -> bool:
-        """Publish the bytes of this process: whether there is room. If not, ask the other users and processes."""
+        """Publish the bytes of this process; returns whether there is room. If not, request memory from other users and
+        processes.
+        """
         if self._settle():
             return True
         if asking is None or not sum([one.make_room() for one in members(self._users) if one is not asking]):
@@ -249,14 +251,15 @@ class PageBudget(Closes):
         return self._in_table(publish)
 
     def wait(self, nbytes: int, timeout: float = 1.0) -> bool:
-        """Block until so many bytes are free, which other processes are asked for: whether they are.
+        """Request bytes from other processes and block until so many are free, or the time is over. Returns whether
+        they are free.
 
         Another process may take them before this one does.
 
         Parameters
         ----------
         nbytes
-            Bytes that are needed.
+            The bytes needed.
         timeout
             Seconds to wait at most.
         """
@@ -278,7 +281,7 @@ class PageBudget(Closes):
         return missing <= 0
 
     def _ask(self, members: dict[int, Member], missing: int) -> None:
-        """Leave requests with the other members, and wake them; within :meth:`_in_table`."""
+        """Write requests to the other members' records, and wake these. Call within :meth:`_in_table`."""
         share = self.limit // max(len(members), 1)
         for at, one in members.items():
             if at != self._at and one.used:
@@ -304,13 +307,13 @@ class PageBudget(Closes):
             client.sendto(b"", f"{self._name}{at}")
 
     def answer(self) -> int:
-        """Release what other processes have asked for; return the bytes. The thread of the budget calls this."""
+        """Release the bytes that other processes have requested; returns how many. For the budget's thread."""
         _, wanted, asked = self._in_table(self._members)[self._at]
         given = self._give(wanted)
         if given < asked and self._on_ask is not None:
             self._on_ask(asked - given)
             given += self._give(asked - given)
-        # Requests of meanwhile are made again, if what was given is not enough.
+        # Requests made meanwhile are repeated if the released bytes are not enough.
         self._in_table(lambda: self._write_requests(self._at, 0, 0))
         return given
 
@@ -361,7 +364,7 @@ def _flock(kind: int, byte: int) -> bytes:
 
 
 def _serve(reference: weakref.ref[PageBudget], server: socket.socket) -> None:
-    """Answer requests until the budget is closed or collected. The thread holds no reference while it waits."""
+    """Answer requests until the budget is closed or collected. The thread holds no strong reference while it waits."""
     number = server.fileno()
     while number >= 0:
         poll = select.poll()
@@ -377,7 +380,7 @@ def _serve(reference: weakref.ref[PageBudget], server: socket.socket) -> None:
         except ClosedError:
             return
         except Exception as error:
-            with contextlib.suppress(Warning):  # where warnings are errors, the others still need an answer
+            with contextlib.suppress(Warning):  # if warnings are errors, the other budgets still need an answer
                 warnings.warn(f"{budget!r} could not release what others have asked for: {error!r}", stacklevel=1)
         del budget
         number = server.fileno()
@@ -387,7 +390,7 @@ _here: weakref.WeakSet[PageBudget] = weakref.WeakSet()
 
 
 def _left_behind() -> None:
-    """In a forked child: close the file, whose lock would make a dead parent count as alive."""
+    """In a forked child: close the file, so that its lock ends with the parent."""
     for budget in list(_here):
         budget._end(forked=True)
 

@@ -1,4 +1,4 @@
-"""Physical pages of one size on one device: creation, counts of their users, and the pages that are spare."""
+"""Physical pages of one size on one device: creation, reference counts, and spare pages."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ from streamalloc.vmm.tiers.queued import Work
 
 T = TypeVar("T")
 _STREAMS = 16
-"""Number of streams that clear pages at most: each may wait for work of its own."""
+"""Most streams that clear pages. Each may be waiting for other work."""
 _PATIENCE = 0.05
-"""Seconds for which memory that is being cleared is waited for, if another user of the device has none."""
+"""Seconds to wait for clearing when another memory user finds none."""
 
 
 class Page(HandleEnd):
-    """One physical page; its end is ``cuMemRelease``. A dropped page is released by the deferred queue."""
+    """One physical page. ``cuMemRelease`` releases it, by the deferred queue if the page is dropped."""
 
     __slots__ = ("number", "seat", "users")
 
@@ -53,12 +53,12 @@ class Page(HandleEnd):
         self.number: int = number
         """Number of the page in its arena; unique while the page exists."""
         self.users: int = 1
-        """Number of places that hold it; :attr:`PhysicalPages.lock` protects it."""
+        """Number of places that hold it, protected by :attr:`PhysicalPages.lock`."""
         self.seat: int = 0
-        """Address of the committed place by which observers count it; 0 if it is at none."""
+        """Address of the committed place that observers know; 0 for none."""
 
     def forget(self) -> None:
-        """Forget the handle without a driver call, as the driver has ended."""
+        """Forget the handle without a driver call, because the driver is gone."""
         self._raw = None
 
     def __del__(self) -> None:
@@ -72,7 +72,7 @@ class Holder(Protocol):
     """Places of a space."""
 
     def retire(self, places: Collection[int], /) -> None:
-        """Unmap the pages of places, which are then spare unless somebody else uses them: of all, or of none."""
+        """Unmap the pages of these places: all, or after an error none. Pages without another user become spare."""
 
 
 class Clearing(Protocol):
@@ -83,7 +83,9 @@ class Clearing(Protocol):
         """Work that precedes the zeros."""
 
     def finish(self) -> bool:
-        """Keep the pages if they are cleared: whether that is done; within :meth:`PhysicalPages.changing`."""
+        """Keep the pages if they are cleared; returns whether that is done. Call within
+        :meth:`PhysicalPages.changing`.
+        """
 
     def synchronize(self) -> None:
         """Block the host until they are cleared."""
@@ -94,12 +96,12 @@ def _no_budget() -> None:
 
 
 class PhysicalPages(Claimable):
-    """The physical pages of an arena and its spaces. It lives as long as the last of them.
+    """The physical pages of an arena and its spaces. The object lives as long as any of these.
 
     :attr:`lock` protects the spare pages and all counts. It is the innermost lock: no driver call is made under it.
-    :meth:`changing` excludes other threads while mappings change, those of all spaces: a commit in one may take the
-    page that another one keeps. Kept pages and the page lists of spaces change within both, so that either is enough to
-    read them. It claims this object.
+    :meth:`changing` claims this object, so that only one thread changes mappings of any space: a commit in one space
+    may take a page that another space keeps. Kept pages and the page lists of spaces change only under both, so either
+    is enough to read them.
     """
 
     def __init__(self, device: Device, page_size: int, limit: int | None, budget: PageBudget | None = None) -> None:
@@ -110,32 +112,33 @@ class PhysicalPages(Claimable):
         """Size of a page in bytes."""
         self.limit: int | None = None if limit is None else checked_size("limit", limit)
         """Bytes of all pages; None for no limit."""
-        # The arena keeps it: reservations keep this object, and the budget a function, which may reach the arena.
+        # Weak, because the arena keeps the budget. Reservations keep this object, and the budget's function may refer
+        # to the arena.
         self.budget: Callable[[], PageBudget | None] = _no_budget if budget is None else weakref.ref(budget)
-        """Limit that other arenas, and processes, share; None without one, and when it has ended with the arena."""
+        """Limit shared with other arenas and processes; None if there is none."""
         self.allocations: Allocations = allocations_of(self.session)
         self._shut_after_fork()
         self.session.shut_with_me(self)
         self.spare: list[Page] = []
         self.kept: dict[Page, tuple[Holder, int]] = {}
-        """Pages that are released, cleared and still mapped, each with its place, in the order of their release."""
+        """Released and cleared pages, still mapped, with their places, oldest first."""
         self.news: dict[int, None] = {}
-        """Addresses at which pages were committed, for observers."""
+        """Addresses of newly committed pages, for observers."""
         self.clearing: dict[Clearing, None] = {}
         """Released pages for which zeros are queued."""
         self.count: int = 0
-        """Number of pages that exist, or are being created."""
+        """Number of pages that exist or are being created."""
         self._unborn: int = 0
-        """Number of pages that the budget has granted and that are about to be created."""
+        """Number of pages granted by the budget and not yet created."""
         self.parked: int = 0
-        """Number of places that wait for the work that uses them."""
+        """Number of places that wait for work using them."""
         self.closed: bool = False
         self.writable: list[Any] = structs_of({device.location: MemAccess.READWRITE})
         self.readable: list[Any] = structs_of({device.location: MemAccess.READ})
         self._numbers: list[int] = []
-        """Numbers of pages that were released, for new ones."""
+        """Numbers of released pages, for reuse."""
         self.zero: Page = Page(self.session, -1)
-        """The page of zeros, at all places that hold no page. It does not count for the limit; the arena is a user."""
+        """The page of zeros, mapped at places without a page; not limited."""
         self._claim = None
         self._tasks: deque[tuple[Future[int], Callable[[], int]]] = deque()
         """Functions to call in the background."""
@@ -146,18 +149,18 @@ class PhysicalPages(Claimable):
             budget.join(self)
 
     def _shut_after_fork(self) -> None:
-        """Set what belongs to threads: a forked child lacks those that have the locks."""
+        """Create locks and flags anew, because a forked child lacks the threads that held the old ones."""
         self.lock: contextlib.AbstractContextManager[bool] = threading.RLock()
         self._filling = threading.RLock()
         self._working = False
-        """Whether a thread calls functions in the background."""
+        """Whether the background thread is running."""
 
     def __repr__(self) -> str:
         return f"<pages of device {self.device.ordinal}>"
 
     @property
     def nbytes(self) -> int:
-        """Size of a page in bytes, as observers ask for it."""
+        """Size of a page in bytes, under the name that observers read."""
         return self.size
 
     @property
@@ -166,12 +169,12 @@ class PhysicalPages(Claimable):
         return self.device.location
 
     def page_bytes(self, location: MemLocation) -> int:
-        """Bytes of all pages at a location, the page of zeros included."""
+        """Bytes of all pages at a location, including the page of zeros."""
         zeros = self.zero.raw is not None
         return (self.count + zeros) * self.size if self.location == location else 0
 
     def announce(self) -> None:
-        """Notify observers of the pages that were committed. Under no lock: they may call functions of the user."""
+        """Notify observers of newly committed pages. Call without locks: observers may call functions of the user."""
         while self.news:
             try:
                 at, _ = self.news.popitem()
@@ -186,16 +189,16 @@ class PhysicalPages(Claimable):
         return (self.count + self._unborn) * self.size
 
     def give(self, nbytes: int) -> int:
-        """Release pages that are not in use, up to so many bytes; return how many bytes were released."""
+        """Release unused pages, at most so many bytes. Returns the bytes released."""
         return self.trim(max(self.available - -(-nbytes // self.size), 0)) * self.size
 
     @property
     def available(self) -> int:
-        """Number of pages that a commit gets without creating one."""
+        """Number of pages available without creating one."""
         return len(self.spare) + len(self.kept)
 
     def idle_stream(self) -> Stream | None:
-        """Return a stream without queued work, to clear pages; None if all are in use. Call it in :meth:`changing`."""
+        """Return a stream without queued work, to clear pages; None if all are busy. Call within :meth:`changing`."""
         for stream, work in self._streams.items():
             if work.done():
                 return stream
@@ -206,26 +209,26 @@ class PhysicalPages(Claimable):
         return stream
 
     def used(self, stream: Stream, work: Work) -> None:
-        """Record that a stream has queued more work, if it is one that clears pages of the arena."""
+        """Record further work of a stream, if it is one of the arena's clearing streams."""
         if stream in self._streams:
             self._streams[stream] = work
 
     def changing(self, act: Callable[[], T]) -> T:
-        """Call ``act`` while no other thread changes mappings; it makes driver calls, and waits for no stream.
+        """Call ``act`` while no other thread changes mappings. ``act`` makes driver calls, and waits for no stream.
 
         Raises
         ------
         InUseError
-            A signal handler calls this during such a call on its own thread.
+            A signal handler called this during such a call of its thread.
         """
         return claiming((self,), lambda _: act(), level=1)
 
     def unless_busy(self, act: Callable[[], T], otherwise: T) -> T:
-        """Call ``act`` if nobody else changes mappings: for items of the deferred queue, which must not wait."""
+        """Call ``act`` if no other call is changing mappings. For deferred items, which must not wait."""
         return claiming((), lambda claim: act() if claim.take((self,), wait=False) else otherwise, level=1)
 
     def hold_zero(self) -> None:
-        """Count a space that maps :attr:`zero`. The first space creates that page.
+        """Add a space as a user of :attr:`zero`. The first space creates that page.
 
         Raises
         ------
@@ -246,9 +249,10 @@ class PhysicalPages(Claimable):
 
     @contextlib.contextmanager
     def mapped(self, pages: Sequence[Page], stream: Stream) -> Iterator[int]:
-        """Map pages side by side in a range of their own for a ``with`` block, which gets the address.
+        """Map pages side by side in a separate range for a ``with`` block, which gets the address.
 
-        At its end the host waits for ``stream``. If it cannot, pages and addresses stay: queued work may use them.
+        At the end of the block the host waits for ``stream``. If that fails, pages and addresses stay mapped, because
+        queued work may use them.
         """
         size, session = self.size, self.session
         addresses = AddressRange(len(pages) * size, driver=session.driver)
@@ -287,9 +291,9 @@ class PhysicalPages(Claimable):
                 self.hold(pages)
 
     def take(self, count: int, besides: Collection[Page] = ()) -> list[Page]:
-        """Return spare pages, then kept ones, which are unmapped, and create those that are missing.
+        """Return ``count`` pages: spare ones, then kept ones, which are unmapped, then new ones.
 
-        All of them have one user. Within :meth:`changing`. Pages of ``besides`` are not taken.
+        Each has one user. Pages of ``besides`` are not taken. Call within :meth:`changing`.
 
         Raises
         ------
@@ -323,7 +327,9 @@ class PhysicalPages(Claimable):
 
     @contextlib.contextmanager
     def _room(self, count: int) -> Iterator[list[None]]:
-        """Block that creates so many pages, for all of which the budget has room; it gets an item for each."""
+        """A ``with`` block that creates so many pages, after the budget has granted them. It gets a list with an item
+        for each.
+        """
         room = [None] * max(count, 0)
         budget = self.budget()
         if budget is None or not room:
@@ -345,7 +351,9 @@ class PhysicalPages(Claimable):
                 budget.settle()
 
     def vacate(self, kept: Mapping[Page, tuple[Holder, int]]) -> None:
-        """Unmap kept pages, which are spare then; within :meth:`changing`. A space is changed whole or not at all."""
+        """Unmap kept pages, which become spare. Each space changes completely or not at all. Call within
+        :meth:`changing`.
+        """
         by_space = sorted(kept.values(), key=lambda where: id(where[0]))
         for places, group in groupby(by_space, lambda where: where[0]):
             places.retire([place for _, place in group])
@@ -362,9 +370,9 @@ class PhysicalPages(Claimable):
         self.session.call("cuMemsetD8Async", address, 0, nbytes, raw_handle(stream))
 
     def finish_clearing(self, *, wait: bool = False) -> None:
-        """Keep the pages that are cleared by now, within :meth:`changing`.
+        """Keep the pages that are cleared by now. Call within :meth:`changing`.
 
-        With ``wait``, wait instead for the zeros whose turn has come; under no lock.
+        With ``wait``, only wait for queued zeros that no earlier work delays; call that without locks.
         """
         for parking in list(self.clearing):
             if not wait:
@@ -379,7 +387,7 @@ class PhysicalPages(Claimable):
                 page.users += 1
 
     def drop(self, pages: Iterable[Page]) -> None:
-        """Count one user less of each page. A page without users is spare, or is released if the arena was closed."""
+        """Remove one user of each page. A page without users becomes spare, or is released if the arena was closed."""
         unused = []
         with self.lock:
             for page in pages:
@@ -389,7 +397,7 @@ class PhysicalPages(Claimable):
             if not self.closed:
                 self.spare += unused
                 return
-        # Pages that the driver refuses are released later.
+        # Pages that the driver refuses to release are released later.
         with contextlib.suppress(CudaError):
             self._release(unused)
 
@@ -415,17 +423,17 @@ class PhysicalPages(Claimable):
         return len(released)
 
     def close(self) -> None:
-        """Release all pages that no space uses, and keep none from now on; idempotent."""
+        """Release all pages that no space uses, and keep no pages from now on; idempotent."""
         with self.lock:
             first, self.closed = not self.closed, True
         for future, _ in list(self._tasks):
-            future.cancel()  # under no lock, as it makes the program's callbacks
+            future.cancel()  # without a lock, because it calls the program's callbacks
         if first:
             self.drop([self.zero])
         self.trim(0)
 
     def in_background(self, function: Callable[[], int]) -> Future[int]:
-        """Call a function on a thread, after those that were given before.
+        """Call a function on the background thread, after earlier ones.
 
         Raises
         ------
@@ -437,7 +445,7 @@ class PhysicalPages(Claimable):
             future: Future[int] = Future()
             self._tasks.append((future, function))
             if not self._working:
-                # In C: a thread pool would keep a lock if a signal handler raises in submit().
+                # Written in C: a thread pool would keep a lock if a signal handler raised in submit().
                 _thread.start_new_thread(self._work, ())
                 self._working = True
             return future
@@ -461,7 +469,7 @@ class PhysicalPages(Claimable):
             raise ClosedError("the arena was closed")
 
     def make_room(self) -> int:
-        """Release all pages that no space uses, for another user of device memory; return their size in bytes."""
+        """Release all unused pages to another user of device memory; returns their size in bytes."""
         before, until = self.count, time.monotonic() + _PATIENCE
 
         def vacate() -> None:
@@ -502,7 +510,7 @@ class PhysicalPages(Claimable):
             self.spec.refused(result, self.size, last=last, wait=False)  # a space's lock may be held
 
     def _check_limit(self, missing: int) -> None:
-        """Raise if the limit leaves no room for so many more pages."""
+        """Raise if the limit has no room for this many more pages."""
         if self.limit is None or missing <= 0 or (self.count + missing) * self.size <= self.limit:
             return
         used = f"{self.count - self.available} pages are in use, and {self.parked} parked behind queued work"

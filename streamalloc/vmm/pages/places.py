@@ -1,10 +1,10 @@
-"""The places of one space: what is mapped where, changes of it that are made whole or not at all, and parked pages.
+"""The places of one space: their mappings, changes that succeed or fail as a whole, and parked pages.
 
-A place holds a page from its commit until the page is unmapped. After a release it is *parked* until the work that uses
-it has completed and the page was cleared. Then it is *kept*: the page stays mapped and reads as zeros, and the next
-commit of the place takes it without a call for the mapping, unless another place has needed it meanwhile. A page that
-other places share is not cleared: its place gets zeros, as a place has that holds no page: the arena's page of zeros,
-which devices may only read.
+A place holds a page from its commit until the page is unmapped. After a release the place is *parked* until the work
+that uses the page has completed and the page is cleared. Then it is *kept*: the page stays mapped and reads as zeros.
+The next commit of the place uses the page again without a mapping call, unless another place has taken the page. A page
+that other places share is not cleared. Instead the place gets the arena's page of zeros, which devices may only read.
+Every place without a page has it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class Places(MappedBytes):
-    """The places of a space. As a node, all mappings in them: one ``cuMemUnmap`` ends them."""
+    """The places of a space. As a node it stands for all their mappings, which one ``cuMemUnmap`` ends."""
 
     __slots__ = (
         "_broken",
@@ -46,19 +46,19 @@ class Places(MappedBytes):
         count = reservation.nbytes // physical.size
         self.physical: PhysicalPages = physical
         self.mapped: list[Page | None] = [None] * count
-        """Page that the driver has at each place; None for a hole, which only a failed call leaves."""
+        """Page mapped at each place; None for a hole after a failed call."""
         self.backing: list[Page | None] = [None] * count
         """Page of each place that is committed, parked or kept."""
         self.parked: dict[int, Parking] = {}
-        """Places that are released, and whose pages may be in use or are being cleared."""
+        """Released places whose pages are still in use or being cleared."""
         self.stored: dict[int, Kept] = {}
         """Contents of the places that are swapped out."""
         self.numbers: npt.NDArray[np.int64] = np.full(count, -1, np.int64)
-        """Number of the page that is committed at each place, or -1."""
+        """Number of the page committed at each place; -1 for none."""
         self._broken: set[int] = set()
-        """Places that may not have the page, or the permission, that they should; empty outside of :meth:`locked`."""
+        """Places with a wrong page or permission; empty outside of :meth:`locked`."""
         self.failed: bool = False
-        """True if a call and its undo have failed, and left such places."""
+        """True if a call and its undo failed, leaving such places."""
 
     @property
     def mark(self) -> str:
@@ -71,7 +71,7 @@ class Places(MappedBytes):
         Raises
         ------
         InUseError
-            A signal handler calls this during such a call on its own thread.
+            A signal handler called this during such a call of its thread.
         ClosedError
             The space was closed.
         """
@@ -87,9 +87,9 @@ class Places(MappedBytes):
         return self.physical.changing(checked)
 
     def claim(self, places: Sequence[int]) -> tuple[list[int], dict[int, Page]]:
-        """Return the places that hold a page which no other place shares, and pages of the arena for the others.
+        """Return the places that already hold an unshared page, and new pages for the other places.
 
-        Within :meth:`locked`, for places that are not committed.
+        Call within :meth:`locked`, for places that are not committed.
         """
         for watcher in self.physical.allocations.watchers if places else ():
             watcher.to_be_mapped(
@@ -104,7 +104,9 @@ class Places(MappedBytes):
         return ready, dict(zip(rest, self.physical.take(len(rest), pages), strict=True))
 
     def split(self, places: Iterable[int]) -> tuple[list[int], list[int]]:
-        """Split places with a page into those whose release frees the page, and those whose page others still share."""
+        """Split places with a page into those whose release would leave the page unused, and those whose page has other
+        users.
+        """
         alone: list[int] = []
         shared: list[int] = []
         left: dict[Page, int] = {}
@@ -116,13 +118,12 @@ class Places(MappedBytes):
         return alone, shared
 
     def exchange(self, pages: Mapping[int, Page], ready: Sequence[int] = (), parking: Parking | None = None) -> None:
-        """Map these pages at these places, and commit the places; places that get :attr:`zero` hold no page then.
+        """Map these pages at these places and commit the places. A place that gets :attr:`zero` then holds no page.
 
-        The places of ``ready`` are committed too, with the pages that they hold. With ``parking``, places are parked
-        instead.
-        It is made for all places, or for none. The pages have a user for each place, which is dropped after an error.
-        Each run of adjacent places takes one ``cuMemUnmap``, a ``cuMemMap`` for each page and one ``cuMemSetAccess``.
-        If the undo fails too, the next call tries again, and no page is lost.
+        The places of ``ready`` are committed with the pages that they already hold. With ``parking``, places are parked
+        instead of committed. Either all places change or none. Each page comes with one user per place, which is
+        removed after an error. Each run of adjacent places takes one ``cuMemUnmap``, a ``cuMemMap`` for each page and
+        one ``cuMemSetAccess``. If the undo also fails, the next call repeats it, and no page is lost.
         """
         zero, drop = self.physical.zero, self.physical.drop
         before = [page for page in (self.backing[place] for place in pages) if page is not None]
@@ -147,7 +148,7 @@ class Places(MappedBytes):
         drop(before)
 
     def _repair(self, places: Iterable[int], first: BaseException) -> None:
-        """Map what these places should have, after an error."""
+        """After an error, map the page that each of these places should have."""
         wanted = {place: self.backing[place] or self.physical.zero for place in {*places, *self._broken}}
         wrong = {
             place: page for place, page in wanted.items() if place in self._broken or self.mapped[place] is not page
@@ -183,7 +184,7 @@ class Places(MappedBytes):
                     raise error_from(result, "cuMemUnmap")
             mapped[run.start : run.stop] = [None] * len(run)
             for place in run:
-                # Listed before the call: an interrupted one may have been made.
+                # Recorded first: a call that is interrupted may have succeeded.
                 page = mapped[place] = pages[place]
                 result = map_page(start + place * size, size, 0, page.raw, 0)[0]
                 if result:
@@ -195,7 +196,7 @@ class Places(MappedBytes):
             broken.difference_update(run)
 
     def park(self, places: Sequence[int], parking: Parking) -> None:
-        """Release committed places; :meth:`Parking.finish` does the rest as soon as their work has completed."""
+        """Release committed places. :meth:`Parking.finish` does the rest once their work has completed."""
         self.numbers[places] = -1
         for place in places:
             self._unseat(place)
@@ -204,7 +205,7 @@ class Places(MappedBytes):
         parking.places = places
 
     def set_aside(self, places: Collection[int], parking: Parking) -> None:
-        """Park places, also those that hold no page, until somebody has copied contents to them."""
+        """Park places, including those without a page, until contents have been copied to them."""
         self.notify(places, released=False)
         with self.physical.lock:
             for place in places:
@@ -212,7 +213,7 @@ class Places(MappedBytes):
             self.park([*places], parking)
 
     def notify(self, places: Iterable[int], *, released: bool) -> None:
-        """Notify a listener that pages which stay mapped are released, or are in use again."""
+        """Notify the listener that pages which stay mapped were released, or are in use again."""
         listener, size = self.physical.session.listener, self.physical.size
         if listener is not None:
             for run in adjacent(places):
@@ -239,7 +240,7 @@ class Places(MappedBytes):
             if place in parked:
                 self._unpark(place)
 
-    # Observers count a page once, at the address of one of the committed places that hold it: its seat.
+    # Observers count a page once, at the address of one committed place that holds it: its seat.
 
     def _seat(self, page: Page, place: int) -> None:
         if not page.seat:
@@ -283,7 +284,7 @@ class Places(MappedBytes):
             self.physical.parked -= 1
 
     def retire(self, places: Collection[int]) -> None:
-        """Map zeros at places that hold a page, and remove one user of each page. All places change, or none."""
+        """Map zeros at places that hold a page, and remove one user of each page. Either all places change or none."""
         self.exchange(dict.fromkeys(places, self.physical.zero))
 
     def keep(self, places: Collection[int]) -> None:
@@ -307,7 +308,7 @@ class Places(MappedBytes):
         return {parking for place in places if (parking := self.parked.get(place)) is not None}
 
     def release(self) -> None:
-        """Unmap everything, unless another thread is changing mappings, or a page is being cleared."""
+        """Unmap all places, unless another thread is changing mappings or a page is being cleared."""
 
         def unmap() -> None:
             if all(parking.done() for parking in set(self.parked.values())):
@@ -316,7 +317,7 @@ class Places(MappedBytes):
         self.physical.unless_busy(unmap, None)
 
     def unmap_all(self) -> None:
-        """Unmap everything, within :meth:`locked` or :meth:`PhysicalPages.unless_busy`; idempotent."""
+        """Unmap all places; idempotent. Call within :meth:`locked` or :meth:`PhysicalPages.unless_busy`."""
         if self.gone:
             return
         try:
@@ -325,7 +326,7 @@ class Places(MappedBytes):
         except CudaError:
             raise
         except BaseException:
-            # An exception of a signal handler, maybe after the call; the driver takes it twice.
+            # A signal handler raised, maybe after the unmap. The driver accepts a second one.
             super().release()
             raise
         self.unmapped()
@@ -352,9 +353,9 @@ class Places(MappedBytes):
 
 
 class Parking(Deferred):
-    """Released places that wait for the work that uses them, and for zeros.
+    """Released places that wait for the work that uses their pages, and then for zeros.
 
-    Its work is what uses the pages, and then what clears them.
+    :attr:`work` is first the work that uses the pages, then the clearing.
     """
 
     __slots__ = ("_cleared", "_owner_places", "before", "places", "work")
@@ -368,7 +369,7 @@ class Parking(Deferred):
         self._cleared = False
         """Whether :attr:`work` is the zeros."""
         self.places: Sequence[int] = ()
-        """The places; those that were committed meanwhile have left."""
+        """The places, without those committed again."""
 
     def done(self) -> bool:
         """Whether the work has completed."""
@@ -381,19 +382,20 @@ class Parking(Deferred):
             self.work.synchronize()
 
     def behind(self, work: Work) -> Parking:
-        """Wait for this work instead, and return itself, with the places that are still parked for it."""
+        """Wait for this work instead; returns this object, with the places still parked for it."""
         self.before = self.work = work
         self.places = [place for place, parking in self._owner_places.parked.items() if parking is self]
         return self
 
     def attempt(self) -> bool:
-        """Keep the pages if they are cleared; unmap those that could not be cleared behind their work."""
+        """Keep the pages if they are cleared. Pages that could not be cleared are unmapped after their work."""
         return self._owner_places.physical.unless_busy(self.finish, otherwise=False)
 
     def finish(self) -> bool:
-        """Keep the pages if they are cleared, or unmap them if the work has completed: whether that is done.
+        """After the work has completed, keep the pages that are cleared and unmap the others. Returns whether that is
+        done.
 
-        Within :meth:`Places.locked`.
+        Call within :meth:`Places.locked`.
         """
         owner, physical = self._owner_places, self._owner_places.physical
         if owner.gone or owner.given_up:
@@ -410,13 +412,14 @@ class Parking(Deferred):
         return True
 
     def clear(self, behind: Stream | None) -> Parking | None:
-        """Queue zeros for the pages that no other place shares, and return what they are parked for then.
+        """Queue zeros for the unshared pages, and return the new parking of their places; None if nothing was queued.
 
-        Within :meth:`Places.locked`. All work that uses the pages is on the stream ``behind``; with None, the zeros are
-        queued on a stream of the arena, after the work. If the driver refuses, the pages are unmapped after it.
+        Call within :meth:`Places.locked`. ``behind``: the stream with all work that uses the pages. With None, the
+        zeros are queued on a stream of the arena, after the work. If the driver refuses, the pages are unmapped after
+        the work.
         """
         owner, physical = self._owner_places, self._owner_places.physical
-        # Another thread may have committed some meanwhile.
+        # Another thread may have committed some of the places meanwhile.
         alone, shared = owner.split([place for place in self.places if owner.parked.get(place) is self])
         done = behind is None and self.work.done()
         with physical.session.relaxed():
@@ -429,7 +432,7 @@ class Parking(Deferred):
             owner.park(alone, ahead)
             self.places = shared
             deferred_queue(physical.session).submit(ahead)
-            # Until there is an event after the zeros, the whole stream stands for it: some may have been queued.
+            # Some zeros may be queued without an event after them. Until there is one, wait for the whole stream.
             with contextlib.suppress(CudaError, ClosedError):
                 owner.clear(alone, stream)
                 ahead.work, ahead._cleared = Work.behind(stream), True
@@ -440,7 +443,7 @@ class Parking(Deferred):
 
 
 def adjacent(places: Iterable[int]) -> Iterator[range]:
-    """Split places into runs of adjacent ones, in ascending order."""
+    """Yield runs of adjacent places, in ascending order."""
     start = stop = -1
     for place in sorted(places):
         if place != stop:

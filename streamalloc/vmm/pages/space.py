@@ -1,4 +1,4 @@
-"""Spaces: addresses that are readable everywhere, and have memory of their own at the pages that are committed."""
+"""Spaces: address ranges that are readable everywhere, with memory of their own at the committed pages."""
 
 from __future__ import annotations
 
@@ -48,25 +48,25 @@ _BATCH = 64
 class PageSpace(Memory, Closes):
     """A range of addresses with memory at the pages that are committed; made by :meth:`PageArena.space`.
 
-    All addresses can be read: pages that are not committed have the arena's page of zeros, which devices cannot write.
-    So one tensor covers the whole space, at an address that never changes. ::
+    All addresses can be read: uncommitted pages map the arena's page of zeros, which devices cannot write. So one
+    tensor can cover the whole space, at a constant address. ::
 
         with vmm.PageArena(device) as arena, arena.space(1 << 40) as cache:
             cache.commit(range(64))
             tensor = sa.interop.torch.tensor(cache, torch.float16)
             cache.release([7, 9], after=stream)   # parked until the work queued on the stream has completed
 
-    Mapping is not stream-ordered: a page that is committed, aliased or made private may be unmapped for a moment while
-    it is exchanged, and work that uses *this page* then breaks the context. Other pages can be used meanwhile.
-    Operations therefore take ``after``: events or streams whose work still uses the pages. :meth:`release` does not
-    make the host wait for it, the other operations do.
+    Mapping is not stream-ordered. While a page is committed, aliased or made private, it may be unmapped for a moment.
+    Work that uses *this page* then breaks the context; other pages can be used. So operations take ``after``: events or
+    streams whose work still uses the pages. In :meth:`release` the host does not wait for that work; in the other
+    operations it does.
 
-    A page that is released is cleared, and keeps its memory in its place until another place of the arena needs it, so
-    that the next commit of the page makes no call for the mapping. Meanwhile the driver does not refuse writes
-    to it, which :func:`streamalloc.driver.checked` reports.
+    A released page is cleared, and keeps its memory until another page of the arena needs it. So its next commit
+    usually makes no mapping call. The driver does not refuse writes to a released page, but
+    :func:`streamalloc.driver.checked` reports them.
 
-    Each operation takes an index, a range or an array of indices, and changes all these pages or, after an error, none.
-    Pages that are already as they should be are skipped. Thread-safe: operations on one space wait for each other.
+    Each operation takes an index, a range or an array of indices. It changes all these pages, or none after an error.
+    Pages that need no change are skipped. Thread-safe: operations on one space wait for each other.
 
     A space that is dropped is unmapped after all queued work of the device; its pages return to the arena.
     """
@@ -102,7 +102,7 @@ class PageSpace(Memory, Closes):
 
     @property
     def page_count(self) -> int:
-        """Number of pages: the size divided by that of a page, rounded up."""
+        """Number of pages, rounded up."""
         return len(self._places.numbers)
 
     @property
@@ -113,7 +113,7 @@ class PageSpace(Memory, Closes):
 
     @property
     def numbers(self) -> npt.NDArray[np.int64]:
-        """A copy of the table of pages: the number of the physical page of each page, or -1 if it is not committed.
+        """A copy of the page table: the number of each page's physical page, or -1 if the page is not committed.
 
         Pages that share memory have the same number. Numbers begin at 0 and are reused.
         """
@@ -124,12 +124,12 @@ class PageSpace(Memory, Closes):
 
     @property
     def parked(self) -> int:
-        """Number of released pages that work may still use, or that are being cleared."""
+        """Number of released pages that are still in use or being cleared."""
         return len(self._places.parked)
 
     @property
     def kept(self) -> npt.NDArray[np.int64]:
-        """Indices of the pages that are not committed and have memory, in ascending order: committing them is cheap."""
+        """Indices of uncommitted pages that still have memory, in ascending order. Committing these is cheap."""
         self._check_open()
         with self._physical.lock:
             mine = [place for places, place in self._physical.kept.values() if places is self._places]
@@ -146,17 +146,16 @@ class PageSpace(Memory, Closes):
     def commit(self, pages: Pages, after: After = ()) -> None:
         """Give pages memory of their own (``cuMemMap``, ``cuMemSetAccess``). Their contents are undefined.
 
-        Pages that have kept their memory take it again, without a driver call. For the others, spare pages of the arena
-        are taken first, then those that other places keep; the missing ones are created. The host waits for the work
-        that a page is parked for.
+        Pages that have kept their memory use it again, without a driver call. The others get spare pages of the arena,
+        then memory that other pages keep, then new pages. If a page is still parked, the host waits for its work.
 
         Parameters
         ----------
         pages
             An index, a range or an array of indices. Committed pages are skipped.
         after
-            Events or streams whose work may still read the zeros of these pages, for which the host waits; None for all
-            work of the device. By default none.
+            Events or streams that may still read the zeros of these pages; the host waits for them. None means all work
+            of the device. Default: none.
 
         Raises
         ------
@@ -165,7 +164,7 @@ class PageSpace(Memory, Closes):
         EvictedError
             A page is swapped out: :meth:`swap_in` or :meth:`release` it.
         InUseError
-            A signal handler has called this during another call on the same thread.
+            A signal handler called this during another call of its thread.
         ClosedError
             Space or arena was closed.
         CudaError
@@ -192,8 +191,8 @@ class PageSpace(Memory, Closes):
     def prepare(self, pages: Pages) -> Future[int]:
         """Map memory at pages in the background, so that their commit makes no driver call.
 
-        The pages are kept as after a release: they read as zeros, and their memory is taken if it is needed elsewhere.
-        Spare pages of the arena are used first; the missing ones are created. Work must not use the pages meanwhile.
+        Afterwards the pages are kept, as after a release: they read as zeros, and other pages may take their memory.
+        Spare pages of the arena are used first, then new ones are created. Work must not use the pages during the call.
 
         Parameters
         ----------
@@ -203,8 +202,8 @@ class PageSpace(Memory, Closes):
         Returns
         -------
         concurrent.futures.Future
-            Its result is the number of pages that got memory; it raises what :meth:`commit` raises, and then the pages
-            of some batches may have got memory.
+            Its result is the number of pages that got memory. Its errors are those of :meth:`commit`; some batches of
+            pages may have got memory before an error.
 
         Raises
         ------
@@ -219,7 +218,7 @@ class PageSpace(Memory, Closes):
         places, physical, made = self._places, self._physical, 0
 
         def prepare(batch: Sequence[int]) -> tuple[int, Parking]:
-            # Parked places without a page are about to get one from a swap.
+            # Parked places without a page will get one from a swap.
             new = [place for place in batch if places.backing[place] is None]
             new = [place for place in new if place not in places.stored and place not in places.parked]
             parking = Parking(places, Work(self.device))
@@ -234,22 +233,23 @@ class PageSpace(Memory, Closes):
         return made
 
     def release(self, pages: Pages, after: After = None) -> None:
-        """Return the memory of pages to the arena; they read as zeros then (``cuMemsetD8Async``).
+        """Return the memory of pages to the arena. The pages then read as zeros (``cuMemsetD8Async``).
 
-        The host does not wait, and the pages stay mapped. Zeros are queued behind the work of ``after``: if that is one
-        stream, on this stream, so that its later work reads zeros; otherwise on a stream of the arena. If the work has
-        completed, later work of the space's stream reads zeros too. Any work may read a page that is not parked any
-        more, or once the device has synchronised. Then the memory may be used elsewhere. Of pages that share memory,
-        all but the last one are unmapped once the work has completed, as are all if the driver refuses to clear them.
+        The host does not wait, and the pages stay mapped. Zeros are queued after the work of ``after``. If ``after`` is
+        one stream, they are queued on it, and its later work reads zeros. Otherwise they are queued on a stream of the
+        arena. If the work has completed already, later work of the space's stream also reads zeros. Other work may read
+        a page once it is no longer parked, or after the device has synchronised. From then on other pages may take the
+        memory. If pages share memory, all but the last one are unmapped after the work. If the driver refuses to clear
+        pages, these are also unmapped after the work.
 
         Parameters
         ----------
         pages
-            An index, a range or an array of indices. Pages that are not committed are skipped. The contents of pages
-            that are swapped out are dropped.
+            An index, a range or an array of indices. Uncommitted pages are skipped. Contents of swapped-out pages are
+            dropped.
         after
-            Events or streams whose work may still use these pages; ``()`` for none. By default all work that the device
-            has now.
+            Events or streams whose work may still use these pages; ``()`` for none. Default: all present work of the
+            device.
 
         Raises
         ------
@@ -277,17 +277,18 @@ class PageSpace(Memory, Closes):
 
         places.locked(release)
         if zeros is not None and now:
-            # An error of the stream is one of the user's next call; a capture needs no zeros of now.
+            # If the stream has an error, the user's next call raises it. A captured stream needs no wait for these
+            # zeros.
             with contextlib.suppress(CudaError):
                 queue_if_allowed(self.stream, functools.partial(zeros.work.precede, self.stream), mine=True)
         drop_contents(dropped)
         self._physical.announce()
-        # More than a release submits, so that the queue does not grow.
+        # More items than a release submits, so that the queue does not grow.
         deferred_queue(self._session).work(4)
 
     def _begin(self, parking: Parking, behind: Stream | None = None) -> Parking | None:
-        """Queue the zeros of parked places; return what stands for them. Within :meth:`Places.locked`."""
-        # The rest is done later if the driver refuses it now.
+        """Queue the zeros of parked places; returns their new parking. Call within :meth:`Places.locked`."""
+        # If the driver refuses now, the rest is done later.
         with contextlib.suppress(CudaError):
             try:
                 return parking.clear(behind)
@@ -298,20 +299,20 @@ class PageSpace(Memory, Closes):
         return None
 
     def _single(self, after: After) -> Stream | None:
-        """Return the stream on which released pages can be cleared; None if ``after`` is no such stream."""
+        """Return the stream on which released pages can be cleared; None if ``after`` is not such a stream."""
         each = [*each_of(after)]
         if len(each) != 1 or each[0] is None or isinstance(each[0], Event):
             return None
         stream = as_stream(each[0], self._session)
-        # Other threads, which end deferred work, have another per-thread default stream.
+        # Deferred items run on any thread, where PER_THREAD names another stream.
         mine = stream.device.ordinal == self.device.ordinal and stream.handle != PER_THREAD
         return stream if mine and not stream.capturing else None
 
     def alias(self, pages: Pages, of: PageSpace, its_pages: Pages, after: After = ()) -> None:
-        """Let pages share the memory of committed pages of a space of the same arena, which may be this one.
+        """Let pages share the memory of committed pages in this space, or in another space of the same arena.
 
-        Reads and writes of either page are of the same bytes. The memory returns to the arena when the last page that
-        shares it is released. :meth:`make_private` before a write keeps the others unchanged.
+        Both pages then have the same bytes. The memory returns to the arena when its last page is released. Before a
+        write, :meth:`make_private` protects the other pages.
 
         Parameters
         ----------
@@ -325,7 +326,7 @@ class PageSpace(Memory, Closes):
         Raises
         ------
         ValueError
-            A page is committed, a page of ``of`` is not, the numbers of pages differ, or the arenas.
+            A page is committed, a page of ``of`` is not, or the numbers of pages or the arenas differ.
         EvictedError, InUseError, ClosedError, CudaError
             As for :meth:`commit`. No page is changed.
         """
@@ -354,16 +355,16 @@ class PageSpace(Memory, Closes):
         physical.announce()
 
     def make_private(self, pages: Pages, stream: StreamLike | None = None, after: After = ()) -> int:
-        """Give each of these pages that shares memory a copy of its own; return the number of copies.
+        """Give each of these pages that shares memory a copy of its own. Returns the number of copies.
 
         The host waits for the copies. Call it before the first write to a page that was aliased (copy on write).
 
         Parameters
         ----------
         pages
-            An index, a range or an array of indices. Pages that are not committed, or share nothing, are skipped.
+            An index, a range or an array of indices. Uncommitted and unshared pages are skipped.
         stream
-            Stream of the copies, after the work that wrote the pages; by default the space's.
+            Stream of the copies, ordered after the work that wrote the pages; default: the space's.
         after
             Further events or streams whose work may still use these pages, as for :meth:`commit`.
 
@@ -411,7 +412,7 @@ class PageSpace(Memory, Closes):
         return count
 
     def _copy(self, sources: Sequence[Page], targets: Sequence[Page], stream: Stream) -> None:
-        """Copy pages by other addresses than those that other threads may unmap; block the host until it is done."""
+        """Copy pages through a separate mapping, which other threads cannot unmap. Blocks the host."""
         nbytes = len(sources) * self.page_size
         with self._physical.mapped([*sources, *targets], stream) as address:
             ordinal = self._physical.device.ordinal
@@ -419,21 +420,22 @@ class PageSpace(Memory, Closes):
             copy_bytes(target, source, stream)
 
     def swap_out(self, pages: Pages, tier: BlockTier, stream: StreamLike | None = None, after: After = ()) -> int:
-        """Move the contents of pages to host memory or to disk, and release the pages; return how many.
+        """Move the contents of pages to host memory or to disk, and release the pages. Returns the number of pages.
 
-        The pages are parked behind the copies, which are stream-ordered if the tier is a :class:`HostTier` without
-        checksums. Otherwise the host waits until the contents are stored, and other threads can use other pages.
+        The pages are parked until the copies are done. With a :class:`HostTier` without checksums the copies are
+        stream-ordered. Otherwise the host waits until the contents are stored; other threads can use other pages
+        meanwhile.
 
         Parameters
         ----------
         pages
-            An index, a range or an array of indices. Pages that are not committed are skipped.
+            An index, a range or an array of indices. Uncommitted pages are skipped.
         tier
-            Where the contents go: a :class:`HostTier` or a :class:`DiskTier` of the device.
+            Tier that stores the contents: a :class:`HostTier` or a :class:`DiskTier` of the device.
         stream
-            Stream of the copies, after the work that wrote the pages; by default the space's.
+            Stream of the copies, ordered after the work that wrote the pages; default: the space's.
         after
-            Further events or streams whose work may still read these pages. The host does not wait for it.
+            Further events or streams whose work may still read these pages. The host does not wait for them.
 
         Raises
         ------
@@ -460,13 +462,13 @@ class PageSpace(Memory, Closes):
         def park(parking: Parking) -> list[int]:
             held = [place for place in chosen if places.numbers[place] >= 0]
             tier._take(len(held), stored)
-            # Before the pages are parked, so that an exception of a signal handler loses no contents.
+            # First, so that an exception of a signal handler loses no contents.
             kept.update({place: (stored, index) for index, place in enumerate(held)})
             places.stored |= kept
             places.park(held, parking)
             return held
 
-        # In use from now on: another thread may release the pages before their copies are queued.
+        # Marked as in use: another thread may release the pages before their copies are queued.
         with self._alone() as parking, stored.in_use():
             with undoing(stored.drop), undoing(lambda: self._take_back(kept, parking, ordered)):
                 held = places.locked(lambda: park(parking))
@@ -479,7 +481,9 @@ class PageSpace(Memory, Closes):
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[Parking]:
-        """Block that moves contents; nobody can use or change the places that it parks for what it yields."""
+        """A ``with`` block that moves contents. It yields a parking; until its end no other call uses places that are
+        parked with it.
+        """
         unfinished = Unfinished(self.device)
         try:
             yield Parking(self._places, unfinished)
@@ -487,7 +491,7 @@ class PageSpace(Memory, Closes):
             unfinished.finish()
 
     def _take_back(self, kept: Mapping[int, Kept], parking: Parking, stream: Stream) -> None:
-        """Undo a swap whose contents could not be stored."""
+        """Undo a swap if the contents could not be stored."""
         if kept:
             self._places.locked(lambda: self._forget_stored(kept, parking, stream))
 
@@ -503,14 +507,14 @@ class PageSpace(Memory, Closes):
         return mine
 
     def swap_in(self, pages: Pages, stream: StreamLike | None = None, after: After = ()) -> int:
-        """Commit pages that are swapped out, and copy their contents back; return how many.
+        """Commit swapped-out pages, and copy their contents back. Returns the number of pages.
 
         The copies are stream-ordered: use the pages on ``stream`` or after it. The host waits for reads from disk.
 
         Parameters
         ----------
         pages
-            An index, a range or an array of indices. Pages that are not swapped out are skipped.
+            An index, a range or an array of indices. Other pages are skipped.
         stream
             Stream of the copies; by default the space's.
         after
@@ -519,8 +523,8 @@ class PageSpace(Memory, Closes):
         Raises
         ------
         DamagedBackupError
-            The contents of a page have changed in the tier, which checks them; ``block`` is the index of the page. All
-            pages stay swapped out; the others can be swapped in without it.
+            The tier's check found changed contents; ``block`` is the index of the page. All pages stay swapped out. The
+            other pages can be swapped in without this one.
         OutOfMemoryError, InUseError, ClosedError, CudaError, OSError
             As for :meth:`commit`. All pages stay swapped out.
         CaptureError
@@ -548,7 +552,7 @@ class PageSpace(Memory, Closes):
             with undoing(lambda: self._give_back(left, parking, ordered)):
                 ready = self._change(chosen, after, lambda: set_aside(parking, used))
                 while ready or left:
-                    # The copies of a batch run while the next one is mapped, which takes as long.
+                    # The copies of one batch run while the next batch is mapped, which takes equally long.
                     batch = {place: left.pop(place) for place in [*left][:_BATCH]}
                     if batch:
                         places.locked(functools.partial(places.exchange, batch, parking=parking))
@@ -562,7 +566,7 @@ class PageSpace(Memory, Closes):
         return len(kept)
 
     def _give_back(self, left: Mapping[int, Page], parking: Parking, stream: Stream) -> None:
-        """Release the pages of a swap whose contents could not be copied."""
+        """Release the pages of a swap if their contents could not be copied."""
         places = self._places
         self._physical.drop(left.values())
 
@@ -575,7 +579,7 @@ class PageSpace(Memory, Closes):
 
     @contextlib.contextmanager
     def _named(self, places: Sequence[int], indices: Sequence[int]) -> Iterator[None]:
-        """Block whose error names the page with damaged contents."""
+        """A ``with`` block that adds the page to the error for damaged contents."""
         try:
             yield
         except DamagedBackupError as error:
@@ -589,9 +593,9 @@ class PageSpace(Memory, Closes):
         return {place: stored[place] for place in chosen if place in stored}
 
     def close(self, after: After = None) -> None:
-        """Wait for ``after`` and for the work that pages are parked for, unmap all pages and free the addresses.
+        """Wait for ``after`` and for the work of parked pages, unmap all pages, and free the addresses.
 
-        By default the host waits for all work of the device. Idempotent.
+        Default: all work of the device. Idempotent.
         """
         if self._range.closed:
             return
@@ -628,7 +632,7 @@ class PageSpace(Memory, Closes):
         return sorted(set(self._chosen(pages)))
 
     def _change(self, chosen: Sequence[int], after: After, act: Callable[[], T]) -> T:
-        """Wait for ``after``, and for the work for which places are parked; then call ``act``, which changes places."""
+        """Wait for ``after`` and for the work of parked places, then call ``act``, which changes places."""
         self._check_open()
         places, physical = self._places, self._physical
         wait(after, self._session, (physical.device.ordinal,))
@@ -637,7 +641,7 @@ class PageSpace(Memory, Closes):
     def _locked_after(
         self, parkings: Callable[[], set[Parking]], act: Callable[[], T], needed: int = 0, *, closing: bool = False
     ) -> T:
-        """Call ``act``, which changes places and may need so many pages, after the work of some parkings."""
+        """Call ``act`` after the work of some parkings. ``act`` changes places and may need ``needed`` pages."""
         physical = self._physical
 
         def attempt(short: bool) -> list[T]:
@@ -653,7 +657,7 @@ class PageSpace(Memory, Closes):
                 parking.synchronize()
             short = physical.parked > 0 and physical.available < needed
             if short:
-                # Pages of other places, whose work has completed, become available. No lock may be held here.
+                # Makes pages of other places available once their work has completed. No lock may be held here.
                 physical.allocations.work()
                 physical.finish_clearing(wait=True)
             done = self._places.locked(functools.partial(attempt, short), closing=closing)
@@ -689,7 +693,7 @@ class PageSpace(Memory, Closes):
 
     @property
     def stream(self) -> Stream:
-        """Stream of operations that name none; by default the device's default stream."""
+        """Stream of operations that name none; default: the device's default stream."""
         return self._physical.device.default_stream if self._given_stream is None else self._given_stream
 
     @property
@@ -723,7 +727,7 @@ class PageSpace(Memory, Closes):
     def _check_usable(self) -> None:
         self._check_open()
         if self._places.failed:
-            # The driver takes addresses without a mapping for the host's.
+            # The driver takes unmapped addresses for host addresses.
             why = "a call has failed, and its undo too: the next commit or release maps them again"
             raise EvictedError(f"pages of {self!r} are not mapped: {why}")
 

@@ -17,9 +17,9 @@ from streamalloc.vmm.pages.space import PageSpace
 
 
 class PageTable(Closes):
-    """One number for each page of a space, in device memory: that of its physical page, or -1 if it is not committed.
+    """A table in device memory with the number of each page's physical page, or -1 for uncommitted pages.
 
-    :meth:`update` changes the table in stream order, so that kernels see the pages of their place in the stream. ::
+    :meth:`update` changes the table in stream order: earlier kernels read the old entries, later ones the new. ::
 
         table = vmm.PageTable(cache, np.int32, stream=stream)
         cache.release(pages, after=stream)   # kernels that are queued may use the pages
@@ -34,12 +34,12 @@ class PageTable(Closes):
     dtype
         ``int32`` or ``int64``.
     stream
-        Stream of the table; by default that of the space. Work on other streams has to be ordered after it.
+        Stream of the table; default: the space's. Work on other streams must be ordered after it.
 
     Raises
     ------
     TypeError
-        ``space`` is no space, or ``dtype`` another type.
+        ``space`` is no space, or ``dtype`` is another type.
     OutOfMemoryError
         There is not enough memory.
     """
@@ -79,7 +79,7 @@ class PageTable(Closes):
         return self._buffer.freed
 
     def update(self) -> int:
-        """Queue a copy of the entries that have changed; return how many have (``cuMemcpyHtoDAsync``).
+        """Queue a copy of the changed entries (``cuMemcpyHtoDAsync``). Returns their number.
 
         Raises
         ------

@@ -1,4 +1,4 @@
-"""Tiers: pinned host memory for the contents of pages that are swapped out."""
+"""Host memory tier: pinned memory for the contents of swapped-out pages."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _PORTABLE = 1
 
 
 class _End(HandleEnd):
-    """The end of a chunk, ``cuMemFreeHost``, after the copies that use it."""
+    """Release of a chunk (``cuMemFreeHost``) after the copies that use it."""
 
     __slots__ = ("work",)
 
     def __init__(self, session: Session) -> None:
         super().__init__(session, "cuMemFreeHost", None)
         self.work: dict[Work, None] = {}
-        """Copies that may use it; several threads change it at once."""
+        """Copies that may use the chunk. Threads change it concurrently."""
 
     def allocate(self, device: Device, nbytes: int) -> int:
         """Allocate the chunk (``cuMemHostAlloc``) and return its address."""
@@ -54,7 +54,7 @@ class _Pinned(Chunk):
     def __init__(self, device: Device, nbytes: int, count: int) -> None:
         session = session_of(device)
         self._end = _End(session)
-        # Before the allocation: the calls after it may fail.
+        # Before the allocation, because the following calls may fail.
         deferred_queue(session).end_with(self, self._end)
         super().__init__(nbytes, count, self._end.allocate(device, nbytes * count), nbytes)
 
@@ -77,14 +77,16 @@ class _Contents(Stored):
         self._sums: Sequence[int] = ()
 
     def save(self, source: Addresses, stream: Stream) -> None:
-        """Queue the copies, after the last ones of the memory; compute the checksums, once they have completed."""
+        """Queue the copies, after earlier ones of the same memory. With checksums, wait for the copies and compute
+        these.
+        """
         self._copy(self._addresses, source, self._bases, stream)
         if self._check and len(self):
             stream.synchronize()
             self.seal()
 
     def load(self, blocks: Sequence[int] | Addresses, target: Addresses, stream: Stream) -> None:
-        """Queue the copies, after the last ones of the memory."""
+        """Queue the copies, after earlier ones of the same memory."""
         self._copy(target, self._addresses[blocks], self._bases[blocks], stream)
 
     def _copy(self, targets: Addresses, sources: Addresses, bases: Addresses, stream: Stream) -> None:
@@ -102,11 +104,11 @@ class _Contents(Stored):
                     self._works = (*(one for one in self._works if one not in before), work)
 
     def seal(self) -> None:
-        """Compute checksums of the contents, which are complete."""
+        """Compute checksums. The copies must be complete."""
         self._sums = [zlib.crc32(self.array(block).data) for block in range(len(self))]
 
     def array(self, block: int) -> npt.NDArray[np.uint8]:
-        """The contents of a block, once the copies have completed."""
+        """The contents of a block. The copies must be complete."""
         return np.ctypeslib.as_array((ctypes.c_uint8 * self.nbytes).from_address(int(self._addresses[block])))
 
     def check(self, blocks: Iterable[int]) -> None:
@@ -120,20 +122,20 @@ class _Contents(Stored):
 
 
 class HostTier(BlockTier):
-    """Pinned host memory for pages that are swapped out; it grows as needed, and is kept for later swaps.
+    """Pinned host memory for swapped-out pages. It grows as needed, and is kept for later swaps.
 
     It grows in chunks of at least 32 MiB (``cuMemHostAlloc``). Thread-safe. Contents stay until they are swapped in or
-    released, also after :meth:`close`.
+    released, even after :meth:`close`.
 
     Parameters
     ----------
     device
         Device of the pages.
     limit
-        Bytes of host memory at most; None for no limit.
+        Most bytes of host memory; None for no limit.
     check
-        Whether contents get a checksum, which :meth:`PageSpace.swap_in` checks. :meth:`PageSpace.swap_out` then blocks
-        the host until the copies have completed.
+        Whether contents get a checksum, which :meth:`PageSpace.swap_in` verifies. :meth:`PageSpace.swap_out` then
+        blocks the host until the copies are complete.
 
     Raises
     ------

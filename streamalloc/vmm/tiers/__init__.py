@@ -1,1 +1,1 @@
-"""Tiers: stores for the bytes of device memory that is released, in host memory or on disk."""
+"""Tiers: stores in host memory or on disk for the bytes of released device memory."""

@@ -1,4 +1,4 @@
-"""Agreement before memory is released: hooks that are undone after an error, and the votes of ranks."""
+"""Agreement before memory is released: hooks with undo, and votes of ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 Hook: TypeAlias = Callable[[list[Any]], object]
 """Function that is called with a list of buffers."""
 _LONGEST_REASON = 2000
-"""Bytes of an error text that are sent to other ranks."""
+"""Most bytes of an error text sent to other ranks."""
 
 
 class Ranks(Protocol):
@@ -28,7 +28,7 @@ class Ranks(Protocol):
 
 
 class RankRefusedError(RuntimeError):
-    """Another rank could not sleep or wake, so that none did.
+    """Another rank could not sleep or wake, so no rank did.
 
     :meth:`SleepGroup.sleep` and :meth:`SleepGroup.wake` raise it with ``ranks=``.
 
@@ -50,7 +50,7 @@ class RankRefusedError(RuntimeError):
 
 
 def run_hooks(hooks: Sequence[tuple[Hook, Hook | None]], buffers: Sequence[Any], then: Callable[[], T]) -> T:
-    """Call hooks in order, then ``then``. After an error the hooks that were called are undone, the last first."""
+    """Call hooks in order, then ``then``. After an error, undo the called hooks in reverse order."""
     if not hooks or not buffers:
         return then()
     hook, undo = hooks[0]
@@ -60,13 +60,14 @@ def run_hooks(hooks: Sequence[tuple[Hook, Hook | None]], buffers: Sequence[Any],
 
 
 def vote(ranks: Ranks | None, name: str, timeout: float | None, act: Callable[[Callable[[], object]], T]) -> T:
-    """Call ``act(agree)``, which calls ``agree`` once it can be finished; all ranks reach ``agree``, or it raises.
+    """Call ``act(agree)``. ``act`` calls ``agree`` before its last step; it returns when all ranks have called theirs,
+    or raises.
 
     Raises
     ------
     RankRefusedError
-        Another rank has raised an error before, or makes another call. An error of the communicator is raised as it is:
-        then some ranks may have agreed.
+        Another rank has raised an error, or makes another call. An error of the communicator propagates; then some
+        ranks may have agreed.
     """
     if ranks is None:
         return act(lambda: None)

@@ -1,4 +1,4 @@
-"""Blocks: the contents of pages, and of smaller pieces of memory, in tiers; the room of a tier and its reuse."""
+"""Blocks in tiers: contents of pages or of smaller pieces of memory, and the reuse of a tier's room."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ Blocks: TypeAlias = "int | Sequence[int] | npt.NDArray[np.integer[Any]]"
 """Index of a block, or a sequence or an array of indices."""
 Addresses: TypeAlias = "npt.NDArray[np.int64]"
 Kept: TypeAlias = "tuple[Stored, int]"
-"""The contents of one block, and their index there."""
+"""The contents with a block, and the block's index there."""
 
 
 class Chunk:
-    """Room of a tier for some blocks of one size; released once nothing refers to it."""
+    """Room of a tier for blocks of one size; released once it is unreferenced."""
 
     __slots__ = ("__weakref__", "_free", "_step", "_taken", "address", "count", "left", "nbytes")
 
@@ -41,27 +41,27 @@ class Chunk:
         self.count: int = count
         """Number of blocks."""
         self.address: int = address
-        """Address of the first block; unique in the tier."""
+        """Address of the first block; unique within the tier."""
         self._step = step
         self.left: int = 0
         """Number of blocks without contents."""
         self._taken = 0
         """Number of calls that have taken room."""
         self._free: list[tuple[Addresses, Sequence[Work]]] = []
-        """Addresses without contents, with the last copies there; the last ones are taken first."""
+        """Free addresses with their last copies; used last in, first out."""
         self.give(self._every(), ())
 
     def _every(self) -> Addresses:
         return self.address + np.arange(self.count) * self._step
 
     def take(self, most: int) -> tuple[Addresses, Sequence[Work]]:
-        """Take at most so many addresses, and the last copies there; none if a signal handler has taken the last."""
+        """Take at most so many addresses, and their last copies; none if no room is left."""
         while self._free:
             entry = self._free[-1]
             addresses, works = entry
             taken, rest = addresses[:most], addresses[most:]
             count, after = len(taken), [(rest, works)] if len(rest) else []
-            # These lines call nothing: no signal handler takes or returns room between them.
+            # These lines call nothing, so no signal handler can change the room between them.
             if self._free and self._free[-1] is entry:
                 self._taken += 1
                 self.left -= count
@@ -70,14 +70,14 @@ class Chunk:
         return self._every()[:0], ()
 
     def give(self, addresses: Addresses, works: Sequence[Work]) -> None:
-        """Return addresses, which are used again after these copies."""
-        count = len(addresses)  # a call in the sum would lose what a signal handler takes
+        """Return addresses. They are reused after these copies."""
+        count = len(addresses)  # computed first: a signal handler in the sum would lose a change
         self._free.append((addresses, works))
         self.left += count
         taken = self._taken
         if self.left == self.count and len(self._free) > 1:
-            # In order again, so that the copies of adjacent blocks become one; without copies that have completed, as
-            # the next contents may take a part only, and leave the others here for good.
+            # Merge and sort, so that copies of adjacent blocks become one. Drop completed copies, since later contents
+            # may reuse only a part and would keep the others forever.
             last = {work for _, several in self._free for work in several if _may_run(work)}
             whole: list[tuple[Addresses, Sequence[Work]]] = [(self._every(), tuple(last))]
             # These lines call nothing, either.
@@ -86,7 +86,7 @@ class Chunk:
 
 
 def _may_run(work: Work) -> bool:
-    """Whether copies may not have completed; never raises."""
+    """Whether copies may still be running; never raises."""
     with contextlib.suppress(CudaError):
         return not work.done()
     return True
@@ -104,13 +104,13 @@ class Stored(Unique, abc.ABC):
         """Size of a block in bytes."""
         self._addresses = self._bases = np.empty(0, np.int64)
         self._chunks: dict[int, Any] = {}
-        """Chunks by the address, which :attr:`_bases` has for each block."""
+        """Chunks by base address; :attr:`_bases` has a block's base address."""
         self._held = np.empty(0, np.bool_)
         """Whether each block has contents."""
         self._dropped: list[Addresses] = []
-        """Blocks that were dropped, and whose room the tier does not have yet."""
+        """Dropped blocks whose room is not yet back in the tier."""
         self._busy = 0
-        """Number of calls that queue copies, or read or write; afterwards the tier gets what was dropped meanwhile."""
+        """Number of calls using the room; at zero, dropped room is returned."""
         self._works: Sequence[Work] = ()
         """The last copies from or to the room."""
 
@@ -133,7 +133,7 @@ class Stored(Unique, abc.ABC):
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
-        """Block in which the tier does not use room again that is dropped."""
+        """A ``with`` block in which the tier does not reuse dropped room."""
         with self.tier._lock:
             self._busy += 1
         try:
@@ -159,10 +159,10 @@ class Stored(Unique, abc.ABC):
 
     @abc.abstractmethod
     def check(self, blocks: Iterable[int]) -> None:
-        """Raise what :meth:`load` raises, as far as it can be found out before."""
+        """Raise the errors of :meth:`load` that can be found before it."""
 
     def drop(self, blocks: Sequence[int] | None = None) -> None:
-        """Return the room of all blocks, or of these, to the tier, which uses it after the copies; idempotent."""
+        """Return the room of all blocks, or of these, to the tier, which reuses it after the copies. Idempotent."""
         with self.tier._lock:
             every = np.arange(len(self._held))
             chosen = every if blocks is None else np.unique(every[np.array(blocks, np.int64)])
@@ -185,7 +185,7 @@ class Stored(Unique, abc.ABC):
 
 
 def by_contents(kept: Mapping[int, Kept]) -> Iterator[tuple[Stored, list[int], list[int]]]:
-    """Split places by what has their contents; yield that, their indices there, and the places."""
+    """Group places by the contents that they have. Yields the contents, the indices there, and the places."""
     several: dict[Stored, tuple[list[int], list[int]]] = {}
     for place, (stored, index) in kept.items():
         found = several.setdefault(stored, ([], []))
@@ -218,9 +218,9 @@ def _places(blocks: Blocks, nbytes: int, side: CopySide) -> Addresses:
 
 
 class BlockTier(Closes):
-    """Room for blocks outside of device memory; it grows in chunks of at least 32 MiB, and is kept for later blocks.
+    """Room for blocks outside of device memory. It grows in chunks of at least 32 MiB, and is kept for later blocks.
 
-    Thread-safe. Contents stay until they are swapped in or dropped, also after :meth:`close`.
+    Thread-safe. Contents stay until they are swapped in or dropped, even after :meth:`close`.
     """
 
     __slots__ = ("__weakref__", "_chunks", "_limit", "_lock", "closed", "device")
@@ -251,7 +251,7 @@ class BlockTier(Closes):
         return nbytes
 
     def save(self, memory: Memory, blocks: Blocks, nbytes: int, stream: StreamLike) -> Stored:
-        """Copy blocks of memory to the tier: all, or none. For blocks smaller than a page.
+        """Copy blocks of memory to the tier: all, or none after an error. For blocks smaller than a page.
 
         To host memory the copies are stream-ordered, unless the tier checks its contents; to disk the host waits.
 
@@ -260,7 +260,7 @@ class BlockTier(Closes):
         memory
             Memory of the device.
         blocks
-            An index, a range or an array of indices: block ``n`` begins ``n * nbytes`` bytes after the memory does.
+            An index, a range or an array of indices: block ``n`` is at offset ``n * nbytes`` of the memory.
         nbytes
             Size of a block in bytes.
         stream
@@ -278,7 +278,7 @@ class BlockTier(Closes):
         CaptureError
             ``stream`` is being captured.
         TypeError, ValueError
-            A block is outside of the memory, which may also belong to another driver.
+            A block is outside of the memory, or the memory belongs to another driver.
         ClosedError, CudaError
             Tier or memory was closed, or the driver refused a call.
         """
@@ -298,10 +298,10 @@ class BlockTier(Closes):
         Raises
         ------
         ValueError
-            Contents were dropped, or ``blocks`` has another number.
+            Contents were dropped, or ``blocks`` has a different length.
         DamagedBackupError
-            Contents have changed; ``block`` is the index of the first that was found. Blocks on disk are checked while
-            they are read: the memory is undefined then.
+            Contents have changed; ``block`` is the index of the first such block. Blocks on disk are checked while they
+            are read, so the memory is undefined then.
         """
         ordered = copying_stream(stream, session_of(self.device))
         side = CopySide.writable(memory, session_of(ordered))
@@ -314,12 +314,12 @@ class BlockTier(Closes):
         stored.load(every, places, ordered)
 
     def reserve(self, count: int, nbytes: int) -> None:
-        """Make room for contents ahead, which takes long: host memory (``cuMemHostAlloc``), or space on disk.
+        """Reserve room for later contents, because that takes long: host memory (``cuMemHostAlloc``), or space on disk.
 
         Parameters
         ----------
         count, nbytes
-            Number of pages or blocks that are to have room, beside the contents of now, and the size of each in bytes.
+            Number of pages or blocks to reserve room for, beside the present contents, and the size of each in bytes.
 
         Raises
         ------
@@ -362,11 +362,11 @@ class BlockTier(Closes):
 
     @property
     def reserved(self) -> int:
-        """Bytes of the room, which is as much as the contents have needed at once."""
+        """Bytes of the room, which never shrinks by itself."""
         return sum(self._room(chunk.nbytes) * chunk.count for chunk in self._chunks)
 
     def trim(self) -> None:
-        """Release the chunks that hold no contents, each after the copies that use it (``cuMemFreeHost``)."""
+        """Release the chunks without contents, each after the copies that use it (``cuMemFreeHost``)."""
         self._forget_unused()
         deferred_queue(session_of(self.device)).work()
 
@@ -375,6 +375,6 @@ class BlockTier(Closes):
             self._chunks = [chunk for chunk in self._chunks if chunk.left < chunk.count]
 
     def close(self) -> None:
-        """Take no more contents, and release the room when the last of them leaves. Idempotent."""
+        """Accept no more contents, and release the room once the last contents leave. Idempotent."""
         self.closed = True
         self.trim()

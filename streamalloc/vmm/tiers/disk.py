@@ -1,4 +1,4 @@
-"""The tier on disk: a folder with a file for each group of buffers, and files without a name for pages."""
+"""Disk tier: a folder with one file per group of buffers, and unnamed files for pages."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ __all__ = ["DiskTier", "tier_of"]
 
 _SLOTS = 16
 _LONGEST = 255 - len("..part")
-"""Bytes in the name of a file, as it is while the file is written."""
+"""Most bytes of a file name, with the suffix used during writing."""
 
 
 class _Slots(Chunk):
-    """Room for some blocks in a file without a name."""
+    """Room for some blocks in an unnamed file."""
 
     __slots__ = ("file",)
 
@@ -42,9 +42,9 @@ class _Slots(Chunk):
         super().__init__(nbytes, count, address, 1)
 
     def runs(self, slots: Addresses, most: int) -> Iterator[tuple[slice, list[Block]]]:
-        """Split slots, in ascending order, into adjacent blocks of the file of at most so many bytes in all.
+        """Split slots, in ascending order, into runs of adjacent file blocks of at most ``most`` bytes.
 
-        Yields which slots these are, and the blocks: those of whole slots, or one of a slot.
+        Yields the slots of a run, and its blocks: those of whole slots, or a single block of one slot.
         """
         whole = max(most // (-(-self.nbytes // PAGE) * PAGE), 1)
         numbers = (slots - self.address).tolist()
@@ -60,7 +60,7 @@ class _Slots(Chunk):
 
 
 class _Contents(Stored):
-    """The contents of blocks in files. The host waits for each copy: nothing is queued between two calls."""
+    """The contents of blocks in files. The host waits for each copy, so no copy is queued between two calls."""
 
     __slots__ = ()
 
@@ -106,35 +106,36 @@ def _copy(device: Addresses, blocks: Sequence[Block], stream: Stream, out: bool,
 class DiskTier(BlockTier):
     """A folder on disk for the bytes of buffers that sleep, and of pages that are swapped out.
 
-    Several threads write and read blocks at once, through 16 blocks of pinned host memory at most, and past the page
-    cache where the file system can (``O_DIRECT``). Each block has a checksum. Files are only for this user. ::
+    Several threads write and read blocks at once, through at most 16 blocks of pinned host memory. They bypass the page
+    cache if the file system allows it (``O_DIRECT``). Each block has a checksum. Only this user can open the files. ::
 
         with vmm.DiskTier(device, "/nvme/sleep") as disk:
             group.sleep(backup=disk)
             group.wake()
 
-    A file of a tier that is not ``persistent`` has no name: it is gone with the last buffer in it, and when the process
-    ends. A persistent tier names the file of a group after the tag, as soon as it is complete. It stays after the
-    buffers have woken, until the next sleep replaces it; :meth:`SleepGroup.resume` takes the bytes in another process.
-    A folder for persistent files is for one group at a time.
+    Without ``persistent`` a file has no name, and ends with the last buffer in it or with the process. With
+    ``persistent`` a file gets the name of its tag once it is complete. It stays after the buffers have woken, until the
+    next sleep replaces it. Another process can read it by :meth:`SleepGroup.resume`. Only one group at a time may use a
+    folder with persistent files.
 
-    :meth:`PageSpace.swap_out` and :meth:`save` store pages and blocks in files without a name, which grow in chunks of
-    at least 32 MiB; their room is used again for later pages. The host waits for these calls and their opposites. ::
+    :meth:`PageSpace.swap_out` and :meth:`save` store pages and blocks in unnamed files, which grow in chunks of at
+    least 32 MiB. Their room is reused for later pages. These calls and :meth:`PageSpace.swap_in` and :meth:`load` block
+    the host. ::
 
         with vmm.DiskTier(device, "/nvme/pages", limit=256 << 30) as disk:
             space.swap_out(range(64), disk)
             space.swap_in(range(64))
 
-    Thread-safe. Bytes stay until the buffers wake or are closed, or the pages return, also after :meth:`close`.
+    Thread-safe. Bytes stay until the buffers wake or are closed, or the pages are swapped in, even after :meth:`close`.
 
     Parameters
     ----------
     device
         Device of the buffers and pages.
     folder
-        Path of the folder, which is made if there is none, for this user only.
+        Path of the folder. If it is missing, it is created for this user only.
     limit
-        Bytes on disk for pages and blocks at most; None for no limit. Files of buffers do not count.
+        Most bytes on disk for pages and blocks; None for no limit. Files of buffers do not count.
     persistent
         Whether files outlive the buffers and the process.
     block
@@ -183,7 +184,7 @@ class DiskTier(BlockTier):
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def hold(self, sizes: Sequence[int], stream: Stream, name: str | None = None) -> Sequence[Held]:
-        """Create a file for buffers of these sizes; it outlives them if it has a name and the tier is persistent.
+        """Create a file for buffers of these sizes. With a name, in a persistent tier, the file outlives the buffers.
 
         Raises
         ------
@@ -197,7 +198,7 @@ class DiskTier(BlockTier):
         return self._held(DiskFile.create(self.folder, sizes, self.block, self._name(name or "") if stays else ""))
 
     def resume(self, sizes: Sequence[int], stream: Stream, name: str) -> Sequence[Held]:
-        """Open the complete file of an earlier :meth:`hold` of buffers of the same sizes, under the same name.
+        """Open the complete file that an earlier :meth:`hold` made under this name, for buffers of the same sizes.
 
         Raises
         ------
@@ -232,7 +233,7 @@ class DiskTier(BlockTier):
         return copies.by_host((self, kind), functools.partial(self._moving, kind))
 
     def _moving(self, kind: type[Any], stream: Stream) -> Any:
-        """Make a transfer with staging memory of its own."""
+        """Make a transfer with its own staging memory."""
         staging = None
         with contextlib.suppress(IndexError):
             staging = self._idle.pop()
@@ -255,7 +256,7 @@ class DiskTier(BlockTier):
             self.close()
 
     def close(self) -> None:
-        """Take no more bytes, and release the staging memory (``cuMemHostUnregister``). Idempotent."""
+        """Accept no more bytes, and release the staging memory (``cuMemHostUnregister``). Idempotent."""
         super().close()
         while self._idle:
             self._idle.pop().close()
@@ -318,7 +319,9 @@ class DiskBytes:
             part[:] = room[begin : begin + part.nbytes]
 
     def write(self, offset: int, source: Bytes) -> None:
-        """Replace bytes by those of a host array. If the process ends meanwhile, a persistent file is damaged."""
+        """Replace bytes by those of a host array. If the process dies during this call, a persistent file is
+        damaged.
+        """
         file = self._opened()
         for block, begin, part in self._touched(offset, source):
             room = aligned(file.block)
@@ -337,7 +340,7 @@ class DiskBytes:
         return found
 
     def leave(self) -> None:
-        """Drop the bytes; the last buffer drops the file, and with it one that is not complete."""
+        """Drop the bytes. The last buffer drops the file, and deletes it if it is not complete."""
         file, self._file = self._file, None
         self._holders.discard(self._index)
         if file is not None and not self._holders:
@@ -350,7 +353,7 @@ def tier_of(backup: MemoryPool | DiskTier) -> Tier:
     Raises
     ------
     TypeError
-        It is no pool and no tier.
+        The argument is neither a pool nor a tier.
     """
     if isinstance(backup, MemoryPool):
         return PoolTier(backup)

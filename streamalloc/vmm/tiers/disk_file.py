@@ -7,8 +7,8 @@ A file has a header, and the bytes of each buffer from a multiple of 4096 on, in
     the CRC-32 of each block                                                    4 bytes each
     the CRC-32 of all before                                                    4 bytes
 
-Numbers are little-endian. Everything that a file says is checked against its size before it is used: a file may be
-damaged, truncated, or made by somebody else.
+Numbers are little-endian. Each value of the header is checked against the file's size before it is used: a file may be
+damaged, truncated, or made by another user.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = ["MOST_BLOCK", "PAGE", "Block", "DamagedBackupError", "DiskFile", "ali
 T = TypeVar("T")
 
 PAGE = 4096
-"""Bytes to a multiple of which direct reads and writes are aligned."""
+"""Alignment of direct reads and writes, in bytes."""
 MOST_BLOCK = 64 << 20
 """Most bytes of a block."""
 _MAGIC = b"streamSL"
@@ -47,14 +47,14 @@ _HEAD = struct.Struct("<8sIIQQ")
 
 
 class DamagedBackupError(ValueError):
-    """Bytes that are stored have changed, or a file is no backup of these buffers.
+    """Stored bytes have changed, or a file is not a backup of these buffers.
 
     :meth:`VirtualBuffer.restore`, :meth:`SleepGroup.wake` and :meth:`PageSpace.swap_in` raise it.
 
     Attributes
     ----------
     block
-        Index of a damaged page, or block; None for buffers.
+        Index of a damaged page or block; None for buffers.
     """
 
     def __init__(self, why: str, block: int | None = None) -> None:
@@ -79,11 +79,13 @@ class Block(NamedTuple):
 
 
 _LARGE = 64 << 20
-"""Bytes on disk from which on a file without a name is closed on another thread."""
+"""Unnamed files of this many bytes are closed on another thread."""
 
 
 def _close(fd: Fd) -> None:
-    """Close a file. The file system frees the blocks of one without a name, which takes half as long as their write."""
+    """Close a file. For an unnamed file the file system then frees its blocks, which takes half as long as writing
+    them.
+    """
     about = os.fstat(fd.fileno())
     if about.st_nlink or about.st_blocks * 512 < _LARGE:
         fd.close()
@@ -106,14 +108,16 @@ def _free(number: int, closing: _thread.LockType) -> None:
 
 
 _PATIENCE = 60.0
-"""Seconds for which a call waits for the blocks of a file at most."""
+"""Most seconds to wait for the blocks of closing files."""
 _closing: list[_thread.LockType] = []
-"""A lock for each file that another thread is closing, held until its blocks are free."""
+"""One lock per file being closed, held until its blocks are free."""
 os.register_at_fork(after_in_child=_closing.clear)
 
 
 def _in_room(call: Callable[..., T], *args: object) -> T:
-    """Make a call that takes room on disk; if there is none, again after files that other threads are closing."""
+    """Make a call that needs room on disk. If there is none, wait for files that other threads are closing, and repeat
+    it.
+    """
     before = list(_closing)
     try:
         return call(*args)
@@ -121,14 +125,14 @@ def _in_room(call: Callable[..., T], *args: object) -> T:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not before:
             raise
     for closing in before:
-        # An exception of a signal handler may have kept the thread from starting.
+        # If a signal handler raised, the thread may never have started.
         if closing.acquire(timeout=_PATIENCE):
             closing.release()
     return call(*args)
 
 
 def aligned(nbytes: int) -> Bytes:
-    """Return zeroed host memory for direct reads and writes; it is unmapped with the last view of it."""
+    """Return zeroed host memory for direct reads and writes. It is unmapped with its last view."""
     return np.frombuffer(mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
 
 
@@ -148,7 +152,7 @@ class DiskFile:
         self._fd = fd
         self._path = path
         self._part = part
-        """Temporary name of a file that is not complete."""
+        """Temporary name of an incomplete file."""
         self.sizes: tuple[int, ...] = tuple(sizes)
         """Sizes of the buffers in bytes."""
         self.block: int = block
@@ -161,15 +165,15 @@ class DiskFile:
             starts.append((number, position))
             number, position = number + count, position + _up(size)
         self._starts = (*starts, (number, position))
-        """Number and position of the first block of each buffer, and the ends of all."""
+        """Number and position of each buffer's first block, and the ends."""
         self.direct: bool = False
-        """Whether reads and writes pass the page cache by."""
+        """Whether reads and writes bypass the page cache."""
 
     @classmethod
     def create(cls, folder: Path, sizes: Sequence[int], block: int, name: str = "") -> DiskFile:
-        """Create a file that only this user can open. Without a name no other process can open it.
+        """Create a file that only this user can open. Without a name, no other process can open it.
 
-        A file with a name gets it by :meth:`seal`; until then it has a temporary one.
+        :meth:`seal` gives the file its name; before, it has a temporary one.
         """
         path = folder / name if name else None
         part = folder / f".{name or secrets.token_hex(8)}.part"
@@ -188,7 +192,7 @@ class DiskFile:
 
     @classmethod
     def open(cls, path: Path, sizes: Sequence[int], block: int) -> DiskFile:
-        """Open a complete file of buffers of these sizes, and check all but the blocks, which are checked when read.
+        """Open a complete file for buffers of these sizes, and check its header. Blocks are checked when they are read.
 
         Raises
         ------
@@ -249,7 +253,7 @@ class DiskFile:
         self._sums = np.frombuffer(text[split:end], "<u4").tolist()
 
     def _allocate(self) -> None:
-        """Allocate blocks for all bytes, where the file system can: then several threads write at once."""
+        """Allocate disk blocks for all bytes if the file system can; then several threads can write at once."""
         try:
             _in_room(os.posix_fallocate, self._fd.fileno(), 0, self.nbytes)
         except OSError as error:
@@ -257,7 +261,7 @@ class DiskFile:
                 raise
 
     def _set_direct(self, direct: bool) -> None:
-        """Have reads and writes pass the page cache by, where the file system can, or not."""
+        """Let reads and writes bypass the page cache if the file system can, or end that."""
         with contextlib.suppress(OSError):
             flags = fcntl.fcntl(self._fd.fileno(), fcntl.F_GETFL)
             fcntl.fcntl(self._fd.fileno(), fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT)
@@ -270,7 +274,7 @@ class DiskFile:
         except OSError as error:
             if error.errno != errno.EINVAL or not self.direct:
                 raise
-            # The file system takes direct calls of other alignment only, or none.
+            # The file system allows no direct calls, or only with other alignment.
             self._set_direct(False)
             return function(self._fd.fileno(), [room.data], position)
 
@@ -302,7 +306,7 @@ class DiskFile:
         Raises
         ------
         DamagedBackupError
-            A checksum differs, or the file was truncated; ``block`` is the one of ``names``.
+            A checksum differs, or the file was truncated; ``block`` is the entry of ``names``.
         """
         start, last = blocks[0].position, blocks[-1]
         done, end = 0, _up(last.position - start + last.nbytes)
@@ -319,7 +323,7 @@ class DiskFile:
                 raise DamagedBackupError(why, name)
 
     def seal(self) -> None:
-        """Write the header, have the disk store all, and give the file its name: it is complete."""
+        """Write the header, flush the file to disk, and give it its name. Then it is complete."""
         if self._path is None:
             return
         text = bytearray(_HEAD.pack(_MAGIC, _VERSION, self.block, len(self.sizes), self.nbytes))
@@ -341,7 +345,7 @@ class DiskFile:
                 _close(before)
 
     def discard(self) -> None:
-        """Remove a file that is not complete; idempotent."""
+        """Delete an incomplete file; idempotent."""
         part, self._part = self._part, None
         if part is not None:
             with contextlib.suppress(OSError):
@@ -350,6 +354,6 @@ class DiskFile:
     def __del__(self) -> None:
         if getattr(self, "_part", None) is not None:
             self.discard()
-        # In a garbage cycle the finaliser of the descriptor may come first.
+        # In a garbage cycle the descriptor's finaliser may run first.
         if hasattr(self, "_fd") and not self._fd.closed:
             _close(self._fd)

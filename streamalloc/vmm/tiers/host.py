@@ -1,4 +1,4 @@
-"""The tier in host memory: pinned memory of a pool, in pieces."""
+"""Host memory tier for buffers: pinned memory of a pool, in pieces."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from streamalloc.vmm.tiers.tier import Bytes, Held, part_of
 __all__ = ["HostBytes", "NearTier", "PoolTier"]
 
 PIECE = 1 << 30
-"""Most bytes of one allocation. A pool reuses equal pieces for other buffers, and a driver may pin no larger ones."""
-_ALIGNMENT = 512  # bytes between buffers in a piece, as between allocations of a pool
+"""Most bytes per allocation. Equal pieces can be reused, and drivers limit pinned allocations."""
+_ALIGNMENT = 512  # bytes between buffers of a piece, the alignment of a pool
 _KEEP_ALL = (1 << 64) - 1  # release threshold in bytes: the pool never releases memory by itself
 
 
 class HostBytes:
-    """The bytes of one buffer that is stored in several pieces."""
+    """The bytes of one buffer, stored in several pieces."""
 
     __slots__ = ("_parts", "nbytes")
 
@@ -69,15 +69,15 @@ class HostBytes:
         return found
 
     def leave(self) -> None:
-        """Drop the bytes; each piece is freed with the last buffer in it."""
+        """Drop the bytes. Each piece is freed with the last buffer in it."""
         undo_all(part.leave for part in self._parts)
 
 
 class PoolTier:
-    """Memory of a pool in host memory, to which the device of the copies has access.
+    """A pool in host memory, to which the device of the copies has access.
 
-    The buffers of one call are stored side by side, in allocations of at most ``piece`` bytes: few allocations are
-    pinned and freed faster than many.
+    The buffers of one call are stored side by side, in allocations of at most ``piece`` bytes, because few allocations
+    are pinned and freed faster than many.
     """
 
     __slots__ = ("_piece", "pool")
@@ -128,9 +128,9 @@ class PoolTier:
 
 
 class NearTier:
-    """Host memory on the NUMA node of a device, and on any node if there is not enough or the node has no pools.
+    """Host memory on the NUMA node of a device, or on any node if that node has no pools or too little memory.
 
-    Its pools keep their memory until they are trimmed or closed, as pinning memory takes longer than a copy.
+    Its pools keep their memory until they are trimmed or closed, because pinning memory takes longer than a copy.
     """
 
     __slots__ = ("_device", "_pools")

@@ -1,4 +1,4 @@
-"""Work that is queued: whether it has completed, and copies in batches."""
+"""Queued work with a test for its completion, and batches of copies."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from streamalloc.vmm.access import After, each_of
 PER_THREAD = 2  # handle of the per-thread default stream
 _LEGACY = (0, 1)  # handles of the legacy default stream, which takes no batches
 _FIRST, _MOST = 32, 128
-"""Copies of the first batch and of a later one: they run while the driver takes the next ones, 0.6 us each.
+"""Copies in the first batch, and most in later ones: a batch runs while the driver takes the next, at 0.6 us per copy.
 
-A copy of 64 KiB takes 1.2 us, so that a batch may be larger than the one before by a half.
+A copy of 64 KiB takes 1.2 us, so each batch may be 1.5 times as large as the one before.
 """
 
 
 class Work:
-    """Queued work of a device, as events after it. A stream stands for all that it has queued."""
+    """Queued work of a device, as a list of events after it. A stream in the list stands for all its queued work."""
 
     __slots__ = ("_device", "_ends", "_stream")
 
@@ -41,11 +41,11 @@ class Work:
         self._device = device
         self._ends = ends
         self._stream: weakref.ref[Stream] | None = None
-        """Stream of all the work; None if it is on several, or not known."""
+        """The one stream of the work; None for several or unknown."""
 
     @classmethod
     def of(cls, after: After, device: Device) -> Work:
-        """Record the work that an argument names: an event, what a stream has queued now, or None for all."""
+        """Record the work that an argument names: an event, the queued work of a stream, or None for all work."""
         if after is None:
             return cls(device, context_event(device))
         session = session_of(device)
@@ -60,7 +60,9 @@ class Work:
 
     @classmethod
     def behind(cls, stream: Stream) -> Work:
-        """Record what a stream has queued now; never raises. If the driver refuses the record, all of its work."""
+        """Record the queued work of a stream; never raises. If the driver refuses the record, the stream itself is
+        used.
+        """
         end: Event | Stream = stream
         with contextlib.suppress(CudaError, ClosedError):
             end = stream.record()
@@ -70,7 +72,7 @@ class Work:
         return work
 
     def done(self) -> bool:
-        """Whether it has completed. Also asked while a stream is being captured."""
+        """Whether the work has completed. May be called during a capture."""
         with session_of(self._device).relaxed():
             return self._done()
 
@@ -80,7 +82,7 @@ class Work:
                 if not end.query():
                     return False
             except ClosedError:
-                # Its owner has closed the event: all work of now includes that before it.
+                # The event's owner has closed it. An event after all present work covers it too.
                 self._ends = (context_event(self._device),)
                 return False
             except LOST:
@@ -96,7 +98,7 @@ class Work:
                         end.synchronize()
 
     def precede(self, stream: Stream) -> None:
-        """Let later work of a stream wait for it, unless it is on this stream."""
+        """Make later work of a stream wait for this work, unless it is on the same stream."""
         if self._stream is not None and self._stream() is stream:
             return
         for end in self._ends:
@@ -107,7 +109,7 @@ class Work:
 
 
 class Unfinished(Work):
-    """Work that a thread is still queueing. Other threads wait until it has called :meth:`finish`."""
+    """Work that a thread is still queueing. Other threads wait until that thread calls :meth:`finish`."""
 
     __slots__ = ("_finished", "_thread")
 
@@ -121,12 +123,12 @@ class Unfinished(Work):
         return self._finished.is_set()
 
     def synchronize(self) -> None:
-        """Block the host until it is queued.
+        """Block the host until the work is queued.
 
         Raises
         ------
         InUseError
-            A signal handler has interrupted the thread that queues it.
+            A signal handler interrupted the thread that queues the work, and called this.
         """
         if self._thread == threading.get_ident() and not self.done():
             raise InUseError("a signal handler has interrupted a call that swaps pages, on its thread")
@@ -144,10 +146,10 @@ def copy_batch(
     memory: npt.NDArray[np.int64],
     stream: Stream,
 ) -> None:
-    """Queue copies of equal size, in any order among themselves (``cuMemcpyBatchAsync``); adjacent ones become one.
+    """Queue copies of equal size, in any order among each other (``cuMemcpyBatchAsync``). Adjacent copies are merged.
 
-    ``memory``: a number of the allocation of each, as the driver refuses a copy that passes the end of one. A driver,
-    or bindings, without batches and the legacy default stream get a call for each copy (``cuMemcpyAsync``).
+    ``memory``: a number for the allocation of each, because a copy must not pass the end of an allocation. Without
+    support for batches, and on the legacy default stream, each copy is a call of its own (``cuMemcpyAsync``).
     """
     session, raw = session_of(stream), raw_handle(stream)
     apart = memory[1:] != memory[:-1]

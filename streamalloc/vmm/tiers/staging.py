@@ -1,4 +1,4 @@
-"""Staging: pinned host memory through which bytes pass between a device and files, and the order of its use."""
+"""Staging: pinned host memory for transfers between a device and files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _lost: list[Bytes] = []
 class Staging:
     """Pinned host memory in slots of equal size (``cuMemHostRegister``).
 
-    Dropped, it is unregistered once the work that may use it has passed (``cuMemHostUnregister``).
+    After a drop the memory is unregistered once the work that may use it has completed (``cuMemHostUnregister``).
     """
 
     __slots__ = ("__weakref__", "_end", "slots")
@@ -42,7 +42,7 @@ class Staging:
         self._end.register()
 
     def close(self) -> None:
-        """Unregister the memory, which nothing uses; idempotent. If the driver refuses, it is unregistered later."""
+        """Unregister the memory, which must be unused; idempotent. If the driver refuses, it is unregistered later."""
         self.slots = []
         self._end.idle = True
         with contextlib.suppress(CudaError):
@@ -50,7 +50,7 @@ class Staging:
 
 
 class _Unregister(Deferred):
-    """The end of registered memory; it keeps the memory until then."""
+    """Deferred unregistration. It keeps the memory alive until then."""
 
     __slots__ = ("_memory", "_ordinal", "_raw", "_work", "idle", "session")
 
@@ -87,7 +87,7 @@ class _Unregister(Deferred):
                 if error.name != "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED":  # an exception of a signal handler came first
                     raise
             except BaseException:
-                # It may still be registered, so keep the memory: nothing else may get its addresses.
+                # The memory may still be registered. Keep it, so that its addresses are not reused.
                 _lost.append(self._memory)
                 raise
         return True
@@ -97,7 +97,7 @@ class _Unregister(Deferred):
 
 
 class _Workers:
-    """Threads that call functions. Made of calls into C only: a signal handler that raises leaves no lock taken."""
+    """Threads that call functions. All synchronisation is in C: a signal handler that raises leaves no lock held."""
 
     def __init__(self, count: int) -> None:
         self._tasks: SimpleQueue[Any] = SimpleQueue()
@@ -126,7 +126,7 @@ class _Workers:
         self._ended.put(None)
 
     def close(self) -> None:
-        """Cancel the calls that have not begun; end the threads when the other calls return. Idempotent."""
+        """Cancel the calls that have not begun. The threads end when the other calls return. Idempotent."""
         with contextlib.suppress(Empty):
             while True:
                 self._tasks.get_nowait()
@@ -159,14 +159,14 @@ class Step(NamedTuple):
 
 
 class _Transfer(abc.ABC):
-    """The blocks of one call on their way through the slots of one staging memory.
+    """The blocks of one call, which pass through the slots of one staging memory.
 
-    Threads read and write files; all driver calls are made by the thread of the call. A step has a first and a second
-    part: a copy to the slot and a write, or a read and a copy from the slot.
+    Worker threads read and write files. The calling thread makes all driver calls. Each step has two parts: a copy to
+    the slot and a write, or a read and a copy from the slot.
     """
 
     most_seconds = 1
-    """Maximum number of steps in their second part while other steps wait for a slot."""
+    """Most steps in their second part while others need slots."""
 
     def __init__(self, stream: Stream, staging: Staging, threads: int, give_back: Callable[[Staging], None]) -> None:
         self._stream = stream
@@ -184,7 +184,9 @@ class _Transfer(abc.ABC):
         copy: Callable[[Bytes], None],
         names: Sequence[int | None] = (None,),
     ) -> None:
-        """Begin to move adjacent blocks of a file, which fit in a slot; ``copy`` queues their copies from or to it."""
+        """Begin to move adjacent blocks of a file, which fit in a slot. ``copy`` queues the copies from or to the
+        slot.
+        """
         step = Step(self._slot(), file, blocks, copy, names)
         self._first.append(step._replace(end=self._begin(step)))
 

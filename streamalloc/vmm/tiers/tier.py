@@ -1,7 +1,7 @@
 """The interface of a tier: it stores bytes of device memory, and copies them back to device memory.
 
-A tier hands out one :class:`Held` for each buffer. Copies from and to it are queued on one stream
-(:class:`~streamalloc.vmm.backup.Copies`); the part of a copy that the host makes ends with ``copies.settle()``.
+A tier returns one :class:`Held` for each buffer. Copies from and to it are queued on one stream
+(:class:`~streamalloc.vmm.backup.Copies`). The host's part of a copy ends with ``copies.settle()``.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Tier(Protocol):
     """A store for the bytes of device memory."""
 
     def hold(self, sizes: Sequence[int], stream: Stream, name: str | None = None, /) -> Sequence[Held]:
-        """Reserve room for buffers of these sizes in bytes, each at least 1: for all, or for none.
+        """Reserve room for buffers of these sizes in bytes, each at least 1: for all, or for none after an error.
 
         Parameters
         ----------
@@ -70,10 +70,10 @@ class Tier(Protocol):
         stream
             Stream of the copies.
         name
-            Name under which a tier that outlives the process stores the bytes; None: they end with the buffers.
+            Name under which a persistent tier stores the bytes; None if they end with the buffers.
         """
 
 
 def part_of(side: CopySide, offset: int, nbytes: int) -> Any:
-    """Return the bytes of a side of a copy from ``offset`` on."""
+    """Return a part of one side of a copy, from ``offset`` on."""
     return CopySide(side.address + offset, nbytes, side.ordinal, side.keep, side.after)

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import mmap
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
+import numpy as np
 import pytest
 
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
+from streamalloc.driver.account import MAKERS
 from streamalloc.driver.account import Account as AllocationAccount
 from streamalloc.driver.bindings import cuda
 from streamalloc.driver.checker import driver as checker_driver
@@ -40,20 +45,20 @@ def race(bench: Bench) -> None:
 
 
 class _Interrupting(Wrapper):
-    """A driver whose answer to an allocation a signal handler's exception can lose."""
+    """A driver whose answer to a call that makes a handle a signal handler's exception can lose."""
 
     def __init__(self, driver: Any) -> None:
         super().__init__(driver)
-        self.interrupts = False
+        self.error: type[BaseException] | None = None
         self.made: list[int] = []
-        """Addresses of the allocations."""
+        """Handles and addresses."""
 
     def _observe(self, name: str, function: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         answer: tuple[Any, ...] = function(*args)
-        if name in ("cuMemAllocAsync", "cuMemAllocFromPoolAsync"):
+        if name in MAKERS:
             self.made.append(int(answer[1]))
-            if self.interrupts:
-                raise Interrupted
+            if self.error is not None:
+                raise self.error
         return answer
 
 
@@ -134,14 +139,14 @@ class TestModes:
             bench.a.synchronize()
             # The driver gives the address again, in a call whose record is lost.
             if lost == "answer":
-                inner.interrupts = True
+                inner.error = Interrupted
             else:
                 owner, name = (AllocationAccount, "note") if lost == "account" else (State, "allocate")
                 monkeypatch.setattr(owner, name, _interrupted)
             with pytest.raises(Interrupted):
                 bench.new(bench.a)
             monkeypatch.undo()
-            inner.interrupts = False
+            inner.error = None
             assert inner.made[-1] == address
             assert driver.cuMemFreeAsync(address, stream)[0] == cuda.CUresult.CUDA_SUCCESS
             assert driver.hazards == []
@@ -149,6 +154,28 @@ class TestModes:
             assert answer == (cuda.CUresult.CUDA_ERROR_INVALID_VALUE,)
             if lost != "range":  # its account was complete: one more free is accepted
                 assert [one.kind for one in driver.hazards] == ["double free"]
+
+    @pytest.mark.parametrize(
+        ("error", "answer"), [(Interrupted, "CUDA_SUCCESS"), (NotImplementedError, "CUDA_ERROR_INVALID_VALUE")]
+    )
+    def test_an_interrupt_loses_the_record_of_physical_memory(
+        self, machine: Any, error: type[BaseException], answer: str
+    ) -> None:
+        """A call that is not modelled has made nothing."""
+        make: Any = _Interrupting  # abstract for type checkers
+        inner = make(machine)
+        driver = sd.checked(inner)
+        memory = vmm.PhysicalMemory(sa.Device(0, driver=driver), PAGE)
+        inner.error = error
+        with pytest.raises(error):
+            vmm.PhysicalMemory(sa.Device(0, driver=driver), PAGE)
+        inner.error = None
+        memory.close()
+        assert driver.leaks() == []
+        lost = cuda.CUmemGenericAllocationHandle(inner.made[-1])
+        assert driver.cuMemRelease(lost)[0].name == answer
+        if answer != "CUDA_SUCCESS":
+            machine.cuMemRelease(lost)
 
     def test_what_the_driver_refuses_has_not_happened(self, machine: Any) -> None:
         driver = sd.checked(sd.faulty(machine, "cuMemFreeAsync", result="CUDA_ERROR_UNKNOWN"))
@@ -619,3 +646,12 @@ class TestQuestions:
         assert driver._observing == (0 if taken else other)
         with ThreadPoolExecutor(1) as pool:
             assert pool.submit(driver._lock.lock.acquire, False).result(SECONDS)
+
+
+def test_a_mapped_file_whose_name_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / os.fsdecode(b"\xff")).write_bytes(bytes(mmap.PAGESIZE))
+    device = sa.Device(0, driver=sd.checked(sd.simulated()))
+    array = np.zeros(64)
+    with open(tmp_path / os.fsdecode(b"\xff"), "r+b") as file, mmap.mmap(file.fileno(), 0), device.current():
+        assert not device.driver.cuMemHostRegister(array.ctypes.data, array.nbytes, 0)[0]
+        assert not device.driver.cuMemHostUnregister(array.ctypes.data)[0]

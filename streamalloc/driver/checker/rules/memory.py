@@ -196,7 +196,7 @@ def _creates(state: State, name: str, args: Arguments, answer: Answer) -> None:
 
 
 def _releases(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    if not state.account.may_end(name, number_of(args[0])):
+    if not state.account.owns(name, number_of(args[0])):
         state.physical.pop(number_of(args[0]), None)
 
 
