@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any, TypeVar
 
-from streamalloc.driver.internal import cuda
-
 PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 E = TypeVar("E", bound="CudaError")
@@ -336,6 +334,9 @@ def refused(kind: type[E], call: str, why: str) -> E:
 
     Its class is that of the answer that the driver would give. ``asked`` is False.
     """
+    # Not imported with this module, which pytest's plugin loads in every run.
+    from streamalloc.driver.internal import cuda
+
     answer = getattr(cuda.CUresult, f"CUDA_ERROR_{_ANSWERS[kind].split()[0]}")
     error = kind(answer.name, int(answer), call, why)
     error.asked = False

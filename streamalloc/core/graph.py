@@ -209,7 +209,7 @@ def _capturing(stream: Stream, mode: CaptureMode) -> Generator[Graph, None, None
         _end(capture)
     except BaseException:
         if begun:
-            # The driver answers an error if the block broke the capture; the block's own error says more.
+            # If the block invalidated the capture, the driver returns an error. The block's own error says more.
             with contextlib.suppress(CudaError):
                 _end(capture)
             capture.graph.close()

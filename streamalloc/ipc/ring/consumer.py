@@ -303,7 +303,7 @@ class _ConsumerEnding(RingEnding):
         for item in self._items:
             item.release(stream)
             if not reached(item._mine.closed.value, item._value):
-                # Released on another stream: the memory is closed after that stream's work too.
+                # If it was released on another stream, close the memory after that stream's work too.
                 item._block.wait(stream, item._mine.closed, item._value)
         self._memory.close(stream)
 

@@ -388,7 +388,7 @@ class MPICommunicator(_Group):
         from mpi4py import MPI
 
         pending: list[Any] = []
-        # Keep the buffers: MPI still writes to the memory of requests that did not complete.
+        # Keep the buffers: MPI may still write to those of unfinished requests.
         with undoing(lambda: _abandoned.append(pending)):
             if self._own is None:
                 self._own = self._duplicate(call, limit, pending)
