@@ -219,7 +219,9 @@ class PhysicalPages(Claimable):
             self._streams[stream] = work
 
     def changing(self, act: Callable[[], T]) -> T:
-        """Call ``act`` while no other thread changes mappings. ``act`` makes driver calls, and waits for no stream.
+        """Call ``act`` while no other thread changes mappings or creates pages.
+
+        ``act`` makes driver calls and waits for no stream.
 
         Raises
         ------
@@ -365,9 +367,14 @@ class PhysicalPages(Claimable):
 
     def fill(self, count: int) -> int:
         """Create pages until ``count`` are spare or kept; return how many are."""
+
+        def create(room: list[None]) -> None:
+            self.drop([self._create(room)])
+
         while self.available < count and not self.closed:
             with self._room(1) as room:
-                self.drop([self._create(room)])
+                # Under the claim: otherwise take() would count a page against the limit that is not yet spare.
+                self.changing(functools.partial(create, room))
         return self.available
 
     def clear(self, address: int, nbytes: int, stream: Stream) -> None:

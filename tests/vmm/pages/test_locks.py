@@ -210,6 +210,25 @@ class TestPhysicalPages:
             taken.clear()
             physical.close()
 
+    def test_pages_created_in_advance_leave_room_up_to_the_limit(self, stream: sa.Stream) -> None:
+        taken: list[Page] = []
+
+        def begin() -> PhysicalPages:
+            return vmm.PageArena(stream.device, limit=2 * PAGE)._physical
+
+        def take(physical: PhysicalPages) -> None:
+            taken.extend(physical.changing(lambda: physical.take(2)))
+
+        def fill(physical: PhysicalPages) -> None:
+            with contextlib.suppress(sa.OutOfMemoryError):  # all are taken
+                physical.fill(1)
+
+        for physical in interleaved(PhysicalPages._create, begin, fill, take, at="line"):
+            assert len(taken) == physical.count == 2
+            physical.drop(taken)
+            taken.clear()
+            physical.close()
+
     def test_no_page_is_lost_between_its_last_user_and_a_trim(self, make: Callable[[], PhysicalPages]) -> None:
         pages: list[Page] = []
 
