@@ -109,7 +109,8 @@ def _event(driver: Any) -> tuple[Any, bytes]:
     """Create an interprocess event; return it with its handle as bytes."""
     flags = driver.CUevent_flags
     event = value_of(driver.cuEventCreate(int(flags.CU_EVENT_DISABLE_TIMING) | int(flags.CU_EVENT_INTERPROCESS)))
-    return event, ctypes.string_at(value_of(driver.cuIpcGetEventHandle(event)).getPtr(), HANDLE_BYTES)
+    handle = value_of(driver.cuIpcGetEventHandle(event))
+    return event, ctypes.string_at(handle.getPtr(), HANDLE_BYTES)
 
 
 def _opened(driver: Any, shared: bytes) -> Any:

@@ -101,7 +101,7 @@ class TestFile:
             ('["allocate", [1], 8, 0, 0, 0]', r"id=\[1\]"),
             ('["free", 4, 8, 0, 0, 0]', "allocation 4 is unknown"),
             ('["allocate", 0, 8, 0, 0, 0]', "allocation 0 was made before"),
-            ("[" * 100_000, "recursion|too deep"),
+            ("[" * 100_000, "recursion|overflow"),
             ("[" + "9" * 5000 + "]", "an event is a list of|digits"),
         ],
     )

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import multiprocessing
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -343,7 +344,7 @@ class TestProcesses:
         context = multiprocessing.get_context("spawn")
         with (
             pool.allocate(SIZE, stream) as buffer,
-            pytest.raises((AttributeError, TypeError, ValueError), match=r"pickle|local object"),
+            pytest.raises((AttributeError, pickle.PicklingError, TypeError, ValueError), match=r"pickle|local object"),
         ):
             context.Process(target=_wait_for_a_signal, args=(buffer, lambda: 0)).start()
         gc.collect()
