@@ -425,11 +425,15 @@ class Multicast:
 
     def formed(self, wanted: MulticastObject, call: str) -> None:
         """Block until all devices are added, as the real driver does; forever if nobody adds them."""
-        with self._pinned(wanted):
+        wanted.mappings += 1  # other threads may release its last handle during the wait
+        try:
             if wanted.table.state == WAITING:
                 self._wait(wanted.table, call)
             # without a free slot this call fails, not the addition of the last device (NVIDIA/nccl#2077)
             check(wanted.table.state != NO_SLOT, Result.CUDA_ERROR_OUT_OF_MEMORY)
+        finally:
+            wanted.mappings -= 1
+            wanted.leave()
 
     def _wait(self, table: MulticastTable, call: str) -> None:
         timeline = self.timeline
@@ -457,18 +461,6 @@ class Multicast:
             return True
         here = self.timeline.caller.ident
         return any(one.ident != here and not one.name.startswith("streamalloc ") for one in threading.enumerate())
-
-    @contextlib.contextmanager
-    def _pinned(self, wanted: MulticastObject) -> Iterator[None]:
-        """A ``with`` block that keeps the object alive during a wait, because other threads may release its last
-        handle.
-        """
-        wanted.mappings += 1
-        try:
-            yield
-        finally:
-            wanted.mappings -= 1
-            wanted.leave()
 
     # -- memory by its address -------------------------------------------------------------------------------
 
