@@ -387,7 +387,7 @@ class ArrayCalls(CopyCalls):
         self, linear: Linear, box: Box, context: Context, into: bool, must_be_device: bool
     ) -> Allocation | None:
         size = linear.span(box)
-        end = self._copy_end(linear.address, size, must_be_device, False, context)
+        end = self._copy_end(linear.address, size, must_be_device, context)
         lost = self._lost(linear.address, size, end, not into)
         not_modelled(lost, lost)
         if end is not None and end.mapping is not None and end.mapping.is_multicast:

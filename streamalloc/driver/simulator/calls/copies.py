@@ -227,7 +227,7 @@ class CopyCalls(Calls):
                 check(fits and graph.covers(address, size))
                 found.append(None)
                 continue
-            end = self._copy_end(address, size, device in (side, "both"), device == "both", context, skipped)
+            end = self._copy_end(address, size, device in (side, "both"), context, skipped)
             check(fits or (end is not None and end.pool is not None))
             found.append(end if self._check_mapped(address, size, end, needed, context) else None)
             lost = lost or self._lost(address, size, end, needed == READ_WRITE, graph is None)
@@ -240,7 +240,7 @@ class CopyCalls(Calls):
         return destination, origin
 
     def _copy_end(
-        self, address: int, size: int, must_be_device: bool, no_host_pool: bool, context: Context, skipped: int = 0
+        self, address: int, size: int, must_be_device: bool, context: Context, skipped: int = 0
     ) -> Allocation | None:
         """The allocation of one side of a copy; None for pageable host memory. ``skipped``: bytes left out before
         ``address``.
@@ -258,7 +258,6 @@ class CopyCalls(Calls):
         # For pool memory the driver checks the span of the rows from the allocation's start, even if the rows begin
         # elsewhere (observed on H200: test_planes).
         check((address if allocation.pool is None else start) + size <= allocation.base + allocation.size)
-        check(not (no_host_pool and allocation.pool is not None and allocation.on_host))
         check(allocation.pool is None or allocation.pool.usable(context.device.ordinal))
         arena = self._machine.banks.arenas.find(start) if skipped else None
         not_modelled(arena and address + size > arena.end, "a copy of rows that lie behind the addresses of a pool")
