@@ -173,8 +173,7 @@ class Usage:
     def __init__(self, names: Names) -> None:
         with _alone(names.machine):
             self._fd = _open_table(names)
-            self._memory = mmap.mmap(self._fd, _BYTES)
-            self._words = memoryview(self._memory).cast("Q")
+            self._words = memoryview(mmap.mmap(self._fd, _BYTES)).cast("Q")
             self._slot = next(slot for slot in range(_SLOTS) if not is_locked(self._fd, slot))
             lock(self._fd, self._slot, fcntl.F_WRLCK)
             self._words[_HIGHEST] = max(self._words[_HIGHEST], self._slot + 1)
@@ -197,8 +196,7 @@ class Usage:
     def close(self) -> None:
         """Leave the slot."""
         self._name.close()
-        self._words.release()
-        self._memory.close()
+        self._words.release()  # and the mapping with it
         os.close(self._fd)
 
 

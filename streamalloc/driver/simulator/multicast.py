@@ -90,8 +90,7 @@ class MulticastTable:
     def __init__(self, physical: Physical) -> None:
         self.physical = physical
         self._locked = 0
-        self._memory = mmap.mmap(physical.fd, _BYTES)
-        self._words = memoryview(self._memory).cast("Q")
+        self._words = memoryview(mmap.mmap(physical.fd, _BYTES)).cast("Q")
         self._seen = -1
         self._bindings: list[Binding] = []
         with self.locked():
@@ -206,8 +205,7 @@ class MulticastTable:
     def leave(self) -> None:
         """Remove this holder with its bindings."""
         self._forget(lambda binding: binding.holder == self.holder)
-        self._words.release()
-        self._memory.close()
+        self._words.release()  # and the mapping with it
         self.physical.close()
 
     def _forget(self, which: Callable[[Binding], bool]) -> None:
