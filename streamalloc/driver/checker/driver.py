@@ -442,7 +442,7 @@ class Checked(Wrapper):
             theirs = int(getattr(params, "fn", None) or 0)
             if not theirs:
                 return call(*args)
-            made = self._state.host_call(stays=True)
+            made = HostCall(self._state, stays=True)
             pointer = self._stand_in(_HOST_FUNCTION, theirs, made)
             self._state.host_calls[pointer] = made
             params.fn = cuda.CUhostFn(pointer)
