@@ -121,7 +121,7 @@ class Checked(Wrapper):
                 self._deliver(lambda: self._alone(finish, _INVALID))
         poison = self._poison
         if poison is not None:
-            poison.before(name, args)
+            poison.fill(name, args)
         answer = ()
         try:
             answer = _keeps_convention(name, function(*args))
@@ -138,7 +138,7 @@ class Checked(Wrapper):
         if self._found:
             self._deliver()
         if poison is not None and not answer[0]:
-            poison.after(name, args, answer)
+            poison.fill(name, args, answer)
         return answer
 
     def _inside(self) -> bool:
