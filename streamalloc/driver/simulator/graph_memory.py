@@ -248,7 +248,7 @@ class GraphMemory:
         """Map the slab at the addresses. Runs in stream order, because earlier launches may use another slab."""
         size = round_up(self._size, CHUNK)
         if self._mapped != (slab, size):
-            self._reservation.map(self._reservation.base, size, slab.physical, 0)
+            self._reservation.map(self._reservation.base, size, slab.physical.fd, 0)
             self._mapped = (slab, size)
 
     def in_use(self, stream: Stream, seq: int) -> None:

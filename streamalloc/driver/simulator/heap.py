@@ -191,7 +191,7 @@ class Heap:
         block, reservation = self._regions.take(size), self._regions.reservation
         try:
             with operating_system(only_memory=True):
-                reservation.map(reservation.base + block.start, size, self._physical, block.start)
+                reservation.map(reservation.base + block.start, size, self._physical.fd, block.start)
         except Fault:
             self._regions.free(block)
             raise

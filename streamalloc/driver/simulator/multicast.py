@@ -359,7 +359,7 @@ class MulticastObject(Mappable):
             return None  # the pool may have reused the bytes
         if window is None:
             if backing is not None:
-                window = Window(backing.physical, binding.start, binding.size)
+                window = Window(backing.physical.fd, binding.start, binding.size)
             else:
                 window = _window_elsewhere(binding)
             if window is not None:
@@ -372,11 +372,10 @@ def _window_elsewhere(binding: Binding) -> Window | None:
     fd = reach(binding.process, binding.fd, lambda label: int(label.serial, 16) == binding.serial)
     if fd is None:
         return None
-    physical = Physical.adopt(fd)
     try:
-        return Window(physical, binding.start, binding.size)
+        return Window(fd, binding.start, binding.size)
     finally:
-        physical.close()
+        os.close(fd)
 
 
 @dataclass(eq=False)

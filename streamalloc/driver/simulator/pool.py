@@ -280,15 +280,11 @@ class ImportedPool(Accessible):
         """Allocations of it that are imported now."""
         self.freed: dict[int, tuple[Stream, int]] = {}
         """By stream: the last free of an import."""
-        physical = Physical.adopt(os.dup(fd))
-        self._whole = physical.size
-        try:
-            # The file is sparse and already contains the owner's later growth. Most pools are far smaller than their
-            # device, and a process has addresses for only some hundred ranges of full size.
-            self._views = [Reservation(min(self._whole, _VIEW), CHUNK)]
-            self._views[0].map(self._views[0].base, self._views[0].size, physical, 0)
-        finally:
-            physical.close()
+        self._whole = os.fstat(fd).st_size
+        # The file is sparse and already contains the owner's later growth. Most pools are far smaller than their
+        # device, and a process has addresses for only some hundred ranges of full size.
+        self._views = [Reservation(min(self._whole, _VIEW), CHUNK)]
+        self._views[0].map(self._views[0].base, self._views[0].size, fd, 0)
         self._arenas.add(self._views[0])
 
     def address(self, offset: int, size: int) -> int:
