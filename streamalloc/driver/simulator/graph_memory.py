@@ -120,9 +120,7 @@ class Slab:
                 self.size += spare
                 missing -= spare
         bank = self._shared.bank
-        if missing > bank.free:
-            self._shared.banks.make_room(bank, missing)
-        check(missing <= bank.free, Result.CUDA_ERROR_OUT_OF_MEMORY)
+        check(self._shared.banks.make_room(bank, missing), Result.CUDA_ERROR_OUT_OF_MEMORY)
         self._shared.resize(missing, more)
         self.size += missing
         self.used += more

@@ -184,9 +184,7 @@ class Heap:
 
     def take(self, size: int) -> Block | None:
         """A large piece, with memory under it; None if there is not enough memory."""
-        if size > self._bank.free:
-            self._banks.make_room(self._bank, size)
-        if size > self._bank.free:
+        if not self._banks.make_room(self._bank, size):
             return None
         block, reservation = self._regions.take(size), self._regions.reservation
         try:

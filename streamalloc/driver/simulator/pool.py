@@ -178,10 +178,8 @@ class Pool(Accessible):
         """
         bank = self.space.bank
         needed = len(missing) * CHUNK
-        if needed > bank.free:
-            self._banks.make_room(bank, needed, self.space)
-            if self.device is None and needed > bank.free:
-                missing = missing[:had]
+        if not self._banks.make_room(bank, needed, self.space) and self.device is None:
+            missing = missing[:had]
         room = bank.free
         if self.max_size:
             room = min(room, self.max_size - self.reserved)

@@ -65,9 +65,7 @@ class ArrayCalls(CopyCalls):
         made = Storage(context, layout)
         if not layout.sparse:
             size, bank = round_up(layout.size, BLOCK), context.device.bank
-            if size > bank.free:
-                self._machine.banks.make_room(bank, size)
-            check(size <= bank.free, Result.CUDA_ERROR_OUT_OF_MEMORY)
+            check(self._machine.banks.make_room(bank, size), Result.CUDA_ERROR_OUT_OF_MEMORY)
             with operating_system(only_memory=True):
                 made.allocate()
         return made
