@@ -87,11 +87,10 @@ class ArrayCalls(CopyCalls):
         need(self._machine.current_or_none(), "making an array without a current context")
         return self._machine.current()
 
-    def _largest(self, kind: str, third: str) -> list[int]:
-        """The largest width, height, and depth or layers of a texture kind."""
+    def _largest(self, kind: str, *parts: str) -> list[int]:
+        """The largest extents of a texture or surface kind; 0 for those that it lacks."""
         attributes = self._array_context().device.attributes
-        names = [f"MAXIMUM_TEXTURE{kind}_{part}" if part else "" for part in ("WIDTH", "HEIGHT", third)]
-        return [attributes.get(name, 0) for name in names]
+        return [attributes.get(f"MAXIMUM_{kind}_{part}", 0) for part in parts]
 
     def _layout(self, descriptor: Any) -> Layout:
         """The layout of an array. A CUDA_ARRAY_DESCRIPTOR has neither depth nor flags."""
@@ -112,7 +111,8 @@ class ArrayCalls(CopyCalls):
         if number not in _BYTES_OF_FORMAT or channels not in (1, 2, 4) or flags & ~(_SPARSE | _LAYERED | _GATHER):
             raise NotModelled(f"a sparse array of format {number:#x}, {channels} channels and flags {flags:#x}")
         check(height or depth)  # there are none of one dimension
-        largest = self._largest(*("3D", "DEPTH") if solid else ("2D_LAYERED", "LAYERS") if layered else ("2D", ""))
+        kind, third = ("3D", "DEPTH") if solid else ("2D_LAYERED", "LAYERS") if layered else ("2D", "")
+        largest = self._largest(f"TEXTURE{kind}", "WIDTH", "HEIGHT", third)
         if not (solid or layered):
             check(width <= largest[0])
         too_large = any(one > most for one, most in zip(sizes, largest, strict=True))
@@ -132,8 +132,7 @@ class ArrayCalls(CopyCalls):
             kind, third = f"{kind}_LAYERED", (*third, "LAYERS")
         of = "SURFACE" if flags & _SURFACE else "TEXTURE"
         kind = f"{kind}_GATHER" if flags & _GATHER else kind
-        attributes = self._array_context().device.attributes
-        most = [attributes.get(f"MAXIMUM_{of}{kind}_{part}", 0) for part in third]
+        most = self._largest(f"{of}{kind}", *third)
         check(all(size <= limit for size, limit in zip(filter(None, sizes), most, strict=True)))
 
     def cuArrayDestroy(self, hArray: EndedArray) -> None:
