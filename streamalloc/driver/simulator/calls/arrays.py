@@ -19,7 +19,7 @@ from ..contexts import Context
 from ..errors import NotModelled, Result, check, need, not_modelled, operating_system
 from ..memory import view_address
 from ..physical import Memory
-from .base import call
+from .base import call, with_async
 from .copies import ARRAY, DEVICE, OF_HOST, UNIFIED, CopyCalls
 
 _LAYERED, _SURFACE, _GATHER, _SPARSE = 0x01, 0x02, 0x08, 0x40  # CUDA_ARRAY3D_*
@@ -309,8 +309,7 @@ class ArrayCalls(CopyCalls):
         not_modelled(any(one.device is not here for one in ends), "a copy of an array between two devices")
         self._copy_box(copy, hStream)
 
-    cuMemcpy3DPeer: Any = call("pCopy:cuda.CUDA_MEMCPY3D_PEER", _copy_between)
-    cuMemcpy3DPeerAsync: Any = call("pCopy:cuda.CUDA_MEMCPY3D_PEER hStream", _copy_between)
+    cuMemcpy3DPeer, cuMemcpy3DPeerAsync = with_async("pCopy:cuda.CUDA_MEMCPY3D_PEER", _copy_between)
 
     def _copy_arrays(self, copy: Any, stream: Stream) -> None:
         (source, of), (target, to) = self._box(copy, "src"), self._box(copy, "dst")
@@ -342,17 +341,13 @@ class ArrayCalls(CopyCalls):
 
     cuMemcpyAtoD: Any = call("dstDevice srcArray srcOffset:Size ByteCount", _copy_line, "D", "A")
     cuMemcpyDtoA: Any = call("dstArray dstOffset:Size srcDevice ByteCount", _copy_line, "A", "D")
-    cuMemcpyAtoH: Any = call("dstHost srcArray srcOffset:Size ByteCount", _copy_line, "H", "A")
-    cuMemcpyHtoA: Any = call("dstArray dstOffset:Size srcHost ByteCount", _copy_line, "A", "H")
-    cuMemcpyAtoHAsync: Any = call("dstHost srcArray srcOffset:Size ByteCount hStream", _copy_line, "H", "A")
-    cuMemcpyHtoAAsync: Any = call("dstArray dstOffset:Size srcHost ByteCount hStream", _copy_line, "A", "H")
+    cuMemcpyAtoH, cuMemcpyAtoHAsync = with_async("dstHost srcArray srcOffset:Size ByteCount", _copy_line, "H", "A")
+    cuMemcpyHtoA, cuMemcpyHtoAAsync = with_async("dstArray dstOffset:Size srcHost ByteCount", _copy_line, "A", "H")
     cuMemcpyAtoA: Any = call("dstArray dstOffset:Size srcArray srcOffset:Size ByteCount", _copy_line, "A", "A")
 
-    cuMemcpy2D: Any = call("pCopy:cuda.CUDA_MEMCPY2D", _copy_box)
-    cuMemcpy2DUnaligned: Any = call("pCopy:cuda.CUDA_MEMCPY2D", _copy_box)
-    cuMemcpy2DAsync: Any = call("pCopy:cuda.CUDA_MEMCPY2D hStream", _copy_box)
-    cuMemcpy3D: Any = call("pCopy:cuda.CUDA_MEMCPY3D", _copy_box)
-    cuMemcpy3DAsync: Any = call("pCopy:cuda.CUDA_MEMCPY3D hStream", _copy_box)
+    cuMemcpy2D, cuMemcpy2DAsync = with_async("pCopy:cuda.CUDA_MEMCPY2D", _copy_box)
+    cuMemcpy2DUnaligned = cuMemcpy2D
+    cuMemcpy3D, cuMemcpy3DAsync = with_async("pCopy:cuda.CUDA_MEMCPY3D", _copy_box)
 
     def _box(self, copy: Any, side: str) -> tuple[Array, Box]:
         array: Array = self._find(Array, getattr(copy, f"{side}Array"))
