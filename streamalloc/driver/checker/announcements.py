@@ -22,7 +22,7 @@ import os
 import secrets
 import tempfile
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -117,11 +117,12 @@ class Board:
     """The announcements of this process."""
 
     def __init__(self) -> None:
-        self._path = _folder() / f"{os.getpid()}-{secrets.token_hex(4)}"
-        self._entries: Any = np.asarray(np.memmap(self._path, _ENTRY, "w+", shape=EVENTS + POSTS))
+        path = _folder() / f"{os.getpid()}-{secrets.token_hex(4)}"
+        self._entries: Any = np.asarray(np.memmap(path, _ENTRY, "w+", shape=EVENTS + POSTS))
         self._free = list(reversed(range(EVENTS)))
         self._posts = 0
-        weakref.finalize(self, _unlink, self._path, os.getpid())
+        self.close: Callable[[], object] = weakref.finalize(self, _unlink, path, os.getpid())
+        """Removes the board."""
 
     def add_event(self) -> int | None:
         """Return the index of a new event; None if the board is full."""
@@ -168,10 +169,6 @@ class Board:
     def remove_post(self, index: int) -> None:
         """Remove a post."""
         self._entries["name"][index] = b""
-
-    def close(self) -> None:
-        """Remove the board."""
-        _unlink(self._path, os.getpid())
 
 
 def _unlink(path: Path, process: int) -> None:

@@ -121,7 +121,7 @@ class Checked(Wrapper):
                 self._deliver(lambda: self._alone(finish, _INVALID))
         poison = self._poison
         if poison is not None:
-            poison.before(name, args)
+            poison.fill(name, args)
         answer = ()
         try:
             answer = _keeps_convention(name, function(*args))
@@ -138,7 +138,7 @@ class Checked(Wrapper):
         if self._found:
             self._deliver()
         if poison is not None and not answer[0]:
-            poison.after(name, args, answer)
+            poison.fill(name, args, answer)
         return answer
 
     def _inside(self) -> bool:
@@ -442,7 +442,7 @@ class Checked(Wrapper):
             theirs = int(getattr(params, "fn", None) or 0)
             if not theirs:
                 return call(*args)
-            made = self._state.host_call(stays=True)
+            made = HostCall(self._state, stays=True)
             pointer = self._stand_in(_HOST_FUNCTION, theirs, made)
             self._state.host_calls[pointer] = made
             params.fn = cuda.CUhostFn(pointer)

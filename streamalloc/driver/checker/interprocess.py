@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from streamalloc.driver.checker import announcements
@@ -251,15 +252,12 @@ class Interprocess:
 
     def release(self, clock: Clock) -> None:
         """Record that other processes may wait for a clock by a value. Its uses need no announcement any more."""
-        for range_, uses in self.uses.items():
-            kept = [one for one in uses if not clock.after(one.number, one.time)]
-            if len(kept) < len(uses):
-                self._keep(range_, kept)
+        self._drop_uses(clock.after)
 
-    def _settle_uses(self) -> None:
-        host = self._timeline.host
+    def _drop_uses(self, is_over: Callable[[int, int], bool]) -> None:
+        """Remove the uses that are over, by actor number and time."""
         for range_, uses in self.uses.items():
-            kept = [one for one in uses if not self._timeline.certain(host, one.number, one.time)]
+            kept = [one for one in uses if not is_over(one.number, one.time)]
             if len(kept) < len(uses):
                 self._keep(range_, kept)
 
@@ -292,7 +290,7 @@ class Interprocess:
             self._settled = self._timeline.version
             for index in [index for index, (_, done) in self.posted.items() if done()]:
                 self._remove_post(index)
-            self._settle_uses()
+            self._drop_uses(partial(self._timeline.certain, self._timeline.host))
         unposted, self._unposted = self._unposted, []
         for range_, one in unposted:
             if one in self.uses.get(range_, ()) and one.post is None:

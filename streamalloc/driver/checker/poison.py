@@ -26,15 +26,9 @@ class Poison:
         self._driver = driver
         self._state = state
 
-    def before(self, name: str, args: tuple[Any, ...]) -> None:
-        """Fill memory that a call is about to free."""
-        step = _BEFORE.get(name)
-        if step is not None:
-            step(self, args, None)
-
-    def after(self, name: str, args: tuple[Any, ...], answer: Any) -> None:
-        """Fill memory that a call has allocated."""
-        step = _AFTER.get(name)
+    def fill(self, name: str, args: tuple[Any, ...], answer: Any = None) -> None:
+        """Fill memory that a call is about to free, or with its answer memory that it has allocated."""
+        step = (_BEFORE if answer is None else _AFTER).get(name)
         if step is not None:
             step(self, args, answer)
 

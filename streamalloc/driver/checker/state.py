@@ -9,28 +9,22 @@ from typing import Any
 
 from streamalloc.driver.account import Account
 from streamalloc.driver.checker.capture import Capture, Event, Graph, Node
-from streamalloc.driver.checker.clocks import Actor, Obstacle, Stream, Timeline
+from streamalloc.driver.checker.clocks import Obstacle, Stream
 from streamalloc.driver.checker.contents import HOST_KINDS
 from streamalloc.driver.checker.open_files import OpenFiles
 from streamalloc.driver.checker.ranges import NEVER, Access, Binding, Bytes, Moment, Range, size_text
 from streamalloc.driver.checker.reports import Hazard, Launched, Stack, here
-from streamalloc.driver.checker.streams import number_of
+from streamalloc.driver.checker.streams import Streams, number_of
 from streamalloc.driver.checker.uses import Finish, Uses, nothing
 
 
 class HostCall:
     """A host function in a stream, called once or at each launch of a graph."""
 
-    __slots__ = ("_queued", "_running", "_stream", "_thread", "_timeline", "cancelled", "node", "stays")
+    __slots__ = ("_queued", "_running", "_streams", "cancelled", "node", "stays")
 
-    def __init__(
-        self, timeline: Timeline, stream: Callable[[Any], Stream], thread: Callable[[], Actor], stays: bool = False
-    ) -> None:
-        self._timeline = timeline
-        self._stream = stream
-        """Finds the stream of a handle."""
-        self._thread = thread
-        """Finds the calling host thread."""
+    def __init__(self, streams: Streams, stays: bool) -> None:
+        self._streams = streams
         self._queued: deque[tuple[Stream, Obstacle, Obstacle]] = deque()
         """Queued calls: stream, end of the preceding work, and end of the call."""
         self._running: list[Obstacle] = []
@@ -44,21 +38,21 @@ class HostCall:
         """Queue a call in a stream."""
         if self.cancelled:
             return
-        timeline, stream = self._timeline, self._stream(handle)
+        timeline, stream = self._streams.timeline, self._streams.stream(handle)
         before, ended = timeline.record(stream), Obstacle()
         timeline.wait(stream, ended)
         self._queued.append((stream, before, ended))
 
     def begins(self) -> None:
         """Begin the oldest queued call. The earlier work of its stream has ended."""
-        timeline = self._timeline
+        timeline = self._streams.timeline
         if not self._queued:
             # Another library has launched the graph.
             timeline.host_observes(timeline.everything())
             return
         stream, before, ended = self._queued.popleft()
         self._running.append(ended)
-        self._thread().within = stream
+        self._streams.thread().within = stream
         timeline.force_mark(before)
         if before.clock is not None:
             timeline.host_observes(before.clock)
@@ -66,8 +60,8 @@ class HostCall:
     def ends(self) -> None:
         """End the running call."""
         if self._running:
-            self._timeline.end(self._running.pop(0), self._timeline.host)
-        self._thread().within = None
+            self._streams.timeline.end(self._running.pop(0), self._streams.timeline.host)
+        self._streams.thread().within = None
 
     def refused(self) -> None:
         """Undo the queueing, because the driver refused the call."""
@@ -79,7 +73,7 @@ class HostCall:
     def skip(self) -> None:
         """Cancel the latest queued call, because the driver refused it or its launch."""
         if self._queued:
-            self._timeline.end(self._queued.pop()[2], self._timeline.host)
+            self._streams.timeline.end(self._queued.pop()[2], self._streams.timeline.host)
 
 
 OPENED = "memory of another process"
@@ -151,14 +145,10 @@ class State(Uses):
 
     # -- graphs and their launches -----------------------------------------------------------------------------
 
-    def host_call(self, stays: bool) -> HostCall:
-        """Make a host function. ``stays``: a graph contains it."""
-        return HostCall(self.timeline, self.stream, self.thread, stays)
-
     def host_function(self, handle: Any) -> HostCall:
         """Queue a call of a host function in a stream. If the stream is captured, each launch calls it."""
         capture = self.capture_of(self.stream(handle))
-        made = self.host_call(stays=capture is not None)
+        made = HostCall(self, stays=capture is not None)
         if capture is None:
             made.queue(handle)
         else:

@@ -237,7 +237,7 @@ class Managed:
             if self._physical is None:
                 self._physical = Physical("managed", 0)
             reservation = Reservation(whole, BLOCK)
-            reservation.map(reservation.base, whole, self._physical, self._physical.extend(whole))
+            reservation.map(reservation.base, whole, self._physical.fd, self._physical.extend(whole))
         self.banks.arenas.add(reservation)
         self.allocations.add(ManagedMemory(reservation.base, size, context.device.ordinal, context, reservation))
         return reservation.base

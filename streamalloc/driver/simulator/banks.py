@@ -42,13 +42,16 @@ class Banks:
         """The bank of a device; None: the host."""
         return self.host if device is None else self.devices[device]
 
-    def make_room(self, bank: Bank, needed: int, asking: Space | None = None) -> None:
-        """Release unused memory of other pools until ``needed`` bytes are free (observed on H200: test_pressure)."""
+    def make_room(self, bank: Bank, needed: int, asking: Space | None = None) -> bool:
+        """Release unused memory of other pools until ``needed`` bytes are free (observed on H200: test_pressure).
+        Returns whether they are.
+        """
         for space in self.pools.values():
             if bank.free >= needed:
-                return
+                return True
             if space is not asking and space.bank is bank:
                 space.trim(0)
+        return bank.free >= needed
 
     def trim(self, asking: Space) -> None:
         """Release unused memory of other pools and of graphs. Which: for a device's pool that device's; for a pool of a

@@ -40,10 +40,9 @@ class EventTable:
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self.taken: int = 0
-        memory = mmap.mmap(fd, TABLE_BYTES)
-        self.words: memoryview = memoryview(memory).cast("Q")
+        self.words: memoryview = memoryview(mmap.mmap(fd, TABLE_BYTES)).cast("Q")
         self.close: Callable[[], object]
-        self.close = finalizer = weakref.finalize(self, _close, self.words, memory, fd)
+        self.close = finalizer = weakref.finalize(self, _close, self.words, fd)
         finalizer.atexit = False
 
     def take(self) -> SharedEvent | None:
@@ -67,9 +66,8 @@ class EventTable:
             fcntl.flock(self.fd, fcntl.LOCK_UN)
 
 
-def _close(words: memoryview, memory: mmap.mmap, fd: int) -> None:
-    words.release()
-    memory.close()
+def _close(words: memoryview, fd: int) -> None:
+    words.release()  # and the mapping with it
     os.close(fd)
 
 

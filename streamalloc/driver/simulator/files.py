@@ -172,13 +172,8 @@ class Usage:
 
     def __init__(self, names: Names) -> None:
         with _alone(names.machine):
-            self._fd = _table_of_others(names)
-            if self._fd is None:
-                physical = Physical(str(names.own("usage")), _BYTES)
-                physical.seal()
-                self._fd = physical.fd
-            self._memory = mmap.mmap(self._fd, _BYTES)
-            self._words = memoryview(self._memory).cast("Q")
+            self._fd = _open_table(names)
+            self._words = memoryview(mmap.mmap(self._fd, _BYTES)).cast("Q")
             self._slot = next(slot for slot in range(_SLOTS) if not is_locked(self._fd, slot))
             lock(self._fd, self._slot, fcntl.F_WRLCK)
             self._words[_HIGHEST] = max(self._words[_HIGHEST], self._slot + 1)
@@ -191,7 +186,6 @@ class Usage:
 
     def others(self, bank: int) -> int:
         """Bytes that all other machine objects use."""
-        assert self._fd is not None
         found = 0
         for slot in range(self._words[_HIGHEST]):
             used = self._words[slot * _BANKS + bank]
@@ -202,11 +196,8 @@ class Usage:
     def close(self) -> None:
         """Leave the slot."""
         self._name.close()
-        self._words.release()
-        self._memory.close()
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
+        self._words.release()  # and the mapping with it
+        os.close(self._fd)
 
 
 def _bound(name: str) -> socket.socket:
@@ -238,12 +229,14 @@ def _alone(machine: str) -> Iterator[None]:
         held.close()
 
 
-def _table_of_others(names: Names) -> int | None:
-    """Open the table of another process or object of the machine; None if there is none."""
+def _open_table(names: Names) -> int:
+    """Open the table of another process or object of the machine, or a new one."""
     with open(_LIST, encoding="utf-8", errors="replace") as lines:
         found = re.findall(rf"@streamalloc:usage:{names.machine}:(\d+):(\d+)$", lines.read(), re.MULTILINE)
     for process, fd in found:
         own = reach(int(process), int(fd), lambda label: (label.kind, label.machine) == ("usage", names.machine))
         if own is not None:
             return own
-    return None
+    physical = Physical(str(names.own("usage")), _BYTES)
+    physical.seal()
+    return physical.fd

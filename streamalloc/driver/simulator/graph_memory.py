@@ -120,9 +120,7 @@ class Slab:
                 self.size += spare
                 missing -= spare
         bank = self._shared.bank
-        if missing > bank.free:
-            self._shared.banks.make_room(bank, missing)
-        check(missing <= bank.free, Result.CUDA_ERROR_OUT_OF_MEMORY)
+        check(self._shared.banks.make_room(bank, missing), Result.CUDA_ERROR_OUT_OF_MEMORY)
         self._shared.resize(missing, more)
         self.size += missing
         self.used += more
@@ -248,7 +246,7 @@ class GraphMemory:
         """Map the slab at the addresses. Runs in stream order, because earlier launches may use another slab."""
         size = round_up(self._size, CHUNK)
         if self._mapped != (slab, size):
-            self._reservation.map(self._reservation.base, size, slab.physical, 0)
+            self._reservation.map(self._reservation.base, size, slab.physical.fd, 0)
             self._mapped = (slab, size)
 
     def in_use(self, stream: Stream, seq: int) -> None:

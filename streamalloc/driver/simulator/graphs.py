@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
@@ -52,8 +51,6 @@ class Node:
     size: int = 0
     device: int = 0
     """Device of an allocation node."""
-    freed: bool = False
-    """A node of the graph frees this allocation."""
     is_other: bool = False
     """A free node frees memory of another graph."""
     handle: int = field(default_factory=new_handle)
@@ -71,7 +68,7 @@ class Graph:
     frees: bool = False
     """Whether a free was attempted during the capture."""
     open: dict[int, Node] = field(default_factory=dict)
-    """Allocations that no node frees, by address."""
+    """Allocation nodes without a free node, by address; these allocations outlive a launch."""
 
     def add(self, kind: str, after: list[Node], **fields: Any) -> Node:
         """Add a node with these fields of :class:`Node`."""
@@ -130,7 +127,7 @@ class Graph:
         """Whether an allocation of this graph contains a range. Allocations with a free node count only if
         ``freed``.
         """
-        own = (node for node in self.nodes if node.kind == "MEM_ALLOC" and (freed or not node.freed))
+        own = [node for node in self.nodes if node.kind == "MEM_ALLOC"] if freed else self.open.values()
         return any(one.address <= address and address + size <= one.address + one.size for one in own)
 
     def allocate(self, size: int, device: int, after: list[Node], values: Values | None = None) -> Node:
@@ -138,9 +135,9 @@ class Graph:
         if memory is None:
             memory = self.memories[device] = GraphMemory(self.graphs.devices[device].graphs)
         address = memory.place(size, ancestors(after) if memory.holes else ())
-        node = self.add("MEM_ALLOC", after, values=values)
-        node.address, node.size, node.device = address, size, device
-        self.open[address] = node
+        node = self.open[address] = self.add(
+            "MEM_ALLOC", after, values=values, address=address, size=size, device=device
+        )
         return node
 
     def free(self, address: int, after: list[Node]) -> Node:
@@ -150,19 +147,11 @@ class Graph:
         if allocation is None:
             check(self.graphs.is_left(address))
             check(not any(node.is_other and node.address == address for node in self.nodes))
-            node = self.add("MEM_FREE", after)
-            node.address, node.is_other = address, True
-            return node
-        allocation.freed = True
-        node = self.add("MEM_FREE", after)
-        node.address = address
-        memory = self.memories[allocation.device]
-        memory.leave(address, allocation.size, node, ancestors(after) if memory.holes else ())
+        node = self.add("MEM_FREE", after, address=address, is_other=allocation is None)
+        if allocation is not None:
+            memory = self.memories[allocation.device]
+            memory.leave(address, allocation.size, node, ancestors(after) if memory.holes else ())
         return node
-
-    def unfreed(self) -> list[Node]:
-        """Allocation nodes without a free node; these allocations outlive a launch."""
-        return [node for node in self.nodes if node.kind == "MEM_ALLOC" and not node.freed]
 
 
 @dataclass(eq=False)
@@ -179,14 +168,14 @@ class GraphExec:
 
     def __post_init__(self) -> None:
         self.nodes = [replace(node, origin=node) for node in self.graph.flat()]
-        self.unfreed = self.graph.unfreed()
+        self.unfreed = [*self.graph.open.values()]
 
     def adopt(self, graph: Graph) -> None:
         """Become an instance of another graph with allocations. From now on it counts for that graph (observed on H200:
         test_graph_nodes).
         """
         self.release()
-        self.graph, self.unfreed = graph, graph.unfreed()
+        self.graph, self.unfreed = graph, [*graph.open.values()]
         self.hold()
 
     def hold(self) -> None:
@@ -336,8 +325,8 @@ class Capture:
         if stream.peers is not None:
             self.fail(Result.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT)
         stream.capture = self
-        nodes = self._frontier.setdefault(stream, [])
-        self._frontier[stream] = nodes + [node for node in event.nodes if node not in nodes]
+        self._frontier.setdefault(stream, [])
+        self.put_behind(stream, event.nodes, False)
 
     def leave(self, stream: Stream) -> None:
         """The stream is destroyed."""
@@ -395,8 +384,8 @@ class Graphs:
 
     def is_left(self, address: int) -> bool:
         """Whether a graph, or an instance of a destroyed one, allocates this address without freeing it."""
-        nodes = [graph.unfreed() for graph in self.graphs.values()] + [one.unfreed for one in self.executables.values()]
-        return any(node.address == address for node in itertools.chain(*nodes))
+        left = (node.address for one in self.executables.values() for node in one.unfreed)
+        return address in left or any(address in graph.open for graph in self.graphs.values())
 
     def create(self) -> Graph:
         graph = Graph(self)

@@ -145,12 +145,12 @@ class Heap:
         """
         rounded = round_up(size, ALIGNMENT)
         if rounded >= BLOCK:
-            large = self._take(round_up(size, BLOCK))
+            large = self.take(round_up(size, BLOCK))
             return None if large is None else (self._regions.reservation.base + large.start, large, flags)
         pieces = self._small.setdefault(kind, Pieces())
         piece = pieces.take(rounded)
         if piece is None:
-            block = self._take(BLOCK)
+            block = self.take(BLOCK)
             if block is None:
                 return None
             self._blocks[block.start] = (block, kind, flags)
@@ -158,10 +158,6 @@ class Heap:
             piece = pieces.take(rounded)
             assert piece is not None
         return self._regions.reservation.base + piece.start, piece, self._blocks[piece.start // BLOCK * BLOCK][2]
-
-    def keep(self) -> Block | None:
-        """A block for the driver's own use."""
-        return self._take(BLOCK)
 
     def free(self, piece: Block) -> None:
         """Free a piece of :meth:`allocate`."""
@@ -186,16 +182,14 @@ class Heap:
 
     # -- large pieces ----------------------------------------------------------------------------------------
 
-    def _take(self, size: int) -> Block | None:
-        """A large piece, with memory under it."""
-        if size > self._bank.free:
-            self._banks.make_room(self._bank, size)
-        if size > self._bank.free:
+    def take(self, size: int) -> Block | None:
+        """A large piece, with memory under it; None if there is not enough memory."""
+        if not self._banks.make_room(self._bank, size):
             return None
         block, reservation = self._regions.take(size), self._regions.reservation
         try:
             with operating_system(only_memory=True):
-                reservation.map(reservation.base + block.start, size, self._physical, block.start)
+                reservation.map(reservation.base + block.start, size, self._physical.fd, block.start)
         except Fault:
             self._regions.free(block)
             raise

@@ -128,9 +128,9 @@ class Physical:
 class Window:
     """A mapping of physical memory outside of simulated addresses."""
 
-    def __init__(self, physical: Physical, offset: int, size: int) -> None:
+    def __init__(self, fd: int, offset: int, size: int) -> None:
         self.size: int = size
-        self.address: int = _mmap(None, size, _PROT_READ_WRITE, _MAP_SHARED | _MAP_NORESERVE, physical.fd, offset)
+        self.address: int = _mmap(None, size, _PROT_READ_WRITE, _MAP_SHARED | _MAP_NORESERVE, fd, offset)
 
     def close(self) -> None:
         _unmap(self.address, self.size)
@@ -340,9 +340,9 @@ class Reservation:
     def end(self) -> int:
         return self.base + self.size
 
-    def map(self, start: int, size: int, physical: Physical, offset: int) -> None:
-        """Map ``physical`` at address ``start``, readable and writable."""
-        _mmap(start, size, _PROT_READ_WRITE, _MAP_FIXED | _MAP_SHARED | _MAP_NORESERVE, physical.fd, offset)
+    def map(self, start: int, size: int, fd: int, offset: int) -> None:
+        """Map a file at address ``start``, readable and writable."""
+        _mmap(start, size, _PROT_READ_WRITE, _MAP_FIXED | _MAP_SHARED | _MAP_NORESERVE, fd, offset)
         self.mapped.add(start, start + size)
 
     def map_again(self, other: Reservation) -> None:
@@ -442,7 +442,7 @@ class Arena:
         return Physical(self._name, self.reservation.size)
 
     def map_part(self, offset: int, size: int) -> None:
-        self.reservation.map(self.base + offset, size, self.physical, offset)
+        self.reservation.map(self.base + offset, size, self.physical.fd, offset)
         self._used = max(self._used, offset + size)
 
     def unmap_part(self, offset: int, size: int) -> None:

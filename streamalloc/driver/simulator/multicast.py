@@ -90,8 +90,7 @@ class MulticastTable:
     def __init__(self, physical: Physical) -> None:
         self.physical = physical
         self._locked = 0
-        self._memory = mmap.mmap(physical.fd, _BYTES)
-        self._words = memoryview(self._memory).cast("Q")
+        self._words = memoryview(mmap.mmap(physical.fd, _BYTES)).cast("Q")
         self._seen = -1
         self._bindings: list[Binding] = []
         with self.locked():
@@ -206,8 +205,7 @@ class MulticastTable:
     def leave(self) -> None:
         """Remove this holder with its bindings."""
         self._forget(lambda binding: binding.holder == self.holder)
-        self._words.release()
-        self._memory.close()
+        self._words.release()  # and the mapping with it
         self.physical.close()
 
     def _forget(self, which: Callable[[Binding], bool]) -> None:
@@ -361,7 +359,7 @@ class MulticastObject(Mappable):
             return None  # the pool may have reused the bytes
         if window is None:
             if backing is not None:
-                window = Window(backing.physical, binding.start, binding.size)
+                window = Window(backing.physical.fd, binding.start, binding.size)
             else:
                 window = _window_elsewhere(binding)
             if window is not None:
@@ -374,11 +372,10 @@ def _window_elsewhere(binding: Binding) -> Window | None:
     fd = reach(binding.process, binding.fd, lambda label: int(label.serial, 16) == binding.serial)
     if fd is None:
         return None
-    physical = Physical.adopt(fd)
     try:
-        return Window(physical, binding.start, binding.size)
+        return Window(fd, binding.start, binding.size)
     finally:
-        physical.close()
+        os.close(fd)
 
 
 @dataclass(eq=False)
@@ -425,11 +422,15 @@ class Multicast:
 
     def formed(self, wanted: MulticastObject, call: str) -> None:
         """Block until all devices are added, as the real driver does; forever if nobody adds them."""
-        with self._pinned(wanted):
+        wanted.mappings += 1  # other threads may release its last handle during the wait
+        try:
             if wanted.table.state == WAITING:
                 self._wait(wanted.table, call)
             # without a free slot this call fails, not the addition of the last device (NVIDIA/nccl#2077)
             check(wanted.table.state != NO_SLOT, Result.CUDA_ERROR_OUT_OF_MEMORY)
+        finally:
+            wanted.mappings -= 1
+            wanted.leave()
 
     def _wait(self, table: MulticastTable, call: str) -> None:
         timeline = self.timeline
@@ -457,18 +458,6 @@ class Multicast:
             return True
         here = self.timeline.caller.ident
         return any(one.ident != here and not one.name.startswith("streamalloc ") for one in threading.enumerate())
-
-    @contextlib.contextmanager
-    def _pinned(self, wanted: MulticastObject) -> Iterator[None]:
-        """A ``with`` block that keeps the object alive during a wait, because other threads may release its last
-        handle.
-        """
-        wanted.mappings += 1
-        try:
-            yield
-        finally:
-            wanted.mappings -= 1
-            wanted.leave()
 
     # -- memory by its address -------------------------------------------------------------------------------
 

@@ -89,7 +89,7 @@ class Memory(Mappable):
     @functools.cached_property
     def window(self) -> Window:
         """Map the whole memory, for work without addresses."""
-        return Window(self.physical, self.offset, self.size)
+        return Window(self.physical.fd, self.offset, self.size)
 
     def close_window(self) -> None:
         if "window" in vars(self):
@@ -100,7 +100,7 @@ class Memory(Mappable):
         check(size == self.size and not offset, Result.CUDA_ERROR_NOT_SUPPORTED)
 
     def map_at(self, found: AddressRange, start: int, size: int, offset: int) -> None:
-        found.map(start, size, self.physical, self.offset + offset)
+        found.map(start, size, self.physical.fd, self.offset + offset)
 
     def leave(self) -> None:
         if self.handles or self.mappings or self.bindings:

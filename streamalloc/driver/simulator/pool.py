@@ -178,10 +178,8 @@ class Pool(Accessible):
         """
         bank = self.space.bank
         needed = len(missing) * CHUNK
-        if needed > bank.free:
-            self._banks.make_room(bank, needed, self.space)
-            if self.device is None and needed > bank.free:
-                missing = missing[:had]
+        if not self._banks.make_room(bank, needed, self.space) and self.device is None:
+            missing = missing[:had]
         room = bank.free
         if self.max_size:
             room = min(room, self.max_size - self.reserved)
@@ -280,15 +278,11 @@ class ImportedPool(Accessible):
         """Allocations of it that are imported now."""
         self.freed: dict[int, tuple[Stream, int]] = {}
         """By stream: the last free of an import."""
-        physical = Physical.adopt(os.dup(fd))
-        self._whole = physical.size
-        try:
-            # The file is sparse and already contains the owner's later growth. Most pools are far smaller than their
-            # device, and a process has addresses for only some hundred ranges of full size.
-            self._views = [Reservation(min(self._whole, _VIEW), CHUNK)]
-            self._views[0].map(self._views[0].base, self._views[0].size, physical, 0)
-        finally:
-            physical.close()
+        self._whole = os.fstat(fd).st_size
+        # The file is sparse and already contains the owner's later growth. Most pools are far smaller than their
+        # device, and a process has addresses for only some hundred ranges of full size.
+        self._views = [Reservation(min(self._whole, _VIEW), CHUNK)]
+        self._views[0].map(self._views[0].base, self._views[0].size, fd, 0)
         self._arenas.add(self._views[0])
 
     def address(self, offset: int, size: int) -> int:

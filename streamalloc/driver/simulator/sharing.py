@@ -233,12 +233,8 @@ class Sharing:
     def _map_block(self, fd: int, start: int, end: int) -> OpenedBlock:
         check(end <= os.fstat(fd).st_size)
         with operating_system():
-            physical = Physical.adopt(os.dup(fd))
-            try:
-                reservation = Reservation(end - start, BLOCK)
-                reservation.map(reservation.base, end - start, physical, start)
-            finally:
-                physical.close()
+            reservation = Reservation(end - start, BLOCK)
+            reservation.map(reservation.base, end - start, fd, start)
         self.banks.arenas.add(reservation)
         return OpenedBlock(reservation, self.names.seen(need(recognise(fd)).place.id))
 

@@ -265,7 +265,7 @@ class Timeline:
 
     def __init__(self, seed: int | None) -> None:
         self.host: Clock = {}
-        self.on_close: Callable[[], None] | None = None
+        self.on_close: Callable[[], None] = lambda: None
         self.closed: bool = False
         self._gone: set[int] = set()
         self.caller: call_lock.Caller = call_lock.Caller()
@@ -424,7 +424,7 @@ class Timeline:
                 else:
                     self._sleep(_IDLE_SECONDS)
             self._worker = None
-            if self.closed and self.on_close is not None:
+            if self.closed:
                 self.on_close()
         finally:
             call_lock.leave()
@@ -466,7 +466,6 @@ class Timeline:
             return
         self.closed = True
         if self._worker is None:
-            if self.on_close is not None:
-                self.on_close()
+            self.on_close()
         else:
             self.announce()

@@ -48,12 +48,11 @@ def _makes_stream(state: State, name: str, args: Arguments, answer: Answer) -> N
 
 
 def _synchronises(state: State, name: str, args: Arguments) -> Finish:
-    synchronised = state.synchronising((state.stream(args[0]),))
-    return lambda answer: None if answer[0] else synchronised()
-
-
-def _synchronises_context(state: State, name: str, args: Arguments) -> Finish:
-    synchronised = state.synchronising(state.all_streams(number_of(args[0]) if args else state.context()))
+    if "Stream" in name:
+        streams = [state.stream(args[0])]
+    else:
+        streams = state.all_streams(number_of(args[0]) if args else state.context())
+    synchronised = state.synchronising(streams)
     return lambda answer: None if answer[0] else synchronised()
 
 
@@ -238,9 +237,8 @@ RULES = rules(
     before={
         _VALUES: _names_value,
         "cuStreamDestroy": _ends(lambda state: state.streams, lambda state, stream: state.retire(stream)),
-        "cuStreamSynchronize": _synchronises,
+        "cuStreamSynchronize cuCtxSynchronize cuCtxSynchronize_v2": _synchronises,
         "cuStreamQuery": _queries,
-        "cuCtxSynchronize cuCtxSynchronize_v2": _synchronises_context,
         "cuEventDestroy": _ends(lambda state: state.events, lambda state, event: state.interprocess.destroyed(event)),
         "cuEventSynchronize cuEventQuery cuEventElapsedTime": _happened,
         "cuCtxDestroy": _ends_context(lambda state, args: number_of(args[0])),

@@ -28,12 +28,13 @@ class _Work:
 
     stream_at: int | None
     """Index of the stream argument; None for synchronous calls, on the legacy stream."""
-    touched: Callable[[State, Arguments], Iterable[Touch]]
+    touched: Callable[[State, Arguments], Iterable[Touch]] = lambda state, args: ()
+    """Reads and writes in stream order, as far as they are known."""
     then: Callable[[State, Stream, Arguments], object] = lambda state, stream, args: None
     """Called after the work is queued."""
     taken: Callable[[State, Arguments], Iterable[Touch]] = lambda state, args: ()
     """Reads that end before the call returns, outside stream order."""
-    named: Callable[[Arguments], Iterable[Touch]] = lambda args: ()
+    named: Callable[[State, Arguments], Iterable[Touch]] = lambda state, args: ()
     """Memory that must exist, but is neither read nor written."""
 
     def __call__(self, state: State, name: str, args: Arguments, answer: Answer) -> None:
@@ -49,12 +50,7 @@ class _Work:
 
     def before(self, state: State, name: str, args: Arguments) -> Finish:
         """Before the call, check for freed memory."""
-        return state.stale(self._stream(args), name, (*self.touched(state, args), *self.named(args)), here())
-
-
-def _touches(stream_at: int | None, touched: Callable[[Arguments], Iterable[Touch]]) -> _Work:
-    """A call that queues reads and writes."""
-    return _Work(stream_at, lambda state, args: touched(args))
+        return state.stale(self._stream(args), name, (*self.touched(state, args), *self.named(state, args)), here())
 
 
 def _fills(stream_at: int | None, width: int) -> _Work:
@@ -234,7 +230,7 @@ def _copies_boxes(operations: Callable[[Arguments], Iterable[Any]]) -> _Work:
     return _Work(-1, partial(touched, False), taken=partial(touched, True))
 
 
-def _discarded(args: Arguments) -> list[Touch]:
+def _discarded(state: State, args: Arguments) -> list[Touch]:
     """A discard counts as a write."""
     return [(at, int(size), True) for at, size in zip(args[0], args[1], strict=False)]
 
@@ -273,11 +269,6 @@ def _launches(stream_at: int, params_at: int | None = None, function_at: int = 0
     return _Work(stream_at, touched)
 
 
-def _work(stream_at: int, named: Callable[[Arguments], Iterable[Touch]] = lambda args: ()) -> _Work:
-    """Work in a stream, with unknown uses. ``named``: memory that must exist."""
-    return _Work(stream_at, lambda state, args: (), named=named)
-
-
 _WORK = {
     **{
         f"cuMemsetD{8 * width}{end}": _fills(at, width) for width in (1, 2, 4) for end, at in (("", None), ("Async", 3))
@@ -307,13 +298,13 @@ _WORK = {
     "cuLaunchCooperativeKernel": _launches(8, 9),
     "cuLaunchGridAsync": _launches(3),
     "cuMemBatchDecompressAsync": _launches(-1),
-    "cuMemDiscardBatchAsync": _touches(-1, _discarded),
-    "cuMemDiscardAndPrefetchBatchAsync": _touches(-1, _discarded),
-    "cuStreamAttachMemAsync": _work(0),
-    "cuGraphUpload": _work(1),
-    "cuMemMapArrayAsync": _work(2),
-    "cuMemPrefetchAsync": _work(-1, lambda args: ((args[0], int(args[1]), False),)),
-    "cuMemPrefetchBatchAsync": _work(-1, _discarded),
-    "cuSignalExternalSemaphoresAsync": _work(-1),
+    "cuMemDiscardBatchAsync": _Work(-1, _discarded),
+    "cuMemDiscardAndPrefetchBatchAsync": _Work(-1, _discarded),
+    "cuStreamAttachMemAsync": _Work(0),
+    "cuGraphUpload": _Work(1),
+    "cuMemMapArrayAsync": _Work(2),
+    "cuMemPrefetchAsync": _Work(-1, named=lambda state, args: ((args[0], int(args[1]), False),)),
+    "cuMemPrefetchBatchAsync": _Work(-1, named=_discarded),
+    "cuSignalExternalSemaphoresAsync": _Work(-1),
 }
 RULES = rules(before={name: work.before for name, work in _WORK.items()}, after={**_WORK})

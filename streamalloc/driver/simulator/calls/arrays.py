@@ -19,7 +19,7 @@ from ..contexts import Context
 from ..errors import NotModelled, Result, check, need, not_modelled, operating_system
 from ..memory import view_address
 from ..physical import Memory
-from .base import call
+from .base import call, with_async
 from .copies import ARRAY, DEVICE, OF_HOST, UNIFIED, CopyCalls
 
 _LAYERED, _SURFACE, _GATHER, _SPARSE = 0x01, 0x02, 0x08, 0x40  # CUDA_ARRAY3D_*
@@ -65,9 +65,7 @@ class ArrayCalls(CopyCalls):
         made = Storage(context, layout)
         if not layout.sparse:
             size, bank = round_up(layout.size, BLOCK), context.device.bank
-            if size > bank.free:
-                self._machine.banks.make_room(bank, size)
-            check(size <= bank.free, Result.CUDA_ERROR_OUT_OF_MEMORY)
+            check(self._machine.banks.make_room(bank, size), Result.CUDA_ERROR_OUT_OF_MEMORY)
             with operating_system(only_memory=True):
                 made.allocate()
         return made
@@ -89,11 +87,10 @@ class ArrayCalls(CopyCalls):
         need(self._machine.current_or_none(), "making an array without a current context")
         return self._machine.current()
 
-    def _largest(self, kind: str, third: str) -> list[int]:
-        """The largest width, height, and depth or layers of a texture kind."""
+    def _largest(self, kind: str, *parts: str) -> list[int]:
+        """The largest extents of a texture or surface kind; 0 for those that it lacks."""
         attributes = self._array_context().device.attributes
-        names = [f"MAXIMUM_TEXTURE{kind}_{part}" if part else "" for part in ("WIDTH", "HEIGHT", third)]
-        return [attributes.get(name, 0) for name in names]
+        return [attributes.get(f"MAXIMUM_{kind}_{part}", 0) for part in parts]
 
     def _layout(self, descriptor: Any) -> Layout:
         """The layout of an array. A CUDA_ARRAY_DESCRIPTOR has neither depth nor flags."""
@@ -114,7 +111,8 @@ class ArrayCalls(CopyCalls):
         if number not in _BYTES_OF_FORMAT or channels not in (1, 2, 4) or flags & ~(_SPARSE | _LAYERED | _GATHER):
             raise NotModelled(f"a sparse array of format {number:#x}, {channels} channels and flags {flags:#x}")
         check(height or depth)  # there are none of one dimension
-        largest = self._largest(*("3D", "DEPTH") if solid else ("2D_LAYERED", "LAYERS") if layered else ("2D", ""))
+        kind, third = ("3D", "DEPTH") if solid else ("2D_LAYERED", "LAYERS") if layered else ("2D", "")
+        largest = self._largest(f"TEXTURE{kind}", "WIDTH", "HEIGHT", third)
         if not (solid or layered):
             check(width <= largest[0])
         too_large = any(one > most for one, most in zip(sizes, largest, strict=True))
@@ -134,8 +132,7 @@ class ArrayCalls(CopyCalls):
             kind, third = f"{kind}_LAYERED", (*third, "LAYERS")
         of = "SURFACE" if flags & _SURFACE else "TEXTURE"
         kind = f"{kind}_GATHER" if flags & _GATHER else kind
-        attributes = self._array_context().device.attributes
-        most = [attributes.get(f"MAXIMUM_{of}{kind}_{part}", 0) for part in third]
+        most = self._largest(f"{of}{kind}", *third)
         check(all(size <= limit for size, limit in zip(filter(None, sizes), most, strict=True)))
 
     def cuArrayDestroy(self, hArray: EndedArray) -> None:
@@ -312,8 +309,7 @@ class ArrayCalls(CopyCalls):
         not_modelled(any(one.device is not here for one in ends), "a copy of an array between two devices")
         self._copy_box(copy, hStream)
 
-    cuMemcpy3DPeer: Any = call("pCopy:cuda.CUDA_MEMCPY3D_PEER", _copy_between)
-    cuMemcpy3DPeerAsync: Any = call("pCopy:cuda.CUDA_MEMCPY3D_PEER hStream", _copy_between)
+    cuMemcpy3DPeer, cuMemcpy3DPeerAsync = with_async("pCopy:cuda.CUDA_MEMCPY3D_PEER", _copy_between)
 
     def _copy_arrays(self, copy: Any, stream: Stream) -> None:
         (source, of), (target, to) = self._box(copy, "src"), self._box(copy, "dst")
@@ -345,17 +341,13 @@ class ArrayCalls(CopyCalls):
 
     cuMemcpyAtoD: Any = call("dstDevice srcArray srcOffset:Size ByteCount", _copy_line, "D", "A")
     cuMemcpyDtoA: Any = call("dstArray dstOffset:Size srcDevice ByteCount", _copy_line, "A", "D")
-    cuMemcpyAtoH: Any = call("dstHost srcArray srcOffset:Size ByteCount", _copy_line, "H", "A")
-    cuMemcpyHtoA: Any = call("dstArray dstOffset:Size srcHost ByteCount", _copy_line, "A", "H")
-    cuMemcpyAtoHAsync: Any = call("dstHost srcArray srcOffset:Size ByteCount hStream", _copy_line, "H", "A")
-    cuMemcpyHtoAAsync: Any = call("dstArray dstOffset:Size srcHost ByteCount hStream", _copy_line, "A", "H")
+    cuMemcpyAtoH, cuMemcpyAtoHAsync = with_async("dstHost srcArray srcOffset:Size ByteCount", _copy_line, "H", "A")
+    cuMemcpyHtoA, cuMemcpyHtoAAsync = with_async("dstArray dstOffset:Size srcHost ByteCount", _copy_line, "A", "H")
     cuMemcpyAtoA: Any = call("dstArray dstOffset:Size srcArray srcOffset:Size ByteCount", _copy_line, "A", "A")
 
-    cuMemcpy2D: Any = call("pCopy:cuda.CUDA_MEMCPY2D", _copy_box)
-    cuMemcpy2DUnaligned: Any = call("pCopy:cuda.CUDA_MEMCPY2D", _copy_box)
-    cuMemcpy2DAsync: Any = call("pCopy:cuda.CUDA_MEMCPY2D hStream", _copy_box)
-    cuMemcpy3D: Any = call("pCopy:cuda.CUDA_MEMCPY3D", _copy_box)
-    cuMemcpy3DAsync: Any = call("pCopy:cuda.CUDA_MEMCPY3D hStream", _copy_box)
+    cuMemcpy2D, cuMemcpy2DAsync = with_async("pCopy:cuda.CUDA_MEMCPY2D", _copy_box)
+    cuMemcpy2DUnaligned = cuMemcpy2D
+    cuMemcpy3D, cuMemcpy3DAsync = with_async("pCopy:cuda.CUDA_MEMCPY3D", _copy_box)
 
     def _box(self, copy: Any, side: str) -> tuple[Array, Box]:
         array: Array = self._find(Array, getattr(copy, f"{side}Array"))
@@ -387,7 +379,7 @@ class ArrayCalls(CopyCalls):
         self, linear: Linear, box: Box, context: Context, into: bool, must_be_device: bool
     ) -> Allocation | None:
         size = linear.span(box)
-        end = self._copy_end(linear.address, size, must_be_device, False, context)
+        end = self._copy_end(linear.address, size, must_be_device, context)
         lost = self._lost(linear.address, size, end, not into)
         not_modelled(lost, lost)
         if end is not None and end.mapping is not None and end.mapping.is_multicast:

@@ -40,6 +40,11 @@ def call(parameters: str, body: Method, *first: Any) -> Any:
     return method
 
 
+def with_async(parameters: str, body: Method, *first: Any) -> tuple[Any, Any]:
+    """Make a driver call without a stream, and its variant ``...Async`` with a stream as the last parameter."""
+    return call(parameters, body, *first), call(f"{parameters} hStream", body, *first)
+
+
 _SOURCE = """
 def {name}(self{parameters}):
     machine = self._machine

@@ -20,7 +20,7 @@ from ..errors import Result, check, need, not_modelled
 from ..graphs import Graph, Values
 from ..memory import is_accessible
 from ..physical import least_right
-from .base import EDGE_DATA, GONE, Calls, call
+from .base import EDGE_DATA, GONE, Calls, with_async
 
 LOST = "a copy where nothing lies, which the driver takes for the host's: the real driver crashes"
 _READING = "reading a multicast object with a copy: hardware defines it for multimem.ld_reduce alone"
@@ -83,18 +83,12 @@ class CopyCalls(Calls):
         check(rows <= 1 or (pitch >= count * width and pitch % width == 0))
         self._fill(width, address, number, count, hStream, rows, pitch)
 
-    cuMemsetD8: Any = call("dstDevice uc N", _fill, 1)
-    cuMemsetD8Async: Any = call("dstDevice uc N hStream", _fill, 1)
-    cuMemsetD2D8: Any = call("dstDevice dstPitch uc Width Height", _fill_rows, 1)
-    cuMemsetD2D8Async: Any = call("dstDevice dstPitch uc Width Height hStream", _fill_rows, 1)
-    cuMemsetD16: Any = call("dstDevice us N", _fill, 2)
-    cuMemsetD16Async: Any = call("dstDevice us N hStream", _fill, 2)
-    cuMemsetD2D16: Any = call("dstDevice dstPitch us Width Height", _fill_rows, 2)
-    cuMemsetD2D16Async: Any = call("dstDevice dstPitch us Width Height hStream", _fill_rows, 2)
-    cuMemsetD32: Any = call("dstDevice ui N", _fill, 4)
-    cuMemsetD32Async: Any = call("dstDevice ui N hStream", _fill, 4)
-    cuMemsetD2D32: Any = call("dstDevice dstPitch ui Width Height", _fill_rows, 4)
-    cuMemsetD2D32Async: Any = call("dstDevice dstPitch ui Width Height hStream", _fill_rows, 4)
+    cuMemsetD8, cuMemsetD8Async = with_async("dstDevice uc N", _fill, 1)
+    cuMemsetD2D8, cuMemsetD2D8Async = with_async("dstDevice dstPitch uc Width Height", _fill_rows, 1)
+    cuMemsetD16, cuMemsetD16Async = with_async("dstDevice us N", _fill, 2)
+    cuMemsetD2D16, cuMemsetD2D16Async = with_async("dstDevice dstPitch us Width Height", _fill_rows, 2)
+    cuMemsetD32, cuMemsetD32Async = with_async("dstDevice ui N", _fill, 4)
+    cuMemsetD2D32, cuMemsetD2D32Async = with_async("dstDevice dstPitch ui Width Height", _fill_rows, 4)
 
     def _check_fill(self, address: int, size: int, context: Context) -> Allocation:
         allocation = need(self._machine.allocations.find(address))
@@ -114,22 +108,17 @@ class CopyCalls(Calls):
     def _copy_row(self, device: str, target: int, source: int, size: int, hStream: int | None = None) -> None:
         self._copy(target, source, Shape.row(size), hStream, device)
 
-    cuMemcpy: Any = call("dst src ByteCount", _copy_row, "")
-    cuMemcpyAsync: Any = call("dst src ByteCount hStream", _copy_row, "")
-    cuMemcpyHtoD: Any = call("dstDevice srcHost ByteCount", _copy_row, "dst")
-    cuMemcpyHtoDAsync: Any = call("dstDevice srcHost ByteCount hStream", _copy_row, "dst")
-    cuMemcpyDtoH: Any = call("dstHost srcDevice ByteCount", _copy_row, "src")
-    cuMemcpyDtoHAsync: Any = call("dstHost srcDevice ByteCount hStream", _copy_row, "src")
-    cuMemcpyDtoD: Any = call("dstDevice srcDevice ByteCount", _copy_row, "both")
-    cuMemcpyDtoDAsync: Any = call("dstDevice srcDevice ByteCount hStream", _copy_row, "both")
+    cuMemcpy, cuMemcpyAsync = with_async("dst src ByteCount", _copy_row, "")
+    cuMemcpyHtoD, cuMemcpyHtoDAsync = with_async("dstDevice srcHost ByteCount", _copy_row, "dst")
+    cuMemcpyDtoH, cuMemcpyDtoHAsync = with_async("dstHost srcDevice ByteCount", _copy_row, "src")
+    cuMemcpyDtoD, cuMemcpyDtoDAsync = with_async("dstDevice srcDevice ByteCount", _copy_row, "both")
 
     def _copy_peer(
         self, target: int, context: Context, source: int, other: Context, size: int, hStream: int | None = None
     ) -> None:
         self._copy(target, source, Shape.row(size), hStream, "both", (context, other))
 
-    cuMemcpyPeer: Any = call("dstDevice dstContext srcDevice srcContext ByteCount", _copy_peer)
-    cuMemcpyPeerAsync: Any = call("dstDevice dstContext srcDevice srcContext ByteCount hStream", _copy_peer)
+    cuMemcpyPeer, cuMemcpyPeerAsync = with_async("dstDevice dstContext srcDevice srcContext ByteCount", _copy_peer)
 
     def _copy_rows(self, copy: Any, hStream: int | None, depth: int, contexts: Contexts | None = None) -> None:
         """Copy between two ends that are no arrays."""
@@ -227,7 +216,7 @@ class CopyCalls(Calls):
                 check(fits and graph.covers(address, size))
                 found.append(None)
                 continue
-            end = self._copy_end(address, size, device in (side, "both"), device == "both", context, skipped)
+            end = self._copy_end(address, size, device in (side, "both"), context, skipped)
             check(fits or (end is not None and end.pool is not None))
             found.append(end if self._check_mapped(address, size, end, needed, context) else None)
             lost = lost or self._lost(address, size, end, needed == READ_WRITE, graph is None)
@@ -240,7 +229,7 @@ class CopyCalls(Calls):
         return destination, origin
 
     def _copy_end(
-        self, address: int, size: int, must_be_device: bool, no_host_pool: bool, context: Context, skipped: int = 0
+        self, address: int, size: int, must_be_device: bool, context: Context, skipped: int = 0
     ) -> Allocation | None:
         """The allocation of one side of a copy; None for pageable host memory. ``skipped``: bytes left out before
         ``address``.
@@ -258,7 +247,6 @@ class CopyCalls(Calls):
         # For pool memory the driver checks the span of the rows from the allocation's start, even if the rows begin
         # elsewhere (observed on H200: test_planes).
         check((address if allocation.pool is None else start) + size <= allocation.base + allocation.size)
-        check(not (no_host_pool and allocation.pool is not None and allocation.on_host))
         check(allocation.pool is None or allocation.pool.usable(context.device.ordinal))
         arena = self._machine.banks.arenas.find(start) if skipped else None
         not_modelled(arena and address + size > arena.end, "a copy of rows that lie behind the addresses of a pool")

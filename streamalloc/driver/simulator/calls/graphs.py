@@ -12,7 +12,7 @@ from streamalloc.driver.bindings import cuda, opaque_bytes, opaque_struct, read_
 
 from .. import arguments, graphs
 from ..arguments import Device, Function, Graph, GraphExec, Node, Stream, UnsignedInt, UnsignedLongLong
-from ..constants import PINNED, READ_WRITE, Location
+from ..constants import BLOCK, PINNED, READ_WRITE, Location
 from ..contexts import Context
 from ..copy_operations import fill
 from ..errors import Fault, Result, check, need, not_modelled
@@ -550,7 +550,7 @@ class GraphCalls(CopyCalls, StreamCalls, KernelCalls):
                 if values["elementSize"] * values["width"] * values["height"] > _SMALL_FILL:
                     context.implied_flags = _LOCAL_MEMORY
         if context.graph_block is None:
-            context.graph_block = context.device.heap.keep()
+            context.graph_block = context.device.heap.take(BLOCK)
         instance = graphs.GraphExec(graph, flags)
         self._machine.graphs.executables[instance.handle] = instance
         instance.hold()

@@ -20,7 +20,6 @@ from .base import Method, call, driver_call
 from .copies import CopyCalls
 
 Combine = Callable[[list[bytes]], bytes]
-_RECOMMENDED = 1  # CUmulticastGranularity_flags
 # Parameters of bindings.
 _OBJECT = "mcHandle:MulticastObject"
 _MEMORY = "mcOffset:Size memHandle:MemoryHandle memOffset:Size size:Size flags:UnsignedLongLong"
@@ -115,8 +114,7 @@ class MulticastCalls(CopyCalls):
         """Return the granularity. The size in the properties is ignored, because programs omit it."""
         handle_types = self._multicast_properties(prop)[2]
         refused = "cuMulticastGetGranularity of handle types that this profile has no granularity for"
-        found = need(self._machine.profile.granularity("MULTICAST", handle_types), refused)
-        return found.recommended if option == _RECOMMENDED else found.minimum
+        return need(self._machine.profile.granularity("MULTICAST", handle_types), refused)[int(option)]
 
     def cuMulticastCreate(self, prop: cuda.CUmulticastObjectProp) -> Any:
         devices, size, handle_types = self._multicast_properties(prop)

@@ -22,7 +22,6 @@ from .base import Calls
 
 _TILE_POOL = 1  # CUmemAllocationProp.allocFlags.usage
 _PAGE = 4096
-_RECOMMENDED = 1  # CUmemAllocationGranularity_flags
 _PLACES = {Location.HOST: "HOST", Location.HOST_NUMA: "HOST_NUMA"}
 _DMA_BUF = 1  # CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
 _PCIE_MAPPING = 1  # CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE
@@ -111,8 +110,7 @@ class VirtualMemoryCalls(Calls):
     ) -> int:
         """Even invalid properties have a granularity (observed on H200: test_physical_memory)."""
         self._check_vmm()
-        found = self._granularity(int(prop.location.type), read_handle_types(prop))
-        return found.recommended if option == _RECOMMENDED else found.minimum
+        return self._granularity(int(prop.location.type), read_handle_types(prop))[int(option)]
 
     # -- addresses and mappings ------------------------------------------------------------------------------
 
