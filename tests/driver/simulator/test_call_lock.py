@@ -338,6 +338,9 @@ def test_a_storm_of_signals_whose_handler_raises(alarm: Alarm) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
         gc.enable()
     assert came >= 100
+    while call_lock._late:  # of two signals in one call, the next call raises the second
+        with contextlib.suppress(Interrupted):
+            d.cuStreamQuery(stream)
     d.cuStreamQuery(stream)
     assert signal.getsignal(signal.SIGALRM) is handle
 
