@@ -101,7 +101,7 @@ class Context:
     def marks(self) -> Stream:
         """Internal stream for events of the whole context. No work follows them."""
         if self._marks is None:
-            self._marks = self._timeline.adopt(Stream(self._timeline, 0, self, False, 0))
+            self._marks = Stream(self._timeline, 0, self, False, 0)
         return self._marks
 
     def create_stream(self, blocking: bool, priority: int) -> Stream:
@@ -116,7 +116,6 @@ class Context:
             stream.legacy = self.legacy
             assert stream.legacy.peers is not None
             stream.legacy.peers[stream] = None
-        self._timeline.adopt(stream)
         self.awaited = [(other, seq) for other, seq in self.awaited if other.done < seq]
         stream.barrier = tuple(self.awaited)
         return stream

@@ -153,6 +153,7 @@ class Stream:
         self.attributes: dict[int, bytes] = {}
         """Bytes of stream attributes without effect, by number."""
         self.destroyed = False
+        timeline.streams[self.id] = self
 
     @property
     def idle(self) -> bool:
@@ -285,11 +286,6 @@ class Timeline:
         self._worker: threading.Thread | None = None
         self._random = None if seed is None else random.Random(seed)
         self.seeded: bool = seed is not None
-
-    def adopt(self, stream: Stream) -> Stream:
-        """Register a stream."""
-        self.streams[stream.id] = stream
-        return stream
 
     def rank(self, stream: Stream) -> None:
         """Rank a stream at its first use of a pool."""

@@ -49,8 +49,7 @@ class VirtualMemory:
     def create(self, size: int, properties: Properties) -> Memory:
         bank = self.banks.bank(properties.device)
         if size > bank.free:
-            self.banks.make_room(bank, size)
-            not_modelled(size <= bank.free, "cuMemCreate of memory that pools hold in reserve")
+            not_modelled(self.banks.make_room(bank, size), "cuMemCreate of memory that pools hold in reserve")
             raise Fault(Result.CUDA_ERROR_OUT_OF_MEMORY)
         if properties.handle_types:
             label = self.names.new("memory", properties.place, properties.compression)

@@ -100,12 +100,8 @@ def _filled(state: State, one: Any) -> list[Touch]:
     return rows(number_of(one.dst), int(one.pitch), width, height, True)
 
 
-def _fill_node(state: State, one: Any) -> list[Node]:
-    return _use(state, _filled(state, one))
-
-
-def _plane_node(state: State, params: Any) -> list[Node]:
-    return _use(state, plane(state, params))
+def _work_node(touched: Callable[[State, Any], Iterable[Touch]], state: State, params: Any) -> list[Node]:
+    return _use(state, touched(state, params))
 
 
 def _allocation_node(state: State, params: Any) -> list[Node]:
@@ -160,8 +156,8 @@ class _Kind(NamedTuple):
 
 
 _KINDS = (
-    _Kind("Memcpy", "MEMCPY", "memcpy.copyParams", _plane_node),
-    _Kind("Memset", "MEMSET", "memset", _fill_node),
+    _Kind("Memcpy", "MEMCPY", "memcpy.copyParams", partial(_work_node, plane)),
+    _Kind("Memset", "MEMSET", "memset", partial(_work_node, _filled)),
     _Kind("Kernel", "KERNEL", "kernel", _kernel_node),
     _Kind("ChildGraph", "GRAPH", "graph.graph", _child),
     _Kind("EventWait", "WAIT_EVENT", "eventWait.event", _wait_node, "Event"),

@@ -179,15 +179,14 @@ class ArrayCalls(CopyCalls):
 
     def cuArrayGetSparseProperties(self, array: Array) -> Any:
         check(array.mipmap is None)
-        not_modelled(not array.storage.layout.sparse, "cuArrayGetSparseProperties of an array that is not sparse")
         return self._sparse_properties(array.storage.layout)
 
     def cuMipmappedArrayGetSparseProperties(self, mipmap: MipmappedArray) -> Any:
-        not_modelled(not mipmap.storage.layout.sparse, "sparse properties of an array that is not sparse")
         return self._sparse_properties(mipmap.storage.layout)
 
     @staticmethod
     def _sparse_properties(layout: Layout) -> Any:
+        not_modelled(not layout.sparse, "sparse properties of an array that is not sparse")
         layout.check_tail()
         properties = cuda.CUDA_ARRAY_SPARSE_PROPERTIES()
         tile = properties.tileExtent
@@ -286,9 +285,7 @@ class ArrayCalls(CopyCalls):
             return
         into = kinds[1] == ARRAY
         side, other = ("dst", "src") if into else ("src", "dst")
-        array, box = self._box(copy, side)
-        if array.storage.context.device is not stream.context.device:
-            raise NotModelled("a copy of an array in a stream of another device")
+        array, box = self._box(copy, side, stream)
         linear = self._linear(copy, other, box, kinds[0 if into else 1])
         end = self._linear_end(linear, box, stream.context, into, kinds[0 if into else 1] == DEVICE)
         size = box.width * box.height * box.depth
@@ -312,10 +309,8 @@ class ArrayCalls(CopyCalls):
     cuMemcpy3DPeer, cuMemcpy3DPeerAsync = with_async("pCopy:cuda.CUDA_MEMCPY3D_PEER", _copy_between)
 
     def _copy_arrays(self, copy: Any, stream: Stream) -> None:
-        (source, of), (target, to) = self._box(copy, "src"), self._box(copy, "dst")
+        (source, of), (target, to) = self._box(copy, "src", stream), self._box(copy, "dst", stream)
         check(source.storage.layout.element == target.storage.layout.element)
-        if any(one.storage.context.device is not stream.context.device for one in (source, target)):
-            raise NotModelled("a copy of an array in a stream of another device")
         not_modelled(source is target, "a copy within an array")
         stream.submit(ArrayCopy(target, source, to, of))
 
@@ -349,7 +344,7 @@ class ArrayCalls(CopyCalls):
     cuMemcpy2DUnaligned = cuMemcpy2D
     cuMemcpy3D, cuMemcpy3DAsync = with_async("pCopy:cuda.CUDA_MEMCPY3D", _copy_box)
 
-    def _box(self, copy: Any, side: str) -> tuple[Array, Box]:
+    def _box(self, copy: Any, side: str, stream: Stream) -> tuple[Array, Box]:
         array: Array = self._find(Array, getattr(copy, f"{side}Array"))
         x, y, z = (int(_field(copy, side + name)) for name in ("XInBytes", "Y", "Z"))
         box = Box(x, y, z, int(copy.WidthInBytes), int(copy.Height), int(_field(copy, "Depth")))
@@ -362,6 +357,8 @@ class ArrayCalls(CopyCalls):
         check(box.z + box.depth <= (layout.layers or depth))
         if array.level >= layout.tail_first:
             layout.check_tail()
+        elsewhere = array.storage.context.device is not stream.context.device
+        not_modelled(elsewhere, "a copy of an array in a stream of another device")
         return array, box
 
     @staticmethod

@@ -294,10 +294,8 @@ class StreamCalls(Calls):
     def cuStreamBatchMemOp(self, stream: Stream, count: UnsignedInt, paramArray: Any, flags: UnsignedInt) -> None:
         captured = self._captured(stream)
         operation = self._batch(stream.context, paramArray, count, flags, captured)
-        if captured:
-            stream.capture.add("BATCH_MEM_OP", operation, stream)
-        elif count:
-            stream.submit(operation)
+        if captured or count:
+            self._submit(stream, operation, "BATCH_MEM_OP")
 
     def _batch(self, context: Context, params: Any, count: int, flags: int, in_graph: bool) -> Operation:
         wanted = arguments.structs("paramArray", params, cuda.CUstreamBatchMemOpParams, count)
