@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
-    """Run the program; its exceptions and exit codes are those of the command."""
+    """Run the program. Its exceptions and exit code become those of the command."""
     if chosen.not_found:
         print(chosen.headline, file=sys.stderr)
     if not chosen.is_simulated:

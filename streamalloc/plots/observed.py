@@ -20,7 +20,7 @@ from streamalloc.plots import style
 def memory(of: Observer) -> Figure:
     """Draw the allocated bytes over time by tag or pool, with the phases above; return the figure.
 
-    :meth:`observing.Observer.plot` draws it, too; :doc:`/05-one-pool` shows such a picture.
+    :meth:`observing.Observer.plot` draws it too; :doc:`/05-one-pool` has an example.
 
     The observer must keep its history, which is the default.
     """
@@ -65,7 +65,7 @@ def memory(of: Observer) -> Figure:
 
 
 def _by_name(happened: Sequence[Happening]) -> tuple[list[int], dict[str, list[int]], int]:
-    """Times of the changes; the bytes from then on by tag, else pool, most bytes first; and the most bytes in all."""
+    """Times of changes, bytes after each change by tag or pool (most bytes first), and the most bytes in total."""
     sign = {"allocate": 1, "free": -1}
     changes = [(one.time, _name(one.allocation), sign[one.action] * one.allocation.nbytes)
                for one in happened if one.action in sign]  # fmt: skip
@@ -206,7 +206,7 @@ def _lives(steps: Iterable[_Step]) -> list[Life]:
             address, nbytes, stream = args
             former = [one for one in freed if one.address < address + nbytes and address < one.address + one.nbytes]
             reasons = [one.after.get(stream, one.after.get(-1, OTHER)) for one in former]
-            # If the memory of several frees is reused, the weakest reason counts.
+            # If several freed ranges are reused, the weakest reason counts.
             why = max(reasons, key=list(WHY).index, default="")
             freed = [one for one in freed if one not in former]
             live[address] = len(found)
@@ -232,8 +232,8 @@ def _lives(steps: Iterable[_Step]) -> list[Life]:
 def reuse(of: Observer | Iterable[Call], *, ax: Axes | None = None) -> Figure:
     """Draw the allocations as boxes over calls and addresses, and return the figure.
 
-    The height of a box is its size, its colour the stream. The colour of its left edge is the reason why it could reuse
-    freed memory; ``of`` is as for :func:`lives`. Unused addresses are left out.
+    The height of a box shows its size, the colour its stream. The colour of its left edge shows why it could reuse
+    freed memory. ``of``: as for :func:`lives`. Unused addresses are left out.
     """
     found = lives(of)
     places = _packed(found)
