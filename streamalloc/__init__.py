@@ -1,11 +1,11 @@
 """Full, typed, safe control of GPU memory through NVIDIA's cuda-python bindings.
 
-See :mod:`streamalloc.pool` for stream-ordered memory pools, :mod:`streamalloc.vmm` for virtual memory by hand,
+See :mod:`streamalloc.pool` for stream-ordered memory pools, :mod:`streamalloc.vmm` for virtual memory management,
 :mod:`streamalloc.ipc` for sharing between processes, :mod:`streamalloc.multicast` for writes that reach several GPUs,
-:mod:`streamalloc.interop` for other libraries that allocate from it, :mod:`streamalloc.observing` for who has which
-memory from which line, :mod:`streamalloc.plots` for pictures, :mod:`streamalloc.traces` for recording and replaying
-allocations, :mod:`streamalloc.testing` for tests without a GPU, and :mod:`streamalloc.driver` for the choice of a real
-or a simulated driver.
+:mod:`streamalloc.interop` for other libraries that allocate from it, :mod:`streamalloc.observing` for live allocations
+and the lines that made them, :mod:`streamalloc.plots` for figures, :mod:`streamalloc.traces` for recording and
+replaying allocations, :mod:`streamalloc.testing` for tests without a GPU, and :mod:`streamalloc.driver` for the choice
+of a real or a simulated driver.
 
 PYTEST_DONT_REWRITE: the package may be imported before pytest starts (``streamalloc run -m pytest``).
 """

@@ -1,4 +1,4 @@
-"""Measure the library beside the raw driver calls, C, and other libraries that are installed.
+"""Measure the library against raw driver calls, C, and installed other libraries.
 
 The variants of a row take turns, in rounds of short blocks. A figure is the median over the rounds, with the 10th and
 90th percentile. A ratio is to the first variant of the row, and is the median of the rounds' ratios.

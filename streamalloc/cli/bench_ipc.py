@@ -49,10 +49,10 @@ _POSIX = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
 
 def _transfers(once: Call, begin: Callable[[int], object], end: Call, streaming: bool = False) -> Measured:
-    """Return the microseconds of one transfer to the other process: the median; if they stream, the mean of more.
+    """Return the microseconds per transfer to the other process: the median, or with ``streaming`` the mean.
 
-    ``begin(count)`` and ``end()`` stand around ``count`` calls of ``once``. With ``streaming``, several transfers are
-    under way at once, so only their total time is measured.
+    ``begin(count)`` and ``end()`` enclose ``count`` calls of ``once``. With ``streaming``, several transfers overlap,
+    so only their total time is measured.
     """
 
     def measure(number: int) -> float:
@@ -87,7 +87,7 @@ class Stage:
         return self.bench.resources
 
     def served(self, once: Call, streaming: bool = False) -> Measured:
-        """Return a variant whose other half runs in the other process."""
+        """Return a variant whose other half runs in the worker process."""
         worker = self.worker
         return _transfers(once, lambda count: worker.begin("serve", self.variant, count), worker.result, streaming)
 

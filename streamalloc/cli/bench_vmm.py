@@ -215,11 +215,11 @@ def _eviction(bench: Bench, *, restore: bool, keep: bool) -> Measured:
 
 
 def _evicted(bench: Bench) -> int:
-    """Return the bytes to evict: less than the effort says if device or host lack memory."""
+    """Return the bytes to evict. If device or host lack memory, this is less than configured."""
     size = bench.effort.evicted
     if bench.chosen.is_simulated:
         return min(size, EVICTED_SIMULATED)
-    # An eighth of what is free: six variants each have a buffer on the device, and some a copy on the host.
+    # An eighth of the free memory: six variants have device buffers, and some have host copies.
     spare = min(bench.device.memory_info().free, _free_host_memory()) // 8
     while size > spare and size > 32 << 20:
         size //= 2

@@ -43,7 +43,7 @@ def add_json_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def write_json(report: dict[str, Any], path: str | None) -> None:
-    """Write a report to the file that ``--json`` names, or with ``"-"`` to the standard output; None: nowhere."""
+    """Write a report to the file of ``--json``, with ``"-"`` to standard output, with None nowhere."""
     text = json.dumps(report, indent=2)
     if path == "-":
         print(text)

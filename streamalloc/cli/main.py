@@ -30,7 +30,7 @@ _COMMANDS = {
 """Help text by module; modules are imported on use."""
 
 _WITHOUT_DRIVER = ("serve", "store")
-"""Commands that choose a driver themselves, where they need one: a server of weights opens no device."""
+"""Commands that choose their own driver, if any."""
 
 _READER_LEFT = 128 + 13
 """Exit code of a program ended by SIGPIPE: the reader has left."""

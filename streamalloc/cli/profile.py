@@ -1,4 +1,4 @@
-"""Read this machine's profile: what its driver says of devices, limits, granularities and links, as JSON.
+"""Read this machine's profile as JSON: its driver's answers about devices, limits, granularities and links.
 
 A simulated machine with the profile answers as this machine does: STREAMALLOC_DRIVER=simulated:profile=FILE. Run this
 on an idle machine: memory that others use on device 0 counts as overhead of the driver.

@@ -1,4 +1,4 @@
-"""Serve a store of GPU memory, which holds weights for engines that come and go."""
+"""Serve a store of GPU memory. It holds weights while the engines that use them start and stop."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(terminal: Terminal, options: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT."""
     try:
-        # The driver is asked for UUIDs only: without --devices it is not even loaded.
+        # The driver is queried only for UUIDs. Without --devices it is not even loaded.
         driver = None if options.served is None else choose(options.driver, options.devices).driver
         server = StoreServer(options.name, options.served, options.limit, evict=options.evict, driver=driver)
     except (StoreBusyError, DriverNotFoundError, ValueError) as error:

@@ -14,7 +14,7 @@ from typing import TextIO
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 _GAP = "  "
 _NARROWEST = 24
-"""Columns of folded text, at least: shorter lines read badly."""
+"""Minimum columns of folded text."""
 
 
 class Terminal:

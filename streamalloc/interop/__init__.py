@@ -1,4 +1,4 @@
-"""Bridges to other libraries: they allocate from pools of streamalloc, and arrays are shared without a copy.
+"""Bridges to other libraries, which allocate from pools of streamalloc, and arrays shared without a copy.
 
 Each module imports its library at its first use. ``use(...)`` of each module returns a :class:`Bridge`.
 """

@@ -1,8 +1,8 @@
-"""Base of all bridges, by which another library allocates from pools of streamalloc.
+"""Base of all bridges. Through a bridge another library allocates from pools of streamalloc.
 
 A library allocates in one of two ways:
 
-* *Handles*: the library gets the driver's handle of a pool, and calls the driver itself. No Python code runs for its
+* *Handles*: the library gets the driver's handle of a pool, and calls the driver directly. No Python code runs for its
   allocations, except a change of the capture mode for CuPy.
 * *Callbacks*: the library calls Python for each allocation. Needed for allocators without a driver handle: a caching
   allocator, virtual memory that sleeps.
@@ -80,7 +80,7 @@ def library(name: str) -> Any:
     Raises
     ------
     ModuleNotFoundError
-        It is not installed; the message has the command that installs it.
+        It is not installed; the message gives the command to install it.
     """
     try:
         return importlib.import_module(name)
@@ -94,12 +94,12 @@ def library(name: str) -> Any:
         ) from None
 
 
-# Started bridges, which go on after they are dropped.
+# Started bridges. They continue after they are dropped.
 _started: set[Bridge] = set()
 
 
 class Bridge(Closes, abc.ABC):
-    """Has another library allocate from :attr:`sources`, from :meth:`start` to :meth:`stop`.
+    """Makes another library allocate from :attr:`sources`, from :meth:`start` to :meth:`stop`.
 
     :func:`streamalloc.interop.cupy.use` returns one; :doc:`/docs/guides/interop` has programs.
     """
@@ -123,9 +123,9 @@ class Bridge(Closes, abc.ABC):
         return self._undo is not None
 
     def start(self) -> Self:
-        """Have the library allocate from :attr:`sources`; idempotent."""
+        """Make the library allocate from :attr:`sources`; idempotent."""
         if self._undo is None:
-            # Relaxed mode: no call here invalidates a capture of other code on this thread.
+            # In relaxed mode no call here invalidates other code's capture on this thread.
             with self.sources.session.relaxed(), contextlib.ExitStack() as undo:
                 self._install(undo)
                 self._undo = undo.pop_all()
@@ -153,17 +153,18 @@ class Bridge(Closes, abc.ABC):
 
 
 _Used: TypeAlias = "tuple[int, Stream, Any, Callable[[int, Any], Memory], Any]"
-"""The stream that a library used last on a device: its handle as the library names it, the stream, the driver's
-``CUstream`` if captures are asked for here, the source's ``allocate``, and the stream that this takes."""
+"""The stream that a library last used on a device: the library's handle, our stream, the driver's ``CUstream`` if
+captures must be queried here, the source's ``allocate``, and the stream argument for it.
+"""
 
 
 class Sources:
-    """The sources of a bridge, one for each device.
+    """The sources of a bridge, one per device.
 
     Raises
     ------
     TypeError, ValueError
-        A source is no allocator of device memory, or two are of one device or of different drivers.
+        A source does not allocate device memory, or two sources have the same device or different drivers.
     """
 
     __slots__ = ("_capturing", "_streams", "by_device", "exchange", "last", "latest", "session", "works")
@@ -189,21 +190,22 @@ class Sources:
         self.works: bool = not all(
             isinstance(source, (MemoryPool, CachingAllocator)) for source in self.by_device.values()
         )
-        """Whether memory that was dropped needs points of work to be released, as virtual memory does."""
+        """Whether dropped memory is only released at points of work, like virtual memory."""
         self._capturing: Any = self.session.driver.cuStreamIsCapturing
         self.exchange: Any = self.session.driver.cuThreadExchangeStreamCaptureMode
         """The driver's ``cuThreadExchangeStreamCaptureMode``."""
-        # One Stream for each that the library uses now; the last of each device stays, to be found at once.
+        # A Stream for each stream that the library uses now. The last one of each device is kept, for fast look-up.
         self._streams: weakref.WeakValueDictionary[tuple[int, int], Stream] = weakref.WeakValueDictionary()
         self.last: dict[int, _Used] = {}
         """Stream that the library used last, by device."""
         self.latest: dict[int, tuple[object, Callable[[int, Any], Memory], Any]] = {}
-        """By device: the library's object of the stream that it used last, and what :meth:`allocate` would do for that:
-        the source's ``allocate`` with this stream."""
+        """By device: the library's last stream object, the source's ``allocate``, and its stream argument.
+        :meth:`allocate` would make this call.
+        """
 
     @property
     def pools(self) -> dict[int, MemoryPool] | None:
-        """The sources by device ordinal if all of them are driver pools, which have handles; else None."""
+        """The sources by device ordinal if all are driver pools, which have handles; otherwise None."""
         pools = {ordinal: source for ordinal, source in self.by_device.items() if isinstance(source, MemoryPool)}
         return pools if len(pools) == len(self.by_device) else None
 
@@ -214,15 +216,16 @@ class Sources:
     def allocate(
         self, nbytes: int, ordinal: int, handle: int, owner: object = None, *, in_capture: bool = True
     ) -> Memory:
-        """Memory of a device for a stream of the library. ``owner`` keeps the driver's handle valid; None: nobody does.
+        """Allocate memory of a device for a library's stream. ``owner`` keeps the driver's handle valid; None: no
+        object does.
 
-        While the stream is being captured the memory belongs to the graph; unless ``in_capture`` is False, then it is
-        ordinary memory, which can be used at once.
+        While the stream is being captured, the memory belongs to the graph. With ``in_capture=False`` it is ordinary
+        memory instead, which can be used at once.
 
         Raises
         ------
         OutOfMemoryError
-            There is none.
+            There is not enough memory.
         ValueError
             No source of this device was given.
         """
@@ -234,23 +237,23 @@ class Sources:
             result, status = self._capturing(raw or raw_handle(stream))
             if result or status:
                 if not in_capture:
-                    # The stream of ours has nothing to do but wait for what the pool has it wait for.
+                    # This stream has no other work: it only waits for events that the pool requires.
                     aside = _aside_of(stream.device)
                     memory = allocate(nbytes, aside)
                     aside.synchronize()
                     return memory
-                # The slow way of allocating sees that the memory becomes the graph's.
+                # The slow allocation path detects the capture, and the memory belongs to the graph.
                 named = Stream.of_handle(stream.device, handle, owner)
         return allocate(nbytes, named)
 
     def hold(self, memory: Memory) -> object:
-        """Object that a library keeps as long as it uses memory, and drops to free it in stream order."""
-        # The finalisers of other memory release it: a cached buffer's makes no driver call, memory of a capture is its
-        # graph's, and virtual memory is unmapped once its users' work is done.
+        """Return an object that a library keeps while it uses memory. Dropping it frees the memory in stream order."""
+        # Other memory is released by its own finaliser: a cached buffer's makes no driver call, captured memory belongs
+        # to its graph, and virtual memory is unmapped after its users' work.
         return _Held(cast("Buffer", memory), self) if type(memory) is PlainBuffer else memory
 
     def stream(self, ordinal: int, handle: int, owner: object = None) -> Stream:
-        """A stream of the library as one of ours; ``owner`` is kept as long as memory that was allocated on it."""
+        """Return a library's stream as a :class:`Stream`. Memory allocated on it keeps ``owner`` alive."""
         return self._use(ordinal, handle, owner)[1]
 
     def _use(self, ordinal: int, handle: int, owner: object) -> _Used:
@@ -258,7 +261,7 @@ class Sources:
         if source is None:
             given = ", ".join(map(str, self.by_device))
             raise ValueError(f"memory of device {ordinal} was asked for, and the sources are of device {given}")
-        # The handle 0 means what the library was built for: for all of them the legacy default stream.
+        # Handle 0 depends on how the library was built. For all these libraries it is the legacy default stream.
         key = ordinal, handle or LEGACY
         stream = self._streams.get(key)
         if stream is None:
@@ -266,7 +269,7 @@ class Sources:
             self._streams[key] = stream
         named: Any = stream
         if isinstance(source, CachingAllocator) and owner is not None and not stream.is_default:
-            # The cache keeps memory for a library's stream while the library's object lives.
+            # The cache keeps memory for a library's stream while the library's stream object lives.
             with contextlib.suppress(TypeError):
                 named = owner if raw_handle(as_stream(cast("Any", owner), self.session)) else stream
         raw = raw_handle(stream) if isinstance(source, MemoryPool) and not stream.is_default else None
@@ -300,7 +303,7 @@ class _Held:
         if self._thread is not None:
             free_dropped(self._buffer, self._thread)
             return
-        # In the relaxed mode it breaks no capture of other code that may be under way on this thread.
+        # In relaxed mode the free invalidates no capture of other code on this thread.
         exchange, mode = sources.exchange, GLOBAL
         try:
             _, mode = exchange(RELAXED)
@@ -315,17 +318,17 @@ def is_captured(stream: Stream) -> bool:
     """Whether work queued on a stream would be captured, or would invalidate a capture."""
     try:
         return not stream.closed and stream.capturing
-    except CaptureError:  # the legacy stream, while a blocking one is captured
+    except CaptureError:  # raised for the legacy stream while a blocking stream is captured
         return True
     except CudaError:  # its owner has destroyed it
         return False
 
 
 def free_dropped(buffer: Buffer, thread: int | None = None) -> None:
-    """Free memory that a library has dropped, on its stream as allocated by ``thread``. Called by finalisers.
+    """Free memory that a library has dropped, on its stream as seen by the allocating ``thread``. For finalisers.
 
-    Makes driver calls that do not wait, and takes no lock. The free is not deferred in general, as the library's next
-    allocation may need the memory. A free that fails is tried again later.
+    Makes only driver calls that do not wait, and takes no lock. The free is usually not deferred, because the library's
+    next allocation may need the memory. A failed free is attempted again later.
     """
     session = session_of(buffer)
     if not session.usable or buffer.freed:
@@ -342,7 +345,7 @@ def free_dropped(buffer: Buffer, thread: int | None = None) -> None:
 
 
 def free_after_all(item: FreeAfterAll) -> None:
-    """Free memory after the work of all streams that its device has now. Called by finalisers.
+    """Free memory after all present work of its device's streams. For finalisers.
 
     The host does not wait: the free is queued at once, or deferred while a capture is under way.
     """
@@ -353,7 +356,7 @@ def free_after_all(item: FreeAfterAll) -> None:
 
 
 class FreeAfterAll(Deferred):
-    """A deferred free of buffers of one device, after the work of all streams that are known at the free."""
+    """A deferred free of buffers of one device, after the work of all streams known at that time."""
 
     __slots__ = ("_device", "buffers", "nbytes", "sealed", "session")
 
@@ -363,12 +366,12 @@ class FreeAfterAll(Deferred):
         self.buffers: list[Buffer] = [buffer]
         """Buffers to free."""
         self.nbytes: int = buffer.nbytes
-        """Bytes of them; less if several threads have added buffers at once."""
+        """Bytes of the buffers; concurrent updates may be lost."""
         self.sealed: bool = False
         """Whether an attempt has begun."""
 
     def add(self, buffer: Buffer) -> bool:
-        """Free this buffer as well; False if an attempt has begun."""
+        """Add a buffer to this free; False if an attempt has begun."""
         # Threads are not switched between these lines.
         if self.sealed:
             return False
@@ -377,9 +380,9 @@ class FreeAfterAll(Deferred):
         return True
 
     def attempt(self) -> bool:
-        """Free on a stream that waits for all others; the driver refuses while a capture is under way."""
+        """Free on a stream that waits for all others. The driver refuses this during a capture."""
         self.sealed = True
-        # No call: of two threads that attempt the item, one has the buffers.
+        # No call here: of two threads that attempt the item, only one takes the buffers.
         buffers, self.buffers = self.buffers, []
         try:
             return not buffers or self._free(buffers)
@@ -397,7 +400,8 @@ class FreeAfterAll(Deferred):
             default = next((stream for stream in streams if stream.is_default), None)
             QueuedWork(self.session, without=(aside, default)).precede(aside)
             if default is not None:
-                # It comes after all blocking streams: those of Numba, which are not known, and those of other threads.
+                # The default stream is ordered after all blocking streams: Numba's, which are unknown, and those of
+                # other threads.
                 ordered_after(default, aside.wait)
             free_together(buffers, aside)
         dropped.refused = before
@@ -405,22 +409,22 @@ class FreeAfterAll(Deferred):
 
 
 class Dropped:
-    """Buffers that libraries have dropped and that are freed together, as one free after all work is dear.
+    """Buffers that libraries have dropped. They are freed in batches, because a free after all work is expensive.
 
-    A batch is an item of the queue from its first buffer on. It is freed at the next point of work, or as soon as it
-    has :data:`BATCH` buffers or :data:`BATCH_BYTES`: memory that others could miss is freed at once.
+    A batch is a deferred item from its first buffer on. It is freed at the next point of work, or when it has
+    :data:`BATCH` buffers or :data:`BATCH_BYTES`, so large memory is freed at once.
     """
 
     __slots__ = ("_batches", "refused")
 
     def __init__(self, _: Session) -> None:
         self._batches: dict[int, FreeAfterAll] = {}
-        """Batches that are not full, by ordinal of the device."""
+        """Batches with room for more buffers, by device ordinal."""
         self.refused: bool = False
-        """Whether the queue has batches that were attempted."""
+        """Whether the queue has batches whose free was attempted."""
 
     def add(self, buffer: Buffer) -> None:
-        """Free a buffer after the work of all streams. Called by finalisers, on any thread."""
+        """Free a buffer after the work of all streams. For finalisers, on any thread."""
         session, ordinal = session_of(buffer), buffer.stream.device.ordinal
         if not session.usable:
             return
@@ -433,7 +437,7 @@ class Dropped:
             return
         if batch.nbytes >= BATCH_BYTES or len(batch.buffers) >= BATCH:
             free_after_all(batch)
-            self.refused = True  # Also one that has ended is in the queue until the next point of work.
+            self.refused = True  # Even an ended batch stays in the queue until the next point of work.
 
 
 BATCH = 64
@@ -444,11 +448,11 @@ dropped_of: PerDriver[Dropped] = PerDriver(Dropped)
 
 
 _asides: PerDriver[dict[int, Stream]] = PerDriver(lambda _: {})
-"""One stream for each device, for work that belongs to no stream of the library."""
+"""One stream per device, for work outside the library's streams."""
 
 
 def _aside_of(device: Device) -> Stream:
-    """The stream of ours for a device; a new one if the context has died with the last."""
+    """The package's own stream for a device; a new one if the context of the last one was destroyed."""
     streams = _asides(session_of(device))
     found = streams.get(device.ordinal)
     if found is not None:
@@ -474,7 +478,7 @@ class Ledger:
         return len(self._held)
 
     def allocate(self, nbytes: int, ordinal: int, handle: int, owner: object = None, *, in_capture: bool = True) -> int:
-        """Allocate by :meth:`Sources.allocate`, and keep the memory; its address."""
+        """Allocate by :meth:`Sources.allocate`, keep the memory, and return its address."""
         used = self._last.get(ordinal)
         if used is not None and used[0] == handle and used[2] is None and in_capture:
             memory = used[3](nbytes, used[4])
@@ -489,7 +493,9 @@ class Ledger:
         return address in self._held
 
     def free(self, address: int, ordinal: int, handle: int | None = None) -> int:
-        """Free the memory at an address in the order of a stream; None: that of its allocation. Returns its bytes."""
+        """Free the memory at an address in stream order. ``handle``: the stream; None: that of the allocation. Returns
+        its bytes.
+        """
         held = self._held.pop(address, None)
         if held is None:
             return 0
@@ -499,7 +505,7 @@ class Ledger:
         if same and type(memory) is CachedBuffer:
             return nbytes  # Its finaliser returns the block to the cache.
         if not isinstance(memory, Buffer):
-            # Virtual memory is unmapped once the work that its devices have now is done.
+            # Virtual memory is unmapped after the present work of its devices.
             del held, memory
             work(self.sources.session)
         elif same or handle is None:

@@ -16,7 +16,7 @@ __all__ = ["CudaCoreBridge", "buffer", "memory", "resource", "use"]
 
 
 def use(*sources: Source, callbacks: bool = False) -> Bridge:
-    """Have ``Device.allocate`` of cuda.core allocate from ``sources`` (sets ``Device.memory_resource``).
+    """Make ``Device.allocate`` of cuda.core allocate from ``sources`` (sets ``Device.memory_resource``).
 
     :doc:`/docs/guides/interop` has a program.
 
@@ -41,8 +41,8 @@ def resource(source: Source, *, callbacks: bool = False) -> Any:
     :func:`use` sets it on each device.
 
     For a pool this is a ``DeviceMemoryResource`` with the pool's handle, which it does not own. For any other
-    allocator, or with ``callbacks``, the resource calls Python, and every allocation needs a stream. If memory is out,
-    cuda.core's ``CUDAError`` is raised.
+    allocator, or with ``callbacks``, the resource calls Python, and every allocation needs a stream. If memory runs
+    out, cuda.core's ``CUDAError`` is raised.
     """
     sources = Sources([source])
     ordinal = next(iter(sources.by_device))
@@ -93,7 +93,7 @@ def _threshold_kept(pool: MemoryPool) -> Iterator[None]:
 
 
 def resource_class(core: Any) -> Any:
-    """A class of cuda.core's memory resources that call us."""
+    """Create the class of cuda.core memory resources that call Python."""
     base: Any = core.MemoryResource
 
     class Resource(base):  # type: ignore[misc]
@@ -135,10 +135,10 @@ def _error(error: OutOfMemoryError) -> Exception:
 def buffer(memory: Memory, stream: StreamLike) -> Any:
     """A cuda.core buffer over memory, which the buffer keeps alive.
 
-    :func:`memory` is the way back.
+    :func:`memory` is the reverse.
 
     ``stream`` waits for the work queued on the memory's stream. When the buffer is dropped, the memory's stream waits
-    for ``stream``. If other streams use the buffer, have ``stream`` wait for them before the buffer is dropped.
+    for ``stream``. If other streams use the buffer, make ``stream`` wait for them before the buffer is dropped.
     """
     lent = Lent(memory.view_as("u1"), stream)
     return library("cuda.core").Buffer.from_handle(lent.address, lent.nbytes, owner=lent)

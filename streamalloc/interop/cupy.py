@@ -22,7 +22,7 @@ _NO_LIMIT = (1 << 64) - 1
 
 
 def use(*sources: Source, callbacks: bool = False) -> Bridge:
-    """Have CuPy allocate from ``sources``, on all threads.
+    """Make CuPy allocate from ``sources``, on all threads.
 
     :doc:`/docs/recipes/one-pool` is a program.
 
@@ -51,7 +51,7 @@ class CuPyHandles(Bridge):
     """CuPy's own ``MemoryAsyncPool`` over the handles of the pools.
 
     CuPy makes the pools current and sets their release thresholds to its limit (``CUPY_GPU_MEMORY_LIMIT``; default:
-    never release). It does so on every device, also for the current pools of devices without a source. :meth:`stop`
+    never release). It does so on every device, even for the current pools of devices without a source. :meth:`stop`
     restores the current pools and their thresholds.
 
     Allocations are made in relaxed mode (``cuThreadExchangeStreamCaptureMode``), which invalidates no capture. Memory
@@ -83,9 +83,9 @@ class CuPyHandles(Bridge):
 
 
 def _in_relaxed_mode(sources: Sources, first: Callable[[int], Any], then: Callable[[int], Any]) -> Callable[[int], Any]:
-    """Allocation by ``first``, or where it fails by ``then``, in relaxed mode.
+    """Allocate by ``first``, or if that fails by ``then``, in relaxed mode.
 
-    CuPy's pool asks for three figures before each allocation, to check a limit.
+    CuPy's own pool makes three queries before each allocation, to check a limit; ``first`` skips them.
     """
     exchange = sources.exchange
 
@@ -95,7 +95,7 @@ def _in_relaxed_mode(sources: Sources, first: Callable[[int], Any], then: Callab
             _, mode = exchange(RELAXED)
             try:
                 return first(nbytes)
-            except Exception:  # the pool synchronises and tries again, or explains
+            except Exception:  # the pool synchronises and tries again, or raises with an explanation
                 if first is then:
                     raise
                 return then(nbytes)
@@ -133,7 +133,7 @@ def _allocator(cupy: Any, sources: Sources) -> Any:
             if known is stream:
                 memory = take(nbytes, named)
             else:
-                # A stream that CuPy did not make may be destroyed although its object is kept.
+                # A stream that CuPy did not make may be destroyed while its object lives.
                 owned = type(stream) is own and getattr(stream, "_foreign_stream_ref", None) is None
                 memory = sources.allocate(nbytes, ordinal, stream.ptr, stream if owned else None)
         except OutOfMemoryError as error:
@@ -165,8 +165,8 @@ def array(
         As for :meth:`Memory.view_as`; default: those of a typed view, else bytes.
     stream
         The stream that uses the array; default: CuPy's current stream. It waits for the work queued on the memory's
-        stream. When the array is dropped, the memory's stream waits for it. If other streams use the array, have this
-        stream wait for them first.
+        stream. When the array is dropped, the memory's stream waits for it. If other streams use the array, first make
+        this stream wait for them.
 
     Raises
     ------

@@ -1,8 +1,8 @@
 """Arrays shared with another library, in stream order.
 
-*Lent*: a library uses memory of streamalloc as an array. The library's stream waits for the memory's stream; when the
+*Lent*: a library uses memory of streamalloc as an array. The library's stream waits for the memory's stream. When the
 array is dropped, the memory's stream waits for the library's stream. *Borrowed*: streamalloc uses a library's array as
-memory, and the streams wait the other way round. The host waits for nothing.
+memory, and the streams wait in the opposite direction. The host never waits.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _CUDA = 2
 
 
 def form(memory: Memory, dtype: npt.DTypeLike | None, shape: tuple[int, ...] | None) -> TypedView[Any]:
-    """Memory as a typed view: with the given type and shape, else those of a typed view, else bytes."""
+    """Return memory as a typed view: with the given type and shape, or those of a typed view, or as bytes."""
     if dtype is None and shape is None and isinstance(memory, TypedView):
         return memory
     return memory.view_as(np.uint8 if dtype is None else dtype, shape)
@@ -56,8 +56,9 @@ def form(memory: Memory, dtype: npt.DTypeLike | None, shape: tuple[int, ...] | N
 class Lent(TypedView[Any]):
     """Memory that a library uses as an array, and keeps alive.
 
-    ``user`` is the library's stream, which waits for the memory's stream at once. None: the library passes its stream
-    to ``__dlpack__``. If other streams use the array, that stream has to wait for them before the array is dropped.
+    ``user`` is the library's stream, which at once waits for the memory's stream. None: the library passes its stream
+    to ``__dlpack__``. If other streams use the array, the library's stream must wait for them before the array is
+    dropped.
     """
 
     __slots__ = ("_end",)
@@ -65,15 +66,15 @@ class Lent(TypedView[Any]):
     def __init__(self, view: TypedView[Any], user: StreamLike | None) -> None:
         super().__init__(view, view.dtype, view.shape)
         self._end = _LoanEnd(view)
-        # The queue has the end also if a signal handler raises in __del__: the memory is never freed too early.
+        # The queue has the end, so that the memory is not freed too early if a signal handler raises in __del__.
         deferred_queue(self._session).end_with(self, self._end)
         if user is not None:
-            # The handle of a default stream means the stream of the current device.
+            # A default stream's handle names the stream of the current device.
             with self.stream.device.current():
                 ordered = as_stream(user, self._session)
             ordered.wait(self.stream)
             self._end.user = ordered
-            # Notify a checker: no driver sees the accesses of the library's kernels.
+            # Notify the listener, because no driver call shows accesses by the library's kernels.
             self.used(ordered, write=False)
         work(self._session)
 
@@ -83,7 +84,7 @@ class Lent(TypedView[Any]):
         return self._at
 
     def _ordered_part(self, stream: int | None, dl_device: tuple[int, int] | None, copy: bool | None) -> Any:
-        """As of any memory; the library's stream is the one that it passes to ``__dlpack__``."""
+        """As for any memory; the library's stream is the one passed to ``__dlpack__``."""
         part = super()._ordered_part(stream, dl_device, copy)
         if self._end.user is None and stream not in (-1, None, PER_THREAD):
             self._end.user = Stream.of_handle(self.stream.device, stream, None)
@@ -93,12 +94,12 @@ class Lent(TypedView[Any]):
         end = getattr(self, "_end", None)
         if end is not None and self._session.usable:
             queue_behind(self.stream, end)
-            # End the loan now if possible: the memory is then freed as soon as its buffer is dropped.
+            # If possible end the loan now, so that the memory can be freed as soon as its buffer is dropped.
             settle(self.stream, end, end.user)
 
 
 class _LoanEnd(Deferred):
-    """End of a loan: the memory's stream waits for the library's stream, before its next work and before the free."""
+    """End of a loan: the memory's stream waits for the library's stream before its next work and before the free."""
 
     __slots__ = ("_memory", "_use", "user")
 
@@ -116,7 +117,8 @@ class _LoanEnd(Deferred):
         if self._use is None:
             known = () if user is None or user.closed else (user,)
             self._use = QueuedWork(session_of(ours), *known)
-        # Also while the library captures its stream. Memory of a closed stream is freed without an order after others.
+        # This works even while the library captures its stream. If the stream is closed, the memory is freed without
+        # this order.
         if not (self._use.done() or queue_if_allowed(ours, functools.partial(self._use.precede, ours))):
             return False
         self._memory = None
@@ -134,7 +136,7 @@ class Borrowed(Memory, Closes):
     """An array of another library as memory; made by :func:`borrow`.
 
     Operations are queued on :attr:`stream`, which waits for the library's work. :meth:`close`, or dropping the object,
-    has the library's stream wait for :attr:`stream` and releases the array. Without a ``lender`` the array is kept
+    makes the library's stream wait for :attr:`stream` and releases the array. Without a ``lender`` the array is kept
     until the work of :attr:`stream` is done.
     """
 
@@ -152,7 +154,7 @@ class Borrowed(Memory, Closes):
         self._stream = stream
         self._address, self.dtype, self.shape, self._keep, device = _taken(array, stream, lender)
         self._end = _Return(stream, lender, (self._keep, array))
-        # The queue has the end also if a signal handler raises in __del__: the array is never released too early.
+        # The queue has the end, so that the array is not released too early if a signal handler raises in __del__.
         deferred_queue(self._session).end_with(self, self._end)
         self._location = MemLocation.device(device)
         self._nbytes = self.dtype.itemsize * math.prod(self.shape)
@@ -237,7 +239,7 @@ class _Return(Deferred):
         self.lender = lender
         """The library's stream; None if unknown."""
         self.thread: int | None = None
-        """Number of the thread that has closed or dropped the array."""
+        """Number of the thread that closed or dropped the array."""
         self._array = array
         self._event: Event | None = None
 

@@ -25,7 +25,7 @@ __all__ = ["NumbaCallback", "array", "memory", "use"]
 
 
 def use(*sources: Source) -> Bridge:
-    """Have Numba allocate device memory from ``sources``, in its present and future contexts.
+    """Make Numba allocate device memory from ``sources``, in its present and future contexts.
 
     :doc:`/docs/guides/interop` has a program.
 
@@ -48,12 +48,11 @@ class NumbaCallback(Bridge):
     :func:`use` makes it.
 
     Numba does not pass the stream that will use the memory. The memory is allocated on the legacy default stream, which
-    orders it before work on Numba's streams. A non-blocking stream of another library has to wait for that stream.
+    orders it before work on Numba's streams. A non-blocking stream of another library must wait for that stream.
 
-    Memory that Numba drops is freed after the work of the legacy stream, and so of all blocking streams, and of all
-    streams that this library knows; the host does not wait. Small arrays are freed together: at 64 arrays or 1 MiB of
-    a device, when the host synchronises, when memory runs out, and at :meth:`stop`. The free is deferred while one of
-    the streams is captured.
+    Memory that Numba drops is freed after the work of all blocking streams and of all streams that this library knows;
+    the host does not wait. Small arrays are freed in batches: at 64 arrays or 1 MiB per device, when the host
+    synchronises, when memory runs out, and at :meth:`stop`. The free is deferred while one of the streams is captured.
     """
 
     __slots__ = ()
@@ -86,7 +85,7 @@ def _contexts(devices: Any) -> list[Any]:
 
 
 def manager_class(sources_of: Callable[[Any], Sources]) -> Any:
-    """A class of memory managers for Numba; ``sources_of`` returns the sources for a Numba context."""
+    """Create a class of memory managers for Numba. ``sources_of`` returns the sources for a Numba context."""
     cuda = library("numba.cuda")
     driver = library("numba.cuda.cudadrv.driver")
     base: Any = cuda.HostOnlyCUDAMemoryManager
@@ -147,7 +146,7 @@ def array(
     stream
         The stream that uses the array; default: the legacy default stream, which is Numba's. It waits for the work
         queued on the memory's stream. When the array is dropped, the memory's stream waits for it. If other streams use
-        the array, have this stream wait for them first.
+        the array, first make this stream wait for them.
 
     Raises
     ------
@@ -156,7 +155,7 @@ def array(
     """
     numba = library("numba.cuda")
     lent = Lent(form(memory, dtype, shape), memory.stream.device.default_stream if stream is None else stream)
-    # Without the entry "stream", for which Numba would synchronise the host.
+    # Without the entry "stream", which would make Numba synchronise the host.
     interface = {key: value for key, value in lent.__cuda_array_interface__.items() if key != "stream"}
     return numba.from_cuda_array_interface(interface, owner=lent, sync=False)
 
@@ -170,7 +169,7 @@ def memory(array: Any, stream: Stream) -> Borrowed:
 
 
 def _drop(held: list[Memory]) -> None:
-    """Free memory for Numba's finaliser, which runs on any thread and also at the end of the process."""
+    """Free memory for Numba's finaliser, which may run on any thread, even at process exit."""
     memory = held.pop()
     if isinstance(memory, Buffer):
         dropped_of(session_of(memory)).add(memory)
@@ -184,5 +183,5 @@ def __getattr__(name: str) -> Any:
 
 @functools.cache
 def _current(ordinal: int) -> Sources:
-    """The pool that is the device's current pool at Numba's first allocation."""
+    """Sources with the pool that is current on the device at Numba's first allocation."""
     return Sources([MemoryPool.current(Device(ordinal))])

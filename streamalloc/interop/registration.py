@@ -1,4 +1,4 @@
-"""Check whether communication libraries can register a buffer, from what the driver reports about its addresses."""
+"""Whether communication libraries can register a buffer, according to the driver's information about its addresses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _POSIX, _FABRIC = MemHandleType.POSIX_FILE_DESCRIPTOR, MemHandleType.FABRIC
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The answer for one library; true in a condition if the library can use the memory.
+    """The answer for one library. True as a condition if the library can use the memory.
 
     The fields of :class:`Registration`, which :func:`registration` returns.
     """
@@ -29,7 +29,7 @@ class Answer:
     accepted: bool
     """True if the library can register or send the memory."""
     how: str
-    """Mechanism that the library uses; empty if not accepted."""
+    """Mechanism that the library would use; empty if not accepted."""
     why: str = ""
     """Reason for a refusal or a loss, and a remedy."""
 
@@ -77,7 +77,7 @@ class Registration:
 def registration(memory: Any, *, driver: Driver | None = None) -> Registration:
     """Check which communication libraries can register or send memory, and why others cannot.
 
-    No library is called, and nothing stays registered. The driver is queried for the pointer attributes of each mapping
+    No library is called, and nothing is registered. The driver is queried for the pointer attributes of each mapping
     (``cuPointerGetAttributes``, ``cuMemGetAddressRange``) and for a DMA-BUF of the range
     (``cuMemGetHandleForAddressRange``), which is closed at once.
 
@@ -91,7 +91,7 @@ def registration(memory: Any, *, driver: Driver | None = None) -> Registration:
     Raises
     ------
     TypeError, ValueError
-        ``memory`` is no memory, is empty, or has an address that the driver did not allocate.
+        ``memory`` is not memory, is empty, or has an address that the driver did not allocate.
 
     Examples
     --------
@@ -111,7 +111,7 @@ def registration(memory: Any, *, driver: Driver | None = None) -> Registration:
     types, rdma, count = known.handle_types, known.gpu_direct_rdma, 1
     with device.current():
         if mapped:
-            # Attributes may differ between mappings: query each.
+            # Attributes may differ between mappings, so query each.
             count, at = 0, address
             while at < address + nbytes:
                 base, size = (int(value) for value in session.call("cuMemGetAddressRange", at))
@@ -156,7 +156,7 @@ _SEVERAL = (
 def _answers(
     known: PointerAttributes, mapped: bool, types: MemHandleType, rdma: bool, mappings: int, dma_buf: Answer
 ) -> dict[str, Answer]:
-    """The answer for each library: that of the first rule which applies."""
+    """The answer for each library, from the first rule that applies."""
     in_pool, legacy = known.pool is not None, known.legacy_ipc
     names = " and ".join(kind.name or "" for kind in (_POSIX, _FABRIC) if types & kind)
     several = _SEVERAL.format(mappings) if mappings > 1 else ""

@@ -10,7 +10,7 @@ from streamalloc.interop.bridge import Bridge, Ledger, Source, Sources, library
 
 __all__ = ["RMMBridge", "resource", "use"]
 
-# RMM keeps raw pointers to resources and callbacks, and reports no last use: they are never freed.
+# Never freed: RMM keeps raw pointers to resources and callbacks, and does not report their last use.
 _kept: list[object] = []
 
 
@@ -84,7 +84,7 @@ def _resource(sources: Sources, ordinal: int, callbacks: bool) -> Any:
 def _callbacks(ledger: Ledger, ordinal: int) -> tuple[Any, Any]:
     take, release = ledger.allocate, ledger.free
 
-    # RMM passes on exceptions of allocate(); OutOfMemoryError is a MemoryError. deallocate() must not raise.
+    # RMM propagates exceptions of allocate(), and OutOfMemoryError is a MemoryError. deallocate() must not raise.
     def allocate(nbytes: int, stream: Any) -> int:
         return take(nbytes, ordinal, stream.__cuda_stream__()[1])
 

@@ -1,12 +1,12 @@
 """Bridge to PyTorch: a ``torch.cuda.MemPool`` over pools of streamalloc, and tensors over memory.
 
-PyTorch allocates segments from the bridge and places its tensors in them, so that it calls the bridge seldom. Its
+PyTorch allocates segments from the bridge and places its tensors in them, so it rarely calls the bridge. Its
 statistics, snapshots and graph captures work as usual. PyTorch frees the segments without a tensor at
 :meth:`TorchBridge.trim`, and when the bridge is closed.
 
-PyTorch frees segments with its allocator locked. A callback into Python would then wait for the GIL, which another
-thread holds while it drops a tensor and waits for that lock. So the free function does nothing, and the segments that
-PyTorch has freed are found in its snapshots (:func:`_return_segments`).
+PyTorch frees segments with its allocator locked. A Python callback would then wait for the GIL, while another thread
+may hold the GIL and wait for that lock to drop a tensor. So the free function does nothing. Freed segments are found by
+comparing PyTorch's snapshots (:func:`_return_segments`).
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ _RELEASE_LOCK = "release_lock_on_cudamalloc"
 
 
 def use(*sources: Source, rmm: bool = False) -> TorchBridge:
-    """Have PyTorch allocate the tensors of this thread from ``sources``.
+    """Make PyTorch allocate the tensors of this thread from ``sources``.
 
-    Other threads, also those of backward passes, allocate from PyTorch's own memory. PyTorch routes one thread at a
-    time to a pool: after :meth:`TorchBridge.stop`, ``torch.cuda.use_mem_pool(bridge.pool)`` routes another thread.
-    Inside a ``use_mem_pool`` of your own, PyTorch keeps to that pool. Of nested bridges the innermost is active.
+    Other threads, including those of backward passes, allocate from PyTorch's own memory. PyTorch routes one thread at
+    a time to a pool: after :meth:`TorchBridge.stop`, ``torch.cuda.use_mem_pool(bridge.pool)`` routes another thread.
+    Inside a ``use_mem_pool`` of your own, PyTorch keeps to that pool. If bridges are nested, the innermost is active.
 
     Parameters
     ----------
     sources
         Pools or other allocators, one for each device.
     rmm
-        True: PyTorch calls RMM, which has the handles of the pools, so that no Python runs for an allocation. The
-        bridge sets RMM's resources of these devices for good. If memory runs out, PyTorch raises ``MemoryError``.
+        True: PyTorch calls RMM, which has the handles of the pools, so allocations run no Python code. The bridge sets
+        RMM's resources of these devices permanently. If memory runs out, PyTorch raises ``MemoryError``.
 
     Returns
     -------
@@ -68,8 +68,8 @@ class TorchBridge(Bridge):
     :func:`use` makes it.
 
     :meth:`stop` ends the routing, and :meth:`start` begins it again; :meth:`close` also frees the cached segments.
-    PyTorch's option ``release_lock_on_cudamalloc`` is set. Without it PyTorch holds its allocator's lock during the
-    callback, which takes the GIL, and deadlocks with a thread that drops a tensor while it holds the GIL.
+    PyTorch's option ``release_lock_on_cudamalloc`` is set. Without it PyTorch holds its allocator's lock while the
+    callback waits for the GIL. It would deadlock with a thread that holds the GIL and drops a tensor.
     """
 
     __slots__ = ("_allocator", "_callbacks", "_rmm", "pools")
@@ -79,7 +79,7 @@ class TorchBridge(Bridge):
         self._rmm = rmm
         self._callbacks: Callbacks | None = None
         self.pools: dict[int, Any] = {}
-        """PyTorch's pools by device ordinal, from the first start to the close."""
+        """PyTorch's pools by device ordinal, from start to close."""
 
     @property
     def pool(self) -> Any:
@@ -96,7 +96,7 @@ class TorchBridge(Bridge):
 
     @property
     def refusal(self) -> OutOfMemoryError | None:
-        """The error of the last failed allocation, with pool statistics, which PyTorch's own error lacks."""
+        """The last failed allocation's error, with pool statistics that PyTorch's error lacks."""
         return None if self._callbacks is None else self._callbacks.refusal
 
     def _prepare(self) -> Any:
@@ -116,7 +116,7 @@ class TorchBridge(Bridge):
     def _make_pools(self, torch: Any, ordinals: Iterable[int]) -> None:
         for ordinal in ordinals:
             with torch.cuda.device(ordinal):
-                # PyTorch aborts if the pool of a dropped bridge ends while it is used.
+                # PyTorch aborts if the pool of a dropped bridge ends while in use.
                 self.pools[ordinal] = _immortal(torch.cuda.MemPool(self._allocator))
 
     def _install(self, undo: contextlib.ExitStack) -> None:
@@ -131,7 +131,7 @@ class TorchBridge(Bridge):
             if inner and routes:
                 routes[-1].enter()
 
-        # PyTorch uses the first of several active pools: leave the outer one while this one is active.
+        # PyTorch uses the first of several active pools, so leave the outer one while this one is active.
         if routes:
             routes[-1].leave()
         routes.append(route)
@@ -139,18 +139,18 @@ class TorchBridge(Bridge):
         route.enter()
 
     def trim(self) -> int:
-        """Return the segments without a tensor to the sources, also while tensors are in others; the bytes returned.
+        """Return the segments without tensors to the sources, even if other segments have tensors. Returns the number
+        of bytes.
 
-        Segments that ended bridges have left return as well, and count. Later tensors are in new segments. Calls
-        ``torch.cuda.empty_cache()``, which frees PyTorch's own cache as well.
-        Nothing is returned of a pool that a captured graph uses.
+        Segments of ended bridges are included. Later tensors get new segments. It calls ``torch.cuda.empty_cache()``,
+        which also frees PyTorch's own cache. Segments of a pool that a captured graph uses are not returned.
 
         Do not call this while a graph is captured or inside a ``use_mem_pool`` of your own: PyTorch aborts the process.
 
         Raises
         ------
         InUseError
-            Another thread allocates from a bridge now: PyTorch would abort the process.
+            Another thread is allocating from a bridge: PyTorch would abort the process.
         """
         torch = self._prepare()
         routes: list[_Route] = vars(_routes).get("all", [])
@@ -170,10 +170,11 @@ class TorchBridge(Bridge):
             return before + _return_segments()
 
     def close(self) -> None:
-        """Stop, and have PyTorch free its segments.
+        """Stop, and make PyTorch free its segments.
 
-        Those with a tensor stay until it is dropped and :meth:`trim` of any bridge is called. Inside another bridge the
-        segments are freed when that bridge is stopped. If some are left, ``torch.cuda.empty_cache()`` is called.
+        Segments with tensors stay until these are dropped and :meth:`trim` of any bridge is called. Inside another
+        bridge the segments are freed when that bridge is stopped. If some are left, ``torch.cuda.empty_cache()`` is
+        called.
 
         Do not call this while a graph is captured or inside a ``use_mem_pool`` of your own: PyTorch aborts the process.
         PyTorch's cuBLAS workspaces are tensors too; ``torch._C._cuda_clearCublasWorkspaces()`` frees them.
@@ -211,7 +212,7 @@ class _Route:
         _active.discard(self)
 
 
-# The active routes of all threads, the pools of closed bridges, and the callbacks of all bridges, which never end.
+# Active routes of all threads, pools of closed bridges, and callbacks of all bridges, which are never freed.
 _active: set[_Route] = set()
 _ended: list[Any] = []
 _made: list[Callbacks] = []
@@ -223,7 +224,8 @@ _latest = [0]
 def _end_pools() -> int:
     """Release the pools of closed bridges; return the bytes of the segments that PyTorch has freed.
 
-    Nothing is released while a route is active, as PyTorch would abort, nor a pool that a captured graph uses.
+    While a route is active nothing is released, because PyTorch would abort. A pool that a captured graph uses is not
+    released either.
     """
     if not _ended or _active:
         return 0
@@ -240,9 +242,10 @@ def _end_pools() -> int:
 
 
 def _return_segments() -> int:
-    """Free the segments that PyTorch has freed, those of all bridges; return their size in bytes.
+    """Free the segments that PyTorch has freed, of all bridges; return their size in bytes.
 
-    A segment that is in no snapshot yet may be one that PyTorch is allocating: it is freed if it was in one before.
+    A segment that was never in a snapshot may be one that PyTorch is allocating. So only segments of an earlier
+    snapshot are freed.
     """
     if not any(callbacks.ledger for callbacks in _made):
         return 0
@@ -250,7 +253,7 @@ def _return_segments() -> int:
         _latest[0] += 1
         mine = _latest[0]
         there = {segment["address"] for segment in library("torch").cuda.memory_snapshot(include_traces=False)}
-        # A signal handler that has taken another one meanwhile has freed all.
+        # If a signal handler took another snapshot meanwhile, it has freed all.
         return sum(callbacks.free_gone(there) for callbacks in _made) if _latest[0] == mine else 0
 
 
@@ -259,7 +262,7 @@ _routes = threading.local()
 
 
 class Callbacks:
-    """Allocate and free functions for PyTorch, which calls them from C++ on any thread. They raise nothing."""
+    """Allocation and free functions, which PyTorch calls from C++ on any thread. They never raise."""
 
     __slots__ = ("_function", "_seen", "ledger", "refusal")
 
@@ -269,7 +272,7 @@ class Callbacks:
         """Error of the last failed allocation."""
         self._function = _ALLOCATE(self._allocate)
         self._seen: set[int] = set()
-        """Addresses of segments that were in a snapshot."""
+        """Addresses of segments in earlier snapshots."""
         _made.append(self)
 
     @property
@@ -281,7 +284,7 @@ class Callbacks:
     def _allocate(self, nbytes: int, ordinal: int, stream: int | None) -> int:
         address = 0
         try:
-            # PyTorch allocates segments during captures too, and these must not become graph memory.
+            # PyTorch also allocates segments during captures, and these must not become graph memory.
             with self.ledger.sources.session.relaxed():
                 try:
                     address = self.ledger.allocate(nbytes, ordinal, stream or 0, in_capture=False)
@@ -299,7 +302,7 @@ class Callbacks:
         return 0  # PyTorch raises its own out-of-memory error
 
     def free_gone(self, there: set[int]) -> int:
-        """Free the segments that were in a snapshot before and are not in this one; return their size in bytes."""
+        """Free the segments that an earlier snapshot had and this one lacks; return their size in bytes."""
         gone = self._seen - there
         self._seen = {address for address in there if address in self.ledger}
         return sum(map(self._free, gone))
@@ -313,7 +316,7 @@ class Callbacks:
 
 
 def _interrupt_soon() -> None:
-    """Raise KeyboardInterrupt in the main thread, outside of the C code that is running now."""
+    """Raise KeyboardInterrupt in the main thread, after the present C code has returned."""
     time.sleep(0.002)
     _thread.interrupt_main()
 
@@ -321,7 +324,7 @@ def _interrupt_soon() -> None:
 def _report(error: BaseException, where: object) -> None:
     """Report an exception that cannot propagate into C code."""
     if isinstance(error, KeyboardInterrupt):
-        # Without a wait for the thread's start, in which the interrupt would come to the C code.
+        # Do not wait for the thread's start, because the interrupt would then come inside the C code.
         _thread.start_new_thread(_interrupt_soon, ())
         return
     details = SimpleNamespace(
@@ -334,7 +337,7 @@ def tensor(memory: Memory, dtype: Any = None, shape: tuple[int, ...] | None = No
     """A tensor over memory, which the tensor keeps alive.
 
     PyTorch's current stream waits for the work queued on the memory's stream. When the tensor is dropped, the memory's
-    stream waits for that current stream. If other streams use the tensor, have that stream wait for them first.
+    stream waits for that current stream. If other streams use the tensor, first make that stream wait for them.
 
     Parameters
     ----------
@@ -363,7 +366,7 @@ def memory(tensor: Any, stream: StreamLike) -> Borrowed:
 
 
 class _Unmarked(BufferView):
-    """Memory that is exported without the mark of read-only memory: PyTorch has no such tensors, and refuses them."""
+    """Memory exported without the read-only flag, because PyTorch refuses read-only memory."""
 
     __slots__ = ()
 
@@ -372,12 +375,12 @@ class _Unmarked(BufferView):
 
 
 def state_dict(weights: Weights) -> dict[str, Any]:
-    """The tensors of a store's weights by name, without a copy: with their types, strides and shared memory.
+    """Return the tensors of a store's weights by name, without a copy, with their types, strides and shared memory.
 
     :doc:`/docs/guides/store` shows a store of weights.
 
-    They are read-only: a write faults on the device, and the context is lost. They keep the weights open; do not use
-    them while the weights are detached. ``model.load_state_dict(..., assign=True)`` takes them as parameters.
+    The tensors are read-only: a write faults on the device, and the context is lost. They keep the weights open. Do not
+    use them while the weights are detached. ``model.load_state_dict(..., assign=True)`` takes them as parameters.
     """
     torch = library("torch")
     whole = tensor(_Unmarked(weights.memory, 0, weights.nbytes))
@@ -389,11 +392,11 @@ def state_dict(weights: Weights) -> dict[str, Any]:
 
 
 def write_state_dict(weights: WeightsWriter, tensors: dict[str, Any]) -> None:
-    """Copy tensors, of a device or of the host, to a store under their names, on PyTorch's current stream.
+    """Copy device or host tensors to a store under their names, on PyTorch's current stream.
 
     :func:`state_dict` reads them again; :doc:`/docs/guides/store` shows a store of weights.
 
-    Tensors that share a storage share memory in the store, too: tied weights are copied once. Strides stay.
+    Tensors that share a storage also share memory in the store, so tied weights are copied once. Strides are kept.
     """
     torch = library("torch")
     groups: dict[Any, list[str]] = {}
@@ -422,7 +425,7 @@ def _strides(tensor: Any) -> tuple[int, ...] | None:
 
 def _release_lock(torch: Any) -> None:
     """Set PyTorch's option to call the allocator without its lock, and keep its other settings."""
-    # Before PyTorch 2.10 the settings cannot be read: take those of the environment.
+    # Before PyTorch 2.10 the settings cannot be read, so use those of the environment.
     read = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
     write = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
     environment = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
@@ -432,6 +435,6 @@ def _release_lock(torch: Any) -> None:
 
 
 def _immortal(thing: Any) -> Any:
-    """Keep an object until the process ends, also after the interpreter's shutdown (one extra reference)."""
+    """Keep an object until the process ends, even after the interpreter's shutdown, by an extra reference."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
     return thing

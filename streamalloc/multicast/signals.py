@@ -1,9 +1,9 @@
-"""Counters in device memory that order streams of different ranks; the host never blocks.
+"""Counters in device memory that order streams of different ranks. The host never blocks.
 
 Each rank has a counter in every other rank's memory, for each channel and kind. Only that rank increments it, by
-``cuStreamWriteValue32``, which makes the stream's earlier writes visible to all devices first. The other rank's stream
-waits for the value by ``cuStreamWaitValue32`` on its own memory. Counters only increase, so they need no reset, and one
-rank may be ahead of another.
+``cuStreamWriteValue32``, which first makes the stream's earlier writes visible to all devices. The other rank's stream
+waits by ``cuStreamWaitValue32`` on its own memory. Counters only increase, so they need no reset, and a rank may be
+ahead of others.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Signals:
         self._awaited: defaultdict[tuple[int, int, int], int] = defaultdict(int)
         """Waits so far, by (rank, peer, channel)."""
         self._latest: dict[tuple[int, int, int, int], tuple[Stream, Event]] = {}
-        """Last writing stream and its event, by (kind, rank, peer, channel); barrier: peer -1."""
+        """Last writing stream and its event, by (kind, rank, peer, channel); peer -1: barrier."""
 
     def barrier(self, streams: Mapping[int, Stream], channel: int) -> None:
         """Make the stream of each rank in ``streams`` wait for all other ranks."""
@@ -53,7 +53,7 @@ class Signals:
         for rank, stream in streams.items():
             refuse_capture(stream, "cuStreamWaitValue32", _CAPTURED)
             self._wait_for_latest(stream, _BARRIER, rank, -1, channel)
-        # All counters are written before any wait: one stream may serve several ranks.
+        # First write all counters, then wait, because one stream may serve several ranks.
         for rank, stream in streams.items():
             for other in self._others(rank):
                 self._write(stream, other, _BARRIER, channel, rank, count)
@@ -61,7 +61,7 @@ class Signals:
             for other in self._others(rank):
                 self._wait(stream, rank, _BARRIER, channel, other, count)
             self._record_latest(stream, _BARRIER, rank, -1, channel)
-        # Counted last: after a failure the next call writes the same values again.
+        # Counted last, so that after a failure the next call writes the same values.
         self._rounds[channel] = count
 
     def put(self, rank: int, peer: int, stream: Stream, channel: int) -> None:
@@ -84,7 +84,7 @@ class Signals:
         """Return counter values for a rank's memory that satisfy every queued wait of its streams."""
         counters = np.zeros((2, CHANNELS, self._size), np.uint32)
         for channel, count in self._rounds.items():
-            # One more than counted: a barrier that failed half way may have queued waits.
+            # One more than counted, because a half-failed barrier may have queued waits.
             counters[_BARRIER, channel] = (count + 1) % _WRAP
         for (waiting, peer, channel), count in self._awaited.items():
             if waiting == rank:
@@ -97,7 +97,7 @@ class Signals:
         return bool(self._rounds or self._awaited)
 
     def forget(self) -> None:
-        """Drop the references to streams and events, once the memory is released."""
+        """Drop the references to streams and events, after the memory was released."""
         self._latest.clear()
 
     def _others(self, rank: int) -> list[int]:
@@ -111,7 +111,7 @@ class Signals:
         refuse_capture(stream, call, _CAPTURED)
 
     def _wait_for_latest(self, stream: Stream, kind: int, rank: int, peer: int, channel: int) -> None:
-        """Order the stream after the last one that wrote the counter, so that the counter never decreases."""
+        """Order the stream after the last writer of the counter, so that the counter never decreases."""
         latest = self._latest.get((kind, rank, peer, channel))
         if latest is not None:
             before, event = latest

@@ -1,4 +1,4 @@
-"""Symmetric memory: the same size on each device of a team, mapped on all of them."""
+"""Symmetric memory: equally large on each device of a team, and mapped on all devices."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _SIGNAL_PAD_BYTES = 4096
 _ABANDON_TIMEOUT = 10.0
 """Seconds that ``abandon()`` waits for this process's devices."""
 _GRACE = 1.0
-"""Seconds, at least, that a failed ``close()`` waits for this process's devices."""
+"""Minimum seconds that a failed ``close()`` waits for this process's devices."""
 
 
 class Tables(NamedTuple):
@@ -67,7 +67,7 @@ class SymmetricBuffer(BufferView):
 
     __slots__ = ("_device", "_symmetric")
 
-    _ptr = None  # None selects the slow path, which uses this class's own stream and owner.
+    _ptr = None  # None selects the slow path, which respects this class's stream and owner.
 
     def __init__(self, owner: SymmetricMemory, view: RangeView, start: int, nbytes: int, device: Device) -> None:
         super().__init__(view, start, nbytes)
@@ -93,7 +93,7 @@ class SymmetricBuffer(BufferView):
         self._symmetric._check_open()
 
     def _resident_on(self) -> int | None:
-        # None: copies go by the address alone, and need no context on another rank's device.
+        # None: copies use only the address, and need no context on another rank's device.
         return None
 
     def __repr__(self) -> str:
@@ -295,7 +295,7 @@ class SymmetricMemory(Closes, Shown):
 
     @property
     def closed(self) -> bool:
-        """Whether :meth:`close` or :meth:`abandon` has released it."""
+        """Whether :meth:`close` or :meth:`abandon` has released the memory."""
         return not self._resources.made
 
     # -- memory ----------------------------------------------------------------------------------------------
@@ -337,7 +337,7 @@ class SymmetricMemory(Closes, Shown):
     def multicast_address(self) -> int | None:
         """Device address of the multicast view; None without multicast.
 
-        The view has the same offsets as each rank's memory, so kernels can write signal pads through it, too.
+        The view has the same offsets as each rank's memory, so kernels can also write signal pads through it.
         """
         self._check_open()
         mapping = self._resources.view
@@ -489,7 +489,7 @@ class SymmetricMemory(Closes, Shown):
         CaptureError
             A stream is being captured. Nothing was released, and no rank was notified.
         CudaError
-            Work of this rank's device had failed, or the driver refused a release. In the second case, call it again to
+            Work of this rank's device had failed, or the driver refused a release. After a refusal, call it again to
             retry.
         """
         if self.closed:
@@ -515,7 +515,7 @@ class SymmetricMemory(Closes, Shown):
     def abandon(self, timeout: float = _ABANDON_TIMEOUT) -> None:
         """Release this rank's resources without the other ranks, for example after one has died; idempotent.
 
-        Barriers and signals that this process's streams wait for are satisfied, so that the devices become idle. Memory
+        Pending barriers and signals of this process's streams are satisfied, so that the devices become idle. Memory
         that other ranks have mapped stays until they unmap it. The communicator stays open.
 
         Parameters
@@ -655,7 +655,7 @@ class SymmetricMemory(Closes, Shown):
             contents.close()
 
     def _release_memory(self) -> None:
-        """Release the memory of a wake that failed, after the copies into it."""
+        """Release the memory of a failed wake, after the copies into it."""
         finish_all(self._resources.devices.values(), end_of(_ABANDON_TIMEOUT), [])
         self._resources.release_memory()
 
@@ -686,7 +686,7 @@ class SymmetricMemory(Closes, Shown):
 
 
 def _view_of(mapping: Mapping) -> RangeView:
-    """Return a view of the addresses of a mapping: it stays valid when ``wake()`` maps other memory there."""
+    """Return a view of a mapping's addresses. It stays valid when ``wake()`` maps other memory there."""
     return RangeView(mapping.range, mapping.offset, mapping.offset + mapping.nbytes)
 
 
@@ -735,12 +735,12 @@ class _SavedContents(NamedTuple):
 def _satisfy_and_finish(
     resources: RankResources, signals: Signals, deadline: float | None, failures: list[CudaError]
 ) -> None:
-    """Wait until the devices are idle; first satisfy all barriers and signals that their streams wait for."""
+    """Satisfy all barriers and signals that streams wait for, then wait until the devices are idle."""
 
     def satisfy(rank: int, device: Device) -> None:
         counters = signals.released(rank)
         at = signals.layout.counters
-        # A new stream, because the default stream waits for the blocked ones.
+        # A new stream, because the default stream waits for blocked streams.
         with resources.session.relaxed(), device.create_stream() as stream:
             resources.replicas[rank][at : at + counters.nbytes].copy_from(counters, stream)
             stream.synchronize()
@@ -764,7 +764,7 @@ class _DroppedMemory(Deferred):
         """True once the work of all devices has ended."""
 
     def attempt(self) -> bool:
-        """Release the memory if the devices are idle; otherwise let a thread wait for them."""
+        """Release the memory if the devices are idle; otherwise start a thread that waits for them."""
         if self._idle:
             return self.resources.attempt()
         if self._waiter is None or not self._waiter.is_alive():
@@ -773,7 +773,7 @@ class _DroppedMemory(Deferred):
         return False
 
     def _wait(self) -> None:
-        # After an error, such as a capture by other code, the next attempt() starts another thread.
+        # After an error, such as another code's capture, the next attempt() starts a new thread.
         with contextlib.suppress(Exception), self.resources.session.relaxed():
             _satisfy_and_finish(self.resources, self._signals, None, [])
             self._idle = True

@@ -1,6 +1,6 @@
-"""Observers: which memory is allocated, since when and from which line, in pools, caches and mappings.
+"""Observers: live allocations in pools, caches and mappings, with their time and source line.
 
-:func:`observe` makes an :class:`Observer`. Without an observer, allocations and frees cost nothing more.
+:func:`observe` makes an :class:`Observer`. Without an observer, allocations and frees have no extra cost.
 """
 
 from streamalloc.observing.live_view import LiveView, PoolFigures, live

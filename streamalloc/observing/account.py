@@ -1,9 +1,8 @@
 """An observer's account: the live allocations, and the history of allocations and frees.
 
-A thread that allocates or frees appends a note to a deque. It takes no lock, so that finalisers and signal handlers may
-append too. One thread at a time enters the notes into the account; another thread leaves its note to that thread. The
-statements that enter a note and remove it make no call: a signal handler that raises can neither lose a note nor have
-it entered twice.
+A thread that allocates or frees appends a note to a deque without a lock, so finalisers and signal handlers can append
+too. One thread at a time enters the notes into the account, including those of other threads. The statements that enter
+and remove a note make no call, so a signal handler that raises can neither lose a note nor enter it twice.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ Hook = Callable[[Allocation], object]
 
 # Kinds of notes.
 _ALLOCATED, _FREED, _FREE_FAILED, _ALLOCATION_FAILED = range(4)
-# Number of last frees to remember: the driver may still refuse them.
+# Number of recent frees to remember, because the driver may still refuse them.
 _REMEMBERED = 256
 
 
@@ -49,7 +48,7 @@ class Account:
     sessions: dict[Session, None]
     targets: InitVar[Sequence[object]]
     limit: int
-    """Bytes that may be allocated at once; 0: no limit."""
+    """Most bytes allocated at once; 0 for no limit."""
     depth: int
     """Stack frames to record of each allocation."""
     history: InitVar[int | None]
@@ -69,7 +68,7 @@ class Account:
     _logged: bool = False
     """Whether the file of the log was begun."""
     _entering: int | None = None
-    """Identifier of the thread that enters notes; only readers wait for it."""
+    """Identifier of the thread that enters notes; readers wait for it."""
 
     def __post_init__(self, targets: Sequence[object], history: int | None) -> None:
         self.happened: deque[Happening] = deque(maxlen=history)
@@ -158,7 +157,7 @@ class Account:
         return any(allocator is one for one in self._allocators) or any(at == one.location for one in self._devices)
 
     def asked(self, allocator: Allocator | None, nbytes: int) -> None:
-        """Memory is to be allocated: raise if a limit leaves no room."""
+        """Called before an allocation: raise if a limit leaves no room."""
         limits = [(self.limit, "the observer's limit")] if self.limit else []
         limits += [(phase.limit, f"the limit of phase {phase.path!r}") for phase in self.open if phase.limit]
         for limit, whose in limits:
@@ -176,7 +175,7 @@ class Account:
         return error
 
     def holders(self, location: MemLocation) -> list[str]:
-        """The lines whose allocations are live in a location, most bytes first."""
+        """The lines with live allocations in a location, most bytes first."""
         self._enter_notes(threading.get_ident())
         return largest(one for one in tuple(self.live.values()) if one.source.location == location)
 
@@ -193,15 +192,15 @@ class Account:
             self.look()
 
     def freed(self, address: int, stream: Any) -> None:
-        """Memory is about to be freed. Called by finalisers."""
+        """Called before a free, also by finalisers."""
         self._note(_FREED, address, -1 if stream is None else int(stream))
 
     def free_failed(self, address: int) -> None:
-        """The driver has refused a free. Called by finalisers."""
+        """Called after the driver refused a free, also by finalisers."""
         self._note(_FREE_FAILED, address, 0)
 
     def to_be_mapped(self, address: int, nbytes: int) -> None:
-        """Memory is to be mapped: raise if a limit leaves no room."""
+        """Called before memory is mapped: raise if a limit leaves no room."""
         if self._everything or self._devices or self._spanned(address):
             self.asked(None, nbytes)
 
@@ -254,7 +253,7 @@ class Account:
         self._notes.append((kind, what, stream, threading.get_ident(), now))
 
     def look(self) -> None:
-        """Enter the notes unless another thread does, and call the hook of frees."""
+        """Enter the notes unless another thread is doing it, and call the hook of frees."""
         self._enter_notes(threading.get_ident())
         while self._unreported and self.on_free is not None:
             try:
@@ -264,7 +263,7 @@ class Account:
             self.on_free(one)
 
     def settle(self) -> None:
-        """Enter all notes, for a reader; do deferred frees that can be done now."""
+        """Enter all notes for a reader, and make deferred frees that are possible now."""
         me = threading.get_ident()
         for session in self.sessions if self.started and self._entering != me else ():
             if session.usable:
@@ -272,7 +271,7 @@ class Account:
                 for allocator in watching_of(session).allocators():
                     if isinstance(allocator, CachingAllocator) and self.wants(allocator):
                         collect_dropped(allocator)
-        # A signal handler that reads in the middle of _enter() gets the account without the open note.
+        # If a signal handler reads during _enter(), it gets the account without the note in progress.
         while self._notes and self._entering != me:
             self._enter_notes(me)
             if self._notes:
@@ -286,7 +285,8 @@ class Account:
                 return
             self._entering = me
             try:
-                # No loop inside try: if a signal handler raises at its jump back, Python 3.12 and 3.13 skip "finally".
+                # No loop inside try: on Python 3.12 and 3.13 a signal handler that raises at a loop's jump back skips
+                # "finally".
                 self._enter_all()
             finally:
                 self._entering = None
@@ -312,7 +312,7 @@ class Account:
         unreported: tuple[Allocation, ...] = ()
         gone: tuple[Allocation, ...] = ()
         if kind == _ALLOCATED:
-            # Other code may have freed the memory by its address.
+            # Other code may have freed the memory through its address.
             before = self.live.get(what.address)
             total = self.nbytes + what.nbytes - (0 if before is None else before.nbytes)
             happened: tuple[Happening, ...] = (Happening("allocate", what, now, stream, thread),)
@@ -321,7 +321,7 @@ class Account:
             for phase in self.open:
                 phase.peak = max(phase.peak, total)
             peak = max(self.peak, total)
-            # No call from the change of self.live to the removal of the note, in all branches.
+            # In all branches there is no call between the change of self.live and the removal of the note.
             self.live[what.address] = what
             self.peak = peak
         elif kind == _FREED and what in self.live:
@@ -355,7 +355,7 @@ class Account:
 
 
 def _spans(target: object) -> list[tuple[int, int]]:
-    """The ranges of addresses in which an object maps memory: start and end."""
+    """The address ranges in which an object maps memory: start and end."""
     if isinstance(target, (VirtualBuffer, AddressRange)):
         range = target if isinstance(target, AddressRange) else target.range
         return [(range.address, range.address + range.nbytes)]
@@ -368,7 +368,7 @@ def _spans(target: object) -> list[tuple[int, int]]:
 
 
 def _mapped_in(target: object) -> list[tuple[int, int, Source]]:
-    """The mappings that an object has already: address, bytes and source."""
+    """The existing mappings of an object: address, bytes and source."""
     if isinstance(target, (VirtualBuffer, AddressRange)):
         return [(one.address, one.nbytes, Source("mapping", one.memory.location, "")) for one in target.mappings]
     if isinstance(target, PageSpace):

@@ -18,7 +18,7 @@ from streamalloc.core.errors import undoing
 from streamalloc.core.properties import MemLocationType
 from streamalloc.observing.records import Allocation, Happening, Phase
 
-# Bytes by which a pool grows. Allocations further apart are drawn as separate segments.
+# Growth step of a pool in bytes. Allocations further apart are drawn as separate segments.
 _STEP = 32 << 20
 
 
@@ -33,8 +33,8 @@ def save_pytorch(path: str | Path, history: Sequence[Happening], live: Iterable[
 def snapshot(history: Sequence[Happening], live: Iterable[Allocation]) -> dict[str, Any]:
     """A snapshot for PyTorch's memory viewer: the current ``segments``, and ``device_traces`` by device.
 
-    The driver does not report which memory a pool holds. A segment is a group of neighbouring allocations, live or
-    freed; its gaps are inactive blocks. A mapping is a segment of its own as long as it is mapped.
+    The driver does not report the address ranges of a pool. So a segment is a group of neighbouring allocations, live
+    or freed, and its gaps are inactive blocks. Each mapping is a separate segment while it is mapped.
     """
     live = [one for one in live if _device(one) is not None and one.address]
     happened = [one for one in history if _device(one.allocation) is not None]
@@ -72,7 +72,7 @@ def _entries(one: Happening) -> Iterator[dict[str, Any]]:
     for action in actions:
         place = {"action": action, "addr": allocation.address, "size": allocation.nbytes, "stream": one.stream}
         entry = {**place, "time_us": one.time // 1000, "frames": _frames(allocation)}
-        # The viewer needs the field; the device's free memory is not recorded.
+        # The viewer requires the field, but the device's free memory is not recorded.
         yield entry | {"device_free": 0} if action == "oom" else entry
 
 
@@ -83,7 +83,7 @@ def _frames(one: Allocation) -> list[dict[str, Any]]:
 
 
 def _clusters(allocations: Iterable[Allocation], gap: int) -> list[list[int]]:
-    """Start and end of each group of allocations that are at most ``gap`` bytes apart."""
+    """Start and end of each group of allocations with gaps of at most ``gap`` bytes."""
     found: list[list[int]] = []
     for begin, end in sorted({(one.address, one.address + one.nbytes) for one in allocations}):
         if found and begin - found[-1][1] <= gap:
@@ -97,7 +97,7 @@ def _segment(ordinal: int, start: int, stop: int, live: Iterable[Allocation], ex
     blocks: list[dict[str, Any]] = []
     at = start
     for one in sorted(live):
-        # The viewer adds sizes up to find the address of a block.
+        # The viewer computes a block's address by adding sizes.
         if one.address > at:
             blocks.append(_block(at, one.address - at, 0, "inactive", []))
         blocks.append(_block(one.address, one.nbytes, one.nbytes, "active_allocated", _frames(one)))
@@ -125,14 +125,14 @@ _HEADER = b"Thread,Time,Action,Pointer,Size,Stream,Pool,Stream name,Tag,Phase,Li
 
 
 class Log:
-    """A file like that of RMM's ``LoggingResourceAdaptor``, with columns for names and the line of the program.
+    """A file in the format of RMM's ``LoggingResourceAdaptor``, with further columns for names and the program's line.
 
     Nothing is buffered: the lines that :meth:`write` has written are there however the process ends.
     Mappings, which have no stream, get stream 0.
     """
 
     def __init__(self, path: str | Path, *, append: bool = False) -> None:
-        # A number, such as True, would be a descriptor, which the end of the log closes.
+        # os.fspath refuses numbers: open() would take one as a file descriptor and close it at the end of the log.
         self._file = open(os.fspath(path), "ab" if append else "wb", buffering=0)  # noqa: SIM115
         if not append:
             with undoing(self.close):
@@ -186,7 +186,7 @@ def save_chrome(
             size = {"requested": one.allocation.nbytes}
             events.append({"ph": "i", "s": "p", "name": "out of memory", "args": size} | common)
             continue
-        # A cache allocates memory that its pool has allocated, at the same address.
+        # A cache's allocation has the address of an allocation of its pool.
         gone = alive.pop(one.allocation.address, None)
         come = one.allocation if one.action == "allocate" else None
         if gone is not None:
@@ -210,7 +210,7 @@ def _counter(one: Allocation) -> str:
 
 
 def _before(history: Iterable[Happening], live: Iterable[Allocation]) -> dict[int, Allocation]:
-    """The allocations, by address, that were live before the first entry of the history."""
+    """The allocations, by address, that existed before the first entry of the history."""
     first: dict[int, Happening] = {}
     for one in history:
         if one.action != "failure":

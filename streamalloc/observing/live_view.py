@@ -1,7 +1,7 @@
-"""A view of this process's pools that updates itself, in a terminal or in a notebook while a cell runs.
+"""A self-updating view of this process's pools, in a terminal, or in a notebook while a cell runs.
 
-A thread reads the pools' statistics. It frees nothing, and invalidates no capture. The bar of used memory is a share of
-the reserved memory, and that of reserved memory a share of what the pool may reserve.
+A thread reads the pools' statistics. It frees no memory and invalidates no capture. The first bar is used memory as a
+share of reserved memory. The second is reserved memory as a share of the pool's capacity.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class PoolFigures(NamedTuple):
     """
 
     name: str
-    """Name of the pool, else the location of its memory; and the driver's handle."""
+    """Name of the pool or its location, and the driver's handle."""
     now: PoolStatistics
     capacity: int
-    """Bytes that it may reserve: its ``max_size``, else the memory of its device or of the host."""
+    """Most bytes the pool may reserve: ``max_size``, or its location's memory."""
 
 
 def _name(pool: MemoryPool) -> str:
@@ -74,7 +74,7 @@ class _Screen(NamedTuple):
 
 
 def _rows(figures: list[PoolFigures], shown: Callable[[int, int], str]) -> Iterator[tuple[str, ...]]:
-    """Rows of the table; ``shown`` draws a share of a total."""
+    """Rows of the table; ``shown`` formats a value and its total."""
     for name, now, capacity in figures:
         shares = shown(now.used, now.reserved), shown(now.reserved, capacity)
         yield name, *shares, mib(now.used_high), mib(now.reserved_high)
@@ -130,7 +130,7 @@ def _in_notebook() -> bool:
 
 
 class LiveView(Closes):
-    """A view that updates itself until :meth:`stop`; made by :func:`live`."""
+    """A self-updating view; made by :func:`live`. :meth:`stop` ends the updates."""
 
     def __init__(self, pools: tuple[MemoryPool, ...], every: float) -> None:
         self._pools = pools
@@ -140,7 +140,7 @@ class LiveView(Closes):
         self._screen: _Screen | None = None
 
     def figures(self) -> list[PoolFigures]:
-        """The statistics of the pools now, without pools that were closed."""
+        """The present statistics of the pools, without closed ones."""
         pools = self._pools or [pool for session in sessions() for pool in known_pools(session)]
         return [found for found in map(_figures, pools) if found is not None]
 
@@ -150,7 +150,7 @@ class LiveView(Closes):
         return self._thread is not None and self._thread.is_alive()
 
     def start(self) -> LiveView:
-        """Show the view, and update it from now on; idempotent."""
+        """Show the view and start its updates; idempotent."""
         if self._thread is None:
             self._over.clear()
             self._screen = screen = _notebook() if _in_notebook() else _terminal()
@@ -164,7 +164,7 @@ class LiveView(Closes):
             self._over.wait(self._every)
 
     def stop(self) -> None:
-        """Update the view a last time, and leave it on the screen; idempotent."""
+        """Update the view a last time and leave it on the screen; idempotent."""
         thread, screen = self._thread, self._screen
         self._thread = self._screen = None
         if thread is not None and screen is not None:
@@ -187,17 +187,17 @@ class LiveView(Closes):
 
 
 def live(*pools: MemoryPool, every: float = 0.5) -> LiveView:
-    """Make a view of pools that updates itself in a ``with`` block, or from ``start()`` to ``stop()``.
+    """Make a self-updating view of pools, for a ``with`` block or from ``start()`` to ``stop()``.
 
     :doc:`/docs/guides/observe` has a program.
 
-    In Jupyter it is a widget if ``ipywidgets`` is installed, else an output that is updated, also while a cell runs.
-    In a terminal it is a table drawn by ``rich``.
+    In Jupyter it is a widget if ``ipywidgets`` is installed, else an output that is updated even while a cell runs. In
+    a terminal it is a table drawn by ``rich``.
 
     Parameters
     ----------
     pools
-        The pools to show; default: all pools of this process, also pools that are made later.
+        The pools to show; default: all pools of this process, including later ones.
     every
         Seconds between updates.
 

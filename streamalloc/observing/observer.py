@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Observer(Drawn, Leaves):
-    """Records which memory is allocated, since when and from which line; made by :func:`observe`.
+    """Records live allocations with their time and source line; made by :func:`observe`.
 
     It records from :meth:`start` to :meth:`stop`; a ``with`` block calls both. Its records can be read after the block.
     """
@@ -38,7 +38,7 @@ class Observer(Drawn, Leaves):
     def __init__(self, account: Account) -> None:
         self._account = account
         self.phases: list[Phase] = []
-        """All phases so far, in the order of their beginning."""
+        """All phases so far, in order of their start."""
 
     # -- beginning and end -----------------------------------------------------------------------------------
 
@@ -48,7 +48,7 @@ class Observer(Drawn, Leaves):
         return self
 
     def stop(self) -> None:
-        """Stop observing; idempotent. Allocators that no other observer observes lose the cost of observing."""
+        """Stop observing; idempotent. Allocators without other observers lose the extra cost."""
         self._account.stop()
 
     def __enter__(self) -> Self:
@@ -64,7 +64,7 @@ class Observer(Drawn, Leaves):
 
     @property
     def limit(self) -> int:
-        """Bytes that may be allocated at once; 0: no limit. Assign to change it."""
+        """Most bytes allocated at once; 0 for no limit. Assign to change it."""
         return self._account.limit
 
     @limit.setter
@@ -93,7 +93,7 @@ class Observer(Drawn, Leaves):
 
     @property
     def history(self) -> tuple[Happening, ...]:
-        """Allocations, frees and failures, oldest first; the last ones only if ``history`` limits them."""
+        """Allocations, frees and failures, oldest first. With ``observe(history=n)``, only the last n."""
         self._account.settle()
         return tuple(self._account.happened)
 
@@ -107,16 +107,16 @@ class Observer(Drawn, Leaves):
 
     @contextlib.contextmanager
     def phase(self, name: str, limit: int = 0) -> Iterator[Phase]:
-        """A ``with`` block with a name, whose peak of allocated bytes is recorded.
+        """A named ``with`` block, whose peak of allocated bytes is recorded.
 
-        Phases may be nested, and several threads may be in one each. Every phase counts the memory of all threads.
+        Phases may be nested, and several threads may each be in a phase. Every phase counts the memory of all threads.
 
         Parameters
         ----------
         name
             Name of the phase. Several phases may have the same name.
         limit
-            Bytes that may be allocated at once during the phase; 0: no limit.
+            Most bytes allocated at once during the phase; 0 for no limit.
         """
         checked_type("name", name, str)
         checked_size("limit", limit)
@@ -185,25 +185,25 @@ def observe(
     log: str | Path | None = None,
     driver: Driver | None = None,
 ) -> Observer:
-    """Make an observer of memory, for a ``with`` block: allocations, their lines, limits and leaks.
+    """Make an observer of memory for a ``with`` block: allocations, their lines, limits and leaks.
 
-    It records every allocation and free, also frees of finalisers and deferred frees. While it does, an
-    :class:`OutOfMemoryError` names the lines that hold the memory (``holders``). Several observers may observe the
-    same memory, and start and stop in any order. Not recorded: memory allocated before the start (except existing
-    mappings of the objects passed), memory owned by the graph of a capture, and memory that another library allocates
-    from a pool's handle.
+    It records every allocation and free, including those of finalisers and deferred frees. Meanwhile an
+    :class:`OutOfMemoryError` names the lines that hold the memory (``holders``). Several observers may observe the same
+    memory, and start and stop in any order. Not recorded: memory allocated before the start (except existing mappings
+    of the objects passed), memory owned by the graph of a capture, and memory that another library allocates from a
+    pool's handle.
 
     Parameters
     ----------
     what
         Pools, caches (with their pool), growable and striped buffers, address ranges, spaces of pages (the committed
-        ones), symmetric memory; or devices, for all of these in the device's memory, also those made later. Default:
+        ones), symmetric memory; or devices, for all of these in the device's memory, including later ones. Default:
         everything of ``driver``. Allocations without a pool (:func:`streamalloc.allocate`) are observed with their
         device. In a range or buffer that was passed each mapping counts; else memory counts at its first mapping, until
         that is closed, and memory of another process does not count.
     limit
-        Bytes that may be allocated at once; 0: no limit. A larger allocation raises :class:`OutOfMemoryError` before
-        the driver is called. Threads that allocate at the same moment may together exceed the limit.
+        Most bytes allocated at once; 0 for no limit. A larger allocation raises :class:`OutOfMemoryError` before the
+        driver is called. Threads that allocate at the same moment may together exceed the limit.
     depth
         Stack frames to record of each allocation; 1: only the line that called the library; 0: none.
     history
@@ -211,12 +211,11 @@ def observe(
     on_allocate, on_free
         Functions called with the :class:`Allocation`. If ``on_allocate`` raises, the memory is freed and the caller of
         the allocation gets the error. If ``on_free`` raises, the memory is freed and the caller of the free gets it.
-        For memory that a finaliser has freed, ``on_free`` is called at the next allocation, free, or look at the
-        observer.
+        For memory freed by a finaliser, ``on_free`` is called at the next allocation, free, or read of the observer.
     nvtx
         True: phases are NVTX ranges, and the allocated bytes an NVTX counter (needs ``nvtx``).
     log
-        A file for a line on each allocation, free and failure, written at once: it has them all if the process is
+        A file that gets a line for each allocation, free and failure at once, so it is complete even if the process is
         killed. The format is that of :meth:`Observer.save_rmm`. Frees by finalisers are written with the next line.
     driver
         The driver to observe if ``what`` is empty.
@@ -224,7 +223,7 @@ def observe(
     Raises
     ------
     TypeError, ValueError
-        An object cannot be observed, a hook is no function, or a number is out of range.
+        An object cannot be observed, a hook is not a function, or a number is out of range.
     ClosedError
         An object was closed.
 

@@ -1,4 +1,4 @@
-"""Records of an observer: allocations, the lines that made them, and their history."""
+"""Records of an observer: allocations, their source lines, and their history."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Action = Literal["allocate", "free", "failure"]
 
 
 class Site(NamedTuple):
-    """A line of a program, stored as code object and instruction; the line number is computed on request.
+    """A line of a program, stored as code object and instruction offset. The line number is computed on request.
 
     The field ``sites`` of :class:`Allocation` and ``site`` of :class:`Place`.
     """
@@ -49,7 +49,7 @@ class Site(NamedTuple):
 
 
 def sites(depth: int) -> tuple[Site, ...]:
-    """The frames that called the library, innermost first; at most ``depth``."""
+    """The frames that called the library, innermost first, at most ``depth``."""
     return tuple(map(Site._make, here(depth)))
 
 
@@ -63,7 +63,7 @@ class Source(NamedTuple):
     """``"mapping"``: physical memory mapped into an address range."""
     location: MemLocation
     name: str
-    """Name of the pool (``MemoryPool(name=)``); empty for a pool without one, and for mappings."""
+    """Name of the pool (``MemoryPool(name=)``); may be empty."""
 
 
 class Allocation(NamedTuple):
@@ -93,7 +93,7 @@ class Allocation(NamedTuple):
 
     @property
     def names(self) -> tuple[tuple[str, str], ...]:
-        """Names that the program gave: of the pool, the stream, the tag and the phase; those that are there."""
+        """Non-empty names that the program gave: of pool, stream, tag and phase."""
         all_of = ("pool", self.source.name), ("stream", self.stream_name), ("tag", self.tag), ("phase", self.phase)
         return tuple([one for one in all_of if one[1]])
 
@@ -120,7 +120,7 @@ class Happening(NamedTuple):
 
 
 class Phase:
-    """A named block of a program, and its peak of allocated bytes.
+    """A named block of a program, with its peak of allocated bytes.
 
     :meth:`Observer.phase` makes it.
     """
@@ -128,9 +128,9 @@ class Phase:
     def __init__(self, name: str, parent: Phase | None, nbytes: int, limit: int) -> None:
         self.name: str = name
         self.path: str = name if parent is None else f"{parent.path}/{name}"
-        """Names of the enclosing phases and its own: ``"epoch/forward"``."""
+        """Names of enclosing phases and its own, such as ``"epoch/forward"``."""
         self.limit: int = limit
-        """Bytes that may be allocated at once; 0: no limit."""
+        """Most bytes allocated at once; 0 for no limit."""
         self.began: int = time.time_ns()
         """Nanoseconds (``time.time_ns``)."""
         self.ended: int | None = None
@@ -142,11 +142,11 @@ class Phase:
         self.after: int | None = None
         """Bytes allocated at the end; None before."""
         self.peak: int = nbytes
-        """Most bytes allocated at once during it, including those from before."""
+        """Most bytes allocated at once during it, earlier allocations included."""
 
     @property
     def grown(self) -> int:
-        """Bytes of the peak above those allocated at the beginning."""
+        """Bytes that the peak exceeds the initial bytes by."""
         return self.peak - self.before
 
     def __repr__(self) -> str:

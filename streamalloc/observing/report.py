@@ -11,7 +11,7 @@ from streamalloc.observing.records import Allocation, Site
 
 
 class LeakError(AssertionError):
-    """Memory is still allocated; ``report`` has the bytes and the lines.
+    """Memory is still allocated; ``report`` lists the bytes and lines.
 
     :meth:`Observer.assert_nothing_left` raises it.
     """
@@ -22,7 +22,7 @@ class LeakError(AssertionError):
 
 
 class Place(NamedTuple):
-    """Live allocations of one line of a program, with the same names.
+    """Live allocations of one program line with equal names.
 
     A :class:`LeakReport` lists them.
     """
@@ -60,7 +60,7 @@ def places(allocations: Iterable[Allocation]) -> list[Place]:
 
 
 def largest(allocations: Iterable[Allocation]) -> list[str]:
-    """Lines of text for the five places with the most bytes, and one line for all others."""
+    """Lines of text for the five places with the most bytes, and one line for the others."""
     found = places(allocations)
     rest = tuple(one for place in found[5:] for one in place.allocations)
     lines = [str(place) for place in found[:5]]
@@ -73,7 +73,7 @@ def _amount(allocations: Sequence[Allocation]) -> str:
 
 
 class LeakReport:
-    """Memory that is still allocated, by line. True in a condition if there is any.
+    """Memory that is still allocated, by line. True as a condition if there is any.
 
     :meth:`Observer.leaks` returns it.
     """

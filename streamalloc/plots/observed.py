@@ -20,7 +20,7 @@ from streamalloc.plots import style
 def memory(of: Observer) -> Figure:
     """Draw the allocated bytes over time by tag or pool, with the phases above; return the figure.
 
-    :meth:`observing.Observer.plot` draws it, too; :doc:`/05-one-pool` shows such a picture.
+    :meth:`observing.Observer.plot` draws it too; :doc:`/05-one-pool` has an example.
 
     It begins with the first entry of the history, see ``history=`` of :func:`streamalloc.observing.observe`.
     """
@@ -211,7 +211,7 @@ def _lives(steps: Iterable[_Step]) -> list[Life]:
             address, nbytes, stream = args
             former = [one for one in freed if one.address < address + nbytes and address < one.address + one.nbytes]
             reasons = [one.after.get(stream, one.after.get(-1, OTHER)) for one in former]
-            # If the memory of several frees is reused, the weakest reason counts.
+            # If several freed ranges are reused, the weakest reason counts.
             why = max(reasons, key=list(WHY).index, default="")
             freed = [one for one in freed if one not in former]
             live[address] = len(found)
@@ -237,8 +237,8 @@ def _lives(steps: Iterable[_Step]) -> list[Life]:
 def reuse(of: Observer | Iterable[Call], *, ax: Axes | None = None) -> Figure:
     """Draw the allocations as boxes over calls and addresses, and return the figure.
 
-    The height of a box is its size, its colour the stream. The colour of its left edge is the reason why it could reuse
-    freed memory; ``of`` is as for :func:`lives`. Unused addresses are left out.
+    The height of a box shows its size, the colour its stream. The colour of its left edge shows why it could reuse
+    freed memory. ``of``: as for :func:`lives`. Unused addresses are left out.
     """
     found = lives(of)
     places = _packed(found)

@@ -17,7 +17,7 @@ MiB = 1 << 20
 WIDTH = 9.4
 """Inches: the width of a figure in a notebook."""
 
-# Each colour means one thing in all figures. Locations have those of :func:`streamalloc.core.html.color_of`.
+# Each colour has one meaning in all figures. Locations use :func:`streamalloc.core.html.color_of`.
 INK, GREY, TINT = "#24292f", "#6e7781", "#eef4fa"
 RESERVED, RESERVED_EDGE, USED = "#cfe0f1", "#7ba3cf", "#1f4e86"
 RED = "#b3402e"
@@ -27,7 +27,7 @@ USES = (USED, "#93b1d6", "#4c74a8", "#7599c6", "#2c548a", "#5f87bb")
 STREAMS = ("#9fd3c7", "#f4d58d", "#d8b4e2", "#b7d58f", "#f2b5a7", "#c8c2b4", "#e6a4c4", "#aeb9c7")
 """Streams, in order."""
 PHASES = ("#d5dae0", "#e4e7eb", "#eef0f3")
-"""Phases: the outer ones, and the inner ones by turns."""
+"""Colours of phases: outermost first; inner ones alternate."""
 
 STYLE: dict[str, Any] = {
     **dict.fromkeys(("figure.facecolor", "savefig.facecolor", "axes.facecolor", "hatch.color"), "white"),
@@ -61,7 +61,7 @@ def styled() -> Iterator[None]:
 class Picture(Figure):
     """A figure that a cell of a notebook draws once.
 
-    At the end of a cell the backend of notebooks draws all figures that are open, which the value of the last line is.
+    At the end of a cell the notebook backend draws all open figures, and would draw the value of the last line again.
     """
 
     def _ipython_display_(self) -> None:
@@ -82,12 +82,12 @@ TIMES = (Unit("seconds", 10**9), Unit("milliseconds", 10**6), Unit("microseconds
 
 
 def unit_of(most: float, units: Sequence[Unit] = _UNITS) -> Unit:
-    """The largest of the units in which ``most`` bytes, or nanoseconds, are 2 or more; the second for nothing."""
+    """The largest unit in which ``most`` (bytes or nanoseconds) is at least 2. For 0, the second unit."""
     return next((one for one in units if most >= 2 * one.scale), units[-1]) if most else units[1]
 
 
 def whole_numbers(axis: Axis, most: float) -> None:
-    """Set up an axis from 0 to a little more than ``most``, with at most six labels, all of whole numbers."""
+    """Scale an axis from 0 to slightly above ``most``, with at most six labels, all whole numbers."""
     axis.set_view_interval(0, 1.08 * max(most, 1), ignore=True)
     axis.set_major_locator(MaxNLocator(5, steps=[1, 2, 4, 5, 8, 10], integer=True))
     axis.set_major_formatter("{x:,.0f}")
@@ -153,7 +153,7 @@ def inside(
     texts: Iterable[tuple[float, float, float, str, str]],
     heights: Iterable[float] = itertools.repeat(1),
 ) -> None:
-    """Write texts into those bars that are large enough; of two lines, the first if both are too wide together.
+    """Write texts into the bars that are large enough. If two lines do not fit, write only the first.
 
     A text is start and stop of the bar, its row, the text and its colour. ``heights`` are those of the bars.
     """
@@ -162,7 +162,7 @@ def inside(
     for (start, stop, row, text, ink), height in zip(texts, heights, strict=False):
         width, tall = map(abs, ax.transData.transform((stop - start, height)) - zero)
         for shown in (text.replace("\n", ": "), text.partition("\n")[0]) if text else ():
-            # Before a text is made, which takes time: no character has less than 3 pixels.
+            # Checked first, because making a text is slow; no character has less than 3 pixels.
             if 3 * len(shown) > width:
                 continue
             label = ax.text((start + stop) / 2, row, shown, color=ink, ha="center", va="center", weight="bold")

@@ -19,7 +19,7 @@ assert multiprocessing.process
 
 @contextlib.contextmanager
 def inherited(**values: str) -> Iterator[None]:
-    """Variables that the processes started in a ``with`` block have, also those of a multiprocessing server."""
+    """Set variables for the processes started in a ``with`` block, even by a multiprocessing server."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in values.items():
             patch.setenv(name, value)

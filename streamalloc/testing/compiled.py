@@ -1,4 +1,4 @@
-"""Imports of libraries that call CUDA's C libraries themselves, which an installed machine does not reach."""
+"""Detection of libraries that call CUDA's C libraries directly, which bypasses an installed machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LIBRARIES = {
     "torch": "PyTorch",
     "triton": "Triton",
 }
-"""Names of libraries by module: those whose own extension modules do not show that they use CUDA."""
+"""Library names by module, for libraries whose extension modules do not reveal CUDA."""
 _MARKS = (b"cuda.bindings.cy", b"libcuda.so", b"libcudart.so")
 """Bytes in extension modules that call CUDA's C libraries."""
 _OURS = ("cuda.bindings", "cuda.pathfinder")
@@ -31,7 +31,7 @@ _reported: set[str] = set()
 
 @contextlib.contextmanager
 def watch_imports() -> Iterator[None]:
-    """Warn in the block about each library that calls CUDA's C libraries, when it is imported or they are loaded."""
+    """In the block, warn about each imported library that calls CUDA's C libraries."""
     global _watching, _added
     if not _added:
         _added = True

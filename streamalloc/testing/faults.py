@@ -1,4 +1,4 @@
-"""A driver that refuses the calls that a test names while it runs."""
+"""A driver that refuses the calls that a test names at run time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from streamalloc.driver import Driver, Faulty
 
 if TYPE_CHECKING:
-    # A base of type Any has all functions of a driver: without it type checkers take the class for abstract.
+    # A base of type Any has all driver functions, so type checkers do not take the class for abstract.
     _Functions: Any
 else:
     _Functions = object
@@ -18,8 +18,8 @@ _NEVER = 1 << 62
 class Faults(Faulty, _Functions):  # type: ignore[misc]
     """A driver that refuses the calls named by :meth:`fail`, and passes all others on.
 
-    A fault also affects objects made before it was set. ``seen`` names the calls since then, and ``failed`` those that
-    were refused.
+    A fault also affects objects made before it was set. ``seen`` lists the calls since then, and ``failed`` the refused
+    ones.
 
     Parameters
     ----------

@@ -15,11 +15,11 @@ _SIZE = 64
 
 
 class Gate(Closes):
-    """Holds streams until the host opens it, so that a test can rely on work that is still pending.
+    """Holds streams until the host opens it, so that a test can rely on pending work.
 
-    A held stream waits for a flag in pinned host memory (``cuStreamWaitValue32``). Other streams go on, and the device
-    stays idle. A gate can hold again after it was opened. The end of its ``with`` block opens the gate, synchronises
-    the device, and frees the flag. On hardware, load kernels before a stream is held: loading a module may wait for it.
+    A held stream waits for a flag in pinned host memory (``cuStreamWaitValue32``). Other streams continue, and the
+    device stays idle. An opened gate can hold again. The end of its ``with`` block opens the gate, synchronises the
+    device, and frees the flag. On hardware, load kernels before a stream is held: loading a module may wait for it.
 
     Parameters
     ----------

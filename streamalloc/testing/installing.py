@@ -1,4 +1,4 @@
-"""A simulated machine in the place of ``cuda.bindings.driver`` and ``cuda.bindings.runtime``."""
+"""A simulated machine in place of ``cuda.bindings.driver`` and ``cuda.bindings.runtime``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from streamalloc.driver.internal import (
 from streamalloc.testing.compiled import watch_imports
 
 VARIABLE = "STREAMALLOC_INSTALL"
-"""Environment variable with the machine that child processes install."""
+"""Environment variable that names the machine for child processes."""
 KERNELS = "STREAMALLOC_KERNELS"
 """Environment variable with the Python files of kernels, as JSON, that child processes run first."""
 _STARTUP = str(Path(__file__).with_name("startup"))
@@ -38,30 +38,30 @@ _STARTUP = str(Path(__file__).with_name("startup"))
 _installed = threading.Lock()
 """Held while a machine is installed."""
 _targets: dict[str, Any] = {}
-"""Replacement of each module; empty while nothing is installed."""
+"""Replacement of each module; empty if nothing is installed."""
 _for_good = contextlib.ExitStack()
 
 
 @contextlib.contextmanager
 def install(machine: Driver | None = None, *, kernels: Iterable[str] = ()) -> Iterator[Driver]:
-    """Put a simulated machine in the place of the CUDA driver, for code that calls it through the bindings.
+    """Install a simulated machine in place of the CUDA driver, for code that uses the bindings.
 
     In the block, the functions of ``cuda.bindings.driver`` and ``cuda.bindings.runtime`` are those of the machine, and
-    the machine is the default driver of this package. It makes no difference whether the program imported the modules
-    before or in the block. Functions that were imported by name (``from cuda.bindings.driver import cuMemAlloc``) are
-    replaced in the modules of the program; those that were imported before the block and are kept elsewhere (as
-    attributes of classes or objects, default arguments, in closures) stay those of the real driver.
+    the machine is the default driver of this package. The program may import the modules before or in the block.
+    Functions imported by name (``from cuda.bindings.driver import cuMemAlloc``) are replaced in the program's modules.
+    Functions that were imported earlier and are stored elsewhere (attributes of classes or objects, default arguments,
+    closures) remain those of the real driver.
 
     Child processes that are Python programs and inherit the environment install a machine with the same settings, with
     the same devices. A child of ``os.fork`` can use the machine if the parent has not initialised it, as on hardware.
 
-    What calls CUDA's C libraries itself (CuPy, PyTorch, cuda.core, ctypes) does not see the machine. Where such a
-    library is imported in the block, a :class:`RuntimeWarning` says so.
+    Code that calls CUDA's C libraries directly (CuPy, PyTorch, cuda.core, ctypes) does not use the machine. An import
+    of such a library in the block gives a :class:`RuntimeWarning`.
 
-    ``CUDA_VISIBLE_DEVICES`` hides devices of the machine if the program has set it before it initialises the driver:
-    in the process itself or, from the block, for child processes. The value with which the first process began names
-    this computer's GPUs. It does not count, and is taken away until the end of the block. The same rule holds for the
-    machine that ``STREAMALLOC_DRIVER`` names, but there each process sets its own value.
+    ``CUDA_VISIBLE_DEVICES`` hides devices of the machine if the program sets it before it initialises the driver: in
+    the process itself or, from the block, for child processes. The initial value of the first process names this
+    computer's GPUs. It has no effect, and is removed until the end of the block. The same applies to a machine named by
+    ``STREAMALLOC_DRIVER``, but there each process sets its own value.
 
     Parameters
     ----------
@@ -91,7 +91,7 @@ def install(machine: Driver | None = None, *, kernels: Iterable[str] = ()) -> It
         undo.callback(_installed.release)
         undo.callback(_targets.clear)
         _targets.update({cuda.__name__: driver, runtime().__name__: Runtime(driver)})
-        undo.callback(sd.real.cache_clear)  # the machine may have been found as the real driver
+        undo.callback(sd.real.cache_clear)  # the machine may be cached as the real driver
         for holder, name, stand_in in _places():
             undo.callback(setattr, holder, name, getattr(holder, name))
             setattr(holder, name, stand_in)
@@ -112,7 +112,7 @@ def install(machine: Driver | None = None, *, kernels: Iterable[str] = ()) -> It
 
 
 def _places() -> list[tuple[ModuleType, str, Callable[..., Any]]]:
-    """Each module of the program, and name in it, that has a function of the bindings, and the function's stand-in."""
+    """Each module and name in the program that holds a function of the bindings, with its replacement."""
     functions: dict[int, Callable[..., Any]] = {}
     for module in (cuda, runtime()):
         for name, found in vars(module).items():
@@ -129,12 +129,13 @@ def _places() -> list[tuple[ModuleType, str, Callable[..., Any]]]:
 
 @functools.cache
 def _stand_in(module: str, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that calls the installed machine; the bindings while there is none, for those who still have it."""
+    """Return a function that calls the installed machine, or the bindings if no machine is installed any more."""
 
     @functools.wraps(function)
     def call(*args: Any, **named: Any) -> Any:
         found = getattr(_targets.get(module), name, function)
-        # A runtime function that needs no driver is that of the bindings, which this wrapper has replaced.
+        # For runtime functions without a driver call, the machine uses the bindings' function, which this wrapper has
+        # replaced.
         return (function if found is call else found)(*args, **named)
 
     return call
@@ -148,13 +149,13 @@ def _set_variable(name: str, value: str | None) -> None:
 
 
 def _search_path() -> str:
-    """The value of PYTHONPATH with which Python finds our ``sitecustomize`` first."""
+    """The value of PYTHONPATH that makes Python find this package's ``sitecustomize`` first."""
     others = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one and one != _STARTUP]
     return os.pathsep.join([_STARTUP, *others])
 
 
 def install_in_child() -> None:
-    """Install the machine of the parent process for the life of this one; nothing happens where it has none."""
+    """Install the parent's machine for the life of this process. No effect if the parent has none."""
     text = os.environ.get(VARIABLE)
     if text:
         _, settings = read_choice(text, VARIABLE)

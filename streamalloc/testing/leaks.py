@@ -1,4 +1,4 @@
-"""Driver resources that a test makes and does not release, with the lines that made them."""
+"""Driver resources that a test does not release, with the lines that created them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from streamalloc.driver.internal import COUNTED, Account, RLock, Stack, Wrapper,
 
 
 class Leak(NamedTuple):
-    """A driver resource that was made and not released."""
+    """A driver resource that was created and not released."""
 
     kind: str
     """Kind of resource, such as ``"stream"``."""
@@ -38,14 +38,14 @@ _EXPORTS = {"cuMemExportToShareableHandle", "cuMemPoolExportToShareableHandle", 
 def descriptor_key(number: int) -> tuple[int, int, int]:
     """Identity of an open descriptor: its number, and device and number of the file's inode.
 
-    After a close another file may get the same number.
+    The number alone is not enough: after a close another file may get it.
     """
     status = os.fstat(number)
     return number, status.st_dev, status.st_ino
 
 
 class Accounts(Wrapper):
-    """A driver that records each resource that is made, with the stack of the call, until it is released.
+    """A driver that records each created resource, with the call's stack, until its release.
 
     Memory that is allocated in a capture belongs to its graph, and is not counted.
 
@@ -62,10 +62,10 @@ class Accounts(Wrapper):
         self._account = Account()
         self._made: dict[int, tuple[str, Stack]] = {}
         self.exported: dict[tuple[int, int, int], Stack] = {}
-        """Stacks of calls that returned a file descriptor, by :func:`descriptor_key`."""
+        """Stacks of calls that returned file descriptors, by :func:`descriptor_key`."""
 
     def __getattr__(self, name: str) -> Any:
-        # Functions that make and release nothing are called directly.
+        # Functions that neither create nor release resources are called directly.
         if name in COUNTED | _EXPORTS or name.startswith("__"):
             return super().__getattr__(name)
         return getattr(self._wrapped, name)

@@ -15,12 +15,12 @@ from streamalloc.driver.internal import SETTLERS, default_of_threads
 from streamalloc.testing.settling import settle
 
 lasting: Callable[..., Driver] = functools.cache(simulated)
-"""Returns the simulated machine of this process with these settings; made at the first call."""
+"""Returns this process's simulated machine with these settings; cached."""
 
 
 @contextlib.contextmanager
 def by_default(driver: Driver) -> Iterator[None]:
-    """Make a driver the default in a block, also for threads started in it."""
+    """Make a driver the default in a ``with`` block, including threads started in it."""
     before = default_of_threads()
     with use(driver):
         set_default(driver)
@@ -31,7 +31,7 @@ def by_default(driver: Driver) -> Iterator[None]:
 
 
 def rest(driver: Driver) -> None:
-    """Synchronise all devices and do deferred work, so that nothing of this test happens in the next one."""
+    """Synchronise all devices and do deferred work, so that no work of this test runs during the next one."""
     gc.collect()
     for ordinal in range(Device.count(driver)):
         Device(ordinal, driver=driver).synchronize()

@@ -13,7 +13,7 @@ from streamalloc.core.internal import Stream, stream_call
 
 Values: TypeAlias = npt.NDArray[Any]
 AddressLike: TypeAlias = Any
-"""A device address, or an object that has one as ``address``."""
+"""A device address, or an object with an ``address``."""
 
 _OPERATIONS: dict[str, Callable[..., Values]] = {
     "add": np.add,
@@ -31,7 +31,7 @@ SUPPORTED: dict[str, frozenset[str]] = {
     "float32": frozenset(("add",)),
     "float64": frozenset(("add",)),
 }
-"""Operations that have an instruction, by numpy's name of the type."""
+"""Supported operations, by NumPy name of the type."""
 
 
 def multimem_st(stream: Stream, address: AddressLike, values: Values) -> None:
@@ -100,7 +100,7 @@ def multimem_red(stream: Stream, address: AddressLike, values: Values, op: str =
         given = np.frombuffer(data, array.dtype, size // array.itemsize, offset)
         replica[:] = _combine(op, replica, given)
 
-    # Tells a checker that atomic operations need no order among themselves.
+    # Marks the operation for a checker: atomic operations need no order among each other.
     reduce.atomic = True  # type: ignore[attr-defined]
     _launch(stream, lambda launch: launch.update(at, len(data), reduce))
 

@@ -1,4 +1,4 @@
-"""Objects of streamalloc and file descriptors that a test opens and does not close, with the lines that made them."""
+"""Objects of streamalloc and file descriptors that a test does not close, with the lines that created them."""
 
 from __future__ import annotations
 
@@ -32,29 +32,29 @@ from streamalloc.testing.leaks import Leak, descriptor_key
 from streamalloc.vmm import GrowableBuffer, SleepGroup, SparseArray
 
 _LOADED = (RingConsumer, RingProducer, SymmetricMemory, GrowableBuffer, SleepGroup, SparseArray)
-"""Classes whose modules have to be imported before a watch begins."""
+"""Classes whose modules must be imported before a watch."""
 
 _DIRECT = (Stream, Event, Graph, MemoryPool, Fd)
-"""Classes with one driver handle or descriptor, which is counted itself."""
-_DEPTH = 6  # levels of attributes and containers that are searched for an object's members
+"""Classes with one driver handle or descriptor, which counts as them."""
+_DEPTH = 6  # levels of attributes and containers to search for an object's members
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _COUNTED = {"socket:": "socket", "pipe:": "pipe", "/memfd:": "memfd"}
 _MACHINE = "/memfd:streamalloc:"
 _GRACE = 0.5
-"""Seconds in which threads that are about to end may do so."""
+"""Seconds for ending threads to end."""
 _WITH_THREADS = ("streamalloc.", "multiprocessing.", "asyncio.", "tqdm.")
-"""Modules whose threads end by themselves, or belong to an object that is counted."""
+"""Modules whose threads end by themselves or belong to counted objects."""
 _STANDARD = 3
 _NOT_KEEPERS = ("streamalloc.driver.", "streamalloc.testing.")
 
 
 class OpenObject(NamedTuple):
-    """An object or descriptor that is open at the end of a test."""
+    """An object or descriptor still open at the end of a test."""
 
     what: str
     """Description, such as ``"Channel"``."""
     place: Stack
-    """Stack of the call that made it, without frames of this package; empty if unknown."""
+    """Stack of the creating call, without this package's frames; may be empty."""
 
     def __str__(self) -> str:
         return "\n".join([self.what, *lines(self.place)])
@@ -67,7 +67,7 @@ class _Made(NamedTuple):
 
 
 class _Places:
-    """Stacks of the calls that make objects, recorded during a watch."""
+    """Stacks of calls that create objects, recorded during a watch."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -77,12 +77,12 @@ class _Places:
         self._numbers = itertools.count(1)
 
     def of(self, thing: object) -> Stack:
-        """The stack of the call that made an object; empty if it was not recorded."""
+        """The stack of an object's creation; empty if not recorded."""
         found = self._found.get(id(thing))
         return found.place if found is not None and found.reference() is thing else ()
 
     def order(self, thing: object) -> int:
-        """The number of an object in the order of their creation; 0 if it was not recorded."""
+        """The number of an object in creation order; 0 if not recorded."""
         return self._found[id(thing)].number if self.of(thing) else 0
 
     def begin(self) -> None:
@@ -142,7 +142,7 @@ class Watch(Leaves):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """A block whose objects outlive the test, and are not counted."""
+        """A ``with`` block whose objects may outlive the test, and are not counted."""
         with Watch() as block:
             yield
             self._objects |= {id(one): _reference(one) for one in _live() if not block._was_there(one)}
@@ -159,8 +159,8 @@ class Watch(Leaves):
         driver
             The driver under test, which may hold descriptors of its own.
         leaks
-            Driver resources that were not released. Resources of an open object are counted as this object, and events
-            that a stream keeps to record again as the stream.
+            Driver resources that were not released. Resources of an open object count as the object. A stream's spare
+            events count as the stream.
         exported
             Stacks of the calls in which the driver returned a descriptor.
         """
@@ -189,11 +189,11 @@ class Watch(Leaves):
         seen = set(filter(None, places))
         kept += [one for one in self._left_open(inside, live, exported) if one.place not in seen]
         left = [leak for leak in leaks if leak.place not in seen]
-        # A closed pool stays for its allocations: those come first.
+        # A closed pool stays because of its allocations, so report those first.
         return sorted(left, key=lambda leak: leak.kind in ("pool", "event")) + kept + self._running()
 
     def _running(self) -> list[Leak | OpenObject]:
-        """The threads that the test has started and not ended, with the lines that they are in."""
+        """Threads that the test started and did not end, with their present lines."""
         end = time.monotonic() + _GRACE
         found: list[Leak | OpenObject] = []
         for one in set(threading.enumerate()) - self._threads - {threading.current_thread()}:
@@ -231,7 +231,7 @@ class Watch(Leaves):
             if key in self._descriptors or number in _interpreters():
                 continue
             if owner is None and (number in sockets or (name.startswith(_MACHINE) and key not in exported)):
-                continue  # it belongs to an object, or to the simulated machine
+                continue  # it belongs to a counted object, or to the simulated machine
             if owner is not None and (not isinstance(owner, Fd) or id(owner) in inside):
                 continue  # counted as the object, or kept by the package
             if kind or key in exported or owner is not None:
@@ -254,7 +254,7 @@ def _reference(thing: object) -> weakref.ref[object] | None:
 
 
 def _place_of_handle(thing: Any, leaks: Sequence[Leak]) -> Stack:
-    """The stack of the call that made an object's handle, for an object made without ``__init__``."""
+    """The stack of the call that created an object's handle, for objects made without ``__init__``."""
     handles = {value for name in ("handle", "address") if isinstance(value := getattr(thing, name, None), int)}
     return next((leak.place for leak in leaks if leak.handle in handles), ())
 
@@ -270,7 +270,7 @@ def _is_open(thing: Any) -> bool:
 
 
 def _inside(driver: Driver) -> set[int]:
-    """``id`` of each object that the package itself keeps for a driver or for the process."""
+    """``id`` of each object that the package keeps for a driver or for the process."""
     modules = (module for name, module in tuple(sys.modules.items())
                if name.startswith("streamalloc.") and not name.startswith(_NOT_KEEPERS))  # fmt: skip
     threads = (one for frame in sys._current_frames().values() for one in _locals_of_ours(frame))
@@ -278,7 +278,7 @@ def _inside(driver: Driver) -> set[int]:
 
 
 def _locals_of_ours(frame: types.FrameType | None) -> list[object]:
-    """The variables of a thread that runs only functions of this package and of :mod:`threading`."""
+    """Variables of a thread that runs only functions of this package and :mod:`threading`."""
     found: list[object] = []
     while frame is not None:
         module = frame.f_globals.get("__name__", "")

@@ -114,7 +114,7 @@ def _option(config: pytest.Config, name: str) -> Any:
 
 
 def driver_under_test(config: pytest.Config) -> str:
-    """Name of the driver that tests run on: ``"cuda"`` or ``"simulated"``."""
+    """Name of the driver under test: ``"cuda"`` or ``"simulated"``."""
     return _choice(config)[0]
 
 
@@ -179,7 +179,7 @@ _ARGUMENTS: dict[str, tuple[type, Any]] = {
 
 
 def _needs(node: pytest.Item | pytest.Collector) -> Needs:
-    """The marks of a test, a class or a module as one; the closest mark overrides the others."""
+    """The combined marks of a test, class or module; the closest mark has priority."""
     found: dict[str, Any] = {}
     for mark in node.iter_markers(_MARK):
         for name, value in mark.kwargs.items():
@@ -199,7 +199,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     try:
         _prepare_marked(config, items)
     except pytest.UsageError as error:
-        if hasattr(config, "workerinput"):  # pytest-xdist shows no usage error of its processes
+        if hasattr(config, "workerinput"):  # pytest-xdist does not show usage errors of its workers
             print(f"ERROR: {error}", file=sys.stderr, flush=True)
         raise
 
@@ -220,14 +220,14 @@ def _prepare_marked(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def _give_machine(item: pytest.Item) -> None:
-    """Add the machine's fixture to a marked test that does not take it."""
+    """Add the machine's fixture to a marked test that does not request it."""
     names = getattr(item, "fixturenames", None)
     if names is None:
         raise pytest.UsageError(f"{item.nodeid}: {_MARK}(...) needs a test that takes fixtures, for its machine")
     if any(name.startswith(_FIXTURE) for name in names):
         return
     fixtures = item._fixtureinfo.name2fixturedefs  # type: ignore[attr-defined]
-    # After fixtures with a wider scope, which must not be made with the test's machine.
+    # After fixtures with a wider scope, which must not use the test's machine.
     lasting = [at for at, name in enumerate(names) if name in fixtures and fixtures[name][-1].scope != "function"]
     names.insert(max(lasting, default=-1) + 1, _FIXTURE)
 
@@ -258,7 +258,7 @@ def _why_skipped(needs: Needs) -> str | None:
 
 
 def _needs_of_all(request: pytest.FixtureRequest) -> Needs:
-    """The needs of all tests that use a machine: with a wider scope, of the whole class, module or run."""
+    """The combined needs of all tests that use a machine; for a wider scope those of the class, module or run."""
     own = _needs(request.node)
     if isinstance(request.node, pytest.Item):
         return own
@@ -301,14 +301,14 @@ def _machine(request: pytest.FixtureRequest) -> Iterator[Driver]:
     with contextlib.ExitStack() as stack:
         make = machines.lasting if lasting else simulated
         driver = machines.real() if on_cuda else make(**_settings(request))
-        driver = as_asked(driver)  # with a checker if STREAMALLOC_CHECK asks for one
+        driver = as_asked(driver)  # with a checker if STREAMALLOC_CHECK requests one
         stack.enter_context(inherited(STREAMALLOC_DRIVER="cuda" if on_cuda else driver.settings))  # type: ignore[attr-defined]
         driver, reports = _watched(request, driver, checks, stack)
         with machines.by_default(driver):
             yield driver
         if isinstance(driver, Faults):
             driver.stop()
-        # The traceback of a failed test keeps its objects alive.
+        # A failed test's traceback keeps its objects alive.
         failed = request.node.stash.get(_failed, False)
         if "leaks" in checks and not failed:
             _forget_values(request.node)
@@ -320,13 +320,13 @@ def _machine(request: pytest.FixtureRequest) -> Iterator[Driver]:
 
 
 _Report = Callable[[bool], Iterable[str]]
-"""Texts that a check reports at the end; it is called with True if the test has failed."""
+"""Returns a check's final texts. Argument: whether the test failed."""
 
 
 def _watched(
     request: pytest.FixtureRequest, driver: Driver, checks: list[str], stack: contextlib.ExitStack
 ) -> tuple[Driver, list[_Report]]:
-    """Wrap the driver for these checks and for streamalloc_faults; return it with the reports of the checks."""
+    """Wrap the driver for these checks and for streamalloc_faults. Returns it with the checks' reports."""
     reports: list[_Report] = []
     if checks:
         from streamalloc.testing.children import Reports
@@ -338,7 +338,7 @@ def _watched(
         driver = checker = checked(driver, uninitialized=True)
 
         def hazards(failed: bool) -> Iterable[str]:
-            # The checker reports leaks too; these count with the mark "leaks" only.
+            # The checker also reports leaks, but these count only with the mark "leaks".
             found = checker.hazards if failed else checker.finish()
             return [str(hazard) for hazard in found if hazard.kind != "leak"]
 
@@ -374,7 +374,7 @@ _watches: list[tuple[str, Watch]] = []
 
 @pytest.hookimpl(wrapper=True)
 def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> Generator[None, Any, Any]:
-    """Pause the leak watches of narrower scopes during a fixture's setup: they end before its objects."""
+    """Pause leak watches of narrower scopes during a fixture's setup, because its objects outlive them."""
     with contextlib.ExitStack() as stack:
         for scope, watch in _watches:
             if _SCOPES.index(scope) < _SCOPES.index(fixturedef.scope):
@@ -388,7 +388,7 @@ def _wanted(config: pytest.Config, needs: Needs, name: str) -> bool:
 
 
 def _forget_values(node: Any) -> None:
-    """Drop the values of fixtures that have ended, which pytest keeps until all have ended."""
+    """Drop the values of ended fixtures. pytest would keep them until all have ended."""
     values = getattr(node, "funcargs", {})
     fixtures = getattr(getattr(node, "_fixtureinfo", None), "name2fixturedefs", {})
     for name in [name for name in values if name in fixtures and fixtures[name][-1].cached_result is None]:
@@ -406,7 +406,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 @pytest.fixture
 def streamalloc_machine(request: pytest.FixtureRequest, streamalloc_primary_contexts: None) -> Iterator[Driver]:
-    """The driver that the test runs on, and its default driver; a simulated one is new for each test."""
+    """The driver of the test, set as its default driver. A simulated one is new for each test."""
     yield from _machine(request)
 
 
@@ -430,7 +430,7 @@ def streamalloc_machine_session(request: pytest.FixtureRequest, streamalloc_prim
 
 @pytest.fixture(scope="session")
 def streamalloc_primary_contexts(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Keeps the primary contexts of real devices between tests: making one takes longer than most tests."""
+    """Keeps the primary contexts of real devices between tests, because creating one takes longer than most tests."""
     if driver_under_test(request.config) != "cuda":
         yield
         return
@@ -456,7 +456,7 @@ def streamalloc_faults(request: pytest.FixtureRequest) -> Faults:
 
 @pytest.fixture
 def streamalloc_installed(request: pytest.FixtureRequest, streamalloc_machine: Driver) -> Iterator[Driver]:
-    """Like streamalloc_machine, and in the place of cuda.bindings for the code under test (testing.install)."""
+    """Like streamalloc_machine, and installed in place of cuda.bindings (testing.install)."""
     if driver_under_test(request.config) == "cuda":
         yield streamalloc_machine
         return
@@ -468,7 +468,7 @@ def streamalloc_installed(request: pytest.FixtureRequest, streamalloc_machine: D
 
 @pytest.fixture
 def streamalloc_environment(request: pytest.FixtureRequest, streamalloc_machine: Driver) -> dict[str, str]:
-    """Environment variables for a process on the test's machine that does not inherit the test's environment."""
+    """Environment variables for a process that uses the test's machine without inheriting the test's environment."""
     machine: Any = streamalloc_machine
     checks = {name: os.environ[name] for name in ("STREAMALLOC_TEST",) if name in os.environ}
     on_cuda = driver_under_test(request.config) == "cuda"

@@ -1,4 +1,4 @@
-"""Ends deferred work, for tests that check that nothing is left."""
+"""Completion of deferred work, for tests that check for leaks."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from streamalloc.core.internal import queues
 
 
 def settle() -> int:
-    """Collect garbage and do the deferred work of all drivers that can be done now; the number of items left.
+    """Collect garbage and do the deferred work of all drivers that is possible now. Returns the number of remaining
+    items.
 
-    An item that is left waits for an importer, for a capture, or for queued work. Synchronise the device first, so that
-    no item waits for queued work.
+    A remaining item waits for an importer, a capture, or queued work. Synchronise the device first, so that no item
+    waits for queued work.
 
     Examples
     --------

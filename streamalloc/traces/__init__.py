@@ -1,4 +1,4 @@
-"""Traces of allocations and frees, which can be replayed on an allocator.
+"""Traces of allocations and frees, which can be replayed on allocators.
 
 A :class:`Trace` comes from a file (:func:`load`), from the calls of :func:`streamalloc.driver.traced`
 (:func:`from_calls`), from RMM's log (:func:`from_rmm`), from PyTorch's memory snapshot (:func:`from_pytorch`), or from

@@ -1,7 +1,7 @@
 """A reader for untrusted pickles of plain data: dictionaries with plain keys, lists, tuples, text and numbers.
 
-The standard library's reader calls the functions that a pickle names, and its variant in C allocates as much memory as
-a pickle requests. This reader is the variant in Python without the opcodes for classes and functions. Its memory is
+The standard library's reader calls functions that a pickle names, and its C variant allocates as much memory as a
+pickle requests. This reader is the Python variant without the opcodes for classes and functions. Its memory is
 proportional to the length of the data: values are slices of the data, and memorised values are in a dictionary.
 """
 
@@ -21,11 +21,11 @@ _PLAIN = frozenset(
     "MARK POP POP_MARK DUP PUT BINPUT LONG_BINPUT GET BINGET LONG_BINGET MEMOIZE".split()
 )
 _WITH_KEYS = {"DICT": slice(None, None, 2), "SETITEM": slice(-2, -1), "SETITEMS": slice(None, None, 2)}
-"""Keys among the values on the stack since the last mark, by opcode."""
+"""By opcode: the positions of keys among the values on the stack."""
 
 
 def _opcode(name: str, load: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Return the function of an opcode, which refuses all but plain data."""
+    """Return an opcode's function, which refuses keys and values other than plain data."""
     keys = _WITH_KEYS.get(name)
 
     def load_with_keys(reader: Any) -> None:

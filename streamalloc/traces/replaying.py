@@ -1,4 +1,4 @@
-"""Replay of a trace on an allocator, as fast as possible, with measurements.
+"""Fastest possible replay of a trace on an allocator, with measurements.
 
 One thread makes all calls in recorded order, and queues no other work: the time is the allocator's alone. For a free on
 another stream than its allocation's, the other stream waits for the allocation's stream, and the memory is freed on the
@@ -21,7 +21,7 @@ from streamalloc.driver import traced
 from streamalloc.traces.subjects import ALLOCATORS, Subject, of_allocator
 from streamalloc.traces.trace import Trace
 
-# Events between two readings of the clock. Progress is reported there, outside of the measured time.
+# Events between two clock readings. Progress is reported there, outside of the timed parts.
 _CHUNK = 8192
 
 Progress = Callable[[int], object]
@@ -111,7 +111,7 @@ class Replay:
         """Failed allocations of the last run."""
 
     def run(self, progress: Progress | None = None) -> float:
-        """Replay the trace once, then free all that is left; seconds of the replay alone."""
+        """Replay the trace once, then free the remaining allocations. Returns the seconds of the replay alone."""
         self.failures = 0
         self._subject.begin()
         total = 0

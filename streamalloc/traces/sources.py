@@ -31,7 +31,7 @@ _UNSEEN = "frees that were not recorded"
 
 
 class _Recording:
-    """Converts addresses and handles of a run into the numbers of a trace."""
+    """Converts a run's addresses and handles into the numbers of a trace."""
 
     def __init__(self) -> None:
         self._events: list[Event] = []
@@ -81,7 +81,7 @@ def _shown(address: object) -> str:
 
 # --- recorded driver calls ------------------------------------------------------------------------------------------
 
-# Index of the size and of the stream among the arguments of each call; None: the legacy default stream.
+# Argument indices of size and stream for each call; None: the legacy default stream.
 _MAKERS = {"cuMemAllocAsync": (0, 1), "cuMemAllocFromPoolAsync": (0, 2), "cuMemAlloc": (0, None)}
 _ENDERS = {"cuMemFreeAsync": 1, "cuMemFree": None}
 
@@ -154,7 +154,7 @@ def _read_rmm(lines: Iterator[str], file: str) -> Trace:
                 raise ValueError(f"{len(fields)} fields, not 6 or more")
             thread, clock, action, pointer, size, stream = (one.strip() for one in fields)
             time = _nanoseconds(clock)
-            # Lines of several threads may be slightly out of order; a step of half a day back is midnight.
+            # Lines of several threads may be slightly out of order. A step of half a day back means midnight.
             days += time < before - _DAY // 2
             before = time
             time += days * _DAY

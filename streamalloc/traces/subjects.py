@@ -35,7 +35,7 @@ class Subject:
     free: Callable[[Any], object]
     """Frees an allocation on its own stream, as its last reference."""
     free_on: Callable[[Any, Any, Any], object]
-    """Frees an allocation, given with its stream, on another stream in order."""
+    """Frees an allocation, given with its stream, on another stream."""
     out_of_memory: type[Exception] | tuple[type[Exception], ...] = MemoryError
     """The library's error if memory runs out."""
     reserved: Callable[[], int] | None = None
@@ -63,7 +63,7 @@ def of_allocator(allocator: Allocator, device: Device, streams: int, resources: 
 
 
 def _ordering(device: Device, streams: Sequence[Any], resources: contextlib.ExitStack) -> Callable[[Any, Any], object]:
-    """A function that has the second of two streams wait for the first, by two raw driver calls."""
+    """Return a function that makes the second of two streams wait for the first, by two raw driver calls."""
     driver = cast(Any, device.driver)
     record, wait = driver.cuEventRecord, driver.cuStreamWaitEvent
     event = cuda.CUevent(resources.enter_context(device.create_event()).handle)

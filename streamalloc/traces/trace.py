@@ -51,7 +51,7 @@ class TraceFormatError(ValueError):
         where = ", ".join(filter(None, (file, at)))
         super().__init__(f"{where}: {why}" if where else why)
         self.line: int | None = line
-        """Line of the file, from 1; in a file without lines the number of the entry."""
+        """Line of the file from 1, or number of the entry."""
 
 
 class Event(NamedTuple):
@@ -87,8 +87,8 @@ class Trace:
     source
         Description of the recording.
     skipped
-        Number of recorded calls that are no events, by kind: failed allocations, frees of memory that was allocated
-        before the recording.
+        Number of recorded calls that are not events, by kind: failed allocations, and frees of memory from before the
+        recording.
 
     Raises
     ------

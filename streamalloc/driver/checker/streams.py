@@ -70,8 +70,9 @@ class ForeignStreams:
         """Record an event after the latest operation of a stream. Handles 0 to 2 are default streams."""
         if stream not in self._timeline.foreign or stream.obstacle is not None:
             return
-        time = stream.time  # The event is recorded without the lock: another thread may queue more meanwhile.
-        # Read first: another thread may queue more work while the event is recorded without the lock.
+        # Read first: the event is recorded without the lock, and another thread may queue more work.
+        time = stream.time
+        # An event on a default stream could invalidate other threads' captures.
         event = None if handle <= 2 else self._record(handle)
         if event is None or len(self.pending.get(stream, ())) >= _MOST_EVENTS:
             self._end(stream, time)

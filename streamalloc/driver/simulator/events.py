@@ -207,7 +207,7 @@ class Event:
         if untimed and stream.legacy is not None:
             record.others = stream.catch_up(clock)
         if record.others:
-            record.seq = stream.seq  # the event waits for the legacy stream, but this one does not (H200: test_events)
+            record.seq = stream.seq  # the event waits for the legacy stream, this one does not (H200: test_events)
         else:
             record.seq = stream.submit(record, after, clock)
         record.clock = {**clock, stream.id: record.seq}

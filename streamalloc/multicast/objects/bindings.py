@@ -1,4 +1,4 @@
-"""Memory bound to a multicast object: its checks, the driver call that binds it, and its place in the release order.
+"""Memory bound to a multicast object: checks, the binding driver call, and the release order.
 
 ``cuMulticastUnbind`` runs before the object and the memory are released.
 """
@@ -94,7 +94,7 @@ class BindSource(NamedTuple):
         if self.address is None:
             check_multiple("memory_offset", self.offset, granularity)
         else:
-            # Only the address must be aligned then; the offset in the physical memory is free.
+            # Only the address must be aligned then; the offset in the physical memory may be any.
             check_multiple("address", self.address, granularity, shown=f"{self.address:#x}")
         if shareable and self._handle_types() == MemHandleType.NONE:
             raise ValueError(
@@ -145,12 +145,12 @@ class BindSource(NamedTuple):
 
 
 # User objects that have bound memory, by graph node. A global table keeps them out of every reference cycle, so the
-# garbage collector cannot free bound memory before it is unbound.
+# collector cannot free bound memory before its unbinding.
 _bound_memory: dict[Node, object] = {}
 
 
 class _MemoryNode(Node):
-    """Keep a user's object alive until the multicast object is released."""
+    """Keeps a user's object alive until the multicast object is released."""
 
     __slots__ = ()
 
@@ -187,7 +187,7 @@ class BindingNode(HandleNode):
         """Order the release: this binding, the object's mappings, the object, the memory."""
         state, order = self.source.state, self.allocations.order
         self._raw = self.object.raw
-        # The relation comes first: an interrupt between the two lines then leaks nothing in the table.
+        # Relate first: an interrupt between these lines must not leave an entry in the table.
         order.relate(self, self.memory_node)
         _bound_memory[self.memory_node] = self.source.memory
         for node in (*order.before(self.object, Kind.OBJECT_MAPPING), self.object):
@@ -224,7 +224,7 @@ class BindingNode(HandleNode):
             self.was_refused()
 
     def was_refused(self) -> None:
-        """Mark the binding as gone: the driver refused it, or an interrupt came before the call."""
+        """Mark the binding as gone, because the driver refused it or an interrupt came before the call."""
         self._raw = None
         self.gone = True
 

@@ -1,8 +1,7 @@
 """Multicast objects: one address range that reaches memory on each device of a team (driver API section 6.16).
 
-A :class:`MulticastObject` owns its bindings; a :class:`Binding` is a reference to one of them. However the Python
-objects end, the driver calls run in one order: unbind, unmap and release the object, release the bound memory, free the
-addresses.
+A :class:`MulticastObject` owns its bindings; a :class:`Binding` is a reference to one of them. The driver calls always
+run in this order: unbind, unmap and release the object, release the bound memory, free the addresses.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from streamalloc.vmm.internal import (
 class MulticastObject(GenericAllocation):
     """Create a multicast object for a team of devices (``cuMulticastCreate``).
 
-    Use it in this order:
+    Order of use:
 
     1. Add every device of the team (:meth:`add_device`).
     2. Bind memory of each device (:meth:`bind`).
@@ -97,7 +96,7 @@ class MulticastObject(GenericAllocation):
     NotSupportedError
         No visible device supports multicast objects.
     NotPermittedError
-        Fabric handles were requested, and this user may open no IMEX channel.
+        Fabric handles were requested, and this user cannot open an IMEX channel.
     OutOfMemoryError
         The switches have no room for another object.
     SystemNotReadyError
@@ -183,7 +182,7 @@ class MulticastObject(GenericAllocation):
         Parameters
         ----------
         handle
-            The result of :meth:`export` there. An :class:`Fd` is closed by this call, also if the call fails. A file
+            The result of :meth:`export` there. An :class:`Fd` is closed by this call, even if the call fails. A file
             descriptor given as a number stays open.
         nbytes, num_devices
             The values that the object was created with; the driver does not return them.
@@ -195,7 +194,7 @@ class MulticastObject(GenericAllocation):
         Raises
         ------
         TypeError, ValueError
-            The arguments describe no multicast object, or ``handle`` is no handle.
+            The arguments do not describe a multicast object, or ``handle`` is not a handle.
         InvalidValueError, CudaError
             The driver refuses the handle.
         """
@@ -249,7 +248,7 @@ class MulticastObject(GenericAllocation):
         Raises
         ------
         TypeError, ValueError
-            The argument is no device, or a device of another driver; it was added already; or the team is full.
+            The argument is not a device of this driver, was added already, or the team is full.
         NotSupportedError
             The device does not support multicast objects.
         InvalidDeviceError
@@ -270,7 +269,7 @@ class MulticastObject(GenericAllocation):
         """Declare that all processes have added their devices, so that :attr:`complete` is true.
 
         Call it if other processes add devices, after a barrier that each process reaches once its devices are added. If
-        one of them failed to add a device, do not call it: bind and map would block for ever.
+        a process failed to add a device, do not call it: bind and map would block forever.
         """
         self._checked_raw()
         self._complete = True
@@ -366,7 +365,7 @@ class MulticastObject(GenericAllocation):
         ValueError
             A device is not in the team.
         AddressSpaceError
-            The process has no such range of addresses left.
+            The process has no free address range of this size.
         """
         self._check_mappable()
         rights = rights_of(access, self._session)
@@ -391,7 +390,7 @@ class MulticastObject(GenericAllocation):
         """
         if self.closed:
             return
-        # The mappings of dropped address ranges are undone here first.
+        # First undo the mappings of dropped address ranges.
         self._node.allocations.work()
         if self.mapping_count and not unmap:
             raise ValueError(f"{self!r} has {mappings_text(self.mapping_count)}: unmap before it is closed")
@@ -422,7 +421,7 @@ class MulticastObject(GenericAllocation):
         return self._bound
 
     def _wait(self, after: After) -> None:
-        """Wait for the work that may use the object: unbinding and unmapping take effect at once."""
+        """Wait for the work that may use the object, because unbinding and unmapping take effect at once."""
         wait(after, self._session, {device for node in self._mapping_nodes() for device in node.users})
 
     def _mapping_nodes(self) -> list[Any]:
@@ -453,7 +452,7 @@ class MulticastObject(GenericAllocation):
             allocations.end(self._node)
         finally:
             self._live_bindings()
-            # A dropped address range that maps the object waits for the team node, so the node stays for it.
+            # If a dropped address range maps the object, it waits for the team node, so keep the node.
             if self._node.gone and not allocations.order.after(self._team, Kind.RESERVATION):
                 self._team.gone = True
                 allocations.order.cut(self._team)
@@ -563,7 +562,7 @@ class Binding(Closes):
 
 
 class MulticastView(LoneMapping):
-    """A multicast object mapped at addresses of its own; returned by :meth:`MulticastObject.map`.
+    """A multicast object in its own address range; returned by :meth:`MulticastObject.map`.
 
     :meth:`fill` and :meth:`copy_from` write to the memory of every device. Ordinary reads are undefined, so
     :meth:`copy_to` and the array interfaces raise an error. Kernels take :attr:`address` and use ``multimem``
@@ -584,7 +583,7 @@ def _granularity_of(session: Session, prop: MulticastObjectProp, *, recommended:
 
 
 def _check_supported(session: Session) -> None:
-    """Raise ``NotSupportedError`` if no device supports multicast objects, before the driver is asked for one."""
+    """Raise ``NotSupportedError`` if no device supports multicast objects, before any driver call for one."""
     devices = Device.all(session.driver)
     if not any(device.attribute("MULTICAST_SUPPORTED") for device in devices):
         count = len(devices)

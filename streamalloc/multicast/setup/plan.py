@@ -1,6 +1,7 @@
 """The plan for symmetric memory: every rank computes the same one from the profiles of all ranks.
 
-Nothing here calls a driver or communicates. All ranks have the same profiles, so an error is raised on all of them.
+This module makes no driver calls and does not communicate. All ranks have the same profiles, so an error is raised on
+all of them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from streamalloc.core.properties import MemHandleType
 from streamalloc.ipc.internal import by_value, listed
 
 CHANNELS = 16
-"""Independent channels for barriers, and for signals between two ranks."""
+"""Independent channels for barriers, and for signals of two ranks."""
 
 _FORMAT = 1
 """Version of the encoded profile; raised when a field changes."""
@@ -39,7 +40,7 @@ class Capabilities:
     """UUID and name of the device."""
     driver_version: int
     granularity: int
-    """Bytes: the recommended granularity of physical memory."""
+    """Recommended granularity of physical memory in bytes."""
     posix: bool
     fabric: bool
     multicast_supported: bool
@@ -54,7 +55,7 @@ class RankProfile(Capabilities):
     multicast: bool | None
     """None: use multicast if all devices support it."""
     handle_type: int
-    """``MemHandleType`` as a number; 0 selects any that works."""
+    """``MemHandleType`` as a number; 0 for any that works."""
     host: str
     """Machine, user and network namespace."""
     multicast_granularity: dict[str, int]
@@ -62,7 +63,7 @@ class RankProfile(Capabilities):
     format: int = _FORMAT
 
     def to_bytes(self) -> bytes:
-        """Encode as JSON: other ranks may run another version of this library."""
+        """Encode as JSON, because other ranks may run another version of this library."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod

@@ -1,7 +1,7 @@
 """A group of ranks that runs steps together: each step succeeds on all ranks, or fails on all with one error.
 
-After each step every rank sends its outcome to all others, also after a failure. So no rank waits for one that has
-given up, and all ranks make the same communicator calls in the same order.
+After each step every rank sends its outcome to all others, even after a failure. So no rank waits for a failed one, and
+all ranks make the same communicator calls in the same order.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from streamalloc.ipc.internal import described, left
 
 _DONE, _FAILED = b"\0", b"\1"
 _LONGEST_REASON = 2000
-"""Bytes of an error text that are sent to other ranks."""
+"""Most bytes of an error text sent to other ranks."""
 _GRACE = 2.0
-"""Seconds, at least, for other ranks to undo a failed step."""
+"""Minimum seconds for other ranks to undo a failed step."""
 
 
 class SymmetricMemoryError(RuntimeError):
-    """A collective step failed on one rank, and therefore on all; its effects are undone.
+    """A collective step failed on a rank, and therefore on all ranks. Its effects are undone.
 
     The collective calls of :class:`SymmetricMemory` raise it.
 
@@ -65,7 +65,7 @@ class RankGroup:
         self.local: tuple[int, ...] = tuple(range(size)) if communicator is None else (communicator.rank,)
         """Ranks of this process."""
         self.failed: bool = False
-        """Whether the communicator has failed; no rank can be reached any more."""
+        """Whether the communicator has failed, so that no rank can be reached."""
 
     def step(self, name: str, do: Callable[[int], bytes | None], deadline: float | None) -> list[bytes]:
         """Run one step for each rank of this process, then exchange the outcomes.
@@ -93,7 +93,7 @@ class RankGroup:
             try:
                 outcomes[rank] = do(rank) or b""
             except BaseException as error:
-                # An interrupt is an outcome, too: the other ranks wait for one.
+                # An interrupt is also an outcome, because the other ranks wait for one.
                 outcomes[rank] = error
                 break
         return self._share(name, outcomes, deadline)
@@ -108,12 +108,12 @@ class RankGroup:
             try:
                 received.extend(communicator.exchange(handles, timeout=_seconds(deadline)))
             except Exception:
-                # If the call failed before it sent anything, the other ranks still wait for this rank's message.
+                # If the call failed before it sent its message, the other ranks still wait for it.
                 with contextlib.suppress(Exception):
                     received.extend(communicator.exchange((), timeout=_seconds(deadline)))
                 raise
 
-        # A rank may fail after the others have received all descriptors, so the outcome is shared as in any step.
+        # A rank may fail after others have received all descriptors, so the outcome is exchanged as for any step.
         with undoing(lambda: close_all(fd for fds in received for fd in fds)):
             self.step(name, exchange, deadline)
         return received
@@ -137,7 +137,7 @@ class RankGroup:
                 self.failed = True
                 if not isinstance(error, Exception):
                     raise
-                # The first error explains more: a communicator that failed once only reports that it is unusable.
+                # Keep the first error: after it the communicator reports only that it is unusable.
                 (own,) = self.local
                 first = errors.get(own, error)
                 if not isinstance(first, Exception):
@@ -165,7 +165,7 @@ def _packet(outcome: bytes | BaseException) -> bytes:
 
 
 def rank_at_fault(error: BaseException, own: int, call: str) -> int:
-    """Return the rank that a communicator's error names, or ``own`` if it names none.
+    """Return the rank at fault according to a communicator's error, or ``own`` if it names none.
 
     If two ranks made different calls, the rank at fault is the one that did not make ``call``.
     """

@@ -23,9 +23,9 @@ Handle: TypeAlias = Fd | bytes
 
 
 class RankResources(Deferred):
-    """Memory of all ranks, multicast object, addresses and mappings, as one process has them.
+    """One process's memory of all ranks, multicast object, addresses and mappings.
 
-    ``devices`` are those of the process's own ranks, by rank. They get access to everything.
+    ``devices``: the devices of this process's ranks, by rank. They get access to all mappings.
     """
 
     def __init__(self, session: Session, devices: dict[int, Device], size: int) -> None:
@@ -43,7 +43,7 @@ class RankResources(Deferred):
         self._lock = RLock()
         """Two threads may close the memory. A finaliser may run in the middle of that."""
         self.releasing: bool = False
-        """Whether a release of the memory has begun and not yet succeeded."""
+        """Whether a release has begun and not succeeded yet."""
         self.multicast: MulticastObject | None = None
         self.view: Mapping | None = None
         """Mapping of the multicast object."""
@@ -94,12 +94,12 @@ class RankResources(Deferred):
         self._object.add_device(self.devices[rank])
 
     def bind(self, rank: int) -> None:
-        """Bind the rank's memory, after all ranks have added their devices: the driver would block before."""
+        """Bind the rank's memory, after all ranks have added their devices. Earlier the driver would block."""
         self._object.mark_complete()
         self._object.bind(self.memories[rank], device=self.devices[rank])
 
     def reserve(self) -> None:
-        """Reserve the addresses, unless they still are from before :meth:`release_memory`."""
+        """Reserve the addresses, unless they are still reserved after :meth:`release_memory`."""
         if self.ranges:
             return
         nbytes, driver = self.physical_bytes, self.session.driver
@@ -128,7 +128,7 @@ class RankResources(Deferred):
         return bool(self.handles or self.multicast or self.memories or self.ranges)
 
     def release_memory(self) -> None:
-        """Release everything except the addresses; work that uses the memory must be done.
+        """Release everything except the addresses. Work that uses the memory must be done.
 
         If a driver call fails, the resource stays, and so do those that must be released after it. Call the method
         again to retry.
@@ -180,7 +180,7 @@ def finish_all(devices: Iterable[Device], deadline: float | None, failures: list
 
 
 def _is_idle(device: Device) -> bool:
-    """Whether the device has no work left. The check saves the thread of :func:`run_until`."""
+    """Whether the device is idle. This check avoids the thread of :func:`run_until`."""
     with contextlib.suppress(CudaError):
         return QueuedWork(session_of(device)).done()
     return False
@@ -197,10 +197,10 @@ def _run(device: Device, do: Callable[[], object], failures: list[CudaError]) ->
 
 
 def run_until(device: Device, do: Callable[[], object], deadline: float | None, failures: list[CudaError]) -> None:
-    """Run a function that blocks on a device, with a time limit: the driver's own calls have none.
+    """Run a function that blocks on a device with a time limit, because the driver's calls have none.
 
-    The function runs on a thread. If the device's work has failed, the error is appended to ``failures``, because the
-    device has no work left then, either.
+    The function runs on a thread. If the device's work has failed, the error is appended to ``failures``; the device
+    then also has no work left.
 
     Raises
     ------

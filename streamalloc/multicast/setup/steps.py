@@ -1,4 +1,4 @@
-"""Collective steps that set up symmetric memory: agree on a plan, then carry it out on every rank."""
+"""Collective steps that set up symmetric memory: agree on a plan, then execute it on every rank."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from streamalloc.vmm import PhysicalMemory
 
 _NON_BLOCKING = int(cuda.CUstream_flags.CU_STREAM_NON_BLOCKING)
 _HOST_IMAGE = 64 << 10
-"""Bytes copied from the host to clear memory, at most: 64 KiB."""
+"""Most bytes copied from the host to clear memory."""
 _FABRIC_HANDLE = 64
 """Bytes in a ``CUmemFabricHandle``."""
 _HANDLE_TYPES = (MemHandleType.FABRIC, MemHandleType.POSIX_FILE_DESCRIPTOR)
 
 
 class Arguments(NamedTuple):
-    """Arguments of a rank, unchecked: the check is in the first step, so that all ranks learn of an error."""
+    """Unchecked arguments of a rank. The first step checks them, so that all ranks get an error."""
 
     nbytes: int
     multicast: bool | str
@@ -62,7 +62,7 @@ class Arguments(NamedTuple):
 
 
 def check_devices(communicator: Any, device: Device | None, devices: Sequence[Device], handle_type: object) -> None:
-    """Check the arguments of a process that has all ranks, one for each of ``devices``."""
+    """Check the arguments if one process has all ranks, one for each of ``devices``."""
     if communicator is not None or device is not None or handle_type is not None:
         raise TypeError(
             "devices= is for one process that has all ranks: it goes with no communicator, device= or handle_type="
@@ -77,9 +77,9 @@ def check_devices(communicator: Any, device: Device | None, devices: Sequence[De
 
 
 def deadline_or_none(timeout: float | None) -> float | None:
-    """Return the monotonic time at which ``timeout`` seconds end; None if there is no limit.
+    """Return the monotonic time of a deadline in ``timeout`` seconds; None without a limit.
 
-    An invalid timeout also gives None: :meth:`Arguments.check` reports it to all ranks.
+    For an invalid timeout it also returns None; :meth:`Arguments.check` reports that to all ranks.
     """
     with contextlib.suppress(TypeError, ValueError):
         return end_of(timeout)
@@ -166,7 +166,7 @@ def set_up(
 ) -> tuple[int, ...]:
     """Run all steps after the agreement; return the address of each rank's memory in this process.
 
-    ``fill`` restores the contents of a rank's memory. Without it, the memory behind the user's bytes is cleared.
+    ``fill`` restores the contents of a rank's memory. Without it, all memory after the user's bytes is cleared.
     """
     _create(group, resources, plan, deadline)
     if group.communicator is not None:
@@ -183,7 +183,7 @@ def set_up(
         ("reserve", once(resources.reserve)),
         ("map", once(resources.map)),
         ("access", once(resources.set_access)),
-        # The last step: when it is over, the memory of every rank is ready for use.
+        # Last step: afterwards the memory of every rank is ready for use.
         ("fill", fill) if fill is not None else ("clear", lambda rank: _clear(resources, plan.layout, rank)),
     ]
     for name, do in steps:
@@ -237,7 +237,7 @@ def _clear(resources: RankResources, layout: Layout, rank: int) -> None:
     session, device = resources.session, resources.devices[rank]
     bases = np.array([one.address for one in resources.replicas.values()], np.uint64)
     start, first = int(bases[rank]), layout.signal_pad
-    # A bare handle, because a Stream object costs more and orders nothing here.
+    # A bare handle is cheaper than a Stream object, and no ordering is needed here.
     later, stream = deferred_queue(session), HandleEnd(session, "cuStreamDestroy", None)
     with undoing(lambda: later.submit(stream)), device.current():
         session.create(stream, "_raw", "cuStreamCreateWithPriority", _NON_BLOCKING, 0)
@@ -254,11 +254,11 @@ def _clear(resources: RankResources, layout: Layout, rank: int) -> None:
 
 
 _capabilities: PerDriver[dict[int, Capabilities]] = PerDriver(lambda _: {})
-"""Capabilities of a driver's devices, by ordinal: they never change."""
+"""Capabilities of a driver's devices by ordinal, constant."""
 
 
 def _capabilities_of(device: Device) -> Capabilities:
-    """Return the capabilities of a device; the first call asks the driver."""
+    """Return the capabilities of a device; the first call queries the driver."""
     known = _capabilities(session_of(device))
     if device.ordinal not in known:
         known[device.ordinal] = Capabilities(
@@ -273,7 +273,7 @@ def _capabilities_of(device: Device) -> Capabilities:
 
 
 def _has(device: Device, attribute: str) -> bool:
-    """Whether the device attribute is set; False for a driver or bindings that do not have the attribute."""
+    """Whether a device attribute is nonzero; False if the driver or the bindings lack it."""
     try:
         return bool(device.attribute(attribute))
     except (InvalidValueError, NotSupportedError):
@@ -281,7 +281,7 @@ def _has(device: Device, attribute: str) -> bool:
 
 
 def check_no_capture(session: Session) -> None:
-    """Raise ``CaptureError`` during a stream capture, and an error in a process forked from the driver's own."""
+    """Raise ``CaptureError`` during a stream capture, and an error in a forked child."""
     session.check_process()
     if deferred_queue(session).paused:
         why = "a stream is being captured: end the capture before symmetric memory is made or closed"

@@ -10,7 +10,7 @@ from importlib.machinery import PathFinder
 
 
 def _run_next() -> None:
-    """Run the module of this name that is found without this folder."""
+    """Run the next module of this name on the path, outside of this folder."""
     here = os.path.dirname(os.path.abspath(__file__))
     spec = PathFinder.find_spec("sitecustomize", [one for one in sys.path if os.path.abspath(one) != here])
     if spec is not None and spec.loader is not None:
@@ -18,7 +18,7 @@ def _run_next() -> None:
 
 
 def _has_bindings() -> bool:
-    """Whether this interpreter has something that the machine can be put in the place of."""
+    """Whether this interpreter has bindings that the machine can replace."""
     try:
         return importlib.util.find_spec("cuda.bindings") is not None
     except ModuleNotFoundError:
@@ -38,6 +38,6 @@ if os.environ.get("STREAMALLOC_INSTALL") and _has_bindings():
     try:
         _install()
     except Exception:
-        # Without the machine the program must not run: it would reach the real driver.
+        # Do not run the program without the machine, because it would use the real driver.
         traceback.print_exc()
         raise SystemExit("streamalloc: the simulated machine of the parent process could not be installed") from None
