@@ -1,4 +1,9 @@
-"""Locks for ``with`` blocks in which a signal handler may raise."""
+"""Locks for ``with`` blocks in which a signal handler may raise.
+
+Since Python 3.12 a handler may raise where a loop goes on from within an ``if``, and this jump is not part of the block
+around the loop: the block does not end, and the lock stays held. So a loop with an ``if`` at the end of its body is in
+a function that the block calls.
+"""
 
 from __future__ import annotations
 

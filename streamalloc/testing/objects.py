@@ -90,9 +90,9 @@ class _Places:
         with self._lock:
             self._watches += 1
             if self._watches == 1:
-                for kind in (Shared, Fd, *_classes(Closes)):
-                    if isinstance(vars(kind).get("__init__"), types.FunctionType):
-                        self._record(kind)
+                kinds = (Shared, Fd, *_classes(Closes))
+                for kind in filter(lambda kind: isinstance(vars(kind).get("__init__"), types.FunctionType), kinds):
+                    self._record(kind)
 
     def end(self) -> None:
         with self._lock:

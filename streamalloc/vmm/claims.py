@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import functools
 import os
-import threading
 from collections.abc import Callable, Collection
+from threading import get_ident, local
 from typing import Concatenate, ParamSpec, TypeVar
 
 from streamalloc.core.errors import InUseError
@@ -45,7 +45,7 @@ class Claim:
         self._outer = outer
         self._level: int = level if outer is None else max(level, outer._level)
         self._process = _process
-        self._thread = threading.get_ident()
+        self._thread = get_ident()
         self._end = Lock()
         """Locked until the end of the call."""
         self._end.acquire()
@@ -63,11 +63,8 @@ class Claim:
         """
         while True:
             with _lock:
-                for thing in things:
-                    other = thing._claim
-                    if other is not None and not other.ended and self._is_before(other):
-                        break
-                else:
+                other = self._other(things)
+                if other is None:
                     for thing in things:
                         thing._claim = self
                     return True
@@ -81,12 +78,20 @@ class Claim:
             with other._end:  # in C: an exception of a signal handler leaves the lock released
                 pass
 
+    def _other(self, things: Collection[Claimable]) -> Claim | None:
+        """Return another call's claim on one of these; None if there is none."""
+        for thing in things:
+            other = thing._claim
+            if other is not None and not other.ended and self._is_before(other):
+                return other
+        return None
+
     def _is_before(self, other: Claim) -> bool:
         """Whether another call must end first. A forked child does not wait for calls of its parent."""
         return other is not self and not other.ended and other._process is _process
 
 
-class _Thread(threading.local):
+class _Thread(local):
     claim: Claim | None = None
     """Claims of the innermost call."""
 

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import dis
+import itertools
+import re
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import pytest
 
+import streamalloc
 from streamalloc.driver.locks import Lock, RLock
 from tests.interrupting import Interrupted, interrupts, since_3_11
 
@@ -44,3 +51,51 @@ def test_locks_wait_and_are_reentrant() -> None:
                 lock.release()
         lock.acquire()
         lock.release()
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _codes(inner)
+
+
+def _leaving(code: CodeType) -> Iterator[int]:
+    """Lines of ``with`` statements whose block has a loop that jumps back outside of the block."""
+    instructions = [*dis.get_instructions(code)]
+    entries = [*dis.Bytecode(code).exception_entries]  # type: ignore[attr-defined]
+    blocks = {}
+    for one, following in itertools.pairwise(instructions):
+        if following.opname == "WITH_EXCEPT_START":
+            blocks[one.offset] = one.positions.lineno  # type: ignore[attr-defined]
+    for jump in instructions:
+        if jump.opname == "JUMP_BACKWARD":
+            at, to = (
+                {one.target for one in entries if one.start <= end < one.end} for end in (jump.offset, jump.argval)
+            )
+            yield from (blocks[target] for target in to - at if target in blocks)
+
+
+def _both() -> None:
+    lock = Lock()
+    with lock:
+        for number in range(3):
+            if number:
+                str(number)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="loops jump back within their blocks before Python 3.12")
+def test_no_loop_leaves_the_block_of_a_lock() -> None:
+    assert [*_leaving(_both.__code__)]
+    found = []
+    for path in Path(streamalloc.__file__).parent.rglob("*.py"):
+        source = path.read_text()
+        lines = source.splitlines()
+        for code in _codes(compile(source, str(path), "exec")):
+            found += [f"{path.name}:{line}" for line in _leaving(code) if _OF_A_LOCK.search(lines[line - 1])]
+    assert not found
+
+
+_OF_A_LOCK = re.compile(
+    r"with [\w.]*_?(asking|beginning|calling|in_use|lock|opening|phases|serving|snapshots|tables|unmapping):"
+)

@@ -9,6 +9,7 @@ import os
 import secrets
 import weakref
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, cast
 
 from streamalloc.core.internal import (
@@ -154,9 +155,8 @@ class Exports:
                 found = self._pools[pool] = ExportedPool(pool, self, device)
                 forget = exported_pools.pop
                 exported_pools[weakref.ref(pool, lambda gone: forget(gone, None))] = weakref.ref(found)
-                for known in list(self._pools):
-                    if known.closed:
-                        self._pools.pop(known, None)
+                for closed in [*filter(attrgetter("closed"), list(self._pools))]:
+                    self._pools.pop(closed, None)
             return found
 
     def memory(self, memory: PhysicalMemory, handle_type: MemHandleType) -> tuple[Chunk, Fd | None]:

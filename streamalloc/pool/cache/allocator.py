@@ -186,22 +186,7 @@ class CacheState(Deferred):
         found = self.known(stream)
         if found is None:
             with self._opening:
-                found = self.known(stream)
-                if found is None:
-                    before = self.stream_caches.get(_key(stream))
-                    if before is not None:
-                        if not before.over:
-                            # The fast path would free to lists that are no longer used.
-                            for block in list(self.blocks.values()):
-                                if block.size_class.owner is before:
-                                    block.home = None
-                        self._queue.submit(before)
-                    for key, one in list(self.stream_caches.items()):
-                        if one.over:
-                            del self.stream_caches[key]
-                        elif one.ended and one.free_bytes:  # a buffer was freed since
-                            self._queue.submit(one)
-                    found = self.stream_caches[_key(stream)] = StreamCache(self, stream)
+                found = self.known(stream) or self._begin(stream)
             self._bound_streams()
         if ask:
             give_lists(stream, self.keys[1], (found.lists, raw_handle(stream)))
@@ -209,6 +194,23 @@ class CacheState(Deferred):
             give_lists(stream, self.keys[0], found.lists)
             if found.threads is None:
                 give_lists(stream, self.keys[2], found)
+        return found
+
+    def _begin(self, stream: Stream) -> StreamCache:
+        before = self.stream_caches.get(_key(stream))
+        if before is not None:
+            if not before.over:
+                # The fast path would free to lists that are no longer used.
+                for block in list(self.blocks.values()):
+                    if block.size_class.owner is before:
+                        block.home = None
+            self._queue.submit(before)
+        for key, one in list(self.stream_caches.items()):
+            if one.over:
+                del self.stream_caches[key]
+            elif one.ended and one.free_bytes:  # a buffer was freed since
+                self._queue.submit(one)
+        found = self.stream_caches[_key(stream)] = StreamCache(self, stream)
         return found
 
     def _bound_streams(self) -> None:

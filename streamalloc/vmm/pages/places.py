@@ -333,19 +333,24 @@ class Places(MappedBytes):
         if not self.gone:
             super().unmapped()
             with self.physical.lock:
-                pages = [page for page in self.backing if page is not None]
-                self.numbers[:] = -1
-                for place, held in enumerate(self.backing):
-                    if held is not None:
-                        self._unkeep(place)
-                        self._unseat(place)
-                self.backing, self.mapped = [], []
-                for parking in self.parked.values():
-                    self.physical.clearing.pop(parking, None)
-                self.parked.clear()
+                pages = self._without_pages()
             stored, self.stored = self.stored, {}
             self.physical.drop([*pages, self.physical.zero])
             drop_contents(stored)
+
+    def _without_pages(self) -> list[Page]:
+        """Forget the pages; returns them."""
+        pages = [page for page in self.backing if page is not None]
+        self.numbers[:] = -1
+        for place, held in enumerate(self.backing):
+            if held is not None:
+                self._unkeep(place)
+                self._unseat(place)
+        self.backing, self.mapped = [], []
+        for parking in self.parked.values():
+            self.physical.clearing.pop(parking, None)
+        self.parked.clear()
+        return pages
 
 
 class Parking(Deferred):
