@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections.abc import Callable
 from functools import partial
@@ -102,13 +103,11 @@ class Poison:
             self._driver.cuStreamDestroy(stream)
 
     def _under(self, context: Any, call: Callable[[], object]) -> None:
-        if context:
-            self._driver.cuCtxPushCurrent(cuda.CUcontext(context))
-        try:
-            call()
-        finally:
+        with contextlib.ExitStack() as stack:
             if context:
-                self._driver.cuCtxPopCurrent()
+                self._driver.cuCtxPushCurrent(cuda.CUcontext(context))
+                stack.callback(self._driver.cuCtxPopCurrent)
+            call()
 
 
 _BEFORE: dict[str, _Step] = {

@@ -223,10 +223,8 @@ def _alone(machine: str) -> Iterator[None]:
             if error.errno != errno.EADDRINUSE or time.monotonic() > end:
                 raise
             time.sleep(0.001)
-    try:
+    with held:
         yield
-    finally:
-        held.close()
 
 
 def _open_table(names: Names) -> int:

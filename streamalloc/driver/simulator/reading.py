@@ -114,15 +114,12 @@ def _name(driver: Any, device: int) -> str:
 @contextlib.contextmanager
 def _context(driver: Any) -> Iterator[None]:
     """A ``with`` block with device 0's primary context current."""
-    context = _succeeded(driver.cuDevicePrimaryCtxRetain(0))
-    try:
+    with contextlib.ExitStack() as stack:
+        context = _succeeded(driver.cuDevicePrimaryCtxRetain(0))
+        stack.callback(driver.cuDevicePrimaryCtxRelease, 0)
         _succeeded(driver.cuCtxPushCurrent(context))
-        try:
-            yield
-        finally:
-            driver.cuCtxPopCurrent()
-    finally:
-        driver.cuDevicePrimaryCtxRelease(0)
+        stack.callback(driver.cuCtxPopCurrent)
+        yield
 
 
 def _attributes(driver: Any, device: int) -> dict[str, int | None]:
