@@ -32,7 +32,7 @@ tour: $(BASE) ## Install the package and watch it work, on a GPU if there is one
 	$(BIN)/python -m streamalloc tour $(ARGS)
 
 test: lint ## Check style and types, then run the tests on the simulated driver
-	$(PYTEST) --driver=simulated -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(PYTEST) --driver=simulated -n 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-gpu: $(TEST) ## Run the tests on the real driver and its GPUs
 	$(PYTEST) --driver=cuda $(ARGS)
