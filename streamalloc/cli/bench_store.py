@@ -75,7 +75,7 @@ def _end(server: subprocess.Popen[str]) -> None:
 
 
 def raw(bench: Bench) -> Measured:
-    """Import the same memory, map it in one range and set access, by raw calls, results checked."""
+    """Import as much memory by raw calls, map it in one range and set access; results are checked."""
     driver = bench.device.driver
     size = NBYTES_SIMULATED if bench.chosen.is_simulated else NBYTES
     memories = [sa.vmm.PhysicalMemory(bench.device, size, handle_types=POSIX) for _ in range(TENSORS)]

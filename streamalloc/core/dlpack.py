@@ -59,7 +59,7 @@ _new_capsule = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_cha
 
 
 class _Everything:
-    """DLPack exporter of a window's managed tensor. It names pinned memory, since numpy imports no GPU memory."""
+    """DLPack exporter of a managed tensor. Its device is pinned host memory, because NumPy imports no GPU memory."""
 
     def __init__(self, managed: _Managed) -> None:
         self._managed = managed

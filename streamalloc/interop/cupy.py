@@ -85,7 +85,7 @@ class CuPyHandles(Bridge):
 def _in_relaxed_mode(sources: Sources, first: Callable[[int], Any], then: Callable[[int], Any]) -> Callable[[int], Any]:
     """Allocate by ``first``, or if that fails by ``then``, in relaxed mode.
 
-    CuPy's own pool makes three queries before each allocation, to check a limit; ``first`` skips them.
+    CuPy's own pool makes three queries before each allocation, to check a limit. Without a limit, ``first`` skips them.
     """
     exchange = sources.exchange
 

@@ -258,7 +258,7 @@ def _why_skipped(needs: Needs) -> str | None:
 
 
 def _needs_of_all(request: pytest.FixtureRequest) -> Needs:
-    """The combined needs of all tests that use a machine; for a wider scope those of the class, module or run."""
+    """The needs of this fixture's machine: those of its test, or for a wider scope those of all tests that use it."""
     own = _needs(request.node)
     if isinstance(request.node, pytest.Item):
         return own

@@ -327,7 +327,7 @@ class Reservation:
             try:
                 raw = _mmap(None, size + alignment, _PROT_NONE, _RESERVED)
             except OSError:
-                # Unused machines hold terabytes of addresses until they are collected.
+                # Unused machines reserve terabytes of addresses until the collector frees them.
                 gc.collect()
                 raw = _mmap(None, size + alignment, _PROT_NONE, _RESERVED)
             # at the high end: the system places its next range right below

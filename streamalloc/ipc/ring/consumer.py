@@ -260,7 +260,7 @@ class RingConsumer(RingEnd):
     def __next__(self) -> RingItem:
         if self._current is not None:
             item, value = self._current
-            # After a manual release the object may already stand for a later item.
+            # Items are reused. If the program has released this one, it may now be a later item.
             if item._held and item._value == value:
                 item.release()
             self._current = None

@@ -144,7 +144,7 @@ class Holdings:
         """Keys that were removed to make room."""
         self.entries: dict[str, Entry] = {}
         self.lost: dict[str, tuple[int, str]] = {}
-        """Number of the last epoch, and the reason, of keys lost without a request."""
+        """Last epoch and reason of each key lost without a request."""
         self._journal = journal
         self._read_journal()
 

@@ -25,10 +25,10 @@ from streamalloc.vmm import AddressRange, RangeView
 from streamalloc.vmm.internal import After, ImportedChunk, map_side_by_side
 
 _LEAST_RANGES = 64 << 20, 1 << 30, 16 << 30, 128 << 30
-"""Sizes to try, in bytes, of a reader's range.
+"""Sizes in bytes, smallest first, of the range that a reader reserves at the requested address.
 
-Driver 580 reserves small ranges within larger ones that it has kept, so at any address: ranges of 2 MiB always, and
-ranges of 64 MiB if the process has freed larger ones.
+If the driver gives another address, the reader tries the next size. Driver 580 may place a small range inside a larger
+one that it has kept: always for 2 MiB, and for 64 MiB if the process has freed larger ranges.
 """
 
 

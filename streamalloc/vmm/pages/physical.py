@@ -41,7 +41,7 @@ T = TypeVar("T")
 _STREAMS = 16
 """Most streams that clear pages. Each may be waiting for other work."""
 _PATIENCE = 0.05
-"""Seconds to wait for clearing when another memory user finds none."""
+"""Most seconds that ``make_room`` waits for pages to be cleared."""
 
 
 class Page(HandleEnd):

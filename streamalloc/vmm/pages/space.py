@@ -641,7 +641,10 @@ class PageSpace(Memory, Closes):
     def _locked_after(
         self, parkings: Callable[[], set[Parking]], act: Callable[[], T], needed: int = 0, *, closing: bool = False
     ) -> T:
-        """Call ``act`` after the work of some parkings. ``act`` changes places and may need ``needed`` pages."""
+        """Wait for the work of all ``parkings()``, then call ``act`` while no other thread changes the places.
+
+        If fewer than ``needed`` pages are available, first wait for released pages to be cleared.
+        """
         physical = self._physical
 
         def attempt(short: bool) -> list[T]:

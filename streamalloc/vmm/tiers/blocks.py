@@ -71,7 +71,7 @@ class Chunk:
 
     def give(self, addresses: Addresses, works: Sequence[Work]) -> None:
         """Return addresses. They are reused after these copies."""
-        count = len(addresses)  # computed first: a signal handler in the sum would lose a change
+        count = len(addresses)  # first: a handler that ran inside `+=` could change `left`
         self._free.append((addresses, works))
         self.left += count
         taken = self._taken

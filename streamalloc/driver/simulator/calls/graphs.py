@@ -591,8 +591,10 @@ class GraphCalls(CopyCalls, StreamCalls, KernelCalls):
 
 
 def _may_replace(old: Node, new: Node) -> bool:
-    """Whether an update is allowed. Several rows keep their shape, and copied rows their position; a copy keeps the
-    declared types of its sides (observed on H200: test_graph_nodes).
+    """Whether a node may get new parameters (observed on H200: test_graph_nodes).
+
+    A fill of several rows must keep its pitch, width, height and element size. A copy of several rows must keep all its
+    parameters. Any other copy must keep the memory types of its source and destination.
     """
     not_modelled(old.kind == "BATCH_MEM_OP", "updating a batch of memory operations")
     if old.kind not in ("MEMSET", "MEMCPY"):
