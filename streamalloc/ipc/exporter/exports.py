@@ -80,7 +80,7 @@ class ExportedPool:
         if found is None:
             exports = self.exports
             described = Descriptor(
-                Mechanism.POOL_POINTER, self.device.uuid.bytes, self.origin, block.id, endpoint, Flags.LEASED,
+                Mechanism.POOL_POINTER, exports.uuid(self.device), self.origin, block.id, endpoint, Flags.LEASED,
                 driver_version=exports.version, handle_type=int(POSIX), payload=bytes(PAYLOAD_BYTES),
                 pool_mark=self.mark(block),
             )  # fmt: skip
@@ -106,6 +106,7 @@ class Exports:
         """16 bytes, address of the handle server; zeros before :meth:`serve`."""
         self.version: int = int(session.call("cuDriverGetVersion"))
         self._pools: weakref.WeakKeyDictionary[MemoryPool, ExportedPool] = weakref.WeakKeyDictionary()
+        self._uuids: dict[int, bytes] = {}
         self._handles: weakref.WeakKeyDictionary[PhysicalMemory, dict[MemHandleType, Fd | bytes]]
         self._handles = weakref.WeakKeyDictionary()
         self._ids: weakref.WeakKeyDictionary[PhysicalMemory | VirtualBuffer, bytes] = weakref.WeakKeyDictionary()
@@ -121,6 +122,13 @@ class Exports:
                 if process not in _endpoints:
                     _endpoints[process] = handle_server.serve(_published.get)
                 self.endpoint = _endpoints[process]
+
+    def uuid(self, device: Device) -> bytes:
+        """Return a device's UUID for descriptors. The driver is asked once."""
+        uuid = self._uuids.get(device.ordinal)
+        if uuid is None:
+            uuid = self._uuids[device.ordinal] = device.uuid.bytes
+        return uuid
 
     def lease(self, buffer: Buffer, pointer: Any) -> Lease:
         """Return the lease of a buffer. From now on the lease frees the buffer."""

@@ -521,7 +521,7 @@ class _Draft:
                 if memory is not None and exports.session.listener is not None:
                     _notify_listener(lease, fields["ready"], *memory, self.stream)
         publish(self.handles)
-        uuid = self.device.uuid.bytes
+        uuid = exports.uuid(self.device)
         described = Descriptor(mechanism, uuid, endpoint=exports.endpoint, driver_version=exports.version, **fields)
         shared = Shared(described.to_bytes(), self.handles, lease, self.hold, exports)
         shared._again = functools.partial(share, **self.options._replace(hold=True)._asdict())
