@@ -133,10 +133,13 @@ class TilePool(Closes):
             error.requested, error.free, error.total = count * _TILE, len(self._free) * _TILE, self.memory.nbytes
             raise error
         taken = [self._free.popleft() for _ in range(count)]
-        with undoing(lambda: self._free.extendleft(reversed(taken))):
+        with undoing(lambda: self._put_back(taken)):
             for event in {tile.event for tile in taken if tile.event is not None and tile.stream is not stream}:
                 stream.wait(event)
         return taken
+
+    def _put_back(self, taken: Sequence[_FreeTile]) -> None:
+        self._free.extendleft(reversed(taken))
 
     def _text(self) -> str:
         return f" of {self.tiles} tiles on device {self.device.ordinal}, {len(self._free)} free"
@@ -410,7 +413,7 @@ class SparseArray(OwnsNode):
         taken = pool._take(len(wanted), ordered)
         given = {tile: (pool, free.tile) for tile, free in zip(wanted, taken, strict=True)}
         self._node.use(pool)
-        with undoing(lambda: self._node.done(pool)), undoing(lambda: pool._free.extendleft(reversed(taken))):
+        with undoing(lambda: self._node.done(pool)), undoing(lambda: pool._put_back(taken)):
             self._submit(ordered, [self._info(tile, pool, slot) for tile, (_, slot) in given.items()])
         self._node.map.update(given)
         self._note(ordered)
