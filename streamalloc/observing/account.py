@@ -83,7 +83,7 @@ class Account:
         self._spans = [(weakref.ref(target), *span) for target in targets for span in _spans(target)]
         self._everything = not targets
         self._targets = targets
-        """Those whose mappings the start records."""
+        """Targets until the start, which records their mappings."""
         self._notes: deque[tuple[int, Any, int, int, int]] = deque()
         """Notes to enter: kind, allocation or address, stream, thread, time."""
         self._gone: deque[Allocation] = deque(maxlen=_REMEMBERED)
