@@ -35,11 +35,11 @@ class Terminal:
     def _styled(self, code: str, text: str) -> str:
         return f"\x1b[{code}m{text}\x1b[0m" if self.coloured and text else text
 
-    bold = functools.partialmethod(_styled, "1")
-    dim = functools.partialmethod(_styled, "2")
-    good = functools.partialmethod(_styled, "32")
-    bad = functools.partialmethod(_styled, "1;31")
-    warning = functools.partialmethod(_styled, "33")
+    bold: functools.partialmethod[str] = functools.partialmethod(_styled, "1")
+    dim: functools.partialmethod[str] = functools.partialmethod(_styled, "2")
+    good: functools.partialmethod[str] = functools.partialmethod(_styled, "32")
+    bad: functools.partialmethod[str] = functools.partialmethod(_styled, "1;31")
+    warning: functools.partialmethod[str] = functools.partialmethod(_styled, "33")
 
     def line(self, text: str = "") -> None:
         """Print a line."""

@@ -104,7 +104,7 @@ class DeferredQueue:
     def __init__(self, guard: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext) -> None:
         self.captures: dict[object, None] = {}
         """Captures by this package, from :meth:`begin_capture` until their end."""
-        self.beginning = RLock()
+        self.beginning: RLock = RLock()
         """Held to enter a capture, and for calls that would invalidate one."""
         _queues.add(self)
         self._guard = guard

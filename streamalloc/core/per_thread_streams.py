@@ -18,7 +18,7 @@ class _ThisThread(threading.local):
         """Number of the thread, never reused, unlike ``threading.get_ident``."""
 
 
-this_thread = _ThisThread()
+this_thread: _ThisThread = _ThisThread()
 
 
 class _ThreadEnd:

@@ -13,7 +13,8 @@ import threading
 __all__ = ["Lock", "RLock"]
 
 if sys.version_info < (3, 14):
-    Lock, RLock = threading.Lock, threading.RLock
+    Lock = threading.Lock
+    RLock = threading.RLock
 else:
     import _thread
 

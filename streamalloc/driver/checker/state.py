@@ -98,7 +98,8 @@ class Array(Range):
 class Physical:
     """Physical memory, or a multicast object, with its mappings."""
 
-    kind, base = "physical memory", 0
+    kind: str = "physical memory"
+    base: int = 0
 
     def __init__(self, size: int, stack: Stack, device: int | None, multicast: bool = False) -> None:
         self.bytes: Bytes = Bytes()

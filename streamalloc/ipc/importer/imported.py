@@ -255,7 +255,8 @@ class PoolSource(_Source):
         super().__init__(handle.imports, device, block, head.flags)
         self.head: Head = head
         self.handle: PoolHandle = handle
-        self.lock, self.allocations = self.imports.lock, self.imports.allocations
+        self.lock: AbstractContextManager[bool] = self.imports.lock
+        self.allocations: dict[bytes, Import] = self.imports.allocations
         # One struct for all calls, because ``acquire`` is called under the lock.
         self._struct = OpaqueStruct("CUmemPoolPtrExportData")
 
@@ -329,7 +330,8 @@ class LegacySource(_Source):
     def __init__(self, imports: Imports, device: Device, block: ControlBlock | None, flags: int) -> None:
         super().__init__(imports, device, block, flags)
         # A separate lock, because the release waits for a stream.
-        self.lock, self.allocations = RLock(), {}
+        self.lock: AbstractContextManager[bool] = RLock()
+        self.allocations: dict[bytes, Import] = {}
         self._lease: HostLease | None = None
 
     def acquire(self, imported: Import) -> None:

@@ -205,7 +205,10 @@ class ControlBlock:
         shape = len(_IMPORTER_WORDS), SLOTS * IMPORTERS
         words = np.frombuffer(self._map, np.uint32, shape[0] * shape[1], _LAYOUT["opened"][0])
         # Words by slot and importer.
-        self.opened, self.closing, self.closed = words.reshape(shape[0], SLOTS, IMPORTERS)
+        opened, closing, closed = words.reshape(shape[0], SLOTS, IMPORTERS)
+        self.opened: Words = opened
+        self.closing: Words = closing
+        self.closed: Words = closed
         # Locks belong to the open file, which a received descriptor shares with the sender: open it anew.
         self._own = _reopened(fd)
         self.slots: dict[int, SlotWords] = {}

@@ -112,7 +112,7 @@ class Relay:
         self.wake: threading.Event = threading.Event()
         """Set to make the thread exchange at once."""
         self.ended: bool = False
-        self.lock = Lock()
+        self.lock: Lock = Lock()
         """Held during an exchange, which is short: its copies wait for no stream."""
         self.changed: bool = False
         """Whether an importer changed words since the last deferred work."""

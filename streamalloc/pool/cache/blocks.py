@@ -23,6 +23,13 @@ from streamalloc.driver.internal import cuda
 if TYPE_CHECKING:
     from streamalloc.core.internal import Allocator, StillImported
 
+    # The bindings have no types.
+    class _Pointer:
+        def __init__(self, address: int) -> None: ...
+        def __int__(self) -> int: ...
+else:
+    _Pointer = cuda.CUdeviceptr
+
 B = TypeVar("B", bound=Buffer)
 
 UNIT = 512
@@ -81,7 +88,7 @@ class SizeClass:
         """Free lists that can serve this size, smallest first; empty until computed."""
 
 
-class Block(cuda.CUdeviceptr):  # type: ignore[misc]  # the bindings have no types
+class Block(_Pointer):
     """An allocation of the pool that a cache holds. It is a ``CUdeviceptr``, so the driver takes it as an address."""
 
     __slots__ = ("address", "home", "size_class")

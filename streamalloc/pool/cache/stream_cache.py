@@ -16,6 +16,7 @@ from streamalloc.core.internal import (
     Event,
     Spares,
     Stream,
+    Threads,
     deferred_queue,
     end_of,
     end_with_stream,
@@ -79,7 +80,9 @@ class StreamCache(Deferred):
         self.session: Session = session_of(stream)
         self.device: Device = stream.device
         self.stream: weakref.ref[Stream] = weakref.ref(stream)
-        self.thread, self.threads = thread_of(stream)
+        thread, threads = thread_of(stream)
+        self.thread: int = thread
+        self.threads: Threads | None = threads
         self._last = end_of(stream)
         self.kept_alive: Stream | None = keeps_alive(stream)
         """Keeps alive a library's object whose finaliser destroys the stream."""

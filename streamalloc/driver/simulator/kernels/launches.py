@@ -61,7 +61,9 @@ class Launch(HostFunction):
         self._arguments = arguments
         self._uses = kernel.touched(arguments)
         self.name = name
-        self.grid, self.block, self.shared_bytes = shape.grid, shape.block, shape.shared_bytes
+        self.grid: Extent = shape.grid
+        self.block: Extent = shape.block
+        self.shared_bytes: int = shape.shared_bytes
         self.cooperative: bool = shape.cooperative
         self.device: int = context.device.ordinal
 
