@@ -70,14 +70,15 @@ def _on_cuda(config: pytest.Config) -> bool:
 
 
 def pytest_collection(session: pytest.Session) -> None:
-    """Share the compiling of the tests: of two workers, the second begins at the end, and each leaves bytecode.
+    """Share the compiling of the tests: each worker compiles some modules first, and leaves bytecode for the others.
 
     Pytest rewrites their assertions, which takes most of the time of a collection.
     """
-    whole = session.config.args_source == pytest.Config.ArgsSource.TESTPATHS
-    if whole and os.environ.get("PYTEST_XDIST_WORKER") == "gw1":
-        for path in sorted(Path(__file__).parent.rglob("test_*.py"), reverse=True):
-            with contextlib.suppress(Exception, pytest.skip.Exception):  # told when it is collected
+    worker, count = os.environ.get("PYTEST_XDIST_WORKER"), os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")
+    if worker and session.config.args_source == pytest.Config.ArgsSource.TESTPATHS:
+        paths = sorted(Path(__file__).parent.rglob("test_*.py"))
+        for path in paths[int(worker.removeprefix("gw")) :: int(count)]:
+            with contextlib.suppress(Exception, pytest.skip.Exception):  # reported by the collection
                 importlib.import_module(".".join(path.relative_to(session.config.rootpath).with_suffix("").parts))
 
 
