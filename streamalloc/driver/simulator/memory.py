@@ -282,7 +282,7 @@ def is_host_memory(address: int, size: int) -> bool:
     """Whether the host may read and write a range. False if the range contains kept freed memory."""
     end = address + size
     kept = any(start < end and address < start + length for start, length, _ in _kept)
-    return not kept and _process_maps("rw").covers(address, end)
+    return not kept and is_accessible(address, size, write=True)
 
 
 def is_accessible(address: int, size: int, write: bool = False) -> bool:
