@@ -12,8 +12,8 @@ import importlib.util
 from typing import Any
 
 from streamalloc.cli import bench_calls, bench_import, bench_ipc, bench_store, bench_traces, bench_vmm, figures
-from streamalloc.cli.choice import Chosen, UsageError
-from streamalloc.cli.info import add_json_argument, versions, write_json
+from streamalloc.cli.choice import Chosen, UsageError, add_json_argument
+from streamalloc.cli.info import versions
 from streamalloc.cli.measuring import Bench, Effort, Row, measured
 from streamalloc.cli.terminal import Terminal
 
@@ -65,7 +65,7 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
             figures.show_row(terminal, reports[-1], names)
         bench.device.synchronize()
     figures.show_targets(terminal, reports)
-    write_json({**report, "rows": reports}, options.json)
+    terminal.write_json({**report, "rows": reports})
     if options.plot:
         try:
             figures.draw(reports, options.plot, chosen.headline)

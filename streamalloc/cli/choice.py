@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,6 +112,12 @@ def choose(driver: str | None = None, devices: int | None = None) -> Chosen:
         if devices is None:
             return Chosen(found)
     raise ValueError(f"--devices={devices}: only a simulated machine (--driver=simulated) takes a number of devices")
+
+
+def add_json_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the option ``--json [FILE]``."""
+    about = "write JSON to FILE; without FILE print it instead of the table"
+    parser.add_argument("--json", metavar="FILE", nargs="?", const="-", help=about)
 
 
 def cuda_version(driver: Driver) -> str:

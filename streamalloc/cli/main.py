@@ -14,7 +14,7 @@ from typing import Any
 
 import streamalloc
 from streamalloc.cli.choice import UsageError, choose
-from streamalloc.cli.terminal import Terminal
+from streamalloc.cli.terminal import OutputError, Terminal
 from streamalloc.driver import DriverNotFoundError, use
 
 _COMMANDS = {
@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     * 0: success.
     * 1: a result was wrong, or a target was missed with ``--strict``.
-    * 2: wrong arguments, or no driver.
+    * 2: wrong arguments, no driver, or output that cannot be written.
     * 130: interrupted; 141: the reader of a pipe closed it.
     """
     # Device names may have characters that the terminal's encoding lacks; they are printed as "?".
@@ -105,22 +105,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "run":
         return _run(parser, options)  # a broken pipe or an interrupt is the program's
     try:
-        code = _run(parser, options)
-        sys.stdout.flush()
-    except BrokenPipeError:
+        return _run(parser, options)
+    except OutputError as error:
         _drop_output()
-        return _READER_LEFT
+        if isinstance(error.__cause__, BrokenPipeError):
+            return _READER_LEFT
+        print(f"{parser.prog}: cannot write the output: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return _INTERRUPTED
-    return code
 
 
 def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    terminal = Terminal(json=getattr(options, "json", None))
     if options.command is None:
-        parser.print_help()
+        terminal.line(parser.format_help().rstrip())
         return 0
-    # JSON on the standard output replaces the tables.
-    terminal = Terminal(quiet=getattr(options, "json", None) == "-")
     try:
         if options.command in _WITHOUT_DRIVER:
             return int(_module(options.command).run(terminal, options))

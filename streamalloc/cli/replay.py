@@ -17,8 +17,7 @@ from typing import Any
 
 import streamalloc as sa
 from streamalloc import traces
-from streamalloc.cli.choice import Chosen, UsageError, plural
-from streamalloc.cli.info import add_json_argument, write_json
+from streamalloc.cli.choice import Chosen, UsageError, add_json_argument, plural
 from streamalloc.cli.terminal import Terminal
 from streamalloc.core.errors import size_text
 
@@ -58,7 +57,7 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
     found = [row for row in rows if row is not None]
     _show(terminal, found)
     about = {"events": len(trace.events), "source": trace.source, "peak": trace.peak, "streams": trace.streams}
-    write_json({"headline": chosen.headline, "trace": about, "rows": found}, options.json)
+    terminal.write_json({"headline": chosen.headline, "trace": about, "rows": found})
     return 0
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 import streamalloc as sa
 from streamalloc.cli.choice import host_pool_location
-from streamalloc.cli.terminal import Terminal
+from streamalloc.cli.terminal import OutputError, Terminal
 from streamalloc.cli.worker import Worker
 from streamalloc.core.errors import size_text
 from streamalloc.core.resource import Closes
@@ -160,7 +160,7 @@ class Tour(Closes):
         except Skipped as reason:
             self.skipped += 1
             self.terminal.line(f"  {self.terminal.warning('skipped')}  {reason}")
-        except BrokenPipeError:
+        except OutputError:
             raise
         except Exception as error:
             self.checks += 1

@@ -153,6 +153,15 @@ class TestPipe:
         # What a shell reports of a program that ended because its reader left.
         assert code == 141
 
+    @pytest.mark.parametrize("words", ["info", "info --json", "profile"])
+    def test_output_that_cannot_be_written(
+        self, machine: Any, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with open("/dev/full", "w") as full:  # to close it would fail if the lines were still to be written
+            monkeypatch.setattr(sys, "stdout", full)
+            assert main(words.split()) == 2
+        assert capsys.readouterr().err.endswith("cannot write the output: No space left on device\n")
+
     def test_encoding_without_the_letters(self, machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         def name(length: int, device: Any) -> Any:
             return machine.cuDeviceGetName(length, device)[0], "Gerät".encode()
