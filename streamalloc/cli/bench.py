@@ -1,7 +1,7 @@
-"""Measure the library against raw driver calls, C, and installed other libraries.
+"""Measure the library beside raw driver calls, a loop in C, and the other libraries that are installed.
 
-The variants of a row take turns, in rounds of short blocks. A figure is the median over the rounds, with the 10th and
-90th percentile. A ratio is to the first variant of the row, and is the median of the rounds' ratios.
+The variants of a row take turns, in rounds of short blocks. Each figure is the median of the rounds, beside the 10th
+and 90th percentile. Each ratio is the median of the rounds' ratios to the first variant of the row.
 """
 
 from __future__ import annotations

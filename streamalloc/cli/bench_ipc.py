@@ -23,8 +23,9 @@ import streamalloc as sa
 from streamalloc import ipc
 from streamalloc.cli.choice import KEEP_ALL
 from streamalloc.cli.libraries import CudaCore, library
-from streamalloc.cli.measuring import Bench, Call, Measured, Row, Setup, Target, Unavailable, step_times, value_of
-from streamalloc.cli.worker import POSIX, Worker, WorkerBase, can_share_pools, environment
+from streamalloc.cli.measuring import Bench, Call, Measured, Row, Setup, Target, step_times, value_of
+from streamalloc.cli.needs import POSIX, need_shared_pools
+from streamalloc.cli.worker import Worker, WorkerBase, environment
 from streamalloc.driver.internal import cuda
 
 T = TypeVar("T")
@@ -400,8 +401,7 @@ class WorkerActions(WorkerBase):
 
 def _need(bench: Bench) -> None:
     """Start the other process and create the shared pool, for all variants."""
-    if not can_share_pools(bench.device) or not bench.device.supports.stream_memory_operations:
-        raise Unavailable("this device's pools cannot be shared between processes")
+    need_shared_pools(bench.device)
     worker = bench.resources.enter_context(Worker(bench.chosen.driver, __name__))
     pool = sa.MemoryPool(bench.device, handle_types=POSIX, release_threshold=KEEP_ALL)
     bench.sharing = worker, bench.resources.enter_context(pool)

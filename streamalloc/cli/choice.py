@@ -9,7 +9,6 @@ from pathlib import Path
 
 from streamalloc import driver as sd
 from streamalloc.core.internal import Device
-from streamalloc.core.properties import MemLocation
 from streamalloc.driver import Driver, DriverNotFoundError, default, simulated
 from streamalloc.driver.internal import read_choice
 
@@ -124,16 +123,6 @@ def cuda_version(driver: Driver) -> str:
     """Return the newest CUDA version that a driver supports (``cuDriverGetVersion``)."""
     _, number = driver.cuDriverGetVersion()
     return f"{number // 1000}.{number % 1000 // 10}"
-
-
-def host_pool_location(device: Device) -> MemLocation | None:
-    """Return a location for a pool in host memory that the device can access; None if it supports none."""
-    supports = device.supports
-    if supports.host_memory_pools:
-        return MemLocation.host()
-    if supports.host_numa_memory_pools:
-        return MemLocation.host_numa(max(supports.host_numa_id or 0, 0))
-    return None
 
 
 def plural(count: int, noun: str) -> str:

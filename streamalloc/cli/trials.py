@@ -17,7 +17,8 @@ import numpy as np
 
 import streamalloc as sa
 from streamalloc import ipc, vmm
-from streamalloc.cli.worker import POSIX, Worker, WorkerBase, WorkerError, read
+from streamalloc.cli.needs import POSIX
+from streamalloc.cli.worker import Worker, WorkerBase, WorkerError, read
 from streamalloc.core.allocation_properties import MemAllocFlags
 from streamalloc.core.errors import size_text
 from streamalloc.multicast import MulticastObject

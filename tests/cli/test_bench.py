@@ -31,7 +31,8 @@ from streamalloc.cli import (
     measuring,
 )
 from streamalloc.cli.choice import Chosen
-from streamalloc.cli.measuring import Effort, Row, Target, Unavailable
+from streamalloc.cli.measuring import Effort, Row, Target
+from streamalloc.cli.needs import Unavailable
 from streamalloc.cli.terminal import Terminal
 from streamalloc.traces import Event, Trace
 from tests.cli.conftest import Complete, Run, complete, without
@@ -204,7 +205,7 @@ def test_device_whose_pools_cannot_be_shared(machine: Any, run: Run) -> None:
     with sd.use(without(machine, "MEMPOOL_SUPPORTED_HANDLE_TYPES")):
         code, text = run("bench", "--quick", "-k", "share")
     assert code == 0
-    assert "not measured: this device's pools cannot be shared between processes" in text
+    assert "not measured: this device's pools cannot be shared with other processes" in text
 
 
 # --- how it is measured, by stand-ins -------------------------------------------------------------------------------
