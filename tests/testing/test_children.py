@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from streamalloc.driver.internal import VARIABLE, ParentTest
-from streamalloc.testing.children import Reports
+from streamalloc.testing.children import reports
 from tests.testing.conftest import Run
 
 CHILD = """
@@ -168,10 +168,10 @@ def test_right(streamalloc_environment):
 
 
 def test_reports_of_names_that_are_no_text() -> None:
-    with Reports("check") as reports:
+    with reports("check") as found:
         test = ParentTest.from_text(os.environ[VARIABLE])
         test.report("check", os.fsdecode(b"\xff"))
-        assert [text.splitlines()[1:] for text in reports.found("check")] == [["\\udcff"]]
+        assert [text.splitlines()[1:] for text in found("check")] == [["\\udcff"]]
 
 
 def test_of_buffers_that_were_sent(run: Run) -> None:
