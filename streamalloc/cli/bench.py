@@ -11,7 +11,7 @@ import contextlib
 import importlib.util
 from typing import Any
 
-from streamalloc.cli import bench_calls, bench_import, bench_ipc, bench_store, bench_traces, bench_vmm, figures
+from streamalloc.cli import bench_calls, bench_ipc, bench_programs, bench_store, bench_vmm, figures
 from streamalloc.cli.choice import Chosen, UsageError, add_json_argument
 from streamalloc.cli.info import versions
 from streamalloc.cli.measuring import Bench, Effort, Row, measured
@@ -26,7 +26,7 @@ QUICK = Effort(
     evictions=3, evicted=1 << 30, replays=3,
 )  # fmt: skip
 
-_AREAS = (bench_calls, bench_import, bench_vmm, bench_ipc, bench_store, bench_traces)
+_AREAS = (bench_calls, bench_vmm, bench_ipc, bench_store, bench_programs)
 ROWS: tuple[Row, ...] = tuple(row for area in _AREAS for row in area.ROWS)
 
 

@@ -17,7 +17,7 @@ import time
 import unittest.mock
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import streamalloc as sa
 from streamalloc import ipc
@@ -27,8 +27,6 @@ from streamalloc.cli.measuring import Bench, Call, Measured, Row, Setup, Target,
 from streamalloc.cli.needs import POSIX, need_shared_pools
 from streamalloc.cli.worker import Worker, WorkerBase, environment
 from streamalloc.driver.internal import cuda
-
-T = TypeVar("T")
 
 SIZE = 1 << 20
 """Bytes in the buffer that is sent: 1 MiB."""
@@ -92,10 +90,10 @@ class Stage:
         worker = self.worker
         return _transfers(once, lambda count: worker.begin("serve", self.variant, count), worker.result, streaming)
 
-    def connect(self, ends: tuple[T, Any], *arguments: str, fds: Sequence[ipc.Fd | int] = ()) -> T:
+    def connect(self, ends: tuple[Any, Any], *arguments: str, fds: Sequence[ipc.Fd | int] = ()) -> Any:
         """Send one end of a pipe or channel to the other process and return the other end."""
         ours, theirs = ends
-        self.resources.enter_context(cast(Any, ours))
+        self.resources.enter_context(ours)
         with theirs:
             self.worker.ask("set_up", self.variant, *arguments, fds=[theirs.fileno(), *fds])
         return ours
