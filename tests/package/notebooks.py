@@ -83,7 +83,8 @@ def _serve(theirs: Connection, variables: dict[str, str]) -> None:
         importlib.import_module(name)
     running: dict[Any, tuple[str, int]] = {}
     while True:
-        for ready in wait([theirs, *running]):
+        found: list[Any] = wait([theirs, *running])
+        for ready in found:
             if ready is theirs:
                 try:
                     name, folder, cells = theirs.recv()
