@@ -1,7 +1,7 @@
-"""Measure the library against raw driver calls, C, and installed other libraries.
+"""Measure the library beside raw driver calls, a loop in C, and the other libraries that are installed.
 
-The variants of a row take turns, in rounds of short blocks. A figure is the median over the rounds, with the 10th and
-90th percentile. A ratio is to the first variant of the row, and is the median of the rounds' ratios.
+The variants of a row take turns, in rounds of short blocks. Each figure is the median of the rounds, beside the 10th
+and 90th percentile. Each ratio is the median of the rounds' ratios to the first variant of the row.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import contextlib
 import importlib.util
 from typing import Any
 
-from streamalloc.cli import bench_calls, bench_import, bench_ipc, bench_store, bench_traces, bench_vmm, figures
-from streamalloc.cli.choice import Chosen, UsageError
-from streamalloc.cli.info import add_json_argument, versions, write_json
+from streamalloc.cli import bench_calls, bench_ipc, bench_programs, bench_store, bench_vmm, figures
+from streamalloc.cli.choice import Chosen, UsageError, add_json_argument
+from streamalloc.cli.info import versions
 from streamalloc.cli.measuring import Bench, Effort, Row, measured
 from streamalloc.cli.terminal import Terminal
 
@@ -26,7 +26,7 @@ QUICK = Effort(
     evictions=3, evicted=1 << 30, replays=3,
 )  # fmt: skip
 
-_AREAS = (bench_calls, bench_import, bench_vmm, bench_ipc, bench_store, bench_traces)
+_AREAS = (bench_calls, bench_vmm, bench_ipc, bench_store, bench_programs)
 ROWS: tuple[Row, ...] = tuple(row for area in _AREAS for row in area.ROWS)
 
 
@@ -52,9 +52,11 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
     if options.plot and not importlib.util.find_spec("matplotlib"):
         raise UsageError("--plot needs matplotlib: pip install 'streamalloc[plot]'")
     found = versions(chosen)
-    report: dict[str, Any] = {"headline": chosen.headline, "simulated": chosen.is_simulated}
-    report |= {"quick": options.quick, "versions": found}
-    _show_head(chosen, terminal, found)
+    terminal.line(terminal.bold(chosen.headline))
+    software = f"streamalloc {found['streamalloc']}, Python {found['python']}, cuda-bindings {found['cuda_bindings']}"
+    terminal.line(terminal.dim(software))
+    if chosen.is_simulated:
+        terminal.line(terminal.dim("Times are those of the simulation. Targets and other libraries are for a GPU."))
     # All tables have the same width of names, so that their columns align.
     names = max(len(name) for row in rows for name in row.variants)
     reports: list[dict[str, Any]] = []
@@ -65,18 +67,11 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
             figures.show_row(terminal, reports[-1], names)
         bench.device.synchronize()
     figures.show_targets(terminal, reports)
-    write_json({**report, "rows": reports}, options.json)
+    about = {"headline": chosen.headline, "simulated": chosen.is_simulated, "quick": options.quick, "versions": found}
+    terminal.write_json({**about, "rows": reports})
     if options.plot:
         try:
             figures.draw(reports, options.plot, chosen.headline)
         except (OSError, ValueError) as error:  # its name has no known ending
             raise UsageError(f"cannot write {options.plot}: {error}") from error
     return int(options.strict and any(figures.missed(reports)))
-
-
-def _show_head(chosen: Chosen, terminal: Terminal, found: dict[str, Any]) -> None:
-    terminal.line(terminal.bold(chosen.headline))
-    about = f"streamalloc {found['streamalloc']}, Python {found['python']}, cuda-bindings {found['cuda_bindings']}"
-    terminal.line(terminal.dim(about))
-    if chosen.is_simulated:
-        terminal.line(terminal.dim("Times are those of the simulation. Targets and other libraries are for a GPU."))

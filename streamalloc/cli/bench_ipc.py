@@ -17,17 +17,16 @@ import time
 import unittest.mock
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import streamalloc as sa
 from streamalloc import ipc
 from streamalloc.cli.choice import KEEP_ALL
-from streamalloc.cli.libraries import CudaCore, library
-from streamalloc.cli.measuring import Bench, Call, Measured, Row, Setup, Target, Unavailable, step_times, value_of
-from streamalloc.cli.worker import POSIX, Worker, WorkerBase, can_share_pools, environment
+from streamalloc.cli.libraries import CudaCore
+from streamalloc.cli.measuring import Bench, Call, Measured, Row, Setup, Target, step_times, value_of
+from streamalloc.cli.needs import POSIX, need_shared_pools
+from streamalloc.cli.worker import Worker, WorkerBase, environment
 from streamalloc.driver.internal import cuda
-
-T = TypeVar("T")
 
 SIZE = 1 << 20
 """Bytes in the buffer that is sent: 1 MiB."""
@@ -91,10 +90,10 @@ class Stage:
         worker = self.worker
         return _transfers(once, lambda count: worker.begin("serve", self.variant, count), worker.result, streaming)
 
-    def connect(self, ends: tuple[T, Any], *arguments: str, fds: Sequence[ipc.Fd | int] = ()) -> T:
+    def connect(self, ends: tuple[Any, Any], *arguments: str, fds: Sequence[ipc.Fd | int] = ()) -> Any:
         """Send one end of a pipe or channel to the other process and return the other end."""
         ours, theirs = ends
-        self.resources.enter_context(cast(Any, ours))
+        self.resources.enter_context(ours)
         with theirs:
             self.worker.ask("set_up", self.variant, *arguments, fds=[theirs.fileno(), *fds])
         return ours
@@ -221,7 +220,7 @@ def _serve_ours(worker: WorkerBase) -> Call:
 
 def cuda_core_buffer(stage: Stage) -> Measured:
     """Share with cuda.core, its pool sent beforehand. It orders neither the contents nor the free."""
-    cuda = library(CudaCore, stage.bench)
+    cuda = stage.bench.library(CudaCore)
     resource = cuda.core.DeviceMemoryResource(cuda.device, cuda.core.DeviceMemoryResourceOptions(ipc_enabled=True))
     stream = cuda.stream
     stage.resources.callback(resource.close)
@@ -400,8 +399,7 @@ class WorkerActions(WorkerBase):
 
 def _need(bench: Bench) -> None:
     """Start the other process and create the shared pool, for all variants."""
-    if not can_share_pools(bench.device) or not bench.device.supports.stream_memory_operations:
-        raise Unavailable("this device's pools cannot be shared between processes")
+    need_shared_pools(bench.device)
     worker = bench.resources.enter_context(Worker(bench.chosen.driver, __name__))
     pool = sa.MemoryPool(bench.device, handle_types=POSIX, release_threshold=KEEP_ALL)
     bench.sharing = worker, bench.resources.enter_context(pool)

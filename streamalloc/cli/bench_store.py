@@ -14,8 +14,9 @@ import numpy as np
 
 import streamalloc as sa
 from streamalloc import ipc
-from streamalloc.cli.measuring import Bench, Call, Measured, Row, Target, Unavailable, value_of
-from streamalloc.cli.worker import POSIX, environment
+from streamalloc.cli.measuring import Bench, Call, Measured, Row, Target, value_of
+from streamalloc.cli.needs import POSIX, need, need_virtual_memory
+from streamalloc.cli.worker import environment
 from streamalloc.core.errors import size_text
 from streamalloc.driver.internal import cuda
 
@@ -49,9 +50,9 @@ def attaching(call: Callable[[], Call]) -> Measured:
 
 def _serve(bench: Bench) -> None:
     """Start a server, and write the weights, for all variants."""
-    bench.need_virtual_memory()
-    if not bench.device.supports.posix_file_descriptors:
-        raise Unavailable("this device's physical memory cannot be shared between processes")
+    need_virtual_memory(bench.device)
+    shareable = bench.device.supports.posix_file_descriptors
+    need(shareable, "this device's physical memory cannot be shared between processes")
     name = f"bench-{os.getpid()}"
     command = [sys.executable, "-m", "streamalloc", "serve", name]
     server = subprocess.Popen(command, env=environment(bench.chosen.driver), stdout=subprocess.PIPE, text=True)
@@ -130,8 +131,8 @@ ROWS = (
             MANY: functools.partial(opened, key="many"),
         },
         (Target(OURS, 1.2, RAW), Target(MANY, 25.0)),
-        20,
-        "ms",
+        most=20,
+        unit="ms",
         need=_serve,
     ),
 )

@@ -12,8 +12,9 @@ from typing import Any
 
 import streamalloc as sa
 from streamalloc import vmm
-from streamalloc.cli.choice import KEEP_ALL, host_pool_location
-from streamalloc.cli.measuring import Bench, Call, Measured, Row, Setup, Target, Unavailable, step_times, value_of
+from streamalloc.cli.choice import KEEP_ALL
+from streamalloc.cli.measuring import Bench, Call, Measured, Row, Setup, Target, step_times, value_of
+from streamalloc.cli.needs import need_host_pool, need_peers, need_virtual_memory
 from streamalloc.core.errors import size_text
 from streamalloc.multicast import SymmetricMemory
 
@@ -31,6 +32,10 @@ PINNED = 2 << 30
 """Bytes of pinned memory, at most: enough to measure the copy rate."""
 SYMMETRIC = 1 << 20
 """Bytes of symmetric memory on each device: 1 MiB."""
+
+
+def _need(bench: Bench) -> None:
+    need_virtual_memory(bench.device)
 
 
 # --- growth ---------------------------------------------------------------------------------------------------------
@@ -193,9 +198,7 @@ def _pinned_copy(bench: Bench, *, to_host: bool) -> Measured:
 
 def _eviction(bench: Bench, *, restore: bool, keep: bool) -> Measured:
     """Evict or restore a buffer, with or without a copy in a warm host pool."""
-    location = host_pool_location(bench.device)
-    if location is None:
-        raise Unavailable("this device has no pools in host memory")
+    location = need_host_pool(bench.device)
     nbytes, keep_open = _evicted(bench), bench.resources.enter_context
     pool = keep_open(sa.MemoryPool(location, release_threshold=KEEP_ALL))
     pool.set_access(bench.device, sa.MemAccess.READWRITE)
@@ -236,11 +239,8 @@ def _free_host_memory() -> int:
 
 
 def _two_devices(bench: Bench) -> list[sa.Device]:
-    devices = sa.Device.all(bench.device.driver)[:2]
-    if len(devices) < 2 or not (devices[0].can_access(devices[1]) and devices[1].can_access(devices[0])):
-        raise Unavailable("this needs two devices with access to each other's memory")
-    bench.need_virtual_memory()
-    return devices
+    need_virtual_memory(bench.device)
+    return need_peers(bench.device.driver)[:2]
 
 
 def raw_symmetric(bench: Bench) -> Any:
@@ -298,9 +298,9 @@ ROWS = (
         f"Grow a buffer by {STEPS} steps of {size_text(STEP)}",
         {RAW: _grown(raw_growth), OURS: _grown(our_growth), COPIED: _grown(copied_growth)},
         (Target(OURS, 1.1, RAW),),
-        1,
+        most=1,
         rounds="growths",
-        need=Bench.need_virtual_memory,
+        need=_need,
     ),
     Row(
         "regrowth",
@@ -311,9 +311,9 @@ ROWS = (
             RECYCLED: functools.partial(our_regrowth, recycling=True),
         },
         (Target(RECYCLED, 0.5, RAW),),
-        1,
+        most=1,
         rounds="growths",
-        need=Bench.need_virtual_memory,
+        need=_need,
     ),
     Row(
         "eviction",
@@ -327,18 +327,18 @@ ROWS = (
             "streamalloc restore, without a copy": functools.partial(_eviction, restore=True, keep=False),
         },
         (Target(EVICT, 1.25, TO_PINNED), Target(RESTORE, 1.25, FROM_PINNED)),
-        1,
-        "ms",
-        "evictions",
+        most=1,
+        unit="ms",
+        rounds="evictions",
         bases={RESTORE: FROM_PINNED},
-        need=Bench.need_virtual_memory,
+        need=_need,
     ),
     Row(
         "symmetric",
         f"Create and close SymmetricMemory.local of {size_text(SYMMETRIC)} on two devices",
         {RAW: raw_symmetric, OURS: our_symmetric},
         (Target(OURS, 1.5, RAW),),
-        20,
+        most=20,
         need=_two_devices,
     ),
 )

@@ -10,7 +10,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from streamalloc.cli.measuring import SIZE, Bench, Measured, Unavailable
+from streamalloc.cli.measuring import SIZE, Bench, Measured
+from streamalloc.cli.needs import need
 
 # The driver functions come as pointers, so the source needs no CUDA header.
 _SOURCE = """
@@ -49,10 +50,9 @@ def loop(pairs: Any, *arguments: Any) -> Measured:
 
 @functools.cache
 def compiled() -> Any:
-    """Compile the loop and load it with ctypes; raise :class:`Unavailable` without a C compiler."""
-    compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
-    if compiler is None:
-        raise Unavailable(f"no C compiler: {', '.join(_COMPILERS)}")
+    """Compile the loop and load it with ctypes; require a C compiler."""
+    compiler = next(filter(None, map(shutil.which, _COMPILERS)), "")
+    need(compiler, f"no C compiler: {', '.join(_COMPILERS)}")
     with tempfile.TemporaryDirectory(prefix="streamalloc-bench-") as folder:
         source, target = Path(folder, "pairs.c"), Path(folder, "pairs.so")
         source.write_text(_SOURCE, encoding="ascii")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from streamalloc import driver as sd
 from streamalloc.core.internal import Device
-from streamalloc.core.properties import MemLocation
 from streamalloc.driver import Driver, DriverNotFoundError, default, simulated
 from streamalloc.driver.internal import read_choice
 
@@ -113,20 +113,16 @@ def choose(driver: str | None = None, devices: int | None = None) -> Chosen:
     raise ValueError(f"--devices={devices}: only a simulated machine (--driver=simulated) takes a number of devices")
 
 
+def add_json_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the option ``--json [FILE]``."""
+    about = "write JSON to FILE; without FILE print it instead of the table"
+    parser.add_argument("--json", metavar="FILE", nargs="?", const="-", help=about)
+
+
 def cuda_version(driver: Driver) -> str:
     """Return the newest CUDA version that a driver supports (``cuDriverGetVersion``)."""
     _, number = driver.cuDriverGetVersion()
     return f"{number // 1000}.{number % 1000 // 10}"
-
-
-def host_pool_location(device: Device) -> MemLocation | None:
-    """Return a location for a pool in host memory that the device can access; None if it supports none."""
-    supports = device.supports
-    if supports.host_memory_pools:
-        return MemLocation.host()
-    if supports.host_numa_memory_pools:
-        return MemLocation.host_numa(max(supports.host_numa_id or 0, 0))
-    return None
 
 
 def plural(count: int, noun: str) -> str:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import platform
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import streamalloc as sa
-from streamalloc.cli.choice import Chosen, UsageError, cuda_version, plural
+from streamalloc.cli.choice import Chosen, add_json_argument, cuda_version, plural
 from streamalloc.cli.terminal import Terminal
 from streamalloc.cli.trials import query_multicast, try_sharing, try_virtual_memory
 from streamalloc.core.errors import size_text
@@ -36,29 +34,6 @@ _SHARED = {
 }
 
 
-def add_json_argument(parser: argparse.ArgumentParser) -> None:
-    """Add the option ``--json [FILE]``."""
-    about = "write JSON to FILE; without FILE print it instead of the table"
-    parser.add_argument("--json", metavar="FILE", nargs="?", const="-", help=about)
-
-
-def write_json(report: dict[str, Any], path: str | None) -> None:
-    """Write a report to the file of ``--json``, with ``"-"`` to standard output, with None nowhere."""
-    text = json.dumps(report, indent=2)
-    if path == "-":
-        print(text)
-    elif path is not None:
-        write_file(path, text + "\n")
-
-
-def write_file(path: str, text: str) -> None:
-    """Write a file that an option names."""
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}") from None
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``info``."""
     add_json_argument(parser)
@@ -68,7 +43,7 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
     """Print the report as tables, as JSON, or both."""
     found = report(chosen)
     _show(terminal, found, chosen)
-    write_json(found, options.json)
+    terminal.write_json(found)
     return 0
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import streamalloc
 from streamalloc.cli.choice import UsageError, choose
-from streamalloc.cli.terminal import Terminal
+from streamalloc.cli.terminal import OutputError, Terminal
 from streamalloc.driver import DriverNotFoundError, use
 
 _COMMANDS = {
@@ -60,7 +60,9 @@ class _Command(argparse.ArgumentParser):
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     about = "GPU memory in stream order, on a real CUDA driver or on a simulated one."
     raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(_program(), description=about, epilog=_EPILOG, formatter_class=raw)
+    as_module = Path(sys.argv[0]).parts[-2:] == ("streamalloc", "__main__.py")
+    program = "python -m streamalloc" if as_module else "streamalloc"
+    parser = argparse.ArgumentParser(program, description=about, epilog=_EPILOG, formatter_class=raw)
     parser.add_argument("--version", action="version", version=f"streamalloc {streamalloc.__version__}")
     _add_driver_arguments(parser, None)
     commands = parser.add_subparsers(dest="command", metavar="command", parser_class=_Command)
@@ -76,11 +78,6 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     return parser
 
 
-def _program() -> str:
-    """Return the name of the program for messages."""
-    return "python -m streamalloc" if Path(sys.argv[0]).parts[-2:] == ("streamalloc", "__main__.py") else "streamalloc"
-
-
 def _add_driver_arguments(parser: argparse.ArgumentParser, default: str | None) -> None:
     about = "cuda, simulated, or with settings: simulated:devices=4,seed=7"
     parser.add_argument("--driver", metavar="DRIVER", default=default, help=about)
@@ -93,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     * 0: success.
     * 1: a result was wrong, or a target was missed with ``--strict``.
-    * 2: wrong arguments, or no driver.
+    * 2: wrong arguments, no driver, or output that cannot be written.
     * 130: interrupted; 141: the reader of a pipe closed it.
     """
     # Device names may have characters that the terminal's encoding lacks; they are printed as "?".
@@ -102,25 +99,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     parser = _parser(words)
     options = parser.parse_args(words)
-    if options.command == "run":
-        return _run(parser, options)  # a broken pipe or an interrupt is the program's
     try:
-        code = _run(parser, options)
-        sys.stdout.flush()
-    except BrokenPipeError:
+        return _run(parser, options)
+    except OutputError as error:
         _drop_output()
-        return _READER_LEFT
+        if isinstance(error.__cause__, BrokenPipeError):
+            return _READER_LEFT
+        print(f"{parser.prog}: cannot write the output: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
+        if options.command == "run":
+            raise  # it is the program's
         return _INTERRUPTED
-    return code
 
 
 def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    terminal = Terminal(getattr(options, "json", None))
     if options.command is None:
-        parser.print_help()
+        terminal.line(parser.format_help().rstrip())
         return 0
-    # JSON on the standard output replaces the tables.
-    terminal = Terminal(quiet=getattr(options, "json", None) == "-")
     try:
         if options.command in _WITHOUT_DRIVER:
             return int(_module(options.command).run(terminal, options))

@@ -1,7 +1,8 @@
 """Measurement for ``bench``: rows, their variants, and interleaved rounds of short blocks.
 
 The variants of a row take turns, in a new order each round, so a temporary slowdown of the machine affects all of them.
-A figure is the median over the rounds, with the 10th and 90th percentile. A ratio is the median of the rounds' ratios.
+Each figure is the median of the rounds, beside the 10th and 90th percentile. Each ratio is the median of the rounds'
+ratios.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy as np
 
 import streamalloc as sa
 from streamalloc.cli.choice import KEEP_ALL, Chosen
+from streamalloc.cli.needs import Unavailable
 
 SIZE = 4096
 """Bytes in a buffer of most rows: 4 KiB."""
@@ -27,10 +29,6 @@ _LIBRARIES = ("C", "cuda.core", "CuPy", "PyTorch", "RMM")
 """First words of other libraries' variants, which need a GPU."""
 
 Call = Callable[[], object]
-
-
-class Unavailable(Exception):
-    """A row or variant cannot be measured on this machine; the message gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,7 @@ class Effort:
 
 @dataclass(frozen=True)
 class Target:
-    """An upper limit for a figure of a variant. Applies to GPUs only."""
+    """An upper limit for a figure of a variant, judged on GPUs only."""
 
     of: str
     limit: float
@@ -138,10 +136,11 @@ class Bench:
         """Create a stream for the current row."""
         return self.resources.enter_context(self.device.create_stream())
 
-    def need_virtual_memory(self) -> None:
-        """Raise :class:`Unavailable` unless the device supports virtual memory management."""
-        if not self.device.supports.virtual_memory_management:
-            raise Unavailable("this device does not support virtual memory management")
+    def library(self, kind: Callable[[Bench], Any]) -> Any:
+        """Return the objects of another library, created by the first call."""
+        if kind not in self.libraries:
+            self.libraries[kind] = kind(self)
+        return self.libraries[kind]
 
     def buffer(self) -> sa.Buffer:
         """Allocate 4 KiB for the current row."""
@@ -268,14 +267,13 @@ def _targets(
 ) -> Iterator[dict[str, Any]]:
     """Yield the row's targets with the figures found; None if a variant was not measured or lacks the figure."""
     for target in () if bench.chosen.is_simulated else row.targets:
-        names = [target.of, *([target.to] if target.to else [])]
         found: float | None = None
-        if target.figure:
-            values = [rows[name][target.figure] for name in names if target.figure in rows.get(name, {})]
-            if len(values) == len(names):
-                found = values[0] / values[1] if target.to else values[0]
-        elif all(name in times for name in names):
-            found = ratio(times[target.of], times[target.to]) if target.to else rows[target.of]["median"]
+        with contextlib.suppress(KeyError):
+            if target.to and not target.figure:
+                found = ratio(times[target.of], times[target.to])
+            else:
+                figure = target.figure or "median"
+                found = rows[target.of][figure] / (rows[target.to][figure] if target.to else 1)
         met = None if found is None else bool(found <= target.limit)
         asked = {"of": target.of, "to": target.to, "figure": target.figure, "at_most": target.limit}
         yield {**asked, "found": found, "met": met}

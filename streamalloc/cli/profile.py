@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 
 from streamalloc.cli.choice import Chosen, UsageError
-from streamalloc.cli.info import write_file
-from streamalloc.cli.terminal import Terminal
+from streamalloc.cli.terminal import Terminal, write_file
 from streamalloc.driver.internal import UnreadableMachineError, read_profile
 
 
@@ -31,11 +29,11 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
         read = read_profile(chosen.driver, multicast=options.multicast)
     except UnreadableMachineError as error:
         raise UsageError(str(error)) from None
-    text = json.dumps(read, indent=1) + "\n"
+    text = json.dumps(read, indent=1)
     if options.output is None:
-        sys.stdout.write(text)
+        terminal.line(text)
         return 0
-    write_file(options.output, text)
+    write_file(options.output, text + "\n")
     count = len(read["devices"])
     terminal.line(f"read {read['source']} to {options.output}")
     terminal.line(f"STREAMALLOC_DRIVER=simulated:{f'devices={count},' * (count > 1)}profile={options.output}")

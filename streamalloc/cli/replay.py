@@ -7,23 +7,16 @@ TRACE is a file of this library, a CSV log of RMM, or a memory snapshot of PyTor
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
-import importlib.util
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import streamalloc as sa
 from streamalloc import traces
-from streamalloc.cli.choice import Chosen, UsageError, plural
-from streamalloc.cli.info import add_json_argument, write_json
+from streamalloc.cli.choice import Chosen, UsageError, add_json_argument, plural
 from streamalloc.cli.terminal import Terminal
 from streamalloc.core.errors import size_text
-
-_LONG = 200_000
-"""Events of a replay, at least, for which progress is shown."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,7 +51,7 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
     found = [row for row in rows if row is not None]
     _show(terminal, found)
     about = {"events": len(trace.events), "source": trace.source, "peak": trace.peak, "streams": trace.streams}
-    write_json({"headline": chosen.headline, "trace": about, "rows": found}, options.json)
+    terminal.write_json({"headline": chosen.headline, "trace": about, "rows": found})
     return 0
 
 
@@ -69,8 +62,7 @@ def _replayed(chosen: Chosen, trace: traces.Trace, name: str, options: argparse.
     if entry.other and chosen.is_simulated:
         return {"name": entry.title, "unavailable": "it needs a GPU"} if asked else None
     try:
-        with _progress(len(trace.events) * (options.rounds + 1), entry.title) as progress:
-            found = traces.replay(trace, name, sa.Device(0), rounds=options.rounds, progress=progress)
+        found = traces.replay(trace, name, sa.Device(0), rounds=options.rounds)
     except ImportError as error:
         return {"name": entry.title, "unavailable": f"not installed: {error}"} if asked else None
     except Exception as error:
@@ -80,17 +72,6 @@ def _replayed(chosen: Chosen, trace: traces.Trace, name: str, options: argparse.
         return {"name": entry.title, "unavailable": f"{type(error).__name__}: {error}"}
     derived = {name: getattr(found, name) for name in ("microseconds_per_event", "reserved_over_used")}
     return {"name": entry.title, **dataclasses.asdict(found), **derived}
-
-
-@contextlib.contextmanager
-def _progress(total: int, title: str) -> Iterator[Callable[[int], object] | None]:
-    """Show the progress of a long replay on an error output that is a terminal, by tqdm if installed."""
-    if total < _LONG or not sys.stderr.isatty() or importlib.util.find_spec("tqdm") is None:
-        yield None
-        return
-    bar = importlib.import_module("tqdm").tqdm(total=total, desc=title, unit=" events", leave=False)
-    with bar:
-        yield bar.update
 
 
 def _show_trace(chosen: Chosen, terminal: Terminal, name: str, trace: traces.Trace) -> None:

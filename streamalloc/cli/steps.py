@@ -1,4 +1,4 @@
-"""Framework of the tour: parts, steps, claims about their results, and the checks for what a part needs."""
+"""Framework of the tour: parts, steps, and claims about their results."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import streamalloc as sa
-from streamalloc.cli.choice import host_pool_location
-from streamalloc.cli.terminal import Terminal
+from streamalloc.cli.needs import Unavailable
+from streamalloc.cli.terminal import OutputError, Terminal
 from streamalloc.cli.worker import Worker
 from streamalloc.core.errors import size_text
 from streamalloc.core.resource import Closes
-from streamalloc.driver import Driver
 
 MiB = 1 << 20
 
@@ -57,28 +56,6 @@ def raised(what: str, kind: type[Exception], call: Callable[[], object]) -> Clai
     except kind as error:
         return Claim(what, kind.__name__, type(error).__name__, True, str(error))
     return Claim(what, kind.__name__, "no error", False)
-
-
-class Skipped(Exception):
-    """A part cannot run on this machine; the message gives the reason."""
-
-
-def need(condition: object, why: str) -> None:
-    """Skip the part with the reason ``why`` unless the condition is true."""
-    if not condition:
-        raise Skipped(why)
-
-
-def need_peers(driver: Driver) -> list[sa.Device]:
-    """Return GPUs that all have access to each other's memory, GPU 0 first; skip the part if there is only one."""
-    devices = sa.Device.all(driver)
-    need(len(devices) > 1, "this machine has one GPU")
-    peers: list[sa.Device] = []
-    for device in devices:
-        if all(device.can_access(other) and other.can_access(device) for other in peers):
-            peers.append(device)
-    need(len(peers) > 1, "no other GPU of this machine has access to the memory of GPU 0 and the reverse")
-    return peers
 
 
 class Part(NamedTuple):
@@ -157,10 +134,10 @@ class Tour(Closes):
         self.terminal.paragraph(part.about)
         try:
             part.show(self, self.device.create_stream())
-        except Skipped as reason:
+        except Unavailable as reason:
             self.skipped += 1
             self.terminal.line(f"  {self.terminal.warning('skipped')}  {reason}")
-        except BrokenPipeError:
+        except OutputError:
             raise
         except Exception as error:
             self.checks += 1
@@ -169,21 +146,3 @@ class Tour(Closes):
             self.terminal.line(f"  {mark}  expected no error, found {type(error).__name__}: {error}")
             for line in "".join(traceback.format_exception(error)).splitlines():
                 self.terminal.line(f"          {self.terminal.dim(line)}")
-
-    def need_gates(self) -> None:
-        """Skip the part unless the device supports ``cuStreamWaitValue32``, which holds streams."""
-        why = "this device's streams cannot wait for memory values, so no step can keep work pending"
-        need(self.device.supports.stream_memory_operations, why)
-
-    def need_virtual_memory(self) -> None:
-        """Skip the part unless the device supports virtual memory management."""
-        need(self.device.supports.virtual_memory_management, "this device does not support virtual memory management")
-
-    def need_host_pool(self) -> sa.MemLocation:
-        """Return a location for a pool in host memory; skip the part if there is none."""
-        location = host_pool_location(self.device)
-        if location is None:
-            known = self.device.supports.host_numa_memory_pools is not None
-            need(known, "these bindings or this driver have no pools in host memory")
-            raise Skipped("the device does not support pools in host memory")
-        return location

@@ -8,8 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from streamalloc.cli.choice import UsageError, plural
-from streamalloc.cli.info import add_json_argument, write_json
+from streamalloc.cli.choice import UsageError, add_json_argument, plural
 from streamalloc.cli.terminal import Terminal
 from streamalloc.core.errors import size_text
 from streamalloc.ipc import Store, StoreEntry, StoreError
@@ -29,7 +28,7 @@ def run(terminal: Terminal, options: argparse.Namespace) -> int:
     if options.action != "list" and (options.name is None or options.key is None):
         raise UsageError(f"{options.action} needs NAME and KEY")
     try:
-        write_json(_ACTIONS[options.action](terminal, options), options.json)
+        terminal.write_json(_ACTIONS[options.action](terminal, options))
     except (StoreError, ValueError, PermissionError) as error:
         raise UsageError(str(error)) from None
     return 0

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import re
 import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
-from typing import TextIO
+from pathlib import Path
+from typing import Any
+
+from streamalloc.cli.choice import UsageError
 
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 _GAP = "  "
@@ -17,17 +21,32 @@ _NARROWEST = 24
 """Minimum columns of folded text."""
 
 
+class OutputError(Exception):
+    """The output of a command cannot be written; the cause is an ``OSError``."""
+
+
+def write_file(path: str, text: str) -> None:
+    """Write a file that an option names."""
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}") from None
+
+
 class Terminal:
     """Output of a command. In a terminal it is coloured and folded.
 
     Every line is flushed, so that progress is visible and a closed pipe is noticed at once.
+
+    Parameters
+    ----------
+    json
+        Value of the option ``--json``. ``"-"``: JSON replaces all lines.
     """
 
-    def __init__(self, out: TextIO | None = None, *, quiet: bool = False) -> None:
-        self._out = sys.stdout if out is None else out
-        self._quiet = quiet
-        """Whether nothing is printed."""
-        interactive = self._out.isatty()
+    def __init__(self, json: str | None = None) -> None:
+        self._json = json
+        interactive = sys.stdout.isatty()
         # https://no-color.org: any value but the empty one turns colours off.
         self.coloured: bool = interactive and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
         self._width = shutil.get_terminal_size().columns if interactive else None
@@ -43,8 +62,22 @@ class Terminal:
 
     def line(self, text: str = "") -> None:
         """Print a line."""
-        if not self._quiet:
-            print(text, file=self._out, flush=True)
+        if self._json != "-":
+            self._print(text)
+
+    def _print(self, text: str) -> None:
+        try:
+            print(text, flush=True)
+        except OSError as error:
+            raise OutputError(error.strerror) from error
+
+    def write_json(self, report: dict[str, Any]) -> None:
+        """Write a report to the file of ``--json``, with ``"-"`` to the output, with None nowhere."""
+        text = json.dumps(report, indent=2)
+        if self._json == "-":
+            self._print(text)
+        elif self._json is not None:
+            write_file(self._json, text + "\n")
 
     def heading(self, text: str) -> None:
         """Print an empty line and a title."""

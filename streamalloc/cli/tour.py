@@ -12,7 +12,8 @@ import numpy as np
 import streamalloc as sa
 from streamalloc.cli import tour_ipc, tour_multicast, tour_vmm
 from streamalloc.cli.choice import KEEP_ALL, Chosen, plural
-from streamalloc.cli.steps import Claim, MiB, Part, Parts, Tour, at_least, equal, every_byte, need_peers, raised
+from streamalloc.cli.needs import need_gates, need_host_pool, need_peers
+from streamalloc.cli.steps import Claim, MiB, Part, Parts, Tour, at_least, equal, every_byte, raised
 from streamalloc.cli.terminal import Terminal
 from streamalloc.cli.worker import read
 from streamalloc.core.errors import size_text
@@ -38,7 +39,7 @@ def allocate_use_free(tour: Tour, stream: sa.Stream) -> None:
 
 @part("Two streams and an event", "One stream writes, another reads; the host waits for neither.")
 def two_streams(tour: Tour, producer: sa.Stream) -> None:
-    tour.need_gates()
+    need_gates(tour.device)
     consumer = tour.device.create_stream()
     with tour.pool(consumer) as pool, Gate(tour.device) as gate, pool.allocate(8 * MiB, consumer) as result:
         made = pool.allocate(8 * MiB, producer)
@@ -59,7 +60,7 @@ def two_streams(tour: Tour, producer: sa.Stream) -> None:
 
 @part("Reuse of freed memory", "A gate holds the stream on which 20 MiB are freed, so the free is still pending.")
 def reuse(tour: Tour, first: sa.Stream) -> None:
-    tour.need_gates()
+    need_gates(tour.device)
     second = tour.device.create_stream()
 
     for text, stream, waits, opened in (
@@ -145,7 +146,7 @@ def two_gpus(tour: Tour, here: sa.Stream) -> None:
 
 @part("Host memory and numpy", "A pool of memory that CPU and GPU use at the same address.")
 def host_pool(tour: Tour, stream: sa.Stream) -> None:
-    location = tour.need_host_pool()
+    location = need_host_pool(tour.device)
     with (
         tour.pool(stream, location) as pool,
         tour.pool(stream) as device_pool,
@@ -267,8 +268,12 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
         terminal.heading("At the end")
         _nothing_left(tour, accounts)
     terminal.line()
-    terminal.line(_verdict(tour))
-    return 1 if tour.failed else 0
+    skipped = f", {plural(tour.skipped, 'part')} skipped" if tour.skipped else ""
+    if tour.failed:
+        terminal.line(terminal.bad(f"{tour.failed} of {plural(tour.checks, 'check')} failed") + skipped)
+        return 1
+    terminal.line(terminal.good(f"All {plural(tour.checks, 'check')} held") + skipped + ".")
+    return 0
 
 
 def _nothing_left(tour: Tour, accounts: Any) -> None:
@@ -282,10 +287,3 @@ def _nothing_left(tour: Tour, accounts: Any) -> None:
         leaks = str(error)
     text = "all pools, allocations, memory, address ranges, arrays, streams, events and graphs are released"
     tour.step(text, equal("left behind", leaks, "nothing"))
-
-
-def _verdict(tour: Tour) -> str:
-    skipped = f", {plural(tour.skipped, 'part')} skipped" if tour.skipped else ""
-    if tour.failed:
-        return tour.terminal.bad(f"{tour.failed} of {plural(tour.checks, 'check')} failed") + skipped
-    return tour.terminal.good(f"All {plural(tour.checks, 'check')} held") + skipped + "."

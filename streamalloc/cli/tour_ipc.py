@@ -9,8 +9,9 @@ import numpy as np
 import streamalloc as sa
 from streamalloc import ipc
 from streamalloc.cli.choice import KEEP_ALL
-from streamalloc.cli.steps import Claim, MiB, Parts, Tour, equal, every_byte, need, raised
-from streamalloc.cli.worker import POSIX, Worker, WorkerBase, can_share_pools, read
+from streamalloc.cli.needs import POSIX, need_shared_pools
+from streamalloc.cli.steps import Claim, MiB, Parts, Tour, equal, every_byte, raised
+from streamalloc.cli.worker import Worker, WorkerBase, read
 from streamalloc.core.errors import size_text
 from streamalloc.testing import Gate
 
@@ -63,8 +64,7 @@ class WorkerActions(WorkerBase):
 
 def _worker(tour: Tour) -> Worker:
     """Return the other process, shared by the parts; skip the part if pools cannot be shared."""
-    tour.need_gates()
-    need(can_share_pools(tour.device), "this device's pools cannot be shared with other processes")
+    need_shared_pools(tour.device)
     if tour.worker is None:
         tour.worker = tour.resources.enter_context(Worker(tour.device.driver, __name__))
     return tour.worker

@@ -12,7 +12,8 @@ import numpy as np
 import streamalloc as sa
 from streamalloc import vmm
 from streamalloc.cli.choice import is_simulated, plural
-from streamalloc.cli.steps import Parts, Tour, equal, every_byte, need, need_peers, raised
+from streamalloc.cli.needs import need, need_gates, need_peers, need_virtual_memory
+from streamalloc.cli.steps import Parts, Tour, equal, every_byte, raised
 from streamalloc.cli.worker import read
 from streamalloc.core.errors import size_text
 from streamalloc.driver import checked, simulated
@@ -35,7 +36,7 @@ def _on_several(show: Callable[[Tour, Any], None]) -> Callable[[Tour, sa.Stream]
 
     def run(tour: Tour, _: sa.Stream) -> None:
         driver: Any = tour.device.driver
-        tour.need_virtual_memory()
+        need_virtual_memory(tour.device)
         if sa.Device.count(driver) > 1 or not is_simulated(driver):
             show(tour, driver)
             return
@@ -129,7 +130,7 @@ def _write(tour: Tour, view: vmm.Mapping, own: list[vmm.Mapping], streams: list[
 )
 @_on_several
 def symmetric(tour: Tour, driver: Any) -> None:
-    tour.need_gates()
+    need_gates(tour.device)
     with contextlib.ExitStack() as resources:
         devices = need_peers(driver)
         count, share = len(devices), 64 << 10

@@ -7,6 +7,7 @@ import numpy as np
 import streamalloc as sa
 from streamalloc import vmm
 from streamalloc.cli.choice import KEEP_ALL
+from streamalloc.cli.needs import need_host_pool, need_virtual_memory
 from streamalloc.cli.steps import Claim, MiB, Parts, Tour, equal, every_byte, raised
 from streamalloc.cli.worker import read
 from streamalloc.core.errors import size_text
@@ -25,7 +26,7 @@ def _access(what: str, mapping: vmm.Mapping, device: sa.Device, expected: sa.Mem
     "use. Ranges are drawn in brackets: 0 for memory of GPU 0, a dot for unmapped addresses.",
 )
 def by_hand(tour: Tour, stream: sa.Stream) -> None:
-    tour.need_virtual_memory()
+    need_virtual_memory(tour.device)
     granule = vmm.PhysicalMemory.granularity(tour.device)
     size = 2 * granule
     with vmm.AddressRange(16 * granule) as addresses, vmm.PhysicalMemory(tour.device, size) as memory:
@@ -65,7 +66,7 @@ def by_hand(tour: Tour, stream: sa.Stream) -> None:
 
 @part("A buffer that grows in place", "New memory is mapped after the old: no byte moves.")
 def growth(tour: Tour, stream: sa.Stream) -> None:
-    tour.need_virtual_memory()
+    need_virtual_memory(tour.device)
     chunk, chunks = 4 * MiB, 8
     numbers = list(range(1, chunks + 1))
     # More addresses than device memory, so that a later step can fail to grow.
@@ -117,8 +118,8 @@ def _mapped(address: int) -> bool:
 
 @part("Evict and restore", "The memory is released, the addresses stay, and the bytes are restored later.")
 def eviction(tour: Tour, stream: sa.Stream) -> None:
-    tour.need_virtual_memory()
-    location = tour.need_host_pool()
+    need_virtual_memory(tour.device)
+    location = need_host_pool(tour.device)
     size = 32 * MiB
     numbers = np.arange(size // 4, dtype=np.uint32)
     with (

@@ -22,15 +22,8 @@ from streamalloc import ipc
 from streamalloc.core.resource import Closes
 from streamalloc.driver import Driver
 
-POSIX = sa.MemHandleType.POSIX_FILE_DESCRIPTOR
-
 _SECONDS = 60.0
 """Seconds to wait for it: contexts on a busy GPU take long."""
-
-
-def can_share_pools(device: sa.Device) -> bool:
-    """Whether pools of the device can be shared with another process on this machine."""
-    return POSIX in (device.supports.pool_handle_types or sa.MemHandleType.NONE)
 
 
 def read(memory: Any, stream: sa.Stream) -> np.ndarray[Any, Any]:

@@ -6,12 +6,11 @@ import contextlib
 import multiprocessing  # creates its configuration
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from streamalloc.core.resource import Leaves
 from streamalloc.driver.internal import VARIABLE, ParentTest, configuration
 
 assert multiprocessing.process
@@ -27,32 +26,22 @@ def inherited(**values: str) -> Iterator[None]:
         yield
 
 
-class Reports(Leaves):
-    """Reports of the processes that are started in a ``with`` block.
+@contextlib.contextmanager
+def reports(*checks: str) -> Iterator[Callable[..., Iterator[str]]]:
+    """Collect the reports of the processes that are started in a ``with`` block.
 
-    Parameters
-    ----------
-    checks
-        Kinds of reports: ``"check"``, ``"leaks"``.
+    ``checks`` are the wanted kinds of reports: ``"check"``, ``"leaks"``. Yields a function that takes kinds, and yields
+    their reports so far; each begins with its process.
     """
 
-    def __init__(self, *checks: str) -> None:
-        self._checks = checks
-        self._ends = contextlib.ExitStack()
-
-    def __enter__(self) -> Reports:
-        folder = tempfile.TemporaryDirectory(prefix="streamalloc-", ignore_cleanup_errors=True)
-        self._directory = self._ends.enter_context(folder)
-        test = ParentTest(os.getpid(), self._checks, self._directory)
-        self._ends.enter_context(inherited(**{VARIABLE: test.to_text()}))
-        return self
-
-    def _leave(self, *, failed: bool) -> None:
-        self._ends.close()
-
-    def found(self, *checks: str) -> Iterator[str]:
-        """The reports of these kinds; each begins with its process."""
-        for path in sorted(Path(self._directory).iterdir()):
+    def found(*kinds: str) -> Iterator[str]:
+        for path in sorted(Path(folder).iterdir()):
             process, _, kind = path.name.partition(".")
-            if kind in checks:
+            if kind in kinds:
                 yield f"in process {process}, which the test has started:\n{path.read_text('utf-8').rstrip()}"
+
+    with (
+        tempfile.TemporaryDirectory(prefix="streamalloc-", ignore_cleanup_errors=True) as folder,
+        inherited(**{VARIABLE: ParentTest(os.getpid(), checks, folder).to_text()}),
+    ):
+        yield found

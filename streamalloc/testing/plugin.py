@@ -329,9 +329,9 @@ def _watched(
     """Wrap the driver for these checks and for streamalloc_faults. Returns it with the checks' reports."""
     reports: list[_Report] = []
     if checks:
-        from streamalloc.testing.children import Reports
+        from streamalloc.testing.children import reports as reports_of_children
 
-        children = stack.enter_context(Reports(*checks))
+        children = stack.enter_context(reports_of_children(*checks))
     if "check" in checks:
         from streamalloc.driver import checked
 
@@ -359,7 +359,7 @@ def _watched(
 
         reports.append(leaks)
     if checks:
-        reports.append(lambda failed: children.found("check", *(() if failed else ("leaks",))))
+        reports.append(lambda failed: children("check", *(() if failed else ("leaks",))))
     if request.scope == "function" and "streamalloc_faults" in request.fixturenames:
         from streamalloc.testing import Faults
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
-import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from streamalloc import traces
-from streamalloc.cli import main, replay
+from streamalloc.cli import main
 from streamalloc.traces import Event, Trace
 from tests.cli.conftest import Complete, Run, complete
 
@@ -82,43 +79,3 @@ def test_bad_arguments(machine: Any, capsys: pytest.CaptureFixture[str], argumen
     printed = capsys.readouterr()
     assert printed.out == ""
     assert why in printed.err
-
-
-class TestProgress:
-    @pytest.fixture(autouse=True)
-    def terminal(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-        monkeypatch.setattr(replay, "_LONG", 100)
-
-    def test_without_tqdm(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-        with replay._progress(200, "pool") as progress:
-            assert progress is None
-        assert capsys.readouterr().err == ""
-
-    def test_with_tqdm(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        seen: list[Any] = []
-
-        class Bar:
-            def __init__(self, **options: Any) -> None:
-                seen.append(options["total"])
-
-            def __enter__(self) -> None: ...
-
-            def __exit__(self, *_: object) -> None:
-                seen.append("closed")
-
-            def update(self, number: int) -> None:
-                seen.append(number)
-
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-        monkeypatch.setitem(sys.modules, "tqdm", types.SimpleNamespace(tqdm=Bar))
-        with replay._progress(200, "pool") as progress:
-            assert progress is not None
-            progress(50)
-        assert seen == [200, 50, "closed"]
-
-    def test_short_ones_have_none(self, capsys: pytest.CaptureFixture[str]) -> None:
-        with replay._progress(99, "pool") as progress:
-            assert progress is None
-        assert capsys.readouterr().err == ""

@@ -14,9 +14,9 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from tests.processes import environment, start_quickly
 
@@ -44,10 +44,12 @@ class Outputs(NamedTuple):
 
 
 class Runner:
-    """Runs notebooks."""
+    """Runs notebooks, several at a time: most of their time they wait."""
 
     def __init__(self, on_cuda: bool) -> None:
         self._ours, theirs = multiprocessing.Pipe()
+        self._begun: set[str] = set()
+        self._results: dict[str, tuple[str, list[Any]]] = {}
         with theirs:
             self._process = start_quickly(_serve, theirs, environment(on_cuda))
 
@@ -58,11 +60,19 @@ class Runner:
         self._ours.close()
         self._process.join()
 
-    def run(self, folder: Path, cells: list[str]) -> list[Outputs]:
+    def begin(self, name: str, folder: Path, cells: list[str]) -> None:
+        """Begin to run cells; idempotent for a name."""
+        if name not in self._begun:
+            self._begun.add(name)
+            self._ours.send((name, folder, cells))
+
+    def result(self, name: str) -> list[Outputs]:
         """Outputs of each cell; an error of a cell is raised here."""
-        self._ours.send((folder, cells))
-        assert self._ours.poll(SECONDS), "it takes too long"
-        error, outputs = self._ours.recv()
+        while name not in self._results:
+            assert self._ours.poll(SECONDS), "it takes too long"
+            done, error, outputs = self._ours.recv()
+            self._results[done] = error, outputs
+        error, outputs = self._results[name]
         assert not error, error
         return [Outputs(*one) for one in outputs]
 
@@ -71,21 +81,37 @@ def _serve(theirs: Connection, variables: dict[str, str]) -> None:
     os.environ.update(variables, MPLBACKEND="module://matplotlib_inline.backend_inline")
     for name in ("IPython.core.interactiveshell", "matplotlib.pyplot", "streamalloc.plots"):
         importlib.import_module(name)
+    running: dict[Any, tuple[str, int]] = {}
     while True:
-        try:
-            folder, cells = theirs.recv()
-        except EOFError:
-            return
-        child = os.fork()
-        if child == 0:
-            try:
-                theirs.send(("", list(_run(folder, cells))))
-            except BaseException:
-                theirs.send((traceback.format_exc(), []))
-            finally:
-                os._exit(0)
-        if os.waitpid(child, 0)[1]:
-            theirs.send(("its process has crashed", []))
+        found: list[Any] = wait([theirs, *running])
+        for ready in found:
+            if ready is theirs:
+                try:
+                    name, folder, cells = theirs.recv()
+                except EOFError:
+                    return
+                answer, writer = multiprocessing.Pipe(duplex=False)
+                child = os.fork()
+                if child == 0:
+                    _answer(writer, folder, cells)
+                writer.close()
+                running[answer] = name, child
+            else:
+                name, child = running.pop(ready)
+                try:
+                    theirs.send((name, *ready.recv()))
+                except EOFError:
+                    theirs.send((name, "its process has crashed", []))
+                os.waitpid(child, 0)
+
+
+def _answer(writer: Connection, folder: Path, cells: list[str]) -> NoReturn:
+    try:
+        writer.send(("", list(_run(folder, cells))))
+    except BaseException:
+        writer.send((traceback.format_exc(), []))
+    finally:
+        os._exit(0)
 
 
 def _run(folder: Path, cells: list[str]) -> Iterator[tuple[dict[str, str], list[dict[str, Any]]]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -14,6 +15,8 @@ from pathlib import Path
 import pytest
 
 import streamalloc
+from streamalloc.driver.bindings import version_that_added
+from streamalloc.driver.protocol import FUNCTIONS
 
 PACKAGE = Path(streamalloc.__file__).parent
 
@@ -202,3 +205,47 @@ def test_nothing_is_imported_in_a_circle() -> None:
     for module in MODULES:
         follow(module, [])
     assert circles == []
+
+
+def _outside(*folders: str) -> list[str]:
+    """The modules outside of folders, or files, of the package."""
+    return [name for name, path in FILES.items() if not str(path.relative_to(PACKAGE)).startswith(folders)]
+
+
+def test_only_the_door_imports_the_bindings() -> None:
+    wrong = []
+    for module in _outside("driver/"):
+        for node in _nodes(module):
+            names: list[str | None] = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [node.module]
+            elif isinstance(node, ast.Call):
+                called = getattr(node.func, "attr", getattr(node.func, "id", ""))
+                # The benchmark compares with a loop in C, which calls the driver past the bindings.
+                libraries = called in ("CDLL", "LoadLibrary") and module != "streamalloc.cli.c_loop"
+                modules = called in ("import_module", "__import__") and "bindings" in ast.unparse(node)
+                names = ["cuda"] if libraries or modules else []
+            wrong += [(module, name) for name in names if name and name.split(".")[0] == "cuda"]
+    assert wrong == []
+
+
+def test_the_facade_never_asks_which_driver_it_is() -> None:
+    assert [name for name in _outside("driver/", "cli/") if "is_simulated" in FILES[name].read_text()] == []
+
+
+def test_the_protocol_names_what_the_package_calls() -> None:
+    """Functions that only newer bindings have are asked for by name, and stand in no Protocol."""
+    drivers = ("simulator/", "checker/", "account", "wrappers", "protocol", "bindings")
+    called: set[str] = set()
+    for module in _outside(*(f"driver/{one}" for one in drivers), "cli/", "traces/"):
+        for node in _nodes(module):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                called |= set(re.findall(r"^cu[A-Z]\w+$", node.value))
+            elif isinstance(node, ast.Attribute) and re.match(r"cu[A-Z]", node.attr):
+                called.add(node.attr)
+    # One name is put together: cuDeviceGet[Default]MemPool and cuMemGet[Default]MemPool.
+    called = (called - {"cuMemGet", "cuDeviceGet"}) | {"cuDeviceGetDefaultMemPool", "cuDeviceGetMemPool"}
+    newer = {name for name in called if version_that_added(name) != "a newer version"}
+    assert called - newer == set(FUNCTIONS)

@@ -55,7 +55,8 @@ def test_a_picture_is_drawn_once(runner: Runner) -> None:
         "picture = pool.plot()\nprint(1)",  # at the end of the cell
         "picture",
     ]
-    assert [one.images for one in runner.run(FOLDER, cells)] == [0, 1, 1, 1]
+    runner.begin("pictures", FOLDER, cells)
+    assert [one.images for one in runner.result("pictures")] == [0, 1, 1, 1]
 
 
 @pytest.fixture(scope="module", params=NOTEBOOKS, ids=lambda path: str(path.stem))
@@ -68,7 +69,10 @@ def path(request: pytest.FixtureRequest) -> Path:
 @pytest.fixture(scope="module")
 def executed(path: Path, runner: Runner) -> list[Outputs]:
     """Outputs of the cells on the driver under test. An error in one is raised here."""
-    return runner.run(path.parent, [cell.source for cell in _code(path)])
+    # And the next one, meanwhile.
+    for one in NOTEBOOKS[(at := NOTEBOOKS.index(path)) : at + 2]:
+        runner.begin(one.stem, one.parent, [cell.source for cell in _code(one)])
+    return runner.result(path.stem)
 
 
 def test_there_are_notebooks() -> None:

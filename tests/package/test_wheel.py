@@ -111,7 +111,7 @@ def test_a_project_that_tests_itself_with_it(installed: Environment, tmp_path: P
                     try:
                         importlib.import_module(module.name)
                     except ModuleNotFoundError as error:
-                        assert error.name in ("matplotlib", "tqdm", "rich", "nvtx"), module.name  # of an extra
+                        assert error.name in ("matplotlib", "rich", "nvtx"), module.name  # of an extra
         """)
     )
     done = installed.run("python", "-m", "pytest", "-p", "no:cacheprovider", cwd=tmp_path)

@@ -250,27 +250,21 @@ class TestRun:
         assert parent.startswith("the parent ['--driver'] 1 ")
         assert child == parent.replace("parent", "child")
 
-    def test_a_module(self, tmp_path: Path) -> None:
-        self.write(
-            tmp_path, "prog.py", "import sys; from cuda.bindings import driver; print(driver.cuInit(0), sys.argv[1:])"
-        )
-        done = self.run("--driver=simulated", "-m", "prog", "-x", cwd=tmp_path)
-        assert (done.returncode, done.stdout) == (0, "(<CUresult.CUDA_SUCCESS: 0>,) ['-x']\n")
-
-    def test_the_end_of_a_program(self, tmp_path: Path) -> None:
+    def test_a_module_and_its_end(self, tmp_path: Path) -> None:
         """Its threads and exit functions use the machine; the checker reports after them."""
         self.write(
             tmp_path,
-            "program.py",
+            "prog.py",
             """
-            import atexit, threading
+            import atexit, sys, threading
             from cuda.bindings import runtime
             kept, freed, used = (runtime.cudaMalloc(4096)[1] for _ in range(3))
             atexit.register(lambda: print(runtime.cudaFree(freed)[0].name))
             main = threading.main_thread()
+            print(sys.argv[1:])
             threading.Thread(target=lambda: (main.join(), print(runtime.cudaFree(used)[0].name))).start()
             """,
         )
-        done = self.run("--driver=simulated", "program.py", cwd=tmp_path, STREAMALLOC_CHECK="1")
-        assert (done.returncode, done.stdout) == (0, "cudaSuccess\n" * 2)
+        done = self.run("--driver=simulated", "-m", "prog", "-x", cwd=tmp_path, STREAMALLOC_CHECK="1")
+        assert (done.returncode, done.stdout) == (0, "['-x']\n" + "cudaSuccess\n" * 2)
         assert done.stderr.startswith("leak: device memory of 4 KiB") and done.stderr.count("leak") == 1
