@@ -46,10 +46,9 @@ class Poison:
 
     def _queue(self, address: int, size: int, stream: Any, value: int) -> None:
         # The fill is ordered by the stream of the allocation or free.
-        found = self._state.streams.get(number_of(stream))
-        if found is None or found not in self._state.captures:
-            context: Any = None if found is None else found.context
-            self._under(context, lambda: self._driver.cuMemsetD8Async(address, value, size, stream))
+        found = self._state.stream(stream)
+        if found not in self._state.captures:
+            self._under(found.context, lambda: self._driver.cuMemsetD8Async(address, value, size, stream))
 
     # -- at once ---------------------------------------------------------------------------------------------
 

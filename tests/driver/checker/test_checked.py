@@ -481,6 +481,17 @@ def test_poison_of_other_memory(machine: Any) -> None:
     assert not driver.hazards
 
 
+def test_poison_is_no_part_of_a_graph(machine: Any) -> None:
+    traced = sd.traced(machine)
+    driver: Any = sd.checked(traced, poison=True)
+    stream = cuda.CUstream(2)  # the default stream of this thread
+    with sa.Device(0, driver=driver).current():
+        driver.cuStreamBeginCapture(stream, cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+        driver.cuMemFreeAsync(driver.cuMemAllocAsync(SIZE, stream)[1], stream)
+        driver.cuGraphDestroy(driver.cuStreamEndCapture(stream)[1])
+    assert names(traced, "cuMemsetD8Async") == []
+
+
 @pytest.mark.simulated_only("plain memory that was freed is not there")
 def test_poison_of_plain_memory_that_was_freed(machine: Any) -> None:
     class Watching:
