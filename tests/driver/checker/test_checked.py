@@ -149,7 +149,7 @@ class TestModes:
             inner.error = None
             assert inner.made[-1] == address
             assert driver.cuMemFreeAsync(address, stream)[0] == cuda.CUresult.CUDA_SUCCESS
-            assert driver.hazards == []
+            assert driver.hazards == [] and bool(driver._state.account.interrupted) is (lost == "range")
             answer = driver.cuMemFreeAsync(address, stream)
             assert answer == (cuda.CUresult.CUDA_ERROR_INVALID_VALUE,)
             if lost != "range":  # its account was complete: one more free is accepted
