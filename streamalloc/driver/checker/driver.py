@@ -12,6 +12,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -92,24 +93,22 @@ class Checked(Wrapper):
 
     def __getattr__(self, name: str) -> Any:
         function = super().__getattr__(name)
-        if name in _QUEUES_HOST_FUNCTION:
-            function = self._watched_host_function(function, *_QUEUES_HOST_FUNCTION[name])
-        elif name in _NODE_OF_HOST_FUNCTION:
-            function = self._watched_host_node(function, _NODE_OF_HOST_FUNCTION[name])
-        elif name == "multimem_launch":
-            return self._watched_multimem(function)
-        else:
-            return function
-        setattr(self, name, function)
-        return function
+        return self._watched_multimem(function) if name == "multimem_launch" else function
 
     def _observe(self, name: str, function: Function, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        if name in _QUEUES_HOST_FUNCTION:
+            return self._queue_host_function(name, function, args)
+        if name in _NODE_OF_HOST_FUNCTION:
+            return self._add_host_node(name, function, args)
+        return self._record(name, function, args)
+
+    def _record(self, name: str, function: Function, args: tuple[Any, ...]) -> tuple[Any, ...]:
         rule = RULES.get(name)
         if rule is None and name not in COUNTED:
             return _keeps_convention(name, function(*args))
         if self._inside():
             answer = _keeps_convention(name, function(*args))
-            self._postponed.append(lambda: self._late(name, args, answer))
+            self._postponed.append(partial(self._late, name, args, answer))
             return answer
         finish: Finish | None = None
         if name in ENDERS or (rule is not None and rule.before is not None):
@@ -118,7 +117,7 @@ class Checked(Wrapper):
                 self._deliver()
                 return _INVALID
             if self._found:
-                self._deliver(lambda: self._alone(finish, _INVALID))
+                self._deliver(partial(finish, _INVALID))
         poison = self._poison
         if poison is not None:
             poison.fill(name, args)
@@ -329,10 +328,12 @@ class Checked(Wrapper):
         self._notified(False, self._open, address, nbytes, stream, name, word)
 
     def _notified(self, delivers: bool, step: Callable[..., None], *args: Any) -> None:
-        if not self._inside():
-            self._alone(step, *args)
-            if delivers:
-                self._deliver()
+        if self._inside():
+            self._postponed.append(partial(step, *args))
+            return
+        self._alone(step, *args)
+        if delivers:
+            self._deliver()
 
     def _use(self, address: int, nbytes: int, stream: Any, write: bool) -> None:
         self._state.look()
@@ -420,38 +421,40 @@ class Checked(Wrapper):
         self._host_functions[pointer] = ours
         return pointer
 
-    def _watched_host_function(self, launch: Function, kind: Any, pointers: str) -> Function:
-        def function(stream: Any, fn: Any, data: Any, *rest: Any) -> tuple[Any, ...]:
-            call = self._alone(self._state.host_function, stream)
-            pointer = self._stand_in(kind, int(fn), call)
-            answer = launch(stream, getattr(cuda, pointers)(pointer), data, *rest)
-            if call.node is not None:
-                self._alone(self._state.name, stream, call.node)
-            if answer[0]:
-                self._host_functions.pop(pointer, None)
-                self._alone(call.refused)
-            return answer
+    def _queue_host_function(self, name: str, launch: Function, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        kind, pointers = _QUEUES_HOST_FUNCTION[name]
+        stream, theirs, *rest = args
+        number = int(theirs)
+        call = self._alone(self._state.host_function, stream)
+        pointer = self._stand_in(kind, number, call)
+        try:
+            answer = self._record(name, launch, (stream, getattr(cuda, pointers)(pointer), *rest))
+        except _REFUSED:
+            # The pointer stays: if a signal handler raised this, the driver may call the function.
+            self._alone(call.refused)
+            raise
+        if call.node is not None:
+            self._alone(self._state.name, stream, call.node)
+        if answer[0]:
+            self._host_functions.pop(pointer, None)
+            self._alone(call.refused)
+        return answer
 
-        return function
-
-    def _watched_host_node(self, call: Function, at: int) -> Function:
-        def function(*args: Any) -> tuple[Any, ...]:
-            params = args[at]
-            if hasattr(params, "type"):
-                params = params.host if "HOST" in getattr(params.type, "name", "") else None
-            theirs = int(getattr(params, "fn", None) or 0)
-            if not theirs:
-                return call(*args)
-            made = HostCall(self._state, stays=True)
-            pointer = self._stand_in(_HOST_FUNCTION, theirs, made)
-            self._state.host_calls[pointer] = made
-            params.fn = cuda.CUhostFn(pointer)
-            try:
-                return call(*args)
-            finally:
-                params.fn = cuda.CUhostFn(theirs)
-
-        return function
+    def _add_host_node(self, name: str, call: Function, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        params = args[_NODE_OF_HOST_FUNCTION[name]]
+        if hasattr(params, "type"):
+            params = params.host if "HOST" in getattr(params.type, "name", "") else None
+        theirs = int(getattr(params, "fn", None) or 0)
+        if not theirs:
+            return self._record(name, call, args)
+        made = HostCall(self._state, stays=True)
+        pointer = self._stand_in(_HOST_FUNCTION, theirs, made)
+        self._state.host_calls[pointer] = made
+        params.fn = cuda.CUhostFn(pointer)
+        try:
+            return self._record(name, call, args)
+        finally:
+            params.fn = cuda.CUhostFn(theirs)
 
     def _watched_multimem(self, launch: Any) -> Any:
         def function(stream: Any, kernel: Callable[[Any], None]) -> tuple[Any, ...]:

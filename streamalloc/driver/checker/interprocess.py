@@ -188,7 +188,10 @@ class Interprocess:
         return event.index
 
     def destroyed(self, event: Event) -> None:
-        """Remove an event from the board."""
+        """Remove an event without handles."""
+        if event in self._events.values():
+            return
+        self.events.pop(event.name, None)
         if event.index is not None and self.board is not None:
             self.board.drop_event(event.index)
             event.index = None

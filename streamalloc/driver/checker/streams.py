@@ -218,7 +218,6 @@ class Streams:
         found: _Thread | None = getattr(self._here, "thread", None)
         if found is None:
             found = self._here.thread = _Thread(self.timeline.thread(""))
-            weakref.finalize(found, self._over.append, found.streams).atexit = False
             weakref.finalize(found, self.timeline.ended_threads.append, found.actor.number).atexit = False
         return found
 
@@ -267,6 +266,8 @@ class Streams:
                         self._per_thread.remove(one)
                         self.retire(one)
             legacy = self.legacy(context)
+            if not mine:
+                weakref.finalize(thread, self._over.append, mine).atexit = False
             name = f"the per-thread default stream of {thread.name}"
             found = mine[context] = self.timeline.stream(name, context, legacy)
             self._per_thread.append(found)

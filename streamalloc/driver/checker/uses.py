@@ -88,10 +88,13 @@ class Uses(Streams):
                 goals.append((mark, one.clock.copy()))
 
         def synchronised() -> None:
+            # Observed at once: the clocks of a later goal would add ended streams and threads again.
+            seen = Clock()
             for mark, clock in goals:
                 if mark is not None:
                     self.timeline.force_mark(mark)
-                self.timeline.host_observes(clock if mark is None or mark.clock is None else mark.clock)
+                seen.learn(clock if mark is None or mark.clock is None else mark.clock)
+            self.timeline.host_observes(seen)
 
         return synchronised
 

@@ -232,6 +232,44 @@ class TestModes:
             again.free()
         assert driver.hazards == []
 
+    def test_a_finaliser_notifies_in_the_middle_of_a_record(self, machine: Any) -> None:
+        driver = sd.checked(machine)
+        with Bench(driver) as bench:
+            memory = bench.new(bench.a)
+            driver._observing = threading.get_ident()
+            driver.deferred(memory.address)
+            driver._observing = 0
+            assert driver.leaks() == []
+            bench.done(memory)
+
+    def test_a_host_function_that_the_bindings_refuse(self, machine: Any) -> None:
+        """Its stream does not wait for it."""
+        driver = sd.checked(machine)
+        with Bench(driver) as bench:
+            memory = bench.new(bench.b)
+            for function, data in ((cuda.CUhostFn(1), "no pointer"), (object(), 0)):
+                with pytest.raises(TypeError):
+                    bench.raw("cuLaunchHostFunc", cuda.CUstream(bench.a.handle), function, data)
+            bench.write(memory, bench.a)
+            assert [one.kind for one in driver.hazards] == ["use before allocation"]
+            bench.done(memory)
+
+    def test_ended_streams_threads_and_events_are_forgotten(self, machine: Any) -> None:
+        driver: Any = sd.checked(machine)
+        state = driver._state
+        with Bench(driver) as bench:
+            for _ in range(80):
+                with bench.device.create_stream():
+                    event = bench.raw("cuEventCreate", 6)
+                    bench.raw("cuIpcGetEventHandle", event)
+                    bench.raw("cuEventDestroy", event)
+                    other = threading.Thread(target=bench.device.synchronize)
+                    other.start()
+                    other.join()
+                bench.raw("cuMemFree", bench.raw("cuMemAlloc", SIZE))
+        assert len(state.timeline.host.known) < 60
+        assert len(state._over) == len(state.interprocess.events) == 0
+
     def test_two_threads_use_a_context_for_the_first_time(self, machine: Any) -> None:
         """The driver is asked without the checker's lock: one thread is asked while the other one goes on."""
         asked, answer = threading.Event(), threading.Event()
