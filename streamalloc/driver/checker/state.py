@@ -112,15 +112,22 @@ class Physical:
         return f"{self.kind} of {size_text(self.size)}"
 
 
+@dataclass(eq=False)
+class Executable:
+    """An executable graph."""
+
+    nodes: list[Node]
+    launched: Obstacle | None = None
+    """End of the latest launch."""
+
+
 class State(Uses):
     """All state known from calls, guarded by the lock of its owner."""
 
     def __init__(self, driver: Any, found: Callable[[Hazard], None]) -> None:
         super().__init__(driver, found)
         self.graphs: dict[int, Graph] = {}
-        self.executables: dict[int, list[Node]] = {}
-        self.launched: dict[int, Obstacle] = {}
-        """End of the latest launch of each executable graph."""
+        self.executables: dict[int, Executable] = {}
         self.host_calls: dict[int, HostCall] = {}
         """Host functions by the pointer passed to the driver."""
         self.account: Account = Account()
@@ -159,10 +166,13 @@ class State(Uses):
         """The graph of a handle."""
         return self.graphs.setdefault(number_of(handle), Graph())
 
-    def launch(self, executable: int, handle: Any, stack: Stack) -> None:
+    def executable(self, handle: Any) -> Executable:
+        """The executable graph of a handle."""
+        return self.executables.setdefault(number_of(handle), Executable([]))
+
+    def launch(self, executable: Executable, handle: Any, stack: Stack) -> None:
         """Queue a launch of a graph. It runs after earlier launches of the same graph."""
-        stream = self.stream(handle)
-        nodes = self.executables.get(executable, [])
+        stream, nodes = self.stream(handle), executable.nodes
         capture = self.capture_of(stream)
         if capture is not None:
             copies = [replace(node, handle=0) for node in nodes]
@@ -170,9 +180,8 @@ class State(Uses):
                 capture.add(stream, node)
             self.name(handle, *copies)
             return
-        before = self.launched.get(executable)
-        if before is not None:
-            self.timeline.wait(stream, before)
+        if executable.launched is not None:
+            self.timeline.wait(stream, executable.launched)
         used = [one for node in nodes if node.enabled for one in node.pieces]
         self._prepare(used)
         together: list[Node] = []
@@ -200,7 +209,7 @@ class State(Uses):
                 if node.enabled:
                     reads = [one for one in node.pieces if not one[1]]
                     self.sources.add(stream, reads + written, node.what, Launched(node.stack, stack))
-        self.launched[executable] = self.timeline.record(stream)
+        executable.launched = self.timeline.record(stream)
 
     def _run(self, stream: Stream, nodes: list[Node], stack: Stack) -> None:
         def run(stream: Stream) -> None:

@@ -125,15 +125,15 @@ class Calls:
     """Two streams, memory at 1 MiB and at 2 MiB, and what is found."""
 
     def __init__(self) -> None:
-        self._yes = Yes()
-        self.driver: Any = sd.checked(self._yes)
+        self.yes = Yes()
+        self.driver: Any = sd.checked(self.yes)
         self.a = self.make(cuda.CUstream(0x10), "cuStreamCreate", 1)
         self.b = self.make(cuda.CUstream(0x20), "cuStreamCreate", 1)
         for address in (1 << 20, 2 << 20):
             self.make(cuda.CUdeviceptr(address), "cuMemAlloc", 1 << 20)
 
     def make(self, thing: Any, name: str, *args: Any) -> Any:
-        self._yes.makes.append(thing)
+        self.yes.makes.append(thing)
         return getattr(self.driver, name)(*args)[1]
 
     def use(self, offset: int, nbytes: int = 1, write: bool = True, of: int = 1) -> None:
@@ -347,6 +347,48 @@ def test_what_was_made_may_be_ended(name: str) -> None:
         made = calls.make(kind(0x31), name, graph, *([] if name == "cuGraphClone" else [None]))
         ended = (calls.driver.cuGraphDestroy if name == "cuGraphClone" else calls.driver.cuGraphExecDestroy)(made)
     assert ended == (OK,) and calls.kinds() == []
+
+
+def test_another_thread_gets_a_handle_during_its_end() -> None:
+    calls = Calls()
+    place = SimpleNamespace(id=1, type=cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE)
+    properties = SimpleNamespace(allocType=None, location=place)
+    node = SimpleNamespace(dst=1 << 20, pitch=64, elementSize=1, width=64, height=1)
+
+    def graph() -> Any:
+        made = calls.make(cuda.CUgraph(0x30), "cuGraphCreate", 0)
+        calls.make(cuda.CUgraphNode(1), "cuGraphAddMemsetNode", made, [], 0, node, None)
+        return made
+
+    def launchable() -> Any:
+        return calls.make(cuda.CUgraphExec(0x32), "cuGraphInstantiate", source, 0)
+
+    def pool() -> Any:
+        return calls.make(cuda.CUmemoryPool(0x50), "cuMemPoolCreate", properties)
+
+    def reserved() -> Any:
+        return calls.make(cuda.CUdeviceptr(16 << 20), "cuMemAddressReserve", 64, 0, 0, 0)
+
+    def end(name: str, make: Callable[[], Any], made: Any, *args: Any) -> Any:
+        def answer(*_: Any) -> Any:
+            make()
+            return (OK,)
+
+        setattr(calls.yes, name, answer)
+        getattr(calls.driver, name)(made, *args)
+        return made
+
+    source = graph()
+    end("cuGraphDestroy", graph, source)
+    calls.driver.cuGraphLaunch(end("cuGraphExecDestroy", launchable, launchable()), calls.a)
+    calls.use(0)
+    assert calls.kinds() == ["race"]
+    ours = end("cuMemPoolDestroy", pool, pool())
+    memory = calls.make(cuda.CUdeviceptr(8 << 20), "cuMemAllocFromPoolAsync", 64, ours, calls.a)
+    end("cuMemAddressFree", reserved, reserved(), 64)
+    calls.driver.used(memory, 64, calls.a, True)
+    calls.driver.used(16 << 20, 64, calls.a, True)
+    assert calls.kinds() == ["race", *2 * ["access without a grant"]]
 
 
 @pytest.mark.parametrize("launched", [False, True])

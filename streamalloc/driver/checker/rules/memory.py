@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 from streamalloc.driver.bindings import cuda
 from streamalloc.driver.checker.ranges import Binding, Range
 from streamalloc.driver.checker.reports import here
-from streamalloc.driver.checker.rules.rule import After, Answer, Arguments, rules
+from streamalloc.driver.checker.rules.rule import After, Answer, Arguments, ends, rules
 from streamalloc.driver.checker.state import OPENED, Array, Physical, State
 from streamalloc.driver.checker.streams import number_of, rights_of_process
 from streamalloc.driver.checker.uses import Finish, nothing
@@ -133,10 +134,10 @@ def _makes_pool(state: State, name: str, args: Arguments, answer: Answer) -> Non
     state.pools[int(answer[1])] = None if managed else grants
 
 
-def _ends_pool(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    grants = state.pools.pop(number_of(args[0]), None)
-    if grants is not None:
-        state.addresses.vacate(lambda one: one.grants is grants)
+def _ends_pool(state: State, grants: dict[int, int]) -> None:
+    state.addresses.vacate(lambda one: one.grants is grants)
+    # The current pools of devices are among the known ones; the driver makes another one current.
+    state.current_pools = {device: pool for device, pool in state.current_pools.items() if pool in state.pools}
 
 
 def _finds_pool(state: State, name: str, args: Arguments, answer: Answer) -> None:
@@ -182,10 +183,18 @@ def _reserves(state: State, name: str, args: Arguments, answer: Answer) -> None:
     state.reserved.add(Range(int(answer[1]), int(args[0]), "reserved addresses", stack=here()))
 
 
-def _ends_reservation(state: State, name: str, args: Arguments, answer: Answer) -> None:
+def _ends_reservation(state: State, name: str, args: Arguments) -> Finish:
     start, size = number_of(args[0]), int(args[1])
+    found = state.reserved.find(start)
     state.reserved.remove(start)
-    state.addresses.vacate(lambda one: start <= one.base < start + size)
+
+    def finish(answer: Answer) -> None:
+        if not answer[0]:
+            state.addresses.vacate(lambda one: start <= one.base < start + size)
+        elif found is not None and found.base == start:
+            state.reserved.add(found)
+
+    return finish
 
 
 def _creates(state: State, name: str, args: Arguments, answer: Answer) -> None:
@@ -300,11 +309,9 @@ RULES = rules(
         "cuMipmappedArrayCreate": _makes_mipmapped,
         "cuMipmappedArrayGetLevel": _finds_level,
         "cuMemPoolCreate": _makes_pool,
-        "cuMemPoolDestroy": _ends_pool,
         "cuDeviceGetDefaultMemPool cuMemGetDefaultMemPool cuDeviceGetMemPool cuMemGetMemPool": _finds_pool,
         "cuDeviceSetMemPool cuMemSetMemPool": _sets_pool,
         "cuMemAddressReserve": _reserves,
-        "cuMemAddressFree": _ends_reservation,
         "cuMemCreate": _creates,
         "cuMemRelease": _releases,
         "cuMemRetainAllocationHandle": _retains,
@@ -315,8 +322,10 @@ RULES = rules(
     before={
         "cuMemFreeAsync": _frees,
         "cuMemFree cuMemFreeHost cuMemHostUnregister": frees_at_once,
+        "cuMemPoolDestroy": ends(attrgetter("pools"), _ends_pool),
         "cuMemPoolSetAccess": _grants_pool,
         "cuArrayDestroy cuMipmappedArrayDestroy": _ends_array,
+        "cuMemAddressFree": _ends_reservation,
         "cuMemUnmap": _unmaps,
         "cuMemSetAccess": _grants,
         "cuMulticastUnbind": _unbinds,

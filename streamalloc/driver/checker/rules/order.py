@@ -3,41 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from operator import attrgetter
+from typing import Any
 
 from streamalloc.driver.bindings import cuda
 from streamalloc.driver.checker.capture import Event
 from streamalloc.driver.checker.reports import from_package, here
-from streamalloc.driver.checker.rules.rule import Answer, Arguments, Before, rules
+from streamalloc.driver.checker.rules.rule import Answer, Arguments, Before, ends, rules
 from streamalloc.driver.checker.state import State
 from streamalloc.driver.checker.streams import number_of
 from streamalloc.driver.checker.uses import Finish, nothing
 
 _INTERPROCESS = int(cuda.CUevent_flags.CU_EVENT_INTERPROCESS)
 _EXTERNAL = 1  # CU_EVENT_RECORD_EXTERNAL, CU_EVENT_WAIT_EXTERNAL
-
-
-T = TypeVar("T")
-
-
-def _ends(table: Callable[[State], dict[int, T]], ended: Callable[[State, T], object]) -> Before:
-    """A call that destroys the owner of its first argument. During the call others may already get the handle."""
-
-    def rule(state: State, name: str, args: Arguments) -> Finish:
-        number, live = number_of(args[0]), table(state)
-        one = live.pop(number, None)
-
-        def finish(answer: Answer) -> None:
-            if one is None:
-                return
-            if answer[0]:
-                live[number] = one
-            else:
-                ended(state, one)
-
-        return finish
-
-    return rule
 
 
 # -- streams -------------------------------------------------------------------------------------------------
@@ -236,10 +214,10 @@ RULES = rules(
     },
     before={
         _VALUES: _names_value,
-        "cuStreamDestroy": _ends(lambda state: state.streams, lambda state, stream: state.retire(stream)),
+        "cuStreamDestroy": ends(attrgetter("streams"), State.retire),
         "cuStreamSynchronize cuCtxSynchronize cuCtxSynchronize_v2": _synchronises,
         "cuStreamQuery": _queries,
-        "cuEventDestroy": _ends(lambda state: state.events, lambda state, event: state.interprocess.destroyed(event)),
+        "cuEventDestroy": ends(attrgetter("events"), lambda state, event: state.interprocess.destroyed(event)),
         "cuEventSynchronize cuEventQuery cuEventElapsedTime": _happened,
         "cuCtxDestroy": _ends_context(lambda state, args: number_of(args[0])),
         "cuDevicePrimaryCtxReset": _ends_context(_primary),
