@@ -31,8 +31,8 @@ class Node:
     nested: bool = False
     """Whether it is in a child graph, under another handle."""
     enabled: bool = True
-    step: Callable[[Any], object] = lambda handle: None
-    """Called with the stream handle of a launch."""
+    step: Callable[[Stream], object] = lambda stream: None
+    """Called with the stream of a launch."""
     calls: Any = None
     """Host function that the step calls."""
 
@@ -161,7 +161,7 @@ class Capture:
         self._inside.timeline.submit(inside, lambda stream: None)
         return inside.clock.copy()
 
-    def step(self, step: Callable[[Any], object], calls: object = None) -> Node:
+    def step(self, step: Callable[[Stream], object], calls: object = None) -> Node:
         """Add an operation that orders streams at each launch. ``calls``: its host function."""
         node = Node("step", step=step, calls=calls)
         self.graph.nodes.append(node)

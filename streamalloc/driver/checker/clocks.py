@@ -93,11 +93,13 @@ class Stream(Actor):
 
     is_host = False
 
-    __slots__ = ("clock", "context", "legacy", "obstacle", "peers", "queue", "seen_host", "seen_legacy")
+    __slots__ = ("clock", "context", "handle", "legacy", "obstacle", "peers", "queue", "seen_host", "seen_legacy")
 
     def __init__(self, number: int, name: str, context: object) -> None:
         super().__init__(number, name)
         self.context: object = context
+        self.handle: int = 0
+        """The driver's handle; 1 and 2 for default streams, 0 for auxiliary streams."""
         self.clock: Clock = Clock()
         self.seen_host: int = -1
         """Version of the host clock that it has merged."""

@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from streamalloc.driver.account import COUNTED, ENDERS, MAKERS, SETTLERS
 from streamalloc.driver.bindings import cuda
+from streamalloc.driver.checker.capture import Node
 from streamalloc.driver.checker.poison import Poison
-from streamalloc.driver.checker.reports import Hazard, here
+from streamalloc.driver.checker.reports import Hazard, Stack, here
 from streamalloc.driver.checker.rules.all_calls import RULES
 from streamalloc.driver.checker.state import HostCall, State
-from streamalloc.driver.checker.uses import Finish, nothing
+from streamalloc.driver.checker.uses import Finish, Touch, nothing
 from streamalloc.driver.errors import DriverMisuseError
 from streamalloc.driver.locks import RLock
 from streamalloc.driver.parent import ParentTest, from_server
@@ -340,7 +341,7 @@ class Checked(Wrapper):
         if stream is None:
             self._state.use_on_host(address, nbytes, write, seen=True)
         else:
-            self._state.use_on_device(stream, address, nbytes, write)
+            self._state.use_on_device(self._state.stream(stream), address, nbytes, write)
             if self._state.interprocess.uses:
                 self._state.interprocess.settle()
 
@@ -425,7 +426,7 @@ class Checked(Wrapper):
         kind, pointers = _QUEUES_HOST_FUNCTION[name]
         stream, theirs, *rest = args
         number = int(theirs)
-        call = self._alone(self._state.host_function, stream)
+        call = self._alone(lambda: self._state.host_function(self._state.stream(stream)))
         pointer = self._stand_in(kind, number, call)
         try:
             answer = self._record(name, launch, (stream, getattr(cuda, pointers)(pointer), *rest))
@@ -434,7 +435,7 @@ class Checked(Wrapper):
             self._alone(call.refused)
             raise
         if call.node is not None:
-            self._alone(self._state.name, stream, call.node)
+            self._alone(lambda: self._state.name(self._state.stream(stream), call.node))
         if answer[0]:
             self._host_functions.pop(pointer, None)
             self._alone(call.refused)
@@ -458,17 +459,20 @@ class Checked(Wrapper):
 
     def _watched_multimem(self, launch: Any) -> Any:
         def function(stream: Any, kernel: Callable[[Any], None]) -> tuple[Any, ...]:
-            watched: dict[bool, list[tuple[int, int, bool]]] = {False: [], True: []}
+            watched: dict[bool, list[Touch]] = {False: [], True: []}
             answer: tuple[Any, ...] = launch(stream, lambda there: kernel(_WatchedLaunch(there, watched)))
             if not answer[0]:
-                stack = here()
-                for atomic, touched in watched.items():
-                    if touched:
-                        self._alone(self._state.act, stream, "multimem_launch", touched, stack, atomic, True)
+                self._alone(self._queue_multimem, stream, watched, here())
                 self._deliver()
             return answer
 
         return function
+
+    def _queue_multimem(self, handle: Any, watched: dict[bool, list[Touch]], stack: Stack) -> None:
+        state = self._state
+        for atomic, touched in watched.items():
+            node = Node("use", "multimem_launch", stack, state.pieces(touched), kernel=True)
+            state.queue_use(state.stream(handle), node, atomic)
 
 
 class _Asked:
@@ -492,7 +496,7 @@ class _Asked:
 class _WatchedLaunch:
     """Argument of a simulated multimem kernel. It records the memory that the kernel uses."""
 
-    def __init__(self, there: Any, watched: dict[bool, list[tuple[int, int, bool]]]) -> None:
+    def __init__(self, there: Any, watched: dict[bool, list[Touch]]) -> None:
         self._there = there
         self._watched = watched
         """Uses by whether they are atomic."""

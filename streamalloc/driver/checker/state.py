@@ -34,11 +34,11 @@ class HostCall:
         """Whether a graph contains it, so that it may be called again."""
         self.cancelled: bool = False
 
-    def queue(self, handle: Any) -> None:
+    def queue(self, stream: Stream) -> None:
         """Queue a call in a stream."""
         if self.cancelled:
             return
-        timeline, stream = self._streams.timeline, self._streams.stream(handle)
+        timeline = self._streams.timeline
         before, ended = timeline.record(stream), Obstacle()
         timeline.wait(stream, ended)
         self._queued.append((stream, before, ended))
@@ -152,12 +152,12 @@ class State(Uses):
 
     # -- graphs and their launches -----------------------------------------------------------------------------
 
-    def host_function(self, handle: Any) -> HostCall:
+    def host_function(self, stream: Stream) -> HostCall:
         """Queue a call of a host function in a stream. If the stream is captured, each launch calls it."""
-        capture = self.capture_of(self.stream(handle))
+        capture = self.capture_of(stream)
         made = HostCall(self, stays=capture is not None)
         if capture is None:
-            made.queue(handle)
+            made.queue(stream)
         else:
             made.node = capture.step(made.queue, made)
         return made
@@ -170,15 +170,14 @@ class State(Uses):
         """The executable graph of a handle."""
         return self.executables.setdefault(number_of(handle), Executable([]))
 
-    def launch(self, executable: Executable, handle: Any, stack: Stack) -> None:
+    def launch(self, executable: Executable, stream: Stream, stack: Stack) -> None:
         """Queue a launch of a graph. It runs after earlier launches of the same graph."""
-        stream, nodes = self.stream(handle), executable.nodes
-        capture = self.capture_of(stream)
+        nodes, capture = executable.nodes, self.capture_of(stream)
         if capture is not None:
             copies = [replace(node, handle=0) for node in nodes]
             for node in copies:
                 capture.add(stream, node)
-            self.name(handle, *copies)
+            self.name(stream, *copies)
             return
         if executable.launched is not None:
             self.timeline.wait(stream, executable.launched)
@@ -189,7 +188,7 @@ class State(Uses):
             if node.kind == "step":
                 self._run(stream, together, stack)
                 together = []
-                node.step(handle)
+                node.step(stream)
                 continue
             together.append(node)
             if node.kind == "allocate":
@@ -245,12 +244,11 @@ class State(Uses):
             found = self.events[number] = Event(foreign=True)
         return found
 
-    def record(self, event: Event, handle: Any, external: bool = False) -> None:
+    def record(self, event: Event, stream: Stream, external: bool = False) -> None:
         """Record an event in a stream. ``external``: if it is captured, record at each launch."""
-        stream = self.stream(handle)
         capture = self.capture_of(stream)
         if capture is not None and external:
-            self.name(handle, capture.step(lambda handle: self.record(event, handle)))
+            self.name(stream, capture.step(lambda stream: self.record(event, stream)))
         elif capture is not None:
             event.mark, event.captured = None, (capture, capture.record(stream))
         else:
@@ -279,7 +277,7 @@ class State(Uses):
                 self.captures[stream] = of
         elif capture is not None:
             if external:
-                self.name(stream, capture.step(lambda handle: self.wait(self.stream(handle), event)))
+                self.name(stream, capture.step(lambda stream: self.wait(stream, event)))
         else:
             if event.mark is not None:
                 self.timeline.wait(stream, event.mark)
@@ -289,9 +287,8 @@ class State(Uses):
 
     # -- memory ------------------------------------------------------------------------------------------------
 
-    def allocate(self, address: int, size: int, handle: Any, grants: dict[int, int] | None, stack: Stack) -> Range:
+    def allocate(self, address: int, size: int, stream: Stream, grants: dict[int, int] | None, stack: Stack) -> None:
         """Queue an allocation in a stream."""
-        stream = self.stream(handle)
         made = Range(address, size, "allocation", stack=stack, grants=grants, pending=True)
         made.born = Moment(stream, "allocation", stack)
         self.addresses.add(made)
@@ -300,22 +297,20 @@ class State(Uses):
             node = Node("allocate", stack=stack, range=made)
             capture.add(stream, node)
             made.born = Moment(stream, "allocation at a launch of its graph", stack)
-            self.name(handle, node)
+            self.name(stream, node)
         else:
             self.timeline.submit(stream, lambda stream: self.judge.allocate(made, stream))
-            self.foreign.did(stream, number_of(handle))
-        return made
+            self.foreign.did(stream)
 
-    def free(self, address: int, handle: Any, what: str, stack: Stack) -> Finish:
+    def free(self, address: int, stream: Stream, what: str, stack: Stack) -> Finish:
         """Before a free call, queue the free in a stream. Call the result with the driver's answer."""
         found = self.addresses.find(address)
-        stream = self.stream(handle)
         if found is None or found.base != address:
             self.timeline.submit(stream, lambda stream: None)
             return nothing
         capture = self.capture_of(stream)
         if capture is not None:
-            return self._captured_free(capture, stream, handle, Node("free", what, stack, range=found))
+            return self._captured_free(capture, stream, Node("free", what, stack, range=found))
         self.sources.check()
         self.sources.forget((found,))
         check_importers = self.interprocess.frees(found, what, stack, stream)
@@ -331,12 +326,12 @@ class State(Uses):
                 refused.append(True)
                 found.ended = None
             else:
-                self.foreign.did(stream, number_of(handle))
+                self.foreign.did(stream)
 
         self.timeline.submit(stream, free)
         return finish
 
-    def _captured_free(self, capture: Capture, stream: Stream, handle: Any, node: Node) -> Finish:
+    def _captured_free(self, capture: Capture, stream: Stream, node: Node) -> Finish:
         take_back = capture.add(stream, node)
 
         def finish(answer: Any) -> None:
@@ -344,7 +339,7 @@ class State(Uses):
                 capture.graph.nodes.remove(node)
                 take_back()
             else:
-                self.name(handle, node)
+                self.name(stream, node)
 
         return finish
 
@@ -397,12 +392,11 @@ class State(Uses):
 
     # -- values in memory --------------------------------------------------------------------------------------
 
-    def write_value(self, handle: Any, address: int, value: int, bits: int) -> None:
+    def write_value(self, stream: Stream, address: int, value: int, bits: int) -> None:
         """Queue a write of a value in a stream (``cuStreamWriteValue32``)."""
-        stream = self.stream(handle)
         capture = self.capture_of(stream)
         if capture is not None:
-            self.name(handle, capture.step(lambda handle: self.write_value(handle, address, value, bits)))
+            self.name(stream, capture.step(lambda stream: self.write_value(stream, address, value, bits)))
         else:
             # The host may poll the value.
             self.sources.clear()
@@ -417,9 +411,8 @@ class State(Uses):
         found = self.addresses.find(address)
         return found is None or found.bytes.shared
 
-    def announces(self, handle: Any, address: int) -> None:
+    def announces(self, stream: Stream, address: int) -> None:
         """Record that other processes may see a value before the writing call returns."""
-        stream = self.stream(handle)
         self.interprocess.notifies(stream)
         if stream.obstacle is None and self._is_shared(address):
             self.interprocess.release(self.timeline.before_next(stream))
@@ -436,12 +429,11 @@ class State(Uses):
 
         self.timeline.submit(stream, use)
 
-    def wait_value(self, handle: Any, address: int, value: int, flag: int, bits: int) -> None:
+    def wait_value(self, stream: Stream, address: int, value: int, flag: int, bits: int) -> None:
         """Queue a wait for a value in a stream (``cuStreamWaitValue32``)."""
-        stream = self.stream(handle)
         capture = self.capture_of(stream)
         if capture is not None:
-            self.name(handle, capture.step(lambda handle: self.wait_value(handle, address, value, flag, bits)))
+            self.name(stream, capture.step(lambda stream: self.wait_value(stream, address, value, flag, bits)))
         else:
             self._use_word(stream, f"cuStreamWaitValue{bits}", address, bits // 8)
             held = stream.obstacle

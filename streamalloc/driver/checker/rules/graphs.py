@@ -118,15 +118,15 @@ def _kernel_node(state: State, params: Any) -> list[Node]:
 
 
 def _record_node(state: State, event: Any) -> list[Node]:
-    return [Node("step", step=lambda handle: state.record(state.event(event), handle))]
+    return [Node("step", step=lambda stream: state.record(state.event(event), stream))]
 
 
 def _wait_node(state: State, event: Any) -> list[Node]:
-    return [Node("step", step=lambda handle: state.wait(state.stream(handle), state.event(event)))]
+    return [Node("step", step=lambda stream: state.wait(stream, state.event(event)))]
 
 
 def _value_node(state: State, params: Any) -> list[Node]:
-    return [Node("step", step=lambda handle: batch_of_values(state, handle, params.paramArray))]
+    return [Node("step", step=lambda stream: batch_of_values(state, stream, params.paramArray))]
 
 
 def _child(state: State, handle: Any) -> list[Node]:
@@ -276,11 +276,11 @@ def _launches(state: State, name: str, args: Arguments) -> Callable[[Answer], No
     calls = [node.calls for node in executable.nodes if node.calls is not None]
     if calls:
         # Host functions of the graph may begin before the call returns.
-        state.launch(executable, args[1], stack)
+        state.launch(executable, state.stream(args[1]), stack)
 
     def finish(answer: Answer) -> None:
         if not answer[0] and not calls:
-            state.launch(executable, args[1], stack)
+            state.launch(executable, state.stream(args[1]), stack)
         for call in calls if answer[0] else ():
             call.skip()
 

@@ -26,16 +26,17 @@ _PINNED = int(cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED)
 def _allocates(state: State, name: str, args: Arguments, answer: Answer) -> None:
     if not int(answer[1]):
         return
+    stream = state.stream(args[-1])
     if "FromPool" in name:
         pool = int(args[1])
     else:
-        device = state.devices.get(state.stream(args[-1]))
+        device = state.devices.get(stream)
         pool = state.current_pools.get(-1 if device is None else device, 0)
-    state.allocate(int(answer[1]), int(args[0]), args[-1], state.pools.get(pool), here())
+    state.allocate(int(answer[1]), int(args[0]), stream, state.pools.get(pool), here())
 
 
 def _frees(state: State, name: str, args: Arguments) -> Finish:
-    return state.free(number_of(args[0]), args[1], name, here())
+    return state.free(number_of(args[0]), state.stream(args[1]), name, here())
 
 
 # -- at once -------------------------------------------------------------------------------------------------

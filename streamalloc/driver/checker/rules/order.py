@@ -8,6 +8,7 @@ from typing import Any
 
 from streamalloc.driver.bindings import cuda
 from streamalloc.driver.checker.capture import Event
+from streamalloc.driver.checker.clocks import Stream
 from streamalloc.driver.checker.reports import from_package, here
 from streamalloc.driver.checker.rules.rule import Answer, Arguments, Before, ends, rules
 from streamalloc.driver.checker.state import State
@@ -65,7 +66,7 @@ def _makes_event(state: State, name: str, args: Arguments, answer: Answer) -> No
 
 def _records(state: State, name: str, args: Arguments, answer: Answer) -> None:
     external = name.endswith("WithFlags") and int(args[2]) & _EXTERNAL
-    state.record(state.event(args[0]), args[1], bool(external))
+    state.record(state.event(args[0]), state.stream(args[1]), bool(external))
 
 
 def _records_context(state: State, name: str, args: Arguments, answer: Answer) -> None:
@@ -128,7 +129,7 @@ def _happened(state: State, name: str, args: Arguments) -> Finish:
 def _names_value(state: State, name: str, args: Arguments) -> Finish:
     """Before a call, check the memory of its value. Other processes may see a written value during the call."""
     if (state.interprocess.leaving or state.interprocess.uses) and "Write" in name:
-        state.announces(args[0], number_of(args[1]))
+        state.announces(state.stream(args[0]), number_of(args[1]))
     found = state.addresses.find(number_of(args[1]))
     if found is None or found.ended is None:
         return nothing
@@ -136,19 +137,19 @@ def _names_value(state: State, name: str, args: Arguments) -> Finish:
 
 
 def _value(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    bits = int(name[-2:])
+    stream, bits = state.stream(args[0]), int(name[-2:])
     if "Write" in name:
-        state.write_value(args[0], number_of(args[1]), number_of(args[2]), bits)
+        state.write_value(stream, number_of(args[1]), number_of(args[2]), bits)
     else:
-        state.wait_value(args[0], number_of(args[1]), number_of(args[2]), int(args[3]), bits)
+        state.wait_value(stream, number_of(args[1]), number_of(args[2]), int(args[3]), bits)
 
 
 def _values(state: State, name: str, args: Arguments, answer: Answer) -> None:
     """``cuStreamBatchMemOp``."""
-    batch_of_values(state, args[0], args[2])
+    batch_of_values(state, state.stream(args[0]), args[2])
 
 
-def batch_of_values(state: State, stream: Any, operations: Any) -> None:
+def batch_of_values(state: State, stream: Stream, operations: Any) -> None:
     """Queue writes of values and waits for values (``CUstreamBatchMemOpParams``)."""
     for one in operations or ():
         kind = getattr(one.operation, "name", "")

@@ -41,7 +41,9 @@ class _Work:
         """Queue the work after the call has succeeded."""
         for address, nbytes, write in self.taken(state, args):
             state.use_on_host(number_of(address), nbytes, write, name)
-        self.then(state, state.act(self._stream(args), name, self.touched(state, args), here()), args)
+        stream = state.stream(self._stream(args))
+        state.act(stream, name, self.touched(state, args), here())
+        self.then(state, stream, args)
 
     def _stream(self, args: Arguments) -> Any:
         """The handle of the stream, also from a launch configuration."""
