@@ -176,13 +176,22 @@ class Timeline:
     # -- order -----------------------------------------------------------------------------------------------
 
     def certain(self, clock: Clock, number: int, time: int) -> bool:
-        """Whether the operation ``time`` of actor ``number`` always precedes later operations with this clock."""
+        """Whether an operation (``time`` of actor ``number``) precedes each operation that has this clock."""
         # A stream is gone once the host has waited for all its work, so later work comes after it.
         return clock.known.get(number, 0) >= time or number in self._gone or self.over.get(number, 0) >= time
 
     def is_known(self, number: int, time: int) -> bool:
         """Whether the host has waited for an operation, as far as was seen."""
         return self.host.after(number, time) or number in self._gone
+
+    def may_be_known(self, number: int, time: int) -> bool:
+        """Whether the host has waited for an operation, or may have done so unseen."""
+        return self.certain(self.host, number, time)
+
+    def may_be_seen(self, mark: Obstacle) -> bool:
+        """Whether the host has waited for a mark of :meth:`record`, or may have done so unseen."""
+        clock, source = mark.clock, mark.source
+        return clock is not None and source is not None and self.may_be_known(source.number, clock.known[source.number])
 
     def order(self, clock: Clock, number: int, time: int) -> int:
         """The order of an operation before the owner of a clock, as a constant of this module."""

@@ -26,10 +26,6 @@ _MOST_ACTORS = 4096
 """Number of actors from which those without a board entry are removed."""
 
 
-def _nothing() -> None:
-    """Do nothing."""
-
-
 def _named(name: bytes, write: bool) -> bytes:
     """The name of posts about writes of memory, or else about reads."""
     return name if write else name + b"reads"
@@ -72,7 +68,9 @@ class Interprocess:
         self._events = events
         self._judge = judge
         self.exports: dict[bytes, Range] = {}
-        self.exported: dict[Range, bytes] = {}
+        """Exported memory by its export data."""
+        self.names: dict[Range, bytes] = {}
+        """Export data of exported and imported memory."""
         self.entries: dict[Range, Path] = {}
         """File of each open import, see :func:`announcements.open_import`."""
         self.leaving: dict[Range, tuple[Path, Stream]] = {}
@@ -81,8 +79,6 @@ class Interprocess:
         """Uses that others may have to wait for, by range."""
         self._unposted: list[tuple[Range, _Use]] = []
         """Uses that the present call has queued."""
-        self.imported: dict[Range, bytes] = {}
-        """Export data of each import."""
         self.events: dict[bytes, Event] = {}
         self.board: Board | None = None
         """Announcements to other processes; created for the first one."""
@@ -130,15 +126,13 @@ class Interprocess:
         if range_ in self.uses:
             self._keep(range_, [])
             del self.uses[range_]
-        self.imported.pop(range_, None)
-        exported = self.exported.pop(range_, None)
-        if exported is None:
-            return _nothing
-        self.exports.pop(exported, None)
-        return lambda: self._check_importers(range_, exported, what, stack)
+        name = self.names.pop(range_, b"")
+        if self.exports.pop(name, None) is not range_:
+            return lambda: None
+        return lambda: self._check_importers(range_, name, what, stack)
 
-    def _check_importers(self, range_: Range, exported: bytes, what: str, stack: Stack) -> None:
-        importers = announcements.importers(exported)
+    def _check_importers(self, range_: Range, name: bytes, what: str, stack: Stack) -> None:
+        importers = announcements.importers(name)
         if importers:
             what = f"{what} frees {range_}, but process {', '.join(map(str, importers))} has not freed its import."
             remedy = "free it after every importer has freed its pointer and notified this process."
@@ -237,7 +231,7 @@ class Interprocess:
         self.uses[range_] = kept
 
     def _announce(self, range_: Range, one: _Use) -> None:
-        board, name = self._board(), self.exported.get(range_) or self.imported.get(range_)
+        board, name = self._board(), self.names.get(range_)
         if board is not None and name is not None:
             latest, part = one.covers[-announcements.COVERS :], (one.low, one.high)
             one.post = board.post(_named(name, one.write), latest, part, one.post)
@@ -266,7 +260,7 @@ class Interprocess:
 
     def refresh(self, range_: Range, write: bool) -> None:
         """Before a use of shared memory, read the other processes' announcements about it."""
-        name = self.imported.get(range_) or self.exported.get(range_)
+        name = self.names.get(range_)
         if name is None:
             return
         found = []
@@ -293,7 +287,7 @@ class Interprocess:
             self._settled = self._timeline.version
             for index in [index for index, (_, done) in self.posted.items() if done()]:
                 self._remove_post(index)
-            self._drop_uses(partial(self._timeline.certain, self._timeline.host))
+            self._drop_uses(self._timeline.may_be_known)
         unposted, self._unposted = self._unposted, []
         for range_, one in unposted:
             if one in self.uses.get(range_, ()) and one.post is None:
@@ -309,7 +303,7 @@ class Interprocess:
         found = announcements.post_of(name)
         if found is not None and found.covers:
             range_.awaited = (self._contents(range_.base, range_.end, found),)
-        self.imported[range_] = name
+        self.names[range_] = name
 
     # -- announcements of the facade -------------------------------------------------------------------------
 
@@ -344,12 +338,7 @@ class Interprocess:
             mark = self.announced[name] = self._timeline.record(stream)
             if len(self.announced) > _MOST_ANNOUNCEMENTS:
                 del self.announced[next(iter(self.announced))]
-
-            def done() -> bool:
-                known = 0 if mark.clock is None else mark.clock.known.get(stream.number, 0)
-                return known > 0 and self._timeline.certain(host, stream.number, known)
-
-            self._post(name, [], done)
+            self._post(name, [], partial(self._timeline.may_be_seen, mark))
 
         def share(stream: Stream) -> None:
             for piece in pieces:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from streamalloc.driver.checker.capture import Event, Node
-from streamalloc.driver.checker.clocks import CERTAIN, Actor, Clock, Obstacle, Stream
+from streamalloc.driver.checker.clocks import Actor, Clock, Obstacle, Stream
 from streamalloc.driver.checker.contents import ElementTypes, QueuedSources
 from streamalloc.driver.checker.interprocess import Interprocess
 from streamalloc.driver.checker.judge import Judge, missing_order
@@ -122,7 +122,7 @@ class Uses(Streams):
 
     def _prepare(self, pieces: Pieces) -> None:
         """Before a use, update the other processes' announcements about the memory."""
-        if self.interprocess.uses or self.interprocess.imported:
+        if self.interprocess.uses:
             written = {piece[0] for piece, write in pieces if write}
             for range_ in {piece[0] for piece, _ in pieces}:
                 self.interprocess.refresh(range_, range_ in written)
@@ -234,7 +234,7 @@ class Uses(Streams):
             for use in range_.last.values():
                 if not isinstance(use.actor, Stream) or self.devices.get(use.actor) not in lost:
                     continue
-                if self.timeline.order(self.timeline.host, use.actor.number, use.time) != CERTAIN:
+                if not self.timeline.may_be_known(use.actor.number, use.time):
                     rights = f"the access of device {self.devices[use.actor]} to {range_}"
                     found = f"{what} revokes {rights}, but nothing orders it after {use}."
                     remedy = missing_order(use, self.thread())

@@ -26,9 +26,7 @@ def _exports_pointer(state: State, name: str, args: Arguments, answer: Answer) -
     if found is None:
         return
     data = opaque_bytes(answer[1])
-    if name == "cuMemPoolExportPointer":
-        state.interprocess.exports[data] = found
-    state.interprocess.exported[found] = data
+    state.interprocess.exports[data], state.interprocess.names[found] = found, data
     state.interprocess.follow(found)
     _export(state, found, data)
 
