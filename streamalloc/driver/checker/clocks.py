@@ -95,10 +95,10 @@ class Stream(Actor):
 
     __slots__ = ("clock", "context", "handle", "legacy", "obstacle", "peers", "queue", "seen_host", "seen_legacy")
 
-    def __init__(self, number: int, name: str, context: object) -> None:
+    def __init__(self, number: int, name: str, context: object, handle: int) -> None:
         super().__init__(number, name)
         self.context: object = context
-        self.handle: int = 0
+        self.handle: int = handle
         """The driver's handle; 1 and 2 for default streams, 0 for auxiliary streams."""
         self.clock: Clock = Clock()
         self.seen_host: int = -1
@@ -154,9 +154,9 @@ class Timeline:
         """Add a host thread, or an actor for the work of another process."""
         return Actor(self._number(), name)
 
-    def stream(self, name: str, context: object = None, legacy: Stream | None = None) -> Stream:
+    def stream(self, name: str, context: object = None, legacy: Stream | None = None, handle: int = 0) -> Stream:
         """Add a stream. ``legacy``: its legacy stream, if the two synchronise."""
-        made = Stream(self._number(), name, context)
+        made = Stream(self._number(), name, context, handle)
         self._streams[made] = None
         made.legacy = legacy
         if legacy is not None:

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 from time import monotonic, sleep
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 from streamalloc.driver.account import COUNTED, ENDERS, MAKERS, SETTLERS
 from streamalloc.driver.bindings import cuda
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 else:
     _Interface = object
 
+T = TypeVar("T")
 On: TypeAlias = Literal["raise", "report", "warn"]
 _ON = ("raise", "report", "warn")
 _MOST_HAZARDS = 1000
@@ -145,7 +146,7 @@ class Checked(Wrapper):
         """Whether a finaliser runs now while its own thread records."""
         return self._observing == threading.get_ident()
 
-    def _alone(self, step: Callable[..., Any], *args: Any) -> Any:
+    def _alone(self, step: Callable[..., T], *args: Any) -> T:
         """Call a function under the lock. Also record the calls of finalisers that ran meanwhile.
 
         A call of a finaliser that ran at the end of the previous record is recorded first, because it came before this
@@ -370,13 +371,11 @@ class Checked(Wrapper):
 
         A ``"mapping"`` lasts from ``cuMemMap`` to ``cuMemUnmap``, by its address.
         """
-        live: dict[str, list[int]] = self._alone(self._state.account.outstanding)
-        return live
+        return self._alone(self._state.account.outstanding)
 
     def leaks(self) -> list[Hazard]:
         """One hazard per place in the program that allocated memory which is not freed."""
-        leaks: list[Hazard] = self._alone(self._state.leaks)
-        return leaks
+        return self._alone(self._state.leaks)
 
     def assert_nothing_left(self, besides: Iterable[str] = ()) -> None:
         """Raise :class:`DriverMisuseError` if anything is outstanding, except of the kinds in ``besides``."""

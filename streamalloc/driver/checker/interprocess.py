@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -31,21 +32,20 @@ def _named(name: bytes, write: bool) -> bytes:
     return name if write else name + b"reads"
 
 
+@dataclass(eq=False, slots=True)
 class _Use:
     """A use of a part of shared memory, with the event recordings after it."""
 
-    __slots__ = ("covers", "high", "low", "number", "post", "time", "write")
-
-    def __init__(self, low: int, high: int, actor: Actor, write: bool) -> None:
-        self.low = low
-        self.high = high
-        self.write = write
-        self.number = actor.number
-        self.time = actor.time
-        self.covers: list[tuple[int, int]] = []
-        """Board index and recording number of each event."""
-        self.post: int | None = None
-        """Board index of its post."""
+    low: int
+    high: int
+    write: bool
+    number: int
+    """Number of its actor."""
+    time: int
+    covers: list[tuple[int, int]] = field(default_factory=list)
+    """Board index and recording number of each event."""
+    post: int | None = None
+    """Board index of its post."""
 
     def replaces(self, other: _Use) -> bool:
         """Whether an operation that is ordered after this use is also ordered after the other one."""
@@ -218,7 +218,7 @@ class Interprocess:
         range_, low, high = piece
         if actor in self._timeline.foreign:
             return  # its library may have recorded an event
-        made = _Use(low - range_.base, high - range_.base, actor, write)
+        made = _Use(low - range_.base, high - range_.base, write, actor.number, actor.time)
         kept = [one for one in self.uses[range_] if not made.replaces(one)]
         self._keep(range_, [*kept[-_MOST_POSTS + 1 :], made])
         self._unposted.append((range_, made))

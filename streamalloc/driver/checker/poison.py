@@ -115,11 +115,8 @@ _BEFORE: dict[str, _Step] = {
     "cuMemFreeHost": Poison._host_ends,
 }
 _AFTER: dict[str, _Step] = {
-    "cuMemAllocAsync": Poison._allocated,
-    "cuMemAllocFromPoolAsync": Poison._allocated,
-    "cuMemAlloc": Poison._made,
-    "cuMemAllocPitch": Poison._made,
-    "cuMemHostAlloc": Poison._host_made,
-    "cuMemAllocHost": Poison._host_made,
+    **dict.fromkeys(("cuMemAllocAsync", "cuMemAllocFromPoolAsync"), Poison._allocated),
+    **dict.fromkeys(("cuMemAlloc", "cuMemAllocPitch"), Poison._made),
+    **dict.fromkeys(("cuMemHostAlloc", "cuMemAllocHost"), Poison._host_made),
     "cuMemSetAccess": Poison._granted,
 }

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 from streamalloc.driver.account import Account
 from streamalloc.driver.checker.capture import Capture, Event, Graph, Node
@@ -18,21 +18,19 @@ from streamalloc.driver.checker.streams import Streams, number_of
 from streamalloc.driver.checker.uses import Finish, Uses, nothing
 
 
+@dataclass(eq=False, slots=True)
 class HostCall:
     """A host function in a stream, called once or at each launch of a graph."""
 
-    __slots__ = ("_queued", "_running", "_streams", "cancelled", "node", "stays")
-
-    def __init__(self, streams: Streams, stays: bool) -> None:
-        self._streams = streams
-        self._queued: deque[tuple[Stream, Obstacle, Obstacle]] = deque()
-        """Queued calls: stream, end of the preceding work, and end of the call."""
-        self._running: list[Obstacle] = []
-        self.node: Node | None = None
-        """Node of a capture."""
-        self.stays: bool = stays
-        """Whether a graph contains it, so that it may be called again."""
-        self.cancelled: bool = False
+    _streams: Streams
+    stays: bool
+    """Whether a graph contains it, so that it may be called again."""
+    node: Node | None = None
+    """Node of a capture."""
+    cancelled: bool = False
+    _queued: deque[tuple[Stream, Obstacle, Obstacle]] = field(default_factory=deque)
+    """Queued calls: stream, end of the preceding work, and end of the call."""
+    _running: list[Obstacle] = field(default_factory=list)
 
     def queue(self, stream: Stream) -> None:
         """Queue a call in a stream."""
@@ -95,18 +93,19 @@ class Array(Range):
     """Bytes of an element."""
 
 
+@dataclass(eq=False)
 class Physical:
     """Physical memory, or a multicast object, with its mappings."""
 
-    kind, base = "physical memory", 0
-
-    def __init__(self, size: int, stack: Stack, device: int | None, multicast: bool = False) -> None:
-        self.bytes: Bytes = Bytes()
-        self.size = size
-        self.stack = stack
-        self.device = device
-        self.bindings: list[Binding] | None = [] if multicast else None
-        self.mappings: list[Range] = []
+    size: int
+    stack: Stack
+    device: int | None = None
+    bytes: Bytes = field(default_factory=Bytes)
+    bindings: list[Binding] | None = None
+    """Bound bytes of a multicast object; None for other memory."""
+    mappings: list[Range] = field(default_factory=list)
+    kind: ClassVar[str] = "physical memory"
+    base: ClassVar[int] = 0
 
     def __str__(self) -> str:
         return f"{self.kind} of {size_text(self.size)}"

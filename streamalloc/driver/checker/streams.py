@@ -270,8 +270,7 @@ class Streams:
             if not mine:
                 weakref.finalize(thread, self._over.append, mine).atexit = False
             name = f"the per-thread default stream of {thread.name}"
-            found = mine[context] = self.timeline.stream(name, context, legacy)
-            found.handle = _PER_THREAD
+            found = mine[context] = self.timeline.stream(name, context, legacy, _PER_THREAD)
             self._per_thread.append(found)
             self.foreign.can_use(found)
             self.devices[found] = self.devices[legacy]
@@ -282,8 +281,7 @@ class Streams:
         if context not in self._legacy:
             device = self.ask("cuCtxGetDevice")
             if context not in self._legacy:  # another thread may have added it during the query
-                found = self.timeline.stream("the legacy default stream", context)
-                found.handle = _LEGACY
+                found = self.timeline.stream("the legacy default stream", context, handle=_LEGACY)
                 self.devices[found] = device
                 self.foreign.can_use(found)
                 self._legacy[context] = found
@@ -296,9 +294,7 @@ class Streams:
         where = self.context() if context is None else context
         legacy = self.legacy(where)
         name = f"stream {handle:#x} ({'of another library' if made_at is None else 'created at ' + place_of(made_at)})"
-        made = self.timeline.stream(name, where, legacy if blocking else None)
-        made.handle = handle
-        self.streams[handle] = made
+        made = self.streams[handle] = self.timeline.stream(name, where, legacy if blocking else None, handle)
         self.devices[made] = self.devices[legacy]
         if made_at is None:
             self.foreign.uses(made)

@@ -219,15 +219,14 @@ def _retains(state: State, name: str, args: Arguments, answer: Answer) -> None:
             state.physical[int(answer[1])] = memory
             return
     # The handle was released, but the mapping keeps the memory.
-    memory = Physical(found.size, found.stack, None)
-    memory.bytes, memory.bindings = found.bytes, found.bindings
+    memory = Physical(found.size, found.stack, bytes=found.bytes, bindings=found.bindings)
     state.physical[int(answer[1])] = memory
 
 
 def _maps(state: State, name: str, args: Arguments, answer: Answer) -> None:
     memory = state.physical.get(number_of(args[3]))
     if memory is None:
-        memory = state.physical[number_of(args[3])] = Physical(int(args[1]), (), None)
+        memory = state.physical[number_of(args[3])] = Physical(int(args[1]), ())
     state.map(number_of(args[0]), int(args[1]), int(args[2]), memory, here())
 
 
@@ -253,7 +252,7 @@ def _grants(state: State, name: str, args: Arguments) -> Finish:
 
 
 def _creates_multicast(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    state.physical[int(answer[1])] = Physical(int(args[0].size), here(), None, multicast=True)
+    state.physical[int(answer[1])] = Physical(int(args[0].size), here(), bindings=[])
 
 
 def _binds(state: State, name: str, args: Arguments, answer: Answer) -> None:

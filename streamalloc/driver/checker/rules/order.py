@@ -26,13 +26,16 @@ def _makes_stream(state: State, name: str, args: Arguments, answer: Answer) -> N
     state.add_stream(int(answer[1]), not int(args[1 if "Green" in name else 0]) & 1, made_at=here(1))
 
 
-def _synchronises(state: State, name: str, args: Arguments) -> Finish:
-    if "Stream" in name:
-        streams = [state.stream(args[0])]
-    else:
-        streams = state.all_streams(number_of(args[0]) if args else state.context())
-    synchronised = state.synchronising(streams)
-    return lambda answer: None if answer[0] else synchronised()
+def _synchronises(streams: Callable[[State, Arguments], list[Stream]]) -> Before:
+    def rule(state: State, name: str, args: Arguments) -> Finish:
+        synchronised = state.synchronising(streams(state, args))
+        return lambda answer: None if answer[0] else synchronised()
+
+    return rule
+
+
+def _streams_of_context(state: State, args: Arguments) -> list[Stream]:
+    return state.all_streams(number_of(args[0]) if args else state.context())
 
 
 def _queries(state: State, name: str, args: Arguments) -> Finish:
@@ -216,7 +219,8 @@ RULES = rules(
     before={
         _VALUES: _names_value,
         "cuStreamDestroy": ends(attrgetter("streams"), State.retire),
-        "cuStreamSynchronize cuCtxSynchronize cuCtxSynchronize_v2": _synchronises,
+        "cuStreamSynchronize": _synchronises(lambda state, args: [state.stream(args[0])]),
+        "cuCtxSynchronize cuCtxSynchronize_v2": _synchronises(_streams_of_context),
         "cuStreamQuery": _queries,
         "cuEventDestroy": ends(attrgetter("events"), lambda state, event: state.interprocess.destroyed(event)),
         "cuEventSynchronize cuEventQuery cuEventElapsedTime": _happened,

@@ -122,7 +122,7 @@ def _imports_memory(state: State, name: str, args: Arguments, answer: Answer) ->
     file = int(args[0]) if args[1] == _FILE else None
     memory = state.files.find(file) if file is not None else None
     if memory is None:
-        memory = Physical(0, here(), None)
+        memory = Physical(0, here())
         memory.bytes.shared = True
         if file is not None:
             state.files.note(file, memory)
