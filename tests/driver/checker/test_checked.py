@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import mmap
@@ -19,6 +20,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
+from streamalloc.driver import selection
 from streamalloc.driver.account import MAKERS
 from streamalloc.driver.account import Account as AllocationAccount
 from streamalloc.driver.bindings import cuda
@@ -378,18 +380,6 @@ class TestWords:
             assert {"this call", "freed", "allocated"} == set(caught.value.hazard.stacks)  # type: ignore[union-attr]
 
 
-def test_what_the_library_has_put_off_is_no_leak(python: Callable[..., CompletedProcess[str]]) -> None:
-    """Dropped objects end at the next point of work, and none may come before the end."""
-    program = """
-import streamalloc as sa
-from streamalloc import vmm
-device = sa.Device(0)
-growable = vmm.GrowableBuffer(device, 8 << 20, 2 << 20)
-del growable
-"""
-    assert python(program, STREAMALLOC_CHECK="1").stderr == ""
-
-
 @pytest.mark.parametrize("freed", [True, False])
 def test_what_queued_work_keeps_is_no_leak(machine: Any, monkeypatch: pytest.MonkeyPatch, freed: bool) -> None:
     """Memory that the program has dropped is released when that work is done."""
@@ -564,44 +554,46 @@ def test_poison_of_what_was_freed(machine: Any) -> None:
 
 _PROGRAM = """
 import streamalloc as sa
+from streamalloc import vmm
 device = sa.Device(0)
 pool = sa.MemoryPool(device)
 one, two = device.create_stream(), device.create_stream()
 memory = pool.allocate(64, one)
 memory.fill(1, two)
 device.synchronize()
-{end}
+garbage = [pool.allocate(128, one)]
+garbage.append(garbage)
+growable = vmm.GrowableBuffer(device, 8 << 20, 2 << 20)
+del garbage, growable
 print(type(device.driver).__name__, type(sa.driver.default()).__name__)
 """
 
 
-@pytest.mark.parametrize(("value", "name"), [("1", "Checked"), ("report", "Checked"), ("0", ""), (None, "")])
+def test_a_process_reports_to_its_end(python: Callable[..., CompletedProcess[str]]) -> None:
+    """Memory in garbage, and memory whose release was put off, is no leak."""
+    done = python(_PROGRAM, STREAMALLOC_CHECK="1")
+    assert done.returncode == 0 and done.stdout.split() == ["Checked", "Checked"]
+    assert "use before allocation: cuMemsetD8Async" in done.stderr
+    assert done.stderr.count("leak: ") == done.stderr.count("leak: allocation of 64 bytes") == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "on"), [("1", "report"), ("report", "report"), ("raise", "raise"), ("0", ""), ("", "")]
+)
 def test_the_environment_asks_for_it(
-    python: Callable[..., CompletedProcess[str]], value: str | None, name: str
+    machine: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], value: str, on: str
 ) -> None:
-    done = python(_PROGRAM.format(end="memory.free()"), STREAMALLOC_CHECK=value)
-    assert done.returncode == 0 and (done.stdout.split() == [name, name] or not name)
-    assert ("use before allocation: cuMemsetD8Async" in done.stderr) is bool(name)
-    assert "leak" not in done.stderr
-
-
-def test_leaks_are_printed_at_the_end(python: Callable[..., CompletedProcess[str]]) -> None:
-    done = python(_PROGRAM.format(end=""), STREAMALLOC_CHECK="1")
-    assert "leak: allocation of 64 bytes" in done.stderr and "memory = pool.allocate" not in done.stdout
-
-
-def test_memory_in_garbage_is_no_leak(python: Callable[..., CompletedProcess[str]]) -> None:
-    done = python(
-        _PROGRAM.format(end="garbage = [memory]; garbage.append(garbage); del garbage, memory"), STREAMALLOC_CHECK="1"
-    )
-    assert done.returncode == 0 and "leak" not in done.stderr
-
-
-def test_the_environment_may_have_it_raise(python: Callable[..., CompletedProcess[str]]) -> None:
-    done = python(_PROGRAM.format(end=""), STREAMALLOC_CHECK="raise")
-    assert done.returncode == 1 and "DriverMisuseError: use before allocation" in done.stderr
-    done = python(_PROGRAM.format(end=""), STREAMALLOC_CHECK="yes")
-    assert done.returncode == 1 and "STREAMALLOC_CHECK='yes'" in done.stderr
+    monkeypatch.setattr(selection, "_CHECK", value)
+    driver: Any = selection.as_asked(machine)
+    assert getattr(driver, "_on", "") == on and selection.as_asked(driver) is driver
+    if on:
+        raises: Any = pytest.raises(sd.DriverMisuseError) if on == "raise" else contextlib.nullcontext()
+        with Bench(driver) as bench, raises:
+            race(bench)
+        assert "race: " in capsys.readouterr().err
+    monkeypatch.setattr(selection, "_CHECK", "yes")
+    with pytest.raises(ValueError, match="STREAMALLOC_CHECK='yes'"):
+        selection.as_asked(sd.simulated())
 
 
 class _Stub:

@@ -13,7 +13,7 @@ from hypothesis import strategies as some
 
 import streamalloc.driver as sd
 from streamalloc.driver.bindings import cuda
-from streamalloc.driver.checker.clocks import CERTAIN, Clock, Timeline
+from streamalloc.driver.checker.clocks import CERTAIN, Timeline
 from streamalloc.driver.checker.ranges import Access, Addresses, Bytes, Moment, Range, size_text
 
 LENGTH = 12
@@ -219,10 +219,6 @@ def test_memory_of_a_graph_that_was_built_by_hand() -> None:
     assert calls.kinds() == []
     calls.use(0, of=5)
     assert calls.kinds()[0] == "use before allocation"
-
-
-def test_clocks_of_words_keep_what_is_common() -> None:
-    assert Clock({1: 2}).common(Clock({2: 3})).known == {1: 0}
 
 
 def test_an_event_of_another_library_may_have_been_recorded() -> None:
