@@ -114,30 +114,26 @@ class Checked(Wrapper):
             return answer
         finish: Finish | None = None
         if name in ENDERS or (rule is not None and rule.before is not None):
-            finish = self._alone(self._before, name, args)
+            finish, fresh = self._judge(self._before, name, args)
+            self._deliver(fresh, partial(finish or nothing, _INVALID))
             if finish is None:
-                self._deliver()
                 return _INVALID
-            if self._found:
-                self._deliver(partial(finish, _INVALID))
         poison = self._poison
         if poison is not None:
             poison.fill(name, args)
         answer = ()
         try:
             answer = _keeps_convention(name, function(*args))
-            self._alone(self._after, name, args, answer, finish)
+            fresh = self._judge(self._after, name, args, answer, finish)[1]
         except BaseException as error:
             if not isinstance(error, _REFUSED) and name in MAKERS and not (answer and answer[0]):
                 # A signal handler raised after the driver's call, before the record was complete.
                 self._alone(self._state.account.interrupted.update, (MAKERS[name],))
             if finish is not None and not answer:
                 # The bindings refused the arguments, so the driver was not called.
-                self._alone(finish, _INVALID)
-                self._collect()
+                self._judge(finish, _INVALID)
             raise
-        if self._found:
-            self._deliver()
+        self._deliver(fresh)
         if poison is not None and not answer[0]:
             poison.fill(name, args, answer)
         return answer
@@ -177,6 +173,10 @@ class Checked(Wrapper):
         finally:
             self._lock.acquire()
             self._observing = threading.get_ident()
+
+    def _judge(self, step: Callable[..., T], *args: Any) -> tuple[T, list[Hazard]]:
+        """Call a function under the lock. Returns its result and the new hazards, which no other thread can take."""
+        return self._alone(lambda: (step(*args), self._move_found()))
 
     def _before(self, name: str, args: tuple[Any, ...]) -> Finish | None:
         """Apply a rule before its call. Returns a function for the answer, or None if the call must not be made."""
@@ -234,12 +234,8 @@ class Checked(Wrapper):
 
     # -- hazards ---------------------------------------------------------------------------------------------
 
-    def _collect(self) -> list[Hazard]:
-        """Move the hazards of the state to :attr:`hazards`. Returns the new ones."""
-        with self._lock:
-            return self._move_found()
-
     def _move_found(self) -> list[Hazard]:
+        """Move the hazards of the state to :attr:`hazards`. Returns the new ones."""
         fresh = []
         while self._found:
             hazard = self._found.pop(0)
@@ -250,20 +246,15 @@ class Checked(Wrapper):
                 fresh.append(hazard)
         return fresh
 
-    def _deliver(self, undo: Callable[[], object] | None = None) -> None:
+    def _deliver(self, fresh: list[Hazard], undo: Callable[[], object] = int) -> None:
         """Show, warn about or raise new hazards. ``undo`` is called before a raise."""
-        if not self._found:
-            return
-        fresh, show = self._collect(), self.show
-        if show is not None:
-            for hazard in fresh:
-                show(hazard)
-        if self._on == "warn":
-            for hazard in fresh:
-                warnings.warn(str(hazard), RuntimeWarning, 4)
-        elif self._on == "raise" and fresh:
-            if undo is not None:
-                self._alone(undo)
+        for hazard in fresh:
+            if self.show is not None:
+                self.show(hazard)
+            if self._on == "warn":
+                warnings.warn(str(hazard), RuntimeWarning, 5)
+        if self._on == "raise" and fresh:
+            self._alone(undo)
             raise DriverMisuseError(str(fresh[0]), fresh[0])
 
     @staticmethod
@@ -333,9 +324,10 @@ class Checked(Wrapper):
         if self._inside():
             self._postponed.append(partial(step, *args))
             return
-        self._alone(step, *args)
         if delivers:
-            self._deliver()
+            self._deliver(self._judge(step, *args)[1])
+        else:
+            self._alone(step, *args)
 
     def _use(self, address: int, nbytes: int, stream: Any, write: bool) -> None:
         self._state.look()
@@ -395,7 +387,7 @@ class Checked(Wrapper):
             sleep(0.002)
         self._alone(self._state.close)
         self._found += self.leaks()
-        self._collect()
+        self._alone(self._move_found)
         return self.hazards
 
     # -- functions with host functions or kernels as arguments -----------------------------------------------
@@ -461,8 +453,7 @@ class Checked(Wrapper):
             watched: dict[bool, list[Touch]] = {False: [], True: []}
             answer: tuple[Any, ...] = launch(stream, lambda there: kernel(_WatchedLaunch(there, watched)))
             if not answer[0]:
-                self._alone(self._queue_multimem, stream, watched, here())
-                self._deliver()
+                self._deliver(self._judge(self._queue_multimem, stream, watched, here())[1])
             return answer
 
         return function

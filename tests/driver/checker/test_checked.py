@@ -114,6 +114,35 @@ class TestModes:
             memory.free()
             assert names(traced, "cuMemFreeAsync") == ["cuMemFreeAsync"]
 
+    def test_no_other_thread_takes_the_hazard_of_a_free(self, machine: Any) -> None:
+        traced = sd.traced(machine)
+        driver: Any = sd.checked(traced, on="raise")
+
+        class Lock:
+            """A lock behind whose release another thread makes a call."""
+
+            def __enter__(self) -> None:
+                self.lock.acquire()
+
+            def __exit__(self, *_: object) -> None:
+                self.lock.release()
+                if threading.current_thread() is threading.main_thread():
+                    with ThreadPoolExecutor(1) as pool:
+                        pool.submit(driver.cuStreamSynchronize, cuda.CUstream(raw)).exception(SECONDS)
+
+            def __init__(self) -> None:
+                self.lock = driver._lock
+                self.acquire, self.release = self.lock.acquire, self.lock.release
+
+        with Bench(driver) as bench:
+            memory, raw = bench.new(bench.a), bench.c._raw
+            driver._lock = Lock()
+            with pytest.raises(sd.DriverMisuseError, match="free before allocation"):
+                memory.free(bench.b)
+            driver._lock = driver._lock.lock
+            assert names(traced, "cuMemFreeAsync") == []
+            memory.free()
+
     def test_a_second_free_is_answered_where_it_does_not_raise(self, machine: Any) -> None:
         traced = sd.traced(machine)
         driver = sd.checked(traced)
