@@ -112,15 +112,23 @@ class Entry:
 
 
 class Board:
-    """The announcements of this process."""
+    """The announcements of this process. Its file is made by the first :meth:`is_open`."""
 
     def __init__(self) -> None:
-        path = _folder() / f"{os.getpid()}-{secrets.token_hex(4)}"
-        self._entries: Any = np.asarray(np.memmap(path, _ENTRY, "w+", shape=EVENTS + POSTS))
+        self._entries: Any = None
         self._free = list(reversed(range(EVENTS)))
         self._posts = 0
-        self.close: Callable[[], object] = weakref.finalize(self, _unlink, path, os.getpid())
+        self.close: Callable[[], object] = bool
         """Removes the board."""
+
+    def is_open(self) -> bool:
+        """Whether other processes can read the board; False if the directory is not writable."""
+        if self._entries is None:
+            with contextlib.suppress(OSError):
+                path = _folder() / f"{os.getpid()}-{secrets.token_hex(4)}"
+                self._entries = np.asarray(np.memmap(path, _ENTRY, "w+", shape=EVENTS + POSTS))
+                self.close = weakref.finalize(self, _unlink, path, os.getpid())
+        return self._entries is not None
 
     def add_event(self) -> int | None:
         """Return the index of a new event; None if the board is full."""

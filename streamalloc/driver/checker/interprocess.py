@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -80,8 +79,8 @@ class Interprocess:
         self._unposted: list[tuple[Range, _Use]] = []
         """Uses that the present call has queued."""
         self.events: dict[bytes, Event] = {}
-        self.board: Board | None = None
-        """Announcements to other processes; created for the first one."""
+        self.board: Board = Board()
+        """Announcements to other processes."""
         self.posted: dict[int, tuple[bytes, Callable[[], bool]]] = {}
         """Name and completion test of incomplete exports, by board index."""
         self._settled = 0
@@ -109,8 +108,7 @@ class Interprocess:
         """Remove everything that is visible to other processes."""
         for range_ in (*self.entries, *self.leaving):
             self.import_ended(range_)
-        if self.board is not None:
-            self.board.close()
+        self.board.close()
 
     def frees(self, range_: Range, what: str, stack: Stack, stream: Stream | None = None) -> Callable[[], None]:
         """Begin a free of memory that may be exported or imported. Without a stream the host frees.
@@ -160,23 +158,16 @@ class Interprocess:
             if len(known) == len(indices):
                 self._post(name, known, lambda: self._missing(piece, self._timeline.host) is None)
 
-    def _board(self) -> Board | None:
-        if self.board is None:
-            with contextlib.suppress(OSError):
-                self.board = Board()
-        return self.board
-
     def recorded(self, event: Event) -> int:
         """Announce a recording of an event; its number."""
-        return 0 if event.index is None or self.board is None else self.board.record(event.index)
+        return 0 if event.index is None else self.board.record(event.index)
 
     def index(self, event: Event) -> int | None:
         """The board index of an event's recordings; None if the board is full or missing."""
-        board = self._board()
-        if event.index is None and board is not None:
-            event.index = board.add_event()
+        if event.index is None and self.board.is_open():
+            event.index = self.board.add_event()
             if event.index is not None and event.mark is not None:
-                number = board.record(event.index)
+                number = self.board.record(event.index)
                 if event.mark.clock is not None:
                     self.covers(event, event.mark.clock, number)
         return event.index
@@ -186,17 +177,16 @@ class Interprocess:
         if event in self._events.values():
             return
         self.events.pop(event.name, None)
-        if event.index is not None and self.board is not None:
+        if event.index is not None:
             self.board.drop_event(event.index)
             event.index = None
 
     def _post(self, name: bytes, covers: list[int], done: Callable[[], bool]) -> None:
-        board = self._board()
-        if board is None:
+        if not self.board.is_open():
             return
         for index in [index for index, (known, _) in self.posted.items() if known == name]:
             self._remove_post(index)
-        index = board.post(name, [(one, board.number(one)) for one in covers])
+        index = self.board.post(name, [(one, self.board.number(one)) for one in covers])
         self.posted.pop(index, None)
         self.posted[index] = (name, done)
         if len(self.posted) > _MOST_POSTS:
@@ -204,8 +194,7 @@ class Interprocess:
 
     def _remove_post(self, index: int) -> None:
         del self.posted[index]
-        if self.board is not None:
-            self.board.remove_post(index)
+        self.board.remove_post(index)
 
     # -- uses after the export and the import ------------------------------------------------------------------
 
@@ -226,15 +215,15 @@ class Interprocess:
     def _keep(self, range_: Range, kept: list[_Use]) -> None:
         """Remove the posts of a range's uses, except those of ``kept``."""
         for one in self.uses[range_]:
-            if one not in kept and one.post is not None and self.board is not None:
+            if one not in kept and one.post is not None:
                 self.board.remove_post(one.post)
         self.uses[range_] = kept
 
     def _announce(self, range_: Range, one: _Use) -> None:
-        board, name = self._board(), self.names.get(range_)
-        if board is not None and name is not None:
+        name = self.names.get(range_)
+        if name is not None and self.board.is_open():
             latest, part = one.covers[-announcements.COVERS :], (one.low, one.high)
-            one.post = board.post(_named(name, one.write), latest, part, one.post)
+            one.post = self.board.post(_named(name, one.write), latest, part, one.post)
 
     def covers(self, event: Event, clock: Clock, number: int) -> None:
         """Announce that a recording of an event comes after earlier uses."""

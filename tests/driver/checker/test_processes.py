@@ -412,6 +412,7 @@ def test_an_importer_uses_memory_after_the_stream_that_opened_it(
 def test_another_event_has_the_same_name() -> None:
     """As a real driver gives handles of events again: the numbers of a place on the board go on."""
     board = announcements.Board()
+    assert board.is_open()
     first = board.add_event()
     assert first is not None
     board.name_event(first, b"name")

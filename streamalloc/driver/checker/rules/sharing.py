@@ -90,9 +90,9 @@ def _exports_event(state: State, name: str, args: Arguments, answer: Answer) -> 
 def _names_event(state: State, event: Event, data: bytes) -> None:
     """Announce the recordings of an event under its export data, on this process's board."""
     event.elsewhere, event.name = True, data
-    index, board = state.interprocess.index(event), state.interprocess.board
-    if index is not None and board is not None:
-        board.name_event(index, data)
+    index = state.interprocess.index(event)
+    if index is not None:
+        state.interprocess.board.name_event(index, data)
 
 
 def _opens_event(state: State, name: str, args: Arguments, answer: Answer) -> None:
